@@ -12,9 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.app.homes import done
+from tests.app.homes import done, make_home
+from tests.app.served import serving
 from tests.serving.serving_process import Served, served, web_home
 
+WAITING = {"wait_for_ms": 30_000}
 KEYS = '[streams.web.keys]\n"public.orders" = ["id"]\n'
 
 
@@ -225,7 +227,7 @@ def test_a_waiting_receive_ends_with_its_consumer(server: Served, how: str, stat
     found: list[httpx.Response] = []
 
     def receive() -> None:
-        found.append(Client(server.url).http.post("/ends/receive", json={"wait_for_ms": 30_000}))
+        found.append(Client(server.url).http.post("/ends/receive", json=WAITING))
 
     thread = threading.Thread(target=receive)
     thread.start()
@@ -239,6 +241,18 @@ def test_a_waiting_receive_ends_with_its_consumer(server: Served, how: str, stat
     assert time.monotonic() - begun < 10
     assert found[0].status_code == status
     client.http.delete("/ends")
+
+
+def test_a_waiting_receive_ends_with_the_server(tmp_path: Path) -> None:
+    found: list[httpx.Response] = []
+    with serving(make_home(tmp_path / "home", "[streams.web]\n")) as url:
+        client = Client(url)
+        client.make("ends")
+        thread = threading.Thread(target=lambda: found.append(client.http.post("/ends/receive", json=WAITING)))
+        thread.start()
+        time.sleep(0.5)
+    thread.join(30)
+    assert (found[0].status_code, found[0].json()) == (200, {"messages": []})
 
 
 def test_a_paused_consumer_delivers_nothing_and_takes_acks(server: Served) -> None:

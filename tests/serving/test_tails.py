@@ -95,6 +95,14 @@ def test_tables_may_be_repeated_and_come_later(url: str) -> None:
         assert numbers(events.take(2)) == [2, 4]
 
 
+def test_a_stream_without_a_log_is_waited_for(tmp_path: Path) -> None:
+    with serving(make_home(tmp_path / "new", WEB)) as url, tailing(url, where="n > 1") as events:
+        append(url, "clicks", [{"n": 1}, {"n": 2}])
+        token = append(url, "clicks", [{"n": 3}])
+        found = events.take(2)
+        assert (numbers(found), found[1].id) == ([2, 3], token)
+
+
 def test_where_leaves_records_out(url: str) -> None:
     with tailing(url, where="who = 'x' or n > 8") as events:
         append(url, "clicks", [{"n": 1, "who": "x"}, {"n": 2, "who": "y"}, {"n": 3, "who": None}])

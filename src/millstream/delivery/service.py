@@ -43,6 +43,8 @@ _SYNC_EVERY_S: Final = 0.25
 """How often what was noted is made durable: acknowledgements are within one second."""
 _HOLD_EVERY_S: Final = 2.0
 _LOOK_S: Final = 0.2
+_WAITS_AT_MOST_S: Final = 1.0
+"""How long a `receive` waits until it looks again; records and expiries wake it sooner."""
 _READS_AT_LEAST_S: Final = 5.0
 """How long a `receive` that doesn't wait may read records that `where` leaves out."""
 
@@ -289,8 +291,8 @@ class StreamConsumers:
                     return Answer({"messages": found})
                 if not is_more:
                     self._wanted.set()
-                    due_s = _LOOK_S if wake_ms is None else max(0.0, (wake_ms - now_ms()) / 1000)
-                    waiter.wake.wait(min(end_s - now_s, due_s, _LOOK_S))
+                    due_s = _WAITS_AT_MOST_S if wake_ms is None else max(0.0, (wake_ms - now_ms()) / 1000)
+                    waiter.wake.wait(min(end_s - now_s, due_s, _WAITS_AT_MOST_S))
         finally:
             running.waiters.discard(waiter)
 

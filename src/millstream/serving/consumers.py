@@ -20,7 +20,7 @@ from millstream.model.access import Right
 from millstream.serving.access import allow
 from millstream.serving.connections import NEEDS_ITS_CLIENT
 from millstream.serving.memory_budget import ClientGoneError, Held, Intake, read_body
-from millstream.serving.requests import headers_said
+from millstream.serving.requests import ENDING, headers_said
 from millstream.serving.writes import JSON_TYPE
 from millstream.writers.consuming import HomeConsumers
 
@@ -198,16 +198,19 @@ class Consumers:
         self._waiters.add(waiter)
         call = partial(self.of_home.call, stream, "receive", consumer, body, waiter=waiter)
         asked = asyncio.wrap_future(self._waiting.submit(call))
-        listening: asyncio.Future[Any] = asyncio.create_task(_left(request))
+        aside: set[asyncio.Future[Any]] = {asyncio.create_task(_left(request))}
+        if (ending := request.scope.get(ENDING)) is not None:
+            aside.add(asyncio.create_task(ending.wait()))
         try:
-            await asyncio.wait({asked, listening}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({asked, *aside}, return_when=asyncio.FIRST_COMPLETED)
             if not asked.done():
                 waiter.leave()
             return _records((await asked).body, "messages")
         finally:
             waiter.leave()
             self._waiters.discard(waiter)
-            listening.cancel()
+            for task in aside:
+                task.cancel()
 
     async def _asked(self, stream: str, what: str, consumer: str | None = None, body: Any = None) -> Answer:
         call = partial(self.of_home.call, stream, what, consumer, body)

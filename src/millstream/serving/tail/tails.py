@@ -25,6 +25,7 @@ from millstream.backoff import Backoff
 from millstream.errors import LogTruncated, MillstreamError
 from millstream.export.stretches import next_stretch, position_of
 from millstream.model.access import Right
+from millstream.model.positions import Seq
 from millstream.serving.access import Access, allow
 from millstream.serving.problems import encoded, plain_problem, problem_of
 from millstream.serving.requests import ENDING, ClientStalledError
@@ -32,7 +33,6 @@ from millstream.serving.tail.events import TailFilter, tail_events
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
-    from millstream.model.positions import Seq
     from millstream.model.schema import TableSchema
     from millstream.wal.reader import StreamReader
 
@@ -138,8 +138,10 @@ class _StreamTails:
         self.tails: set[Tail] = set()
 
     def open(self, wanted: TailFilter, after: str | None) -> Tail:
-        """Return a new tail. Blocks."""
+        """Return a new tail; of a stream without a log, it waits for one. Blocks."""
         with self._lock:
+            if after is None and not self._has_log():
+                return Tail(wanted, Seq(0))
             check_age_of_copy(self._home, self.stream)
             reader = self._opened()
             wanted.check(lambda: reader.schemas().values())
@@ -174,6 +176,8 @@ class _StreamTails:
     def _look(self, loop: asyncio.AbstractEventLoop, tails: Sequence[Tail], hungry: Sequence[Tail]) -> bool:
         """Make the next events of the tails that have room; return whether any were made. Blocks."""
         with self._lock:
+            if not self._has_log():
+                return False
             reader = self._opened()
             end = reader.persisted_upto()
             self._pass_over(reader, tails, end)
@@ -206,6 +210,9 @@ class _StreamTails:
         for tail in tails:
             if tail.events is None and tail.position == seen and not any(map(tail.wanted.tables.has, schemas)):
                 tail.position = end
+
+    def _has_log(self) -> bool:
+        return self._reader is not None or self.stream in self._home.streams_on_disk()
 
     def _opened(self) -> StreamReader:
         if self._reader is None:
@@ -260,7 +267,7 @@ class Tails:
     def _open(
         self, stream: str, table: list[str] | None, where: str | None, after: str | None
     ) -> tuple[_StreamTails, Tail]:
-        name = self._home.pick_stream(stream)
+        name = stream if stream in self._home.config.streams else self._home.pick_stream(stream)
         wanted = TailFilter(table, where)
         of_stream = self._streams.setdefault(name, _StreamTails(self._home, name, self._threads))
         return of_stream, of_stream.open(wanted, after)
