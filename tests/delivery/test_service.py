@@ -82,6 +82,20 @@ def test_a_consumer_that_was_cut_off_says_so_until_it_is_rewound(home: Home, ope
     assert holders(home) == {"consumer:slow": 1}
 
 
+def test_a_page_of_dead_letters_is_bounded_in_bytes(opened: OpenHome) -> None:
+    consumers = opened.consumers("web")
+    consumers.create("large", start="latest", max_deliver=1, group_by="none")
+    for n in range(3):
+        opened.append("web", "orders", {"id": n, "note": "x" * (3 << 20)})
+    with opened.consume("web", "large", wait_s=0.1) as messages:
+        for message in messages:
+            message.nack()
+    pages = [consumers.dead("large")]
+    pages.append(consumers.dead("large", after=pages[0]["next"]))
+    assert [[letter["record"]["row"]["id"] for letter in page["dead"]] for page in pages] == [[0, 1], [2]]
+    assert pages[1]["next"] is None
+
+
 @pytest.mark.usefixtures("opened")
 def test_state_comes_back_as_it_was(home: Home) -> None:
     with home.open_catalog() as catalog:

@@ -27,6 +27,7 @@ from millstream.protocol.delivery import (
     Phase,
     Status,
 )
+from millstream.protocol.delivery.messages import ANSWER_BYTES
 from millstream.wal.lag import backlog_of_tables
 from millstream.wal.reader import StreamReader
 
@@ -334,12 +335,21 @@ class Running:
         return None
 
     def dead_letters(self, after: tuple[int, str] | None, limit: int) -> tuple[list[dict[str, Any]], str | None]:
-        """Return dead letters, the oldest first, and where the next ones begin; None if these are the last."""
+        """Return dead letters, the oldest first, and where the next ones begin; None if these are the last.
+
+        They have at most so many bytes as an answer of `receive`, or are one.
+        """
         letters = sorted(self.machine.dead.values(), key=_age)
         if after is not None:
             letters = [letter for letter in letters if _age(letter) > after]
-        some = letters[:limit]
-        following = f"{some[-1].died}.{some[-1].message.id}" if len(letters) > limit else None
+        some: list[DeadLetter] = []
+        left = ANSWER_BYTES
+        for letter in letters[:limit]:
+            left -= letter.message.size
+            if some and left < 0:
+                break
+            some.append(letter)
+        following = f"{some[-1].died}.{some[-1].message.id}" if len(letters) > len(some) else None
         return [self._shown_letter(letter) for letter in some], following
 
     def _shown_letter(self, letter: DeadLetter) -> dict[str, Any]:
