@@ -8,13 +8,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from tests.delivery.receivers import Receiver, Request, answer
 
 from millstream.delivery import pushing
 from millstream.delivery.pushing import Pusher
-from millstream.delivery.sinks import ACCEPTED, Outcome, Pacing, PushMessage, PushSink, Verdict, failed, open_sink
+from millstream.delivery.sinks import (
+    ACCEPTED,
+    Outcome,
+    Pacing,
+    PushMessage,
+    PushSink,
+    Verdict,
+    apart,
+    failed,
+    open_sink,
+)
 
 SECRET = "whsec_AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA"
 Judge = Callable[[Sequence[PushMessage]], Outcome]
@@ -27,6 +38,8 @@ class Source:
         self.waiting = deque(messages)
         self.flying: list[PushMessage] = []
         self.acked: list[str] = []
+        self.syncs: list[int] = []
+        """Number of messages that were settled at each sync."""
         self.dead: dict[str, str] = {}
         self.returned: list[str] = []
         self.deliveries = dict.fromkeys((message.id for message in messages), 0)
@@ -64,6 +77,10 @@ class Source:
                 self.flying.remove(message)
                 self.acked.append(message.id)
             self.changed.notify_all()
+
+    def sync(self) -> None:
+        with self.changed:
+            self.syncs.append(len(self.acked))
 
     def nack(self, messages: Sequence[PushMessage], *, error: str, is_dead: bool) -> None:
         with self.changed:
@@ -292,3 +309,66 @@ def test_a_webhook_gets_each_group_in_order_whatever_its_answers() -> None:
     for group in range(20):
         own = [int(id_[1:]) for id_ in first_seen if int(id_[1:]) % 20 == group]
         assert own == sorted(own)
+
+
+# --- batches of several outcomes ---------------------------------------------------------------------------------------
+
+
+def by_part(*poison: str, closed: str = "") -> Judge:
+    """Return a judge that accepts all messages but those of poisoned groups, and of a receiver that is closed."""
+
+    def judge(messages: Sequence[PushMessage]) -> Outcome:
+        bad = {message.group for message in messages if message.id in poison}
+        shut = [message for message in messages if message.id == closed]
+        failing = [message for message in messages if message.group in bad]
+        good = [message for message in messages if message not in failing and message not in shut]
+        parts = [(good, ACCEPTED), (failing, failed("poison")), (shut, Outcome(Verdict.REFUSED, "closed"))]
+        return apart([(some, outcome) for some, outcome in parts if some])
+
+    return judge
+
+
+def test_a_part_that_failed_doesn_t_hold_the_rest_of_its_batch() -> None:
+    source, sink = Source(messages_of(10, groups=5)), Sink(by_part("m2"), retry_min_s=0.01)
+    with pushing_to(sink, source):
+        source.wait_until(lambda: source.is_settled)
+    assert source.dead == {"m2": "poison"}
+    first = [f"m{number}" for number in range(10) if number % 5 != 2]
+    assert source.acked == [*first, "m7"]  # the group's next one follows, and no other waited
+    assert source.deliveries["m2"] == 4  # three times with its group, once alone
+    assert [[id_ for id_, _ in batch] for batch in sink.sent[1:4]] == [["m2", "m7"]] * 2 + [["m2"]]
+    assert source.shown[0] == "poison"
+
+
+def test_a_part_that_wasn_t_judged_is_repeated_apart_without_a_failure() -> None:
+    opened = threading.Event()
+
+    def judge(messages: Sequence[PushMessage]) -> Outcome:
+        return by_part("m1", closed="" if opened.is_set() else "m0")(messages)
+
+    source, sink = Source(messages_of(4)), Sink(judge)
+    with pushing_to(sink, source):
+        source.wait_until(lambda: source.dead and len(sink.sent) > 10)
+        assert sorted(source.acked) == ["m2", "m3"]
+        assert source.shown[-1] == "closed"  # as long as a batch waits for it
+        opened.set()
+        source.wait_until(lambda: source.is_settled)
+    assert sorted(source.acked) == ["m0", "m2", "m3"]
+    assert source.deliveries["m0"] == 1
+    assert list(source.dead) == ["m1"]
+    assert source.shown[-1] is None
+
+
+def test_acknowledgements_are_durable_before_the_next_batch_if_the_sink_needs_it() -> None:
+    synced: list[int] = []
+
+    def judge(messages: Sequence[PushMessage]) -> Outcome:
+        synced.append(source.syncs[-1] if source.syncs else 0)
+        assert messages
+        return ACCEPTED
+
+    source, sink = Source(messages_of(30)), Sink(judge)
+    sink.pacing = replace(sink.pacing, syncs=True)
+    with pushing_to(sink, source):
+        source.wait_until(lambda: source.is_settled)
+    assert synced == [0, 10, 20]

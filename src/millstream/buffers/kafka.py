@@ -20,21 +20,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from millstream.buffers.answers import answered, no_answer
-from millstream.buffers.kafka_errors import SILENT, error_of_kafka, nothing_stored
+from millstream.buffers.kafka_errors import error_of_kafka, nothing_stored
 from millstream.buffers.kafka_reader import KafkaReader
+from millstream.buffers.kafka_server import client_settings, describe_topic, make_topic
 from millstream.codec.buffer_reading import unknown_shard
 from millstream.codec.buffered_op import encode_op
 from millstream.errors import (
-    BufferMissing,
-    BufferRefused,
-    BufferUnavailable,
     MillstreamError,
     Overloaded,
     RowsTooLarge,
-    UsageError,
     WriterClosed,
 )
-from millstream.model.addresses import is_brokers
 from millstream.model.buffers import BufferMeta, BufferOffset
 from millstream.model.ids import ShardId
 from millstream.model.operations import WriteOps
@@ -175,61 +171,23 @@ class KafkaBuffer:
     # --- the topic -------------------------------------------------------------------------------------------------
 
     def _describe(self) -> TopicDescription:
-        from confluent_kafka import KafkaException, TopicCollection
-
-        topic, timeout_s = self._options.topic, self._options.timeout_s
-        try:
-            asked = self._admin.describe_topics(TopicCollection([topic]), request_timeout=timeout_s)
-            found: TopicDescription = asked[topic].result(timeout_s)
-            return found
-        except KafkaException as error:
-            raise error_of_kafka(error.args[0], topic) from error
-        except TimeoutError as error:
-            raise BufferUnavailable(f"Kafka didn't answer about topic {topic} in time", buffer=topic) from error
+        return describe_topic(self._admin, self._options.topic, timeout_s=self._options.timeout_s)
 
     def _create(self, shards: int) -> None:
-        """Make the topic if it doesn't exist, and wait until its partitions have leaders.
-
-        Any number of processes may do so at a time.
-        """
-        from confluent_kafka import KafkaError, KafkaException
-        from confluent_kafka.cimpl import NewTopic
-
         options = self._options
-        deadline = time.monotonic() + _CREATED_WITHIN_S
-        try:
-            self._describe()
-        except BufferMissing:
-            own = {
-                "cleanup.policy": "delete",
-                "max.message.bytes": str(options.op_bytes_max + ENVELOPE_BYTES),
-                "unclean.leader.election.enable": "false",
-            }
-            wanted = NewTopic(
-                options.topic,
-                num_partitions=shards,
-                replication_factor=options.replication,
-                config={**own, **options.topic_options},
-            )
-            try:
-                self._admin.create_topics([wanted], request_timeout=options.timeout_s)[options.topic].result()
-            except KafkaException as error:
-                if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
-                    raise error_of_kafka(error.args[0], options.topic) from error
-        while not self._is_led():
-            if time.monotonic() > deadline:
-                raise BufferUnavailable(
-                    f"topic {options.topic} has partitions that no broker leads", buffer=options.topic
-                )
-            time.sleep(_POLL_S)
-
-    def _is_led(self) -> bool:
-        try:
-            partitions = self._describe().partitions
-        except BufferMissing:
-            return False
-        # For a partition without a leader, the client returns node -1.
-        return bool(partitions) and all(p.leader.id >= 0 for p in partitions)
+        own = {
+            "cleanup.policy": "delete",
+            "max.message.bytes": str(options.op_bytes_max + ENVELOPE_BYTES),
+            "unclean.leader.election.enable": "false",
+        }
+        make_topic(
+            self._admin,
+            options.topic,
+            partitions=shards,
+            replication=options.replication,
+            options={**own, **options.topic_options},
+            timeout_s=max(options.timeout_s, _CREATED_WITHIN_S),
+        )
 
 
 class _Sender:
@@ -249,13 +207,11 @@ class _Sender:
             "queue.buffering.max.kbytes": max(1, options.queue_bytes_max >> 10),
             "queue.buffering.max.messages": 10_000_000,  # bounded by bytes
             "allow.auto.create.topics": False,
-            **options.client_options,
+            **_settings_of(options),
             # Users can't change these: the buffer's promises rest on them.
-            "bootstrap.servers": options.servers,
             "enable.idempotence": True,
             "acks": "all",
             "error_cb": self._heard,
-            "logger": SILENT,
         }
         self._producer: Producer = Producer(settings)
         self._worker = Worker(f"kafka-{options.topic}", self._take_answers).start()
@@ -336,24 +292,14 @@ class _Sender:
         return error_of_kafka(error, self._options.topic)
 
 
+def _settings_of(options: KafkaOptions) -> dict[str, Any]:
+    return client_settings(options.servers, options.client_options, options.topic, what="write buffer")
+
+
 def _admin_of(options: KafkaOptions) -> AdminClient:
-    try:
-        from confluent_kafka.admin import AdminClient
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"a buffer in Kafka needs {error.name}, which isn't installed",
-            code="missing_extra",
-            hint="pip install 'millstream[kafka]'",
-            extra="kafka",
-        ) from error
-    if not is_brokers(options.servers):
-        raise BufferRefused(
-            f"the brokers of write buffer {options.topic} can't be read as a list of addresses",
-            hint="Write the brokers as host:9092,host:9092, with user and password in client (`sasl.username`, "
-            "`sasl.password`).",
-            buffer=options.topic,
-        )
-    settings: dict[str, Any] = {**options.client_options, "bootstrap.servers": options.servers, "logger": SILENT}
+    settings = _settings_of(options)
+    from confluent_kafka.admin import AdminClient
+
     return AdminClient(settings)
 
 

@@ -105,7 +105,7 @@ def error_of_kafka(error: KafkaError, topic: str) -> WriteBufferError:
     if error.code() in _refused():
         return BufferRefused(
             f"Kafka refuses topic {topic}: {error.str()}",
-            hint="Grant the user the missing rights, or correct the buffer's options.",
+            hint="Grant the user the missing rights, or correct the options of its clients.",
             buffer=topic,
         )
     return BufferUnavailable(f"Kafka can't be asked about topic {topic}: {error.str()}", buffer=topic)

@@ -57,6 +57,9 @@ class PushSource(Protocol):
     def ack(self, messages: Sequence[PushMessage]) -> None:
         """Settle messages."""
 
+    def sync(self) -> None:
+        """Make what was settled durable."""
+
     def nack(self, messages: Sequence[PushMessage], *, error: str, is_dead: bool) -> None:
         """Return messages.
 
@@ -86,6 +89,8 @@ class _Batch:
     """Whether each is sent alone."""
     dead: list[tuple[PushMessage, str]] = field(default_factory=list)
     """Messages that failed alone, with their errors."""
+    error: str | None = None
+    """The reason why it waits."""
 
     @property
     def next(self) -> Sequence[PushMessage]:
@@ -186,7 +191,27 @@ class Pusher:
         if not self._hold(batch):
             return None
         outcome = self._deliver([replace(message, deliveries=message.deliveries + batch.failures) for message in sent])
-        self._show(outcome)
+        for messages, part in outcome.parts:
+            self._judge_apart(batch, messages, part)
+        if outcome.parts:
+            batch.messages = []
+            self._show(None)
+            return None
+        return self._judge(batch, sent, outcome)
+
+    def _judge_apart(self, batch: _Batch, messages: Sequence[PushMessage], outcome: Outcome) -> None:
+        """Take the outcome of a part of the batch, which is repeated without the others."""
+        own = {message.id for message in messages}
+        sent = [message for message in batch.messages if message.id in own]
+        part = _Batch(sent, self._waits(), batch.failures)
+        wait_s = self._judge(part, sent, outcome)
+        if part.messages and (wait_s is None or not self._set_aside(part, wait_s)):
+            self._give_back(part, "the consumer's delivery was stopped")
+
+    def _judge(self, batch: _Batch, sent: Sequence[PushMessage], outcome: Outcome) -> float | None:
+        """Take the outcome of a request; return as `_send`."""
+        batch.error = outcome.reason or None
+        self._show(batch.error)
         if outcome.verdict is Verdict.GONE:
             self._source.pause(outcome.reason)
             self._stopping.set()
@@ -195,6 +220,8 @@ class Pusher:
             return None
         if outcome.verdict is Verdict.ACCEPTED:
             self._source.ack(sent)
+            if self._pacing.syncs:
+                self._source.sync()
         elif outcome.verdict is Verdict.FAILED and self._is_final(batch):
             batch.dead += [(message, outcome.reason) for message in sent]
         else:
@@ -220,9 +247,11 @@ class Pusher:
             logger.exception("a push sink raised an exception")
             return failed(f"the sink raised {type(error).__name__}")
 
-    def _show(self, outcome: Outcome) -> None:
-        error = outcome.reason or None
+    def _show(self, error: str | None) -> None:
+        """Show an error; if there is none, that of a batch that waits."""
         with self._lock:
+            if error is None:
+                error = next((batch.error for *_, batch in self._aside if batch.error is not None), None)
             if error == self._shown:
                 return
             self._shown = error

@@ -10,16 +10,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from importlib.metadata import entry_points
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
+
+import pyarrow as pa
 
 from millstream.errors import DeliveryError
+from millstream.model.schema import TableSchema
 
 ENTRY_POINTS: Final = "millstream.push_sinks"
 OURS: Final = ("webhook", "redis", "command")
+
+
+class LoggedRow(NamedTuple):
+    """A record in the log's form, which has the types of its columns."""
+
+    schema: TableSchema
+    """The table's schema when the record was made."""
+    batch: pa.RecordBatch
+    """Records in `record_schema(schema, offsets=True)`."""
+    row: int
+    """The record's index in the batch."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +48,10 @@ class PushMessage:
     """Number of this delivery, from 1."""
     record: bytes
     """The record as JSON: the object that `wal cat --format ndjson` prints."""
+    logged: LoggedRow | None = field(default=None, repr=False, compare=False)
+    """The record in the log's form; None if only its JSON is there."""
+    generation: int = 0
+    """Number of the consumer's rewinds before: a message that was rewound is delivered again, under its id."""
 
     @cached_property
     def value(self) -> Mapping[str, Any]:
@@ -56,7 +74,8 @@ class Verdict(StrEnum):
     FAILED = "failed"
     """The receiver didn't acknowledge all of them. It is a failed delivery, and the batch is repeated after a wait."""
     REFUSED = "refused"
-    """The home didn't send, since its own rules forbid the receiver. It is repeated and isn't a failed delivery."""
+    """The messages weren't judged: the home's own rules forbid the receiver, or it can't take any message now. The batch
+    is repeated, and this isn't a failed delivery."""
     GONE = "gone"
     """The receiver wants no more messages: the consumer is paused. It isn't a failed delivery."""
 
@@ -70,9 +89,20 @@ class Outcome:
     """The cause, for people, unless all was accepted. It contains no secret."""
     retry_after_s: float | None = None
     """Seconds that the receiver asks to wait before the next attempt; None: the sink's usual waits hold."""
+    parts: tuple[tuple[Sequence[PushMessage], Outcome], ...] = ()
+    """If the messages of a batch have different outcomes: each message's, in their order. No group is in two parts. The
+    parts that weren't accepted are repeated apart from each other."""
 
 
 ACCEPTED: Final = Outcome(Verdict.ACCEPTED)
+
+
+def apart(parts: Sequence[tuple[Sequence[PushMessage], Outcome]]) -> Outcome:
+    """Return the outcome of a batch of several parts."""
+    if len(parts) == 1:
+        return parts[0][1]
+    worst = next((outcome for _, outcome in parts if outcome.verdict is not Verdict.ACCEPTED), ACCEPTED)
+    return Outcome(worst.verdict, worst.reason, worst.retry_after_s, tuple(parts))
 
 
 def failed(reason: str, *, retry_after_s: float | None = None) -> Outcome:
@@ -94,6 +124,8 @@ class Pacing:
     """Longest such wait."""
     timeout_s: float = 30.0
     """Seconds within which `deliver` returns, apart from delays of the machine."""
+    syncs: bool = False
+    """Whether acknowledgements of a batch must be durable before the next one is sent."""
 
 
 class PushSink(Protocol):
@@ -138,6 +170,12 @@ class SinkFactory(Protocol):
 
 def open_sink(kind: str, settings: Mapping[str, Any], *, stream: str, consumer: str) -> PushSink:
     """Return a sink of a kind: one of `OURS`, or another package's.
+
+    Args:
+        kind: the kind.
+        settings: the consumer's table of that kind.
+        stream: the name of the consumer's stream.
+        consumer: the consumer's name.
 
     Raises:
         DeliveryError (`invalid_consumer`): there is no such kind, or a setting isn't valid.
