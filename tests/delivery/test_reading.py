@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
-from tests.wal.test_records_json import ITEMS, MESSAGES, ORDERS, operation, ops, row
+from tests.wal.test_records_json import ITEMS, MESSAGES, ORDERS, operation, ops, pg, row, schema
 
 from millstream.catalog import Catalog
 from millstream.delivery.definition import Definition
@@ -41,6 +41,23 @@ def log(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LogWriter]:
             reservations=catalog.reservations(stream),
         ) as writer:
             yield writer
+
+
+NOTES = schema(5, "notes", Column("id", pa.int64(), pg(20, "bigint")))
+
+
+def fill_by_application(log: LogWriter) -> None:
+    """Append operations without a transaction's number; on two shards their numbers interleave."""
+    other = len(log.shards()) - 1
+    for n in range(6):
+        log.append(
+            ops(
+                [operation(None, 0x1000 + 16 * n, OperationKind.APPEND)],
+                (ORDERS, 0, [row(0, Op.CREATE, id=n, **NOTHING | {"note": "new"})]),
+                (ITEMS, other, [row(1, Op.CREATE, id=n), row(2, Op.CREATE, id=50 + n)]),
+                (NOTES, 0, [row(3, Op.CREATE, id=n)]),
+            )
+        )
 
 
 def fill(log: LogWriter, transactions: int = 6) -> None:
@@ -91,8 +108,11 @@ def record(message: Message) -> dict[str, Any]:
     return found
 
 
-def test_messages_are_the_records_of_the_log_in_its_order(log: LogWriter, tmp_path: Path) -> None:
-    fill(log)
+@pytest.mark.parametrize("append", [fill, fill_by_application])
+def test_messages_are_the_records_of_the_log_in_its_order(
+    log: LogWriter, tmp_path: Path, append: Callable[[LogWriter], None]
+) -> None:
+    append(log)
     messages, upto = read_all(reader_of(tmp_path))
     lines = cat(tmp_path)
     assert [record(message) for message in messages] == lines
@@ -102,13 +122,14 @@ def test_messages_are_the_records_of_the_log_in_its_order(log: LogWriter, tmp_pa
     assert upto == StreamReader(str(tmp_path / "wal")).persisted_upto()
 
 
+@pytest.mark.parametrize("append", [fill, fill_by_application])
 @pytest.mark.parametrize(
     "fields", [{}, {"tables": ["public.orders"]}, {"where": "note is not null"}, {"tables": ['public."Order Items"']}]
 )
 def test_reading_again_from_any_cursor_gives_the_same_positions(
-    log: LogWriter, tmp_path: Path, fields: dict[str, Any]
+    log: LogWriter, tmp_path: Path, append: Callable[[LogWriter], None], fields: dict[str, Any]
 ) -> None:
-    fill(log)
+    append(log)
     messages, _ = read_all(reader_of(tmp_path, **fields))
     assert messages
     reader = StreamReader(str(tmp_path / "wal"))

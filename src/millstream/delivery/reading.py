@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -181,8 +180,7 @@ class ConsumerReader:
                 (item for piece in self._shard(shard, after, upto, wanted, alone=False) for item in piece.items)
                 for shard in shards
             ]
-            operations = groupby(merge_shards(streams), key=_operation)
-            pieces = (_Piece(operation, _renumbered(list(items))) for operation, items in operations)
+            pieces = map(_renumbered, _operations(merge_shards(streams)))
         operation, newest, before, done = None, int(after), int(after), int(after)
         piece = next(pieces, None)
         while piece is not None:
@@ -366,18 +364,35 @@ def chosen(facts: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, An
     return found
 
 
-def _renumbered(items: list[_Item]) -> list[_Item]:
+def _operations(items: Iterable[_Item]) -> Iterator[list[_Item]]:
+    """Group merged records by operation.
+
+    The parts of an application's operation on several shards have no name in common. Where their numbers interleave,
+    they are one; elsewhere they may as well be several.
+    """
+    found: list[_Item] = []
+    end = 0
+    for item in items:
+        if found and item.operation != found[-1].operation and item.operation_seq > end:
+            yield found
+            found = []
+        found.append(item)
+        end = max(end, item.end)
+    if found:
+        yield found
+
+
+def _renumbered(items: list[_Item]) -> _Piece:
     """Give the numbers of an operation's records to them in their order."""
     numbers = sorted(item.seq for item in items)
-    first, end = min(item.operation_seq for item in items), numbers[-1]
-    return [
-        _Item(first, item.index, item.operation, number, end, item.message)
-        for item, number in zip(items, numbers, strict=True)
-    ]
-
-
-def _operation(item: _Item) -> tuple[Any, ...]:
-    return item.operation
+    first, end, operation = min(item.operation_seq for item in items), numbers[-1], items[0].operation
+    return _Piece(
+        operation,
+        [
+            _Item(first, item.index, operation, number, end, item.message)
+            for item, number in zip(items, numbers, strict=True)
+        ],
+    )
 
 
 def _first(found: tuple[int, _Item]) -> int:
