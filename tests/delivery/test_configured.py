@@ -237,6 +237,7 @@ def test_a_consumer_that_cannot_begin_is_reported_and_begins_once_it_can(deploym
         (SEARCH + 'tables = ["a.b.c"]', "consumers.search.tables", ""),
         (SEARCH + 'columns = ["id", "id"]', "consumers.search.columns", "twice"),
         (SEARCH + 'group_by = "color"', "consumers.search.group_by", '"key", "none" or a list'),
+        (SEARCH + "group_by = [1]", "consumers.search.group_by", '"key", "none" or a list'),
         (SEARCH + 'kind = "newest"', "consumers.search.kind", "must be one of"),
         (SEARCH + "ack_wait_ms = 99", "consumers.search.ack_wait_ms", "100"),
         (SEARCH + 'max_deliver = "1"', "consumers.search.max_deliver", "a whole number"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from millstream.config.section import Section
 
@@ -60,6 +60,14 @@ class ConsumerConfig(Section):
         description="Failed deliveries after which a message is dead. 0: never.",
     )
     max_ack_pending: int = Field(default=1000, ge=1, le=100_000, description="Number of messages in flight, at most.")
+
+    @field_validator("group_by", mode="before")
+    @classmethod
+    def _check_group_by(cls, group_by: Any) -> Any:
+        names = [group_by] if isinstance(group_by, str) else group_by
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError('must be "key", "none" or a list of columns')
+        return group_by
 
     def body(self, name: str) -> dict[str, Any]:
         """Return the definition as a request's body has it."""
