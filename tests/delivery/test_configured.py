@@ -228,6 +228,17 @@ def test_a_consumer_that_cannot_begin_is_reported_and_begins_once_it_can(deploym
         wait_for(lambda: run_.received() == [{"id": 2, "note": None, "color": 1}])
 
 
+def test_damaged_state_stops_no_server(deployment: Deployment) -> None:
+    with deployment.run(SEARCH) as before:
+        before.call("show")
+    log = before.home.delivery_folder("web") / "consumers.log"
+    log.write_bytes(b"x" + log.read_bytes()[1:])
+    with deployment.run(SEARCH) as after:
+        HomeConsumers(after.home).start()
+        with pytest.raises(DeliveryError, check=coded("consumer_state_unreadable")):
+            after.call("show")
+
+
 @pytest.mark.parametrize(
     ("consumer", "key", "what"),
     [

@@ -22,7 +22,7 @@ from millstream.delivery.copies import SHOWN, CopiedConsumers
 from millstream.delivery.definition import Definition
 from millstream.delivery.running import Waiter
 from millstream.delivery.service import Answer, StreamConsumers, Surroundings
-from millstream.errors import HomeBusy, LogError, MillstreamError, WriterClosed
+from millstream.errors import ConfigError, HomeBusy, LogError, MillstreamError, WriterClosed
 from millstream.home.time_parsing import parse_as_of
 from millstream.leadership.role_files import LOOK_EVERY_S, Roles
 from millstream.model.ids import StreamId, TableId
@@ -94,11 +94,17 @@ class HomeConsumers:
         Raises:
             ConfigError: one of them can't be as it is there: it exists, and has another kind or other groups.
         """
-        streams = [name for name, config in self._home.config.streams.items() if config.consumers]
-        for stream in streams:
-            check_consumers(self._home, stream)
-            if self._roles.leads_surely(stream):
-                self._asked(stream, "list", None, None, Waiter())
+        for stream, config in self._home.config.streams.items():
+            if config.consumers:
+                try:
+                    check_consumers(self._home, stream)
+                    owner = self._owner() if self._roles.leads_surely(stream) else None
+                    if owner is not None:
+                        owner.of(stream)
+                except ConfigError:
+                    raise
+                except (MillstreamError, OSError) as error:  # each call reports it
+                    logger.warning("the consumers of a stream can't be opened", stream=stream, error=str(error))
 
     def _copied(self, stream: str) -> CopiedConsumers:
         with self._lock:
