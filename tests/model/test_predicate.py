@@ -77,6 +77,11 @@ def test_what_is_no_predicate_says_where(text: str) -> None:
     assert caught.value.hint
 
 
+@pytest.mark.parametrize("word", [" or ", " and "])
+def test_one_may_have_any_number_of_comparisons(word: str) -> None:
+    assert Predicate.parse(word.join(["id = 1"] * 5000)).matches(ROWS).to_pylist() == [True] + [False] * 4
+
+
 def test_one_that_is_nested_without_end_is_refused() -> None:
     with pytest.raises(UsageError, match="nested"):
         Predicate.parse("(" * 5000 + "id = 1" + ")" * 5000)

@@ -122,6 +122,7 @@ def test_refusals(url: str, home: Path) -> None:
     assert refusal(url, after="nothing") == (400, "invalid_token")
     assert refusal(url, where="n >") == (422, "invalid_value")
     assert refusal(url, where="") == (422, "invalid_value")
+    assert refusal(url, where="n > " * 2000) == (422, "invalid_value")
     assert refusal(url, where="n = 'text'") == (422, "invalid_value")
     assert refusal(url, where="n = 'text'", table="clicks") == (422, "invalid_value")
     append(url, "marks", [{"m": 1}])

@@ -11,9 +11,10 @@ only true matches. A column that the table lacks is null in all rows.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import reduce
 from typing import Any, Final, TypeAlias
 
 import pyarrow as pa
@@ -36,6 +37,8 @@ _COMPARED: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
 }  # fmt: skip
 _KEYWORDS: Final = frozenset({"and", "or", "not", "in", "is", "null", "true", "false"})
 _DEPTH_MAX: Final = 100
+_SHOWN_MAX: Final = 500
+"""Characters of a predicate in a message."""
 _INT64: Final = range(-(1 << 63), 1 << 63)
 
 Rows: TypeAlias = pa.RecordBatch
@@ -87,16 +90,16 @@ class _PredicateParser:
         return test
 
     def _either(self) -> _Test:
-        test = self._both()
+        tests = [self._both()]
         while self._took("or"):
-            test = _joined(pc.or_kleene, test, self._both())
-        return test
+            tests.append(self._both())
+        return _joined(pc.or_kleene, tests)
 
     def _both(self) -> _Test:
-        test = self._one()
+        tests = [self._one()]
         while self._took("and"):
-            test = _joined(pc.and_kleene, test, self._one())
-        return test
+            tests.append(self._one())
+        return _joined(pc.and_kleene, tests)
 
     def _one(self) -> _Test:
         self._depth += 1
@@ -137,8 +140,7 @@ class _PredicateParser:
         return self._compared(column, word, value)
 
     def _any_of(self, column: str, values: list[Any]) -> _Test:
-        tests = [self._compared(column, "=", value) for value in values]
-        return lambda rows: _any(test(rows) for test in tests)
+        return _joined(pc.or_kleene, [self._compared(column, "=", value) for value in values])
 
     def _compared(self, column: str, mark: str, value: Any) -> _Test:
         def test(rows: pa.RecordBatch) -> Any:
@@ -149,7 +151,7 @@ class _PredicateParser:
                 return _COMPARED[mark](own, _literal_of(value, own.type))
             except (pa.ArrowException, TypeError, ValueError) as error:
                 raise RoutingError(
-                    f"the rule where {self._text} can't be followed: column {column} is {own.type}, and {value!r} is none",
+                    f"the rule where {self._text[:_SHOWN_MAX]} can't be followed: column {column} is {own.type}, and {value!r} is none",
                     code="invalid_route",
                     column=column,
                 ) from error
@@ -200,9 +202,13 @@ class _PredicateParser:
         place = self._tokens[self._at][2] if self._at < len(self._tokens) else len(self._text)
         found = self._text[place : place + 20] or "its end"
         return UsageError(
-            f"the predicate {self._text!r} can't be read at {found!r}: {what}",
+            f"the predicate {_shown(self._text)} can't be read at {found!r}: {what}",
             hint="Such as: status = 'bot' and score > 0.5",
         )
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}…")
 
 
 def _tokens(text: str) -> list[tuple[str, str, int]]:
@@ -212,7 +218,7 @@ def _tokens(text: str) -> list[tuple[str, str, int]]:
         token = _TOKEN.match(text, at)
         if token is None:
             raise UsageError(
-                f"the predicate {text!r} can't be read at {text[at:].strip()[:20]!r}",
+                f"the predicate {_shown(text)} can't be read at {text[at:].strip()[:20]!r}",
                 hint="Such as: status = 'bot' and score > 0.5",
             )
         kind = str(token.lastgroup)
@@ -247,12 +253,5 @@ def _is_null(rows: pa.RecordBatch, column: str, *, negated: bool) -> Any:
     return pc.is_valid(rows.column(column)) if negated else pc.is_null(rows.column(column))
 
 
-def _joined(how: Callable[[Any, Any], Any], one: _Test, other: _Test) -> _Test:
-    return lambda rows: how(one(rows), other(rows))
-
-
-def _any(found: Any) -> Any:
-    whole = None
-    for one in found:
-        whole = one if whole is None else pc.or_kleene(whole, one)
-    return whole
+def _joined(how: Callable[[Any, Any], Any], tests: Sequence[_Test]) -> _Test:
+    return lambda rows: reduce(how, (test(rows) for test in tests))

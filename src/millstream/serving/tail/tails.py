@@ -250,7 +250,7 @@ class Tails:
             request: Request,
             stream: str,
             table: Annotated[list[str] | None, Query(max_length=1000)] = None,
-            where: _Text = None,
+            where: str | None = None,
             after: _Text = None,
             last_event_id: Annotated[str | None, Header(max_length=4096)] = None,
         ) -> Response:
