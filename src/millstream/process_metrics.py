@@ -61,12 +61,13 @@ class Durations:
         self.counts = [0] * (len(bounds_s) + 1)
         self.sum_s = 0.0
 
-    def observe(self, seconds: float) -> None:
-        """Count a duration."""
-        at = bisect_left(self._bounds_s, seconds)
+    def observe(self, *durations_s: float) -> None:
+        """Count durations."""
+        found = [(bisect_left(self._bounds_s, seconds), max(0.0, seconds)) for seconds in durations_s]
         with _lock:
-            self.counts[at] += 1
-            self.sum_s += max(0.0, seconds)
+            for at, seconds in found:
+                self.counts[at] += 1
+                self.sum_s += seconds
 
 
 class Counter:
@@ -128,6 +129,10 @@ class Histogram:
                 for labels, one in self._series.copy().items()
             ]
 
+    def forget(self, *labels: str) -> None:
+        """Drop the series of these values of the labels, since what they name is gone."""
+        self._series.pop(labels, None)
+
     def clear(self) -> None:
         """Drop all series, in a forked child."""
         self._series = {}
@@ -154,6 +159,19 @@ REPLICA_APPLY_SECONDS: Final = Histogram(
 )
 LAKE_BATCH_SECONDS: Final = Histogram(
     "millstream_lake_batch_seconds", "Time of a pipeline's batch, up to its cut.", "stream", bounds_s=_LONG_S
+)
+CONSUMER_DELIVERY_SECONDS: Final = Histogram(
+    "millstream_consumer_delivery_seconds",
+    "Time from the commit of a record to its first delivery to a consumer.",
+    "stream",
+    "consumer",
+    bounds_s=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0, 600.0, 3600.0),
+)
+CONSUMER_REQUEST_SECONDS: Final = Histogram(
+    "millstream_consumer_request_seconds",
+    "Time of a batch's delivery to a consumer's sink, such as a webhook's request.",
+    "stream",
+    "consumer",
 )
 HTTP_REQUEST_SECONDS: Final = Histogram(
     "millstream_http_request_seconds",

@@ -131,8 +131,10 @@ def messages_of(count: int, groups: int = 1000) -> list[PushMessage]:
 
 
 @contextmanager
-def pushing_to(sink: PushSink, source: Source, *, max_deliver: int = 3) -> Iterator[Pusher]:
-    pusher = Pusher("test", source, sink, max_deliver=max_deliver).start()
+def pushing_to(
+    sink: PushSink, source: Source, *, max_deliver: int = 3, observe: Callable[[float], None] = lambda _seconds: None
+) -> Iterator[Pusher]:
+    pusher = Pusher("test", source, sink, max_deliver=max_deliver, observe=observe).start()
     try:
         yield pusher
     finally:
@@ -165,6 +167,15 @@ def test_a_failed_batch_is_repeated_whole_with_growing_deliveries() -> None:
     assert source.acked == ["m0", "m1", "m2"]
     assert set(source.deliveries.values()) == {3}
     assert source.shown == ["first", "second", None]
+
+
+def test_each_request_is_timed_whatever_its_outcome() -> None:
+    outcomes, seconds = deque([failed("first"), ACCEPTED]), list[float]()
+    source, sink = Source(messages_of(3)), Sink(lambda _: outcomes.popleft())
+    with pushing_to(sink, source, max_deliver=0, observe=seconds.append):
+        source.wait_until(lambda: source.is_settled)
+    assert len(seconds) == len(sink.sent) == 2
+    assert min(seconds) >= 0
 
 
 def test_after_the_last_failure_of_a_batch_each_message_is_sent_alone_once() -> None:

@@ -109,6 +109,9 @@ def _print_stream(stream: dict[str, Any]) -> None:
     for holder, facts in stream["log"]["cut_off"].items():
         say(f"  cut off: the {facts['kind']} {holder}; the log began at {facts['first']} then", fg="red")
     _print_errors(stream["errors"])
+    if stream["consumers"]:
+        titles = ["  consumer", "state", "behind", "in flight", "dead", "acked", "error"]
+        print_table(titles, [_consumer_row(one) for one in stream["consumers"]], right=titles[3:6])
     if stream["tables"]:
         titles = ["  table", "state", "rows/s", "fold lag", "disk factor", "reason"]
         print_table(titles, [_table_row(t) for t in stream["tables"]], right=titles[2:5])
@@ -239,6 +242,21 @@ def _print_hints(tables: list[dict[str, Any]]) -> None:
     for table in tables:
         if hint := what_to_run(table):
             note(f"{table['name']}: {hint}")
+
+
+def _consumer_row(consumer: dict[str, Any]) -> list[str]:
+    lag = consumer["lag"]
+    return [
+        "  " + consumer["name"],
+        consumer["state"],
+        "unknown"
+        if lag["records"] is None
+        else "none"
+        if lag["records"] == 0
+        else _lag_words(lag).removesuffix(" behind"),
+        *(f"{consumer[key]:,}" for key in ("in_flight", "dead", "acked")),
+        consumer["error"] or "",
+    ]
 
 
 def _table_row(table: dict[str, Any]) -> list[str]:

@@ -106,6 +106,7 @@ class Pusher:
         source: the consumer.
         sink: the destination; the pusher doesn't close it.
         max_deliver: failed deliveries after which a message is dead; 0: never.
+        observe: takes the seconds of each delivery by the sink.
         now_s: returns a time that never steps back.
         chance: draws from [0, 1).
     """
@@ -117,6 +118,7 @@ class Pusher:
         sink: PushSink,
         *,
         max_deliver: int,
+        observe: Callable[[float], None] = lambda _seconds: None,
         now_s: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
     ) -> None:
@@ -124,6 +126,7 @@ class Pusher:
         self._sink = sink
         self._pacing = sink.pacing
         self._max_deliver = max_deliver
+        self._observe = observe
         self._now_s = now_s
         self._chance = chance
         self._lock = threading.Lock()
@@ -241,11 +244,14 @@ class Pusher:
         return batch.is_split or (len(batch.messages) == 1 and 0 < self._max_deliver <= batch.failures + 1)
 
     def _deliver(self, messages: Sequence[PushMessage]) -> Outcome:
+        began_s = time.monotonic()
         try:
             return self._sink.deliver(messages)
         except Exception as error:  # another package's sink may have a fault, which must not stop the consumer
             logger.exception("a push sink raised an exception")
             return failed(f"the sink raised {type(error).__name__}")
+        finally:
+            self._observe(time.monotonic() - began_s)
 
     def _show(self, error: str | None) -> None:
         """Show an error; if there is none, that of a batch that waits."""

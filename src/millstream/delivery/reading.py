@@ -42,6 +42,8 @@ class Origin(NamedTuple):
     group: str | None
     record: str
     """The record as JSON."""
+    committed_us: int | None = None
+    """When its operation was committed, in microseconds since 1970-01-01 UTC; None if that isn't known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,14 +282,15 @@ class ConsumerReader:
             groups = groups_of(schema, kept.batch, definition.group_by, ids)
             table = None if schema.kind is TableKind.MESSAGES else int(schema.table_id)
             own_numbers = numbers.seqs[keep].tolist(), numbers.ends[keep].tolist()
-            rows = zip(table_lines(kept, stream=self._stream), ids, groups, *own_numbers, strict=True)
-            for line, id_, own, number, end in rows:
+            moments = kept.batch.column("__commit_ts").cast(pa.int64()).to_pylist()
+            rows = zip(table_lines(kept, stream=self._stream), ids, groups, moments, *own_numbers, strict=True)
+            for line, id_, own, moment, number, end in rows:
                 facts = line.facts
                 if definition.renamed is not None and schema.kind is TableKind.TABLE:
                     facts = chosen(facts, definition.renamed)
                 record = msgspec.json.encode(facts).decode()
                 is_barrier = schema.kind is TableKind.RAW or facts["op"] == _TRUNCATE
-                origin = Origin(own[0] if own else None, record)
+                origin = Origin(own[0] if own else None, record, moment)
                 groups_held = () if is_barrier or definition.group_by == "none" else own
                 message = Message(0, 0, id_, groups_held, table, is_barrier, len(record), origin)
                 yield line.offset, _Item(line.operation_seq, line.index, line.operation, number, end, message)

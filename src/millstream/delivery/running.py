@@ -16,6 +16,7 @@ from millstream.delivery.store import Letter, Stored, died_letters
 from millstream.errors import CursorExpired, LogTruncated, MillstreamError, OffsetExpired
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq, StreamToken
+from millstream.process_metrics import CONSUMER_DELIVERY_SECONDS, CONSUMER_REQUEST_SECONDS
 from millstream.protocol.delivery import (
     Change,
     Consumer,
@@ -151,6 +152,7 @@ class Running:
         answer = machine.receive(now_ms(), count)
         self.save()
         self.check_kept()
+        self._time(answer)
         return [self._shown(delivery) for delivery in answer], is_more
 
     def _read(self, count: int) -> bool:
@@ -223,11 +225,24 @@ class Running:
             "record": record,
         }
 
+    def _time(self, answer: Iterable[Delivery]) -> None:
+        """Measure the time since the commit of the records that are delivered for the first time."""
+        now_us, origins = time.time_ns() // 1000, [each.message.origin for each in answer if each.deliveries == 1]
+        moments = [origin.committed_us for origin in origins if isinstance(origin, Origin)]
+        durations_s = [(now_us - moment) / 1e6 for moment in moments if moment is not None]
+        if durations_s:
+            CONSUMER_DELIVERY_SECONDS.of(str(self._stream_id), self.definition.name).observe(*durations_s)
+
+    def forget_measures(self) -> None:
+        """Drop the consumer's metrics in this process, which no longer has it."""
+        for measure in (CONSUMER_DELIVERY_SECONDS, CONSUMER_REQUEST_SECONDS):
+            measure.forget(str(self._stream_id), self.definition.name)
+
     def _origin(self, message: Message) -> tuple[str | None, str]:
         """Return a message's group and its record as JSON; those of dead and retried ones are kept here."""
         origin = message.origin
         if isinstance(origin, Origin):
-            return origin
+            return origin.group, origin.record
         group, record = self._letters[message.id]
         return group, record
 

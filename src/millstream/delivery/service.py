@@ -191,6 +191,7 @@ class StreamConsumers:
             for running in self._running.values():
                 with running.lock:
                     running.is_closed = True
+                    running.forget_measures()
                     running.save()
                 running.wake()
             with self._storing:
@@ -230,6 +231,7 @@ class StreamConsumers:
             with self._storing:
                 self._store.remove(name)
             running.is_deleted = True
+            running.forget_measures()
             del self._running[name]
             self._held.pop(name, None)
             self._around.holding.release(name)

@@ -115,8 +115,8 @@ def measures_of(home: Home) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     seen: set[int] = set()
-    parts: tuple[Role, ...] = ("owner", "pipeline", "follow", "serve")
-    for role in (*parts, *writer_roles(home.run_folder)):
+    parts: tuple[Role, ...] = ("owner", "pipeline", "follow", "serve", "delivery")
+    for role in (*parts[:-1], *writer_roles(home.run_folder), parts[-1]):
         facts = holder(home.run_folder, role)
         pid = facts.get("pid")
         if pid is None or pid in seen:

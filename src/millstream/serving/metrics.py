@@ -24,6 +24,11 @@ _LAG: Final = {
     "bytes": "Bytes between two stages.",
     "seconds": "Age of the oldest record between two stages.",
 }
+_LAG_OF_A_CONSUMER: Final = {
+    "records": "Records of a consumer's tables behind its cursor.",
+    "bytes": "Bytes of these records in the log.",
+    "seconds": "Age of the oldest of these records.",
+}
 
 
 class _Status(Collector):
@@ -63,6 +68,7 @@ class _Status(Collector):
         yield from _retention(streams)
         yield _tables(streams)
         yield from _each_table(streams)
+        yield from _consumers(streams)
 
 
 def _measured(status: dict[str, Any]) -> Iterable[Metric]:
@@ -307,6 +313,53 @@ def _copies(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
                 if value is not None:
                     family.add_metric([stream["name"], table["name"]], float(value))
         yield family
+
+
+_OF_A_CONSUMER: Final = {
+    "in_flight": ("millstream_consumer_in_flight", "Messages that were delivered and aren't settled."),
+    "dead": ("millstream_consumer_dead", "Dead letters."),
+}
+_COUNTED_OF_A_CONSUMER: Final = {
+    "delivered": ("millstream_consumer_delivered", "First deliveries of messages."),
+    "redelivered": ("millstream_consumer_redelivered", "Further deliveries of messages."),
+    "acked": ("millstream_consumer_acked", "Messages that were acknowledged."),
+}
+_CONSUMER_STATES: Final = ("active", "paused", "cut_off")
+
+
+def _consumers(streams: list[dict[str, Any]]) -> Iterable[Metric]:
+    """Yield metrics of consumers; the counters last as long as a consumer and don't begin again with a process."""
+    found = [(stream["name"], consumer) for stream in streams for consumer in stream["consumers"]]
+    labels = ["stream", "consumer"]
+    for unit, text in _LAG_OF_A_CONSUMER.items():
+        family = GaugeMetricFamily(f"millstream_consumer_lag_{unit}", text, labels=labels)
+        for stream, consumer in found:
+            if consumer["lag"][unit] is not None:
+                family.add_metric([stream, consumer["name"]], float(consumer["lag"][unit]))
+        yield family
+    for key, (name, text) in _OF_A_CONSUMER.items():
+        family = GaugeMetricFamily(name, text, labels=labels)
+        for stream, consumer in found:
+            family.add_metric([stream, consumer["name"]], float(consumer[key]))
+        yield family
+    for key, (name, text) in _COUNTED_OF_A_CONSUMER.items():
+        counter = CounterMetricFamily(name, text, labels=labels)
+        for stream, consumer in found:
+            counter.add_metric([stream, consumer["name"]], float(consumer[key]))
+        yield counter
+    states = GaugeMetricFamily("millstream_consumer_state", "1 for a consumer's state.", labels=[*labels, "state"])
+    errors = GaugeMetricFamily(
+        "millstream_consumer_error",
+        "1 for a consumer that fails or waits, with the reason.",
+        labels=[*labels, "reason"],
+    )
+    for stream, consumer in found:
+        for state in _CONSUMER_STATES:
+            states.add_metric([stream, consumer["name"], state], float(consumer["state"] == state))
+        if consumer["error"] is not None:
+            errors.add_metric([stream, consumer["name"], consumer["error"]], 1.0)
+    yield states
+    yield errors
 
 
 def _gauge(
