@@ -20,6 +20,7 @@ from millstream.errors import MillstreamError
 
 pytestmark = pytest.mark.siege
 
+CONFIGURED = f"[streams.{STREAM}.consumers.fixed]\n"
 KEYS = f'[streams.{STREAM}.keys]\n"public.orders" = ["id"]\n'
 
 
@@ -72,7 +73,7 @@ def settled(node: Node, how: str, *messages: dict[str, Any], name: str = "search
 
 
 def test_a_promoted_node_continues_the_consumers(tmp_path: Path) -> None:
-    with nodes(tmp_path, acks="durable(1)", stream=KEYS) as (a, b):
+    with nodes(tmp_path, acks="durable(1)", stream=KEYS + CONFIGURED) as (a, b):
         b.start("follow", "a")
         start(a, b)
         append(a, *range(6))
@@ -85,11 +86,14 @@ def test_a_promoted_node_continues_the_consumers(tmp_path: Path) -> None:
         call(a, "DELETE", "/gone")
         # A follower shows them while the log is idle.
         eventually(
-            lambda: [one["name"] for one in call(b, "GET").json()["consumers"]] == ["idle", "search"], "a's come", a, b
+            lambda: [one["name"] for one in call(b, "GET").json()["consumers"]] == ["fixed", "idle", "search"],
+            "a's come",
+            a,
+            b,
         )
         eventually(lambda: (shown(b)["dead"], shown(b)["acked"]) == (1, 1), "with their progress", a, b)
         assert call(b, "GET", "/search/dead").json()["dead"][0]["id"] == dead["id"]
-        assert [one["name"] for one in b.answer("status")["streams"][0]["consumers"]] == ["idle", "search"]
+        assert [one["name"] for one in b.answer("status")["streams"][0]["consumers"]] == ["fixed", "idle", "search"]
         for method, path, body in (
             ("POST", "/search/receive", {}),
             ("POST", "/search/ack", {"ack_ids": [flying["ack_id"]]}),
@@ -113,10 +117,14 @@ def test_a_promoted_node_continues_the_consumers(tmp_path: Path) -> None:
         assert [message["record"]["row"]["id"] for message in all_of(b, 3)] == [3, 4, 5]
         found = shown(b)
         assert (found["delivered"], found["redelivered"], found["acked"], found["dead"]) == (6, 0, 2, 1)
+        refused = call(b, "DELETE", "/fixed")
+        assert (refused.json()["code"], shown(b, "fixed")["state"]) == ("consumer_configured", "active")
         call(b, "DELETE", "/idle")
         call(b, "POST", "/search/pause", {})
         # The old leader has the new leader's consumers, and none of its own.
-        eventually(lambda: [one["name"] for one in call(a, "GET").json()["consumers"]] == ["search"], "b's come", a, b)
+        eventually(
+            lambda: [one["name"] for one in call(a, "GET").json()["consumers"]] == ["fixed", "search"], "b's come", a, b
+        )
         eventually(lambda: shown(a)["state"] == "paused", "with their progress", a, b)
         assert not (a.home / "data" / "delivery" / STREAM).exists()
 
