@@ -17,7 +17,7 @@ import millstream
 import millstream.aio
 from millstream.app import doctor
 from millstream.delivery.running import Waiter
-from millstream.errors import DeliveryError, WriterClosed
+from millstream.errors import DeliveryError, InvalidValue, WriterClosed
 from millstream.home.home import Home
 from millstream.testing.errors import coded
 from millstream.writers.consuming import HomeConsumers
@@ -101,6 +101,9 @@ def test_a_message_is_settled_by_its_own_calls(home: Path) -> None:
         with found.consume("web", "search", wait_s=0.1) as messages:
             for message in messages:
                 assert message.extend(60) == "extended"
+                for call in (message.nack, message.extend):
+                    with pytest.raises(InvalidValue):
+                        call(float("nan"))
                 assert (message.nack() if message.record["row"]["id"] == 1 else message.ack()) in {"nacked", "acked"}
         assert consumers.get("search")["dead"] == 1
         (letter,) = consumers.dead("search")["dead"]

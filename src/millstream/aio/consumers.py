@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-from millstream.client.consumers import Ask, Flow, definition_of, ids_of, page_of, status_of
+from millstream.client.consumers import Ask, Flow, definition_of, ids_of, milliseconds, page_of, status_of
 from millstream.errors import MillstreamError
 from millstream.model.steps import run_async
 
@@ -38,14 +38,14 @@ class AsyncMessage:
 
     async def nack(self, delay_s: float = 0.0) -> str:
         """Return as `Message.nack`."""
-        body = {"ack_ids": [self.ack_id], "delay_ms": round(delay_s * 1000)}
+        body = {"ack_ids": [self.ack_id], "delay_ms": milliseconds("delay_s", delay_s)}
         status = await self._settle(Ask("nack", self._name, body))
         self.is_settled = True
         return status
 
     async def extend(self, ack_wait_s: float | None = None) -> str:
         """Extend as `Message.extend`."""
-        more = {} if ack_wait_s is None else {"ack_wait_ms": round(ack_wait_s * 1000)}
+        more = {} if ack_wait_s is None else {"ack_wait_ms": milliseconds("ack_wait_s", ack_wait_s)}
         return await self._settle(Ask("extend", self._name, {"ack_ids": [self.ack_id], **more}))
 
     async def _settle(self, ask: Ask) -> str:

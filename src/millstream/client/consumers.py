@@ -7,6 +7,7 @@ address carry them out with threads here, and `millstream.aio` on an event loop.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -17,7 +18,7 @@ from typing import Any, Final, NamedTuple, Self, TypeAlias, TypeVar
 from urllib.parse import quote
 
 from millstream.client.steps import Call, HttpAnswer, json_of, of_stream
-from millstream.errors import MillstreamError
+from millstream.errors import InvalidValue, MillstreamError
 from millstream.model.steps import run
 
 _WAIT_S: Final = 5.0
@@ -98,18 +99,27 @@ class Message:
 
     def nack(self, delay_s: float = 0.0) -> str:
         """Return the message, to be delivered again after a delay; return the status."""
-        status = self._settle(Ask("nack", self._name, {"ack_ids": [self.ack_id], "delay_ms": round(delay_s * 1000)}))
+        status = self._settle(
+            Ask("nack", self._name, {"ack_ids": [self.ack_id], "delay_ms": milliseconds("delay_s", delay_s)})
+        )
         self.is_settled = True
         return status
 
     def extend(self, ack_wait_s: float | None = None) -> str:
         """Let the delivery expire so many seconds from now (the consumer's `ack_wait_ms` if None); return the status."""
-        more = {} if ack_wait_s is None else {"ack_wait_ms": round(ack_wait_s * 1000)}
+        more = {} if ack_wait_s is None else {"ack_wait_ms": milliseconds("ack_wait_s", ack_wait_s)}
         return self._settle(Ask("extend", self._name, {"ack_ids": [self.ack_id], **more}))
 
     def _settle(self, ask: Ask) -> str:
         assert self._carry is not None
         return status_of(self._carry(ask))
+
+
+def milliseconds(name: str, seconds: float) -> int:
+    """Return seconds as milliseconds. Raises `InvalidValue` if they are no finite number."""
+    if not math.isfinite(seconds):
+        raise InvalidValue(f"{name} isn't a number of seconds", hint="Pass a number, such as 1.5.")
+    return round(seconds * 1000)
 
 
 def status_of(answer: Any) -> str:
@@ -127,6 +137,8 @@ class Flow:
     """
 
     def __init__(self, name: str, batch_size: int, wait_s: float | None) -> None:
+        if wait_s is not None:
+            milliseconds("wait_s", wait_s)
         self._name = name
         self._batch_size = batch_size
         self._wait_s = wait_s
