@@ -15,8 +15,8 @@ from tests.capture.capture_stage import Stage, make_config
 from tests.delivery.golden_files import run, transactions
 
 from millstream.catalog import Catalog
-from millstream.delivery.debezium import DebeziumEncoder
-from millstream.delivery.debezium_options import DebeziumOptions
+from millstream.delivery.kafka.debezium import DebeziumEncoder
+from millstream.delivery.kafka.debezium_options import DebeziumOptions
 from millstream.model.ids import ShardId
 from millstream.model.positions import Offset
 from millstream.model.schema import TableKind, TableSchema

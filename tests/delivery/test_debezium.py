@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from millstream.delivery.debezium import DebeziumEncoder, KafkaMessage
-from millstream.delivery.debezium_options import DebeziumOptions
-from millstream.delivery.debezium_tables import topic_name
-from millstream.delivery.debezium_types import converter
+from millstream.delivery.kafka.debezium import DebeziumEncoder, KafkaMessage
+from millstream.delivery.kafka.debezium_options import DebeziumOptions
+from millstream.delivery.kafka.debezium_tables import topic_name
+from millstream.delivery.kafka.debezium_types import converter
 from millstream.errors import ConfigError
 from millstream.model.ids import SchemaVersion, SourceId, TableId
 from millstream.model.pgcolumns import render_column

@@ -15,7 +15,7 @@ import pytest
 from tests.delivery.capturing import NOW_NS, Captured, captured, messages
 from tests.delivery.golden_files import SOURCES, VARIANTS, golden
 
-from millstream.delivery.debezium_options import DebeziumOptions
+from millstream.delivery.kafka.debezium_options import DebeziumOptions
 from millstream.testing.postgres import EmbeddedPostgres
 
 LINE_MAX = 30_000

@@ -22,7 +22,7 @@ from millstream.errors import DeliveryError
 from millstream.model.schema import TableSchema
 
 ENTRY_POINTS: Final = "millstream.push_sinks"
-OURS: Final = ("webhook", "redis", "command")
+OURS: Final = ("webhook", "kafka", "redis", "command")
 
 
 class LoggedRow(NamedTuple):
@@ -34,6 +34,18 @@ class LoggedRow(NamedTuple):
     """Records in `record_schema(schema, offsets=True)`."""
     row: int
     """The record's index in the batch."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Facts about a consumer that some sinks use."""
+
+    identity: str = ""
+    """A text that no other consumer has, not even a later one of its name; empty: there is none."""
+    database: str = ""
+    """Name of the source's database; empty: there is none."""
+    columns: Mapping[str, str] | None = None
+    """The new name of each column that the consumer receives; None: all, under their names."""
 
 
 @dataclass(frozen=True)
@@ -168,8 +180,17 @@ class SinkFactory(Protocol):
         """
 
 
-def open_sink(kind: str, settings: Mapping[str, Any], *, stream: str, consumer: str) -> PushSink:
+def open_sink(
+    kind: str, settings: Mapping[str, Any], *, stream: str, consumer: str, place: Place | None = None
+) -> PushSink:
     """Return a sink of a kind: one of `OURS`, or another package's.
+
+    Args:
+        kind: the kind.
+        settings: the consumer's table of that kind.
+        stream: the name of the consumer's stream.
+        consumer: the consumer's name.
+        place: more about the consumer. Without it, a sink in Kafka doesn't recognise messages that an earlier one sent.
 
     Args:
         kind: the kind.
@@ -180,6 +201,10 @@ def open_sink(kind: str, settings: Mapping[str, Any], *, stream: str, consumer: 
     Raises:
         DeliveryError (`invalid_consumer`): there is no such kind, or a setting isn't valid.
     """
+    if kind == "kafka":
+        from millstream.delivery.kafka.sink import open_kafka
+
+        return open_kafka(settings, stream=stream, consumer=consumer, place=place or Place())
     return _factory(kind)(settings, stream=stream, consumer=consumer)
 
 

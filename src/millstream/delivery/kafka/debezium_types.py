@@ -13,9 +13,9 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.delivery import debezium_values as values
-from millstream.delivery.debezium_options import DebeziumOptions
-from millstream.delivery.debezium_values import NULL, PLACEHOLDER, Fragment
+from millstream.delivery.kafka import debezium_values as values
+from millstream.delivery.kafka.debezium_options import DebeziumOptions
+from millstream.delivery.kafka.debezium_values import NULL, PLACEHOLDER, Fragment
 from millstream.model.pgcolumns import render_column
 from millstream.model.pgtext import array_elements
 from millstream.model.pgtypes import DECIMAL_DIGITS_MAX, element_oid

@@ -6,17 +6,19 @@ column, and row by row only where it joins their JSON.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Final
 
 import pyarrow as pa
 
-from millstream.delivery.debezium_options import DebeziumOptions
-from millstream.delivery.debezium_tables import SentTable, message_blocks, sent_table, topic_name
-from millstream.delivery.debezium_types import binary_json
-from millstream.delivery.debezium_values import NULL, quoted
+from millstream.delivery.kafka.debezium_options import DebeziumOptions
+from millstream.delivery.kafka.debezium_tables import SentTable, message_blocks, sent_table, topic_name
+from millstream.delivery.kafka.debezium_types import binary_json
+from millstream.delivery.kafka.debezium_values import NULL, quoted
 from millstream.model.ids import Epoch, ShardId
+from millstream.model.names import parse_qualified_name
 from millstream.model.operations import FIRST_SHARD
 from millstream.model.record_json import record_facts, to_json
 from millstream.model.records import Op
@@ -25,6 +27,7 @@ from millstream.model.schema import TableKind, TableSchema
 VERSION: Final = "3.4.0.Final"
 """Debezium's version in `source`: the one that these messages were compared with."""
 TOPIC: Final = "{stream}.{schema}.{table}"
+_MESSAGES: Final = "{stream}.message"
 NEW_KEY: Final = "__debezium.newkey"
 """Header of the delete and the tombstone of a key change: the key that follows."""
 OLD_KEY: Final = "__debezium.oldkey"
@@ -58,13 +61,19 @@ class DebeziumEncoder:
         database: the name of the source's database.
         options: how values are written.
         topic: template of a table's topic, with `{stream}`, `{schema}` and `{table}`.
+        columns: the new name of each column that is sent; None: all, under their names. Those of the key are always sent.
     """
 
     stream: str
     database: str = ""
     options: DebeziumOptions = field(default_factory=DebeziumOptions)
     topic: str = TOPIC
+    columns: Mapping[str, str] | None = None
     _tables: dict[TableSchema, SentTable] = field(default_factory=dict)
+    _topics: Callable[[str | None], str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._topics = lru_cache(10_000)(self._topic_of)
 
     def encode(
         self,
@@ -95,34 +104,44 @@ class DebeziumEncoder:
             return list(self._messages(schema, batch, now_ns))
         return list(self._rows(schema, batch, now_ns))
 
+    def _topic_of(self, table: str | None) -> str:
+        """Return the topic of a table; None: of logical messages."""
+        if table is None:
+            return topic_name(_MESSAGES, self.stream, "", "")
+        return topic_name(self.topic, self.stream, *parse_qualified_name(table))
+
     def _table(self, schema: TableSchema) -> SentTable:
         if schema not in self._tables:
-            self._tables[schema] = sent_table(schema, self.stream, self.topic, self.options)
+            self._tables[schema] = sent_table(schema, self.stream, self.topic, self.options, self.columns)
         return self._tables[schema]
 
     # --- json
 
     def _json(self, schema: TableSchema, batch: pa.RecordBatch, shard: ShardId, epoch: Epoch) -> Iterator[KafkaMessage]:
-        """Yield each record as `wal cat` prints it, with tombstones for keys that are gone."""
-        is_message = schema.kind is TableKind.MESSAGES
-        topic = f"{self.stream}.message" if is_message else self._topic_of(schema)
-        skipped = self.options.skipped()
         for row, facts in enumerate(record_facts(schema, batch, stream=self.stream, shard=shard, epoch=epoch)):
-            op = facts["op"]
-            if op in skipped:
-                continue
-            key = _json_key(schema, facts["row"])
-            before = facts["before"]
-            if op == _UPDATE and before is not None and self.options.tombstones_on_delete:
-                old = _json_key(schema, {**facts["row"], **before})
-                if old != key:
-                    yield KafkaMessage(row, topic, old, None)
-            yield KafkaMessage(row, topic, key, to_json(facts).encode())
-            if op == _DELETE and self.options.tombstones_on_delete:
-                yield KafkaMessage(row, topic, key, None)
+            for message in self.json(facts, to_json(facts).encode(), schema.key):
+                yield replace(message, row=row)
 
-    def _topic_of(self, schema: TableSchema) -> str:
-        return topic_name(self.topic, self.stream, schema.namespace, schema.name)
+    def json(self, facts: Mapping[str, Any], value: bytes, key: Sequence[str]) -> Iterator[KafkaMessage]:
+        """Yield a record as `wal cat` prints it, with tombstones for keys that are gone.
+
+        Args:
+            facts: the record.
+            value: the value that is sent.
+            key: names of the key's columns in `facts`.
+        """
+        op, row, before = facts["op"], facts["row"], facts["before"]
+        if op in self.options.skipped():
+            return
+        topic, tombstones = self._topics(facts["table"]), self.options.tombstones_on_delete
+        own = _json_key(key, row)
+        if op == _UPDATE and before is not None and tombstones:
+            old = _json_key(key, {**row, **before})
+            if old != own:
+                yield KafkaMessage(0, topic, old, None)
+        yield KafkaMessage(0, topic, own, value)
+        if op == _DELETE and tombstones:
+            yield KafkaMessage(0, topic, own, None)
 
     # --- logical messages
 
@@ -131,7 +150,7 @@ class DebeziumEncoder:
         encode = binary_json(self.options)
         sources = self._sources(schema, batch, now_ns, is_captured=True)
         prefixes, contents = batch.column("prefix").to_pylist(), batch.column("content").to_pylist()
-        topic = topic_name("{stream}.message", self.stream, "", "")
+        topic = self._topics(None)
         for row, (source, prefix, content) in enumerate(zip(sources, prefixes, contents, strict=True)):
             named = f'"prefix":{quoted(prefix)}'
             value = (
@@ -291,7 +310,7 @@ def _key(table: SentTable, values: Sequence[str]) -> bytes | None:
     return table.key_block(table.key_row % tuple(values[index] for index in table.key))
 
 
-def _json_key(schema: TableSchema, row: dict[str, Any] | None) -> bytes | None:
-    if row is None or not schema.key:
+def _json_key(key: Sequence[str], row: Mapping[str, Any] | None) -> bytes | None:
+    if row is None or not key:
         return None
-    return to_json({name: row.get(name) for name in schema.key}).encode()
+    return to_json({name: row.get(name) for name in key}).encode()

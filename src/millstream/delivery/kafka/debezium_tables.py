@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from millstream.delivery.debezium_options import DebeziumOptions
-from millstream.delivery.debezium_types import TEXT, Converter, converter
-from millstream.delivery.debezium_values import quoted
+from millstream.delivery.kafka.debezium_options import DebeziumOptions
+from millstream.delivery.kafka.debezium_types import TEXT, Converter, converter
+from millstream.delivery.kafka.debezium_values import quoted
 from millstream.model.record_json import to_json
 from millstream.model.schema import Column, TableKind, TableSchema
 
@@ -92,6 +92,8 @@ class SentColumn:
     """Its index among the table's own columns."""
     column: Column
     converter: Converter
+    name: str
+    """The name that it is sent under."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,19 +123,38 @@ def topic_name(template: str, stream: str, namespace: str, table: str) -> str:
     return _REFUSED.sub("_", name)
 
 
-def sent_table(schema: TableSchema, stream: str, template: str, options: DebeziumOptions) -> SentTable:
-    """Return how a table's records are sent."""
-    columns = []
+def sent_table(
+    schema: TableSchema,
+    stream: str,
+    template: str,
+    options: DebeziumOptions,
+    renamed: Mapping[str, str] | None = None,
+) -> SentTable:
+    """Return how a table's records are sent.
+
+    Args:
+        schema: the table's schema when the records were made.
+        stream: the stream's name.
+        template: of the topic's name.
+        options: how values are written.
+        renamed: the new name of each column that is sent; None: all, under their names. Those of the key are always
+            sent.
+    """
+    columns: list[SentColumn] = []
+    wanted = None if renamed is None else {*schema.key, *renamed}
     for number, column in enumerate(schema.columns):
+        if wanted is not None and column.name not in wanted:
+            continue
         found = converter(column, options)
         if found is None and column.name in schema.key:
             found = TEXT  # without it, two rows would have the same key
         if found is not None:
-            columns.append(SentColumn(number, column, found))
+            name = column.name if renamed is None else renamed.get(column.name, column.name)
+            columns.append(SentColumn(number, column, found, name))
     position = {sent.column.name: index for index, sent in enumerate(columns)}
     key = tuple(position[name] for name in schema.key)
     topic = topic_name(template, stream, schema.namespace, schema.name)
-    fields = [sent.converter.field(sent.column.name, optional=index not in key) for index, sent in enumerate(columns)]
+    fields = [sent.converter.field(sent.name, optional=index not in key) for index, sent in enumerate(columns)]
     row = {"type": "struct", "fields": fields, "optional": True, "name": f"{topic}.Value"}
     envelope = [
         {**row, "field": "before"},
@@ -146,9 +167,9 @@ def sent_table(schema: TableSchema, stream: str, template: str, options: Debeziu
     return SentTable(
         topic,
         tuple(columns),
-        _template([sent.column.name for sent in columns]),
+        _template([sent.name for sent in columns]),
         key,
-        _template(schema.key),
+        _template([columns[index].name for index in key]),
         block(_struct(f"{topic}.Key", [fields[index] for index in key]), options),
         block(_struct(f"{topic}.Envelope", envelope, version=2), options),
         block({**row, "optional": False}, options),

@@ -1,0 +1,134 @@
+"""A ledger, kept in Kafka, of the messages that a consumer's sink has committed to Kafka.
+
+Each transaction of a sink writes the ids of its messages as one record to the compacted topic `TOPIC`, under the
+consumer's identity. The acknowledgements of a transaction are durable before the next one begins. So a process that
+takes over finds in the last record every message that is committed and that its consumer may still deliver.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from millstream.buffers.kafka_errors import error_of_kafka
+from millstream.buffers.kafka_server import make_topic
+from millstream.errors import BufferUnavailable
+
+if TYPE_CHECKING:
+    from confluent_kafka.admin import AdminClient
+
+TOPIC: Final = "_millstream_consumers"
+_OPTIONS: Final = {"cleanup.policy": "compact", "segment.bytes": str(16 << 20), "max.message.bytes": str(16 << 20)}
+_NUMBERED: Final = re.compile(r"(.*?)(0|[1-9]\d*)\Z", re.DOTALL)
+_READ: Final = 1000
+_WAIT_S: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The messages that a consumer's last transactions committed."""
+
+    generation: int = 0
+    """Number of the consumer's rewinds before them."""
+    ids: frozenset[str] = frozenset()
+
+    def to_bytes(self) -> bytes:
+        """Return the record's value: JSON, with the numbers at the ends of ids as differences."""
+        numbers: dict[str, list[int]] = {}
+        for id_ in self.ids:
+            found = _NUMBERED.match(id_)
+            prefix, number = (found[1], int(found[2])) if found is not None else (id_, -1)
+            numbers.setdefault(prefix, []).append(number)
+        packed = {}
+        for prefix, some in numbers.items():
+            some.sort()
+            packed[prefix] = [number - before for before, number in zip([0, *some], some, strict=False)]
+        return msgspec.json.encode({"generation": self.generation, "ids": packed})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Committed:
+        """Return the messages of a record's value."""
+        value: dict[str, Any] = msgspec.json.decode(data)
+        ids = []
+        for prefix, differences in value["ids"].items():
+            number = 0
+            for difference in differences:
+                number += difference
+                ids.append(prefix if number < 0 else f"{prefix}{number}")
+        return cls(value["generation"], frozenset(ids))
+
+
+def make_ledger(admin: AdminClient, *, timeout_s: float) -> None:
+    """Make the topic if it doesn't exist. Raises `BufferUnavailable`, `BufferRefused`."""
+    make_topic(admin, TOPIC, partitions=1, options=_OPTIONS, timeout_s=timeout_s)
+
+
+def read_committed(admin: AdminClient, settings: Mapping[str, Any], identity: str, *, timeout_s: float) -> Committed:
+    """Return what a consumer's last transaction committed.
+
+    The consumer's producer has called `init_transactions`, so none of its transactions is open.
+
+    Args:
+        admin: a client.
+        settings: settings of the reading client.
+        identity: the consumer's.
+        timeout_s: bound of the time.
+
+    Raises:
+        BufferUnavailable, BufferRefused: the topic can't be read, or another consumer's transaction is open in it.
+    """
+    from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicPartition
+    from confluent_kafka.admin._listoffsets import OffsetSpec
+
+    deadline_s = time.monotonic() + timeout_s
+    own = {
+        "group.id": "millstream",  # required, though no group is joined and no offset is stored
+        "enable.auto.commit": False,
+        "enable.auto.offset.store": False,
+        "auto.offset.reset": "earliest",
+        "isolation.level": "read_committed",
+        "enable.partition.eof": True,
+        "fetch.wait.max.ms": 50,  # the end is reported once a fetch has waited so long
+    }
+    partition = TopicPartition(TOPIC, 0)
+    found = Committed()
+    key = identity.encode()
+    try:
+        asked = admin.list_offsets(
+            {partition: OffsetSpec.latest()},  # type: ignore[no-untyped-call]
+            isolation_level=IsolationLevel.READ_UNCOMMITTED,
+            request_timeout=timeout_s,
+        )
+        end = asked[partition].result(timeout_s).offset
+    except KafkaException as error:
+        raise error_of_kafka(error.args[0], TOPIC) from error
+    except TimeoutError as error:
+        raise BufferUnavailable(f"Kafka didn't answer about topic {TOPIC} in time", buffer=TOPIC) from error
+    reader = Consumer({**settings, **own})
+    try:
+        reader.assign([TopicPartition(TOPIC, 0, 0)])
+        is_read = end == 0
+        while not is_read:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise BufferUnavailable(f"topic {TOPIC} can't be read to its end in time", buffer=TOPIC)
+            for message in reader.consume(_READ, timeout=min(left_s, _WAIT_S)):
+                problem = message.error()
+                if problem is None:
+                    if message.key() == key:
+                        found = Committed.from_bytes(message.value() or b'{"generation":0,"ids":{}}')
+                elif problem.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - the client's name
+                    # It stands at the end of what is committed: an open transaction may stand before the topic's end.
+                    is_read = (message.offset() or 0) >= end
+                else:
+                    raise error_of_kafka(problem, TOPIC)
+    except KafkaException as error:
+        raise error_of_kafka(error.args[0], TOPIC) from error
+    finally:
+        reader.close()
+    return found

@@ -1,0 +1,404 @@
+"""Topics in Kafka as a push sink: one message for each event, in Debezium's formats or as the record's JSON.
+
+With transactions, a batch is one transaction, which also writes the ids of its messages to the ledger
+(`delivery.kafka.ledger`). A process that takes over fences the earlier one by its transactional id, reads the ledger,
+and accepts a message that it finds there without sending it. So a `read_committed` reader sees each message once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+
+from millstream.buffers.kafka_server import make_topic
+from millstream.delivery.kafka.debezium import DebeziumEncoder, KafkaMessage
+from millstream.delivery.kafka.ledger import TOPIC as LEDGER
+from millstream.delivery.kafka.ledger import Committed, make_ledger, read_committed
+from millstream.delivery.kafka.settings import ANSWERS_WITHIN_S, KafkaSettings
+from millstream.delivery.sinks import ACCEPTED, LoggedRow, Outcome, Pacing, Place, PushMessage, Verdict, apart, failed
+from millstream.errors import WriteBufferError
+from millstream.model.ids import Epoch, ShardId
+from millstream.model.record_json import record_facts
+
+if TYPE_CHECKING:
+    from confluent_kafka import KafkaError, Producer
+    from confluent_kafka.admin import AdminClient
+
+HEADER: Final = "millstream-id"
+_BATCH: Final = 1000
+_LEFT_KEPT_S: Final = 600.0
+"""How long a message of an earlier process is recognised: more than its delivery to that process can have lasted."""
+_ROOM_AGAIN_S: Final = 0.01
+
+
+@dataclass(slots=True)
+class _Sending:
+    """A message of the batch on its way."""
+
+    message: PushMessage
+    events: list[KafkaMessage] = field(default_factory=list)
+    is_known: bool = False
+    """Whether an earlier transaction committed it."""
+    is_sent: bool = False
+    error: str | None = None
+    """The reason why it can't be sent."""
+    is_judged: bool = False
+    """Whether the error is the message's, and not its topic's."""
+
+    @property
+    def changes_key(self) -> bool:
+        """Whether it belongs to two groups."""
+        return len({event.key for event in self.events}) > 1
+
+
+class _NotNow(Exception):
+    """The broker can't take anything now."""
+
+
+class KafkaSink:
+    """Topics of a Kafka cluster: `sinks.PushSink`.
+
+    Args:
+        settings: the settings.
+        stream: the name of the consumer's stream.
+        consumer: the consumer's name.
+        place: more about the consumer.
+    """
+
+    def __init__(self, settings: KafkaSettings, *, stream: str, consumer: str, place: Place) -> None:
+        self._settings = settings
+        self._place = place
+        self._encoder = DebeziumEncoder(stream, place.database, settings.options, settings.topic, place.columns)
+        identity = f"-{place.identity}" if place.identity else ""
+        self._transactional_id = f"millstream-{stream}-{consumer}{identity}"
+        self._client = settings.client_settings(consumer)
+        self._lock = threading.Lock()
+        """Held while a batch is sent."""
+        self._is_closed = False
+        self._admin: AdminClient | None = None
+        self._producer: Producer | None = None
+        self._topics: set[str] = set()
+        """Topics that are there."""
+        self._left = Committed()
+        """Messages that an earlier producer committed and that may be delivered again."""
+        self._left_until_s = 0.0
+
+    @property
+    def pacing(self) -> Pacing:
+        """See `sinks.PushSink`."""
+        return Pacing(
+            batch_size=_BATCH,
+            retry_min_s=0.5,
+            retry_max_s=30.0,
+            timeout_s=6 * ANSWERS_WITHIN_S,
+            syncs=self._settings.transactions,
+        )
+
+    def deliver(self, messages: Sequence[PushMessage]) -> Outcome:
+        """See `sinks.PushSink`."""
+        from confluent_kafka import KafkaException
+
+        with self._lock:
+            if self._is_closed:
+                return Outcome(Verdict.REFUSED, "the sink was closed")
+            try:
+                return self._deliver(messages)
+            except KafkaException as error:
+                reason = f"Kafka can't take messages now: {error.args[0].str()}"
+            except (_NotNow, WriteBufferError) as error:
+                reason = str(error)
+            self._drop_producer()
+            return Outcome(Verdict.REFUSED, reason)
+
+    def close(self) -> None:
+        """See `sinks.PushSink`."""
+        with self._lock:
+            self._is_closed = True
+            self._drop_producer()
+            self._admin = None
+
+    # --- a batch -----------------------------------------------------------------------------------------------------
+
+    def _deliver(self, messages: Sequence[PushMessage]) -> Outcome:
+        admin, producer = self._ready()
+        generation = max(message.generation for message in messages)
+        left = self._left_of(generation)
+        sendings = [_Sending(message) for message in messages]
+        for sending in sendings:
+            sending.is_known = sending.message.generation == generation and sending.message.id in left
+        self._encode([sending for sending in sendings if not sending.is_known])
+        self._make_topics(admin, sendings)
+        deadline_s = time.monotonic() + 3 * ANSWERS_WITHIN_S
+        suspects: set[str] = set()
+        while True:
+            _hold_groups(sendings)
+            going = [
+                sending for sending in sendings if sending.events and sending.error is None and not sending.is_sent
+            ]
+            if not going:
+                break
+            if time.monotonic() > deadline_s:
+                raise _NotNow("Kafka doesn't take the batch in time")
+            if self._settings.transactions:
+                ledger = self._ledger(sendings, left, generation)
+                suspects = self._transact(self._ready()[1], going, suspects, ledger)
+            else:
+                suspects = self._send(producer, going, suspects, {})
+        self._left = Committed(generation, left - {message.id for message in messages})
+        return _outcome(sendings)
+
+    def _left_of(self, generation: int) -> frozenset[str]:
+        """Return the messages of this generation that an earlier producer committed."""
+        is_over = self._left.generation != generation or time.monotonic() > self._left_until_s
+        return frozenset() if is_over else self._left.ids
+
+    def _ledger(self, sendings: Iterable[_Sending], left: frozenset[str], generation: int) -> Committed:
+        """Return what is committed, once this transaction is."""
+        failing = {sending.message.id for sending in sendings if sending.error is not None}
+        own = {sending.message.id for sending in sendings if sending.message.generation == generation}
+        return Committed(generation, (left | own) - failing)
+
+    def _transact(
+        self, producer: Producer, going: Sequence[_Sending], suspects: set[str], ledger: Committed
+    ) -> set[str]:
+        """Send in one transaction, which is aborted if a message fails; return as `_send`."""
+        producer.begin_transaction()
+        errors: dict[int, KafkaError] = {}
+        following = self._send(producer, going, suspects, errors)
+        if errors:
+            producer.abort_transaction(ANSWERS_WITHIN_S)
+            # librdkafka has counted messages that the broker refused: its next ones would be out of order.
+            self._drop_producer()
+            for sending in going:
+                sending.is_sent = False
+            return following
+        if self._place.identity:
+            producer.produce(LEDGER, ledger.to_bytes(), self._place.identity.encode(), partition=0)
+        producer.commit_transaction(ANSWERS_WITHIN_S)
+        return following
+
+    def _send(
+        self, producer: Producer, going: Sequence[_Sending], suspects: set[str], errors: dict[int, KafkaError]
+    ) -> set[str]:
+        """Send messages, and wait for the broker's answers.
+
+        The broker refuses a whole request if it is too large. So messages of a request that was refused are suspects,
+        and each is sent alone.
+
+        Args:
+            producer: the producer.
+            going: the messages; those that fail get their error.
+            suspects: ids of messages to be sent alone.
+            errors: gets the error of each message that failed.
+
+        Returns:
+            The ids of messages that failed, and have to be sent alone.
+
+        Raises:
+            _NotNow: the broker doesn't answer.
+            KafkaException: the broker, or the client, can't go on.
+        """
+        for number, sending in enumerate(going):
+            is_suspect = sending.message.id in suspects
+            if is_suspect:
+                self._flush(producer, errors)
+            if errors and self._settings.transactions:
+                break
+            self._produce(producer, number, sending, errors)
+            if is_suspect:
+                self._flush(producer, errors)
+        self._flush(producer, errors)
+        are_alone = len(errors) == 1
+        following = set()
+        for number, sending in enumerate(going):
+            error = errors.get(number)
+            if error is None:
+                sending.is_sent = True
+            elif _is_of_message(error) and not are_alone and sending.message.id not in suspects:
+                following.add(sending.message.id)
+            else:
+                self._judge(sending, error)
+        return following or (suspects if errors else set())
+
+    def _produce(self, producer: Producer, number: int, sending: _Sending, errors: dict[int, KafkaError]) -> None:
+        from confluent_kafka import KafkaException
+
+        def note(error: KafkaError | None, _: Any) -> None:
+            if error is not None:
+                errors.setdefault(number, error)
+
+        headers: list[tuple[str, str | bytes | None]] = [(HEADER, sending.message.id.encode())]
+        deadline_s = time.monotonic() + ANSWERS_WITHIN_S
+        for event in sending.events:
+            while True:
+                try:
+                    producer.produce(
+                        event.topic,
+                        event.value,
+                        event.key,
+                        on_delivery=note,
+                        headers=headers if not event.headers else [*headers, *event.headers],
+                    )
+                    break
+                except BufferError:
+                    if time.monotonic() > deadline_s:
+                        raise _NotNow("Kafka doesn't take messages in time") from None
+                    producer.poll(_ROOM_AGAIN_S)
+                except KafkaException as error:
+                    if not errors and not _is_of_message(error.args[0]):
+                        raise
+                    errors.setdefault(number, error.args[0])
+                    return
+
+    def _flush(self, producer: Producer, errors: Mapping[int, KafkaError]) -> None:
+        left = producer.flush(ANSWERS_WITHIN_S)
+        if left and not errors:
+            raise _NotNow(f"Kafka doesn't acknowledge messages within {ANSWERS_WITHIN_S:g} s")
+
+    def _judge(self, sending: _Sending, error: KafkaError) -> None:
+        """Note why a message failed. Raises `_NotNow` if neither it nor its topic is the reason."""
+        topics = ", ".join(sorted({event.topic for event in sending.events}))
+        if _is_of_message(error):
+            size = max(len(event.value or b"") + len(event.key or b"") for event in sending.events)
+            sending.error = f"topic {topics} doesn't take a message of {size} bytes: {error.str()}"
+            sending.is_judged = True
+        elif _is_of_topic(error):
+            sending.error = f"topic {topics} doesn't take messages: {error.str()}"
+            self._topics.difference_update(event.topic for event in sending.events)
+        else:
+            raise _NotNow(f"Kafka can't take messages now: {error.str()}")
+
+    # --- messages of Kafka -------------------------------------------------------------------------------------------
+
+    def _encode(self, sendings: Sequence[_Sending]) -> None:
+        if self._settings.options.format == "json":
+            for sending in sendings:
+                sending.events = list(self._json(sending.message))
+            return
+        batches: dict[int, list[tuple[_Sending, LoggedRow]]] = {}
+        for sending in sendings:
+            logged = sending.message.logged
+            if logged is None:
+                sending.error = f"the table of message {sending.message.id} isn't known any longer"
+                sending.is_judged = True
+            else:
+                batches.setdefault(id(logged.batch), []).append((sending, logged))
+        now_ns = time.time_ns()
+        for some in batches.values():
+            _, (schema, batch, first) = some[0]
+            rows = [logged.row for _, logged in some]
+            is_slice = rows == list(range(first, first + len(rows)))
+            part = batch.slice(first, len(rows)) if is_slice else batch.take(pa.array(rows))
+            for event in self._encoder.encode(schema, part, now_ns=now_ns):
+                some[event.row][0].events.append(event)
+
+    def _json(self, message: PushMessage) -> Iterable[KafkaMessage]:
+        logged, columns = message.logged, self._place.columns
+        if logged is None:
+            return self._encoder.json(message.value, message.record, ())
+        facts = message.value
+        if columns is not None:
+            part, epoch = logged.batch.slice(logged.row, 1), Epoch(facts["epoch"] or 0)
+            shard, stream = ShardId(facts["shard"] or 0), facts["stream"]
+            facts = record_facts(logged.schema, part, stream=stream, shard=shard, epoch=epoch)[0]
+        return self._encoder.json(facts, message.record, logged.schema.key)
+
+    # --- the cluster -------------------------------------------------------------------------------------------------
+
+    def _ready(self) -> tuple[AdminClient, Producer]:
+        """Return the clients. A producer with transactions has ended those of the one before it."""
+        from confluent_kafka import Producer
+        from confluent_kafka.admin import AdminClient
+
+        if self._admin is None:
+            self._admin = AdminClient(self._client)
+        if self._producer is None:
+            producer = Producer({**self._client, **self._settings.producer_settings(self._transactional_id)})
+            if self._settings.transactions:
+                producer.init_transactions(ANSWERS_WITHIN_S)
+                if self._place.identity:
+                    make_ledger(self._admin, timeout_s=ANSWERS_WITHIN_S)
+                    self._left = read_committed(
+                        self._admin, self._client, self._place.identity, timeout_s=ANSWERS_WITHIN_S
+                    )
+                    self._left_until_s = time.monotonic() + _LEFT_KEPT_S
+            self._producer = producer
+        return self._admin, self._producer
+
+    def _drop_producer(self) -> None:
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            producer.purge(in_queue=True, in_flight=True, blocking=False)
+            producer.flush(0)
+
+    def _make_topics(self, admin: AdminClient, sendings: Sequence[_Sending]) -> None:
+        """Make topics that aren't there. Messages of a topic that can't be made get the reason."""
+        wanted = {event.topic for sending in sendings for event in sending.events} - self._topics
+        failing: dict[str, str] = {}
+        for topic in sorted(wanted):
+            try:
+                make_topic(admin, topic, timeout_s=ANSWERS_WITHIN_S)
+            except WriteBufferError as error:
+                failing[topic] = error.message
+            else:
+                self._topics.add(topic)
+        for sending in sendings if failing else ():
+            sending.error = next((failing[event.topic] for event in sending.events if event.topic in failing), None)
+
+
+def _hold_groups(sendings: Iterable[_Sending]) -> None:
+    """Give the later messages of each failing one's groups its error: they follow it."""
+    failing: dict[str, _Sending] = {}
+    tables: dict[str, _Sending] = {}
+    for sending in sendings:
+        group, topics = sending.message.group, {event.topic for event in sending.events}
+        if sending.error is None:
+            cause = failing.get(group or "") or next((tables[topic] for topic in topics if topic in tables), None)
+            if cause is None or not (sending.events or sending.is_known):
+                continue
+            sending.error, sending.is_judged, sending.is_sent = cause.error, cause.is_judged, False
+        if group is not None:
+            failing.setdefault(group, sending)
+        if sending.changes_key:  # it holds the old key's group, too
+            tables.update(dict.fromkeys(topics, sending))
+
+
+def _outcome(sendings: Sequence[_Sending]) -> Outcome:
+    parts: dict[str | None, list[_Sending]] = {}
+    for sending in sendings:
+        parts.setdefault(sending.error, []).append(sending)
+    found = []
+    for error, some in parts.items():
+        messages = [sending.message for sending in some]
+        if error is None:
+            found.append((messages, ACCEPTED))
+        else:
+            found.append((messages, failed(error) if some[0].is_judged else Outcome(Verdict.REFUSED, error)))
+    return apart(found)
+
+
+def _is_of_message(error: KafkaError) -> bool:
+    from confluent_kafka import KafkaError as Codes
+
+    return error.code() in {Codes.MSG_SIZE_TOO_LARGE, Codes.RECORD_LIST_TOO_LARGE, Codes.INVALID_RECORD}
+
+
+def _is_of_topic(error: KafkaError) -> bool:
+    from confluent_kafka import KafkaError as Codes
+
+    return error.code() in {
+        Codes.TOPIC_AUTHORIZATION_FAILED,
+        Codes.UNKNOWN_TOPIC_OR_PART,
+        Codes._UNKNOWN_TOPIC,  # noqa: SLF001 - the client's name
+        Codes._UNKNOWN_PARTITION,  # noqa: SLF001
+    }
+
+
+def open_kafka(settings: Mapping[str, Any], *, stream: str, consumer: str, place: Place) -> KafkaSink:
+    """Return a sink: a `sinks.SinkFactory` with the consumer's place."""
+    return KafkaSink(KafkaSettings.parse(settings), stream=stream, consumer=consumer, place=place)
