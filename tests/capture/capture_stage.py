@@ -29,6 +29,9 @@ CATCH_UP_S = 180
 """Seconds: longer than capture itself continues without a connection, or with a full disk."""
 BEHIND_BYTES = 64 << 10
 BREATH_S = 0.2
+FAST_STEPS = 1000
+"""Steps that the writers of a test may make as fast as they can; then each pauses for `PAUSE_S` after each step."""
+PAUSE_S = 0.05
 STATEMENT_S = 120
 """Seconds that a statement of a test may take."""
 
@@ -210,6 +213,8 @@ class Stage:
     config: CaptureConfig
     log: MemoryLog = field(default_factory=MemoryLog)
     running: list[Running] = field(default_factory=list)
+    steps: int = 0
+    """Steps that writers have made."""
 
     def connect(self, *, options: str = "", **more: Any) -> psycopg.Connection[Any]:
         """Return a connection whose statements end, with an error at worst."""
@@ -222,11 +227,15 @@ class Stage:
                 connection.execute(statement)
 
     def breathe(self, connection: psycopg.Connection[Any], stop: threading.Event) -> None:
-        """Pause a writer that writes all the time for a moment, while the log is far behind.
+        """Pause a writer that writes all the time, for a moment while the log is far behind, and after many steps.
 
         On a busy machine the log would fall behind for ever. A chunk enters when the stream has reached
-        the position where it was read.
+        the position where it was read. And a copy reads a row again that changes between its reading and
+        its entry: it would never end if the writers changed every row in that time.
         """
+        self.steps += 1
+        if self.steps > FAST_STEPS:
+            stop.wait(PAUSE_S)
         end = time.monotonic() + BREATH_S
         behind = "SELECT pg_current_wal_insert_lsn() - %s::pg_lsn > %s"
         while reached := max(self.log.reached().values(), default=None):

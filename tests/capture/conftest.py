@@ -12,11 +12,18 @@ from typing import Any
 import pytest
 from tests.capture.capture_stage import Stage, make_config, staged
 
+from millstream.codec.pgoutput import warm
 from millstream.testing.postgres import EmbeddedPostgres
 
 HERE = Path(__file__).parent
 DEFAULT_VERSION = 18
 """PostgreSQL's version on which the whole suite runs."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def machine_code() -> None:
+    """Compile the decoders before a test's writers start: they would be far ahead of the capture that compiles."""
+    warm()
 
 
 @pytest.fixture
