@@ -76,10 +76,33 @@ def test_a_block_receives_and_acknowledges(home: Path, how: str) -> None:
         assert consumers.get("search")["lag"]["records"] == 0
         assert [one["name"] for one in consumers.list()] == ["search"]
         with pytest.raises(DeliveryError, check=coded("invalid_consumer")):
-            consumers.create("other", kind="latest")
+            consumers.create("other", kind="newest")
         consumers.delete("search")
         with pytest.raises(DeliveryError, check=coded("unknown_consumer")):
             consumers.get("search")
+
+
+@pytest.mark.parametrize("how", ["here", "address"])
+def test_a_consumer_of_kind_latest_receives_the_newest_row_of_each_key(home: Path, how: str) -> None:
+    made = json.loads(
+        done(
+            home, "consumer", "create", "cache", "--kind", "latest", "--start", "earliest", "--json", "--stream", "web"
+        )
+    )
+    assert made["kind"] == "latest"
+    with opened(home, how) as found:
+        consumers = found.consumers("web")
+        found.append("web", "notes", {"text": "no key"})
+        for note in ("a", "b", "c"):
+            found.append("web", "orders", [{"id": 1, "note": note}, {"id": 2, "note": note}])
+        with found.consume("web", "cache", wait_s=0.2) as messages:
+            received = [(one.record["op"], one.record["row"], one.deliveries) for one in messages]
+        assert received == [("u", {"id": 1, "note": "c"}, 1), ("u", {"id": 2, "note": "c"}, 1)]
+        shown = consumers.get("cache")
+        assert (shown["kind"], shown["acked"], shown["lag"]["records"]) == ("latest", 2, 0)
+        assert "public.notes" in shown["error"]
+        with pytest.raises(DeliveryError, check=coded("invalid_consumer")):
+            consumers.create("notes", kind="latest", tables=["public.notes"])
 
 
 def test_leaving_a_block_kills_no_message_that_was_never_seen(home: Path) -> None:

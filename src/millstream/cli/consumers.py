@@ -27,7 +27,7 @@ from millstream.cli.context import (
 if TYPE_CHECKING:
     from millstream.client.consumers import Consumers
 
-_SHOWN = ("tables", "where", "columns", "group_by", "start", "ack_wait_ms", "max_deliver", "max_ack_pending")
+_SHOWN = ("tables", "where", "columns", "kind", "group_by", "start", "ack_wait_ms", "max_deliver", "max_ack_pending")
 
 
 @click.group(cls=SuggestingGroup)
@@ -41,6 +41,11 @@ def consumer() -> None:
 @click.option("--where", metavar="EXPR", help="Deliver only records for which this holds, such as: total > 5.")
 @click.option(
     "--columns", metavar="C", multiple=True, help="Column to deliver, as `name` or `name as other`; may be repeated."
+)
+@click.option(
+    "--kind",
+    type=click.Choice(["changes", "latest"]),
+    help="changes: every record. latest: the newest state of each key.  [default: changes]",
 )
 @click.option(
     "--group-by",
@@ -61,30 +66,18 @@ def consumer() -> None:
 @pass_invocation
 def create(
     invocation: Invocation,
+    /,
     name: str,
     tables: tuple[str, ...],
-    where: str | None,
     columns: tuple[str, ...],
     group_by: str | None,
-    start: str | None,
-    ack_wait_ms: int | None,
-    max_deliver: int | None,
-    max_ack_pending: int | None,
     stream: str | None,
     as_json: bool,
+    **others: Any,
 ) -> None:
     """Create a consumer. The same command again changes nothing."""
     groups: Any = group_by if group_by in {None, "key", "none"} else [one.strip() for one in str(group_by).split(",")]
-    fields = {
-        "tables": list(tables) or None,
-        "where": where,
-        "columns": list(columns) or None,
-        "group_by": groups,
-        "start": start,
-        "ack_wait_ms": ack_wait_ms,
-        "max_deliver": max_deliver,
-        "max_ack_pending": max_ack_pending,
-    }
+    fields = {"tables": list(tables) or None, "columns": list(columns) or None, "group_by": groups, **others}
     with _consumers(invocation, stream) as consumers:
         made = consumers.create(name, **{field: value for field, value in fields.items() if value is not None})
     if as_json:

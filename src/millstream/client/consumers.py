@@ -261,7 +261,7 @@ class Consumers:
 
         Args:
             name: its name.
-            fields: `tables`, `where`, `columns`, `group_by`, `start`, `ack_wait_ms`, `max_deliver` and
+            fields: `tables`, `where`, `columns`, `kind`, `group_by`, `start`, `ack_wait_ms`, `max_deliver` and
                 `max_ack_pending`; see the guide to consumers.
 
         Raises:

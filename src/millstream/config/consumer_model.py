@@ -34,7 +34,7 @@ class ConsumerConfig(Section):
     )
     kind: Literal["changes", "latest"] = Field(
         default="changes",
-        description="`changes`: every record, in order. It can't change: another kind needs another consumer.",
+        description="`changes`: every record, in order. `latest`: the newest state of each key. It can't change: another kind needs another consumer.",
     )
     group_by: str | list[str] = Field(
         default="key",

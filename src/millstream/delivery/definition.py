@@ -14,6 +14,7 @@ from millstream.errors import DeliveryError, RoutingError, UsageError
 from millstream.model.names import TablePatterns
 from millstream.model.predicate import Predicate
 from millstream.model.schema import TableKind, TableSchema
+from millstream.protocol.delivery.messages import Kind
 
 NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,62}\Z")
 KEY: Final = "key"
@@ -51,7 +52,7 @@ class Definition:
     """Patterns; None for all tables, and logical messages."""
     where: str | None
     columns: tuple[str, ...] | None
-    kind: str
+    kind: Kind
     group_by: GroupBy
     start: str
     ack_wait_ms: int
@@ -97,10 +98,13 @@ class Definition:
             _predicate(where)
         columns = _texts(body, "columns")
         _renamed(columns)
-        kind = _text(body, "kind", "changes")
-        if kind != "changes":
-            hint = "Use kind `changes`, which delivers every record." if kind == "latest" else "Use kind `changes`."
-            _refuse(f"there are no consumers of kind {str(kind)[:80]!r} here", "kind", hint)
+        kind, group_by = _kind(body), _group_by(body)
+        if kind is Kind.LATEST and group_by != KEY:
+            _refuse(
+                "a consumer of kind latest delivers the newest state of each key, so its group_by is `key`",
+                "group_by",
+                "Leave group_by out, or use kind `changes`.",
+            )
         if _flag(body, "backfill"):
             _refuse(
                 "a consumer can't have backfill here",
@@ -112,7 +116,7 @@ class Definition:
         if not start.strip():
             _refuse("start is empty", "start", "Use `earliest`, `latest`, a token or a time.")
         numbers = {field: _number(body, field) for field in _NUMBERS}
-        return cls(name, tables, where, columns, "changes", _group_by(body), start, backfill=False, **numbers)
+        return cls(name, tables, where, columns, kind, group_by, start, backfill=False, **numbers)
 
     def as_dict(self) -> dict[str, Any]:
         """Return every field, as JSON shows it; `parse` reads it again."""
@@ -121,7 +125,7 @@ class Definition:
             "tables": None if self.tables is None else list(self.tables),
             "where": self.where,
             "columns": None if self.columns is None else list(self.columns),
-            "kind": self.kind,
+            "kind": str(self.kind),
             "group_by": self.group_by if isinstance(self.group_by, str) else list(self.group_by),
             "start": self.start,
             "ack_wait_ms": self.ack_wait_ms,
@@ -152,8 +156,15 @@ class Definition:
     def takes(self, schema: TableSchema) -> bool:
         """Return whether the consumer receives records that were written under this schema."""
         if schema.kind is TableKind.MESSAGES:
-            return self.tables is None
-        return self._patterns.select(schema.namespace, schema.name)
+            return self.tables is None and self.kind is Kind.CHANGES
+        return self._patterns.select(schema.namespace, schema.name) and not self._lacks_key(schema)
+
+    def leaves_out(self, schema: TableSchema) -> bool:
+        """Return whether the consumer would receive a table's records if the table had a key: its kind needs one."""
+        return self._patterns.select(schema.namespace, schema.name) and self._lacks_key(schema)
+
+    def _lacks_key(self, schema: TableSchema) -> bool:
+        return self.kind is Kind.LATEST and schema.kind is TableKind.TABLE and not schema.key
 
     def check(self, schemas: Iterable[TableSchema]) -> None:
         """Check the definition against the present tables.
@@ -163,9 +174,18 @@ class Definition:
 
         Raises:
             DeliveryError (`invalid_consumer`): no matching table has a column of `where`, `columns` or `group_by`; a
-                literal of `where` is of another type than its column in every matching table that has it; or a column
-                of `group_by` isn't in the replica identity of a matching table.
+                literal of `where` is of another type than its column in every matching table that has it; a column
+                of `group_by` isn't in the replica identity of a matching table; or `tables` names a table without a
+                key, which a consumer of kind `latest` can't follow.
         """
+        schemas = list(schemas)
+        keyless = [schema.full_name for schema in schemas if self.leaves_out(schema)]
+        if keyless and self.tables is not None:
+            _refuse(
+                f"table {keyless[0]} has no key, so a consumer of kind latest can't follow it",
+                "tables",
+                f'Leave it out (`"!{keyless[0]}"`), give it a key, or use kind `changes`.',
+            )
         matching = [schema for schema in schemas if schema.kind is not TableKind.MESSAGES and self.takes(schema)]
         if not matching:
             return
@@ -248,6 +268,16 @@ def _renamed(columns: Iterable[str] | None) -> Mapping[str, str] | None:
 
 def _unquoted(text: str) -> str:
     return text[1:-1].replace('""', '"') if text.startswith('"') else text
+
+
+def _kind(body: Mapping[str, Any]) -> Kind:
+    value = _text(body, "kind", Kind.CHANGES)
+    try:
+        return Kind(str(value))
+    except ValueError:
+        raise _refusal(
+            f"there are no consumers of kind {str(value)[:80]!r}", "kind", "Use `changes` or `latest`."
+        ) from None
 
 
 def _group_by(body: Mapping[str, Any]) -> GroupBy:

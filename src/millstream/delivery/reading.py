@@ -8,6 +8,7 @@ order. On a log of several shards, the records of a transaction are in memory at
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -19,15 +20,16 @@ import pyarrow.compute as pc
 
 from millstream.delivery.definition import Definition, Selection
 from millstream.delivery.groups import groups_of
-from millstream.errors import RoutingError
+from millstream.delivery.latest import OLD, KeyState, Newest, completed, gone, states_of
+from millstream.errors import MillstreamError, RoutingError
 from millstream.model.ids import SchemaVersion, ShardId, TableId
 from millstream.model.positions import Seq
 from millstream.model.predicate import Predicate
 from millstream.model.records import Op
 from millstream.model.schema import TableKind, TableSchema
-from millstream.protocol.delivery.messages import Message, position_of
+from millstream.protocol.delivery.messages import Kind, Message, position_of
 from millstream.wal.reader import StreamReader, TableRecords
-from millstream.wal.records_json import merge_shards, table_lines
+from millstream.wal.records_json import Line, merge_shards, table_lines
 from millstream.wal.segment_reader import filtered
 
 Bools = npt.NDArray[np.bool_]
@@ -44,6 +46,28 @@ class Origin(NamedTuple):
     """The record as JSON."""
     committed_us: int | None = None
     """When its operation was committed, in microseconds since 1970-01-01 UTC; None if that isn't known."""
+    update: str | None = None
+    """With kind `latest`: the update that a `d` stands for."""
+    is_partial: bool = False
+    """With kind `latest`: whether the record, or that update, left columns unchanged."""
+
+
+def merged(older: Message, record: str, newer: Message) -> Message:
+    """Return a message that replaces an undelivered one of its key.
+
+    Args:
+        older: the message that is replaced.
+        record: its record as JSON.
+        newer: the message that replaces it.
+    """
+    known, origin = older.origin, newer.origin
+    if not isinstance(origin, Origin) or not origin.is_partial:
+        return newer
+    update = known.update if isinstance(known, Origin) else None
+    whole = completed(Newest(record, update, is_partial=False), Newest(origin.record, *origin[3:]))
+    return newer._replace(
+        size=len(whole.record), origin=Origin(origin.group, whole.record, origin.committed_us, *whole[1:])
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +82,8 @@ class _Item:
     end: int
     """The greatest number of the operation's records that were read with this one."""
     message: Message | None
+    second: Message | None = None
+    """The new key's message, if a change of a key gives two."""
 
 
 class Earlier(NamedTuple):
@@ -119,6 +145,8 @@ class ConsumerReader:
         self._steps: Iterator[Step] | None = None
         self.quarantined: set[TableId] = set()
         """Tables of which undecoded records were read."""
+        self._left_out: dict[TableId, str] | None = None
+        """Names of the tables that `left_out` returns, from its first call on."""
 
     def restart(self) -> None:
         """Forget the place in the log: the next `read` says where to begin."""
@@ -193,6 +221,8 @@ class ConsumerReader:
                 newest = max(newest, item.end)
                 if item.message is not None:
                     messages.append(item.message._replace(position=position_of(item.seq), before=before))
+                    if item.second is not None:
+                        messages.append(item.second._replace(position=position_of(item.seq, 1), before=before))
             piece = next(pieces, None)
             if piece is not None and piece.operation != operation:
                 done = newest
@@ -209,8 +239,27 @@ class ConsumerReader:
     def takes_of(self, after: Seq, upto: Seq) -> Callable[[TableId, SchemaVersion], bool]:
         """Return whether the consumer receives records of `(after, upto]` of a table and schema version."""
         for key, schema in self._reader.schemas_between(after, upto, self._known).items():
-            self._known[key] = self._definition.takes(schema)
+            self._known[key] = self._takes(schema)
         return lambda table, version: self._known[table, version]
+
+    def left_out(self) -> list[str]:
+        """Return the names of tables that the consumer leaves out, since its kind needs a key."""
+        if self._left_out is None:
+            self._left_out = {}
+            if self._newest.kind is Kind.LATEST:
+                with suppress(MillstreamError):  # nothing has been written so far; reading reports the rest
+                    for schema in self._reader.schemas().values():
+                        self._takes(schema)
+        return sorted(self._left_out.values())
+
+    def _takes(self, schema: TableSchema) -> bool:
+        takes = self._definition.takes(schema)
+        if self._left_out is not None:
+            if self._newest.leaves_out(schema):
+                self._left_out[schema.table_id] = schema.full_name
+            else:
+                self._left_out.pop(schema.table_id, None)
+        return takes
 
     def _shard(
         self, shard: ShardId, after: Seq, upto: Seq, wanted: frozenset[TableId] | None, *, alone: bool
@@ -228,7 +277,7 @@ class ConsumerReader:
 
     def _items(self, parts: list[TableRecords], *, alone: bool) -> _Piece:
         first = _first_operation(parts)
-        parts = [part for part in parts if self._definition.takes(part.schema)]
+        parts = [part for part in parts if self._takes(part.schema)]
         if not parts:
             return _Piece(first, [])
         offsets = np.concatenate([part.batch.column("__offset").to_numpy() for part in parts])
@@ -251,9 +300,10 @@ class ConsumerReader:
                 self.quarantined.add(part.schema.table_id)
             left_out = np.ones(part.batch.num_rows, dtype=bool)
             for definition, among in self._selecting(of_part.seqs, alone=alone):
-                keep = among & _matching(definition, part.schema, part.batch)
+                keep, is_gone = _selected(definition, part.schema, part.batch)
+                keep &= among
                 left_out &= ~keep
-                found += self._part(part, of_part, keep, definition)
+                found += self._part(part, of_part, keep, is_gone, definition)
             if not alone:
                 found += _unkept(part, of_part, left_out)
             begin = end
@@ -273,7 +323,7 @@ class ConsumerReader:
             yield self._newest, left
 
     def _part(
-        self, part: TableRecords, numbers: _Numbers, keep: Bools, definition: Definition
+        self, part: TableRecords, numbers: _Numbers, keep: Bools, is_gone: Bools | None, definition: Definition
     ) -> Iterator[tuple[int, _Item]]:
         for kept in filtered(part, keep):
             schema = kept.schema
@@ -282,9 +332,16 @@ class ConsumerReader:
             groups = groups_of(schema, kept.batch, definition.group_by, ids)
             table = None if schema.kind is TableKind.MESSAGES else int(schema.table_id)
             own_numbers = numbers.seqs[keep].tolist(), numbers.ends[keep].tolist()
+            lines = table_lines(kept, stream=self._stream)
             moments = kept.batch.column("__commit_ts").cast(pa.int64()).to_pylist()
-            rows = zip(table_lines(kept, stream=self._stream), ids, groups, moments, *own_numbers, strict=True)
-            for line, id_, own, moment, number, end in rows:
+            if definition.kind is Kind.LATEST and schema.kind is TableKind.TABLE:
+                gone_rows = [False] * len(ids) if is_gone is None else is_gone[keep].tolist()
+                rows = zip(lines, ids, groups, moments, *own_numbers, gone_rows, strict=True)
+                for line, id_, own, moment, number, end, is_row_gone in rows:
+                    first, second = _newest(line, id_, own, moment, definition, is_gone=is_row_gone)
+                    yield line.offset, _Item(line.operation_seq, line.index, line.operation, number, end, first, second)
+                continue
+            for line, id_, own, moment, number, end in zip(lines, ids, groups, moments, *own_numbers, strict=True):
                 facts = line.facts
                 if definition.renamed is not None and schema.kind is TableKind.TABLE:
                     facts = chosen(facts, definition.renamed)
@@ -296,13 +353,45 @@ class ConsumerReader:
                 yield line.offset, _Item(line.operation_seq, line.index, line.operation, number, end, message)
 
 
-def _matching(definition: Definition, schema: TableSchema, batch: pa.RecordBatch) -> Bools:
-    """Return which records of a part a definition selects."""
+def _newest(
+    line: Line, id_: str, groups: tuple[str, ...], moment: int | None, definition: Definition, *, is_gone: bool
+) -> tuple[Message, Message | None]:
+    """Return a record's message of kind `latest`; two for a change of a key."""
+    table = int(line.schema.table_id)
+    if line.facts["op"] == _TRUNCATE:
+        record = _json(line.facts, definition)
+        origin = Origin(None, record, moment)
+        return Message(0, 0, id_, (), table, barrier=True, size=len(record), origin=origin, truncates=True), None
+    states = states_of(line.facts, line.schema.key, groups, is_gone=is_gone)
+    first, *rest = (_state_message(state, id_, table, moment, definition) for state in states)
+    return first, rest[0] if rest else None
+
+
+def _state_message(state: KeyState, id_: str, table: int, moment: int | None, definition: Definition) -> Message:
+    record = _json(state.facts, definition)
+    update = None if state.update is None else _json(state.update, definition)
+    is_partial = bool((state.update or state.facts)["unchanged"])
+    origin = Origin(state.group, record, moment, update, is_partial)
+    own_id = f"{id_}{OLD}" if state.is_old else id_
+    return Message(0, 0, own_id, (state.group,), table, barrier=False, size=len(record), origin=origin)
+
+
+def _json(facts: Mapping[str, Any], definition: Definition) -> str:
+    """Return a table's record as JSON, with the columns that the definition chooses."""
+    return msgspec.json.encode(facts if definition.renamed is None else chosen(facts, definition.renamed)).decode()
+
+
+def _selected(definition: Definition, schema: TableSchema, batch: pa.RecordBatch) -> tuple[Bools, Bools | None]:
+    """Return which records of a part a definition selects, and those of them that don't match: their rows are gone."""
     if not definition.takes(schema):
-        return np.zeros(batch.num_rows, dtype=bool)
+        return np.zeros(batch.num_rows, dtype=bool), None
     if definition.predicate is None or schema.kind is TableKind.RAW:
-        return np.ones(batch.num_rows, dtype=bool)
-    return matching(definition.predicate, schema, batch)
+        return np.ones(batch.num_rows, dtype=bool), None
+    matches = matching(definition.predicate, schema, batch)
+    if definition.kind is not Kind.LATEST:
+        return matches, None
+    is_gone = gone(definition.predicate, schema, batch, matches)
+    return matches | is_gone, is_gone
 
 
 def _first_operation(parts: Iterable[TableRecords]) -> tuple[Any, ...]:
@@ -392,7 +481,7 @@ def _renumbered(items: list[_Item]) -> _Piece:
     return _Piece(
         operation,
         [
-            _Item(first, item.index, operation, number, end, item.message)
+            _Item(first, item.index, operation, number, end, item.message, item.second)
             for item, number in zip(items, numbers, strict=True)
         ],
     )

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from millstream.delivery.ack_ids import AckIds
-from millstream.delivery.reading import ConsumerReader, Origin
+from millstream.delivery.reading import ConsumerReader, Origin, merged
 from millstream.delivery.store import Letter, Stored, died_letters
 from millstream.errors import CursorExpired, LogTruncated, MillstreamError, OffsetExpired
 from millstream.model.ids import StreamId, TableId
@@ -23,12 +23,13 @@ from millstream.protocol.delivery import (
     DeadLetter,
     Delivery,
     DeliveryId,
+    LatestConsumer,
     Limits,
     Message,
     Phase,
     Status,
 )
-from millstream.protocol.delivery.messages import ANSWER_BYTES
+from millstream.protocol.delivery.messages import ANSWER_BYTES, Kind
 from millstream.wal.lag import backlog_of_tables
 from millstream.wal.reader import StreamReader
 
@@ -105,7 +106,12 @@ class Running:
             max_ack_pending=self.definition.max_ack_pending,
             waiting_max=WAITING_MAX,
         )
-        self.machine: Final = Consumer(limits, stored.state, run=max(stored.state.run + 1, now_ms()))
+        run = max(stored.state.run + 1, now_ms())
+        self.machine: Final = (
+            LatestConsumer(limits, stored.state, run=run, merge=self._merged)
+            if self.definition.kind is Kind.LATEST
+            else Consumer(limits, stored.state, run=run)
+        )
         self.follow_log()
 
     def wake(self) -> None:
@@ -159,9 +165,13 @@ class Running:
         """Offer messages until the machine has enough; return whether it stopped before that and before the end."""
         machine, until = self.machine, time.monotonic() + _SLICE_S
         try:
+            if isinstance(machine, LatestConsumer):
+                machine.read_to(int(self.reader.persisted_upto()))
             while machine.wants(count):
                 step = self._records.read(machine.read_upto)
                 if step is None:
+                    if isinstance(machine, LatestConsumer):
+                        machine.read_to(machine.read_upto)
                     break
                 machine.offer(step.messages, step.upto)
                 if self._records.quarantined:
@@ -245,6 +255,9 @@ class Running:
             return origin.group, origin.record
         group, record = self._letters[message.id]
         return group, record
+
+    def _merged(self, older: Message, newer: Message) -> Message:
+        return merged(older, self._origin(older)[1], newer)
 
     # --- settling ----------------------------------------------------------------------------------------------------
 
@@ -347,6 +360,9 @@ class Running:
             return f"records wait because their table is quarantined: {names}"
         if self.is_removed:
             return "it isn't in millstream.toml any longer, and stays paused until it is there again, or removed"
+        left_out = self._records.left_out()
+        if left_out:
+            return f"a consumer of kind latest leaves out tables without a key: {', '.join(left_out)}"
         return None
 
     def dead_letters(self, after: tuple[int, str] | None, limit: int) -> tuple[list[dict[str, Any]], str | None]:
@@ -381,11 +397,18 @@ class Running:
 
     def settle_dead(self, ids: Iterable[str] | None, *, retry: bool) -> list[dict[str, str]]:
         """Retry or drop dead letters; return the result of each id."""
-        done = self.machine.retry(ids) if retry else self.machine.drop(ids)
+        machine = self.machine
+        overtaken = machine.overtaken(ids) if retry and isinstance(machine, LatestConsumer) else set()
+        done = machine.retry(ids) if retry else machine.drop(ids)
         self.save()
         self.wake()
-        word = "retried" if retry else "dropped"
-        return [{"id": id_, "status": word if was_dead else "unknown"} for id_, was_dead in done]
+        return [
+            {
+                "id": id_,
+                "status": ("retried" if retry and id_ not in overtaken else "dropped") if was_dead else "unknown",
+            }
+            for id_, was_dead in done
+        ]
 
 
 def _age(letter: DeadLetter) -> tuple[int, str]:

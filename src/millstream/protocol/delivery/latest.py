@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 from millstream.protocol.delivery.changes import Delayed, Dropped, Extended, Overtaken, Returned, Settled
 from millstream.protocol.delivery.consumer import Consumer
-from millstream.protocol.delivery.messages import DeadLetter, DeliveryId, Limits, Message, Status
+from millstream.protocol.delivery.messages import DeadLetter, Delivery, DeliveryId, Limits, Message, Phase, Status
 from millstream.protocol.delivery.state import Fact, State
 from millstream.protocol.delivery.waiting import Entry, EntryState, fact_of
 
@@ -45,6 +45,8 @@ class LatestConsumer(Consumer):
         """The last unsettled message of each group."""
         self._heirs: dict[int, tuple[Entry, tuple[int, int]]] = {}
         """Delivered messages that were replaced, by position: the message that replaced each, and its last delivery."""
+        self._end = 0
+        """The `seq` up to which the log is read before anything is delivered."""
         self._dead_groups: dict[str, set[str]] = {}
         """Ids of dead letters by group; some are gone."""
         for letter in state.dead.values():
@@ -55,6 +57,34 @@ class LatestConsumer(Consumer):
         self._unread.restore_upto = max(self._unread.restore_upto, last)
 
     # --- reading the log ---------------------------------------------------------------------------------------------
+
+    def read_to(self, end: int) -> None:
+        """Note the log's readable end: newer messages replace those that wait until it is reached.
+
+        An end that was noted earlier holds until it is reached. Nothing is delivered until then, unless as many messages
+        wait as may.
+
+        Args:
+            end: the `seq` of the last operation; `read_upto` if there is nothing to read now.
+        """
+        if self._read_upto >= self._end or end <= self._read_upto:
+            self._end = end
+
+    def wants(self, count: int) -> bool:
+        """Whether the log's end wasn't reached and there is room; else as `Consumer`."""
+        return self._is_behind or super().wants(count)
+
+    def receive(self, now: int, count: int) -> list[Delivery]:
+        """Deliver the newest messages that wait, once the log's end was reached. See `Consumer`."""
+        if self._is_behind:
+            self.expire(now)
+            return []
+        return super().receive(now, count)
+
+    @property
+    def _is_behind(self) -> bool:
+        is_full = len(self._pending.entries) >= self.limits.waiting_max
+        return self._read_upto < self._end and self.phase is Phase.ACTIVE and not is_full
 
     def _offer(self, message: Message) -> None:
         is_settled, is_acked = self._unread.is_settled(message.position), self._unread.is_acked(message.position)
@@ -246,15 +276,23 @@ class LatestConsumer(Consumer):
     def retry(self, ids: Iterable[str] | None = None) -> list[tuple[str, bool]]:
         """Let dead messages be delivered again; those whose key has a newer message are dropped. See `Consumer`."""
         wanted = self._letters.wanted(ids)
-        letters = [self.dead[id_] for id_ in wanted if id_ in self.dead]
+        self._letters.overtake(self.overtaken(wanted))
+        return super().retry(wanted)
+
+    def overtaken(self, ids: Iterable[str] | None = None) -> set[str]:
+        """Return the ids of the dead letters that a retry of these, or of all, drops: their keys have newer messages."""
+        letters = [self.dead[id_] for id_ in self._letters.wanted(ids) if id_ in self.dead]
         newest: dict[tuple[str, ...], str] = {}
         for letter in sorted(letters, key=lambda letter: letter.message.position):
             newest[letter.message.groups] = letter.message.id
-        for letter in letters:
-            groups, id_ = letter.message.groups, letter.message.id
-            if groups and (groups[0] in self._newest or newest[groups] != id_):
-                self._letters.overtake([id_])
-        return super().retry(wanted)
+        return {
+            letter.message.id
+            for letter in letters
+            if letter.is_overtaken
+            or (
+                (groups := letter.message.groups) and (groups[0] in self._newest or newest[groups] != letter.message.id)
+            )
+        }
 
     def _add_retried(self, letter: DeadLetter) -> Entry:
         entry = super()._add_retried(letter)
@@ -264,6 +302,7 @@ class LatestConsumer(Consumer):
 
     def _begin_generation(self, cursor: int, end: int | None = None) -> None:
         super()._begin_generation(cursor, end)
+        self._end = 0
         self._newest.clear()
         self._heirs.clear()
         self._dead_groups.clear()

@@ -1,0 +1,342 @@
+"""A consumer of kind `latest` receives the newest state of each key, also through kills."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from tests.delivery.test_reading import NOTHING, cat, read_all, reader_of, record
+from tests.seeds import Seeds
+from tests.wal.test_records_json import ITEMS, MESSAGES, ORDERS, operation, ops, row, schema
+
+from millstream.catalog import Catalog
+from millstream.delivery.definition import Definition
+from millstream.delivery.running import Running
+from millstream.delivery.store import Letter, Stored
+from millstream.errors import DeliveryError
+from millstream.model.ids import ShardId, SourceId, StreamId
+from millstream.model.operations import OperationKind
+from millstream.model.records import Op
+from millstream.protocol.delivery import Change, Consumer, State
+from millstream.testing.errors import coded
+from millstream.wal.reader import StreamReader
+from millstream.wal.writing.writer import LogWriter
+
+LATEST = {"kind": "latest"}
+WHERE = LATEST | {"where": "paid = true"}
+
+
+@pytest.fixture(params=[1, 2], ids=["one shard", "two shards"])
+def log(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LogWriter]:
+    with Catalog(tmp_path / "catalog.db") as catalog:
+        stream = catalog.resolve_stream("shop")
+        _, epoch = catalog.register_writer(stream)
+        with LogWriter.open(
+            str(tmp_path / "wal"),
+            stream=stream,
+            shards=[ShardId(n) for n in range(request.param)],
+            epoch=epoch,
+            reservations=catalog.reservations(stream),
+        ) as writer:
+            yield writer
+
+
+def write(log: LogWriter, *rows: dict[str, Any], number: int = 1) -> None:
+    """Append rows of orders as a transaction."""
+    log.append(ops([operation(number, 0x1000 * number)], (ORDERS, 0, list(rows))))
+
+
+def order(index: int, op: Op, id_: int, **values: Any) -> dict[str, Any]:
+    own = {} if op is Op.DELETE else NOTHING
+    return row(index, op, id=id_, **(own | values))
+
+
+def shown(folder: Path, **fields: Any) -> list[tuple[str, str, Any, list[str]]]:
+    """Return each message's id without the part that all have, its op, its row and its unchanged columns."""
+    messages, _ = read_all(reader_of(folder, **LATEST, **fields))
+    records = [record(message) for message in messages]
+    return [
+        (message.id.removeprefix(f"shop-{one['shard']}-{one['epoch']}-"), one["op"], one["row"], one["unchanged"])
+        for message, one in zip(messages, records, strict=True)
+    ]
+
+
+def test_a_row_that_is_there_is_u_and_a_message_is_no_state(log: LogWriter, tmp_path: Path) -> None:
+    write(log, order(0, Op.COPY, 1), order(1, Op.CREATE, 2), order(2, Op.UPDATE, 1), order(3, Op.DELETE, 2))
+    log.append(ops([operation(None, 0x9000, OperationKind.MESSAGE)], (MESSAGES, 0, [row(0, Op.MESSAGE, prefix="p")])))
+    lines = cat(tmp_path)[:4]
+    found, _ = read_all(reader_of(tmp_path, **LATEST))
+    assert [record(one) for one in found] == [line | {"op": op} for line, op in zip(lines, "uuud", strict=True)]
+
+
+def test_a_change_of_a_key_is_a_delete_of_the_old_one_and_the_new_row(log: LogWriter, tmp_path: Path) -> None:
+    write(log, order(0, Op.CREATE, 1, note="n"), order(1, Op.UPDATE, 7, note="n", __before=[("id", "1")]))
+    assert shown(tmp_path, columns=["id as key", "note"]) == [
+        ("0", "u", {"key": 1, "note": "n"}, []),
+        ("1-old", "d", {"key": 1}, []),
+        ("1", "u", {"key": 7, "note": "n"}, []),
+    ]
+    messages, _ = read_all(reader_of(tmp_path, **LATEST))
+    assert [message.groups for message in messages] == [('[1,"1"]',), ('[1,"1"]',), ('[1,"7"]',)]
+    assert len({message.position for message in messages}) == 3
+
+
+def test_an_update_that_no_longer_matches_is_a_delete(log: LogWriter, tmp_path: Path) -> None:
+    def old(**values: str | None) -> list[tuple[str, str | None]]:
+        return list(values.items())
+
+    write(
+        log,
+        order(0, Op.CREATE, 1, paid=True),
+        order(1, Op.CREATE, 2, paid=False),
+        order(2, Op.COPY, 3, paid=False),
+        order(3, Op.UPDATE, 1, paid=False, note="n"),
+        order(4, Op.UPDATE, 2, paid=False, __before=old(id="2", paid="f")),
+        order(5, Op.UPDATE, 3, paid=False, __before=old(id="3", paid="t")),
+        order(6, Op.UPDATE, 3, paid=False, __before=old(id="3", paid=None)),
+        order(7, Op.UPDATE, 4, paid=False, __before=old(id="3")),
+        order(8, Op.UPDATE, 5, paid=False, __before=old(id="4", paid="f")),
+        order(9, Op.DELETE, 5),
+        row(10, Op.TRUNCATE),
+    )
+    assert shown(tmp_path, where="paid = true")[1:] == [
+        ("3", "d", {"id": 1}, []),
+        ("5", "d", {"id": 3}, []),
+        ("7-old", "d", {"id": 3}, []),
+        ("7", "d", {"id": 4}, []),
+        ("9", "d", {"id": 5}, []),
+        ("10", "t", None, []),
+    ]
+
+
+def test_a_row_that_an_application_replaces_is_an_update(log: LogWriter, tmp_path: Path) -> None:
+    own = schema(9, "own", *ORDERS.columns)
+    own = type(own)(own.table_id, own.version, SourceId(0), own.namespace, own.name, own.columns, own.key, own.key)
+    for paid in (True, False):
+        log.append(
+            ops(
+                [operation(None, 0x1000, OperationKind.APPEND) | {"source": 0}],
+                (own, 0, [row(0, Op.CREATE, id=1, **NOTHING | {"paid": paid})]),
+            )
+        )
+    assert [op for _, op, _, _ in shown(tmp_path, where="paid = true")] == ["u", "d"]
+
+
+def test_a_table_without_a_key_is_left_out_by_name(log: LogWriter, tmp_path: Path) -> None:
+    plain = schema(9, "plain", *ITEMS.columns)
+    plain = type(plain)(plain.table_id, plain.version, plain.source, plain.namespace, plain.name, plain.columns)
+    write(log, order(0, Op.CREATE, 1))
+    log.append(ops([operation(2, 0x2000)], (plain, 0, [row(0, Op.CREATE, id=1)])))
+    for tables in (None, ["public.*"]):
+        reader = reader_of(tmp_path, tables=tables, **LATEST)
+        assert [record(message)["table"] for message in read_all(reader)[0]] == ["public.orders"]
+        assert reader.left_out() == ["public.plain"]
+    assert reader_of(tmp_path, tables=["public.orders"], **LATEST).left_out() == []
+    with pytest.raises(DeliveryError, check=coded("invalid_consumer")):
+        Definition.parse({"name": "a", "tables": ["public.*"]} | LATEST).check([ORDERS, plain])
+    Definition.parse({"name": "a"} | LATEST).check([ORDERS, plain])
+
+
+class Killed:
+    """A consumer that is killed and opened again: what was noted since `sync` may be lost."""
+
+    def __init__(self, folder: Path, **fields: Any) -> None:
+        self.folder = folder
+        self.durable = Stored(Definition.parse({"name": "search"} | fields), "ab", State.begin(0))
+        self.noted: list[tuple[list[Change], dict[str, Letter]]] = []
+        self.open()
+
+    def open(self) -> None:
+        stored = Stored.from_json(json.loads(json.dumps(self.durable.to_json())))
+        reader = StreamReader(str(self.folder / "wal"))
+        self.running = Running("shop", StreamId(UUID(int=1)), stored, reader, b"k" * 32, self._note, dict)
+        self.running.save()
+        self.sync()
+
+    def _note(self, name: str, changes: list[Change], letters: dict[str, Letter]) -> None:
+        assert name == "search"
+        self.noted.append((changes, letters))
+
+    def sync(self, count: int | None = None) -> None:
+        for changes, letters in self.noted[:count]:
+            self.durable.apply(changes, letters)
+        self.noted = []
+
+    def take(self, count: int) -> list[dict[str, Any]]:
+        """Receive, and wait until the log was read."""
+        is_more = True
+        found: list[dict[str, Any]] = []
+        while is_more and not found:
+            found, is_more = self.running.take(count)
+        return [one | {"record": json.loads(one["record"])} for one in found]
+
+    def settle(self, how: str, *ack_ids: str) -> list[str]:
+        def do(machine: Consumer, ids: Any) -> Any:
+            return machine.ack(ids) if how == "ack" else machine.nack(ids, 0)
+
+        return [one["status"] for one in self.running.settle(list(ack_ids), do)]
+
+
+def test_undelivered_states_of_a_key_are_replaced_by_the_newest(log: LogWriter, tmp_path: Path) -> None:
+    consumer = Killed(tmp_path, **LATEST, max_deliver=2)
+    for number in range(1, 40):
+        write(log, order(0, Op.UPDATE, 1, total=number), order(1, Op.UPDATE, 2, total=number), number=number)
+    write(log, order(0, Op.DELETE, 2), number=40)
+    first, second = consumer.take(1), consumer.take(10)
+    assert [(one["record"]["op"], one["record"]["row"]["id"]) for one in first + second] == [("u", 1), ("d", 2)]
+    assert first[0]["record"]["row"]["total"] == "39.00"
+    # A change while its key is in flight is a new message, which replaces the older one if that comes back.
+    write(log, order(0, Op.UPDATE, 1, total=50), number=50)
+    assert consumer.take(10) == []
+    assert consumer.settle("nack", first[0]["ack_id"]) == ["nacked"]
+    assert consumer.settle("ack", first[0]["ack_id"]) == ["superseded"]
+    (newer,) = consumer.take(10)
+    assert (newer["deliveries"], newer["record"]["row"]["total"]) == (1, "50.00")
+    assert consumer.settle("ack", newer["ack_id"], second[0]["ack_id"]) == ["acked"] * 2
+    shown = consumer.running.shown()
+    assert shown["lag"]["records"] == 0
+    assert (shown["delivered"], shown["acked"], shown["in_flight"]) == (3, 2, 0)
+
+
+def test_a_dead_letter_with_a_newer_state_is_dropped_by_a_retry(log: LogWriter, tmp_path: Path) -> None:
+    consumer = Killed(tmp_path, **LATEST, max_deliver=1)
+    write(log, order(0, Op.CREATE, 1), order(1, Op.CREATE, 2))
+    messages = consumer.take(10)
+    consumer.settle("nack", *(one["ack_id"] for one in messages))
+    write(log, order(0, Op.UPDATE, 1, note="n"), number=2)
+    (newer,) = consumer.take(10)
+    statuses = [one["status"] for one in consumer.running.settle_dead(None, retry=True)]
+    assert statuses == ["dropped", "retried"]
+    (retried,) = consumer.take(10)
+    assert retried["id"] == messages[1]["id"]
+    assert consumer.settle("ack", newer["ack_id"], retried["ack_id"]) == ["acked"] * 2
+    assert consumer.running.shown()["dead"] == 0
+
+
+def test_a_truncate_drops_what_waits_and_is_delivered(log: LogWriter, tmp_path: Path) -> None:
+    write(log, order(0, Op.CREATE, 1), order(1, Op.CREATE, 2), row(2, Op.TRUNCATE), order(3, Op.CREATE, 2))
+    consumer = Killed(tmp_path, **LATEST)
+    (truncate,) = consumer.take(10)
+    assert (truncate["record"]["op"], truncate["group"]) == ("t", None)
+    consumer.settle("ack", truncate["ack_id"])
+    assert [one["record"]["row"]["id"] for one in consumer.take(10)] == [2]
+
+
+class Table:
+    """The rows of orders as a client has them."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, dict[str, Any]] = {}
+
+    def apply(self, op: str, row: Any, unchanged: list[str]) -> None:
+        if op == "t":
+            self.rows = {}
+        elif op == "d":
+            self.rows.pop(row["id"], None)
+        else:
+            known = self.rows.get(row["id"], {})
+            self.rows[row["id"]] = row | {name: known[name] for name in unchanged if name in known}
+
+
+class Workload:
+    """Changes of orders drawn from a seed."""
+
+    def __init__(self, draw: random.Random, log: LogWriter) -> None:
+        self.draw, self.log = draw, log
+        self.rows: dict[int, dict[str, Any]] = {}
+        self.number = 0
+
+    def step(self) -> None:
+        self.number += 1
+        rows = [self._change(index) for index in range(self.draw.randint(1, 5))]
+        shard = len(self.log.shards()) - 1
+        self.log.append(
+            ops(
+                [operation(self.number, 0x1000 * self.number)],
+                (ORDERS, 0, rows),
+                (ITEMS, shard, [row(len(rows), Op.CREATE, id=self.number)]),
+            )
+        )
+
+    def _change(self, index: int) -> dict[str, Any]:
+        draw = self.draw
+        key = draw.randrange(6)
+        values: dict[str, Any] = {
+            "paid": draw.random() < 0.6,
+            "note": f"{self.number}.{index}",
+            "total": None,
+            "ratio": None,
+        }
+        if draw.random() < 0.02:
+            self.rows = {}
+            return row(index, Op.TRUNCATE)
+        if key not in self.rows:
+            self.rows[key] = values
+            return row(index, Op.CREATE, id=key, **values)
+        if draw.random() < 0.2:
+            del self.rows[key]
+            return row(index, Op.DELETE, id=key)
+        other = draw.randrange(6)
+        if other not in self.rows and draw.random() < 0.5:
+            self.rows[other] = values
+            del self.rows[key]
+            return row(index, Op.UPDATE, id=other, __before=[("id", str(key))], **values)
+        if draw.random() < 0.5:
+            self.rows[key] = values | {"note": self.rows[key]["note"]}
+            return row(index, Op.UPDATE, id=key, __unchanged=["note"], **values | {"note": None})
+        self.rows[key] = values
+        return row(index, Op.UPDATE, id=key, **values)
+
+
+@pytest.mark.parametrize("fields", [LATEST, WHERE], ids=["all", "where"])
+def test_a_client_has_the_newest_rows_whatever_is_killed(
+    log: LogWriter, tmp_path: Path, fields: dict[str, Any], seeds: Seeds
+) -> None:
+    draw = random.Random(seeds.kept_or_new(1))
+    workload, client = Workload(draw, log), Table()
+    consumer = Killed(tmp_path, tables=["public.orders"], max_deliver=0, ack_wait_ms=100, **fields)
+    held: list[dict[str, Any]] = []
+
+    def receive(count: int) -> bool:
+        messages = consumer.take(count)
+        for one in messages:
+            facts = one["record"]
+            client.apply(facts["op"], facts["row"], facts["unchanged"])
+        held.extend(messages)
+        return bool(messages)
+
+    for _ in range(400):
+        match draw.randrange(8):
+            case 0 | 1 | 2:
+                workload.step()
+            case 3 | 4:
+                receive(draw.randint(1, 4))
+            case 5 if held:
+                consumer.settle("ack", held.pop(draw.randrange(len(held)))["ack_id"])
+            case 6 if held:
+                consumer.settle("nack", held.pop(draw.randrange(len(held)))["ack_id"])
+            case 7 if draw.random() < 0.5:
+                consumer.sync(draw.randint(0, len(consumer.noted)))
+                consumer.open()
+            case _:
+                consumer.sync()
+    deadline = time.monotonic() + 60
+    while consumer.running.shown()["lag"]["records"]:  # what a kill made fly again expires
+        assert time.monotonic() < deadline
+        receive(10)
+        consumer.settle("ack", *(one["ack_id"] for one in held))
+    wanted = {
+        key: {"id": key, **values, "paid": "t" if values["paid"] else "f"}
+        for key, values in workload.rows.items()
+        if fields is LATEST or values["paid"]
+    }
+    if fields is WHERE:  # an update may leave a value unchanged that no matching record had
+        assert client.rows.keys() == wanted.keys()
+        wanted = {key: {name: wanted[key][name] for name in row} for key, row in client.rows.items()}
+    assert client.rows == wanted
