@@ -11,6 +11,7 @@ from bench import (  # noqa: F401 - they register their figures
     callers,
     capture,
     commands,
+    consumers,
     first_load,
     flight,
     freshness,

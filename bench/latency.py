@@ -80,7 +80,7 @@ def commit_to_durable() -> Iterator[Figure]:
         home = make_home(server, path / "home", ["public.ticks"])
         home.run("capture", "run", "--until-caught-up")
         with home.running("capture", "run") as capture:
-            _insert_until_seen(server, home, capture)
+            insert_until_seen(server, home, capture)
             watcher = MarkWatcher(home.wal)
             statement = "INSERT INTO ticks VALUES (:client_id, :n, 'a row of a tick, with a text of 40 bytes.')"
             load = paced(server, path, statement, seconds=seconds)
@@ -103,7 +103,7 @@ def commit_to_durable() -> Iterator[Figure]:
     )
 
 
-def _insert_until_seen(server: EmbeddedPostgres, home: Home, capture: subprocess.Popen[bytes]) -> None:
+def insert_until_seen(server: EmbeddedPostgres, home: Home, capture: subprocess.Popen[bytes]) -> None:
     """Return once a new change enters the log: capture streams."""
     with server.connect(DATABASE) as connection:
         connection.execute("INSERT INTO ticks VALUES (-1, 0, 'first')")

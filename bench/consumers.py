@@ -1,0 +1,308 @@
+"""Consumers over HTTP: the rate of one, the time from a commit to its receiver, and the cost of a hundred."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import psutil
+import pyarrow as pa
+
+import millstream
+from bench.figures import RUNS, Figure, asked, measures, repeated, reported, say
+from bench.figures import interleaved as in_turns
+from bench.homes import STREAM, Home, make_home, wait_for
+from bench.latency import RATE, insert_until_seen, paced
+from bench.load import CLIENTS, Load, percentiles_of_windows
+from bench.places import folder
+from bench.source import DATABASE, postgres
+from millstream.testing._servers.ports import free_port
+
+RECORDS: Final = 200_000
+BATCH: Final = 1000
+CONSUMERS: Final = 100
+RECEIVED_S: Final = 50
+"""Five windows of 10 s."""
+_SIDE_BY_SIDE: Final = 4
+"""Clients of the hundred consumers that ask at a time."""
+_WAIT_MS: Final = 10_000
+_HTTP: Final = '[http]\nlisten = "127.0.0.1:{port}"\n'
+_SHAPE: Final = "rows of 6 columns (int8 key, int4, text, float8, bool, text of 32 B), appended 1000 at a time"
+
+
+class _Row(msgspec.Struct):
+    client: int = -1
+    n: int = -1
+
+
+class _Record(msgspec.Struct):
+    row: _Row
+
+
+class _Message(msgspec.Struct):
+    ack_id: str
+
+
+class _Received(msgspec.Struct):
+    messages: list[_Message]
+
+
+class _Tick(msgspec.Struct):
+    ack_id: str
+    record: _Record
+
+
+class _Ticks(msgspec.Struct):
+    messages: list[_Tick]
+
+
+class Client:
+    """One connection that calls the stream's consumers."""
+
+    def __init__(self, port: int) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+
+    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        """Return the answer's body; raise if it isn't a success."""
+        data = None if body is None else msgspec.json.encode(body)
+        self._connection.request(
+            method, f"/v1/streams/{STREAM}/consumers{path}", data, {"content-type": "application/json"}
+        )
+        answer = self._connection.getresponse()
+        found = answer.read()
+        if answer.status >= 300:
+            raise RuntimeError(f"{method} {path}: {answer.status} {found[:1000]!r}")
+        return found
+
+    def drain(self, name: str, count: int) -> None:
+        """Receive and acknowledge that many records."""
+        while count > 0:
+            body = self.call("POST", f"/{name}/receive", {"batch_size": BATCH, "wait_for_ms": _WAIT_MS})
+            messages = msgspec.json.decode(body, type=_Received).messages
+            if not messages:
+                raise RuntimeError(f"{name} receives nothing, but {count} records are left")
+            self.call("POST", f"/{name}/ack", {"ack_ids": [message.ack_id for message in messages]})
+            count -= len(messages)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+
+@contextmanager
+def _clients(port: int, count: int) -> Iterator[list[Client]]:
+    some = [Client(port) for _ in range(count)]
+    try:
+        yield some
+    finally:
+        for client in some:
+            client.close()
+
+
+@contextmanager
+def _served(path: Path, tables: Mapping[str, int]) -> Iterator[tuple[int, psutil.Process]]:
+    """Append records to application tables, in turns, then serve the home.
+
+    Args:
+        path: a folder for the home.
+        tables: number of records by table.
+
+    Yields:
+        The port, and the server's process.
+    """
+    port = free_port()
+    path.mkdir()
+    keys = "".join(f'"public.{table}" = ["id"]\n' for table in tables)
+    (path / "millstream.toml").write_text(f"[streams.{STREAM}.keys]\n{keys}{_HTTP.format(port=port)}")
+    with millstream.open(str(path)) as opened:
+        for first in range(0, max(tables.values()), BATCH):
+            for table, records in tables.items():
+                if first < records:
+                    opened.append(STREAM, table, _rows(first, min(BATCH, records - first)), deadline_s=60)
+    with Home(path).running("serve") as process:
+        wait_for("the server answers", partial(_answers, port), process=process)
+        yield port, psutil.Process(process.pid)
+
+
+def _rows(first: int, count: int) -> pa.Table:
+    ids = np.arange(first, first + count)
+    return pa.table(
+        {
+            "id": ids,
+            "bucket": pa.array(ids % CONSUMERS, pa.int32()),
+            "status": [("new", "paid", "packed", "shipped")[n % 4] for n in range(count)],
+            "total": ids * 1.25,
+            "is_open": ids % 3 == 0,
+            "note": [f"{n:032x}" for n in range(first, first + count)],
+        }
+    )
+
+
+def _answers(port: int) -> bool:
+    with _clients(port, 1) as (client,):
+        try:
+            client.call("GET", "")
+        except (OSError, RuntimeError, http.client.HTTPException):
+            return False
+        return True
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+@measures("consumer_pull_records_per_s")
+def consumer_pull() -> Iterator[Figure]:
+    """Measure one consumer that receives and acknowledges a backlog."""
+    records = asked.rows or RECORDS
+    say(f"consumer_pull_records_per_s: {records} records")
+    with folder("pull") as place, _served(place / "home", {"orders": records}) as (port, _), _clients(port, 1) as some:
+        client = some[0]
+
+        def run() -> float:
+            client.call("POST", "", {"name": "pull", "start": "earliest"})
+            began = time.perf_counter()
+            client.drain("pull", records)
+            took_s = time.perf_counter() - began
+            client.call("DELETE", "/pull")
+            return records / took_s
+
+        rates = repeated(run)
+    yield reported(
+        "consumer_pull_records_per_s",
+        rates,
+        unit="records/s",
+        goal=">= 30,000",
+        rows=records,
+        size_bytes=records * 100,
+        note=f"a new consumer of kind changes, groups by key, on a backlog of {_SHAPE}; over HTTP by one client in Python on one connection:"
+        f" receive {BATCH}, read the answer, acknowledge all; the server is `millstream serve` alone",
+    )
+
+
+@measures("commit_to_received_ms")
+def commit_to_received() -> Iterator[Figure]:
+    """Measure paced one-row inserts, captured and received; capture and the server are processes of their own."""
+    seconds = asked.seconds or RECEIVED_S
+    say(f"commit_to_received_ms: {RATE} transactions a second for {seconds} s")
+    with postgres(load_unsynced=False) as server, folder("received") as path:
+        with server.connect(DATABASE) as connection:
+            connection.execute("CREATE TABLE ticks (client int, n bigint, note text, PRIMARY KEY (client, n))")
+        home, port = make_home(server, path / "home", ["public.ticks"]), free_port()
+        config = home.path / "millstream.toml"
+        config.write_text(f"{config.read_text()}\n{_HTTP.format(port=port)}")
+        home.run("capture", "run", "--until-caught-up")
+        with home.running("capture", "run") as capture, home.running("serve") as serve:
+            insert_until_seen(server, home, capture)
+            wait_for("the server answers", partial(_answers, port), process=serve)
+            with _receiving(port) as received:
+                statement = "INSERT INTO ticks VALUES (:client_id, :n, 'a row of a tick, with a text of 40 bytes.')"
+                load = paced(server, path, statement, seconds=seconds)
+                wait_for("all is received", lambda: _missing(load, received) == 0, process=serve)
+        keys = zip(load.client.tolist(), load.number.tolist(), strict=True)
+        at = np.array([received[key] for key in keys], dtype=np.int64)
+        p50, p99 = percentiles_of_windows(load, (at - load.committed_ns) / 1e6, RUNS)
+    yield reported(
+        "commit_to_received_ms",
+        p50,
+        unit="ms",
+        goal="p50 <= 20, p99 <= 100",
+        rows=len(load),
+        size_bytes=len(load) * 60,
+        note=f"p50; {RATE} one-row inserts a second by {CLIENTS} clients of pgbench, PostgreSQL's fsync and synchronous_commit on, captured by"
+        " `millstream capture run`; from the client's answer to its COMMIT until a client of `millstream serve` has read the answer of its"
+        f" waiting receive; it acknowledges each; medians over {RUNS} windows of {seconds / RUNS:g} s",
+        p99=p99,
+    )
+
+
+def _missing(load: Load, received: Mapping[tuple[int, int], int]) -> int:
+    return sum(key not in received for key in zip(load.client.tolist(), load.number.tolist(), strict=True))
+
+
+@contextmanager
+def _receiving(port: int) -> Iterator[dict[tuple[int, int], int]]:
+    """Receive in the background; yield the wall-clock time in ns of each row's arrival, by its client and number."""
+    arrived: dict[tuple[int, int], int] = {}
+    stop = threading.Event()
+
+    def receive(client: Client) -> None:
+        while not stop.is_set():
+            body = client.call("POST", "/ticks/receive", {"batch_size": BATCH, "wait_for_ms": 500})
+            at = time.time_ns()
+            messages = msgspec.json.decode(body, type=_Ticks).messages
+            for message in messages:
+                arrived.setdefault((message.record.row.client, message.record.row.n), at)
+            if messages:
+                client.call("POST", "/ticks/ack", {"ack_ids": [message.ack_id for message in messages]})
+
+    with _clients(port, 1) as (client,), ThreadPoolExecutor(1) as threads:
+        client.call("POST", "", {"name": "ticks", "tables": ["public.ticks"]})
+        receiving = threads.submit(receive, client)
+        try:
+            yield arrived
+        finally:
+            stop.set()
+            receiving.result()
+
+
+@measures("hundred_consumers_cpu", "hundred_consumers_tables_cpu")
+def hundred_consumers() -> Iterator[Figure]:
+    """Measure the server's CPU time for a hundred consumers of a hundredth each; the peer is one with everything."""
+    records = max(asked.rows or RECORDS, BATCH * CONSUMERS)
+    where = [{"where": f"bucket = {number}"} for number in range(CONSUMERS)]
+    tables = [f"t{number}" for number in range(CONSUMERS)]
+    yield _cost("hundred_consumers_cpu", {"orders": records}, where, "of one table, chosen by `where`")
+    by_table = dict.fromkeys(tables, records // CONSUMERS)
+    own = [{"tables": [f"public.{table}"]} for table in tables]
+    yield _cost("hundred_consumers_tables_cpu", by_table, own, "a table of its own each")
+
+
+def _cost(name: str, tables: Mapping[str, int], hundred: Sequence[Mapping[str, Any]], what: str) -> Figure:
+    records = sum(tables.values())
+    say(f"{name}: {records} records")
+    with (
+        folder("hundred") as place,
+        _served(place / "home", tables) as (port, process),
+        _clients(port, _SIDE_BY_SIDE) as some,
+        ThreadPoolExecutor(_SIDE_BY_SIDE) as threads,
+    ):
+
+        def cpu_us(definitions: Sequence[Mapping[str, Any]]) -> float:
+            names = [f"c{number}" for number in range(len(definitions))]
+            before = _cpu_s(process)
+            for one, definition in zip(names, definitions, strict=True):
+                some[0].call("POST", "", {"name": one, "start": "earliest", **definition})
+
+            def drain(number: int) -> None:
+                for one in names[number::_SIDE_BY_SIDE]:
+                    some[number].drain(one, records // len(names))
+
+            list(threads.map(drain, range(_SIDE_BY_SIDE)))
+            used_s = _cpu_s(process) - before
+            for one in names:
+                some[0].call("DELETE", f"/{one}")
+            return used_s / records * 1e6
+
+        ours, peer = in_turns(partial(cpu_us, hundred), partial(cpu_us, [{}]), runs=3)
+    return reported(
+        name,
+        ours,
+        peer,
+        unit="us/record",
+        goal="<= 3",
+        rows=records,
+        size_bytes=records * 100,
+        note=f"CPU time of `millstream serve` a delivered record; {CONSUMERS} consumers with a hundredth of the records each, {what}, {_SIDE_BY_SIDE} at"
+        f" a time over HTTP, made, received and acknowledged to the end; the peer is one consumer with all records; {_SHAPE}",
+    )
