@@ -15,7 +15,11 @@ import pytest
 from tests.delivery.capturing import NOW_NS, Captured, captured, messages
 from tests.delivery.golden_files import SOURCES, VARIANTS, golden
 
+from millstream.delivery.kafka.debezium import DebeziumEncoder
 from millstream.delivery.kafka.debezium_options import DebeziumOptions
+from millstream.delivery.kafka.from_json import records_of
+from millstream.model.ids import Epoch, ShardId
+from millstream.model.record_json import record_facts, to_json
 from millstream.testing.postgres import EmbeddedPostgres
 
 LINE_MAX = 30_000
@@ -144,3 +148,13 @@ def test_the_time_of_an_event_is_that_of_its_sending_and_of_its_source_that_of_i
         assert (source["ts_us"], source["ts_ns"]) == (source["ts_ns"] // 1000, source["ts_us"] * 1000)
         assert source["ts_ms"] == source["ts_us"] // 1000
         assert json.loads(source["sequence"])[1] == str(source["lsn"])
+
+
+@pytest.mark.parametrize("source", ["workload", "edges"])
+def test_records_made_of_their_json_give_the_same_messages(changes: dict[str, Captured], source: str) -> None:
+    """Dead letters, rows of a backfill and newest states of keys are there as JSON alone."""
+    encoder = DebeziumEncoder("golden", "db", DebeziumOptions())
+    for schema, batch in changes[source]:
+        facts = record_facts(schema, batch, stream="golden", shard=ShardId(0), epoch=Epoch(1))
+        made = records_of(schema, [json.loads(to_json(one)) for one in facts], None)
+        assert encoder.encode(schema, made, now_ns=NOW_NS) == encoder.encode(schema, batch, now_ns=NOW_NS)

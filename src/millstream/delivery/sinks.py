@@ -9,7 +9,7 @@ with the signature of `SinkFactory`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -46,6 +46,8 @@ class Place:
     """Name of the source's database; empty: there is none."""
     columns: Mapping[str, str] | None = None
     """The new name of each column that the consumer receives; None: all, under their names."""
+    schema_of: Callable[[Mapping[str, Any]], TableSchema | None] = field(default=lambda _: None, compare=False)
+    """Returns the schema of a record's table, at best that of the time when it was made; None if it isn't known."""
 
 
 @dataclass(frozen=True)

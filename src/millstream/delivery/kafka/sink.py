@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from millstream.buffers.kafka_server import make_topic
 from millstream.delivery.kafka.debezium import DebeziumEncoder, KafkaMessage
+from millstream.delivery.kafka.from_json import records_of
 from millstream.delivery.kafka.ledger import TOPIC as LEDGER
 from millstream.delivery.kafka.ledger import Committed, make_ledger, read_committed
 from millstream.delivery.kafka.settings import ANSWERS_WITHIN_S, KafkaSettings
@@ -24,6 +25,7 @@ from millstream.delivery.sinks import ACCEPTED, LoggedRow, Outcome, Pacing, Plac
 from millstream.errors import WriteBufferError
 from millstream.model.ids import Epoch, ShardId
 from millstream.model.record_json import record_facts
+from millstream.model.schema import TableSchema
 
 if TYPE_CHECKING:
     from confluent_kafka import KafkaError, Producer
@@ -281,13 +283,8 @@ class KafkaSink:
                 sending.events = list(self._json(sending.message))
             return
         batches: dict[int, list[tuple[_Sending, LoggedRow]]] = {}
-        for sending in sendings:
-            logged = sending.message.logged
-            if logged is None:
-                sending.error = f"the table of message {sending.message.id} isn't known any longer"
-                sending.is_judged = True
-            else:
-                batches.setdefault(id(logged.batch), []).append((sending, logged))
+        for sending, logged in self._logged(sendings):
+            batches.setdefault(id(logged.batch), []).append((sending, logged))
         now_ns = time.time_ns()
         for some in batches.values():
             _, (schema, batch, first) = some[0]
@@ -297,10 +294,31 @@ class KafkaSink:
             for event in self._encoder.encode(schema, part, now_ns=now_ns):
                 some[event.row][0].events.append(event)
 
+    def _logged(self, sendings: Sequence[_Sending]) -> Iterator[tuple[_Sending, LoggedRow]]:
+        """Yield the messages with their records in the log's form, which is made of the JSON if it isn't there."""
+        by_schema: dict[TableSchema, list[_Sending]] = {}
+        for sending in sendings:
+            if sending.message.logged is not None:
+                yield sending, sending.message.logged
+                continue
+            schema = self._place.schema_of(sending.message.value)
+            if schema is None:
+                sending.error = f"the table of message {sending.message.id} isn't known any longer"
+                sending.is_judged = True
+            else:
+                by_schema.setdefault(schema, []).append(sending)
+        for schema, some in by_schema.items():
+            batch = records_of(schema, [sending.message.value for sending in some], self._place.columns)
+            for row, sending in enumerate(some):
+                yield sending, LoggedRow(schema, batch, row)
+
     def _json(self, message: PushMessage) -> Iterable[KafkaMessage]:
         logged, columns = message.logged, self._place.columns
         if logged is None:
-            return self._encoder.json(message.value, message.record, ())
+            schema = self._place.schema_of(message.value)
+            renamed = {} if columns is None else columns
+            key = () if schema is None else [renamed.get(name, name) for name in schema.key]
+            return self._encoder.json(message.value, message.record, key)
         facts = message.value
         if columns is not None:
             part, epoch = logged.batch.slice(logged.row, 1), Epoch(facts["epoch"] or 0)
