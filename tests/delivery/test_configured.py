@@ -219,7 +219,8 @@ def test_a_consumer_that_cannot_begin_is_reported_and_begins_once_it_can(deploym
     with deployment.run() as before:
         before.append("orders", 1)
     with deployment.run(SEARCH, 'where = "color = 1"') as run_:
-        HomeConsumers(run_.home).start()
+        with contextlib.closing(HomeConsumers(run_.home)) as begun:
+            begun.start()
         for what in ("show", "receive"):
             with pytest.raises(ConfigError, match=r"search\.where: no matching table has a column 'color'"):
                 run_.call(what)
@@ -234,7 +235,8 @@ def test_damaged_state_stops_no_server(deployment: Deployment) -> None:
     log = before.home.delivery_folder("web") / "consumers.log"
     log.write_bytes(b"x" + log.read_bytes()[1:])
     with deployment.run(SEARCH) as after:
-        HomeConsumers(after.home).start()
+        with contextlib.closing(HomeConsumers(after.home)) as begun:
+            begun.start()
         with pytest.raises(DeliveryError, check=coded("consumer_state_unreadable")):
             after.call("show")
 
