@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import binascii
 import hashlib
 import hmac
@@ -16,6 +15,9 @@ _FIELDS: Final = struct.Struct(">IQQI")
 _MAC_BYTES: Final = 16
 _LAST: Final = frozenset("AEIMQUYcgkosw048")
 """The characters with which base64 of this length ends: their last two bits are zero."""
+_URL_SAFE: Final = bytes.maketrans(b"+/", b"-_")
+_FROM_URL_SAFE: Final = bytes.maketrans(b"-_+/", b"+/  ")
+"""`+` and `/`, which no id has, become characters that base64 refuses."""
 _LENGTH: Final = 4 * -(-(_FIELDS.size + _MAC_BYTES) // 3) - 2
 
 
@@ -30,12 +32,15 @@ class AckIds:
 
     def __init__(self, key: bytes, incarnation: str, bounds: Sequence[Sequence[int]] = ()) -> None:
         self._bounds = bounds
-        self._key = hashlib.blake2b(incarnation.encode(), key=key, digest_size=32).digest()
+        own_key = hashlib.blake2b(incarnation.encode(), key=key, digest_size=32).digest()
+        self._keyed: Final = hashlib.blake2b(key=own_key, digest_size=_MAC_BYTES)
+        """A code that has taken its key: copying it takes half the time."""
 
     def text(self, delivery: DeliveryId) -> str:
         """Return the text of a delivery."""
         fields = _FIELDS.pack(*delivery)
-        return base64.urlsafe_b64encode(fields + self._mac(fields)).decode().rstrip("=")
+        text = binascii.b2a_base64(fields + self._mac(fields), newline=False)
+        return text.translate(_URL_SAFE).decode().rstrip("=")
 
     def read(self, text: str) -> DeliveryId | None:
         """Return the delivery of a text; None if it isn't one of this consumer's.
@@ -45,8 +50,8 @@ class AckIds:
         if len(text) != _LENGTH or text[-1] not in _LAST:  # else two texts would have the same bytes
             return None
         try:
-            data = base64.b64decode(text + "==", altchars=b"-_", validate=True)
-        except (binascii.Error, ValueError):
+            data = binascii.a2b_base64(text.encode("ascii").translate(_FROM_URL_SAFE) + b"==", strict_mode=True)
+        except ValueError:  # binascii.Error is one, and so is the error of a character that isn't ASCII
             return None
         fields, mac = data[: _FIELDS.size], data[_FIELDS.size :]
         if not hmac.compare_digest(mac, self._mac(fields)):
@@ -57,4 +62,6 @@ class AckIds:
         return delivery
 
     def _mac(self, fields: bytes) -> bytes:
-        return hashlib.blake2b(fields, key=self._key, digest_size=_MAC_BYTES).digest()
+        code = self._keyed.copy()
+        code.update(fields)
+        return code.digest()

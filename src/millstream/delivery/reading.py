@@ -70,9 +70,12 @@ def merged(older: Message, record: str, newer: Message) -> Message:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Item:
-    """A record on its way: with the keys by which shards are merged, and its message if the consumer receives it."""
+    """A record on its way: with the keys by which shards are merged, and its message if the consumer receives it.
+
+    It isn't frozen, which would take three times as long to make.
+    """
 
     operation_seq: Seq
     index: int
@@ -220,9 +223,9 @@ class ConsumerReader:
                     operation, done, before = item.operation, newest, max(newest, int(item.operation_seq) - 1)
                 newest = max(newest, item.end)
                 if item.message is not None:
-                    messages.append(item.message._replace(position=position_of(item.seq), before=before))
+                    messages.append(Message(position_of(item.seq), before, *item.message[2:]))
                     if item.second is not None:
-                        messages.append(item.second._replace(position=position_of(item.seq, 1), before=before))
+                        messages.append(Message(position_of(item.seq, 1), before, *item.second[2:]))
             piece = next(pieces, None)
             if piece is not None and piece.operation != operation:
                 done = newest

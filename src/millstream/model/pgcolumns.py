@@ -89,6 +89,8 @@ def json_column(array: pa.Array, column: Column) -> list[Any]:
         return [v if v is None or -JSON_INTEGER_MAX <= v <= JSON_INTEGER_MAX else str(v) for v in array.to_pylist()]
     if pa.types.is_floating(kind):
         render = text_renderer(kind)
+        if pa.types.is_float64(kind):  # its text reads back as the same number
+            return [v if v is None or math.isfinite(v) else render(v) for v in array.to_pylist()]
         return [None if v is None else _json_float(v, render(v)) for v in array.to_pylist()]
     if pa.types.is_boolean(kind) and column.pg is None:
         values: list[Any] = array.to_pylist()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from datetime import datetime
 from typing import Any
 
 import pyarrow as pa
@@ -33,8 +34,10 @@ def record_facts(
     """
     table = None if schema.kind is TableKind.MESSAGES else qualified_name(schema.namespace, schema.name)
     own = row_values(schema, batch, values)
-    names = ("__offset", "__op", "__seq", "__source", "__commit_lsn", "__commit_index", "__commit_ts", "__xid")
-    offsets, ops, seqs, sources, lsns, indexes, times, xids = (batch.column(name).to_pylist() for name in names)
+    names = ("__offset", "__op", "__seq", "__source", "__commit_index", "__xid")
+    offsets, ops, seqs, sources, indexes, xids = (batch.column(name).to_pylist() for name in names)
+    lsns = _texts(batch.column("__commit_lsn"), lambda lsn: format_lsn(Lsn(lsn)))
+    times = _texts(batch.column("__commit_ts"), datetime.isoformat)
     unchanged, exact = batch.column("__unchanged").to_pylist(), batch.column("__exact").to_pylist()
     return [
         {
@@ -46,9 +49,9 @@ def record_facts(
             "op": "raw" if schema.kind is TableKind.RAW else ops[i],
             "table": table,
             "source": sources[i],
-            "commit_lsn": None if lsns[i] is None else format_lsn(Lsn(lsns[i])),
+            "commit_lsn": lsns[i],
             "commit_index": indexes[i],
-            "commit_ts": None if times[i] is None else times[i].isoformat(),
+            "commit_ts": times[i],
             "xid": xids[i],
             "row": own.rows[i],
             "before": own.befores[i],
@@ -57,6 +60,13 @@ def record_facts(
         }
         for i in range(batch.num_rows)
     ]
+
+
+def _texts(column: pa.Array, text: Callable[[Any], str]) -> list[str | None]:
+    """Return the text of each value of a column in which few values differ; None for null."""
+    coded = column.dictionary_encode()
+    texts = [text(value) for value in coded.dictionary.to_pylist()]
+    return [None if place is None else texts[place] for place in coded.indices.to_pylist()]
 
 
 def to_json(facts: Mapping[str, Any]) -> str:

@@ -19,9 +19,12 @@ from millstream.model.schema import TableSchema
 from millstream.wal.reader import StreamReader, TableRecords
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Line:
-    """One record, with the keys by which shards are merged."""
+    """One record, with the keys by which shards are merged.
+
+    It isn't frozen, which would take three times as long to make.
+    """
 
     shard: ShardId
     offset: Offset
