@@ -16,6 +16,7 @@ from tests.seeds import Seeds
 from tests.wal.test_records_json import ITEMS, MESSAGES, ORDERS, operation, ops, row, schema
 
 from millstream.catalog import Catalog
+from millstream.delivery import running
 from millstream.delivery.definition import Definition
 from millstream.delivery.running import Running
 from millstream.delivery.store import Letter, Stored
@@ -24,10 +25,13 @@ from millstream.model.ids import ShardId, SourceId, StreamId
 from millstream.model.operations import OperationKind
 from millstream.model.records import Op
 from millstream.protocol.delivery import Change, Consumer, State
+from millstream.protocol.delivery.latest import ENTRY_BYTES
 from millstream.testing.errors import coded
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.writer import LogWriter
 
+SMALL = 12
+"""Number of messages that fit in memory, about."""
 LATEST = {"kind": "latest"}
 WHERE = LATEST | {"where": "paid = true"}
 
@@ -228,6 +232,27 @@ def test_a_truncate_drops_what_waits_and_is_delivered(log: LogWriter, tmp_path: 
     assert [one["record"]["row"]["id"] for one in consumer.take(10)] == [2]
 
 
+def test_keys_that_memory_cannot_hold_come_once_with_their_newest_state(
+    log: LogWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "WAITING_BYTES_MAX", SMALL * ENTRY_BYTES)
+    keys, rounds = 50, 4
+    for number in range(1, rounds * keys + 1):
+        write(log, order(0, Op.UPDATE, number % keys, total=number), number=number)
+    write(log, *(order(key, Op.UPDATE, key, total=1000 + key) for key in range(0, keys, 2)), number=number + 1)
+    consumer = Killed(tmp_path, **LATEST)
+    received, most = [], 0
+    while messages := consumer.take(7):
+        received += [(one["record"]["row"]["id"], one["record"]["row"]["total"]) for one in messages]
+        most = max(most, consumer.running.machine.unsettled)
+        assert consumer.running.shown()["lag"]["records"] > 0
+        consumer.settle("ack", *(one["ack_id"] for one in messages))
+    wanted = {key: f"{1000 + key if key % 2 == 0 else rounds * keys - keys + key}.00" for key in range(keys)}
+    assert sorted(received) == sorted(wanted.items())
+    assert most <= SMALL + keys // 2  # a transaction is read whole
+    assert consumer.running.shown()["lag"]["records"] == 0
+
+
 class Table:
     """The rows of orders as a client has them."""
 
@@ -247,8 +272,8 @@ class Table:
 class Workload:
     """Changes of orders drawn from a seed."""
 
-    def __init__(self, draw: random.Random, log: LogWriter) -> None:
-        self.draw, self.log = draw, log
+    def __init__(self, draw: random.Random, log: LogWriter, keys: int) -> None:
+        self.draw, self.log, self.keys = draw, log, keys
         self.rows: dict[int, dict[str, Any]] = {}
         self.number = 0
 
@@ -266,7 +291,7 @@ class Workload:
 
     def _change(self, index: int) -> dict[str, Any]:
         draw = self.draw
-        key = draw.randrange(6)
+        key = draw.randrange(self.keys)
         values: dict[str, Any] = {
             "paid": draw.random() < 0.6,
             "note": f"{self.number}.{index}",
@@ -282,7 +307,7 @@ class Workload:
         if draw.random() < 0.2:
             del self.rows[key]
             return row(index, Op.DELETE, id=key)
-        other = draw.randrange(6)
+        other = draw.randrange(self.keys)
         if other not in self.rows and draw.random() < 0.5:
             self.rows[other] = values
             del self.rows[key]
@@ -294,12 +319,20 @@ class Workload:
         return row(index, Op.UPDATE, id=key, **values)
 
 
+@pytest.mark.parametrize("keys", [6, 30])
 @pytest.mark.parametrize("fields", [LATEST, WHERE], ids=["all", "where"])
 def test_a_client_has_the_newest_rows_whatever_is_killed(
-    log: LogWriter, tmp_path: Path, fields: dict[str, Any], seeds: Seeds
+    log: LogWriter,
+    tmp_path: Path,
+    fields: dict[str, Any],
+    keys: int,
+    seeds: Seeds,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     draw = random.Random(seeds.kept_or_new(1))
-    workload, client = Workload(draw, log), Table()
+    workload, client = Workload(draw, log, keys), Table()
+    if keys > SMALL:
+        monkeypatch.setattr(running, "WAITING_BYTES_MAX", SMALL * ENTRY_BYTES)
     consumer = Killed(tmp_path, tables=["public.orders"], max_deliver=0, ack_wait_ms=100, **fields)
     held: list[dict[str, Any]] = []
 
@@ -311,7 +344,7 @@ def test_a_client_has_the_newest_rows_whatever_is_killed(
         held.extend(messages)
         return bool(messages)
 
-    for _ in range(400):
+    for _ in range(seeds.count(400, quick=120)):
         match draw.randrange(8):
             case 0 | 1 | 2:
                 workload.step()

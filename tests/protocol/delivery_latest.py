@@ -14,6 +14,7 @@ from tests.protocol.delivery_world import BARRIER_TABLE, World
 from tests.seeds import main
 
 from millstream.protocol.delivery import Consumer, Delivery, DeliveryId, LatestConsumer, Message, Status, position_of
+from millstream.protocol.delivery.latest import ENTRY_BYTES
 
 
 class LatestReference(Reference):
@@ -166,6 +167,13 @@ class LatestWorld(World):
             and (other.truncates or (other.groups == message.groups and not message.barrier))
             for other in self.messages()
         )
+
+    def check(self) -> None:
+        """Check also that memory is counted right."""
+        super().check()
+        size = sum(ENTRY_BYTES + entry.message.size for entry in self.consumer._pending.entries.values())
+        if self.consumer.waiting_bytes != size:
+            self.broken(f"{self.consumer.waiting_bytes} bytes are counted, and {size} wait")
 
     def check_answer(self, answer: list[Delivery]) -> None:
         """Check an answer, and that no key goes back: a newer one that was acknowledged is the last."""

@@ -134,3 +134,59 @@ def test_a_key_that_changes_often_costs_the_same_each_time():
     answer = one.receive(0, 10)
     one.ack([answer[0].delivery_id])
     assert one.cursor == 19_999
+
+
+def crowded(state: State | None = None) -> LatestConsumer:
+    """Return a consumer with room for two keys, which has read the first three messages of a log of six."""
+    state = State.begin(0) if state is None else State.from_json(json.loads(json.dumps(state.to_json())))
+    made = LatestConsumer(Limits(waiting_max=2), state, run=state.run + 1)
+    made.read_to(6)
+    while made.wants(10):
+        seq = made.read_upto + 1
+        made.offer([message(seq, "abcabc"[seq - 1])], seq)
+    return made
+
+
+def test_a_message_whose_key_has_a_newer_one_in_the_log_is_dropped_before_it_is_delivered():
+    one = crowded()
+    assert (one.read_upto, one.looks_upto, one.waiting_groups) == (2, 6, {"a", "b"})
+    assert one.receive(0, 10) == []
+    one.drop_older({"a"}, (), 6)
+    assert facts(one.receive(0, 10)) == [(2, 1, "")]
+    assert one.cursor == 0
+
+
+def test_the_log_behind_a_dropped_message_is_kept_until_the_newer_one_is_settled():
+    one = crowded()
+    one.drop_older({"a", "b"}, (), 6)
+    one.take_changes()
+    again = crowded(one.snapshot())
+    assert again.unsettled == 2
+    again.drop_older({"c"}, (), 6)
+    for seq in range(again.read_upto + 1, 7):
+        again.offer([message(seq, "abcabc"[seq - 1])], seq)
+    answer = again.receive(0, 10)
+    assert [seq for seq, _, _ in facts(answer)] == [4, 5, 6]
+    again.ack([delivery.delivery_id for delivery in answer[:2]])
+    again.take_changes()
+    assert again.cursor == again.snapshot().cursor == 0
+    again.ack([answer[2].delivery_id])
+    again.take_changes()
+    assert again.cursor == again.snapshot().cursor == 6
+    assert again.snapshot().relied == 0
+
+
+def test_a_dropped_message_comes_back_if_a_promotion_loses_the_newer_one():
+    one = crowded()
+    one.drop_older({"a", "b"}, (), 6)
+    assert not one.cut_back(6)
+    assert one.cut_back(4)
+    assert (one.read_upto, one.take_changes()[-1].cursor) == (0, 0)
+    one.offer([message(1, "a")], 1)
+    assert facts(one.receive(0, 10)) == [(1, 1, "")]
+
+
+def test_a_table_that_is_truncated_later_drops_what_waits():
+    one = crowded()
+    one.drop_older((), {1}, 6)
+    assert one.unsettled == one.waiting_bytes == 0

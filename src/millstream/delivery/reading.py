@@ -7,7 +7,7 @@ order. On a log of several shards, the records of a transaction are in memory at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
@@ -121,6 +121,8 @@ class Step(NamedTuple):
     messages: list[Message]
     upto: int
     """The `seq` at the end of the last operation that was read whole."""
+    seen: int
+    """The greatest `seq` of the records that were read."""
 
 
 class ConsumerReader:
@@ -203,7 +205,7 @@ class ConsumerReader:
     def _read(self, after: Seq, upto: Seq) -> Iterator[Step]:
         wanted = self._wanted(after, upto)
         if wanted is not None and not wanted:
-            yield Step([], int(upto))
+            yield Step([], int(upto), int(upto))
             return
         shards = self._reader.shards
         if len(shards) == 1:
@@ -229,8 +231,8 @@ class ConsumerReader:
             piece = next(pieces, None)
             if piece is not None and piece.operation != operation:
                 done = newest
-            yield Step(messages, int(upto) if piece is None else done)
-        yield Step([], int(upto))
+            yield Step(messages, int(upto) if piece is None else done, newest)
+        yield Step([], int(upto), int(upto))
 
     def _wanted(self, after: Seq, upto: Seq) -> frozenset[TableId] | None:
         """Return the tables of which the consumer may receive records of `(after, upto]`; None for all."""
@@ -244,6 +246,26 @@ class ConsumerReader:
         for key, schema in self._reader.schemas_between(after, upto, self._known).items():
             self._known[key] = self._takes(schema)
         return lambda table, version: self._known[table, version]
+
+    def newer(self, after: int, upto: int, groups: Container[str]) -> Iterator[tuple[set[str], set[int]]]:
+        """Look for newer messages of keys, without making them: yield a frame's findings.
+
+        Args:
+            after: the `seq` behind which the log is read.
+            upto: the `seq` up to which it is read.
+            groups: the keys.
+
+        Yields:
+            The keys of which there are messages that leave no column unchanged, and the tables that were truncated.
+
+        Raises:
+            OffsetExpired, CorruptWal, LogTruncated: as `read`.
+        """
+        wanted = self._wanted(Seq(after), Seq(upto))
+        for shard in () if self._earlier else self._reader.shards:
+            start = self._reader.offset_beyond(shard, Seq(after))
+            for part in self._reader.read(shard, start, tables=wanted, numbers=(Seq(after), Seq(upto))):
+                yield _complete_groups(self._newest, part, groups)
 
     def left_out(self) -> list[str]:
         """Return the names of tables that the consumer leaves out, since its kind needs a key."""
@@ -354,6 +376,24 @@ class ConsumerReader:
                 groups_held = () if is_barrier or definition.group_by == "none" else own
                 message = Message(0, 0, id_, groups_held, table, is_barrier, len(record), origin)
                 yield line.offset, _Item(line.operation_seq, line.index, line.operation, number, end, message)
+
+
+def _complete_groups(definition: Definition, part: TableRecords, groups: Container[str]) -> tuple[set[str], set[int]]:
+    """Return the keys of some that have a record in a part that leaves no column unchanged, and truncated tables."""
+    schema, found, truncated = part.schema, set[str](), set[int]()
+    if schema.kind is not TableKind.TABLE or not definition.takes(schema):
+        return found, truncated
+    keep, _ = _selected(definition, schema, part.batch)
+    for kept in filtered(part, keep):
+        partial = kept.batch.column("__unchanged").is_valid().to_pylist()
+        ops = kept.batch.column("__op").to_pylist()
+        names = groups_of(schema, kept.batch, definition.group_by, ())
+        for op, own, is_partial in zip(ops, names, partial, strict=True):
+            if op == _TRUNCATE:
+                truncated.add(int(schema.table_id))
+            # The old key of a change of a key is deleted, whatever the new row lacks.
+            found.update(name for name in own[is_partial:] if name in groups)
+    return found, truncated
 
 
 def _newest(

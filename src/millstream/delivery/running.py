@@ -38,6 +38,8 @@ _SLICE_S: Final = 0.2
 _QUARANTINE_FRESH_S: Final = 1.0
 WAITING_MAX: Final = 100_000
 """Number of waiting messages in memory."""
+WAITING_BYTES_MAX: Final = 64 << 20
+"""Their bytes, for a consumer of kind `latest`, which reads far ahead."""
 
 
 class Waiter:
@@ -51,6 +53,16 @@ class Waiter:
         """End the wait; nothing is delivered."""
         self.is_gone = True
         self.wake.set()
+
+
+class _Look:
+    """A look for newer messages of keys in the rest of the log."""
+
+    def __init__(self, upto: int, groups: set[str], records: ConsumerReader, after: int) -> None:
+        self.upto: Final = upto
+        self.newer: set[str] = set()
+        self.truncated: set[int] = set()
+        self.frames: Final = records.newer(after, upto, groups)
 
 
 class Running:
@@ -98,6 +110,9 @@ class Running:
         self._held: Mapping[TableId, str] = {}
         self._held_at = 0.0
         self._letters = stored.letters
+        self._look: _Look | None = None
+        self._seen = 0
+        """The greatest `seq` of the records that were read."""
         self._stored: Final = stored
         self._records = ConsumerReader(stream, reader, stored.definition, stored.earlier)
         limits = Limits(
@@ -105,6 +120,7 @@ class Running:
             max_deliver=self.definition.max_deliver,
             max_ack_pending=self.definition.max_ack_pending,
             waiting_max=WAITING_MAX,
+            waiting_bytes_max=WAITING_BYTES_MAX,
         )
         run = max(stored.state.run + 1, now_ms())
         self.machine: Final = (
@@ -167,6 +183,8 @@ class Running:
         try:
             if isinstance(machine, LatestConsumer):
                 machine.read_to(int(self.reader.persisted_upto()))
+                if not self._look_ahead(machine, until):
+                    return True
             while machine.wants(count):
                 step = self._records.read(machine.read_upto)
                 if step is None:
@@ -174,23 +192,47 @@ class Running:
                         machine.read_to(machine.read_upto)
                     break
                 machine.offer(step.messages, step.upto)
+                self._seen = step.seen
                 if self._records.quarantined:
                     self._hold_quarantined()
                 if time.monotonic() > until:
                     return True
+            if isinstance(machine, LatestConsumer) and machine.looks_upto is not None:
+                return True
         except OffsetExpired:
             machine.cut_off()
             self._forget_earlier()
         except LogTruncated:
-            self._records.restart()
+            self._restart()
             self.follow_log()
             return True
         except MillstreamError as error:
-            self._records.restart()
+            self._restart()
             self.error = error.message
             raise
         self.error = None
         return False
+
+    def _restart(self) -> None:
+        self._records.restart()
+        self._look = None
+
+    def _look_ahead(self, machine: LatestConsumer, until: float) -> bool:
+        """Look for newer messages of the waiting keys, and drop the older ones; return whether it was done by then."""
+        upto = machine.looks_upto
+        if upto is None:
+            self._look = None
+            return True
+        if self._look is None or self._look.upto != upto:
+            self._look = _Look(upto, machine.waiting_groups, self._records, max(machine.read_upto, self._seen))
+        for groups, tables in self._look.frames:
+            self._look.newer |= groups
+            self._look.truncated |= tables
+            if time.monotonic() > until:
+                return False
+        machine.drop_older(self._look.newer, self._look.truncated, upto)
+        self._look = None
+        return True
 
     def _restore(self) -> None:
         """Read the messages that were in flight before a restart, also for a paused consumer."""
@@ -201,6 +243,7 @@ class Running:
                 if step is None:
                     return
                 machine.offer(step.messages, step.upto)
+                self._seen = step.seen
         except MillstreamError as error:
             self._records.restart()
             self.error = error.message
@@ -298,6 +341,7 @@ class Running:
     def _forget_earlier(self) -> None:
         """Go by the present definition alone: no earlier delivery counts."""
         self._stored.earlier = []
+        self._look, self._seen = None, 0
         self._records.forget_earlier()
 
     # --- showing -----------------------------------------------------------------------------------------------------

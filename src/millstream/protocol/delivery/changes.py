@@ -59,6 +59,13 @@ class Settled(NamedTuple):
     """Whether a delivery that a kill forgot was acknowledged before its message was offered again."""
 
 
+class Relied(NamedTuple):
+    """Messages of kind `latest` were dropped, since newer ones of their keys are in the log: the cursor stays for now."""
+
+    upto: int
+    """The `seq` up to which the log has the newer ones; 0 once they are settled."""
+
+
 class Died(NamedTuple):
     """A message is dead. The caller stores its record with this change."""
 
@@ -113,6 +120,7 @@ Change: TypeAlias = (
     | Returned
     | Delayed
     | Settled
+    | Relied
     | Died
     | Overtaken
     | Retried
@@ -123,7 +131,7 @@ Change: TypeAlias = (
 )
 
 _TAGS: Final[dict[type[Any], str]] = {
-    Started: "run", Delivered: "d", Extended: "e", Returned: "r", Delayed: "w", Settled: "s", Died: "dead", Overtaken: "overtaken", Retried: "retried",
+    Started: "run", Delivered: "d", Extended: "e", Returned: "r", Delayed: "w", Settled: "s", Relied: "relied", Died: "dead", Overtaken: "overtaken", Retried: "retried",
     Dropped: "dropped", Moved: "c", Rewound: "rewound", Steered: "phase",
 }  # fmt: skip
 _KINDS: Final[dict[str, Any]] = {tag: kind for kind, tag in _TAGS.items()}

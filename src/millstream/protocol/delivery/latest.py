@@ -4,19 +4,37 @@ Each message has one group, its key, or is a barrier. A message replaces the wai
 stands between them; one that is in flight is replaced when it comes back. The newer message then stands for both: it
 holds the cursor where the older one held it, so that a restart reads both again, and once it is settled both are. A
 truncate drops the waiting messages of its table, and those in flight when they come back.
+
+Memory is bounded. If more keys wait than it holds, the caller looks for newer messages of these keys in the rest of the
+log, which the machine then drops: the log has what memory hasn't. Until everything up to there is settled the cursor
+stays, and if a promotion loses that part of the log, the consumer begins again at the cursor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
+from typing import Final
 
-from millstream.protocol.delivery.changes import Delayed, Dropped, Extended, Overtaken, Returned, Settled
+from millstream.protocol.delivery.changes import (
+    Change,
+    Delayed,
+    Dropped,
+    Extended,
+    Overtaken,
+    Relied,
+    Returned,
+    Settled,
+)
 from millstream.protocol.delivery.consumer import Consumer
 from millstream.protocol.delivery.messages import DeadLetter, Delivery, DeliveryId, Limits, Message, Phase, Status
 from millstream.protocol.delivery.state import Fact, State
 from millstream.protocol.delivery.waiting import Entry, EntryState, fact_of
 
 _WAITING, _IN_FLIGHT, _GONE = EntryState.WAITING, EntryState.IN_FLIGHT, EntryState.GONE
+
+
+ENTRY_BYTES: Final = 1100
+"""Memory of a waiting message with its id and its group, without its record; measured."""
 
 
 def newer(_older: Message, message: Message) -> Message:
@@ -47,6 +65,13 @@ class LatestConsumer(Consumer):
         """Delivered messages that were replaced, by position: the message that replaced each, and its last delivery."""
         self._end = 0
         """The `seq` up to which the log is read before anything is delivered."""
+        self.waiting_bytes = 0
+        """Memory of the messages that aren't settled."""
+        self._is_full = self._has_looked = False
+        self._relied = state.relied
+        """The `seq` up to which the log has newer messages than those that were dropped; 0: none was."""
+        self._floor = state.cursor
+        """The cursor while messages up to `_relied` aren't settled."""
         self._dead_groups: dict[str, set[str]] = {}
         """Ids of dead letters by group; some are gone."""
         for letter in state.dead.values():
@@ -61,8 +86,7 @@ class LatestConsumer(Consumer):
     def read_to(self, end: int) -> None:
         """Note the log's readable end: newer messages replace those that wait until it is reached.
 
-        An end that was noted earlier holds until it is reached. Nothing is delivered until then, unless as many messages
-        wait as may.
+        An end that was noted earlier holds until it is reached. Nothing is delivered until then, unless there is no room.
 
         Args:
             end: the `seq` of the last operation; `read_upto` if there is nothing to read now.
@@ -71,20 +95,102 @@ class LatestConsumer(Consumer):
             self._end = end
 
     def wants(self, count: int) -> bool:
-        """Whether the log's end wasn't reached and there is room; else as `Consumer`."""
-        return self._is_behind or super().wants(count)
+        """Whether there is room, and the log's end wasn't reached; else as `Consumer`."""
+        if self.phase is not Phase.ACTIVE or not self.is_restored:
+            return super().wants(count)
+        self._note_room()
+        return not self._is_full and (self._read_upto < self._end or super().wants(count))
+
+    @property
+    def looks_upto(self) -> int | None:
+        """The `seq` up to which newer messages of the waiting keys are to be looked for; None if they needn't be."""
+        self._note_room()
+        wants = self._is_full and not self._has_looked and self.phase is Phase.ACTIVE and self.is_restored
+        return self._end if wants and self._read_upto < self._end else None
+
+    @property
+    def waiting_groups(self) -> set[str]:
+        """The groups that have a message."""
+        return set(self._newest)
+
+    def drop_older(self, groups: Container[str], tables: Container[int], upto: int) -> None:
+        """Drop waiting messages that weren't delivered so far, since the log has newer ones: call it after a look.
+
+        Args:
+            groups: keys of which the log has newer messages that leave no column unchanged.
+            tables: tables that were truncated.
+            upto: `looks_upto`, where these messages are at most.
+        """
+        self._has_looked = True
+        dropped = [
+            entry
+            for entry in self._pending.entries.values()
+            if (entry.message.groups and entry.message.groups[0] in groups) or entry.message.table in tables
+        ]
+        dropped = [entry for entry in dropped if self._was_never_seen(entry)]
+        if not dropped:
+            return
+        if not self._relied:
+            self._floor = self.cursor
+        self._relied = max(self._relied, upto)
+        self._changes.append(Relied(self._relied))
+        positions = [position for entry in dropped for position in (entry.position, *entry.replaced)]
+        for entry in dropped:
+            self._forget(entry)
+        self._changes.append(Settled(positions, 0))
+
+    def _was_never_seen(self, entry: Entry) -> bool:
+        """Whether nothing is known of a message but its record: no delivery, no delay, no older message in flight."""
+        is_free = entry.state is _WAITING and not entry.message.barrier and not entry.is_retried
+        is_new = entry.last is None and not entry.not_before and not entry.failures
+        is_alone = (entry.older is None or entry.older.state is _GONE) and not any(
+            position in self._heirs for position in entry.replaced
+        )
+        return is_free and is_new and is_alone
+
+    def _note_room(self) -> None:
+        """Note whether there is room for more messages: from half of the bound on, so that looks are few."""
+        most, most_bytes = self.limits.waiting_max, self.limits.waiting_bytes_max
+        count, size = len(self._pending.entries), self.waiting_bytes
+        if count >= most or size >= most_bytes:
+            self._is_full = True
+        elif 2 * count < most and 2 * size < most_bytes:
+            self._is_full = self._has_looked = False
 
     def receive(self, now: int, count: int) -> list[Delivery]:
-        """Deliver the newest messages that wait, once the log's end was reached. See `Consumer`."""
-        if self._is_behind:
+        """Deliver the newest messages that wait: nothing while `wants` or `looks_upto` has work. See `Consumer`."""
+        self._note_room()
+        is_behind = self._read_upto < self._end and not (self._is_full and self._has_looked)
+        if is_behind and self.phase is Phase.ACTIVE:
             self.expire(now)
             return []
         return super().receive(now, count)
 
     @property
-    def _is_behind(self) -> bool:
-        is_full = len(self._pending.entries) >= self.limits.waiting_max
-        return self._read_upto < self._end and self.phase is Phase.ACTIVE and not is_full
+    def cursor(self) -> int:
+        """The `seq` of the token before which every message is settled, and needs no newer one that may be lost."""
+        cursor = super().cursor
+        return self._floor if cursor < self._relied else cursor
+
+    def take_changes(self) -> list[Change]:
+        """Return the changes since the last call. See `Consumer`."""
+        if self._relied and super().cursor >= self._relied:
+            self._relied = 0
+            self._changes.append(Relied(0))
+        return super().take_changes()
+
+    def cut_back(self, end: int) -> bool:
+        """Note where the log ends, after a promotion, also if it lost messages for which older ones were dropped."""
+        if super().cut_back(end):
+            return True
+        if self._relied <= end:
+            return False
+        self._begin_generation(min(self.cursor, end), end)
+        return True
+
+    def _append(self, message: Message) -> Entry:
+        self.waiting_bytes += _size(message)
+        return super()._append(message)
 
     def _offer(self, message: Message) -> None:
         is_settled, is_acked = self._unread.is_settled(message.position), self._unread.is_acked(message.position)
@@ -145,7 +251,7 @@ class LatestConsumer(Consumer):
         entry.replaced.append(entry.position)
         if entry.last is not None:
             self._heirs[entry.position] = entry, entry.last
-        self._pending.replace(entry, message)
+        self._exchange(entry, message)
         entry.deliveries = entry.failures = 0
         entry.last, entry.has_failed = None, False
         if fact is not None:
@@ -153,6 +259,10 @@ class LatestConsumer(Consumer):
         elif entry.not_before:
             self._delay(entry, entry.not_before)
             self._changes.append(Delayed((entry.position,), entry.not_before))
+
+    def _exchange(self, entry: Entry, message: Message) -> None:
+        self.waiting_bytes += _size(message) - _size(entry.message)
+        self._pending.replace(entry, message)
 
     def _truncate(self, truncate: Message, *, also_in_flight: bool) -> None:
         """Drop the waiting messages of a table that are older than its truncate, or all older ones."""
@@ -190,6 +300,7 @@ class LatestConsumer(Consumer):
 
     def _settled(self, entry: Entry) -> None:
         """Forget what stands for a message that is settled, dead or replaced."""
+        self.waiting_bytes -= _size(entry.message)
         for position in entry.replaced:
             self._heirs.pop(position, None)
         entry.older = None
@@ -245,7 +356,7 @@ class LatestConsumer(Consumer):
             return
         merged = self._merge(message, heir.message)
         if entry.is_retried:
-            self._pending.replace(heir, merged)
+            self._exchange(heir, merged)
             self._forget(entry)
             self._changes.append(Dropped((message.id,)))
             return
@@ -296,13 +407,15 @@ class LatestConsumer(Consumer):
 
     def _add_retried(self, letter: DeadLetter) -> Entry:
         entry = super()._add_retried(letter)
+        self.waiting_bytes += _size(entry.message)
         if letter.message.groups:
             self._newest[letter.message.groups[0]] = entry
         return entry
 
     def _begin_generation(self, cursor: int, end: int | None = None) -> None:
         super()._begin_generation(cursor, end)
-        self._end = 0
+        self._end = self._relied = self.waiting_bytes = 0
+        self._is_full = self._has_looked = False
         self._newest.clear()
         self._heirs.clear()
         self._dead_groups.clear()
@@ -320,4 +433,10 @@ class LatestConsumer(Consumer):
         state = super().snapshot()
         for position, (_, (run, answer)) in self._heirs.items():
             state.facts[position] = Fact(deliveries=1, run=run, answer=answer)
+        state.relied = self._relied
         return state
+
+
+def _size(message: Message) -> int:
+    """Return the memory of a waiting message in bytes."""
+    return ENTRY_BYTES + message.size

@@ -62,6 +62,8 @@ class Limits:
     answer_bytes: int = ANSWER_BYTES
     waiting_max: int = 1_000_000
     """Number of waiting messages from which the machine wants no more, since it holds each in memory."""
+    waiting_bytes_max: int = 64 << 20
+    """The same in bytes of memory, for kind `latest`."""
 
 
 class Message(NamedTuple):

@@ -14,6 +14,7 @@ from millstream.protocol.delivery.changes import (
     Extended,
     Moved,
     Overtaken,
+    Relied,
     Retried,
     Returned,
     Rewound,
@@ -97,6 +98,8 @@ class State:
     """Dead letters by id, the oldest first."""
     retried: dict[str, DeadLetter] = field(default_factory=dict)
     """Messages that were dead and wait for delivery, or are in flight, by id."""
+    relied: int = 0
+    """The `seq` up to which the log has newer messages than some that were dropped; 0: none was. See `latest`."""
     _pruned_at: int = 0
 
     @classmethod
@@ -135,6 +138,8 @@ class State:
             case Moved(cursor):
                 self.cursor = cursor
                 self._prune()
+            case Relied(upto):
+                self.relied = upto
             case Died(letter):
                 self._settle((letter.message.position,))
                 self.retried.pop(letter.message.id, None)
@@ -157,7 +162,7 @@ class State:
                         self.facts.pop(self.retried.pop(id_).message.position, None)
             case Rewound(generation, cursor, end):
                 self.generation, self.cursor, self.upto = generation, cursor, position_of(cursor, 1)
-                self.open, self.settled, self.unread, self.facts = set(), set(), set(), {}
+                self.open, self.settled, self.unread, self.facts, self.relied = set(), set(), set(), {}, 0
                 bury_again(self.dead, self.retried, generation, end)
             case Steered(phase):
                 self.phase = phase
@@ -213,6 +218,7 @@ class State:
             "facts": [[position, *fact.to_json()] for position, fact in self.facts.items()],
             "dead": [letter_to_json(letter) for letter in self.dead.values()],
             "retried": [letter_to_json(letter) for letter in self.retried.values()],
+            "relied": self.relied,
         }
 
     @classmethod
@@ -233,4 +239,5 @@ class State:
             facts={position: Fact.from_json(fact) for position, *fact in value["facts"]},
             dead={letter.message.id: letter for letter in dead},
             retried={letter.message.id: letter for letter in retried},
+            relied=value["relied"],
         )
