@@ -22,6 +22,7 @@ from millstream.model.positions import Offset, Seq, StreamToken, short_stream_id
 from millstream.model.schema import TableSchema
 from millstream.ports import Files
 from millstream.wal.commit_moments import numbers_around
+from millstream.wal.decoded_frames import DecodedFrames
 from millstream.wal.files import RealFiles
 from millstream.wal.index import (
     OnDamage,
@@ -67,6 +68,7 @@ class StreamReader:
         without_mark: show every valid whole group: for a folder that was copied without marks.
         durable: go by what is durable here, not by what is shown: for the log's writer, and replication.
         on_damage: receives damage, which reads then leave out; without it they raise `CorruptWal`.
+        decoded: frames that it shares with other readers of the log; `read` takes them from there.
 
     Concurrency: one thread a reader; any number of readers.
     """
@@ -79,13 +81,14 @@ class StreamReader:
         without_mark: bool = False,
         durable: bool = False,
         on_damage: OnDamage | None = None,
+        decoded: DecodedFrames | None = None,
     ) -> None:
         self._folder = folder
         self._files: Files = RealFiles() if files is None else files
         self.extent = ReadableRange(
             self._files, folder, without_mark=without_mark, on_damage=on_damage, durable=durable
         )
-        self._on_damage = on_damage
+        self._on_damage, self._decoded = on_damage, decoded
         self._watch = HistoryWatch()
         self._indexes: dict[ShardId, ShardIndex] = {}
         self._stream: StreamId | None = None
@@ -97,8 +100,7 @@ class StreamReader:
     def stream_id(self) -> StreamId:
         """Stream of the log. Raises `LogError` if nothing has been written yet."""
         if self._stream is None:
-            marks, _ = self._marks()
-            self._stream = next((mark.stream for mark in marks.values()), None)
+            self._stream = next((mark.stream for mark in self._marks()[0].values()), None)
         if self._stream is None:
             raise LogError(f"{self._folder} holds no log yet", hint="Capture a table or append rows first.")
         return self._stream
@@ -536,7 +538,7 @@ class StreamReader:
         source = sources.get(shard)
         if source is None or source.path != segment.path:
             source = sources[shard] = SegmentSource(
-                self._files, segment.path, on_damage=self._on_damage, elsewhere=self._elsewhere
+                self._files, segment.path, on_damage=self._on_damage, elsewhere=self._elsewhere, decoded=self._decoded
             )
         if not source.knows(tables):
             places = self._index(shard).schema_frames(segment, mark, entry.position)

@@ -26,6 +26,7 @@ from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd
 from millstream.model.schema import TableSchema
 from millstream.ports import Files
+from millstream.wal.decoded_frames import DecodedFrames
 from millstream.wal.index import HEADS_AHEAD_BYTES, OnDamage, SchemaPlace, damage, load_schemas, read_header
 from millstream.wal.layout import SegmentFile
 from millstream.wal.salvage import KnownSchemas
@@ -118,6 +119,7 @@ class SegmentSource:
         on_damage: receives a damaged header or schema, and tables' rows in a frame, which are then
             skipped; without it they are errors.
         elsewhere: finds schemas that this segment has lost.
+        decoded: frames that other readers share; without `on_damage` only.
         shard, stream: the shard and stream that its header must name, if they are given.
 
     Raises:
@@ -132,6 +134,7 @@ class SegmentSource:
         *,
         on_damage: OnDamage | None = None,
         elsewhere: Callable[[], KnownSchemas] | None = None,
+        decoded: DecodedFrames | None = None,
         shard: ShardId | None = None,
         stream: StreamId | None = None,
     ) -> None:
@@ -140,6 +143,7 @@ class SegmentSource:
         self._files = files
         self._on_damage = on_damage
         self._elsewhere = elsewhere
+        self._decoded = decoded if on_damage is None else None
         try:
             self._header = read_header(files, SegmentFile(base, path), shard=shard, stream=stream)
         except CorruptWal as error:
@@ -326,18 +330,37 @@ class SegmentSource:
         See `codec.log_records.records_of`.
         """
         header = scanned.header
-        if wanted is not None and not any(part.table_id in wanted for part in header.parts):
+        tables = frozenset(part.table_id for part in header.parts if wanted is None or part.table_id in wanted)
+        if not tables:
             return
-        frame = self.decode(scanned)
+        if self._decoded is not None and offsets and columns is None and not moments:
+            key = self._header.epoch, scanned.head, tables
+            records: Iterable[TableRecords] = self._decoded.find(
+                key, lambda: list(self._all_records(scanned, tables, None, offsets=True, moments=False))
+            )
+        else:
+            records = self._all_records(scanned, tables, columns, offsets=offsets, moments=moments)
         straddles = _straddles(header.first_seq, header.last_seq, after, upto)
+        for found in records:
+            yield from _within_seqs(found, after, upto) if straddles else (found,)
+
+    def _all_records(
+        self,
+        scanned: ScannedFrame,
+        tables: frozenset[TableId],
+        columns: frozenset[str] | None,
+        *,
+        offsets: bool,
+        moments: bool,
+    ) -> Iterator[TableRecords]:
+        frame = self.decode(scanned)
         firsts = first_seqs(frame.operations, frame.batches)
         for table_id in frame.table_ids():
-            if wanted is not None and table_id not in wanted:
+            if table_id not in tables:
                 continue
             try:
                 for schema, batch in frame.records(table_id, columns=columns, offsets=offsets, moments=moments):
-                    found = _table_records(frame, self._header.epoch, firsts, schema, batch)
-                    yield from _within_seqs(found, after, upto) if straddles else (found,)
+                    yield _table_records(frame, self._header.epoch, firsts, schema, batch)
             except CorruptFrame as error:
                 told = self._damage(error, scanned.position, scanned, table_id)
                 if self._on_damage is None:

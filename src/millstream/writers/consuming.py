@@ -31,6 +31,7 @@ from millstream.processes.control import ControlServer, have_done
 from millstream.processes.locks import RoleLock
 from millstream.protocol.replication.promises import Promise, Role
 from millstream.protocol.retention import HolderKind
+from millstream.wal.decoded_frames import DecodedFrames
 from millstream.wal.reader import StreamReader
 from millstream.workers import watching
 
@@ -281,7 +282,7 @@ class ConsumerHolders:
 
 def surroundings(home: Home, catalog: Catalog, stream: str) -> Surroundings:
     """Return what a stream's consumers need of the home."""
-    folder = str(home.wal_folder(stream))
+    folder, decoded = str(home.wal_folder(stream)), DecodedFrames()
     try:
         stream_id = StreamReader(folder).stream_id
     except LogError:
@@ -299,7 +300,7 @@ def surroundings(home: Home, catalog: Catalog, stream: str) -> Surroundings:
         stream,
         stream_id,
         home.delivery_folder(stream),
-        lambda: StreamReader(folder),
+        lambda: StreamReader(folder, decoded=decoded),
         ConsumerHolders(catalog, stream_id),
         lambda text, of: parse_as_of(text, of, now=datetime.now(UTC)),
         quarantined,
