@@ -91,6 +91,18 @@ def test_a_change_of_a_key_is_a_delete_of_the_old_one_and_the_new_row(log: LogWr
     assert len({message.position for message in messages}) == 3
 
 
+def test_the_new_row_of_a_changed_key_takes_what_is_unchanged_from_the_old_row(log: LogWriter, tmp_path: Path) -> None:
+    old = [("id", "1"), ("note", "n"), ("total", "1.50")]
+    write(log, order(0, Op.UPDATE, 7, __before=old, __unchanged=["note"]), order(1, Op.UPDATE, 8, __before=old[:1]))
+    write(log, order(0, Op.UPDATE, 9, __before=old[:1], __unchanged=["note"]), number=2)
+    messages, _ = read_all(reader_of(tmp_path, columns=["id", "note"], **LATEST))
+    assert [(one["row"], one["before"], one["unchanged"]) for one in map(record, messages[1::2])] == [
+        ({"id": 7, "note": "n"}, None, []),
+        ({"id": 8, "note": None}, None, []),
+        ({"id": 9}, None, ["note"]),
+    ]
+
+
 def test_an_update_that_no_longer_matches_is_a_delete(log: LogWriter, tmp_path: Path) -> None:
     def old(**values: str | None) -> list[tuple[str, str | None]]:
         return list(values.items())

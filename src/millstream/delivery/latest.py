@@ -54,10 +54,20 @@ def states_of(facts: dict[str, Any], key: Sequence[str], groups: Sequence[str], 
     if facts["op"] == _DELETE:
         return [KeyState(groups[0], facts)]
     update = facts if facts["op"] == _UPDATE else {**facts, "op": _UPDATE}
+    if len(groups) > 1:
+        update = _moved(update)
     new = KeyState(groups[0], _key_alone(facts, key), update) if is_gone else KeyState(groups[0], update)
     if len(groups) == 1:
         return [new]
     return [KeyState(groups[1], _key_alone(facts, key, old=facts["before"]), is_old=True), new]
+
+
+def _moved(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return an update of a key as the new key's row alone: its old values are the old key's."""
+    row, before = facts["row"], facts["before"]
+    known = {name: before[name] for name in facts["unchanged"] if name in before}
+    unchanged = [name for name in facts["unchanged"] if name not in known]
+    return {**facts, "row": row | known, "before": None, "unchanged": unchanged}
 
 
 def _key_alone(facts: Mapping[str, Any], key: Sequence[str], old: Mapping[str, Any] | None = None) -> dict[str, Any]:
