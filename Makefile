@@ -41,12 +41,16 @@ ifndef SEED
 SEED := $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 endif
 DRAWN = --seed $(SEED) --hypothesis-seed $(SEED)
+# pytest would rewrite all modules of each installed plugin's package, Millstream's too: name the plugins that tests need.
+# And it would rewrite them all again in each run if no byte code were kept.
+PYTEST = env -u PYTHONDONTWRITEBYTECODE PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest \
+  -p xdist -p pytest_timeout -p _hypothesis_pytestplugin -p millstream.testing.pytest_plugin
 
 test: $(INSTALLED)  ## the quick tests, servers included (ARGS='-k name' picks among all, JOBS=4 is for more cores)
 ifeq ($(strip $(ARGS)),)
-	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) --tier quick --durations=20
+	@$(PYTEST) $(SIDE_BY_SIDE) --tier quick --durations=20
 else
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
 endif
 
 # Capture meets the oldest server that it knows first, in those tests that run on whichever server is chosen: the others
@@ -54,8 +58,8 @@ endif
 test-all: $(INSTALLED)  ## every test, sieges and PostgreSQL 14 included, with new seeds (SEED=… repeats them)
 	@echo "make test-all SEED=$(SEED) repeats this run"; \
 	code=0; export HYPOTHESIS_PROFILE=new; \
-	$(BIN)/python -m pytest -q --no-header $(SIDE_BY_SIDE) $(DRAWN) tests/capture --millstream-postgres 14 || code=1; \
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(DRAWN) --durations=40 || code=1; \
+	$(PYTEST) -q --no-header $(SIDE_BY_SIDE) $(DRAWN) tests/capture --millstream-postgres 14 || code=1; \
+	$(PYTEST) $(SIDE_BY_SIDE) $(DRAWN) --durations=40 || code=1; \
 	exit $$code
 
 check: $(INSTALLED)  ## format, lint, types, layers, house rules, reference pages, documentation
@@ -66,8 +70,8 @@ format: $(INSTALLED)  ## put the code into the project's format
 	@$(BIN)/ruff check --fix --exit-zero --quiet $(PYTHON_DIRS)
 
 soak: $(INSTALLED)  ## capture from the versions that CI leaves out, then the crash tests for hours, with a printed seed (ARGS='--hypothesis-seed=…' repeats)
-	@for version in 15 16 17; do $(BIN)/python -m pytest -q --no-header $(SIDE_BY_SIDE) tests/capture --millstream-postgres $$version || exit 1; done
-	@HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -m soak --timeout=0 -s $(ARGS)
+	@for version in 15 16 17; do $(PYTEST) -q --no-header $(SIDE_BY_SIDE) tests/capture --millstream-postgres $$version || exit 1; done
+	@HYPOTHESIS_PROFILE=soak $(PYTEST) -m soak --timeout=0 -s $(ARGS)
 
 bench: $(INSTALLED)  ## figures beside their peers, a JSON line each (ONLY=prefix picks)
 	@$(BIN)/python -m bench $(if $(ONLY),--only '$(ONLY)')
