@@ -10,6 +10,7 @@ import pytest
 from tests.cli.in_process import command
 
 from millstream.app import doctor as doctors
+from millstream.app.alerts.kept import Kept
 from millstream.app.doctor import Diagnosis, examine
 from millstream.app.status import held_scope
 from millstream.catalog import TableState
@@ -152,3 +153,28 @@ def test_capture_that_gave_up_is_told_and_wrong_while_somebody_must_decide(
     with home.open_catalog() as catalog:
         forget_given_up(catalog, stream)
     assert doctor(home)[0] == 0
+
+
+def test_doctor_reports_conditions_and_alerts_that_no_receiver_takes(home: Home) -> None:
+    def found(*checks: str) -> dict[str, Diagnosis]:
+        return {one.check: one for one in examine(Home(home.path), lambda _line: None) if one.check in checks}
+
+    assert found("alerts")["alerts"].message == "none are sent: [alerts] has no url"
+    with home.open_catalog() as catalog:
+        note_given_up(catalog, "shop", SourceError("the slot is gone", code="slot_lost", hint="Drop it."))
+    url = 'url = "http://127.0.0.1:1/secret-path"\n'
+    home.config_file.write_text(f"{CONFIG}[alerts]\n{url}")
+    assert found("alerts")["alerts"].is_ok
+    kept = Kept.empty(Home(home.path).config.alerts)
+    kept.failing = {"since": 0.0, "error": "127.0.0.1 port 1 can't be reached: Connection refused"}
+    kept.write(home)
+    both = found("alerts", "conditions of shop")
+    assert (both["alerts"].code, both["alerts"].blocks) == ("alerts_undelivered", "nothing")
+    assert "can't be reached" in both["alerts"].message
+    assert "secret-path" not in both["alerts"].message
+    stalled = both["conditions of shop"]
+    assert (stalled.code, stalled.message, stalled.fix) == (
+        "capture_stalled",
+        "capture has given up: the slot is gone",
+        "Drop it.",
+    )

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
+from millstream.app.alerts.conditions import Kind, what_to_run
 from millstream.app.initialize import holds_password
-from millstream.app.status import live_progress, tables_of, what_to_run
+from millstream.app.status import collect_status, live_progress, tables_of
 from millstream.errors import MillstreamError, UnknownStream
 from millstream.home.config_mapping import capture_config, place_compiled_code
 from millstream.home.home import Home
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 _TO_DECIDE: Final = frozenset({"slot_ahead", "slot_lost", "source_replaced"})
 """Errors that end capture at each start, until an operator decides how to go on."""
+_CHECKED_ELSEWHERE: Final = frozenset({Kind.SLOT_LAG, Kind.TABLE_QUARANTINED})
+"""Conditions that the checks of a source and of tables find."""
 _FREE_BYTES_MIN: Final = 2 << 30
 """Room for some segments, Spark's scratch space and a first load of tables of a usual size."""
 
@@ -99,6 +102,7 @@ def examine(home: Home, say: Callable[[str], None]) -> Iterator[Diagnosis]:
             yield from _source(home, name)
         except (MillstreamError, ImportError) as error:
             yield _failed(f"source of {name}", error, "source")
+    yield from _alerts(home)
     for found in examine_nodes(home):
         # A node works without the others: no finding about them keeps it from running.
         failure = None if found.error is None else _failed(found.check, found.error, "nothing")
@@ -303,6 +307,37 @@ def _tables(home: Home, name: str) -> Iterator[Diagnosis]:
         )
     if not aside:
         yield Diagnosis(check, "ok", f"none of {len(tables)} is quarantined")
+
+
+def _alerts(home: Home) -> Iterator[Diagnosis]:
+    """Yield the conditions that no other check finds, and whether alerts about them are delivered."""
+    try:
+        status = collect_status(home)
+    except (MillstreamError, OSError) as error:
+        yield _failed("conditions", error, "nothing")
+        return
+    for condition in status["conditions"]:
+        if condition["kind"] not in _CHECKED_ELSEWHERE:
+            yield Diagnosis(
+                f"conditions of {condition['stream']}",
+                str(condition["kind"]),
+                condition["message"],
+                fix=condition["hint"],
+            )
+    alerts = status["alerts"]
+    if alerts is None:
+        yield Diagnosis("alerts", "ok", "none are sent: [alerts] has no url")
+    elif alerts["error"] is not None:
+        yield Diagnosis(
+            "alerts",
+            "alerts_undelivered",
+            f"{alerts['receiver']} has taken no alert since {alerts['failing_since']}: {alerts['error']}",
+            fix="Mend the receiver, or [alerts] url; the alerts are sent again until it takes them.",
+        )
+    elif status["processes"].get("alerts") is None:
+        yield Diagnosis("alerts", "ok", f"sent to {alerts['receiver']} while `millstream run` or `serve` runs")
+    else:
+        yield Diagnosis("alerts", "ok", f"sent to {alerts['receiver']}")
 
 
 def _regions(home: Home, name: str, stream: StreamConfig) -> str:

@@ -7,18 +7,18 @@ Nothing here needs a running process. A missing or damaged part doesn't keep the
 from __future__ import annotations
 
 import contextlib
-import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from millstream.app.alerts.kept import delivery_facts, found_conditions
 from millstream.app.local_client import home_consumers
 from millstream.errors import ConfigError, Fenced, LogError, MillstreamError, ReadOnly
 from millstream.home.home import Home
 from millstream.home.paths import PIPELINE, HomePaths
 from millstream.model.ids import StreamId
 from millstream.model.names import qualified_name
-from millstream.model.positions import Seq, StreamToken, format_lsn
+from millstream.model.positions import Lsn, Seq, StreamToken, format_lsn
 from millstream.model.schema import TableKind
 from millstream.process_metrics import SINK_IGNORED_ERRORS, SINK_ROWS
 from millstream.processes.control import ask, measures_of
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def collect_status(home: Home) -> dict[str, Any]:
-    """Return a home's status, JSON-able: `home`, `processes`, `streams`, `problems`, `measures`."""
+    """Return a home's status, JSON-able: `home`, `processes`, `streams`, `conditions`, `alerts`, `problems`, `measures`."""
     problems: list[str] = []
     nodes = _nodes(home, problems)
     owner, pipeline = ask(home, "owner", "status") or {}, ask(home, "pipeline", "status") or {}
@@ -69,13 +69,19 @@ def collect_status(home: Home) -> dict[str, Any]:
             one["state"] = its["role"]
             if "lag" in one:  # the leader lands: nothing waits here
                 one["lag"] |= {"lake": _lake_lag(None)}
-    return {
+    found = {
         "home": str(home.path),
         "processes": {role: holder(home.run_folder, role).get("pid") for role in get_args(Role)} | _appending(home),
         "streams": streams,
+        "conditions": [],
+        "alerts": None,
         "problems": problems,
         "measures": counted,
     }
+    with contextlib.suppress(MillstreamError):  # reported already: the configuration can't be read
+        found["conditions"] = [condition.as_dict() for condition in found_conditions(home, found)]
+        found["alerts"] = delivery_facts(home)
+    return found
 
 
 def _consumers(home: Home, stream: str, problems: list[str]) -> list[dict[str, Any]]:
@@ -165,7 +171,10 @@ def _stream(
             "timeline": source.timeline if source else None,
             "slot_dropped": bool(catalog.fact(f"capture/{stream}", "slot_dropped")),
             "configured": _has_source(home, name),
+            "slot": _slot(home, name),
             "mode": captured.get("mode"),
+            "received": _lsn_text(captured.get("received")),
+            "end": _lsn_text(captured.get("source_end")),
             "slot_holds_bytes": captured.get("slot_holds_bytes"),
             "spilled_bytes": captured.get("source_spilled_bytes"),
         },
@@ -196,6 +205,10 @@ def _stream(
             if error
         },
     }
+
+
+def _lsn_text(lsn: int | None) -> str | None:
+    return None if lsn is None else format_lsn(Lsn(lsn))
 
 
 def _ring(catalog: Catalog, stream: StreamId, problems: list[str]) -> list[dict[str, Any]]:
@@ -235,6 +248,15 @@ def _has_source(home: Home, name: str) -> bool:
     with contextlib.suppress(MillstreamError):  # reported already
         return name in home.config.streams and home.config.streams[name].source is not None
     return True
+
+
+def _slot(home: Home, name: str) -> str | None:
+    """Return the name of the slot of a stream's source, if the readable configuration gives it one."""
+    with contextlib.suppress(MillstreamError):  # reported already
+        config = home.config.streams.get(name)
+        if config is not None and config.source is not None:
+            return config.source.slot or f"millstream_{name}"
+    return None
 
 
 def _own_name(home: Home) -> str | None:
@@ -515,21 +537,6 @@ def table_facts(
         "disk_bytes": None if landed is None else landed["disk_bytes"],
         "disk_factor": None if landed is None else _disk_factor(landed),
     }
-
-
-def what_to_run(table: Mapping[str, Any], stream: str = "") -> str:
-    """Return what to do about a table that is quarantined or waits; empty if nothing has to be done.
-
-    Args:
-        table: its facts, as `table_facts` returns them.
-        stream: the stream's name, if the command has to name it.
-    """
-    hint = str(table["hint"])
-    if table["state"] != "quarantined" or (hint and table["reason"].startswith("lake: ")):
-        return hint
-    of = ["--stream", stream] if stream else []
-    retry = f"run `{shlex.join(['millstream', 'tables', 'retry', table['name'], *of])}`."
-    return f"{hint} Then {retry}" if hint else f"Mend the cause, then {retry}"
 
 
 def _disk_factor(landed: dict[str, Any]) -> float | None:

@@ -7,7 +7,7 @@ heartbeat message. It appends through a `ports.LogAppender`; its durable state i
 from __future__ import annotations
 
 from millstream.capture.config import CaptureConfig, CaptureOutcome, CaptureProgress
-from millstream.capture.doctor import check_source, doctor_sql, drop_slot, sql_comment
+from millstream.capture.doctor import check_source, doctor_sql, drop_slot, look_at_slot, sql_comment
 from millstream.capture.doctor_server import Finding
 from millstream.capture.run import run_capture
 
@@ -19,6 +19,7 @@ __all__ = [
     "check_source",
     "doctor_sql",
     "drop_slot",
+    "look_at_slot",
     "run_capture",
     "sql_comment",
 ]

@@ -61,6 +61,7 @@ class CaptureConfig:
         catch_up_bytes: how much WAL makes a backlog large.
         catch_up_changes: number of changes in a chunk of the backlog, about.
         catch_up_chunk_bytes: WAL in a chunk of the backlog, about.
+        slot_lag_bytes: WAL from which on `doctor` reports that the slot holds it.
     """
 
     stream: str
@@ -89,6 +90,7 @@ class CaptureConfig:
     catch_up_chunk_bytes: int = CHUNK_WAL_BYTES
     failover: bool = True
     origin: str = "any"
+    slot_lag_bytes: int = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)

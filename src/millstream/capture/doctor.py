@@ -14,7 +14,7 @@ from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import connect, connect_replication, parse_dsn, translated
 from millstream.capture.doctor_server import Finding, check_server
 from millstream.capture.publication import find_lacks, list_published
-from millstream.capture.slot import drop_slot_of
+from millstream.capture.slot import SlotState, drop_slot_of, read_slot
 from millstream.capture.source import Connection, SourceTable, on_standby
 from millstream.catalog import Catalog
 from millstream.codec.pgoutput import relation_columns
@@ -65,6 +65,16 @@ def _ask(config: CaptureConfig) -> list[Finding]:
             *_check_replication(config),
             *_check_tables(connection, config),
         ]
+
+
+def look_at_slot(config: CaptureConfig) -> SlotState | None:
+    """Return the state of the stream's slot at the source; None if it has none.
+
+    Raises:
+        SourceError: the source can't be asked.
+    """
+    with connect(config.dsn, purpose="alerts") as connection:
+        return read_slot(connection, config.slot)
 
 
 def drop_slot(config: CaptureConfig, catalog: Catalog | None = None) -> int | None:

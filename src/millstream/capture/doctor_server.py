@@ -13,7 +13,6 @@ from millstream.capture.connection import translated
 from millstream.capture.slot import SlotState, read_slot
 from millstream.capture.source import STANDBY_VERSION_MIN, Connection, on_standby
 
-_HELD_WARN_BYTES: Final = 4 << 30
 _FAILOVER_VERSION_MIN: Final = 170000
 _SENDER_TIMEOUT_WARN_MS: Final = 10_000
 """Timeout below which a pause of a busy machine, or of a network that changes its route, ends the connection."""
@@ -105,7 +104,7 @@ def check_server(connection: Connection, config: CaptureConfig) -> list[Finding]
                 fix="Run `millstream slot drop`; capture then begins anew and copies the tables again.",
             )
         )
-    if slot is not None and (slot.held_bytes or 0) > _HELD_WARN_BYTES:
+    if slot is not None and (slot.held_bytes or 0) > config.slot_lag_bytes:
         findings.append(
             Finding(
                 "slot_holds_disk",

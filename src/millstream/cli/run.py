@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -69,6 +70,7 @@ def capture() -> None:
 @pass_invocation
 def capture_run(invocation: Invocation, until_caught_up: bool, log_format: LogFormat) -> None:
     """Capture every configured stream, as the owner of their logs."""
+    from millstream.app.alerts.watch import watched_alerts
     from millstream.app.local_client import open_other
     from millstream.cli.progress import PartReport
     from millstream.processes.child_process import Lifeline
@@ -79,13 +81,15 @@ def capture_run(invocation: Invocation, until_caught_up: bool, log_format: LogFo
     with lifeline.held():
         configure_logs(part="capture", style=log_format)
         report = PartReport("capture", silent=lifeline.supervised, terminal=on_terminal())
-        outcome = run_owner(
-            invocation.own_home(),
-            lifeline,
-            open_other=open_other,
-            until_caught_up=until_caught_up,
-            on_progress=report.heard,
-        )
+        home = invocation.own_home()
+        with nullcontext() if until_caught_up else watched_alerts(home):
+            outcome = run_owner(
+                home,
+                lifeline,
+                open_other=open_other,
+                until_caught_up=until_caught_up,
+                on_progress=report.heard,
+            )
     if not lifeline.supervised:
         sys.exit(report.conclude(outcome, must_catch_up=until_caught_up))
 
@@ -122,6 +126,7 @@ def pipeline_run(invocation: Invocation, until_caught_up: bool, log_format: LogF
 @pass_invocation
 def serve(invocation: Invocation, log_format: LogFormat) -> None:
     """Serve HTTP: appends, queries, /metrics for Prometheus, /healthz, /readyz and /status."""
+    from millstream.app.alerts.watch import watched_alerts
     from millstream.processes.child_process import Lifeline
     from millstream.processes.logs import configure_logs
     from millstream.serving.server import serve_home
@@ -129,7 +134,9 @@ def serve(invocation: Invocation, log_format: LogFormat) -> None:
     lifeline = Lifeline()
     with lifeline.held():
         configure_logs(part="serve", style=log_format)
-        serve_home(invocation.own_home(needs_source=False), lifeline)
+        home = invocation.own_home(needs_source=False)
+        with watched_alerts(home):
+            serve_home(home, lifeline)
 
 
 @click.command()

@@ -51,6 +51,10 @@ def status(invocation: Invocation, stream: str | None, as_json: bool) -> None:
     for one in found["streams"]:
         say()
         _print_stream(one)
+        _print_conditions([each for each in found["conditions"] if each["stream"] == one["name"]])
+    if (found["alerts"] or {}).get("error") is not None:
+        alerts = found["alerts"]
+        note(f"alerts: {alerts['receiver']} has taken none since {alerts['failing_since']}: {alerts['error']}")
     for problem in found["problems"]:
         note(f"problem: {problem}")
 
@@ -116,6 +120,14 @@ def _print_stream(stream: dict[str, Any]) -> None:
         titles = ["  table", "state", "rows/s", "fold lag", "disk factor", "reason"]
         print_table(titles, [_table_row(t) for t in stream["tables"]], right=titles[2:5])
         _print_hints(stream["tables"])
+
+
+def _print_conditions(conditions: list[dict[str, Any]]) -> None:
+    """Print the conditions that need an operator, except those that the stream's own lines show."""
+    for condition in conditions:
+        if condition["kind"] != "table_quarantined":
+            say(f"  {condition['kind']}: {condition['message']}", fg="red")
+            say(f"    {condition['hint']}")
 
 
 def _lag_words(lag: dict[str, Any]) -> str:
@@ -237,7 +249,7 @@ def _holder_words(stream: dict[str, Any], holder: str) -> str:
 
 def _print_hints(tables: list[dict[str, Any]]) -> None:
     """Print the commands for tables that were quarantined, or that wait."""
-    from millstream.app.status import what_to_run
+    from millstream.app.alerts.conditions import what_to_run
 
     for table in tables:
         if hint := what_to_run(table):

@@ -19,6 +19,7 @@ from typing import Any, Final, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from millstream.config.address_checks import clashes_of_addresses
+from millstream.config.alerts_model import clashes_of_alerts
 from millstream.config.commented import section_meant
 from millstream.config.consumer_checks import clashes_of_consumers
 from millstream.config.environment import UnreadableVariable, environment_values
@@ -386,6 +387,7 @@ def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
     from millstream.model.pgtypes import parse_lake_override
 
     yield from _clashes_of_http(config.http)
+    yield from clashes_of_alerts(config.alerts)
     slots: dict[tuple[str, str], str] = {}
     for name, stream in config.streams.items():
         at: KeyPath = ("streams", name)

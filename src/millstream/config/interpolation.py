@@ -13,7 +13,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from millstream.libpq import is_address
-from millstream.model.addresses import MASK, is_secret_key, mask_address, mask_option
+from millstream.model.addresses import MASK, is_secret_key, mask_address, mask_option, mask_path
 
 _VARIABLE: Final = re.compile(r"\$\$\{|\$\{([^}]*)\}|\$\{")
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -81,8 +81,10 @@ def mask(path: tuple[str | int, ...], value: Any) -> Any:
     key, table = names[-1] if names else "", names[-2] if len(names) > 1 else ""
     if table in _OPTIONS:
         return mask_option(key, value)
-    if is_secret_key(key):
+    if is_secret_key(key) or (table == "headers" and "alerts" in names):
         return MASK
+    if (table, key) == ("alerts", "url"):
+        return mask_path(value)
     return mask_address(value) if _is_address_key(key, table) or "://" in value else value
 
 

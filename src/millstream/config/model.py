@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 
 from pydantic import Field, field_validator
 
+from millstream.config.alerts_model import AlertsConfig
 from millstream.config.consumer_model import ConsumerConfig
 from millstream.config.quantities import size_bytes
 from millstream.config.replication_model import ReplicationConfig
@@ -506,6 +507,7 @@ class Config(Section):
     flight: FlightConfig = Field(default_factory=FlightConfig, description="Arrow Flight, for bulk.")
     writer: WriterConfig = Field(default_factory=WriterConfig, description="This writer, if several share a stream.")
     catalog: CatalogConfig = Field(default_factory=CatalogConfig, description="Address of the catalog.")
+    alerts: AlertsConfig = Field(default_factory=AlertsConfig, description="Alerts by webhook, and their bounds.")
     replication: ReplicationConfig = Field(
         default_factory=ReplicationConfig, description="Other nodes that have the home's streams."
     )

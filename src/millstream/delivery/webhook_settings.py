@@ -62,12 +62,13 @@ class WebhookSettings:
     pacing: Pacing
 
     @classmethod
-    def parse(cls, settings: object, *, may_allow_private: bool = False) -> WebhookSettings:
+    def parse(cls, settings: object, *, may_allow_private: bool = False, needs_secret: bool = True) -> WebhookSettings:
         """Read settings.
 
         Args:
             settings: a JSON value, or the table of the configuration file.
             may_allow_private: whether `allow_private = true` is valid. It is in the configuration file alone.
+            needs_secret: whether a secret is required. Requests aren't signed without one.
 
         Raises:
             DeliveryError (`invalid_consumer`): a setting is missing, unknown or not valid. It shows no secret.
@@ -102,7 +103,8 @@ class WebhookSettings:
             retry_max_s=retry_max_s,
             timeout_s=fields.seconds("timeout", "30s", "1h"),
         )
-        return cls(url, receiver, _secrets(fields), _headers(fields), allow_private, pacing)
+        is_signed = needs_secret or fields.value("secret") is not None
+        return cls(url, receiver, _secrets(fields) if is_signed else (), _headers(fields), allow_private, pacing)
 
     @property
     def keys(self) -> tuple[bytes, ...]:

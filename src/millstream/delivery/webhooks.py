@@ -47,18 +47,27 @@ class WebhookSink:
 
     def deliver(self, messages: Sequence[PushMessage]) -> Outcome:
         """See `sinks.PushSink`: one request."""
+        return self.post(webhook_id_of(messages), body_of(messages))
+
+    def post(self, webhook_id: str, body: bytes) -> Outcome:
+        """Send a request, signed unless there is no secret, and return its outcome.
+
+        Args:
+            webhook_id: the request's id, which a retry repeats.
+            body: JSON.
+        """
         from millstream.delivery.webhook_http import AddressRefused, ExchangeFailed
 
-        body = body_of(messages)
-        webhook_id, timestamp = webhook_id_of(messages), int(self._now_s())
+        timestamp = int(self._now_s())
         headers = {
             "user-agent": "millstream",
             **self._settings.headers,
             "content-type": "application/json",
             "webhook-id": webhook_id,
             "webhook-timestamp": str(timestamp),
-            "webhook-signature": signatures(self._keys, webhook_id, timestamp, body),
         }
+        if self._keys:
+            headers["webhook-signature"] = signatures(self._keys, webhook_id, timestamp, body)
         try:
             answer = self._sender.post(headers, body, timeout_s=self.pacing.timeout_s)
         except AddressRefused as error:

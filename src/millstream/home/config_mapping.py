@@ -62,6 +62,7 @@ def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: 
         catch_up=CatchUpMode(source.catch_up),
         failover=source.failover,
         origin=source.origin,
+        slot_lag_bytes=size_bytes(home.config.alerts.slot_lag),
     )
 
 

@@ -50,6 +50,11 @@ class HomePaths:
         """
         return self.data / "replication" / stream / "role.json"
 
+    @property
+    def alerts_file(self) -> Path:
+        """Return the file of the open alerts, and of what the process that sends them has observed."""
+        return self.data / "alerts.json"
+
     def delivery_folder(self, stream: str) -> Path:
         """Return the folder of the state of a stream's consumers."""
         return self.data / "delivery" / stream

@@ -25,6 +25,7 @@ _KEYWORD: Final = re.compile(
     r"\s*(?P<key>[A-Za-z_]+)(?P<equals>\s*=\s*)(?P<value>'(?:\\.|[^'\\])*'|(?!')(?:\\.|[^\s\\])*)(?=\s|\Z)", re.DOTALL
 )
 _BROKERS: Final = re.compile(rf"(?:[A-Za-z_]+://)?{_HOST}(?:\s*,\s*(?:[A-Za-z_]+://)?{_HOST})*\Z")
+_ORIGIN: Final = re.compile(r"https?://[^/?#@\s]+(?=[/?#]|\Z)", re.IGNORECASE)
 _VARIABLE: Final = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}\Z")
 _FOLDER: Final = re.compile(r"(?![/.~])[^@:=?]*\Z|[/.~](?!.*:[^@]*@)[^?]*\Z", re.DOTALL)
 
@@ -146,6 +147,12 @@ def mask_address(text: str) -> str:
     if keywords is not None:
         return _masked_keywords(text, keywords)
     return text if _FOLDER.match(text) and "//" not in text else MASK
+
+
+def mask_path(url: str) -> str:
+    """Return a URL whose path or query may be secret as it may be shown: scheme, host and port."""
+    found = _ORIGIN.match(url)
+    return f"{found[0]}/{MASK}" if found is not None else url if _VARIABLE.match(url) else MASK
 
 
 def mask_option(key: str, value: str) -> str:

@@ -19,11 +19,11 @@ from millstream.private_files import open_private
 _Result = TypeVar("_Result")
 WriterRole = NewType("WriterRole", str)
 """The role of an appender to the home's logs, by the writer's name: see `writer_role`."""
-Role = Literal["run", "owner", "pipeline", "serve", "follow", "promote", "reconcile", "replay", "delivery"]
+Role = Literal["run", "owner", "pipeline", "serve", "follow", "promote", "reconcile", "replay", "delivery", "alerts"]
 """`run`: the supervisor. `owner`: capture, the streams' writer. `pipeline`: the Spark driver. `serve`: HTTP
 and Flight. `follow`: copies the streams that other nodes lead. `promote`: makes this node a leader.
 `reconcile`: merges regions' tables. `replay`: writes a range of records into a table of its own.
-`delivery`: has the state of the streams' consumers."""
+`delivery`: has the state of the streams' consumers. `alerts`: looks for conditions to report, and sends them."""
 
 _HELD: Final[weakref.WeakSet[RoleLock]] = weakref.WeakSet()
 """This process's locks: a forked child has none of them."""
@@ -37,6 +37,7 @@ _WORDS: Final[dict[str, str]] = {
     "reconcile": "`millstream reconcile`",
     "replay": "`millstream pipeline replay`",
     "delivery": "the process that delivers to consumers",
+    "alerts": "the process that sends alerts",
 }
 LOCK_PATIENCE_S: Final = 30.0
 """How long a supervised part waits for one whose supervisor was killed: it ends within a second or two."""

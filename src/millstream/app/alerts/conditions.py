@@ -1,0 +1,300 @@
+"""The rules: which conditions of a home need an operator. `status`, `doctor` and alerts judge by them.
+
+They read a status, as `collect_status` returns it, and what was observed over time; they ask no one.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from millstream.app.alerts.observations import Observations
+from millstream.config.alerts_model import AlertsConfig
+from millstream.config.quantities import size_bytes
+from millstream.model.durations import duration_s
+
+
+class Kind(StrEnum):
+    """The kinds of conditions."""
+
+    SLOT_LAG = "slot_lag"
+    SLOT_INACTIVE = "slot_inactive"
+    TABLE_QUARANTINED = "table_quarantined"
+    CAPTURE_STALLED = "capture_stalled"
+    PIPELINE_STALLED = "pipeline_stalled"
+    CONSUMER_CUT_OFF = "consumer_cut_off"
+    CONSUMER_STALLED = "consumer_stalled"
+    CONSUMER_DEAD_LETTERS = "consumer_dead_letters"
+    SOURCE_SILENT = "source_silent"
+    STREAM_SILENT = "stream_silent"
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A condition that lasts. Kind, stream and subject identify it."""
+
+    kind: Kind
+    stream: str
+    subject: str
+    """The slot, table or consumer; the stream's name if it concerns the whole stream."""
+    message: str
+    hint: str
+
+    @property
+    def key(self) -> str:
+        """Its identity, as one text."""
+        return f"{self.kind}/{self.stream}/{self.subject}"
+
+    def as_dict(self) -> dict[str, str]:
+        """Return it, JSON-able."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The bounds of `[alerts]`."""
+
+    slot_lag_bytes: int
+    stalled_s: float
+    silent_s: float
+    no_records_s: float | None
+
+    @classmethod
+    def of(cls, alerts: AlertsConfig) -> Bounds:
+        """Return those of a configuration."""
+        no_records_s = None if alerts.no_records_after is None else duration_s(alerts.no_records_after)
+        return cls(
+            size_bytes(alerts.slot_lag), duration_s(alerts.stalled_after), duration_s(alerts.silent_after), no_records_s
+        )
+
+
+def facts_of(status: Mapping[str, Any], seen: Observations) -> dict[str, Any]:
+    """Return the facts of a status whose duration counts, by key. None as a value: there is nothing to wait for."""
+    found: dict[str, Any] = {}
+    for stream in _led(status):
+        name, source = stream["name"], stream["source"]
+        found[f"slot/{name}"] = _is_unread(stream, seen)
+        found[f"capture/{name}"] = _capture_fails(status, stream)
+        found[f"source/{name}"] = _awaited(stream)
+        found[f"pipeline/{name}"] = _unlanded(status, stream)
+        found[f"pipeline_error/{name}"] = True if "pipeline" in stream["errors"] else None
+        found[f"records/{name}"] = None if source["mode"] == "catching up" else stream["tokens"]["durable"]
+        for consumer in stream["consumers"]:
+            found[f"consumer/{name}/{consumer['name']}"] = _unsettled(consumer)
+    return found
+
+
+def judge(status: Mapping[str, Any], seen: Observations, bounds: Bounds, now_s: float) -> list[Condition]:
+    """Return the conditions of a home.
+
+    Args:
+        status: its status. Streams that another node leads are left out: that node reports them.
+        seen: what was observed; without an observation, only conditions of the moment are found.
+        bounds: the bounds of the configuration.
+        now_s: seconds since 1970-01-01 UTC.
+    """
+    facts = facts_of(status, seen)
+
+    def lasts_s(key: str) -> float:
+        return 0.0 if facts[key] is None else seen.unchanged_s(key, facts[key], now_s)
+
+    found: list[Condition] = []
+    several = len(status["streams"]) > 1
+    for stream in _led(status):
+        name = stream["name"]
+        found += _of_slot(stream, seen, bounds, lasts_s(f"slot/{name}"))
+        found += _of_capture(stream, bounds, lasts_s(f"capture/{name}"))
+        found += _of_pipeline(stream, bounds, lasts_s(f"pipeline/{name}"), lasts_s(f"pipeline_error/{name}"))
+        found += _of_silence(stream, bounds, lasts_s(f"source/{name}"), lasts_s(f"records/{name}"))
+        for table in stream["tables"]:
+            if table["state"] == "quarantined":
+                message = f"{table['name']} is quarantined: {table['reason']}"
+                hint = what_to_run(table, name if several else "")
+                found.append(Condition(Kind.TABLE_QUARANTINED, name, table["name"], message, hint))
+        for consumer in stream["consumers"]:
+            found += _of_consumer(name, consumer, bounds, lasts_s(f"consumer/{name}/{consumer['name']}"))
+    return found
+
+
+def _led(status: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the streams that have run here and that no other node leads."""
+    return [
+        stream
+        for stream in status["streams"]
+        if stream.get("id") and (stream["replication"] or {"role": "leads"})["role"] in {None, "leads"}
+    ]
+
+
+def _is_captured(stream: Mapping[str, Any]) -> bool:
+    """Return whether capture reads the stream's source now."""
+    return stream["source"]["mode"] is not None and "capture" not in stream["errors"]
+
+
+def _is_unread(stream: Mapping[str, Any], seen: Observations) -> bool | None:
+    source = stream["source"]
+    if not source["configured"] or source["slot_dropped"] or _is_captured(stream):
+        return None
+    slot = seen.slots.get(stream["name"])
+    return True if slot is not None and slot["is_read"] is False else None
+
+
+def _capture_fails(status: Mapping[str, Any], stream: Mapping[str, Any]) -> bool | None:
+    if not stream["source"]["configured"]:
+        return None
+    is_owned = status["processes"].get("owner") is not None
+    return True if "capture" in stream["errors"] or (is_owned and not _is_captured(stream)) else None
+
+
+def _awaited(stream: Mapping[str, Any]) -> str | None:
+    """Return up to where the source's WAL was received, if the source has more."""
+    source = stream["source"]
+    if not _is_captured(stream) or source["mode"] == "catching up" or source["received"] == source["end"]:
+        return None
+    received: str | None = source["received"]
+    return received
+
+
+def _unlanded(status: Mapping[str, Any], stream: Mapping[str, Any]) -> str | None:
+    """Return up to where the lake has the stream, if records wait and a pipeline should land them."""
+    landed: str | None = stream["tokens"]["landed"]
+    has_pipeline = status["processes"].get("pipeline") is not None or (
+        landed is not None and not landed.endswith(".s0")
+    )
+    return landed if has_pipeline and stream["lag"]["lake"]["records"] else None
+
+
+def _unsettled(consumer: Mapping[str, Any]) -> list[Any] | None:
+    """Return the consumer's progress, if it should make some and has some left to make."""
+    if consumer["state"] == "active" and consumer["lag"]["records"]:
+        return [consumer["cursor"], consumer["acked"]]
+    return [consumer["error"]] if consumer["state"] == "paused" and consumer["error"] else None
+
+
+def _of_slot(stream: Mapping[str, Any], seen: Observations, bounds: Bounds, unread_s: float) -> Iterator[Condition]:
+    name, source = stream["name"], stream["source"]
+    slot = source["slot"]
+    if slot is None or source["slot_dropped"]:
+        return
+    holds = source["slot_holds_bytes"] if _is_captured(stream) else seen.slots.get(name, {}).get("holds")
+    if holds is not None and holds > bounds.slot_lag_bytes:
+        yield Condition(
+            Kind.SLOT_LAG,
+            name,
+            slot,
+            f"the slot {slot} holds {holds >> 20} MiB of WAL at its source",
+            "Let `millstream run` catch up, or drop the slot with `millstream slot drop`; the tables are copied again then.",
+        )
+    if unread_s and unread_s >= bounds.stalled_s:
+        yield Condition(
+            Kind.SLOT_INACTIVE,
+            name,
+            slot,
+            f"the slot {slot} hasn't been read for {_words(unread_s)}, and its source keeps WAL for it",
+            "Run `millstream run`, or drop the slot with `millstream slot drop`.",
+        )
+
+
+def _of_capture(stream: Mapping[str, Any], bounds: Bounds, failing_s: float) -> Iterator[Condition]:
+    error = stream["errors"].get("capture") or {}
+    if error.get("gave_up"):
+        message = f"capture has given up: {error['message']}"
+    elif failing_s and failing_s >= bounds.stalled_s:
+        reason = error.get("message") or "it has not begun to read its source"
+        message = f"capture has made no progress for {_words(failing_s)}: {reason}"
+    else:
+        return
+    hint = error.get("hint") or "Look at the log of `millstream run`, and at `millstream doctor`."
+    yield Condition(Kind.CAPTURE_STALLED, stream["name"], stream["name"], message, hint)
+
+
+def _of_pipeline(stream: Mapping[str, Any], bounds: Bounds, unlanded_s: float, failing_s: float) -> Iterator[Condition]:
+    error = stream["errors"].get("pipeline") or {}
+    if error.get("gave_up"):
+        message = f"the pipeline has given up: {error['message']}"
+    elif failing_s and failing_s >= bounds.stalled_s:
+        message = f"the pipeline has failed for {_words(failing_s)}: {error.get('message', '')}"
+    elif unlanded_s and unlanded_s >= bounds.stalled_s:
+        records = stream["lag"]["lake"]["records"]
+        message = f"the pipeline has landed nothing for {_words(unlanded_s)}, and {records:,} records wait"
+    else:
+        return
+    hint = error.get("hint") or "Look at the log of `millstream run`, and at `millstream doctor`."
+    yield Condition(Kind.PIPELINE_STALLED, stream["name"], stream["name"], message, hint)
+
+
+def _of_silence(stream: Mapping[str, Any], bounds: Bounds, awaited_s: float, quiet_s: float) -> Iterator[Condition]:
+    name = stream["name"]
+    if awaited_s and awaited_s >= bounds.silent_s:
+        yield Condition(
+            Kind.SOURCE_SILENT,
+            name,
+            name,
+            f"the source has sent nothing for {_words(awaited_s)}, though its WAL ends at {stream['source']['end']}",
+            "Look at the source's load and at the network: `pg_stat_replication` shows the connection.",
+        )
+    if bounds.no_records_s is not None and quiet_s and quiet_s >= bounds.no_records_s:
+        yield Condition(
+            Kind.STREAM_SILENT,
+            name,
+            name,
+            f"the stream has had no record for {_words(quiet_s)}",
+            "Look at its source, or at the applications that append to it.",
+        )
+
+
+def _of_consumer(stream: str, consumer: Mapping[str, Any], bounds: Bounds, unsettled_s: float) -> Iterator[Condition]:
+    name, lag = consumer["name"], consumer["lag"]
+    option = ["--stream", stream]
+    if consumer["state"] == "cut_off":
+        yield Condition(
+            Kind.CONSUMER_CUT_OFF,
+            stream,
+            name,
+            f"consumer {name} was cut off: retention has dropped records that it hadn't settled",
+            f"Run `{shlex.join(['millstream', 'consumer', 'rewind', name, '--to', 'earliest', *option])}`.",
+        )
+    if unsettled_s and unsettled_s >= bounds.stalled_s:
+        reason = "" if consumer["error"] is None else f": {consumer['error']}"
+        if consumer["state"] == "paused":
+            message, hint = f"consumer {name} is paused{reason}", ["millstream", "consumer", "resume", name, *option]
+        else:
+            what = f"{lag['records']:,} records wait"
+            message = f"consumer {name} has acknowledged nothing for {_words(unsettled_s)}, and {what}{reason}"
+            hint = ["millstream", "consumer", "show", name, *option]
+        text = f"Mend the cause, then run `{shlex.join(hint)}`."
+        yield Condition(Kind.CONSUMER_STALLED, stream, name, message, text)
+    if consumer["dead"]:
+        letters = f"{consumer['dead']:,} dead letter{'s' * (consumer['dead'] != 1)}"
+        yield Condition(
+            Kind.CONSUMER_DEAD_LETTERS,
+            stream,
+            name,
+            f"consumer {name} has {letters}",
+            f"Run `{shlex.join(['millstream', 'consumer', 'dead', 'ls', name, *option])}`, then retry or drop them.",
+        )
+
+
+def _words(seconds: float) -> str:
+    """Return a duration for people."""
+    for unit, length_s in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * length_s:
+            return f"{int(seconds // length_s)} {unit}"
+    return f"{int(seconds)} s"
+
+
+def what_to_run(table: Mapping[str, Any], stream: str = "") -> str:
+    """Return what to do about a table that is quarantined or waits; empty if nothing has to be done.
+
+    Args:
+        table: its facts, as `table_facts` returns them.
+        stream: the stream's name, if the command has to name it.
+    """
+    hint = str(table["hint"])
+    if table["state"] != "quarantined" or (hint and table["reason"].startswith("lake: ")):
+        return hint
+    of = ["--stream", stream] if stream else []
+    retry = f"run `{shlex.join(['millstream', 'tables', 'retry', table['name'], *of])}`."
+    return f"{hint} Then {retry}" if hint else f"Mend the cause, then {retry}"

@@ -1,0 +1,177 @@
+"""The rules: each condition is found when it is there, and not before its time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.app.alerts.statuses import consumer, well
+
+from millstream.app.alerts.conditions import Bounds, Condition, facts_of, judge
+from millstream.app.alerts.observations import Observations
+from millstream.config.alerts_model import AlertsConfig
+
+BOUNDS = Bounds.of(AlertsConfig(no_records_after="2h"))
+"""Ten minutes without progress, and 4 GiB of WAL."""
+EVERY_S = 15.0
+Step = Callable[[int], dict[str, Any]]
+
+
+def watched(status_at: Step, minutes: int, seen: Observations | None = None) -> list[Condition]:
+    """Look every quarter of a minute, for so many minutes; return the conditions of the last look."""
+    seen = seen or Observations(EVERY_S)
+    found: list[Condition] = []
+    for look in range(minutes * 4 + 1):
+        status, now_s = status_at(look), 1000.0 + look * EVERY_S
+        seen.observe(facts_of(status, seen), now_s)
+        found = judge(status, seen, BOUNDS, now_s)
+    return found
+
+
+def kinds(found: list[Condition]) -> list[str]:
+    return [str(condition.kind) for condition in found]
+
+
+def test_a_stream_that_does_well_has_no_condition() -> None:
+    assert watched(lambda _: well(consumers=[consumer()]), 60) == []
+
+
+def test_a_slot_that_holds_more_than_the_bound_is_reported() -> None:
+    assert kinds(watched(lambda _: well(source={"slot_holds_bytes": 4 << 30}), 0)) == []
+    (found,) = watched(lambda _: well(source={"slot_holds_bytes": (4 << 30) + 1}), 0)
+    assert (found.kind, found.stream, found.subject) == ("slot_lag", "shop", "millstream_shop")
+    assert "4096 MiB" in found.message
+
+
+def test_a_slot_that_is_not_read_is_reported_in_time_with_what_it_holds() -> None:
+    seen = Observations(EVERY_S, slots={"shop": {"is_read": False, "holds": 5 << 30}})
+    away = well(source={"mode": None, "slot_holds_bytes": None})
+    away["processes"] = {}
+    assert kinds(watched(lambda _: away, 9, seen)) == ["slot_lag"]
+    seen = Observations(EVERY_S, slots={"shop": {"is_read": False, "holds": 5 << 30}})
+    assert kinds(watched(lambda _: away, 10, seen)) == ["slot_lag", "slot_inactive"]
+    seen.slots["shop"]["is_read"] = True  # by another process: capture's own error says so
+    assert kinds(watched(lambda _: away, 10, seen)) == ["slot_lag"]
+
+
+def test_a_slot_that_was_dropped_on_purpose_is_none() -> None:
+    seen = Observations(EVERY_S, slots={"shop": {"is_read": False, "holds": 5 << 30}})
+    away = well(source={"mode": None, "slot_dropped": True})
+    away["processes"] = {}
+    assert watched(lambda _: away, 20, seen) == []
+
+
+def test_a_quarantined_table_is_reported_with_what_to_run() -> None:
+    table = {"name": "public.orders", "state": "quarantined", "reason": "a value", "hint": ""}
+    (found,) = watched(lambda _: well(tables=[table]), 0)
+    assert (found.kind, found.subject) == ("table_quarantined", "public.orders")
+    assert found.hint == "Mend the cause, then run `millstream tables retry public.orders`."
+
+
+@pytest.mark.parametrize("part", ["capture", "pipeline"])
+def test_a_part_that_gave_up_is_stalled_at_once_and_one_that_retries_in_time(part: str) -> None:
+    error = {"code": "source_unreachable", "message": "no route", "hint": "Start it.", "gave_up": False}
+    assert watched(lambda _: well(errors={part: error}), 9) == []
+    (found,) = watched(lambda _: well(errors={part: error}), 10)
+    assert found.kind == f"{part}_stalled"
+    assert "no route" in found.message
+    assert found.hint == "Start it."
+    # A retry that succeeds now and then is progress.
+    assert watched(lambda look: well(errors={part: error} if look % 20 else {}), 30) == []
+    assert kinds(watched(lambda _: well(errors={part: {**error, "gave_up": True}}), 0)) == [f"{part}_stalled"]
+
+
+def test_capture_that_never_begins_to_read_is_stalled() -> None:
+    assert kinds(watched(lambda _: well(source={"mode": None}), 10)) == ["capture_stalled"]
+
+
+def test_a_pipeline_that_lands_nothing_while_records_wait_is_stalled() -> None:
+    waits = {"lake": {"records": 5}}
+    assert watched(lambda _: well(lag=waits), 9) == []
+    (found,) = watched(lambda _: well(lag=waits), 10)
+    assert found.kind == "pipeline_stalled"
+    assert "5 records wait" in found.message
+    assert watched(lambda look: well(lag=waits, tokens={"landed": f"7.s{look // 30}"}), 60) == []
+    # Without a pipeline, and where none has ever landed anything, none is missed.
+    none = well(lag=waits, tokens={"landed": "7.s0"})
+    none["processes"]["pipeline"] = None
+    assert watched(lambda _: none, 60) == []
+
+
+def test_a_consumer_that_was_cut_off_and_one_with_dead_letters_are_reported_at_once() -> None:
+    (found,) = watched(lambda _: well(consumers=[consumer(state="cut_off")]), 0)
+    assert (found.kind, found.subject) == ("consumer_cut_off", "search")
+    assert "consumer rewind search --to earliest --stream shop" in found.hint
+    (found,) = watched(lambda _: well(consumers=[consumer(dead=1)]), 0)
+    assert (found.kind, found.message) == ("consumer_dead_letters", "consumer search has 1 dead letter")
+
+
+def test_a_consumer_whose_lag_grows_without_an_ack_is_stalled() -> None:
+    def growing(look: int, **changes: Any) -> dict[str, Any]:
+        return well(consumers=[consumer(**{"lag": {"records": 1 + look}, **changes})])
+
+    assert watched(growing, 9) == []
+    (found,) = watched(growing, 10)
+    assert found.kind == "consumer_stalled"
+    assert "41 records wait" in found.message
+    assert watched(lambda look: growing(look, acked=look // 30), 60) == []
+    assert watched(lambda look: growing(look, state="paused"), 60) == []
+    (found,) = watched(lambda look: growing(look, error="the receiver answered 500"), 10)
+    assert found.message.endswith(": the receiver answered 500")
+
+
+def test_a_consumer_that_its_receiver_paused_is_stalled() -> None:
+    (found,) = watched(lambda _: well(consumers=[consumer(state="paused", error="the receiver answered 410")]), 10)
+    assert (found.kind, found.message) == ("consumer_stalled", "consumer search is paused: the receiver answered 410")
+    assert "consumer resume search" in found.hint
+
+
+def test_a_source_that_sends_nothing_of_what_its_wal_has_is_silent() -> None:
+    assert watched(lambda _: well(source={"end": "0/20"}), 9) == []
+    (found,) = watched(lambda _: well(source={"end": "0/20"}), 10)
+    assert (found.kind, found.subject) == ("source_silent", "shop")
+    assert watched(lambda look: well(source={"received": f"0/{look}", "end": "0/FFFF"}), 60) == []
+    assert watched(lambda _: well(source={"end": "0/20", "mode": "catching up"}), 60) == []
+
+
+def test_a_stream_without_records_is_silent_if_a_bound_says_so() -> None:
+    assert watched(lambda _: well(), 119) == []
+    assert kinds(watched(lambda _: well(), 120)) == ["stream_silent"]
+
+
+def test_a_stream_that_another_node_leads_is_left_to_it() -> None:
+    follows = well(source={"slot_holds_bytes": 5 << 30}, consumers=[consumer(dead=1)], replication={"role": "follows"})
+    assert watched(lambda _: follows, 20) == []
+
+
+def test_a_pause_of_the_whole_home_is_no_stall() -> None:
+    seen = Observations(EVERY_S)
+    stuck = well(consumers=[consumer(lag={"records": 1})])
+    seen.observe(facts_of(stuck, seen), 1000.0)
+    seen.observe(facts_of(stuck, seen), 1500.0)  # nothing looked for eight minutes
+    assert judge(stuck, seen, BOUNDS, 1500.0) == []
+    for look in range(1, 41):
+        seen.observe(facts_of(stuck, seen), 1500.0 + look * EVERY_S)
+    assert kinds(judge(stuck, seen, BOUNDS, 2100.0)) == ["consumer_stalled"]
+    # Observations that are old say nothing about now.
+    assert judge(stuck, seen, BOUNDS, 9000.0) == []
+
+
+def test_a_clock_that_steps_back_makes_no_condition() -> None:
+    seen = Observations(EVERY_S)
+    stuck = well(consumers=[consumer(lag={"records": 1})])
+    for now_s in (5000.0, 1000.0, 1015.0):
+        seen.observe(facts_of(stuck, seen), now_s)
+        assert judge(stuck, seen, BOUNDS, now_s) == []
+
+
+def test_observations_come_back_as_they_were() -> None:
+    seen = Observations(EVERY_S, slots={"shop": {"is_read": False, "holds": 5}})
+    stuck = well(consumers=[consumer(lag={"records": 1})])
+    seen.observe(facts_of(stuck, seen), 1000.0)
+    again = Observations.from_dict(seen.as_dict(), EVERY_S)
+    again.observe(facts_of(stuck, again), 1015.0)
+    key = "consumer/shop/search"
+    assert again.unchanged_s(key, facts_of(stuck, again)[key], 1015.0) == 15.0
+    assert again.slots == seen.slots
