@@ -15,8 +15,10 @@ from millstream.catalog import Catalog
 from millstream.delivery.definition import Definition
 from millstream.delivery.groups import groups_of
 from millstream.delivery.reading import ConsumerReader, Origin
+from millstream.errors import CorruptWal
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId
 from millstream.model.operations import OperationKind
+from millstream.model.positions import Seq
 from millstream.model.record_json import to_json
 from millstream.model.records import Op, record_schema
 from millstream.model.schema import Column, PgType, TableSchema
@@ -165,6 +167,48 @@ def test_a_condition_leaves_records_out(log: LogWriter, tmp_path: Path) -> None:
     # A delete lacks the column, so the condition can't be evaluated on it.
     assert set(ops_of) == {("public.orders", "u"), ("public.orders", "d")}
     assert len(messages) == 12
+
+
+@pytest.mark.parametrize("where", [None, "note = 'note 33'"])
+def test_many_frames_give_the_records_of_the_log(log: LogWriter, tmp_path: Path, where: str | None) -> None:
+    fill(log, 70)
+    messages, upto = read_all(reader_of(tmp_path, tables=["public.orders"], where=where))
+    lines = [line for line in cat(tmp_path) if line["table"] == "public.orders"]
+    if where is not None:
+        lines = [line for line in lines if line["row"].get("note") == "note 33" or line["op"] == "d"]
+        assert len(lines) == 71
+    assert [record(message) for message in messages] == lines
+    assert upto == StreamReader(str(tmp_path / "wal")).persisted_upto()
+
+
+def test_all_records_before_damage_are_read(tmp_path: Path) -> None:
+    with Catalog(tmp_path / "catalog.db") as catalog:
+        stream = catalog.resolve_stream("shop")
+        _, epoch = catalog.register_writer(stream)
+        reservations = catalog.reservations(stream)
+        with LogWriter.open(
+            str(tmp_path / "wal"), stream=stream, shards=[ShardId(0)], epoch=epoch, reservations=reservations
+        ) as writer:
+            for n in range(5):
+                writer.append(ops([operation(n + 1, 0x1000 + n)], (ORDERS, 0, [row(0, Op.CREATE, id=n, **NOTHING)])))
+            log = StreamReader(str(tmp_path / "wal"))
+            (span,) = log.spans(Seq(0), log.persisted_upto())
+            with Path(span.path).open("r+b") as file:
+                file.seek(span.byte_end - 1)
+                last = file.read(1)
+                file.seek(span.byte_end - 1)
+                file.write(bytes((last[0] ^ 1,)))
+            reader, found = reader_of(tmp_path, tables=["public.orders"]), []
+            is_damaged = False
+            while not is_damaged:
+                try:
+                    step = reader.read(0)
+                except CorruptWal:
+                    is_damaged = True
+                else:
+                    assert step is not None
+                    found += [record(message)["row"]["id"] for message in step.messages]
+    assert found == [0, 1, 2, 3]
 
 
 def test_columns_are_chosen_and_renamed(log: LogWriter, tmp_path: Path) -> None:

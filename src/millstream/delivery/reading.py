@@ -16,15 +16,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from millstream.delivery.definition import Definition, Selection
 from millstream.delivery.groups import groups_of
-from millstream.delivery.latest import OLD, KeyState, Newest, completed, gone, states_of
-from millstream.errors import MillstreamError, RoutingError
-from millstream.model.ids import SchemaVersion, ShardId, TableId
+from millstream.delivery.latest import OLD, KeyState, Newest, completed, states_of
+from millstream.delivery.selecting import selected
+from millstream.errors import CorruptWal, MillstreamError
+from millstream.model.ids import Epoch, SchemaVersion, ShardId, TableId
 from millstream.model.positions import Seq
-from millstream.model.predicate import Predicate
 from millstream.model.records import Op
 from millstream.model.schema import TableKind, TableSchema
 from millstream.protocol.delivery.messages import Kind, Message, position_of
@@ -34,6 +33,9 @@ from millstream.wal.segment_reader import filtered
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
+_PIECE_ROWS: Final = 256
+_PIECE_FRAMES: Final = 64
+"""Received records, or frames, from which on a piece is whole: more would save little, and keep other calls waiting."""
 _TRUNCATE: Final = Op.TRUNCATE.letter
 _DELETE: Final = Op.DELETE.letter
 
@@ -113,6 +115,35 @@ class _Numbers(NamedTuple):
     offsets: Ints
     seqs: Ints
     ends: Ints
+
+
+class _Kept(NamedTuple):
+    """The records of a part that a definition selects."""
+
+    records: TableRecords
+    seqs: Ints
+    ends: Ints
+    """Their numbers; see `_Item`."""
+    is_gone: Bools
+    """Whether a record's row is gone for the consumer; see `selected`."""
+    definition: Definition
+
+
+class _Found:
+    """Records that were found in one or several frames, and aren't messages so far."""
+
+    def __init__(self) -> None:
+        self.operations: list[tuple[Any, ...]] = []
+        """The operation of the first record of each frame."""
+        self.kept: list[_Kept] = []
+        self.unkept: list[tuple[int, _Item]] = []
+        """Offsets and records that are left out."""
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether they are worth the cost of a batch, or took long to find."""
+        rows = sum(one.records.batch.num_rows for one in self.kept)
+        return rows >= _PIECE_ROWS or len(self.operations) >= _PIECE_FRAMES
 
 
 class Step(NamedTuple):
@@ -228,7 +259,11 @@ class ConsumerReader:
                     messages.append(Message(position_of(item.seq), before, *item.message[2:]))
                     if item.second is not None:
                         messages.append(Message(position_of(item.seq, 1), before, *item.second[2:]))
-            piece = next(pieces, None)
+            try:
+                piece = next(pieces, None)
+            except CorruptWal:
+                yield Step(messages, done, newest)
+                raise
             if piece is not None and piece.operation != operation:
                 done = newest
             yield Step(messages, int(upto) if piece is None else done, newest)
@@ -289,22 +324,37 @@ class ConsumerReader:
     def _shard(
         self, shard: ShardId, after: Seq, upto: Seq, wanted: frozenset[TableId] | None, *, alone: bool
     ) -> Iterator[_Piece]:
-        """Yield a shard's records, frame by frame. If the shard is alone, only the records that are received."""
+        """Yield a shard's records, frame by frame. If the shard is alone, several frames with only what is received."""
         start = self._reader.offset_beyond(shard, after)
         frame: list[TableRecords] = []
-        for part in self._reader.read(shard, start, tables=wanted, numbers=(after, upto)):
-            if frame and part.frame_offset != frame[0].frame_offset:
-                yield self._items(frame, alone=alone)
-                frame = []
-            frame.append(part)
+        found = _Found()
+        damaged: CorruptWal | None = None
+        try:
+            for part in self._reader.read(shard, start, tables=wanted, numbers=(after, upto)):
+                if frame and part.frame_offset != frame[0].frame_offset:
+                    self._add(frame, found, alone=alone)
+                    frame = []
+                    if not alone or found.is_enough:
+                        yield self._piece(found)
+                        found = _Found()
+                frame.append(part)
+        except CorruptWal as error:
+            damaged = error
+            if frame and int(error.details.get("offset_from", 0)) <= frame[0].frame_offset:
+                frame = []  # it is the damaged one
         if frame:
-            yield self._items(frame, alone=alone)
+            self._add(frame, found, alone=alone)
+        if found.operations:
+            yield self._piece(found)
+        if damaged is not None:
+            raise damaged
 
-    def _items(self, parts: list[TableRecords], *, alone: bool) -> _Piece:
-        first = _first_operation(parts)
+    def _add(self, parts: list[TableRecords], found: _Found, *, alone: bool) -> None:
+        """Add the records of a frame that are received."""
+        found.operations.append(_first_operation(parts))
         parts = [part for part in parts if self._takes(part.schema)]
         if not parts:
-            return _Piece(first, [])
+            return
         offsets = np.concatenate([part.batch.column("__offset").to_numpy() for part in parts])
         numbers = np.concatenate([part.batch.column("__seq").to_numpy() for part in parts])
         if alone:
@@ -316,7 +366,6 @@ class ConsumerReader:
         last = np.zeros(len(firsts), dtype=np.int64)
         np.maximum.at(last, places, numbers)
         ends = last[places]
-        found: list[tuple[int, _Item]] = []
         begin = 0
         for part in parts:
             end = begin + part.batch.num_rows
@@ -325,15 +374,22 @@ class ConsumerReader:
                 self.quarantined.add(part.schema.table_id)
             left_out = np.ones(part.batch.num_rows, dtype=bool)
             for definition, among in self._selecting(of_part.seqs, alone=alone):
-                keep, is_gone = _selected(definition, part.schema, part.batch)
+                keep, is_gone = selected(definition, part.schema, part.batch)
                 keep &= among
                 left_out &= ~keep
-                found += self._part(part, of_part, keep, is_gone, definition)
+                for kept in filtered(part, keep):
+                    gone_rows = np.zeros(kept.batch.num_rows, dtype=bool) if is_gone is None else is_gone[keep]
+                    found.kept.append(_Kept(kept, of_part.seqs[keep], of_part.ends[keep], gone_rows, definition))
             if not alone:
-                found += _unkept(part, of_part, left_out)
+                found.unkept += _unkept(part, of_part, left_out)
             begin = end
-        found.sort(key=_first)
-        return _Piece(first, [item for _, item in found])
+
+    def _piece(self, found: _Found) -> _Piece:
+        items = found.unkept
+        for kept in _joined(found.kept):
+            items += self._part(kept)
+        items.sort(key=_first)
+        return _Piece(found.operations[0], [item for _, item in items])
 
     def _selecting(self, seqs: Ints, *, alone: bool) -> Iterator[tuple[Definition, Bools]]:
         """Yield each definition that selects some of these records, and which records."""
@@ -347,35 +403,31 @@ class ConsumerReader:
         if left.any():
             yield self._newest, left
 
-    def _part(
-        self, part: TableRecords, numbers: _Numbers, keep: Bools, is_gone: Bools | None, definition: Definition
-    ) -> Iterator[tuple[int, _Item]]:
-        for kept in filtered(part, keep):
-            schema = kept.schema
-            prefix = f"{self._stream}-{int(kept.shard)}-{int(kept.epoch)}-"
-            ids = [f"{prefix}{offset}" for offset in kept.batch.column("__offset").to_pylist()]
-            groups = groups_of(schema, kept.batch, definition.group_by, ids)
-            table = None if schema.kind is TableKind.MESSAGES else int(schema.table_id)
-            own_numbers = numbers.seqs[keep].tolist(), numbers.ends[keep].tolist()
-            lines = table_lines(kept, stream=self._stream)
-            moments = kept.batch.column("__commit_ts").cast(pa.int64()).to_pylist()
-            if definition.kind is Kind.LATEST and schema.kind is TableKind.TABLE:
-                gone_rows = [False] * len(ids) if is_gone is None else is_gone[keep].tolist()
-                rows = zip(lines, ids, groups, moments, *own_numbers, gone_rows, strict=True)
-                for line, id_, own, moment, number, end, is_row_gone in rows:
-                    first, second = _newest(line, id_, own, moment, definition, is_gone=is_row_gone)
-                    yield line.offset, _Item(line.operation_seq, line.index, line.operation, number, end, first, second)
-                continue
-            for line, id_, own, moment, number, end in zip(lines, ids, groups, moments, *own_numbers, strict=True):
-                facts = line.facts
-                if definition.renamed is not None and schema.kind is TableKind.TABLE:
-                    facts = chosen(facts, definition.renamed)
-                record = msgspec.json.encode(facts).decode()
-                is_barrier = schema.kind is TableKind.RAW or facts["op"] == _TRUNCATE
-                origin = Origin(own[0] if own else None, record, moment)
-                groups_held = () if is_barrier or definition.group_by == "none" else own
-                message = Message(0, 0, id_, groups_held, table, is_barrier, len(record), origin)
-                yield line.offset, _Item(line.operation_seq, line.index, line.operation, number, end, message)
+    def _part(self, found: _Kept) -> Iterator[tuple[int, _Item]]:
+        kept, definition, schema = found.records, found.definition, found.records.schema
+        prefix = f"{self._stream}-{int(kept.shard)}-{int(kept.epoch)}-"
+        ids = [f"{prefix}{offset}" for offset in kept.batch.column("__offset").to_pylist()]
+        groups = groups_of(schema, kept.batch, definition.group_by, ids)
+        table = None if schema.kind is TableKind.MESSAGES else int(schema.table_id)
+        own_numbers = found.seqs.tolist(), found.ends.tolist()
+        lines = table_lines(kept, stream=self._stream)
+        moments = kept.batch.column("__commit_ts").cast(pa.int64()).to_pylist()
+        if definition.kind is Kind.LATEST and schema.kind is TableKind.TABLE:
+            rows = zip(lines, ids, groups, moments, *own_numbers, found.is_gone.tolist(), strict=True)
+            for line, id_, own, moment, number, end, is_row_gone in rows:
+                first, second = _newest(line, id_, own, moment, definition, is_gone=is_row_gone)
+                yield line.offset, _Item(line.operation_seq, line.index, line.operation, number, end, first, second)
+            return
+        for line, id_, own, moment, number, end in zip(lines, ids, groups, moments, *own_numbers, strict=True):
+            facts = line.facts
+            if definition.renamed is not None and schema.kind is TableKind.TABLE:
+                facts = chosen(facts, definition.renamed)
+            record = msgspec.json.encode(facts).decode()
+            is_barrier = schema.kind is TableKind.RAW or facts["op"] == _TRUNCATE
+            origin = Origin(own[0] if own else None, record, moment)
+            groups_held = () if is_barrier or definition.group_by == "none" else own
+            message = Message(0, 0, id_, groups_held, table, is_barrier, len(record), origin)
+            yield line.offset, _Item(line.operation_seq, line.index, line.operation, number, end, message)
 
 
 def _complete_groups(definition: Definition, part: TableRecords, groups: Container[str]) -> tuple[set[str], set[int]]:
@@ -383,7 +435,7 @@ def _complete_groups(definition: Definition, part: TableRecords, groups: Contain
     schema, found, truncated = part.schema, set[str](), set[int]()
     if schema.kind is not TableKind.TABLE or not definition.takes(schema):
         return found, truncated
-    keep, _ = _selected(definition, schema, part.batch)
+    keep, _ = selected(definition, schema, part.batch)
     for kept in filtered(part, keep):
         partial = kept.batch.column("__unchanged").is_valid().to_pylist()
         ops = kept.batch.column("__op").to_pylist()
@@ -394,6 +446,28 @@ def _complete_groups(definition: Definition, part: TableRecords, groups: Contain
             # The old key of a change of a key is deleted, whatever the new row lacks.
             found.update(name for name in own[is_partial:] if name in groups)
     return found, truncated
+
+
+def _joined(kept: list[_Kept]) -> Iterator[_Kept]:
+    """Join the records of several frames that one definition selects from one table: each batch has its cost."""
+    tables: dict[tuple[TableId, SchemaVersion, Epoch, int], list[_Kept]] = {}
+    for one in kept:
+        key = one.records.schema.table_id, one.records.schema.version, one.records.epoch, id(one.definition)
+        tables.setdefault(key, []).append(one)
+    for some in tables.values():
+        first = some[0]
+        if len(some) == 1:
+            yield first
+            continue
+        records = replace(
+            first.records,
+            batch=pa.concat_batches([one.records.batch for one in some]),
+            last_seq=some[-1].records.last_seq,
+            operation_seq=pa.concat_arrays([one.records.operation_seq for one in some]),
+            hybrid_ns=pa.concat_arrays([one.records.hybrid_ns for one in some]),
+        )
+        seqs, ends, is_gone = (np.concatenate(arrays) for arrays in zip(*(one[1:4] for one in some), strict=True))
+        yield _Kept(records, seqs, ends, is_gone, first.definition)
 
 
 def _newest(
@@ -424,19 +498,6 @@ def _json(facts: Mapping[str, Any], definition: Definition) -> str:
     return msgspec.json.encode(facts if definition.renamed is None else chosen(facts, definition.renamed)).decode()
 
 
-def _selected(definition: Definition, schema: TableSchema, batch: pa.RecordBatch) -> tuple[Bools, Bools | None]:
-    """Return which records of a part a definition selects, and those of them that don't match: their rows are gone."""
-    if not definition.takes(schema):
-        return np.zeros(batch.num_rows, dtype=bool), None
-    if definition.predicate is None or schema.kind is TableKind.RAW:
-        return np.ones(batch.num_rows, dtype=bool), None
-    matches = matching(definition.predicate, schema, batch)
-    if definition.kind is not Kind.LATEST:
-        return matches, None
-    is_gone = gone(definition.predicate, schema, batch, matches)
-    return matches | is_gone, is_gone
-
-
 def _first_operation(parts: Iterable[TableRecords]) -> tuple[Any, ...]:
     """Return the operation of the first record of a frame."""
     row, part = min(
@@ -458,34 +519,6 @@ def _unkept(part: TableRecords, numbers: _Numbers, left_out: Bools) -> Iterator[
         ):
             operation = (source, lsn, xid) if xid is not None else (rest.shard, first)
             yield offset, _Item(Seq(first), -1 if index is None else index, operation, number, end, None)
-
-
-def matching(predicate: Predicate, schema: TableSchema, batch: pa.RecordBatch) -> Bools:
-    """Return for each record whether a consumer's `where` lets it through.
-
-    A record on which it can't be evaluated passes, and so does a TRUNCATE: a delete that lacks a column, an unchanged
-    TOAST value, a value that stands in `__exact`, a column of another type than the literal.
-    """
-    first = batch.num_columns - len(schema.columns)
-    fields = [pa.field(column.name, column.arrow) for column in schema.columns]
-    own = pa.RecordBatch.from_arrays(batch.columns[first:], schema=pa.schema(fields))
-    try:
-        found = np.array(predicate.matches(own).to_numpy(zero_copy_only=False), dtype=bool)
-    except RoutingError:
-        return np.ones(batch.num_rows, dtype=bool)
-    ops = batch.column("__op")
-    found |= pc.equal(ops, _TRUNCATE).to_numpy(zero_copy_only=False)
-    named = [column.name for column in schema.columns if column.name in predicate.columns]
-    if any(name not in schema.identity for name in named):
-        found |= pc.equal(ops, _DELETE).to_numpy(zero_copy_only=False)
-    for name in ("__unchanged", "__exact"):
-        column = batch.column(name)
-        if named and column.null_count < len(column):
-            for i, values in enumerate(column.to_pylist()):
-                said = values if name == "__unchanged" else dict(values or ())
-                if said and any(each in said for each in named):
-                    found[i] = True
-    return found
 
 
 def chosen(facts: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
