@@ -95,7 +95,7 @@ def test_every_field_is_shown_as_it_was_written() -> None:
         ({"max_ack_pending": 100_001}, "max_ack_pending"),
         ({"backfill": True}, "backfill"),
         ({"backfill": 1}, "backfill"),
-        ({"webhook": {"url": "https://example.com"}}, "webhook"),
+        ({"webhook": {"url": "https://example.com"}}, "webhook.secret"),
         ({"command": {"argv": ["cat"]}}, "command"),
         ({"allow_private": True}, "allow_private"),
         ({"batch": 5}, "batch"),

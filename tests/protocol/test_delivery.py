@@ -462,3 +462,47 @@ def test_settled_messages_behind_one_that_is_not_cost_little():
     assert (one.cursor, one.unsettled, one.snapshot().open) == (0, 1, {2})
     assert len(one._order) < 3000
     assert len(one._timers._heap) < 3000
+
+
+# --- push sinks ---------------------------------------------------------------------------------------------------------
+
+
+def applied(one: Consumer, state: State) -> State:
+    """Return a state after the consumer's changes, by way of JSON."""
+    for change in one.take_changes():
+        state.apply(decode(json.loads(json.dumps(encode(change)))))
+    return state
+
+
+def test_a_redelivery_counts_and_keeps_the_messages_in_flight():
+    one, state = consumer(message(1, "a"), message(2, "a"), message(3, "b")), State.begin(0)
+    given = ids(one.receive(0, 10))
+    assert one.redeliver(given, 90, 100)
+    assert (one.expire(150), one.in_flight) == (0, 3)
+    assert (one.counters.delivered, one.counters.redelivered) == (3, 3)
+    assert applied(one, state).facts[given[0].position].deliveries == 2
+    again = restarted(one, message(1, "a"), message(2, "a"), message(3, "b"), state=state)
+    assert again.ack(given) == [Status.ACKED] * 3
+    one.expire(190)
+    assert [delivery.deliveries for delivery in one.receive(190, 10)] == [3, 3, 3]
+    assert not one.redeliver(given[:1], 190, 100)
+
+
+def test_a_message_that_is_buried_is_dead_at_once():
+    one, state = consumer(message(1, "a"), message(2, "a"), message(3, "b")), State.begin(0)
+    given = ids(one.receive(0, 10))
+    one.bury([given[0], given[0]], 5, error="400")
+    assert [(letter.deliveries, letter.error, letter.died) for letter in one.dead.values()] == [(1, "400", 5)]
+    assert [delivery.message.position // 2 for delivery in one.receive(5, 10)] == [2]
+    assert applied(one, state).dead.keys() == one.dead.keys()
+    assert one.ack(given[2:]) == [Status.ACKED]
+
+
+def test_messages_of_a_receiver_that_is_gone_come_back_without_a_failure():
+    one = consumer(message(1, "a"), message(2, "b"), limits=Limits(ack_wait_ms=100, max_deliver=1))
+    given = ids(one.receive(0, 10))
+    one = restarted(one, message(1, "a"), message(2, "b"))
+    one.return_all()
+    assert [delivery.deliveries for delivery in one.receive(1, 10)] == [2, 2]
+    assert one.ack(given) == [Status.SUPERSEDED] * 2
+    assert one.dead == {}

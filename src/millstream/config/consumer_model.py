@@ -6,7 +6,63 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from millstream.config.section import Section
+from millstream.config.section import Duration, Section
+
+
+def _texts(value: Any, otherwise: str = "must be text in quotes, or a list of it") -> Any:
+    """Return a text or a list of texts; `ValueError` for anything else."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(otherwise)
+    return value
+
+
+class WebhookSection(Section):
+    """Messages as signed HTTP requests, by the Standard Webhooks specification."""
+
+    url: str = Field(
+        repr=False,
+        description="Address that takes the messages by POST: `https://example.com/hook`. Credentials go into `headers`.",
+    )
+    secret: str | list[str] = Field(
+        repr=False,
+        description="Secret that signs the requests, `whsec_` and Base64: `${HOOK_SECRET}`. A list while it is rotated: a "
+        "request has a signature of each.",
+    )
+    headers: dict[str, str] = Field(
+        default={}, repr=False, description="Further headers of the requests, such as `authorization`."
+    )
+    batch_size: int = Field(default=1, description="Messages of a request, at most: 1 to 1000.")
+    timeout: Duration = Field(default="30s", description="Time within which the receiver answers.")
+    concurrency: int = Field(default=4, description="Requests at a time, of different groups: 1 to 100.")
+    retry_min: Duration = Field(default="1s", description="Wait after a failed request. It doubles with each failure.")
+    retry_max: Duration | None = Field(default=None, description="Longest such wait. Unset: `5m`, or `retry_min`.")
+    allow_private: bool = Field(
+        default=False, description="Allow addresses that aren't public, such as loopback. Possible only here."
+    )
+
+    @field_validator("secret", mode="before")
+    @classmethod
+    def _check_secret(cls, secret: Any) -> Any:
+        return _texts(secret)
+
+
+class RedisSection(Section):
+    """Messages as entries of Redis streams, with the fields `id`, `op` and `record`."""
+
+    location: str = Field(
+        repr=False, description="Address of the server: `redis://host:6379/0`, or `rediss://…` with TLS."
+    )
+    stream: str = Field(default="{stream}.{schema}.{table}", description="Template of the names of the Redis streams.")
+    maxlen: int = Field(default=0, description="Entries that a Redis stream keeps. 0: all.")
+
+
+class CommandSection(Section):
+    """Messages as lines of JSON on a command's standard input. It answers `ok` on its standard output. Possible only here."""
+
+    argv: list[str] = Field(min_length=1, description='The program and its arguments: `["python", "load.py"]`.')
+    batch_size: int = Field(default=100, description="Messages for one run of the command, at most: 1 to 1000.")
+    timeout: Duration = Field(default="30s", description="Time within which the command ends.")
 
 
 class ConsumerConfig(Section):
@@ -61,13 +117,16 @@ class ConsumerConfig(Section):
     )
     max_ack_pending: int = Field(default=1000, ge=1, le=100_000, description="Number of messages in flight, at most.")
 
+    webhook: WebhookSection | None = Field(
+        default=None, description="Deliver to a webhook. A consumer has at most one sink; without one, clients receive."
+    )
+    redis: RedisSection | None = Field(default=None, description="Deliver to Redis streams.")
+    command: CommandSection | None = Field(default=None, description="Deliver to a command.")
+
     @field_validator("group_by", mode="before")
     @classmethod
     def _check_group_by(cls, group_by: Any) -> Any:
-        names = [group_by] if isinstance(group_by, str) else group_by
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ValueError('must be "key", "none" or a list of columns')
-        return group_by
+        return _texts(group_by, 'must be "key", "none" or a list of columns')
 
     def body(self, name: str) -> dict[str, Any]:
         """Return the definition as a request's body has it."""

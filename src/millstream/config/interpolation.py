@@ -81,7 +81,7 @@ def mask(path: tuple[str | int, ...], value: Any) -> Any:
     key, table = names[-1] if names else "", names[-2] if len(names) > 1 else ""
     if table in _OPTIONS:
         return mask_option(key, value)
-    if is_secret_key(key) or (table == "headers" and "alerts" in names):
+    if is_secret_key(key) or table == "headers":
         return MASK
     if (table, key) == ("alerts", "url"):
         return mask_path(value)

@@ -54,6 +54,10 @@ class CommandSettings:
         batch_size = fields.whole("batch_size", 100, 1, 1000)
         return cls(tuple(argv), batch_size, fields.seconds("timeout", "30s", "1h"))
 
+    def as_dict(self, *, masked: bool = True) -> dict[str, Any]:  # noqa: ARG002 (it has no secrets of its own)
+        """Return every setting; `parse` reads it again."""
+        return {"argv": list(self.argv), "batch_size": self.batch_size, "timeout": f"{self.timeout_s:g}s"}
+
 
 class CommandSink:
     """A command: `sinks.PushSink`.

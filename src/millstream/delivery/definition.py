@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, NamedTuple, NoReturn
 
 import pyarrow as pa
 
+from millstream.delivery.sink_definition import SINKS, SinkDefinition
 from millstream.errors import DeliveryError, RoutingError, UsageError
 from millstream.model.names import TablePatterns
 from millstream.model.predicate import Predicate
@@ -28,8 +29,7 @@ _NUMBERS: Final[Mapping[str, tuple[int, int, int]]] = {
     "max_ack_pending": (1000, 1, 100_000),
 }
 """The default, the least and the greatest value."""
-_NOT_HERE: Final = ("webhook", "kafka", "redis", "command", "allow_private")
-_FIELDS: Final = ("name", "tables", "where", "columns", "kind", "group_by", "start", *_NUMBERS, "backfill")
+_FIELDS: Final = ("name", "tables", "where", "columns", "kind", "group_by", "start", *_NUMBERS, "backfill", *SINKS)
 _COLUMN: Final = re.compile(
     r"""\s*(?P<name>"(?:[^"]|"")+"|[^\s"]+)(?:\s+as\s+(?P<alias>"(?:[^"]|"")+"|[^\s"]+))?\s*\Z""", re.IGNORECASE
 )
@@ -59,23 +59,24 @@ class Definition:
     max_deliver: int
     max_ack_pending: int
     backfill: bool
+    sink: SinkDefinition | None = None
+    """The push sink; None: clients receive the messages."""
 
     @classmethod
-    def parse(cls, body: object) -> Definition:
+    def parse(cls, body: object, *, is_trusted: bool = False) -> Definition:
         """Read a definition from a JSON value.
+
+        Args:
+            body: the value.
+            is_trusted: whether it comes from the configuration file or the home's own state, where a sink may run a command
+                and reach private addresses.
 
         Raises:
             DeliveryError (`invalid_consumer`): a field is missing, unknown, or not valid.
         """
         if not isinstance(body, Mapping):
             _refuse("a definition is an object")
-        sinks = [field for field in _NOT_HERE if field in body]
-        if sinks:
-            _refuse(
-                f"a consumer can't have {sinks[0]} here",
-                sinks[0],
-                "Create the consumer without it, and receive its messages over HTTP or in Python.",
-            )
+        sink = SinkDefinition.parse(body, is_trusted=is_trusted)
         unknown = [str(field) for field in body if field not in _FIELDS]
         if unknown:
             _refuse(f"there is no field {unknown[0][:80]!r}", unknown[0][:80], f"Use: {', '.join(_FIELDS)}.")
@@ -116,10 +117,14 @@ class Definition:
         if not start.strip():
             _refuse("start is empty", "start", "Use `earliest`, `latest`, a token or a time.")
         numbers = {field: _number(body, field) for field in _NUMBERS}
-        return cls(name, tables, where, columns, kind, group_by, start, backfill=False, **numbers)
+        return cls(name, tables, where, columns, kind, group_by, start, backfill=False, sink=sink, **numbers)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return every field, as JSON shows it; `parse` reads it again."""
+    def as_dict(self, *, masked: bool = True) -> dict[str, Any]:
+        """Return every field, as JSON shows it; `parse` reads it again.
+
+        Args:
+            masked: whether secrets of the sink are replaced by `***`.
+        """
         return {
             "name": self.name,
             "tables": None if self.tables is None else list(self.tables),
@@ -132,6 +137,7 @@ class Definition:
             "max_deliver": self.max_deliver,
             "max_ack_pending": self.max_ack_pending,
             "backfill": self.backfill,
+            **({} if self.sink is None else {self.sink.kind: self.sink.shown if masked else self.sink.settings}),
         }
 
     @property

@@ -100,6 +100,8 @@ class Running:
         """Whether this process no longer has the consumers."""
         self.waiters: set[Waiter] = set()
         self.error: str | None = None
+        self.push_error: str | None = None
+        """The present error of the push sink."""
         self.is_removed = False
         """Whether the consumer isn't in `millstream.toml` any longer, and is paused therefore."""
         self.refusal: MillstreamError | None = None
@@ -117,7 +119,7 @@ class Running:
         self._records = ConsumerReader(stream, reader, stored.definition, stored.earlier)
         limits = Limits(
             ack_wait_ms=self.definition.ack_wait_ms,
-            max_deliver=self.definition.max_deliver,
+            max_deliver=0 if self.definition.sink is not None else self.definition.max_deliver,  # the pusher counts
             max_ack_pending=self.definition.max_ack_pending,
             waiting_max=WAITING_MAX,
             waiting_bytes_max=WAITING_BYTES_MAX,
@@ -166,6 +168,11 @@ class Running:
             CursorExpired: the consumer was cut off.
             CorruptWal …: the log can't be read.
         """
+        answer, is_more = self.deliver(count)
+        return [self._shown(delivery) for delivery in answer], is_more
+
+    def deliver(self, count: int) -> tuple[list[Delivery], bool]:
+        """Return as `take`, in the machine's form."""
         machine = self.machine
         self.check_kept()
         machine.expire(now_ms())
@@ -175,7 +182,13 @@ class Running:
         self.save()
         self.check_kept()
         self._time(answer)
-        return [self._shown(delivery) for delivery in answer], is_more
+        return answer, is_more
+
+    def begin_pushing(self) -> None:
+        """Return the messages that an earlier pusher had: this process alone delivers to the sink."""
+        self._restore()
+        self.machine.return_all()
+        self.save()
 
     def _read(self, count: int) -> bool:
         """Offer messages until the machine has enough; return whether it stopped before that and before the end."""
@@ -269,7 +282,7 @@ class Running:
             )
 
     def _shown(self, delivery: Delivery) -> dict[str, Any]:
-        group, record = self._origin(delivery.message)
+        group, record = self.origin(delivery.message)
         return {
             "id": delivery.message.id,
             "ack_id": self.ids.text(delivery.delivery_id),
@@ -286,12 +299,16 @@ class Running:
         if durations_s:
             CONSUMER_DELIVERY_SECONDS.of(str(self._stream_id), self.definition.name).observe(*durations_s)
 
+    def observe_request(self, seconds: float) -> None:
+        """Count a delivery by the push sink in the metrics."""
+        CONSUMER_REQUEST_SECONDS.of(str(self._stream_id), self.definition.name).observe(seconds)
+
     def forget_measures(self) -> None:
         """Drop the consumer's metrics in this process, which no longer has it."""
         for measure in (CONSUMER_DELIVERY_SECONDS, CONSUMER_REQUEST_SECONDS):
             measure.forget(str(self._stream_id), self.definition.name)
 
-    def _origin(self, message: Message) -> tuple[str | None, str]:
+    def origin(self, message: Message) -> tuple[str | None, str]:
         """Return a message's group and its record as JSON; those of dead and retried ones are kept here."""
         origin = message.origin
         if isinstance(origin, Origin):
@@ -300,7 +317,7 @@ class Running:
         return group, record
 
     def _merged(self, older: Message, newer: Message) -> Message:
-        return merged(older, self._origin(older)[1], newer)
+        return merged(older, self.origin(older)[1], newer)
 
     # --- settling ----------------------------------------------------------------------------------------------------
 
@@ -404,6 +421,8 @@ class Running:
             return f"records wait because their table is quarantined: {names}"
         if self.is_removed:
             return "it isn't in millstream.toml any longer, and stays paused until it is there again, or removed"
+        if self.push_error is not None:
+            return self.push_error
         left_out = self._records.left_out()
         if left_out:
             return f"a consumer of kind latest leaves out tables without a key: {', '.join(left_out)}"
@@ -428,7 +447,7 @@ class Running:
         return [self._shown_letter(letter) for letter in some], following
 
     def _shown_letter(self, letter: DeadLetter) -> dict[str, Any]:
-        group, record = self._origin(letter.message)
+        group, record = self.origin(letter.message)
         died = datetime.fromtimestamp(letter.died / 1000, UTC).isoformat(timespec="milliseconds")
         return {
             "id": letter.message.id,

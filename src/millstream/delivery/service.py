@@ -21,6 +21,7 @@ import structlog
 from millstream.delivery.arguments import check_empty, dead_letter_ids, page, settling, waiting, wanted_place
 from millstream.delivery.configured import FileConsumers, schemas_of
 from millstream.delivery.definition import Definition
+from millstream.delivery.push_source import Pushing
 from millstream.delivery.running import Running, Waiter, now_ms
 from millstream.delivery.starting import ParseMoment, check_kept, resolve
 from millstream.delivery.store import Letter, Store, Stored
@@ -35,7 +36,7 @@ from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.protocol.delivery import Change, Consumer, DeliveryId, Phase, State, Status
 from millstream.wal.reader import StreamReader
-from millstream.workers import Worker
+from millstream.workers import Worker, call_in_thread
 
 logger = structlog.get_logger("millstream.delivery")
 
@@ -45,6 +46,8 @@ _HOLD_EVERY_S: Final = 2.0
 _LOOK_S: Final = 0.2
 _WAITS_AT_MOST_S: Final = 1.0
 """How long a `receive` waits until it looks again; records and expiries wake it sooner."""
+_PUSHES_AFTER_S: Final = 2.0
+"""How long a process that isn't a server has the consumers until it delivers to sinks: a command ends sooner."""
 _READS_AT_LEAST_S: Final = 5.0
 """How long a `receive` that doesn't wait may read records that `where` leaves out."""
 
@@ -76,6 +79,8 @@ class Surroundings:
     quarantined: Callable[[], Mapping[TableId, str]]
     """Returns the tables that are quarantined now, with their names."""
     file: FileConsumers
+    is_server: bool = False
+    """Whether this process is a server, which delivers to sinks at once."""
 
 
 class Answer(NamedTuple):
@@ -110,8 +115,13 @@ class StreamConsumers:
         self._store, stored = Store.open(around.folder)
         self._held: dict[str, int] = {}
         self._hold_at = 0.0
+        self._wanted = threading.Event()
+        """Set while a `receive` waits for the log to grow."""
         self._file = around.file
         self._running: dict[str, Running] = {}
+        self._pushing: dict[str, Pushing] = {}
+        """The consumers with a push sink, by name."""
+        self._push_at_s = time.monotonic() + (0.0 if around.is_server else _PUSHES_AFTER_S)
         for name, known in stored.items():
             found = self._file.adapted(known, around.open_reader)
             if found != known:
@@ -122,8 +132,6 @@ class StreamConsumers:
         for name in self._file.definitions:
             with suppress(MillstreamError):  # each call reports it
                 self._make_configured(name)
-        self._wanted = threading.Event()
-        """Set while a `receive` waits for the log to grow."""
         self._seen = Seq(0)
         self._workers = [
             Worker("consumers-sync", self._keep, every_s=_SYNC_EVERY_S).start(),
@@ -187,6 +195,8 @@ class StreamConsumers:
         self._wanted.set()
         for worker in self._workers:
             worker.join()
+        for ended in [call_in_thread("push-end", pushing.stop) for pushing in self._pushing.values()]:
+            ended.result()
         with self._lock:
             for running in self._running.values():
                 with running.lock:
@@ -235,7 +245,10 @@ class StreamConsumers:
             del self._running[name]
             self._held.pop(name, None)
             self._around.holding.release(name)
+            pushing = self._pushing.pop(name, None)
         running.wake()
+        if pushing is not None:
+            call_in_thread("push-end", pushing.stop)
         return Answer(None)
 
     def _steer(self, how: str, name: str, body: Any, waiter: Waiter) -> Answer:
@@ -279,6 +292,14 @@ class StreamConsumers:
         begun_s = time.monotonic()
         end_s = begun_s + wait_s
         running = self._known(name)
+        if running.definition.sink is not None:
+            kind = running.definition.sink.kind
+            raise DeliveryError(
+                f"consumer {name} delivers its messages by {kind}",
+                code="consumer_pushed",
+                stream=self._around.stream,
+                consumer=name,
+            )
         running.waiters.add(waiter)
         try:
             while True:
@@ -386,6 +407,8 @@ class StreamConsumers:
         name = stored.definition.name
         running.is_removed = stored.is_configured and name not in self._file.definitions
         running.refusal = self._file.refused.get(name)
+        if stored.definition.sink is not None:
+            self._pushing[name] = Pushing(around.stream, running, self._wanted.set, self._sync)
         return running
 
     def _note(self, name: str, changes: list[Change], letters: dict[str, Letter]) -> None:
@@ -435,6 +458,9 @@ class StreamConsumers:
             if self._store.wants_compaction:
                 self._compact()
             self._sync()  # retention goes by cursors that are durable
+            if time.monotonic() >= self._push_at_s:
+                for pushing in list(self._pushing.values()):
+                    pushing.look()
             if cursors is not None:
                 self._hold_at = time.monotonic()
                 self._move_holders(cursors)

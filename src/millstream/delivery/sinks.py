@@ -194,12 +194,6 @@ def open_sink(
         consumer: the consumer's name.
         place: more about the consumer. Without it, a sink in Kafka doesn't recognise messages that an earlier one sent.
 
-    Args:
-        kind: the kind.
-        settings: the consumer's table of that kind.
-        stream: the name of the consumer's stream.
-        consumer: the consumer's name.
-
     Raises:
         DeliveryError (`invalid_consumer`): there is no such kind, or a setting isn't valid.
     """

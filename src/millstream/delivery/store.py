@@ -66,7 +66,7 @@ class Stored:
     def to_json(self) -> dict[str, Any]:
         """Return a value that JSON can hold."""
         return {
-            "definition": self.definition.as_dict(),
+            "definition": self.definition.as_dict(masked=False),
             "incarnation": self.incarnation,
             "state": self.state.to_json(),
             "letters": self.letters,
@@ -79,7 +79,7 @@ class Stored:
     def from_json(cls, value: Mapping[str, Any]) -> Stored:
         """Return the consumer of `to_json`'s value."""
         state = State.from_json(value["state"])
-        definition = Definition.parse(value["definition"])
+        definition = Definition.parse(value["definition"], is_trusted=True)
         earlier = [Earlier(upto, known, selection_of(fields)) for upto, known, fields in value.get("earlier", ())]
         configured = value.get("configured", (False, False))
         return cls(definition, value["incarnation"], state, value["letters"], value["bounds"], earlier, *configured)

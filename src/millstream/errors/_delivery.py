@@ -30,6 +30,11 @@ class DeliveryError(MillstreamError):
             "Change `[streams.S.consumers.C]` in millstream.toml, and restart what runs.",
             exit_code=2,
         ),
+        "consumer_pushed": Code(
+            "The consumer has a push sink, such as a webhook, which gets its messages. Details: stream, consumer.",
+            hint="Make a consumer without a sink to receive messages.",
+            exit_code=2,
+        ),
         "unknown_consumer": Code(
             "The stream has no consumer of that name; details: stream, consumer.",
             hint="Run `millstream consumer ls` to list the stream's consumers.",

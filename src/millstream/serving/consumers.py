@@ -51,6 +51,11 @@ _BODIES: Final[dict[str, dict[str, Any]]] = {
         "max_deliver": {"type": "integer", "minimum": 0, "maximum": 1000, "default": 10},
         "max_ack_pending": {"type": "integer", "minimum": 1, "maximum": 100_000, "default": 1000},
         "backfill": {"enum": [False], "default": False},
+        "webhook": {
+            "type": "object",
+            "description": "Deliver to a webhook: `[streams.S.consumers.C.webhook]` of the reference.",
+        },
+        "redis": {"type": "object", "description": "Deliver to Redis streams: `[streams.S.consumers.C.redis]`."},
     },
     "receive": {
         "batch_size": {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100},

@@ -41,6 +41,7 @@ _STATUS: Final[Mapping[str, HTTPStatus]] = {
     "request_timeout": HTTPStatus.REQUEST_TIMEOUT,
     "consumer_exists": HTTPStatus.CONFLICT,
     "consumer_configured": HTTPStatus.CONFLICT,
+    "consumer_pushed": HTTPStatus.CONFLICT,
     "key_changed": HTTPStatus.CONFLICT,
     "table_captured": HTTPStatus.CONFLICT,
     "table_quarantined": HTTPStatus.CONFLICT,

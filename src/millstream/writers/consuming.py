@@ -65,6 +65,7 @@ class HomeConsumers:
         self._own: _Owner | None = None
         self._copies: dict[str, CopiedConsumers] = {}
         self._roles = Roles(home)
+        self._is_server = False
         self._is_closed = False
         self._pid = os.getpid()
 
@@ -95,8 +96,9 @@ class HomeConsumers:
         Raises:
             ConfigError: one of them can't be as it is there: it exists, and has another kind or other groups.
         """
+        self._is_server = True
         for stream, config in self._home.config.streams.items():
-            if config.consumers:
+            if config.consumers or self._home.delivery_folder(stream).exists():
                 try:
                     check_consumers(self._home, stream)
                     owner = self._owner() if self._roles.leads_surely(stream) else None
@@ -179,15 +181,20 @@ class HomeConsumers:
             if self._own is None:
                 self._home.prepare()
                 with suppress(HomeBusy):
-                    self._own = _Owner(self._home, RoleLock.take(self._home.run_folder, _ROLE, patience_s=0.0))
+                    self._own = _Owner(
+                        self._home,
+                        RoleLock.take(self._home.run_folder, _ROLE, patience_s=0.0),
+                        is_server=self._is_server,
+                    )
             return self._own
 
 
 class _Owner:
     """The consumers of all streams that this node leads, in the process that has the role."""
 
-    def __init__(self, home: Home, role: RoleLock) -> None:
+    def __init__(self, home: Home, role: RoleLock, *, is_server: bool) -> None:
         self._home = home
+        self._is_server = is_server
         self._lock = threading.Lock()
         self._streams: dict[str, tuple[Promise, StreamConsumers]] = {}
         self._roles = Roles(home)
@@ -209,16 +216,26 @@ class _Owner:
                 self._close(stream)  # a promotion has replaced the state
                 found = None
             if found is None:
-                found = promise, StreamConsumers(surroundings(self._home, self._catalog, stream))
+                found = (
+                    promise,
+                    StreamConsumers(surroundings(self._home, self._catalog, stream, is_server=self._is_server)),
+                )
                 self._streams[stream] = found
             return found[1]
 
     def _follow_roles(self) -> bool:
-        """Close the consumers of streams that this node no longer leads, or leads again after another node."""
+        """Close the consumers of streams that this node no longer leads; open those of streams that a server leads now."""
         with self._lock:
             for stream, (promise, _) in list(self._streams.items()):
                 if not self._roles.leads_surely(stream) or self._roles.of(stream).promise != promise:
                     self._close(stream)
+        for stream, config in self._home.config.streams.items() if self._is_server else ():
+            if config.consumers or self._home.delivery_folder(stream).exists():
+                try:
+                    if self._roles.leads_surely(stream):
+                        self.of(stream)
+                except (MillstreamError, OSError) as error:
+                    logger.warning("the consumers of a stream can't be opened", stream=stream, error=str(error))
         return True
 
     def _close(self, stream: str) -> None:
@@ -280,7 +297,7 @@ class ConsumerHolders:
         }
 
 
-def surroundings(home: Home, catalog: Catalog, stream: str) -> Surroundings:
+def surroundings(home: Home, catalog: Catalog, stream: str, *, is_server: bool = False) -> Surroundings:
     """Return what a stream's consumers need of the home."""
     folder, decoded = str(home.wal_folder(stream)), DecodedFrames()
     try:
@@ -305,6 +322,7 @@ def surroundings(home: Home, catalog: Catalog, stream: str) -> Surroundings:
         lambda text, of: parse_as_of(text, of, now=datetime.now(UTC)),
         quarantined,
         FileConsumers(stream, configured_consumers(home, stream), mistake),
+        is_server,
     )
 
 
@@ -312,7 +330,7 @@ def configured_consumers(home: Home, stream: str) -> dict[str, Definition]:
     """Return the consumers of a stream that are in `millstream.toml`."""
     config = home.config.streams.get(stream)
     consumers = {} if config is None else config.consumers
-    return {name: Definition.parse(consumer.body(name)) for name, consumer in consumers.items()}
+    return {name: Definition.parse(consumer.body(name), is_trusted=True) for name, consumer in consumers.items()}
 
 
 def check_consumers(home: Home, stream: str) -> None:

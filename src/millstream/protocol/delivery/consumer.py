@@ -22,6 +22,7 @@ from millstream.protocol.delivery.messages import (
     position_of,
 )
 from millstream.protocol.delivery.pending import Pending
+from millstream.protocol.delivery.pushed import Pushed
 from millstream.protocol.delivery.state import Fact, State
 from millstream.protocol.delivery.timers import Timer, Timers
 from millstream.protocol.delivery.unread import Unread
@@ -32,7 +33,7 @@ _KEPT_MIN: Final = 1024
 """Number of items below which a queue isn't searched for void ones."""
 
 
-class Consumer:
+class Consumer(Pushed):
     """The machine; the package's documentation has its rules.
 
     Args:

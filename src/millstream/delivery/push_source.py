@@ -1,0 +1,238 @@
+"""A consumer as the source of its push sink, and the sink's pusher for as long as the consumer delivers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+
+from millstream.delivery.pushing import Pusher
+from millstream.delivery.running import Running, Waiter, now_ms
+from millstream.delivery.sinks import PushMessage, PushSink, open_sink
+from millstream.errors import MillstreamError
+from millstream.protocol.delivery import DeliveryId, Phase, Status
+from millstream.workers import call_in_thread
+
+logger = structlog.get_logger("millstream.delivery")
+
+_RETRY_S: Final = 10.0
+"""Wait before a sink that couldn't be opened is opened again."""
+_ENDS_WITHIN_S: Final = 5.0
+"""How long requests may take when delivery stops, before their connections are closed."""
+
+
+_NO_DELIVERY: Final = DeliveryId(0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class _Message(PushMessage):
+    """A message with the delivery that counts for it."""
+
+    delivery: DeliveryId = _NO_DELIVERY
+
+
+class ConsumerSource:
+    """See `pushing.PushSource`.
+
+    Args:
+        running: the consumer.
+        want: says that a call waits for the log to grow.
+        sync: makes what was noted durable.
+    """
+
+    def __init__(self, running: Running, want: Callable[[], None], sync: Callable[[], None]) -> None:
+        self._running = running
+        self._want = want
+        self._sync = sync
+        self.is_over = False
+        """Whether the pusher ends, so that no call waits."""
+
+    def receive(self, count: int, *, wait_s: float) -> Sequence[PushMessage]:
+        """See `PushSource`."""
+        running, waiter, end_s = self._running, Waiter(), time.monotonic() + wait_s
+        running.waiters.add(waiter)
+        try:
+            while True:
+                waiter.wake.clear()
+                messages, is_more = self._received(count)
+                now_s = time.monotonic()
+                if messages or now_s >= end_s or self.is_over:
+                    return messages
+                if not is_more:
+                    self._want()
+                    wake_ms = running.machine.next_wake()
+                    due_s = wait_s if wake_ms is None else max(0.0, (wake_ms - now_ms()) / 1000)
+                    waiter.wake.wait(min(end_s - now_s, due_s))
+        finally:
+            running.waiters.discard(waiter)
+
+    def _received(self, count: int) -> tuple[list[PushMessage], bool]:
+        running = self._running
+        with running.lock:
+            if self._is_gone() or running.machine.phase is not Phase.ACTIVE:
+                return [], False
+            try:
+                deliveries, is_more = running.deliver(count)
+            except MillstreamError:  # the consumer shows it
+                return [], False
+            found: list[PushMessage] = []
+            for delivery in deliveries:
+                group, record = running.origin(delivery.message)
+                found.append(
+                    _Message(
+                        delivery.message.id,
+                        group,
+                        delivery.deliveries,
+                        record.encode(),
+                        generation=delivery.delivery_id.generation,
+                        delivery=delivery.delivery_id,
+                    )
+                )
+            return found, is_more
+
+    def hold(self, messages: Sequence[PushMessage], seconds: float, *, is_retry: bool) -> bool:
+        """See `PushSource`."""
+        ids, wait_ms = _ids(messages), round(seconds * 1000)
+        with self._running.lock:
+            machine = self._running.machine
+            if self._is_gone() or machine.phase is not Phase.ACTIVE:
+                return False  # the messages go back: a paused consumer repeats nothing
+            if is_retry:
+                is_held = machine.redeliver(ids, now_ms(), wait_ms)
+            else:
+                is_held = all(status is Status.EXTENDED for status in machine.extend(ids, now_ms(), wait_ms))
+            self._running.save()
+        return is_held
+
+    def ack(self, messages: Sequence[PushMessage]) -> None:
+        """See `PushSource`."""
+        with self._running.lock:
+            if not self._is_gone():
+                self._running.machine.ack(_ids(messages))
+                self._running.save()
+        self._running.wake()
+
+    def sync(self) -> None:
+        """See `PushSource`."""
+        self._sync()
+
+    def nack(self, messages: Sequence[PushMessage], *, error: str, is_dead: bool) -> None:
+        """See `PushSource`."""
+        with self._running.lock:
+            if not self._is_gone():
+                if is_dead:
+                    self._running.machine.bury(_ids(messages), now_ms(), error=error)
+                else:
+                    self._running.machine.give_back(_ids(messages))
+                self._running.save()
+        self._running.wake()
+
+    def show(self, error: str | None) -> None:
+        """See `PushSource`."""
+        self._running.push_error = error
+
+    def pause(self, error: str) -> None:
+        """See `PushSource`."""
+        with self._running.lock:
+            if not self._is_gone():
+                self._running.machine.pause()
+                self._running.save()
+        self._running.push_error = error
+        self._sync()
+
+    def _is_gone(self) -> bool:
+        return self._running.is_deleted or self._running.is_closed
+
+
+class Pushing:
+    """The delivery of one consumer to its push sink.
+
+    Args:
+        stream: the stream's name.
+        running: the consumer; its definition has a sink.
+        want: as `ConsumerSource`.
+        sync: as `ConsumerSource`.
+
+    Concurrency: any number of threads.
+    """
+
+    def __init__(self, stream: str, running: Running, want: Callable[[], None], sync: Callable[[], None]) -> None:
+        self._stream = stream
+        self._running = running
+        self._want = want
+        self._sync = sync
+        self._source: ConsumerSource | None = None
+        self._sink: PushSink | None = None
+        self._pusher: Pusher | None = None
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._retry_at_s = 0.0
+
+    def look(self) -> None:
+        """Begin to deliver, unless that goes on or the consumer is paused."""
+        with self._lock:
+            self._look()
+
+    def _look(self) -> None:
+        running, sink = self._running, self._running.definition.sink
+        if self._is_over or sink is None or (self._pusher is not None and self._pusher.is_running):
+            return
+        if running.refusal is not None or time.monotonic() < self._retry_at_s:
+            return
+        with running.lock:
+            if running.machine.phase is not Phase.ACTIVE:
+                return
+        self._end()
+        name = running.definition.name
+        try:
+            self._sink = open_sink(sink.kind, sink.settings, stream=self._stream, consumer=name)
+            with running.lock:
+                running.begin_pushing()
+        except MillstreamError as error:
+            running.push_error, self._retry_at_s = error.message, time.monotonic() + _RETRY_S
+            logger.warning("a consumer can't deliver", stream=self._stream, consumer=name, error=error.message)
+            self._end()
+            return
+        running.push_error = None
+        self._source = ConsumerSource(running, self._want, self._sync)
+        self._pusher = Pusher(
+            name,
+            self._source,
+            self._sink,
+            max_deliver=running.definition.max_deliver,
+            observe=running.observe_request,
+        ).start()
+
+    def stop(self) -> None:
+        """End the delivery. Requests that take too long are cut off; their messages are delivered again later."""
+        with self._lock:
+            self._is_over = True
+            if self._source is not None:
+                self._source.is_over = True
+                self._running.wake()
+            if self._pusher is not None:
+                ended = call_in_thread("push-end", self._pusher.close)
+                try:
+                    ended.result(_ENDS_WITHIN_S)
+                except TimeoutError:
+                    assert self._sink is not None
+                    self._sink.close()
+                    ended.result()
+            self._end()
+
+    def _end(self) -> None:
+        """Release what has ended."""
+        pusher, sink = self._pusher, self._sink
+        self._pusher = self._sink = self._source = None
+        if pusher is not None:
+            pusher.close()
+        if sink is not None:
+            sink.close()
+
+
+def _ids(messages: Sequence[PushMessage]) -> list[DeliveryId]:
+    return [message.delivery for message in messages if isinstance(message, _Message)]

@@ -1,0 +1,176 @@
+"""Consumers with a push sink, from the log to the receiver: nothing is lost, and each message is settled or dead."""
+
+from __future__ import annotations
+
+import base64
+import json
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.app.homes import wait_for
+from tests.delivery.receivers import Answerer, Receiver, Request, answer
+from tests.delivery.test_configured import Deployment, Run
+
+from millstream.errors import DeliveryError
+from millstream.testing.errors import coded
+
+SECRET = "whsec_" + base64.b64encode(bytes(24)).decode()
+SINK = '[streams.web.consumers.search.webhook]\nsecret = "{secret}"\nallow_private = true\nretry_min = "10ms"\n'
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Deployment:
+    return Deployment(tmp_path / "home")
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with Receiver() as found:
+        yield found
+
+
+def hook(receiver: Receiver, *more: str, limits: str = "") -> str:
+    head = f'[streams.web.consumers.search]\nstart = "earliest"\n{limits}\n{SINK.format(secret=SECRET)}'
+    return "\n".join((head, f'url = "{receiver.url}"', *more))
+
+
+def messages(receiver: Receiver) -> list[dict[str, Any]]:
+    return [message for request in list(receiver.requests) for message in json.loads(request.body)["messages"]]
+
+
+def ids(receiver: Receiver) -> list[int]:
+    return [message["record"]["row"]["id"] for message in messages(receiver)]
+
+
+def wait_settled(run: Run, acked: int) -> None:
+    wait_for(lambda: run.call("show")["acked"] == acked, seconds=120, what=lambda: run.call("show"))
+
+
+def failing(for_id: int, status: int) -> Answerer:
+    """Return an answerer that accepts every message except one."""
+
+    def answers(connection: socket.socket, request: Request) -> None:
+        bad = any(message["record"]["row"]["id"] == for_id for message in json.loads(request.body)["messages"])
+        answer(status if bad else 200)(connection, request)
+
+    return answers
+
+
+def test_a_webhook_gets_each_message(deployment: Deployment, receiver: Receiver) -> None:
+    with deployment.run(hook(receiver, "batch_size = 10")) as run:
+        run.start()
+        run.append("orders", *range(50))
+        wait_settled(run, 50)
+        assert set(ids(receiver)) == set(range(50))
+        assert set(messages(receiver)[0]) == {"id", "deliveries", "group", "record"}
+        assert receiver.requests[0].headers["webhook-signature"].startswith("v1,")
+        shown = run.call("show")
+        assert (shown["lag"]["records"], shown["in_flight"], shown["error"]) == (0, 0, None)
+        assert shown["webhook"]["secret"] == "***"
+        with pytest.raises(DeliveryError, check=coded("consumer_pushed")):
+            run.call("receive")
+        run.call("pause")
+        run.append("orders", 50)
+        run.call("rewind", {"to": "latest"})
+        run.append("orders", 51)
+        assert 51 not in ids(receiver)
+        run.call("resume")
+        wait_settled(run, 51)
+        assert 50 not in ids(receiver)
+
+
+def test_a_poison_message_dies_alone(deployment: Deployment, receiver: Receiver) -> None:
+    receiver.answerer = failing(3, 500)
+    with deployment.run(hook(receiver, "batch_size = 4", limits="max_deliver = 3")) as run:
+        run.start()
+        run.append("orders", *range(8), 3)
+        wait_settled(run, 7)
+        wait_for(lambda: run.call("show")["dead"] == 2, seconds=120, what=lambda: run.call("show"))
+        first, _ = run.call("dead")["dead"]
+        assert (first["deliveries"], "500" in first["error"]) == (4, True)
+        receiver.answerer = answer(200)
+        run.call("retry", {"ids": "all"})
+        wait_settled(run, 9)
+        assert [message["deliveries"] for message in messages(receiver)[-1:]] == [1]
+
+
+def test_a_receiver_that_wants_no_more_pauses_its_consumer(deployment: Deployment, receiver: Receiver) -> None:
+    receiver.answerer = answer(410)
+    with deployment.run(hook(receiver)) as run:
+        run.start()
+        run.append("orders", 1)
+        wait_for(lambda: run.call("show")["state"] == "paused", seconds=120)
+        assert "410" in run.call("show")["error"]
+        receiver.answerer = answer(200)
+        run.call("resume")
+        wait_settled(run, 1)
+        assert (run.call("show")["error"], run.call("show")["dead"]) == (None, 0)
+
+
+def test_messages_in_flight_come_again_after_a_restart(deployment: Deployment, receiver: Receiver) -> None:
+    receiver.answerer = answer(503, headers="retry-after: 3600\r\n")
+    with deployment.run(hook(receiver)) as before:
+        before.start()
+        before.append("orders", 1, 2)
+        wait_for(lambda: len(receiver.requests) == 2, seconds=120)
+        wait_for(lambda: "503" in str(before.call("show")["error"]), seconds=120)
+    receiver.answerer = answer(200)
+    with deployment.run(hook(receiver)) as after:
+        after.start()
+        wait_settled(after, 2)
+        assert {message["deliveries"] for message in messages(receiver)[2:]} == {3}
+    with deployment.run() as without:
+        without.start()
+        without.append("orders", 3)
+        assert without.call("show")["state"] == "paused"
+        without.call("delete")
+    assert 3 not in ids(receiver)
+
+
+def test_a_command_gets_lines(deployment: Deployment, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    argv = json.dumps(["sh", "-c", f"cat >> {out}; echo ok"])
+    with deployment.run(f'[streams.web.consumers.search]\nstart = "earliest"\ncommand = {{ argv = {argv} }}') as run:
+        run.start()
+        run.append("orders", *range(20))
+        wait_settled(run, 20)
+        lines = [json.loads(line) for line in out.read_text().splitlines()]
+        assert sorted(line["record"]["row"]["id"] for line in lines) == list(range(20))
+
+
+@pytest.mark.parametrize(
+    ("sink", "field"),
+    [
+        ({"command": {"argv": ["true"]}}, "command"),
+        ({"webhook": {"url": "http://127.0.0.1/x", "secret": SECRET}}, "webhook.url"),
+        ({"webhook": {"url": "https://example.com", "secret": SECRET, "allow_private": True}}, "webhook.allow_private"),
+        ({"webhook": {"url": "https://example.com"}}, "webhook.secret"),
+        ({"webhook": {"url": "https://example.com", "secret": SECRET, "no": 1}}, "webhook.no"),
+        ({"webhook": "https://example.com"}, "webhook"),
+        ({"webhook": {"url": "https://example.com", "secret": SECRET}, "redis": {"location": "redis://h"}}, "redis"),
+        ({"allow_private": True}, "allow_private"),
+    ],
+)
+def test_what_a_request_may_not_set(deployment: Deployment, sink: dict[str, Any], field: str) -> None:
+    with deployment.run() as run:
+        with pytest.raises(DeliveryError, check=coded("invalid_consumer")) as error:
+            run.call("create", {"name": "search", **sink}, name=None)
+        assert error.value.details["field"] == field
+
+
+def test_secrets_count_for_equality_and_arent_shown(deployment: Deployment) -> None:
+    made: Callable[[str], Any] = lambda secret: {  # noqa: E731
+        "name": "search",
+        "webhook": {"url": "https://example.com/hook", "secret": secret, "headers": {"x-token": "t"}},
+    }
+    with deployment.run() as run:
+        shown = run.call("create", made(SECRET), name=None)
+        assert (shown["webhook"]["secret"], shown["webhook"]["headers"]) == ("***", {"x-token": "***"})
+        assert run.call("create", made(SECRET), name=None) == shown
+        with pytest.raises(DeliveryError, check=coded("consumer_exists")):
+            run.call("create", made("whsec_" + base64.b64encode(bytes(25)).decode()), name=None)
+    with deployment.run() as again:
+        assert again.call("create", made(SECRET), name=None) == shown
