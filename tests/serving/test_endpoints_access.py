@@ -53,6 +53,8 @@ class Endpoint:
             "{consumer}": "search",
         }.items():
             url = url.replace(name, value)
+        if url.endswith("/tail"):
+            url += "?where=("  # an answer, not a stream that never ends: this test reads all of it
         assert "{" not in url, f"say here what stands for the parameter of {self.path}"
         return url
 
