@@ -6,7 +6,7 @@ python -m tests.protocol.delivery_latest FIRST COUNT
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 from tests.protocol.delivery_reference import Item, Reference
@@ -18,7 +18,49 @@ from millstream.protocol.delivery.latest import ENTRY_BYTES
 
 
 class LatestReference(Reference):
-    """The reference: `origin` of a message lists the positions that it stands for."""
+    """The reference."""
+
+    relied = floor = 0
+    """As the machine has them."""
+
+    def copy(self) -> Reference:
+        made = super().copy()
+        assert isinstance(made, LatestReference)
+        made.relied, made.floor = self.relied, self.floor
+        return made
+
+    @property
+    def cursor(self) -> int:
+        cursor = super().cursor
+        return self.floor if cursor < self.relied else cursor
+
+    def begin_generation(self, cursor: int, position: int) -> None:
+        super().begin_generation(cursor, position)
+        self.relied = 0
+
+    def drop_older(self, newer: list[Message], upto: int) -> list[Message]:
+        """Drop what was never delivered and has a newer message, or a truncate; return it."""
+        dropped = []
+        for item in self.items:
+            message = item.message
+            is_known = item.last or item.not_before or item.failures or any(item.replaced.values())
+            if message.barrier or item.is_retried or is_known:
+                continue
+            if any(one.groups == message.groups != () and one.position < item.position for one in self.items_()):
+                continue
+            if any(
+                one.groups == message.groups != () or (one.truncates and one.table == message.table) for one in newer
+            ):
+                dropped.append(item)
+        if dropped:
+            self.floor = self.cursor if self.cursor >= self.relied else self.floor
+            self.relied = max(self.relied, upto)
+            self.items = [item for item in self.items if item not in dropped]
+        return [item.message for item in dropped]
+
+    def items_(self) -> list[Message]:
+        """Return the messages that aren't settled."""
+        return [item.message for item in self.items]
 
     def offer(self, messages: Iterable[Message], upto: int) -> None:
         for message in messages:
@@ -136,13 +178,48 @@ class LatestWorld(World):
     consumer_type: ClassVar[type[Consumer]] = LatestConsumer
     reference_type: ClassVar[type[Reference]] = LatestReference
     read_to = 0
-    """The greatest position that was read."""
+    """The greatest position that was read, or looked at."""
+    dropped: list[Message]
+    """Messages that were dropped since the log had newer ones."""
+    shown: list[Message]
+    """Messages that clients were given."""
+
+    def actions(self) -> list[tuple[str, Callable[[], None]]]:
+        return [*super().actions(), ("look", self.look)]
+
+    def look(self) -> None:
+        """Look for newer messages in the rest of the log, and drop what was never delivered."""
+        newer = [message for message in self.messages() if message.position > self.consumer._last]
+        if not newer or not self.consumer.is_restored:
+            return
+        groups = {message.groups[0] for message in newer if message.groups}
+        tables = {message.table for message in newer if message.truncates}
+        before = set(self.consumer._pending.entries)
+        self.consumer.drop_older(groups, tables, self.end)
+        self.reference.drop_older(newer, self.end)
+        gone = before - self.consumer._pending.entries.keys()
+        self.counts["dropped"] += len(gone)
+        self.dropped = [*getattr(self, "dropped", []), *(one for one in self.messages() if one.position in gone)]
+        self.read_to = max(self.read_to, position_of(self.end, 1))
 
     def promote(self) -> None:
         super().promote()
+        for message in getattr(self, "dropped", []):
+            is_there = message in self.messages()
+            if is_there and message.position <= position_of(self.consumer.cursor, 1) and not self.is_seen(message):
+                self.broken(f"{message.id} was dropped, the log has lost the newer ones, and it isn't read again")
         # The consumer may have newer states of keys than the log: it isn't given the older ones again.
         self.done |= {one.id for one in self.messages() if one.position <= position_of(self.consumer.cursor, 1)}
         self.read_to = min(self.read_to, position_of(self.end, 1))
+
+    def is_seen(self, message: Message) -> bool:
+        """Whether the log has a newer message of a message's key, or a client was given one, or a rewind skipped it."""
+        newer = [*self.messages(), *getattr(self, "shown", [])]
+        return message.id in self.done or any(
+            other.position > message.position
+            and (other.groups == message.groups or (other.truncates and other.table == message.table))
+            for other in newer
+        )
 
     def message(self, position: int, before: int) -> Message:
         message = super().message(position, before)
@@ -178,6 +255,7 @@ class LatestWorld(World):
     def check_answer(self, answer: list[Delivery]) -> None:
         """Check an answer, and that no key goes back: a newer one that was acknowledged is the last."""
         super().check_answer(answer)
+        self.shown = [*getattr(self, "shown", []), *(delivery.message for delivery in answer)]
         for delivery in answer:
             message = delivery.message
             if message.id in self.consumer.retried:

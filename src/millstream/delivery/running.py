@@ -60,6 +60,7 @@ class _Look:
 
     def __init__(self, upto: int, groups: set[str], records: ConsumerReader, after: int) -> None:
         self.upto: Final = upto
+        self.left: Final = groups
         self.newer: set[str] = set()
         self.truncated: set[int] = set()
         self.frames: Final = records.newer(after, upto, groups)
@@ -205,7 +206,7 @@ class Running:
                         machine.read_to(machine.read_upto)
                     break
                 machine.offer(step.messages, step.upto)
-                self._seen = step.seen
+                self._seen = max(self._seen, step.seen)
                 if self._records.quarantined:
                     self._hold_quarantined()
                 if time.monotonic() > until:
@@ -240,7 +241,10 @@ class Running:
             self._look = _Look(upto, machine.waiting_groups, self._records, max(machine.read_upto, self._seen))
         for groups, tables in self._look.frames:
             self._look.newer |= groups
+            self._look.left.difference_update(groups)
             self._look.truncated |= tables
+            if not self._look.left:
+                break
             if time.monotonic() > until:
                 return False
         machine.drop_older(self._look.newer, self._look.truncated, upto)
@@ -256,7 +260,7 @@ class Running:
                 if step is None:
                     return
                 machine.offer(step.messages, step.upto)
-                self._seen = step.seen
+                self._seen = max(self._seen, step.seen)
         except MillstreamError as error:
             self._records.restart()
             self.error = error.message
