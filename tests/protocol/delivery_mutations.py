@@ -18,7 +18,7 @@ from millstream.protocol.delivery import changes as kinds
 from millstream.protocol.delivery.dead_letters import DeadLetters
 from millstream.protocol.delivery.pending import Pending
 from millstream.protocol.delivery.unread import Unread
-from millstream.protocol.delivery.waiting import Answer, Entry, Group
+from millstream.protocol.delivery.waiting import Answer, Entry, EntryState, Group
 
 SEEDS_MAX = 2000
 
@@ -311,7 +311,7 @@ class ReplacedHoldsNothing(LatestWorld):
 class RetriedThoughOvertaken(LatestWorld):
     """A dead letter is delivered though its key has a newer message."""
 
-    found_by = 44
+    found_by = 261
 
     class consumer_type(LatestConsumer):  # noqa: N801 - the attribute's name
         def _overtake(self, group: str, position: int) -> None:
@@ -328,11 +328,32 @@ class OldAckCounts(LatestWorld):
             return Consumer._find(self, delivery)
 
 
+class DroppedHoldsNothing(LatestWorld):
+    """The cursor passes messages that were dropped before the newer ones are settled."""
+
+    found_by = 5
+
+    class consumer_type(LatestConsumer):  # noqa: N801 - the attribute's name
+        @property
+        def cursor(self) -> int:
+            return Consumer.cursor.fget(self)  # type: ignore[attr-defined, no-any-return]
+
+
+class DropsDelivered(LatestWorld):
+    """A message that was delivered is dropped, and its deliveries with it."""
+
+    found_by = 9
+
+    class consumer_type(LatestConsumer):  # noqa: N801 - the attribute's name
+        def _was_never_seen(self, entry: Entry) -> bool:
+            return entry.state is EntryState.WAITING and not entry.message.barrier and not entry.is_retried
+
+
 MUTATIONS: tuple[type[Mutation], ...] = (
     CursorAtTheEnd, OnlyItselfReturns, TwoAnswersInFlight, BarriersHoldNothing, NeighboursDie, CountedTwice, OlderAcksCount,
     AcksOutliveARewind, OneRun, AcksNotStored, DeliveriesNotStored, DeathsNotStored, ReturnsNotStored, HolesForgotten,
     LettersOfAnyGeneration, DeliversBeforeItHasRead, DeathsHoldTheirGroup, PromotionKeepsAcks, NewerWaits, TruncateKeepsRows, ReplacedNotSettled, ReplacedHoldsNothing, RetriedThoughOvertaken,
-    OldAckCounts,
+    OldAckCounts, DroppedHoldsNothing, DropsDelivered,
 )  # fmt: skip
 
 

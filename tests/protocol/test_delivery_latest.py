@@ -81,6 +81,15 @@ def test_a_newer_change_replaces_one_that_comes_back():
     assert one.cursor == 2
 
 
+def test_a_newer_change_replaces_one_that_is_given_back_unseen():
+    one = consumer(message(1, "a", "x"))
+    older = [delivery.delivery_id for delivery in one.receive(0, 10)]
+    one.offer([message(2, "a", "y")], 2)
+    assert one.give_back(older) == [Status.NACKED]
+    assert one.ack(older) == [Status.SUPERSEDED]
+    assert facts(one.receive(0, 10)) == [(2, 1, "xy")]
+
+
 def test_a_group_waits_after_a_nack_though_a_newer_change_replaced_the_message():
     one = consumer(message(1, "a"))
     older = [delivery.delivery_id for delivery in one.receive(0, 10)]

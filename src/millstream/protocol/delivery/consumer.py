@@ -283,7 +283,7 @@ class Consumer(Pushed):
                     self._note_unread(changes.Returned((delivery.position,), failed, until))
                 elif not counts:
                     if entry.state is _IN_FLIGHT:
-                        back.returned += [one.position for one in self._pending.come_back(entry)]
+                        back.returned += self._come_back(entry)
                 else:
                     self._fail(entry, back, now, error)
                     if entry.state is _WAITING:
