@@ -95,6 +95,16 @@ def parse_address(address: str) -> dict[str, Any]:
     return parameters
 
 
+def database_of(address: str) -> str:
+    """Return the name of an address's database, as libpq chooses it; empty if a service decides.
+
+    Raises:
+        ValueError: the text is no address.
+    """
+    parameters = parse_address(address)
+    return str(parameters.get("dbname") or ("" if "service" in parameters else parameters.get("user") or ""))
+
+
 def describe_parameters(parameters: dict[str, Any]) -> str:
     """Describe the target without its secrets: `host:port/database`, or the service's name."""
     if "service" in parameters and not {"host", "hostaddr", "dbname"} & parameters.keys():

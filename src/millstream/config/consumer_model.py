@@ -47,6 +47,51 @@ class WebhookSection(Section):
         return _texts(secret)
 
 
+class KafkaSection(Section):
+    """Messages in topics of Kafka, in Debezium's formats or as the record's JSON."""
+
+    location: str = Field(repr=False, description="Addresses of the brokers: `host:9092,host:9092`.")
+    client: dict[str, str | int | float | bool] = Field(
+        default={},
+        repr=False,
+        description='Properties of the clients, with the names that librdkafka uses: `"security.protocol"`, '
+        '`"sasl.password"` …',
+    )
+    transactions: bool = Field(
+        default=True,
+        description="Send each batch in a transaction, together with the consumer's progress: a reader with "
+        "`read_committed` gets each record once. Off: a record may be there twice after a failure.",
+    )
+    topic: str = Field(
+        default="{stream}.{schema}.{table}",
+        description="Template of the topics' names. Characters that Kafka refuses become `_`.",
+    )
+    format: str = Field(
+        default="debezium",
+        description="`debezium`: its envelope. `debezium-flat`: the new row alone. `json`: the record as `wal cat` prints it.",
+    )
+    decimal_handling_mode: str = Field(
+        default="precise", description="Debezium's option: `precise`, `double`, `string`."
+    )
+    time_precision_mode: str = Field(
+        default="adaptive",
+        description="Debezium's option: `adaptive`, `adaptive_time_microseconds`, `connect`, `isostring`, `microseconds`, "
+        "`nanoseconds`.",
+    )
+    binary_handling_mode: str = Field(
+        default="bytes", description="Debezium's option: `bytes`, `base64`, `base64-url-safe`, `hex`."
+    )
+    interval_handling_mode: str = Field(default="numeric", description="Debezium's option: `numeric`, `string`.")
+    schemas_enable: bool = Field(default=True, description="Send the schema of keys and values with each message.")
+    tombstones_on_delete: bool = Field(default=True, description="Send a message without a value behind each delete.")
+    skipped_operations: str = Field(
+        default="none", description="Operations that are left out: a list of `c`, `u`, `d`, `t` with commas, or `none`."
+    )
+    include_unknown_datatypes: bool = Field(
+        default=False, description="Send columns of types that Debezium doesn't support, as bytes."
+    )
+
+
 class RedisSection(Section):
     """Messages as entries of Redis streams, with the fields `id`, `op` and `record`."""
 
@@ -120,6 +165,7 @@ class ConsumerConfig(Section):
     webhook: WebhookSection | None = Field(
         default=None, description="Deliver to a webhook. A consumer has at most one sink; without one, clients receive."
     )
+    kafka: KafkaSection | None = Field(default=None, description="Deliver to topics of Kafka.")
     redis: RedisSection | None = Field(default=None, description="Deliver to Redis streams.")
     command: CommandSection | None = Field(default=None, description="Deliver to a command.")
 

@@ -11,8 +11,9 @@ from typing import Final
 import structlog
 
 from millstream.delivery.pushing import Pusher
+from millstream.delivery.reading import Origin
 from millstream.delivery.running import Running, Waiter, now_ms
-from millstream.delivery.sinks import PushMessage, PushSink, open_sink
+from millstream.delivery.sinks import Place, PushMessage, PushSink, open_sink
 from millstream.errors import MillstreamError
 from millstream.protocol.delivery import DeliveryId, Phase, Status
 from millstream.workers import call_in_thread
@@ -82,12 +83,14 @@ class ConsumerSource:
             found: list[PushMessage] = []
             for delivery in deliveries:
                 group, record = running.origin(delivery.message)
+                origin = delivery.message.origin
                 found.append(
                     _Message(
                         delivery.message.id,
                         group,
                         delivery.deliveries,
                         record.encode(),
+                        origin.logged if isinstance(origin, Origin) else None,
                         generation=delivery.delivery_id.generation,
                         delivery=delivery.delivery_id,
                     )
@@ -156,11 +159,20 @@ class Pushing:
         running: the consumer; its definition has a sink.
         want: as `ConsumerSource`.
         sync: as `ConsumerSource`.
+        place: returns more about the consumer.
 
     Concurrency: any number of threads.
     """
 
-    def __init__(self, stream: str, running: Running, want: Callable[[], None], sync: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        stream: str,
+        running: Running,
+        want: Callable[[], None],
+        sync: Callable[[], None],
+        place: Callable[[Running], Place],
+    ) -> None:
+        self._place = place
         self._stream = stream
         self._running = running
         self._want = want
@@ -189,7 +201,9 @@ class Pushing:
         self._end()
         name = running.definition.name
         try:
-            self._sink = open_sink(sink.kind, sink.settings, stream=self._stream, consumer=name)
+            self._sink = open_sink(
+                sink.kind, sink.settings, stream=self._stream, consumer=name, place=self._place(running)
+            )
             with running.lock:
                 running.begin_pushing()
         except MillstreamError as error:

@@ -21,6 +21,7 @@ from millstream.delivery.definition import Definition, Selection
 from millstream.delivery.groups import groups_of
 from millstream.delivery.latest import OLD, KeyState, Newest, completed, states_of
 from millstream.delivery.selecting import selected
+from millstream.delivery.sinks import LoggedRow
 from millstream.errors import CorruptWal, MillstreamError
 from millstream.model.ids import Epoch, SchemaVersion, ShardId, TableId
 from millstream.model.positions import Seq
@@ -52,6 +53,8 @@ class Origin(NamedTuple):
     """With kind `latest`: the update that a `d` stands for."""
     is_partial: bool = False
     """With kind `latest`: whether the record, or that update, left columns unchanged."""
+    logged: LoggedRow | None = None
+    """The record in the log's form, if the consumer's sink needs the types of its columns."""
 
 
 def merged(older: Message, record: str, newer: Message) -> Message:
@@ -66,7 +69,7 @@ def merged(older: Message, record: str, newer: Message) -> Message:
     if not isinstance(origin, Origin) or not origin.is_partial:
         return newer
     update = known.update if isinstance(known, Origin) else None
-    whole = completed(Newest(record, update, is_partial=False), Newest(origin.record, *origin[3:]))
+    whole = completed(Newest(record, update, is_partial=False), Newest(origin.record, origin.update, origin.is_partial))
     return newer._replace(
         size=len(whole.record), origin=Origin(origin.group, whole.record, origin.committed_us, *whole[1:])
     )
@@ -418,13 +421,16 @@ class ConsumerReader:
                 first, second = _newest(line, id_, own, moment, definition, is_gone=is_row_gone)
                 yield line.offset, _Item(line.operation_seq, line.index, line.operation, number, end, first, second)
             return
-        for line, id_, own, moment, number, end in zip(lines, ids, groups, moments, *own_numbers, strict=True):
+        keeps_rows = definition.sink is not None and definition.sink.kind == "kafka"
+        whole = zip(lines, ids, groups, moments, *own_numbers, strict=True)
+        for row, (line, id_, own, moment, number, end) in enumerate(whole):
             facts = line.facts
             if definition.renamed is not None and schema.kind is TableKind.TABLE:
                 facts = chosen(facts, definition.renamed)
             record = msgspec.json.encode(facts).decode()
             is_barrier = schema.kind is TableKind.RAW or facts["op"] == _TRUNCATE
-            origin = Origin(own[0] if own else None, record, moment)
+            logged = LoggedRow(schema, kept.batch, row) if keeps_rows else None
+            origin = Origin(own[0] if own else None, record, moment, logged=logged)
             groups_held = () if is_barrier or definition.group_by == "none" else own
             message = Message(0, 0, id_, groups_held, table, is_barrier, len(record), origin)
             yield line.offset, _Item(line.operation_seq, line.index, line.operation, number, end, message)

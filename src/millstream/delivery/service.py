@@ -23,6 +23,8 @@ from millstream.delivery.configured import FileConsumers, schemas_of
 from millstream.delivery.definition import Definition
 from millstream.delivery.push_source import Pushing
 from millstream.delivery.running import Running, Waiter, now_ms
+from millstream.delivery.schemas import RecordSchemas
+from millstream.delivery.sinks import Place
 from millstream.delivery.starting import ParseMoment, check_kept, resolve
 from millstream.delivery.store import Letter, Store, Stored
 from millstream.errors import (
@@ -81,6 +83,8 @@ class Surroundings:
     file: FileConsumers
     is_server: bool = False
     """Whether this process is a server, which delivers to sinks at once."""
+    database: str = ""
+    """Name of the source's database; empty: there is none."""
 
 
 class Answer(NamedTuple):
@@ -408,8 +412,12 @@ class StreamConsumers:
         running.is_removed = stored.is_configured and name not in self._file.definitions
         running.refusal = self._file.refused.get(name)
         if stored.definition.sink is not None:
-            self._pushing[name] = Pushing(around.stream, running, self._wanted.set, self._sync)
+            self._pushing[name] = Pushing(around.stream, running, self._wanted.set, self._sync, self._place)
         return running
+
+    def _place(self, running: Running) -> Place:
+        schemas = RecordSchemas(self._around.open_reader())
+        return Place(running.incarnation, self._around.database, running.definition.renamed, schemas.of)
 
     def _note(self, name: str, changes: list[Change], letters: dict[str, Letter]) -> None:
         with self._storing:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from millstream.errors import DeliveryError
 
-SINKS: Final = ("webhook", "redis", "command")
+SINKS: Final = ("webhook", "kafka", "redis", "command")
 _COMMAND: Final = "command"
 
 
@@ -52,6 +52,10 @@ def _settings(kind: str, settings: object, *, is_trusted: bool) -> Any:
         from millstream.delivery.webhook_settings import WebhookSettings
 
         return WebhookSettings.parse(settings, may_allow_private=is_trusted)
+    if kind == "kafka":
+        from millstream.delivery.kafka.settings import KafkaSettings
+
+        return KafkaSettings.parse(settings)
     if kind == "redis":
         from millstream.delivery.redis_stream import RedisSettings
 

@@ -25,6 +25,7 @@ from millstream.delivery.service import Answer, StreamConsumers, Surroundings
 from millstream.errors import ConfigError, HomeBusy, LogError, MillstreamError, WriterClosed
 from millstream.home.time_parsing import parse_as_of
 from millstream.leadership.role_files import LOOK_EVERY_S, Roles
+from millstream.libpq import database_of
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.processes.control import ControlServer, have_done
@@ -323,7 +324,18 @@ def surroundings(home: Home, catalog: Catalog, stream: str, *, is_server: bool =
         quarantined,
         FileConsumers(stream, configured_consumers(home, stream), mistake),
         is_server,
+        _database(home, stream),
     )
+
+
+def _database(home: Home, stream: str) -> str:
+    """Return the name of the database that a stream captures; empty if there is none."""
+    config = home.config.streams.get(stream)
+    if config is None or config.source is None:
+        return ""
+    with suppress(ValueError):  # capture reports it
+        return database_of(config.source.dsn)
+    return ""
 
 
 def configured_consumers(home: Home, stream: str) -> dict[str, Definition]:

@@ -215,9 +215,12 @@ class KafkaSink:
             if is_suspect:
                 self._flush(producer, errors)
         self._flush(producer, errors)
-        are_alone = len(errors) == 1
+        causes = {number: error for number, error in errors.items() if not _is_purge(error)} or errors
+        are_alone = len(causes) == 1
         following = set()
         for number, sending in enumerate(going):
+            if number in errors and number not in causes:
+                continue  # it wasn't sent, since another one had failed
             error = errors.get(number)
             if error is None:
                 sending.is_sent = True
@@ -404,6 +407,12 @@ def _is_of_message(error: KafkaError) -> bool:
     from confluent_kafka import KafkaError as Codes
 
     return error.code() in {Codes.MSG_SIZE_TOO_LARGE, Codes.RECORD_LIST_TOO_LARGE, Codes.INVALID_RECORD}
+
+
+def _is_purge(error: KafkaError) -> bool:
+    from confluent_kafka import KafkaError as Codes
+
+    return error.code() in {Codes._PURGE_QUEUE, Codes._PURGE_INFLIGHT}  # noqa: SLF001 - the client's names
 
 
 def _is_of_topic(error: KafkaError) -> bool:
