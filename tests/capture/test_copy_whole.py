@@ -25,7 +25,6 @@ from tests.capture.test_copying import copied_rows
 from millstream.app.tables import copy_table, pause_table, resume_table
 from millstream.capture.config import CaptureProgress
 from millstream.capture.copying.snapshot import SourceSnapshot
-from millstream.capture.stream.spill import SpillFolder
 from millstream.catalog import Catalog, TableState
 from millstream.errors import SourceError
 from millstream.model.operations import OperationKind, SpilledOp
@@ -302,13 +301,10 @@ def pause_at_begin(stage: Stage) -> None:
     pause_table(stage.catalog, stream, TABLE)
 
 
-def test_rows_for_which_there_is_no_space_are_waited_for_and_nothing_else_is(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stage.config = replace(stage.config, put_off_s=0.1)
-    filled(stage, 100)
+def test_rows_for_which_there_is_no_space_are_waited_for_and_nothing_else_is(stage: Stage) -> None:
     free = [0]
-    monkeypatch.setattr(SpillFolder, "free_bytes", lambda _: free[0])
+    stage.config = replace(stage.config, put_off_s=0.1, free_bytes=lambda _: free[0])
+    filled(stage, 100)
     running = stage.start()
     wait_until(
         lambda: stage.state(TABLE) is not None and "no disk space" in stage.table(TABLE).reason, "the reason is told"

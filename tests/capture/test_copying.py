@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -413,18 +414,14 @@ def test_a_chunk_that_is_given_up_while_the_next_is_read_leaves_no_hole(
     assert stage.log.replay()["public.docs"] == stage.source_rows("docs", ["id"])
 
 
-def test_a_catalog_that_fails_under_a_copy_ends_capture_and_sets_no_table_aside(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_catalog_that_fails_under_a_copy_ends_capture_and_sets_no_table_aside(stage: Stage) -> None:
     stage.sql(DOCS, "INSERT INTO docs SELECT i, 'x', 0 FROM generate_series(1, 400) i")
-
-    def refuse(*_: Any) -> None:
-        raise CatalogError("the catalog can't be written")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(stage.catalog, "put_chunks", refuse)
-        with pytest.raises(CatalogError, match="can't be written"):
+    refusal = "BEFORE INSERT ON copy_chunks BEGIN SELECT RAISE(ABORT, 'it refuses chunks'); END"
+    with closing(sqlite3.connect(stage.folder / "catalog.db")) as database:
+        database.execute(f"CREATE TRIGGER refuses {refusal}")
+        with pytest.raises(CatalogError, match="it refuses chunks"):
             stage.catch_up()
+        database.execute("DROP TRIGGER refuses")
     assert stage.state("public.docs") is TableState.COPYING
     stage.catch_up()
     assert stage.log.replay()["public.docs"] == stage.source_rows("docs", ["id"])

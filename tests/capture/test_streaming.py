@@ -15,7 +15,6 @@ from tests.capture.capture_stage import Stage
 from millstream.capture import CaptureOutcome, run_capture
 from millstream.capture.stream.frames import Block
 from millstream.capture.stream.replication_connection import SocketWire
-from millstream.capture.watcher import Watcher
 from millstream.catalog import TableState
 from millstream.codec.pgoutput import MessageRun
 from millstream.errors import DiskFull, ProtocolViolation
@@ -315,14 +314,20 @@ def test_prepared_transactions_arrive_at_their_commit_and_hold_nothing_up(stage:
 
 
 @pytest.mark.parametrize("how", ["plain", "prepared"])
-def test_a_transaction_whose_commit_comes_right_behind_a_message_is_not_left_out(
-    stage: Stage, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_transaction_whose_commit_comes_right_behind_a_message_is_not_left_out(stage: Stage, how: str) -> None:
     """The server skips transactions that commit before the position that it is asked to start from."""
-    # By default a heartbeat would come between the two, as it always does on a slow machine.
-    stage.config = replace(stage.config, heartbeat_s=3600.0)
-    monkeypatch.setattr(Watcher, "beat_soon", lambda _watcher: None)
-    stage.sql(ORDERS)
+    role = f"quiet_{stage.config.slot}"
+    stage.sql(
+        ORDERS,
+        f"CREATE ROLE {role} LOGIN REPLICATION",
+        f"GRANT SELECT ON orders TO {role}",
+        f"CREATE PUBLICATION {stage.config.publication} FOR TABLE orders",
+        "DO $$ DECLARE emits regprocedure; BEGIN"
+        " FOR emits IN SELECT oid FROM pg_proc WHERE proname = 'pg_logical_emit_message' LOOP"
+        " EXECUTE 'REVOKE EXECUTE ON FUNCTION ' || emits || ' FROM PUBLIC'; END LOOP; END $$",
+    )
+    # Otherwise a heartbeat would come between the two, as it always does on a slow machine.
+    stage.config = replace(stage.config, dsn=stage.dsn.replace("postgres@", f"{role}@"))
     stage.catch_up()
     adjacent = 0
     ends = []
@@ -345,6 +350,7 @@ def test_a_transaction_whose_commit_comes_right_behind_a_message_is_not_left_out
     messages = [operation["commit_lsn"] for _, operation, row in stage.log.records() if chr(row["__op"]) == "m"]
     assert messages == [parse_lsn(end) for (end,) in ends], "a message's position isn't where its record ends"
     assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
+    stage.sql(f"DROP OWNED BY {role}", f"DROP ROLE {role}")
 
 
 def test_schema_changes_are_followed_by_the_stream_itself(stage: Stage) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from millstream.errors import MillstreamError
@@ -22,6 +24,11 @@ def one_shard(table: str) -> ShardId:
 def no_limit() -> int | None:
     """Return no limit: copy as fast as possible."""
     return None
+
+
+def free_bytes_of(folder: Path) -> int:
+    """Return the free space of a folder's disk."""
+    return shutil.disk_usage(folder).free
 
 
 CHUNK_ROWS: Final = 50_000  # some 5 MiB of common rows: small next to memory, large next to a round trip
@@ -61,6 +68,7 @@ class CaptureConfig:
         catch_up_bytes: how much WAL makes a backlog large.
         catch_up_changes: number of changes in a chunk of the backlog, about.
         catch_up_chunk_bytes: WAL in a chunk of the backlog, about.
+        free_bytes: returns the free space of the disk of a folder, `spill_dir`.
         slot_lag_bytes: WAL from which on `doctor` reports that the slot holds it.
     """
 
@@ -90,6 +98,7 @@ class CaptureConfig:
     catch_up_chunk_bytes: int = CHUNK_WAL_BYTES
     failover: bool = True
     origin: str = "any"
+    free_bytes: Callable[[Path], int] = free_bytes_of
     slot_lag_bytes: int = 4 << 30
 
 

@@ -149,7 +149,7 @@ class _Capture:
         self._clock = clock
         self._stream: StreamId = catalog.stream(config.stream).id
         self._scope = f"capture/{self._stream}"
-        self._spill = SpillFolder(config.spill_dir)
+        self._spill = SpillFolder(config.spill_dir, config.free_bytes)
         self._target: Lsn | None = None
         self._records = 0
         self._connected = False

@@ -12,13 +12,14 @@ import contextlib
 import errno
 import itertools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from millstream.capture.config import free_bytes_of
 from millstream.codec.pgoutput import MessageRun
 from millstream.errors import DiskFull, MillstreamError
 from millstream.private_files import make_folder, open_private
@@ -99,10 +100,16 @@ class SpillFile:
 
 
 class SpillFolder:
-    """The spill files of one capture, which alone uses the folder, and empties it when it is opened."""
+    """The spill files of one capture, which alone uses the folder, and empties it when it is opened.
 
-    def __init__(self, path: str) -> None:
+    Args:
+        path: the folder.
+        free_bytes: returns the free space of the disk of a folder.
+    """
+
+    def __init__(self, path: str, free_bytes: Callable[[Path], int] = free_bytes_of) -> None:
         self._path = Path(path)
+        self._free_bytes = free_bytes
         self._numbers = itertools.count(1)
         self.clear()
 
@@ -126,7 +133,7 @@ class SpillFolder:
 
     def free_bytes(self) -> int:
         """Return the free space of its disk."""
-        return shutil.disk_usage(self._path).free
+        return self._free_bytes(self._path)
 
 
 @contextlib.contextmanager
