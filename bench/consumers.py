@@ -1,8 +1,10 @@
-"""Consumers over HTTP: the rate of one, the time from a commit to its receiver, and the cost of a hundred."""
+"""Consumers over HTTP and by webhook: the rate of one, the time from a commit to its receiver, and the cost of a hundred."""
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +37,9 @@ RECEIVED_S: Final = 50
 _SIDE_BY_SIDE: Final = 4
 """Clients of the hundred consumers that ask at a time."""
 _WAIT_MS: Final = 10_000
+_HOOK_WITHIN_S: Final = 300.0
+_REQUEST: Final = 100
+"""Messages of a request to a webhook."""
 _HTTP: Final = '[http]\nlisten = "127.0.0.1:{port}"\n'
 _SHAPE: Final = "rows of 6 columns (int8 key, int4, text, float8, bool, text of 32 B), appended 1000 at a time"
 
@@ -109,12 +114,13 @@ def _clients(port: int, count: int) -> Iterator[list[Client]]:
 
 
 @contextmanager
-def _served(path: Path, tables: Mapping[str, int]) -> Iterator[tuple[int, psutil.Process]]:
+def _served(path: Path, tables: Mapping[str, int], more: str = "") -> Iterator[tuple[int, psutil.Process]]:
     """Append records to application tables, in turns, then serve the home.
 
     Args:
         path: a folder for the home.
         tables: number of records by table.
+        more: more of its `millstream.toml`.
 
     Yields:
         The port, and the server's process.
@@ -122,7 +128,7 @@ def _served(path: Path, tables: Mapping[str, int]) -> Iterator[tuple[int, psutil
     port = free_port()
     path.mkdir()
     keys = "".join(f'"public.{table}" = ["id"]\n' for table in tables)
-    (path / "millstream.toml").write_text(f"[streams.{STREAM}.keys]\n{keys}{_HTTP.format(port=port)}")
+    (path / "millstream.toml").write_text(f"[streams.{STREAM}.keys]\n{keys}{_HTTP.format(port=port)}{more}")
     with millstream.open(str(path)) as opened:
         for first in range(0, max(tables.values()), BATCH):
             for table, records in tables.items():
@@ -188,6 +194,97 @@ def consumer_pull() -> Iterator[Figure]:
         note=f"a new consumer of kind changes, groups by key, on a backlog of {_SHAPE}; over HTTP by one client in Python on one connection:"
         f" receive {BATCH}, read the answer, acknowledge all; the server is `millstream serve` alone",
     )
+
+
+class _Hook:
+    """A receiver of webhooks in this process: it reads each request, counts its messages, and answers 204."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.wanted = 0
+        self.is_complete = threading.Event()
+        self._lock = threading.Lock()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = "http://127.0.0.1:{}/".format(self._listener.getsockname()[1])
+        self._threads = ThreadPoolExecutor()
+        self._threads.submit(self._accept)
+
+    def expect(self, count: int) -> None:
+        """Begin to count up to a number."""
+        with self._lock:
+            self.count, self.wanted = 0, count
+            self.is_complete.clear()
+
+    def close(self) -> None:
+        """Close it, once the other side has closed its connections."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._threads.shutdown()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self._threads.submit(self._serve, self._listener.accept()[0])
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, connection.makefile("rb") as data, contextlib.suppress(OSError):
+            while data.readline():
+                size = 0
+                while (line := data.readline()).strip():
+                    name, _, value = line.partition(b":")
+                    if name.lower() == b"content-length":
+                        size = int(value)
+                messages = data.read(size).count(b'"deliveries":')
+                connection.sendall(b"HTTP/1.1 204 No Content\r\n\r\n")
+                with self._lock:
+                    self.count += messages
+                    if self.count >= self.wanted:
+                        self.is_complete.set()
+
+
+@measures("webhook_records_per_s")
+def webhook() -> Iterator[Figure]:
+    """Measure one consumer that delivers a backlog to a webhook."""
+    records = asked.rows or RECORDS
+    say(f"webhook_records_per_s: {records} records")
+    hook = _Hook()
+    more = (
+        f'[streams.{STREAM}.consumers.hook]\nstart = "latest"\n[streams.{STREAM}.consumers.hook.webhook]\nurl = "{hook.url}"\n'
+        f'secret = "whsec_{"A" * 32}"\nbatch_size = {_REQUEST}\nallow_private = true\n'
+    )
+    with contextlib.closing(hook), folder("hook") as place:
+        with _served(place / "home", {"orders": records}, more) as (port, _), _clients(port, 1) as (client,):
+            expected = 0
+
+            def run() -> float:
+                nonlocal expected
+                hook.expect(records)
+                began = time.perf_counter()
+                client.call("POST", "/hook/rewind", {"to": "earliest"})
+                if not hook.is_complete.wait(_HOOK_WITHIN_S):
+                    raise RuntimeError(f"the receiver got {hook.count} of {records} records")
+                took_s = time.perf_counter() - began
+                expected += records
+                wait_for("all is acknowledged", lambda: _acked(client) >= expected)
+                return records / took_s
+
+            rates = repeated(run)
+    yield reported(
+        "webhook_records_per_s",
+        rates,
+        unit="records/s",
+        goal=">= 20,000",
+        rows=records,
+        size_bytes=records * 100,
+        note=f"a consumer of kind changes, groups by key, rewound to the beginning of {_SHAPE}, until a receiver on loopback has read the last of them;"
+        f" {_REQUEST} messages a request, signed, 4 requests at a time; the receiver is a Python thread a connection and answers 204; the server is"
+        " `millstream serve` alone",
+    )
+
+
+def _acked(client: Client) -> int:
+    return int(msgspec.json.decode(client.call("GET", "/hook"))["acked"])
 
 
 @measures("commit_to_received_ms")
