@@ -205,7 +205,7 @@ class _Hook:
         self.is_complete = threading.Event()
         self._lock = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = "http://127.0.0.1:{}/".format(self._listener.getsockname()[1])
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/"
         self._threads = ThreadPoolExecutor()
         self._threads.submit(self._accept)
 
@@ -253,23 +253,27 @@ def webhook() -> Iterator[Figure]:
         f'[streams.{STREAM}.consumers.hook]\nstart = "latest"\n[streams.{STREAM}.consumers.hook.webhook]\nurl = "{hook.url}"\n'
         f'secret = "whsec_{"A" * 32}"\nbatch_size = {_REQUEST}\nallow_private = true\n'
     )
-    with contextlib.closing(hook), folder("hook") as place:
-        with _served(place / "home", {"orders": records}, more) as (port, _), _clients(port, 1) as (client,):
-            expected = 0
+    with (
+        contextlib.closing(hook),
+        folder("hook") as place,
+        _served(place / "home", {"orders": records}, more) as (port, _),
+        _clients(port, 1) as (client,),
+    ):
+        expected = 0
 
-            def run() -> float:
-                nonlocal expected
-                hook.expect(records)
-                began = time.perf_counter()
-                client.call("POST", "/hook/rewind", {"to": "earliest"})
-                if not hook.is_complete.wait(_HOOK_WITHIN_S):
-                    raise RuntimeError(f"the receiver got {hook.count} of {records} records")
-                took_s = time.perf_counter() - began
-                expected += records
-                wait_for("all is acknowledged", lambda: _acked(client) >= expected)
-                return records / took_s
+        def run() -> float:
+            nonlocal expected
+            hook.expect(records)
+            began = time.perf_counter()
+            client.call("POST", "/hook/rewind", {"to": "earliest"})
+            if not hook.is_complete.wait(_HOOK_WITHIN_S):
+                raise RuntimeError(f"the receiver got {hook.count} of {records} records")
+            took_s = time.perf_counter() - began
+            expected += records
+            wait_for("all is acknowledged", lambda: _acked(client) >= expected)
+            return records / took_s
 
-            rates = repeated(run)
+        rates = repeated(run)
     yield reported(
         "webhook_records_per_s",
         rates,

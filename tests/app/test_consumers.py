@@ -219,6 +219,24 @@ def test_a_consumer_on_the_command_line(home: Path) -> None:
     assert (gone.returncode, "unknown_consumer" in gone.stderr) == (2, True)
 
 
+def test_a_sink_on_the_command_line(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("whsec_AAAA\n")
+    words = ["consumer", "create", "hook", "--webhook", "https://example.com/hook", "--set", "batch_size=7"]
+    words += ["--set", 'headers={"x-token": "t"}', "--set", "timeout=5s", "--json"]
+    made = json.loads(done(home, *words, "--set", f"secret=@{tmp_path / 'secret'}"))["webhook"]
+    assert (made["batch_size"], made["timeout"], made["headers"]) == (7, "5s", {"x-token": "***"})
+    assert made["secret"] == "***"
+    assert "webhook: https://example.com/hook" in done(home, "consumer", "show", "hook")
+    for more, what in (
+        (["--set", "secret=@/nowhere"], "can't be read"),
+        (["--set", "secret"], "NAME=VALUE"),
+        (["--redis", "redis://h"], "one sink"),
+    ):
+        refused = run(home, *words, *more)
+        assert (refused.returncode, what in refused.stderr) == (2, True), refused.stderr
+    assert "needs a sink" in run(home, "consumer", "create", "other", "--set", "maxlen=5").stderr
+
+
 def test_a_client_that_left_this_process_takes_nothing_from_the_owner(home: Path) -> None:
     with opened(home, "forwarded") as found:
         consumers = found.consumers("web")

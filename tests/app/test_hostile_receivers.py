@@ -155,9 +155,7 @@ def test_a_hostile_webhook_gets_everything_in_order_through_kills(tmp_path: Path
     answerer, accepted = answers_badly(random.Random(kills))
     with Receiver(answerer) as receiver:
         settings = 'allow_private = true\nbatch_size = 5\ntimeout = "300ms"\nretry_min = "10ms"\nretry_max = "50ms"'
-        home = web_home(
-            tmp_path / "home", more=KEYS + hook("search", receiver.url, settings, limits="max_deliver = 0")
-        )
+        home = web_home(tmp_path / "home", more=KEYS + hook("search", receiver.url, settings, limits="max_deliver = 0"))
         rows = run_with_kills(home, "search", kills)
         requests = list(receiver.requests)
     messages: dict[str, list[str]] = {}

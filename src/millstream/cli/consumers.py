@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -27,6 +29,8 @@ from millstream.cli.context import (
 if TYPE_CHECKING:
     from millstream.client.consumers import Consumers
 
+_SINKS: Final = {"webhook": "url", "kafka": "location", "redis": "location"}
+"""The sinks that a request may set, each with the setting that its option gives."""
 _SHOWN = ("tables", "where", "columns", "kind", "group_by", "start", "ack_wait_ms", "max_deliver", "max_ack_pending")
 
 
@@ -61,6 +65,17 @@ def consumer() -> None:
     "--max-deliver", type=int, metavar="N", help="Failed deliveries until a message is dead; 0: never.  [default: 10]"
 )
 @click.option("--max-ack-pending", type=int, metavar="N", help="Most messages in flight.  [default: 1000]")
+@click.option("--webhook", metavar="URL", help="Deliver to a webhook. It needs --set secret=@FILE.")
+@click.option("--kafka", metavar="BROKERS", help="Deliver to topics of Kafka: host:9092,other:9092.")
+@click.option("--redis", metavar="ADDRESS", help="Deliver to Redis streams: redis://host:6379/0.")
+@click.option(
+    "--set",
+    "settings",
+    metavar="NAME=VALUE",
+    multiple=True,
+    help="Another setting of the sink, such as batch_size=100; may be repeated. A list or an object is written as JSON; "
+    "@FILE reads a secret from a file.",
+)
 @stream_option
 @json_option
 @pass_invocation
@@ -71,11 +86,19 @@ def create(
     tables: tuple[str, ...],
     columns: tuple[str, ...],
     group_by: str | None,
+    webhook: str | None,
+    kafka: str | None,
+    redis: str | None,
+    settings: tuple[str, ...],
     stream: str | None,
     as_json: bool,
     **others: Any,
 ) -> None:
-    """Create a consumer. The same command again changes nothing."""
+    """Create a consumer. The same command again changes nothing.
+
+    With --webhook, --kafka or --redis `millstream serve` and `millstream run` deliver its messages.
+    """
+    others |= _sink({"webhook": webhook, "kafka": kafka, "redis": redis}, settings)
     groups: Any = group_by if group_by in {None, "key", "none"} else [one.strip() for one in str(group_by).split(",")]
     fields = {"tables": list(tables) or None, "columns": list(columns) or None, "group_by": groups, **others}
     with _consumers(invocation, stream) as consumers:
@@ -276,6 +299,31 @@ def _consumers(invocation: Invocation, stream: str | None) -> Iterator[Consumers
         yield opened.consumers(name)
 
 
+def _sink(addresses: Mapping[str, str | None], settings: Sequence[str]) -> dict[str, Any]:
+    """Return the sink of the definition, if there is one."""
+    kinds = [kind for kind, address in addresses.items() if address is not None]
+    if not kinds and settings:
+        raise click.UsageError("--set needs a sink: pass --webhook, --kafka or --redis")
+    if len(kinds) > 1:
+        raise click.UsageError(f"a consumer has one sink: pass --{kinds[0]} or --{kinds[1]}")
+    return {kind: {**dict(map(_setting, settings)), _SINKS[kind]: addresses[kind]} for kind in kinds}
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise click.UsageError(f"--set needs NAME=VALUE, not {name[:80]!r}")
+    if value.startswith("@"):
+        try:
+            return name, Path(value[1:]).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise click.UsageError(f"--set {name}: {value[1:]} can't be read: {error}") from error
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
 def _named(ids: Sequence[str], *, is_all: bool) -> Sequence[str] | str:
     if is_all == bool(ids):
         raise click.UsageError("name dead letters by their ids, or pass --all")
@@ -319,6 +367,9 @@ def _print(found: dict[str, Any], *, as_json: bool) -> None:
         value = found[field]
         if value is not None:
             say(f"  {field}: {', '.join(value) if isinstance(value, list) else value}")
+    for kind, address in _SINKS.items():
+        if kind in found:
+            say(f"  {kind}: {found[kind][address]}")
 
 
 def _print_results(results: list[dict[str, str]], *, as_json: bool) -> None:

@@ -261,8 +261,8 @@ class Consumers:
 
         Args:
             name: its name.
-            fields: `tables`, `where`, `columns`, `kind`, `group_by`, `start`, `ack_wait_ms`, `max_deliver` and
-                `max_ack_pending`; see the guide to consumers.
+            fields: `tables`, `where`, `columns`, `kind`, `group_by`, `start`, `ack_wait_ms`, `max_deliver`,
+                `max_ack_pending`, and the settings of a sink as `webhook`, `kafka` or `redis`; see the guide to consumers.
 
         Raises:
             DeliveryError (`invalid_consumer`, `consumer_exists`): a field is invalid, or the name is taken.
