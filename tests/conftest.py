@@ -4,9 +4,9 @@ A test's tier follows from what it uses. `--tier quick` leaves out each test tha
 test that uses a fixture of `WHOLE_TIER`; `--tier all`, the default, leaves out none. The mark `soak` stands
 outside the tiers.
 
-Without `--seed N`, simulations and sieges play the same seeds on every run, and the hypothesis profile `ci` the
-same examples. So a red build shows a change of the code. `make test-all` draws N, prints it, and chooses the
-profile `new`.
+Without `--seed N`, simulations and sieges play the same seeds on every run, and the hypothesis profiles `quick`
+and `ci` the same examples: `quick` has half as many. So a red build shows a change of the code. `make test-all`
+draws N, prints it, and chooses the profile `new`.
 
 With `CI` set in the environment a failure is printed at once, not only at the end: a run that is cut off has
 then reported it.
@@ -41,6 +41,7 @@ settings.register_profile(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
+settings.register_profile("quick", parent=settings.get_profile("ci"), max_examples=50)
 settings.register_profile("new", parent=settings.get_profile("ci"), derandomize=False)
 settings.register_profile("soak", parent=settings.get_profile("ci"), derandomize=False, max_examples=100_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or "ci")
@@ -72,7 +73,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the real stderr: while tests run, its descriptor is that of a file which pytest captures."""
+    """Keep the real stderr: while tests run, its descriptor is that of a file which pytest captures.
+
+    Also choose fewer examples for the quick tier, unless the environment chooses.
+    """
+    if config.getoption("--tier") == "quick" and not os.environ.get("HYPOTHESIS_PROFILE"):
+        settings.load_profile("quick")
     assert sys.__stderr__ is not None
     config.stash[_stderr] = os.dup(sys.__stderr__.fileno())
 

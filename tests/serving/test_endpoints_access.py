@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -137,9 +138,15 @@ def in_routers(routes: list[Any]) -> Iterator[Any]:
             yield route
 
 
+@functools.lru_cache(maxsize=2)
+def asgi(app: Application) -> Any:
+    """Return what a server calls. To make it takes longer than fifty requests do."""
+    return app.asgi()
+
+
 def call(app: Application, endpoint: Endpoint, headers: Mapping[str, str]) -> httpx.Response:
     async def asked() -> httpx.Response:
-        transport = httpx.ASGITransport(app=app.asgi(), raise_app_exceptions=False)
+        transport = httpx.ASGITransport(app=asgi(app), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             return await client.request(endpoint.method, endpoint.url, headers=headers)
 
