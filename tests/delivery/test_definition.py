@@ -93,7 +93,7 @@ def test_every_field_is_shown_as_it_was_written() -> None:
         ({"max_deliver": -1}, "max_deliver"),
         ({"max_ack_pending": 0}, "max_ack_pending"),
         ({"max_ack_pending": 100_001}, "max_ack_pending"),
-        ({"backfill": True}, "backfill"),
+        ({"backfill": True, "start": "earliest"}, "backfill"),
         ({"backfill": 1}, "backfill"),
         ({"webhook": {"url": "https://example.com"}}, "webhook.secret"),
         ({"command": {"argv": ["cat"]}}, "command"),

@@ -82,6 +82,21 @@ def test_a_webhook_gets_each_message(deployment: Deployment, receiver: Receiver)
         assert 50 not in ids(receiver)
 
 
+def test_a_webhook_gets_the_rows_of_a_backfill_before_later_records(deployment: Deployment, receiver: Receiver) -> None:
+    with deployment.run(hook(receiver, "batch_size = 2", limits="max_deliver = 2")) as run:
+        run.start()
+        run.append("orders", *range(5))
+        wait_settled(run, 5)
+        receiver.answerer = failing(3, 500)
+        number = run.call("backfill", {})["backfill"]
+        run.append("orders", 5)
+        wait_settled(run, 10)
+        found = [message for message in messages(receiver)[5:] if message["record"]["row"]["id"] != 3]
+        assert [message["record"]["op"] for message in found].index("c") == len(found) - 1
+        assert {message["id"] for message in found[:-1]} == {f"web-b{number}-{n}" for n in (0, 1, 2, 4)}
+        assert [letter["id"] for letter in run.call("dead")["dead"]] == [f"web-b{number}-3"]
+
+
 def test_a_poison_message_dies_alone(deployment: Deployment, receiver: Receiver) -> None:
     receiver.answerer = failing(3, 500)
     with deployment.run(hook(receiver, "batch_size = 4", limits="max_deliver = 3")) as run:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-from millstream.client.consumers import Ask, Flow, definition_of, ids_of, milliseconds, page_of, status_of
+from millstream.client.consumers import Ask, Flow, definition_of, ids_of, milliseconds, page_of, rows_of, status_of
 from millstream.errors import MillstreamError
 from millstream.model.steps import run_async
 
@@ -121,6 +121,10 @@ class AsyncConsumers:
     async def rewind(self, name: str, to: str) -> dict[str, Any]:
         """Rewind as `Consumers.rewind`."""
         return await self._asked(Ask("rewind", name, {"to": str(to)}))
+
+    async def backfill(self, name: str, *, tables: Iterable[str] | None = None, where: str | None = None) -> int:
+        """Deliver rows as of the cursor as `Consumers.backfill`."""
+        return int((await self._asked(Ask("backfill", name, rows_of(tables, where))))["backfill"])
 
     async def dead(self, name: str, *, after: str | None = None, limit: int | None = None) -> dict[str, Any]:
         """Return as `Consumers.dead`."""

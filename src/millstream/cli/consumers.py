@@ -58,6 +58,7 @@ def consumer() -> None:
     "[default: key]",
 )
 @click.option("--start", metavar="PLACE", help="earliest, latest, a token or a time.  [default: latest]")
+@click.option("--backfill", is_flag=True, default=None, help="First deliver the tables' rows as of the start.")
 @click.option(
     "--ack-wait-ms", type=int, metavar="MS", help="Time until a message is delivered again.  [default: 30000]"
 )
@@ -169,6 +170,33 @@ def rewind(invocation: Invocation, name: str, to: str, stream: str | None, as_js
     """Begin at another place of the log, earlier or later."""
     with _consumers(invocation, stream) as consumers:
         _print(consumers.rewind(name, to), as_json=as_json)
+
+
+@consumer.command("backfill")
+@click.argument("name")
+@click.option(
+    "--tables", metavar="P", multiple=True, help="Pattern of tables; may be repeated.  [default: the consumer's]"
+)
+@click.option("--where", metavar="EXPR", help="Deliver only rows for which this holds, such as: total > 5.")
+@stream_option
+@json_option
+@pass_invocation
+def backfill(
+    invocation: Invocation,
+    /,
+    name: str,
+    tables: tuple[str, ...],
+    where: str | None,
+    stream: str | None,
+    as_json: bool,
+) -> None:
+    """Deliver the rows of tables as they are at the cursor, before later records."""
+    with _consumers(invocation, stream) as consumers:
+        number = consumers.backfill(name, tables=list(tables) or None, where=where)
+    if as_json:
+        print_json({"backfill": number})
+    else:
+        say(f"backfill {number} of consumer {name} has begun")
 
 
 @consumer.command("rm")

@@ -242,6 +242,12 @@ def page_of(after: str | None, limit: int | None) -> dict[str, Any]:
     return {name: value for name, value in (("after", after), ("limit", limit)) if value is not None}
 
 
+def rows_of(tables: Iterable[str] | None, where: str | None) -> dict[str, Any]:
+    """Return the fields of a backfill."""
+    fields = {"tables": None if tables is None else list(tables), "where": where}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 def ids_of(ids: Iterable[str] | str) -> dict[str, Any]:
     """Return the fields that name dead letters; `all` names all of them."""
     return {"ids": ids if isinstance(ids, str) else list(ids)}
@@ -294,6 +300,22 @@ class Consumers:
             InvalidValue, TokenFromFuture, CursorExpired: there is no such place; nothing was changed.
         """
         return self._asked(Ask("rewind", name, {"to": str(to)}))
+
+    def backfill(self, name: str, *, tables: Iterable[str] | None = None, where: str | None = None) -> int:
+        """Deliver the rows of tables as of the cursor, before later records; return the backfill's number.
+
+        Args:
+            name: the consumer.
+            tables: patterns of tables; None for all of the consumer's.
+            where: a condition on a row, in addition to the consumer's own.
+
+        Raises:
+            DeliveryError (`backfill_running`): one runs already.
+            LakeBehind: neither the lake nor the log has the tables from their beginning.
+            InvalidValue: `tables` or `where` is invalid.
+            CursorExpired: the consumer was cut off.
+        """
+        return int(self._asked(Ask("backfill", name, rows_of(tables, where)))["backfill"])
 
     def dead(self, name: str, *, after: str | None = None, limit: int | None = None) -> dict[str, Any]:
         """Return a page of dead letters, the oldest first: `dead`, and in `next` the `after` of the next page."""

@@ -161,6 +161,9 @@ class ConsumerConfig(Section):
         description="Failed deliveries after which a message is dead. 0: never.",
     )
     max_ack_pending: int = Field(default=1000, ge=1, le=100_000, description="Number of messages in flight, at most.")
+    backfill: bool = Field(
+        default=False, description="Deliver the rows as of `start` first, when the consumer is made."
+    )
 
     webhook: WebhookSection | None = Field(
         default=None, description="Deliver to a webhook. A consumer has at most one sink; without one, clients receive."

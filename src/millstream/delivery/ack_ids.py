@@ -11,7 +11,7 @@ from typing import Final
 
 from millstream.protocol.delivery import DeliveryId
 
-_FIELDS: Final = struct.Struct(">IQQI")
+_FIELDS: Final = struct.Struct(">IqQI")
 _MAC_BYTES: Final = 16
 _LAST: Final = frozenset("AEIMQUYcgkosw048")
 """The characters with which base64 of this length ends: their last two bits are zero."""

@@ -66,6 +66,30 @@ def wanted_place(body: Any) -> str:
     return text
 
 
+class AskedRows(NamedTuple):
+    """The rows that a backfill delivers."""
+
+    tables: list[str] | None = None
+    """Patterns; None for all tables of the consumer."""
+    where: str | None = None
+
+
+ALL_ROWS: Final = AskedRows()
+
+
+def wanted_rows(body: Any) -> AskedRows:
+    """Return the fields of a backfill."""
+    fields = _fields(body, "tables", "where")
+    tables, where = fields.get("tables"), fields.get("where")
+    if tables is not None and (
+        not isinstance(tables, list) or not tables or not all(isinstance(text, str) for text in tables)
+    ):
+        raise InvalidValue("tables isn't a list of texts", hint="Leave it out for all tables of the consumer.")
+    if where is not None and not isinstance(where, str):
+        raise InvalidValue("where isn't a text", hint="Send a condition, such as `total > 10`, or leave it out.")
+    return AskedRows(tables, where)
+
+
 def check_empty(body: Any) -> None:
     """Refuse a body with fields, for a request that has none."""
     if body is not None and body != {}:

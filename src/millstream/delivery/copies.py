@@ -17,8 +17,9 @@ from typing import Any, Final
 import structlog
 
 from millstream.delivery.arguments import page
+from millstream.delivery.lookup import unknown_consumer
 from millstream.delivery.running import Running, now_ms
-from millstream.delivery.service import Answer, unknown_consumer
+from millstream.delivery.service import Answer
 from millstream.delivery.state_log import log_of
 from millstream.delivery.store import KEY_BYTES, LOG_NAME, Stored, put_consumers, read_consumers
 from millstream.errors import DeliveryError

@@ -106,18 +106,18 @@ class Definition:
                 "group_by",
                 "Leave group_by out, or use kind `changes`.",
             )
-        if _flag(body, "backfill"):
-            _refuse(
-                "a consumer can't have backfill here",
-                "backfill",
-                'Create the consumer with `"start": "earliest"` to receive the records that the log still has.',
-            )
-        start = _text(body, "start", "latest")
+        backfill, start = _flag(body, "backfill"), _text(body, "start", "latest")
         assert start is not None
         if not start.strip():
             _refuse("start is empty", "start", "Use `earliest`, `latest`, a token or a time.")
+        if backfill and start.strip() == "earliest":
+            _refuse(
+                "a consumer that starts at `earliest` can't have a backfill: there are no earlier rows",
+                "backfill",
+                "Leave backfill out, or start at `latest`, a token or a time.",
+            )
         numbers = {field: _number(body, field) for field in _NUMBERS}
-        return cls(name, tables, where, columns, kind, group_by, start, backfill=False, sink=sink, **numbers)
+        return cls(name, tables, where, columns, kind, group_by, start, backfill=backfill, sink=sink, **numbers)
 
     def as_dict(self, *, masked: bool = True) -> dict[str, Any]:
         """Return every field, as JSON shows it; `parse` reads it again.

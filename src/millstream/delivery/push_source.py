@@ -15,7 +15,7 @@ from millstream.delivery.reading import Origin
 from millstream.delivery.running import Running, Waiter, now_ms
 from millstream.delivery.sinks import Place, PushMessage, PushSink, open_sink
 from millstream.errors import MillstreamError
-from millstream.protocol.delivery import DeliveryId, Phase, Status
+from millstream.protocol.delivery import Consumer, DeliveryId, Phase, Status
 from millstream.workers import call_in_thread
 
 logger = structlog.get_logger("millstream.delivery")
@@ -34,6 +34,8 @@ class _Message(PushMessage):
     """A message with the delivery that counts for it."""
 
     delivery: DeliveryId = _NO_DELIVERY
+    machine: Consumer | None = None
+    """The machine that delivered it: the consumer's own, or that of a backfill."""
 
 
 class ConsumerSource:
@@ -65,7 +67,7 @@ class ConsumerSource:
                     return messages
                 if not is_more:
                     self._want()
-                    wake_ms = running.machine.next_wake()
+                    wake_ms = running.next_wake()
                     due_s = wait_s if wake_ms is None else max(0.0, (wake_ms - now_ms()) / 1000)
                     waiter.wake.wait(min(end_s - now_s, due_s))
         finally:
@@ -77,6 +79,7 @@ class ConsumerSource:
             if self._is_gone() or running.machine.phase is not Phase.ACTIVE:
                 return [], False
             try:
+                machine = running.delivering
                 deliveries, is_more = running.deliver(count)
             except MillstreamError:  # the consumer shows it
                 return [], False
@@ -93,21 +96,25 @@ class ConsumerSource:
                         origin.logged if isinstance(origin, Origin) else None,
                         generation=delivery.delivery_id.generation,
                         delivery=delivery.delivery_id,
+                        machine=machine,
                     )
                 )
             return found, is_more
 
     def hold(self, messages: Sequence[PushMessage], seconds: float, *, is_retry: bool) -> bool:
         """See `PushSource`."""
-        ids, wait_ms = _ids(messages), round(seconds * 1000)
+        wait_ms, is_held = round(seconds * 1000), True
         with self._running.lock:
-            machine = self._running.machine
-            if self._is_gone() or machine.phase is not Phase.ACTIVE:
+            known = self._running.machine, self._running.backfills.machine
+            if self._is_gone() or self._running.machine.phase is not Phase.ACTIVE:
                 return False  # the messages go back: a paused consumer repeats nothing
-            if is_retry:
-                is_held = machine.redeliver(ids, now_ms(), wait_ms)
-            else:
-                is_held = all(status is Status.EXTENDED for status in machine.extend(ids, now_ms(), wait_ms))
+            for machine, ids in _by_machine(messages):
+                if machine not in known:  # the backfill has ended
+                    is_held = False
+                elif is_retry:
+                    is_held &= machine.redeliver(ids, now_ms(), wait_ms)
+                else:
+                    is_held &= all(status is Status.EXTENDED for status in machine.extend(ids, now_ms(), wait_ms))
             self._running.save()
         return is_held
 
@@ -115,7 +122,8 @@ class ConsumerSource:
         """See `PushSource`."""
         with self._running.lock:
             if not self._is_gone():
-                self._running.machine.ack(_ids(messages))
+                for machine, ids in _by_machine(messages):
+                    machine.ack(ids)
                 self._running.save()
         self._running.wake()
 
@@ -127,10 +135,11 @@ class ConsumerSource:
         """See `PushSource`."""
         with self._running.lock:
             if not self._is_gone():
-                if is_dead:
-                    self._running.machine.bury(_ids(messages), now_ms(), error=error)
-                else:
-                    self._running.machine.give_back(_ids(messages))
+                for machine, ids in _by_machine(messages):
+                    if is_dead:
+                        machine.bury(ids, now_ms(), error=error)
+                    else:
+                        machine.give_back(ids)
                 self._running.save()
         self._running.wake()
 
@@ -248,5 +257,10 @@ class Pushing:
             sink.close()
 
 
-def _ids(messages: Sequence[PushMessage]) -> list[DeliveryId]:
-    return [message.delivery for message in messages if isinstance(message, _Message)]
+def _by_machine(messages: Sequence[PushMessage]) -> list[tuple[Consumer, list[DeliveryId]]]:
+    """Return the deliveries of messages, with the machine of each."""
+    found: dict[int, tuple[Consumer, list[DeliveryId]]] = {}
+    for message in messages:
+        if isinstance(message, _Message) and message.machine is not None:
+            found.setdefault(id(message.machine), (message.machine, []))[1].append(message.delivery)
+    return list(found.values())

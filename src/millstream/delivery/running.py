@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from millstream.delivery.ack_ids import AckIds
+from millstream.delivery.backfill.steering import Backfilling, Notes
 from millstream.delivery.reading import ConsumerReader, Origin, merged
 from millstream.delivery.store import Letter, Stored, died_letters
 from millstream.errors import CursorExpired, LogTruncated, MillstreamError, OffsetExpired
@@ -77,6 +78,7 @@ class Running:
         key: the home's secret.
         note: stores changes.
         quarantined: returns the ids of the tables that are quarantined now, with their names.
+        notes: where the state of backfills is kept; None: nothing of it changes here.
 
     Concurrency: the caller holds `lock`, except for `wake`.
     """
@@ -90,6 +92,7 @@ class Running:
         key: bytes,
         note: Callable[[str, list[Change], dict[str, Letter]], None],
         quarantined: Callable[[], Mapping[TableId, str]],
+        notes: Notes | None = None,
     ) -> None:
         self.definition: Final = stored.definition
         self.incarnation: Final = stored.incarnation
@@ -131,6 +134,7 @@ class Running:
             if self.definition.kind is Kind.LATEST
             else Consumer(limits, stored.state, run=run)
         )
+        self.backfills: Final = Backfilling(stream, stored, key, limits, self.machine, notes)
         self.follow_log()
 
     def wake(self) -> None:
@@ -139,9 +143,16 @@ class Running:
             waiter.wake.set()
 
     def save(self) -> None:
-        """Store the machine's changes."""
+        """Store the machine's changes, and those of a backfill."""
+        if self.is_deleted:
+            return
+        self.backfills.bury()
+        self._save_own()
+        self.backfills.save()
+
+    def _save_own(self) -> None:
         changes = self.machine.take_changes()
-        if not changes or self.is_deleted:
+        if not changes:
             return
         letters = died_letters(changes)
         self._letters.update(letters)
@@ -153,12 +164,19 @@ class Running:
 
     def stored(self) -> Stored:
         """Return the consumer for the store; `save` was called."""
-        return replace(self._stored, state=self.machine.snapshot(), letters=dict(self._letters))
+        return replace(
+            self._stored,
+            state=self.machine.snapshot(),
+            letters=dict(self._letters),
+            backfill=self.backfills.current(),
+            ended=list(self.backfills.ended),
+        )
 
     def follow_log(self) -> None:
         """Move the cursor back if it is beyond the log's end: another node's log was promoted."""
         if self.machine.cut_back(int(self.reader.persisted_upto())):
             self._forget_earlier()
+            self.backfills.restart()
 
     # --- receiving ---------------------------------------------------------------------------------------------------
 
@@ -169,14 +187,19 @@ class Running:
             CursorExpired: the consumer was cut off.
             CorruptWal …: the log can't be read.
         """
+        ids = self.backfills.ids() if self.backfills.is_running else self.ids
         answer, is_more = self.deliver(count)
-        return [self._shown(delivery) for delivery in answer], is_more
+        return [self._shown(delivery, ids) for delivery in answer], is_more
 
     def deliver(self, count: int) -> tuple[list[Delivery], bool]:
         """Return as `take`, in the machine's form."""
         machine = self.machine
         self.check_kept()
-        machine.expire(now_ms())
+        self.expire()
+        if self.backfills.is_running:
+            rows = self.backfills.receive(now_ms(), count)
+            self.save()
+            return rows, not rows and not self.backfills.is_running
         self._hold_quarantined()
         is_more = self._read(count)
         answer = machine.receive(now_ms(), count)
@@ -189,6 +212,7 @@ class Running:
         """Return the messages that an earlier pusher had: this process alone delivers to the sink."""
         self._restore()
         self.machine.return_all()
+        self.backfills.return_all()
         self.save()
 
     def _read(self, count: int) -> bool:
@@ -285,11 +309,26 @@ class Running:
                 first=int(self.reader.first_seq()),
             )
 
-    def _shown(self, delivery: Delivery) -> dict[str, Any]:
+    @property
+    def delivering(self) -> Consumer:
+        """The machine that delivers now: that of a backfill while one runs."""
+        return self.backfills.machine or self.machine
+
+    def expire(self) -> None:
+        """Return deliveries that have expired."""
+        self.machine.expire(now_ms())
+        self.backfills.expire(now_ms())
+
+    def next_wake(self) -> int | None:
+        """Return the time at which `expire` has something to do; None if there is none."""
+        times = [time_ for time_ in (self.machine.next_wake(), self.backfills.next_wake()) if time_ is not None]
+        return min(times, default=None)
+
+    def _shown(self, delivery: Delivery, ids: AckIds) -> dict[str, Any]:
         group, record = self.origin(delivery.message)
         return {
             "id": delivery.message.id,
-            "ack_id": self.ids.text(delivery.delivery_id),
+            "ack_id": ids.text(delivery.delivery_id),
             "deliveries": delivery.deliveries,
             "group": group,
             "record": record,
@@ -326,18 +365,20 @@ class Running:
     # --- settling ----------------------------------------------------------------------------------------------------
 
     def settle(
-        self, texts: list[str], do: Callable[[Consumer, list[DeliveryId]], list[Status]]
+        self, texts: list[str], do: Callable[[Consumer, list[DeliveryId]], list[Status]], *, is_ack: bool = False
     ) -> list[dict[str, str]]:
         """Apply an ack, a nack or an extension; return the result of each text."""
         with suppress(MillstreamError):  # `error` has it; without them a nack returns only its own message
             self._restore()
-        self.machine.expire(now_ms())
+        self.expire()
         deliveries = [self.ids.read(text) for text in texts]
         statuses = iter(do(self.machine, [delivery for delivery in deliveries if delivery is not None]))
+        rest = [text for text, delivery in zip(texts, deliveries, strict=True) if delivery is None]
+        of_rows = iter(self.backfills.settle(rest, do, is_ack=is_ack) if rest else [])
         self.save()
         self.wake()
         return [
-            {"ack_id": text, "status": str(Status.UNKNOWN if delivery is None else next(statuses))}
+            {"ack_id": text, "status": str(next(of_rows if delivery is None else statuses))}
             for text, delivery in zip(texts, deliveries, strict=True)
         ]
 
@@ -350,13 +391,22 @@ class Running:
             self.machine.pause()
         self._forget_earlier()
         self.save()
+        self.backfills.end(is_rewound=True)
         self.wake()
+
+    def go_back(self) -> None:
+        """Return everything behind the cursor to the log, if anything of it was delivered; no such delivery counts."""
+        if not self.machine.is_at_cursor:
+            self.machine.rewind(self.machine.cursor)
+            self._forget_earlier()
+            self.save()
 
     def cut_off(self) -> None:
         """Note that retention has passed the cursor."""
         self.machine.cut_off()
         self._forget_earlier()
         self.save()
+        self.backfills.end(is_rewound=True)
         self.wake()
 
     def _forget_earlier(self) -> None:
@@ -383,20 +433,20 @@ class Running:
         machine = self.machine
         with suppress(MillstreamError):  # `error` has it
             self._restore()
-        machine.expire(now_ms())
+        self.expire()
         self._hold_quarantined()
         self.save()
-        counters = machine.counters
+        counters, of_rows = machine.counters, self.backfills.counters
         return {
             **self.shown_definition(),
             "state": str(machine.phase),
-            "in_flight": machine.in_flight,
+            "in_flight": machine.in_flight + self.backfills.in_flight,
             "dead": len(machine.dead),
-            "delivered": counters.delivered,
-            "redelivered": counters.redelivered,
-            "acked": counters.acked,
+            "delivered": counters.delivered + of_rows.delivered,
+            "redelivered": counters.redelivered + of_rows.redelivered,
+            "acked": counters.acked + of_rows.acked,
             "lag": self._lag(),
-            "backfill": None,
+            "backfill": self.backfills.shown(),
             "error": self._trouble(),
         }
 
@@ -420,6 +470,8 @@ class Running:
             return self.refusal.message
         if self.error is not None:
             return self.error
+        if self.backfills.error is not None:
+            return f"the rows of the backfill can't be read: {self.backfills.error}"
         if self._held:
             names = ", ".join(sorted(self._held.values()))
             return f"records wait because their table is quarantined: {names}"

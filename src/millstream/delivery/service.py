@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,9 +18,24 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import structlog
 
-from millstream.delivery.arguments import check_empty, dead_letter_ids, page, settling, waiting, wanted_place
+from millstream.delivery.arguments import (
+    ALL_ROWS,
+    AskedRows,
+    check_empty,
+    dead_letter_ids,
+    page,
+    settling,
+    waiting,
+    wanted_place,
+    wanted_rows,
+)
+from millstream.delivery.backfill.machine import Ended, StoredBackfill
+from millstream.delivery.backfill.rows import OpenLake
+from millstream.delivery.backfill.steering import Notes
+from millstream.delivery.backfill.writing import BackfillWriter, stored_backfill
 from millstream.delivery.configured import FileConsumers, schemas_of
 from millstream.delivery.definition import Definition
+from millstream.delivery.lookup import Locked, invalid_place, unknown_consumer
 from millstream.delivery.push_source import Pushing
 from millstream.delivery.running import Running, Waiter, now_ms
 from millstream.delivery.schemas import RecordSchemas
@@ -30,7 +45,6 @@ from millstream.delivery.store import Letter, Store, Stored
 from millstream.errors import (
     CursorExpired,
     DeliveryError,
-    InvalidValue,
     MillstreamError,
     TokenFromFuture,
 )
@@ -81,6 +95,7 @@ class Surroundings:
     quarantined: Callable[[], Mapping[TableId, str]]
     """Returns the tables that are quarantined now, with their names."""
     file: FileConsumers
+    open_lake: OpenLake
     is_server: bool = False
     """Whether this process is a server, which delivers to sinks at once."""
     database: str = ""
@@ -122,6 +137,7 @@ class StreamConsumers:
         self._wanted = threading.Event()
         """Set while a `receive` waits for the log to grow."""
         self._file = around.file
+        self._notes = Notes(around.folder, self._set_backfill, self._change_rows)
         self._running: dict[str, Running] = {}
         self._pushing: dict[str, Pushing] = {}
         """The consumers with a push sink, by name."""
@@ -133,6 +149,7 @@ class StreamConsumers:
             self._running[name] = self._begin(found)
             self._running[name].save()
         self._store.sync()
+        self._writer = BackfillWriter(around.stream, around.open_reader, around.open_lake, self._all_running)
         for name in self._file.definitions:
             with suppress(MillstreamError):  # each call reports it
                 self._make_configured(name)
@@ -147,6 +164,7 @@ class StreamConsumers:
             "pause": partial(self._steer, "pause"),
             "resume": partial(self._steer, "resume"),
             "rewind": self._rewind,
+            "backfill": self._backfill,
             "receive": self._receive,
             "ack": partial(self._settle, "ack"),
             "nack": partial(self._settle, "nack"),
@@ -194,6 +212,7 @@ class StreamConsumers:
 
     def close(self) -> None:
         """End every wait, make everything durable, and close the store."""
+        self._writer.close()
         for worker in self._workers:
             worker.stop()
         self._wanted.set()
@@ -207,6 +226,7 @@ class StreamConsumers:
                     running.is_closed = True
                     running.forget_measures()
                     running.save()
+                    running.backfills.close()
                 running.wake()
             with self._storing:
                 self._store.close()
@@ -245,6 +265,7 @@ class StreamConsumers:
             with self._storing:
                 self._store.remove(name)
             running.is_deleted = True
+            running.backfills.forget()
             running.forget_measures()
             del self._running[name]
             self._held.pop(name, None)
@@ -274,7 +295,7 @@ class StreamConsumers:
         del waiter
         text = wanted_place(body)
         with self._locked(name) as running:
-            seq = self._resolve(text, running.reader, partial(_invalid, "invalid_value", "to"))
+            seq = self._resolve(text, running.reader, partial(invalid_place, "invalid_value", "to"))
             holding, before = self._around.holding, Seq(running.machine.cursor + 1)
             was_cut_off = running.machine.phase is Phase.CUT_OFF
             holding.release(name)
@@ -290,6 +311,23 @@ class StreamConsumers:
             self._held[name] = int(seq)
             self._sync()
             return Answer(running.shown())
+
+    def _backfill(self, name: str, body: Any, waiter: Waiter) -> Answer:
+        del waiter
+        rows = wanted_rows(body)
+        with self._locked(name) as running:
+            running.check_kept()
+            running.backfills.check_none()
+            stored = self._backfill_of(running.definition, running.reader, running.machine.cursor, rows)
+            running.go_back()
+            running.backfills.begin(stored)
+        self._writer.wake()
+        return Answer({"backfill": stored.number})
+
+    def _backfill_of(
+        self, definition: Definition, reader: StreamReader, cursor: int, rows: AskedRows = ALL_ROWS
+    ) -> StoredBackfill:
+        return stored_backfill(self._around.stream, definition, reader, self._around.open_lake, cursor, rows)
 
     def _receive(self, name: str, body: Any, waiter: Waiter) -> Answer:
         count, wait_s = waiting(body)
@@ -312,7 +350,7 @@ class StreamConsumers:
                     if waiter.is_gone or running.is_closed or running.machine.phase is Phase.PAUSED:
                         return Answer({"messages": []}, has_ended=True)
                     found, is_more = running.take(count)
-                    wake_ms = running.machine.next_wake()
+                    wake_ms = running.next_wake()
                 now_s = time.monotonic()
                 if found or now_s >= (max(end_s, begun_s + _READS_AT_LEAST_S) if is_more else end_s):
                     return Answer({"messages": found})
@@ -337,14 +375,14 @@ class StreamConsumers:
             return machine.nack(deliveries, now_ms(), delay_ms=asked.ms or 0)
 
         with self._locked(name) as running:
-            results = running.settle(asked.ids, settle)
+            results = running.settle(asked.ids, settle, is_ack=how == "ack")
         return Answer({"results": results})
 
     def _dead(self, name: str, body: Any, waiter: Waiter) -> Answer:
         del waiter
         after, limit = page(body)
         with self._locked(name) as running:
-            running.machine.expire(now_ms())
+            running.expire()
             running.save()
             found, following = running.dead_letters(after, limit)
         return Answer({"dead": found, "next": following})
@@ -379,15 +417,17 @@ class StreamConsumers:
         reader = self._around.open_reader()
         definition.check(schemas_of(reader))
         try:
-            start = self._resolve(definition.start, reader, partial(_invalid, "invalid_consumer", "start"))
+            start = self._resolve(definition.start, reader, partial(invalid_place, "invalid_consumer", "start"))
         except TokenFromFuture as error:
-            raise _invalid("invalid_consumer", "start", error.message) from error
+            raise invalid_place("invalid_consumer", "start", error.message) from error
         self._around.holding.release(definition.name)
         self._around.holding.hold(definition.name, Seq(start + 1))
         try:
             check_kept(start, reader, self._around.stream_id)
             state = State.begin(int(start))
             stored = Stored(definition, secrets.token_hex(8), state, is_configured=is_configured)
+            if definition.backfill:
+                stored.backfill = self._backfill_of(definition, reader, int(start))
             with self._storing:
                 self._store.create(stored)
         except BaseException:
@@ -400,13 +440,22 @@ class StreamConsumers:
                 self._store.sync()
             self._held[definition.name] = int(start)
             self._running[definition.name] = running
+        if definition.backfill:
+            self._writer.wake()
         return running
 
     def _begin(self, stored: Stored, reader: StreamReader | None = None) -> Running:
         around = self._around
         reader = around.open_reader() if reader is None else reader
         running = Running(
-            around.stream, around.stream_id, stored, reader, self._store.key, self._note, around.quarantined
+            around.stream,
+            around.stream_id,
+            stored,
+            reader,
+            self._store.key,
+            self._note,
+            around.quarantined,
+            self._notes,
         )
         name = stored.definition.name
         running.is_removed = stored.is_configured and name not in self._file.definitions
@@ -422,6 +471,20 @@ class StreamConsumers:
     def _note(self, name: str, changes: list[Change], letters: dict[str, Letter]) -> None:
         with self._storing:
             self._store.change(name, changes, letters)
+
+    def _set_backfill(
+        self, name: str, backfill: StoredBackfill | None, ended: Sequence[Ended], added: Sequence[int]
+    ) -> None:
+        with self._storing:
+            self._store.set_backfill(name, backfill, ended, added)
+
+    def _change_rows(self, name: str, changes: list[Change]) -> None:
+        with self._storing:
+            self._store.change_rows(name, changes)
+
+    def _all_running(self) -> list[Running]:
+        with self._lock:
+            return list(self._running.values())
 
     def _sync(self) -> None:
         with self._storing:
@@ -441,7 +504,7 @@ class StreamConsumers:
     def _unknown(self, name: str) -> DeliveryError:
         return unknown_consumer(self._around.stream, name)
 
-    def _locked(self, name: str) -> _Locked:
+    def _locked(self, name: str) -> Locked:
         return self._locked_running(self._known(name))
 
     @contextmanager
@@ -453,8 +516,8 @@ class StreamConsumers:
         with running.lock:
             yield running
 
-    def _locked_running(self, running: Running) -> _Locked:
-        return _Locked(running, self._unknown)
+    def _locked_running(self, running: Running) -> Locked:
+        return Locked(running, self._unknown)
 
     # --- workers -----------------------------------------------------------------------------------------------------
 
@@ -482,7 +545,7 @@ class StreamConsumers:
         found = {}
         for name, running in some:
             with running.lock:
-                running.machine.expire(now_ms())
+                running.expire()
                 running.save()
                 if not running.is_deleted and running.machine.phase is not Phase.CUT_OFF:
                     found[name] = running.machine.cursor
@@ -535,35 +598,3 @@ class StreamConsumers:
         if any(running.waiters for running in list(self._running.values())):
             self._wanted.set()
         return True
-
-
-class _Locked:
-    """A consumer for the caller alone; raises `unknown_consumer` if it was deleted."""
-
-    def __init__(self, running: Running, unknown: Callable[[str], DeliveryError]) -> None:
-        self._running = running
-        self._unknown = unknown
-
-    def __enter__(self) -> Running:
-        running = self._running
-        running.lock.acquire()
-        if running.is_deleted:
-            running.lock.release()
-            raise self._unknown(running.definition.name)
-        return running
-
-    def __exit__(self, *_: object) -> None:
-        self._running.lock.release()
-
-
-def unknown_consumer(stream: str, name: str) -> DeliveryError:
-    """Return the error for a name that no consumer of the stream has."""
-    return DeliveryError(
-        f"stream {stream} has no consumer {name[:80]!r}", code="unknown_consumer", stream=stream, consumer=name[:80]
-    )
-
-
-def _invalid(code: str, field: str, what: str) -> MillstreamError:
-    if code == "invalid_consumer":
-        return DeliveryError(what, code=code, hint="Use `earliest`, `latest`, a token or a time.", field=field)
-    return InvalidValue(what, hint="Use `earliest`, `latest`, a token or a time.", column=field)

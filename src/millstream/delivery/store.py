@@ -5,6 +5,9 @@
 - `["create", name, facts]`: a consumer with its definition, its incarnation, its state and its dead letters' records.
 - `["change", name, changes, records]`: changes of its state, with the records of messages that died.
 - `["remove", name]`.
+- `["backfill", name, facts, ended, counters]`: a backfill began, has its rows now, or ended (`facts` is null); with the
+  backfills that ended before, and what it adds to the consumer's counters.
+- `["rows", name, changes]`: changes of a backfill's state.
 
 An entry is written when it is made, so that a killed process loses none; `sync` makes it durable. `compact` replaces
 the file by one with an entry for each consumer.
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 import errno
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +25,7 @@ from typing import Any, Final
 
 import structlog
 
+from millstream.delivery.backfill.machine import ENDED_MAX, Ended, StoredBackfill
 from millstream.delivery.definition import Definition, selection_of
 from millstream.delivery.reading import Earlier
 from millstream.delivery.state_log import MARK_AT, Contents, Entry, frame, log_of, mark, parse
@@ -62,6 +66,10 @@ class Stored:
     """Whether the consumer was in `millstream.toml` when its state was opened last, or has been paused since it isn't."""
     is_paused_by_removal: bool = False
     """Whether the consumer is paused only because it isn't in the file any longer."""
+    backfill: StoredBackfill | None = None
+    """The backfill that runs."""
+    ended: list[Ended] = field(default_factory=list)
+    """Backfills that ended, the oldest first."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a value that JSON can hold."""
@@ -73,6 +81,8 @@ class Stored:
             "bounds": self.bounds,
             "earlier": self.earlier,
             "configured": [self.is_configured, self.is_paused_by_removal],
+            "backfill": None if self.backfill is None else self.backfill.to_json(),
+            "ended": [[ended.number, ended.is_rewound] for ended in self.ended],
         }
 
     @classmethod
@@ -81,8 +91,20 @@ class Stored:
         state = State.from_json(value["state"])
         definition = Definition.parse(value["definition"], is_trusted=True)
         earlier = [Earlier(upto, known, selection_of(fields)) for upto, known, fields in value.get("earlier", ())]
-        configured = value.get("configured", (False, False))
-        return cls(definition, value["incarnation"], state, value["letters"], value["bounds"], earlier, *configured)
+        is_configured, is_paused_by_removal = value.get("configured", (False, False))
+        backfill, ended = value.get("backfill"), [Ended(*one) for one in value.get("ended", ())]
+        return cls(
+            definition,
+            value["incarnation"],
+            state,
+            value["letters"],
+            value["bounds"],
+            earlier,
+            is_configured,
+            is_paused_by_removal,
+            None if backfill is None else StoredBackfill.from_json(backfill),
+            ended,
+        )
 
     def apply(self, changes: Iterable[Change], letters: Mapping[str, Letter]) -> None:
         """Apply changes of the machine."""
@@ -159,6 +181,26 @@ class Store:
         """Note changes of a consumer's state. `sync` makes them durable."""
         self._append(["change", name, [encode(change) for change in changes], letters])
 
+    def set_backfill(
+        self, name: str, backfill: StoredBackfill | None, ended: Sequence[Ended], counters: Sequence[int] = (0, 0, 0)
+    ) -> None:
+        """Note a consumer's backfill, or that none runs any longer, durably.
+
+        Args:
+            name: the consumer.
+            backfill: the backfill; None: none runs.
+            ended: those that ended, the oldest first.
+            counters: first deliveries, further ones and acks, to be added to the consumer's.
+        """
+        facts = None if backfill is None else backfill.to_json()
+        numbers = [[one.number, one.is_rewound] for one in ended[-ENDED_MAX:]]
+        self._append(["backfill", name, facts, numbers, list(counters)])
+        self.sync()
+
+    def change_rows(self, name: str, changes: Iterable[Change]) -> None:
+        """Note changes of the state of a consumer's backfill. `sync` makes them durable."""
+        self._append(["rows", name, [encode(change) for change in changes]])
+
     def sync(self) -> None:
         """Make everything durable that was noted.
 
@@ -226,6 +268,20 @@ def _apply(consumers: dict[str, Stored], entry: Entry) -> None:
         del consumers[name]
     elif kind == "change":
         consumers[name].apply([decode(change) for change in entry[2]], entry[3])
+    elif kind == "backfill":
+        stored, counters = consumers[name], consumers[name].state.counters
+        stored.backfill = None if entry[2] is None else StoredBackfill.from_json(entry[2])
+        stored.ended = [Ended(*one) for one in entry[3]]
+        delivered, redelivered, acked = entry[4]
+        counters.delivered += delivered
+        counters.redelivered += redelivered
+        counters.acked += acked
+    elif kind == "rows":
+        backfill = consumers[name].backfill
+        if backfill is None:
+            raise ValueError("no backfill runs")
+        for change in entry[2]:
+            backfill.state.apply(decode(change))
     else:
         raise ValueError(f"its kind is {kind!r}")
 

@@ -35,6 +35,11 @@ class DeliveryError(MillstreamError):
             hint="Make a consumer without a sink to receive messages.",
             exit_code=2,
         ),
+        "backfill_running": Code(
+            "A backfill of the consumer runs, and another one can't; nothing was changed. Details: stream, consumer.",
+            Retry.BACKOFF,
+            "Wait until `backfill` of `millstream consumer show` is null; a rewind ends it.",
+        ),
         "unknown_consumer": Code(
             "The stream has no consumer of that name; details: stream, consumer.",
             hint="Run `millstream consumer ls` to list the stream's consumers.",

@@ -50,7 +50,11 @@ _BODIES: Final[dict[str, dict[str, Any]]] = {
         "ack_wait_ms": {"type": "integer", "minimum": 100, "maximum": 43_200_000, "default": 30_000},
         "max_deliver": {"type": "integer", "minimum": 0, "maximum": 1000, "default": 10},
         "max_ack_pending": {"type": "integer", "minimum": 1, "maximum": 100_000, "default": 1000},
-        "backfill": {"enum": [False], "default": False},
+        "backfill": {
+            "type": "boolean",
+            "default": False,
+            "description": "Deliver the tables' rows as of `start` first.",
+        },
         "webhook": {
             "type": "object",
             "description": "Deliver to a webhook: `[streams.S.consumers.C.webhook]` of the reference.",
@@ -73,6 +77,10 @@ _BODIES: Final[dict[str, dict[str, Any]]] = {
     },
     "extend": {**_ACK_IDS, "ack_wait_ms": {"type": "integer", "minimum": 100, "maximum": 43_200_000}},
     "rewind": {"to": _PLACE},
+    "backfill": {
+        "tables": {**_TEXTS, "description": "Patterns of tables; by default all of the consumer's."},
+        "where": {"type": "string", "description": "A condition on a row, in addition to the consumer's."},
+    },
     "retry": {"ids": {"anyOf": [_TEXTS, {"const": "all"}]}},
     "drop": {"ids": {"anyOf": [_TEXTS, {"const": "all"}]}},
 }
@@ -84,6 +92,7 @@ _ACTIONS: Final[dict[str, tuple[str, Right, str]]] = {
     "pause": ("pause", Right.ADMIN, "Deliver nothing until `resume`."),
     "resume": ("resume", Right.ADMIN, "Deliver again."),
     "rewind": ("rewind", Right.ADMIN, "Begin at another place of the log."),
+    "backfill": ("backfill", Right.ADMIN, "Deliver the rows of tables as of the cursor, before later records."),
     "dead/retry": ("retry", Right.ADMIN, "Deliver dead messages again."),
     "dead/drop": ("drop", Right.ADMIN, "Forget dead messages."),
 }
@@ -164,6 +173,7 @@ class Consumers:
                 f"/{{consumer}}/{path}",
                 self._action(what),
                 methods=["POST"],
+                status_code=202 if what == "backfill" else 200,
                 dependencies=[Depends(allow(right))],
                 response_class=Response,
                 summary=summary,
@@ -176,7 +186,8 @@ class Consumers:
             async def do(body: Any) -> Response:
                 if what == "receive":
                     return await self._receive(request, stream, consumer, body)
-                return _json((await self._asked(stream, what, consumer, body)).body)
+                status = 202 if what == "backfill" else 200
+                return _json((await self._asked(stream, what, consumer, body)).body, status)
 
             return await self._with_body(request, stream, do)
 

@@ -42,6 +42,8 @@ _STATUS: Final[Mapping[str, HTTPStatus]] = {
     "consumer_exists": HTTPStatus.CONFLICT,
     "consumer_configured": HTTPStatus.CONFLICT,
     "consumer_pushed": HTTPStatus.CONFLICT,
+    "backfill_running": HTTPStatus.CONFLICT,
+    "lake_behind": HTTPStatus.CONFLICT,
     "key_changed": HTTPStatus.CONFLICT,
     "table_captured": HTTPStatus.CONFLICT,
     "table_quarantined": HTTPStatus.CONFLICT,

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -22,7 +23,7 @@ from millstream.delivery.copies import SHOWN, CopiedConsumers
 from millstream.delivery.definition import Definition
 from millstream.delivery.running import Waiter
 from millstream.delivery.service import Answer, StreamConsumers, Surroundings
-from millstream.errors import ConfigError, HomeBusy, LogError, MillstreamError, WriterClosed
+from millstream.errors import ConfigError, HomeBusy, LakeBehind, LogError, MillstreamError, WriterClosed
 from millstream.home.time_parsing import parse_as_of
 from millstream.leadership.role_files import LOOK_EVERY_S, Roles
 from millstream.libpq import database_of
@@ -39,6 +40,7 @@ from millstream.workers import watching
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
     from millstream.home.home import Home
+    from millstream.lake.query.sql import LakeSession
 
 logger = structlog.get_logger("millstream.delivery")
 
@@ -323,6 +325,7 @@ def surroundings(home: Home, catalog: Catalog, stream: str, *, is_server: bool =
         lambda text, of: parse_as_of(text, of, now=datetime.now(UTC)),
         quarantined,
         FileConsumers(stream, configured_consumers(home, stream), mistake),
+        partial(_open_lake, home, stream, stream_id),
         is_server,
         _database(home, stream),
     )
@@ -336,6 +339,20 @@ def _database(home: Home, stream: str) -> str:
     with suppress(ValueError):  # capture reports it
         return database_of(config.source.dsn)
     return ""
+
+
+def _open_lake(home: Home, stream: str, stream_id: StreamId, upto: Seq) -> LakeSession:
+    """Open a stream's lake as of a number, or of its last cut if that is earlier. Raises `LakeError` if there is none."""
+    from millstream.home.config_mapping import lake_layout
+    from millstream.lake.query.sql import LakeSession
+    from millstream.lake.snapshots import last_cut
+
+    config = home.config.streams.get(stream)
+    layout = None if config is None else lake_layout(home, stream, config, stream_id)
+    cut = None if layout is None else last_cut(layout)
+    if layout is None or cut is None:
+        raise LakeBehind("nothing has landed in the lake so far")
+    return LakeSession(layout, as_of=Seq(min(upto, cut.n)))
 
 
 def configured_consumers(home: Home, stream: str) -> dict[str, Definition]:

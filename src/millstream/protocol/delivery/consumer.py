@@ -125,6 +125,11 @@ class Consumer(Pushed):
         """Whether all messages in flight before a restart were offered again. Nothing is delivered earlier."""
         return self._last >= self._unread.restore_upto
 
+    @property
+    def is_at_cursor(self) -> bool:
+        """Whether nothing is known of messages behind the cursor: none of them was delivered."""
+        return max(self._last, self._unread.upto) <= position_of(self.cursor, 1)
+
     def wants(self, count: int) -> bool:
         """Whether an answer of this size needs more messages than are there now."""
         if self._phase is not Phase.ACTIVE or len(self._pending.entries) >= self.limits.waiting_max:
@@ -545,12 +550,12 @@ class Consumer(Pushed):
                 self._changes.append(changes.Retried((id_,)))
         return [(id_, found.pop(id_, None) is not None) for id_ in wanted]
 
-    def drop(self, ids: Iterable[str] | None = None) -> list[tuple[str, bool]]:
-        """Forget dead letters; return each id, and whether it was one.
+    def adopt(self, letter: DeadLetter) -> None:
+        """Take a message that died elsewhere as a dead letter, older than all records. One of its id is replaced."""
+        self._changes.append(changes.Died(self._letters.adopt(letter, self._generation)))
 
-        Args:
-            ids: their ids; None: all.
-        """
+    def drop(self, ids: Iterable[str] | None = None) -> list[tuple[str, bool]]:
+        """Forget the dead letters of these ids, or all; return each id, and whether it was one."""
         known = [(id_, self._letters.remove(id_) is not None) for id_ in self._letters.wanted(ids)]
         dropped = [id_ for id_, is_dead in known if is_dead]
         if dropped:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from millstream.protocol.delivery.messages import DeadLetter, position_of
+
+_ADOPTED: Final = -(1 << 62)
+"""Position of the first message that died elsewhere; further ones have lower positions."""
 
 
 class DeadLetters:
@@ -37,6 +41,16 @@ class DeadLetters:
         self.dead.pop(id_, None)
         self.dead[id_] = letter
         self._ids[letter.message.position, letter.generation] = id_
+
+    def adopt(self, letter: DeadLetter, generation: int) -> DeadLetter:
+        """Add a message that died elsewhere, with a position that no record has; return it with that."""
+        known = (*self.dead.values(), *self.retried.values())
+        position = min((one.message.position for one in known), default=0)
+        own = letter._replace(
+            message=letter.message._replace(position=min(position - 1, _ADOPTED)), generation=generation
+        )
+        self.add(own)
+        return own
 
     def overtake(self, ids: Iterable[str]) -> list[str]:
         """Note that the groups of dead letters have newer messages; return the ids of those for which that is news."""

@@ -384,6 +384,11 @@ class LatestConsumer(Consumer):
 
     # --- steering ----------------------------------------------------------------------------------------------------
 
+    def adopt(self, letter: DeadLetter) -> None:
+        """Take a message that died elsewhere as a dead letter; see `Consumer`."""
+        super().adopt(letter)
+        self._note_dead(self._letters.dead[letter.message.id])
+
     def retry(self, ids: Iterable[str] | None = None) -> list[tuple[str, bool]]:
         """Let dead messages be delivered again; those whose key has a newer message are dropped. See `Consumer`."""
         wanted = self._letters.wanted(ids)
