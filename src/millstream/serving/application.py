@@ -73,10 +73,10 @@ class Application:
         self._origins = Origins(http.address[0], http.hosts, any_host=access.is_asked)
         self._writes = Writes(home, self.groups, self.intake, access)
         # Compile or load it during the first requests: the first time on a machine it takes seconds.
-        parser = call_in_thread("warm-parser", warm)
+        self.parser: Final = call_in_thread("warm-parser", warm)
         self._of_paths = {
-            b"/write": LineWrites(self._writes, "v1", parser),
-            b"/api/v2/write": LineWrites(self._writes, "v2", parser),
+            b"/write": LineWrites(self._writes, "v1", self.parser),
+            b"/api/v2/write": LineWrites(self._writes, "v2", self.parser),
         }
 
     async def _append(self, stream: str, batch: AppendBatch, deadline_s: float) -> list[Appended | MillstreamError]:

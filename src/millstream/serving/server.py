@@ -77,6 +77,8 @@ def serve_home(home: Home, lifeline: Lifeline) -> None:
         # requests.
         gc.collect()
         gc.freeze()
+        # So do the compiler's, which come later: each receive would go through them.
+        application.parser.add_done_callback(lambda _: gc.freeze())
         with asyncio.Runner(loop_factory=_new_loop) as runner:
             runner.run(_serve(home, lifeline, application, listener, renewal, flight))
 
