@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from tests.mutations import Mutation, check_found
 from tests.protocol.delivery_mutations import MUTATIONS
+from tests.protocol.delivery_pushed import PUSHED, PushedWorld
 from tests.protocol.delivery_world import World
 from tests.seeds import Seeds, search
 
@@ -50,7 +51,14 @@ def test_worlds_in_which_anything_happens(part: int, seeds: Seeds):
     assert happened.keys() >= WANTED, WANTED - happened.keys()
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_worlds_of_a_consumer_with_a_push_sink(seeds: Seeds):
+    count = seeds.count(1_000, quick=60)
+    broken, happened = search(PushedWorld, seeds.kept_or_new(1), count)
+    assert not broken, f"python -m tests.protocol.delivery_pushed {next(iter(broken))} 1"
+    assert happened.keys() >= {"redelivered True", "redelivered False", "bury", "return all"}
+
+
+@pytest.mark.parametrize("mutation", [*MUTATIONS, *PUSHED], ids=lambda mutation: mutation.__name__)
 def test_a_defect_is_found(mutation: type[Mutation]):
     check_found(mutation)
 

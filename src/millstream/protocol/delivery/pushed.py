@@ -43,9 +43,12 @@ class Pushed(ABC):
         for entry in entries:
             assert entry.answer is not None
             entry.deliveries += 1
+            if entry.deliveries == 1:  # an extension revived it after a kill that forgot its first delivery
+                self.counters.delivered += 1
+            else:
+                self.counters.redelivered += 1
             entry.deadline, entry.has_failed = now + ack_wait_ms, False
             answers.setdefault((entry.answer.run, entry.answer.number), []).append(entry.position)
-        self.counters.redelivered += len(entries)
         for (run, number), positions in answers.items():
             self._timers.set(now + ack_wait_ms, run, number)
             self._changes.append(changes.Delivered(run, number, now + ack_wait_ms, positions))
