@@ -25,8 +25,11 @@ from millstream.delivery.groups import groups_of
 from millstream.delivery.reading import chosen
 from millstream.delivery.selecting import matching
 from millstream.errors import BeyondRetention, LakeBehind, LakeError, LogError, TokenFromFuture
+from millstream.lake.layout import has_current
+from millstream.lake.query.engine import quote
 from millstream.lake.types import EXACT, from_text, same_type, texts_of, to_text
 from millstream.model.ids import Epoch, ShardId, TableId
+from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq
 from millstream.model.predicate import Predicate
 from millstream.model.record_json import record_facts
@@ -367,7 +370,12 @@ def _lake_rows(
 ) -> Iterator[Iterator[tuple[Any, ...]]]:
     """Yield a table's rows of the lake, batch by batch, as values for the file."""
     name = lake.name_of(table)
-    for rows in lake.stream(f"SELECT * FROM {name}"):
+    assert name is not None
+    source = name
+    if not has_current(schema):  # each record is a row
+        whole = ".".join(parse_qualified_name(name))
+        source = f"history.{quote(whole)} WHERE __op IN ('{Op.CREATE.letter}', '{Op.COPY.letter}')"
+    for rows in lake.stream(f"SELECT * FROM {source}"):
         batch = copied_records(schema, rows)
         facts = record_facts(schema, batch, stream=wanted.stream, shard=ShardId(0), epoch=Epoch(0))
         keys = groups_of(schema, batch, KEY, [""] * batch.num_rows)

@@ -1,0 +1,127 @@
+"""The rows of a backfill are the same from the log alone, and from the lake with the log behind it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.app.homes import make_home
+
+from millstream.app.local_client import OpenHome
+from millstream.delivery.backfill.rows import OpenLake, Rows, Stopped, Wanted, tables_of, write_rows
+from millstream.delivery.definition import Definition
+from millstream.errors import LakeBehind
+from millstream.home.home import Home
+from millstream.lake.folded.current import fold_table
+from millstream.lake.history import append_history
+from millstream.lake.layout import LakeLayout
+from millstream.lake.query.sql import LakeSession
+from millstream.lake.snapshots import commit_cut, last_cut
+from millstream.model.ids import TableId
+from millstream.model.positions import Seq
+from millstream.wal.reader import StreamReader
+
+KEYS = '[streams.web]\n[streams.web.keys]\n"public.orders" = ["id"]\n'
+
+
+class Trimmed(StreamReader):
+    """A log that retention has trimmed."""
+
+    first = Seq(1)
+
+    def first_seq(self) -> Seq:
+        """Return the first number that is there."""
+        return self.first
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[OpenHome]:
+    with OpenHome(Home(make_home(tmp_path / "home", KEYS))) as found:
+        orders = [
+            {"id": n, "total": n / 4, "note": None if n % 3 else f"n{n} ü", "paid": n % 2 == 0} for n in range(20)
+        ]
+        found.append("web", "orders", orders)
+        found.append("web", "log", [{"text": "a"}, {"text": "a"}])
+        yield found
+
+
+def wal_of(folder: Path) -> str:
+    return str(Home(folder / "home").wal_folder("web"))
+
+
+def land(layout: LakeLayout, reader: StreamReader, *, fold: bool) -> Seq:
+    """Land everything that the log has."""
+    cut, end = last_cut(layout), reader.persisted_upto()
+    found: dict[TableId, list[Any]] = {}
+    for part in reader.read_between(Seq(0) if cut is None else cut.n, end):
+        found.setdefault(part.schema.table_id, []).append(part)
+    landed = [append_history(layout, parts[-1].schema, [part.batch for part in parts], end) for parts in found.values()]
+    if fold:
+        landed += [fold_table(layout, parts[-1].schema, end) for parts in found.values() if parts[-1].schema.key]
+    commit_cut(layout, end, landed, committed_at=datetime.now(UTC))
+    return end
+
+
+def rows_of(path: Path, wanted: Wanted, reader: StreamReader, lake: OpenLake) -> list[Any]:
+    """Return the rows, without what tells their order."""
+    total = write_rows(path, wanted, reader, lake, lambda: False)
+    rows = Rows(path, wanted.definition)
+    found = rows.read(0, 1000)
+    rows.close()
+    assert [row.number for row in found] == list(range(total))
+    return sorted((json.loads(row.record)["row"] | {"group": row.group} for row in found), key=str)
+
+
+@pytest.mark.parametrize("fold", [True, False])
+@pytest.mark.parametrize("where", [None, "paid = true and total < 4"])
+def test_the_lake_and_the_log_give_the_same_rows(
+    opened: OpenHome, tmp_path: Path, fold: bool, where: str | None
+) -> None:
+    folder = wal_of(tmp_path)
+    reader, trimmed = StreamReader(folder), Trimmed(folder)
+    layout = LakeLayout(str(tmp_path / "lake"), "web", reader.stream_id)
+
+    def lake(upto: Seq) -> LakeSession:
+        cut = last_cut(layout)
+        if cut is None:
+            raise LakeBehind("nothing has landed")
+        return LakeSession(layout, as_of=Seq(min(upto, cut.n)))
+
+    definition = Definition.parse({"name": "search", "where": where})
+
+    def wanted() -> Wanted:
+        upto = reader.persisted_upto()
+        return Wanted("web", definition, None, tables_of(reader, definition), upto)
+
+    trimmed.first = Seq(5)
+    with pytest.raises(LakeBehind):
+        rows_of(tmp_path / "rows", wanted(), trimmed, lake)
+    trimmed.first = Seq(land(layout, reader, fold=fold) + 1)
+    early = wanted()
+    assert rows_of(tmp_path / "rows", early, trimmed, lake) == rows_of(tmp_path / "other", early, reader, lake)
+    opened.append("web", "orders", [{"id": n, "total": 0.5, "note": "new", "paid": True} for n in (3, 4, 30)])
+    late = wanted()
+    found = rows_of(tmp_path / "rows", late, trimmed, lake)
+    assert found == rows_of(tmp_path / "other", late, reader, lake)
+    assert len([row for row in found if row.get("note") == "new"]) == 3
+    land(layout, reader, fold=fold)
+    # The lake is ahead of the cursor.
+    assert rows_of(tmp_path / "rows", early, trimmed, lake) == rows_of(tmp_path / "other", early, reader, lake)
+
+
+@pytest.mark.usefixtures("opened")
+def test_work_that_is_void_leaves_no_file(tmp_path: Path) -> None:
+    reader = StreamReader(wal_of(tmp_path))
+    definition = Definition.parse({"name": "search"})
+    wanted = Wanted("web", definition, None, tables_of(reader, definition), reader.persisted_upto())
+
+    def no_lake(_: Seq) -> LakeSession:
+        raise LakeBehind("there is none")
+
+    with pytest.raises(Stopped):
+        write_rows(tmp_path / "rows", wanted, reader, no_lake, lambda: True)
+    assert not list(tmp_path.glob("rows*"))
