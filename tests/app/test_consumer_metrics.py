@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.app.homes import make_home
+from tests.app.homes import make_home, wait_for
 from tests.cli.in_process import command
 
 from millstream.app.local_client import OpenHome
@@ -94,6 +96,23 @@ def test_a_removed_consumer_has_no_series(home: Home, opened: OpenHome) -> None:
     assert series(home, "search") == {}
     consumers.create("search")
     assert "delivery_seconds_count" not in series(home, "search")
+
+
+def test_requests_to_a_sink_are_timed_and_one_that_outlives_its_consumer_is_not(home: Home, opened: OpenHome) -> None:
+    consumers = opened.consumers("web")
+    consumers.create("refused", start="earliest", redis={"location": "redis://127.0.0.1:1/0"})
+    wait_for(lambda: series(home, "refused").get("request_seconds_count"), seconds=60)
+    assert "error" in series(home, "refused")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        consumers.create(
+            "silent", start="earliest", redis={"location": f"redis://127.0.0.1:{silent.getsockname()[1]}/0"}
+        )
+        connection, _ = silent.accept()
+        consumers.delete("silent")
+        connection.close()  # the request under way fails now
+        wait_for(lambda: not any("push-silent" in thread.name for thread in threading.enumerate()), seconds=60)
+    consumers.delete("refused")
+    assert series(home, "silent") == series(home, "refused") == {}
 
 
 def test_a_paused_consumer_says_so(home: Home, opened: OpenHome) -> None:

@@ -87,6 +87,10 @@ location = "lake"    # a folder, from here; or the URL of an object store, with 
 # [http]
 # listen = "127.0.0.1:8787"
 
+# [alerts]
+# url = "https://ops.example.com/millstream"    # gets slot lag, quarantined tables, stalled parts and consumers, and silence
+# secret = "${{MILLSTREAM_ALERTS_SECRET}}"
+
 # [catalog]
 # url = "data/catalog.db"    # embedded; or a PostgreSQL database, which several homes may share: postgresql://…
 """

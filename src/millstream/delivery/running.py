@@ -343,8 +343,10 @@ class Running:
             CONSUMER_DELIVERY_SECONDS.of(str(self._stream_id), self.definition.name).observe(*durations_s)
 
     def observe_request(self, seconds: float) -> None:
-        """Count a delivery by the push sink in the metrics."""
-        CONSUMER_REQUEST_SECONDS.of(str(self._stream_id), self.definition.name).observe(seconds)
+        """Count a delivery by the push sink in the metrics; not if this process no longer has the consumer."""
+        with self.lock:
+            if not self.is_deleted and not self.is_closed:
+                CONSUMER_REQUEST_SECONDS.of(str(self._stream_id), self.definition.name).observe(seconds)
 
     def forget_measures(self) -> None:
         """Drop the consumer's metrics in this process, which no longer has it."""
