@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import socket
 import threading
 import time
@@ -27,6 +28,8 @@ from bench.latency import RATE, insert_until_seen, paced
 from bench.load import CLIENTS, Load, percentiles_of_windows
 from bench.places import folder
 from bench.source import DATABASE, postgres
+from millstream.buffers.kafka_server import make_topic
+from millstream.testing import EmbeddedKafka
 from millstream.testing._servers.ports import free_port
 
 RECORDS: Final = 200_000
@@ -40,6 +43,8 @@ _WAIT_MS: Final = 10_000
 _HOOK_WITHIN_S: Final = 300.0
 _REQUEST: Final = 100
 """Messages of a request to a webhook."""
+_PENDING: Final = 10_000
+_LOOK_S: Final = 0.5
 _HTTP: Final = '[http]\nlisten = "127.0.0.1:{port}"\n'
 _SHAPE: Final = "rows of 6 columns (int8 key, int4, text, float8, bool, text of 32 B), appended 1000 at a time"
 
@@ -407,3 +412,85 @@ def _cost(name: str, tables: Mapping[str, int], hundred: Sequence[Mapping[str, A
         note=f"CPU time of `millstream serve` a delivered record; {CONSUMERS} consumers with a hundredth of the records each, {what}, {_SIDE_BY_SIDE} at"
         f" a time over HTTP, made, received and acknowledged to the end; the peer is one consumer with all records; {_SHAPE}",
     )
+
+
+@measures("kafka_sink_vs_producer")
+def kafka_sink() -> Iterator[Figure]:
+    """Measure a consumer with a sink in Kafka, from its creation until all is acknowledged; the peer is a bare producer."""
+    records = asked.rows or RECORDS
+    say(f"kafka_sink_vs_producer: {records} records")
+    topics = (f"bench{number}" for number in itertools.count())
+    with (
+        folder("kafka") as place,
+        EmbeddedKafka(place / "kafka") as kafka,
+        _served(place / "home", {"orders": records}) as (port, _),
+        _clients(port, 1) as (client,),
+    ):
+
+        def wait_acked(count: int) -> None:
+            while msgspec.json.decode(client.call("GET", "/topics"))["acked"] < count:
+                time.sleep(_LOOK_S)
+
+        def push() -> float:
+            acked = msgspec.json.decode(client.call("GET", "/topics"))["acked"]
+            began = time.perf_counter()
+            client.call("POST", "/topics/rewind", {"to": "earliest"})
+            wait_acked(acked + records)
+            return records / (time.perf_counter() - began)
+
+        sink = {"location": kafka.servers, "topic": next(topics), "schemas_enable": False}
+        client.call("POST", "", {"name": "topics", "start": "earliest", "max_ack_pending": _PENDING, "kafka": sink})
+        wait_acked(records)
+        ready = _messages_of(kafka, "bench0", records)
+
+        def produce() -> float:
+            return records / _produced_s(kafka, next(topics), ready)
+
+        ours, peer = in_turns(push, produce, runs=3)
+    size_bytes = sum(len(key) + len(value) for key, value in ready)
+    yield reported(
+        "kafka_sink_vs_producer",
+        ours,
+        peer,
+        unit="records/s",
+        goal=">= 0.4",
+        rows=records,
+        size_bytes=size_bytes,
+        note=f"a consumer with a kafka sink that is rewound to the beginning of a backlog of {_SHAPE}; Debezium's envelope without schemas, with transactions, and"
+        f" {_PENDING} messages in flight at most, until all is acknowledged; the server is `millstream serve` alone; the peer sends the"
+        " same keys and values, made before, by an idempotent producer in Python into a topic that is there; one broker on the same machine",
+    )
+
+
+def _messages_of(kafka: EmbeddedKafka, topic: str, count: int) -> list[tuple[bytes, bytes]]:
+    """Return the keys and values of a topic's messages."""
+    from confluent_kafka import Consumer, TopicPartition
+
+    reader = Consumer({"bootstrap.servers": kafka.servers, "group.id": "bench"})
+    reader.assign([TopicPartition(topic, 0, 0)])
+    found: list[tuple[bytes, bytes]] = []
+    while len(found) < count:
+        some = reader.consume(10_000, timeout=0.5)
+        found += [(message.key() or b"", message.value() or b"") for message in some]
+    reader.close()
+    return found
+
+
+def _produced_s(kafka: EmbeddedKafka, topic: str, messages: Sequence[tuple[bytes, bytes]]) -> float:
+    """Send messages by a bare producer; return the seconds until all are acknowledged."""
+    from confluent_kafka import Producer
+    from confluent_kafka.admin import AdminClient
+
+    make_topic(AdminClient({"bootstrap.servers": kafka.servers}), topic, timeout_s=30)
+    settings = {"bootstrap.servers": kafka.servers, "enable.idempotence": True, "acks": "all", "linger.ms": 5}
+    producer = Producer(settings)
+    began = time.perf_counter()
+    for key, value in messages:
+        while True:
+            try:
+                producer.produce(topic, value, key)
+                break
+            except BufferError:
+                producer.poll(0.01)
+    producer.flush()
+    return time.perf_counter() - began

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from confluent_kafka.admin import AdminClient
 
 HEADER: Final = "millstream-id"
-_BATCH: Final = 1000
+_BATCH: Final = 5000
 _LEFT_KEPT_S: Final = 600.0
 """How long a message of an earlier process is recognised: more than its delivery to that process can have lasted."""
 _ROOM_AGAIN_S: Final = 0.01
