@@ -262,7 +262,6 @@ def webhook() -> Iterator[Figure]:
         contextlib.closing(hook),
         folder("hook") as place,
         _served(place / "home", {"orders": records}, more) as (port, _),
-        _clients(port, 1) as (client,),
     ):
         expected = 0
 
@@ -270,12 +269,13 @@ def webhook() -> Iterator[Figure]:
             nonlocal expected
             hook.expect(records)
             began = time.perf_counter()
-            client.call("POST", "/hook/rewind", {"to": "earliest"})
+            with _clients(port, 1) as (client,):  # a connection for each call: the server closes idle ones
+                client.call("POST", "/hook/rewind", {"to": "earliest"})
             if not hook.is_complete.wait(_HOOK_WITHIN_S):
                 raise RuntimeError(f"the receiver got {hook.count} of {records} records")
             took_s = time.perf_counter() - began
             expected += records
-            wait_for("all is acknowledged", lambda: _acked(client) >= expected)
+            wait_for("all is acknowledged", lambda: _acked(port) >= expected)
             return records / took_s
 
         rates = repeated(run)
@@ -292,8 +292,9 @@ def webhook() -> Iterator[Figure]:
     )
 
 
-def _acked(client: Client) -> int:
-    return int(msgspec.json.decode(client.call("GET", "/hook"))["acked"])
+def _acked(port: int) -> int:
+    with _clients(port, 1) as (client,):
+        return int(msgspec.json.decode(client.call("GET", "/hook"))["acked"])
 
 
 @measures("commit_to_received_ms")
