@@ -167,7 +167,7 @@ class Definition:
 
     def leaves_out(self, schema: TableSchema) -> bool:
         """Return whether the consumer would receive a table's records if the table had a key: its kind needs one."""
-        return self._patterns.select(schema.namespace, schema.name) and self._lacks_key(schema)
+        return self._lacks_key(schema) and self._patterns.select(schema.namespace, schema.name)
 
     def _lacks_key(self, schema: TableSchema) -> bool:
         return self.kind is Kind.LATEST and schema.kind is TableKind.TABLE and not schema.key
