@@ -7,8 +7,8 @@ from typing import Final
 
 from millstream.protocol.delivery.messages import DeadLetter, position_of
 
-_ADOPTED: Final = -(1 << 62)
-"""Position of the first message that died elsewhere; further ones have lower positions."""
+_AT_ONCE_BITS: Final = 20
+"""Positions of messages that died elsewhere in one ms. They go by time, so that a kill brings none of them back."""
 
 
 class DeadLetters:
@@ -47,7 +47,8 @@ class DeadLetters:
         known = (*self.dead.values(), *self.retried.values())
         position = min((one.message.position for one in known), default=0)
         own = letter._replace(
-            message=letter.message._replace(position=min(position - 1, _ADOPTED)), generation=generation
+            message=letter.message._replace(position=min(position - 1, -(letter.died << _AT_ONCE_BITS))),
+            generation=generation,
         )
         self.add(own)
         return own
