@@ -211,6 +211,9 @@ class _Sender:
             # Users can't change these: the buffer's promises rest on them.
             "enable.idempotence": True,
             "acks": "all",
+            # With several requests on their way, a broker that has just made a topic may refuse the first one and take
+            # the second. It then answers the repeated first one as a duplicate, and its operations are lost.
+            "max.in.flight.requests.per.connection": 1,
             "error_cb": self._heard,
         }
         self._producer: Producer = Producer(settings)
