@@ -347,11 +347,16 @@ def test_a_client_has_the_newest_rows_whatever_is_killed(
         monkeypatch.setattr(running, "WAITING_BYTES_MAX", SMALL * ENTRY_BYTES)
     consumer = Killed(tmp_path, tables=["public.orders"], max_deliver=0, ack_wait_ms=100, **fields)
     held: list[dict[str, Any]] = []
+    emptied: set[str] = set()
 
     def receive(count: int) -> bool:
         messages = consumer.take(count)
         for one in messages:
             facts = one["record"]
+            if facts["op"] == "t" and one["id"] in emptied:
+                continue  # a kill may have forgotten its ack, and not that of a later row
+            if facts["op"] == "t":
+                emptied.add(one["id"])
             client.apply(facts["op"], facts["row"], facts["unchanged"])
         held.extend(messages)
         return bool(messages)
