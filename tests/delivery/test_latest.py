@@ -220,6 +220,22 @@ def test_undelivered_states_of_a_key_are_replaced_by_the_newest(log: LogWriter, 
     assert (shown["delivered"], shown["acked"], shown["in_flight"]) == (3, 2, 0)
 
 
+def test_what_is_written_after_a_restart_replaces_what_was_in_flight(log: LogWriter, tmp_path: Path) -> None:
+    consumer = Killed(tmp_path, **LATEST)
+    write(log, order(0, Op.CREATE, 1), order(1, Op.CREATE, 2))
+    old = consumer.take(10)
+    consumer.sync()
+    consumer.open()
+    assert consumer.settle("nack", *(one["ack_id"] for one in old)) == ["nacked"] * 2
+    write(log, order(0, Op.UPDATE, 1, note="new"), order(1, Op.CREATE, 3), number=2)
+    found = consumer.take(10)
+    assert [(one["record"]["row"]["id"], one["record"]["row"]["note"]) for one in found] == [
+        (2, None),
+        (1, "new"),
+        (3, None),
+    ]
+
+
 def test_a_dead_letter_with_a_newer_state_is_dropped_by_a_retry(log: LogWriter, tmp_path: Path) -> None:
     consumer = Killed(tmp_path, **LATEST, max_deliver=1)
     write(log, order(0, Op.CREATE, 1), order(1, Op.CREATE, 2))
