@@ -325,7 +325,7 @@ def test_a_consumer_begins_at_a_token_or_a_time(server: Served) -> None:
         ("v/dead/drop", {"ids": "some"}, 422, "invalid_value"),
         ("", {"name": "w", "kind": "newest"}, 422, "invalid_consumer"),
         ("", {"name": "w", "webhook": {"url": "https://example.com"}}, 422, "invalid_consumer"),
-        ("", {"name": "w", "backfill": True}, 422, "invalid_consumer"),
+        ("", {"name": "w", "backfill": True, "start": "earliest"}, 422, "invalid_consumer"),
         ("", {"name": "w", "where": "nothing = 1", "tables": ["public.orders"]}, 422, "invalid_consumer"),
     ],
 )
