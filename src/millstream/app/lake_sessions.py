@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from millstream.app.local_client import open_reader
+from millstream.app.merged_rows import FOLDED_TIMES, HomeMergedTables
 from millstream.errors import LogError
 from millstream.home.time_parsing import parse_as_of
 from millstream.model.positions import Seq, StreamToken
@@ -71,6 +72,9 @@ def open_lake(
         held=lambda: _quarantined(home, stream_id),
         known=lambda: _known(home, name, stream_id),
         landed_by=_landed_elsewhere(home, name),
+        merged=HomeMergedTables(
+            home, name, bytes_max=None if bounds is None else max(1, bounds.memory_bytes // FOLDED_TIMES)
+        ),
         bounds=bounds,
     )
 

@@ -233,7 +233,8 @@ class OpenHome:
 
         Returns:
             The table's own columns, in the order of its key. Read from the logs that this home has: its
-            own, and those of the regions that it follows.
+            own, and those of the regions that it follows. The schema's metadata lists them with their ages
+            in seconds: `millstream.regions`, as JSON.
 
         Raises:
             UnknownTable: no region has records of it.
@@ -245,17 +246,15 @@ class OpenHome:
             ReplicaTooStale: this node's data of one of the regions is older than allowed; `stream` names
                 the region (`shop@2`).
         """
-        try:
-            from millstream.nodes.staleness import check_ages
-            from millstream.regions.region_table import merged_table
-        except ModuleNotFoundError as error:
-            raise _needs_run(error, "merging regions") from error
+        from millstream.app.merged_rows import merged_rows
 
         moment = at if at is None or at.tzinfo is not None else at.replace(tzinfo=UTC)
         at_ns = None if moment is None else microseconds(moment) * 1000
         name = self._home.pick_stream(stream)
-        check_ages(self._home, name)
-        return merged_table(self._home, name, table, at_ns=at_ns, bytes_max=self._latest_bytes_max)
+        try:
+            return merged_rows(self._home, name, table, at_ns=at_ns, bytes_max=self._latest_bytes_max)
+        except ModuleNotFoundError as error:
+            raise _needs_run(error, "merging regions") from error
 
     def append(
         self,

@@ -31,6 +31,8 @@ def answer(lake: LakeSession, sql: str, style: Style) -> int:
         note(f"not readable: {name}: {reason}")
     for name, reason in lake.held_back.items():
         note(f"quarantined: {name}: {reason}")
+    if lake.regions and style in {"table", "csv"}:
+        note(f"merged from region {', '.join(map(str, lake.regions))}")
     if lake.is_left_behind:
         note(
             f"{lake.landed_by} leads the stream and writes its tables; the tables in this node's folder are as old as "

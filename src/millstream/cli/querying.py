@@ -40,8 +40,9 @@ def query(
 ) -> None:
     r"""Run SQL on the current tables, all at one token; tables are named schema.table.
 
-    Records are in history."schema.table". The token goes to stderr. Without SQL, the command reads
-    it from stdin; on a terminal it opens a prompt, with \? for help.
+    Records are in history."schema.table", the rows of all regions in merged."schema.table". The token
+    goes to stderr. Without SQL, the command reads it from stdin; on a terminal it opens a prompt,
+    with \? for help.
     """
     leave_pandas_out()
     from millstream.app.lake_sessions import open_lake

@@ -1,7 +1,8 @@
 """Rows of a query on stdout, while they come: aligned for people, CSV, JSON, or an Arrow stream.
 
 No value is rounded. CSV distinguishes NULL (nothing) from an empty text (`""`), as PostgreSQL's COPY
-does. In JSON a number that JSON readers may not hold exactly (a decimal, an integer beyond 2^53) is text.
+does. In JSON a number that JSON readers may not hold exactly (a decimal, an integer beyond 2^53) is text. Merged rows
+are an object there: their regions, and `rows`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import pyarrow.compute as pc
 
 from millstream.model.pgcolumns import JSON_INTEGER_MAX
 from millstream.model.readable import readable
+from millstream.model.region_ages import REGIONS_METADATA
 
 Style = Literal["table", "csv", "json", "arrow"]
 STYLES: Final[tuple[Style, ...]] = ("table", "csv", "json", "arrow")
@@ -76,7 +78,8 @@ def _field(text: str | None) -> str:
 
 def _json(reader: pa.RecordBatchReader, out: TextIO) -> int:
     names = [json.dumps(name, ensure_ascii=False) for name in reader.schema.names]
-    out.write("[")
+    regions = (reader.schema.metadata or {}).get(REGIONS_METADATA)
+    out.write("[" if regions is None else f'{{"regions": {regions.decode()},\n"rows": [')
     count = 0
     for batch in reader:
         columns = [_json_values(column) for column in batch.columns]
@@ -84,7 +87,8 @@ def _json(reader: pa.RecordBatchReader, out: TextIO) -> int:
             facts = ", ".join(f"{name}: {value}" for name, value in zip(names, row, strict=True))
             out.write(f"{',' if count else ''}\n  {{{facts}}}")
             count += 1
-    out.write("\n]\n" if count else "]\n")
+    out.write("\n]" if count else "]")
+    out.write("\n" if regions is None else "}\n")
     return count
 
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Final
 from millstream.errors import ReplicaTooStale
 from millstream.leadership.role_files import Roles, replication_folder
 from millstream.model.durations import duration_s
-from millstream.model.ids import parse_region_log_name, region_log_name
+from millstream.model.ids import RegionId, parse_region_log_name, region_log_name
+from millstream.model.region_ages import RegionAge
 from millstream.nodes.instances import boot_id
 from millstream.private_files import replace_file
 from millstream.protocol.replication.promises import Role
@@ -88,12 +89,34 @@ def check_ages(home: Home, stream: str) -> None:
     config = home.config if home.config_file.exists() else None
     if config is None or config.replication.max_staleness is None:
         return
-    regions = set(home.regions_on_disk(stream))
-    if stream in config.streams and (own := config.streams[stream].region):
-        # Nothing is shown of one that has never come, which is as old as can be.
-        regions |= {region for region in config.replication.region_addresses if region != own}
-    for log in (stream, *(region_log_name(stream, region) for region in sorted(regions))):
+    for log in (stream, *(region_log_name(stream, region) for region in _other_regions(home, stream))):
         check_age(home, log)
+
+
+def ages_of_regions(home: Home, stream: str) -> tuple[RegionAge, ...]:
+    """Return the age of each region's rows here: of the home's own, of those that it follows, and of those configured.
+
+    Raises:
+        UsageError: a log's folder has an invalid name.
+    """
+    config = home.config.streams.get(stream) if home.config_file.exists() else None
+    own = RegionId(0 if config is None else config.region)
+    leads = config is not None and Roles(home).of(stream).role is Role.LEADS
+    ages = {own: 0.0 if leads else age_of_replica(home, stream)}
+    ages |= {one: age_of_replica(home, region_log_name(stream, one)) for one in _other_regions(home, stream)}
+    return tuple(RegionAge(region, ages[region]) for region in sorted(ages))
+
+
+def _other_regions(home: Home, stream: str) -> list[RegionId]:
+    """Return the other regions whose logs the home has, or that are configured.
+
+    Nothing is shown of one that has never come, which is as old as can be.
+    """
+    regions = set(home.regions_on_disk(stream))
+    config = home.config if home.config_file.exists() else None
+    if config is not None and stream in config.streams and (own := config.streams[stream].region):
+        regions |= {region for region in config.replication.region_addresses if region != own}
+    return sorted(regions)
 
 
 def _boot_ns() -> int:

@@ -455,6 +455,22 @@ def merged_table(
     return found.engine.value(found.merged_state(), at_ns=at_ns)
 
 
+def declared_tables(home: Home, stream: str) -> list[str]:
+    """Return the names of the tables whose merge the configuration declares, and that a region has written.
+
+    Raises:
+        OtherRegion, LogError: as `RegionTable`.
+    """
+    config = home.config.streams.get(stream) if home.config_file.exists() else None
+    declared = {parse_qualified_name(name) for name in (() if config is None else config.merge)}
+    written = {
+        (schema.namespace, schema.name)
+        for reader in (region_readers(home, stream, config).values() if declared else ())
+        for schema in reader.schema_versions().values()
+    }
+    return sorted(qualified_name(*name) for name in declared & written)
+
+
 def merge_of(config: StreamConfig | None, table: str) -> TableMerge:
     """Return how a table merges, however its name is written."""
     wanted = parse_qualified_name(table)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
@@ -23,6 +23,7 @@ from pydantic import BaseModel, Field, ValidationError
 from starlette.types import Message, Receive, Scope, Send
 
 from millstream.app.local_client import OpenHome
+from millstream.app.merged_rows import FOLDED_TIMES
 from millstream.client.pieces import ARROW_TYPE, END, PIECES_TYPE, change_piece, failed, latest_piece, piece
 from millstream.client.protocol import LATEST_ROWS_MAX
 from millstream.config.quantities import size_bytes
@@ -32,6 +33,7 @@ from millstream.lake.query.bounds import QueryBounds
 from millstream.model.access import Right
 from millstream.model.durations import duration_s
 from millstream.model.positions import StreamToken
+from millstream.model.region_ages import REGIONS_HEADER, REGIONS_METADATA
 from millstream.serving.access import Access, allow
 from millstream.serving.memory_budget import ClientGoneError, Held, Intake, read_body
 from millstream.serving.queries.workers import Asking, QueryWorkers
@@ -52,8 +54,6 @@ _KEPT: Final = 8
 _TAKES_WITHIN_S: Final = 60.0
 """How long a caller may read nothing of its answer."""
 _SQL_MAX: Final = 1 << 20
-_FOLDED: Final = 4
-"""Memory to fold a range of `latest`, as a multiple of its records, and a table of several regions, of its rows."""
 _MERGED_ROWS: Final = 16_384
 """Rows of a table of several regions in a piece of the answer."""
 _GONE: Final = 499
@@ -69,6 +69,12 @@ _PIECES: Final[dict[int | str, dict[str, Any]]] = {
 _ROWS: Final[dict[int | str, dict[str, Any]]] = {
     200: {
         "description": "An Arrow IPC stream; pieces, for who accepts these.",
+        "headers": {
+            REGIONS_HEADER: {
+                "description": "For merged rows: the regions, and the age of each in seconds, as JSON.",
+                "schema": {"type": "string"},
+            }
+        },
         "content": {ARROW_TYPE: _BINARY, PIECES_TYPE: _BINARY},
     }
 }
@@ -218,12 +224,17 @@ class Reading:
         ) -> Response:
             wants_pieces = PIECES_TYPE in request.headers.get("accept", "")
 
+            regions: str | None = None
+
             def made(home: OpenHome) -> Iterator[bytes]:
-                reader = home.merged(stream, table, at=at).to_reader(max_chunksize=_MERGED_ROWS)
+                nonlocal regions
+                rows = home.merged(stream, table, at=at)
+                regions = rows.schema.metadata[REGIONS_METADATA].decode()
+                reader = rows.to_reader(max_chunksize=_MERGED_ROWS)
                 yield from in_pieces(reader) if wants_pieces else as_stream(reader)
 
             media_type = PIECES_TYPE if wants_pieces else ARROW_TYPE
-            return await self._answer(request, made, media_type, places=(self._queries,))
+            return await self._answer(request, made, media_type, places=(self._queries,), regions=lambda: regions)
 
     def _add_query(self) -> None:
         @self.router.post(
@@ -248,6 +259,7 @@ class Reading:
                 places=(self._queries,),
                 give_up=asked.give_up,
                 within_s=self._bounds.time_s,
+                regions=lambda: asked.regions,
             )
 
     async def _question(self, request: Request) -> Question:
@@ -289,6 +301,7 @@ class Reading:
         places: tuple[_ConcurrencyLimit, ...] = (),
         give_up: Callable[[], None] = lambda: None,
         within_s: float | None = None,
+        regions: Callable[[], str | None] = lambda: None,
     ) -> Response:
         """Return an answer that is sent while it is made. An error before its first byte is raised.
 
@@ -300,6 +313,8 @@ class Reading:
             give_up: ends the work of `made`, from another thread.
             within_s: how long it may take to make, send and be read; as long as the caller goes on
                 reading, if None.
+            regions: returns the regions of merged rows, as JSON, once the first part is made; None for
+                other answers.
         """
         until_s = None if within_s is None else asyncio.get_running_loop().time() + within_s
 
@@ -335,10 +350,12 @@ class Reading:
         if first is None:
             await let_go()
             return Response(status_code=_GONE)
-        return _StreamedAnswer(_sent(first, making, media_type, let_go), media_type, let_go, until_s)
+        listed = regions()
+        headers = {} if listed is None else {REGIONS_HEADER: listed}
+        return _StreamedAnswer(_sent(first, making, media_type, let_go), media_type, headers, let_go, until_s)
 
     def _open(self) -> OpenHome:
-        return OpenHome(self._home, latest_bytes_max=max(1, self._bounds.memory_bytes // _FOLDED))
+        return OpenHome(self._home, latest_bytes_max=max(1, self._bounds.memory_bytes // FOLDED_TIMES))
 
     @contextmanager
     def _opened(self) -> Iterator[OpenHome]:
@@ -420,10 +437,11 @@ class _StreamedAnswer(StreamingResponse):
         self,
         parts: AsyncGenerator[bytes, None],
         media_type: str,
+        headers: Mapping[str, str],
         let_go: Callable[[], Awaitable[None]],
         until_s: float | None,
     ) -> None:
-        super().__init__(parts, media_type=media_type)
+        super().__init__(parts, headers=headers, media_type=media_type)
         self._parts = parts
         self._let_go = let_go
         self._until_s = until_s

@@ -139,12 +139,18 @@ class Engine:
         for schema, view in found.fetchall():
             self.connection.execute(f"DROP VIEW {quote(schema)}.{quote(view)}")
 
+    def drop_view(self, namespace: str, name: str) -> None:
+        """Drop one view, if there is one of that name in the schema."""
+        if self.has_view(namespace, name):
+            self.connection.execute(f"DROP VIEW {quote(namespace)}.{quote(name)}")
+
     def has_view(self, namespace: str, name: str) -> bool:
         """Whether there is a view of that name."""
         found = self.connection.execute(
             "SELECT 1 FROM duckdb_views() WHERE NOT internal AND schema_name = ? AND view_name = ?", [namespace, name]
         )
-        return found.fetchone() is not None
+        # fetchall ends the result: an open result keeps the connection from other work.
+        return bool(found.fetchall())
 
     def keywords(self) -> frozenset[str]:
         """Return the words that can't stand for a column everywhere unless they are quoted."""

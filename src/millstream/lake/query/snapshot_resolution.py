@@ -1,15 +1,18 @@
-"""The position of an SQL session: the one that a moment or a token asks for, and the cut at or below it."""
+"""The position of an SQL session: the one that a moment or a token asks for, the cut at or below it, and its tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
 
-from millstream.errors import BeyondRetention, LakeBehind, PositionError, TokenFromFuture
+from millstream.errors import BeyondRetention, LakeBehind, LakeUnavailable, PositionError, TokenFromFuture
+from millstream.lake.delta import OpenTable, open_table
 from millstream.lake.known_tables import KnownTable
-from millstream.lake.layout import LakeLayout
+from millstream.lake.layout import MESSAGES, LakeLayout, folder_of
 from millstream.lake.operations import whole_upto
-from millstream.lake.snapshots import Cut, cut_at, cut_at_time, cut_from, first_cut, last_cut
+from millstream.lake.schema_history import era_at
+from millstream.lake.snapshots import Cut, CutTable, cut_at, cut_at_time, cut_from, first_cut, last_cut
+from millstream.model.ids import TableId
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.schema import TableSchema
 
@@ -49,6 +52,31 @@ def standing_at(layout: LakeLayout, as_of: Seq | datetime | None) -> tuple[Seq, 
     if first is not None and first.number > 1:
         raise _before(layout, str(StreamToken.scalar(layout.stream_id, as_of)))
     return whole_upto(layout, as_of), cut
+
+
+def add_since_the_cut(layout: LakeLayout, n: Seq, tables: dict[str, CutTable]) -> None:
+    """Add to a cut's tables, by folder, those that came, or were renamed, between the cut below a position and that."""
+    later = cut_from(layout, n)
+    for folder, table in ({} if later is None else later.tables).items():
+        if folder in tables or folder == MESSAGES:
+            continue
+        era = era_at(open_history(layout, folder, table.table_id), n)
+        if era is None or folder_of(era.schema) != folder:
+            continue
+        tables[folder] = table
+        for old in [f for f, t in tables.items() if t.table_id == table.table_id and f != folder]:
+            del tables[old]
+
+
+def open_history(layout: LakeLayout, folder: str, table_id: TableId) -> OpenTable:
+    """Open a table's history; `LakeUnavailable` if it is gone."""
+    path = f"{layout.root}/history/{folder}"
+    opened = open_table(layout, path, layout.app_id("history", table_id))
+    if opened is None:
+        raise LakeUnavailable(
+            f"the Delta table {path} is gone", hint="Run `millstream tables copy` for the table.", path=path
+        )
+    return opened
 
 
 def beyond(layout: LakeLayout, schema: TableSchema, n: Seq, gone: Seq, *, anew: bool) -> BeyondRetention:

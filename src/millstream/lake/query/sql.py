@@ -6,7 +6,8 @@ table's size, and never half a transaction. Nothing is written to the lake, and 
 
 Views: `schema.table` for the rows, `history."schema.table"` for the records, `history._messages` for logical
 messages, `scd2."schema.table"` for the versions of rows, if the lake keeps them. Only tables whose name stands in the
-SQL are prepared. DuckDB is imported when a session opens.
+SQL are prepared. `merged."schema.table"` has the rows of all regions, from their logs. DuckDB is imported when a
+session opens.
 """
 
 from __future__ import annotations
@@ -34,21 +35,23 @@ from millstream.lake.delta import OpenTable, open_table
 from millstream.lake.folded.current import current_columns
 from millstream.lake.folder import history_begun, history_from
 from millstream.lake.known_tables import KnownTable, empty_records, empty_rows, is_meant, unknown_table
-from millstream.lake.layout import MESSAGES, LakeLayout, folder_of, has_current
+from millstream.lake.layout import MESSAGES, LakeLayout, has_current
 from millstream.lake.query.bounds import QueryBounds
 from millstream.lake.query.engine import Engine, quote
+from millstream.lake.query.merged_rows import MergedTables, MergedViews
 from millstream.lake.query.namesakes import Namesakes
 from millstream.lake.query.overlay import SEQ
 from millstream.lake.query.rows import RecordRange, bag_sql, built_sql, keyed_sql, left_sql
-from millstream.lake.query.snapshot_resolution import beyond, rebuilding, standing_at
+from millstream.lake.query.snapshot_resolution import add_since_the_cut, beyond, open_history, rebuilding, standing_at
 from millstream.lake.query.version_rows import versions_sql
 from millstream.lake.query.words import CATALOG_WORDS, LIST, LISTED, words_to_quote
 from millstream.lake.renames import open_left_behind
 from millstream.lake.schema_history import Era, era_at, newest_schema
-from millstream.lake.snapshots import Cut, CutTable, cut_from, last_cut
+from millstream.lake.snapshots import Cut, CutTable, last_cut
 from millstream.model.ids import TableId
 from millstream.model.names import name_in_full, parse_qualified_name, same_bare
 from millstream.model.positions import Seq, StreamToken
+from millstream.model.region_ages import RegionAge
 from millstream.model.schema import TableSchema
 
 if TYPE_CHECKING:
@@ -76,6 +79,7 @@ class LakeSession:
         held: Callable[[], Mapping[str, str]] | None = None,
         known: Callable[[], Sequence[KnownTable]] | None = None,
         landed_by: str | None = None,
+        merged: MergedTables | None = None,
         bounds: QueryBounds | None = None,
     ) -> None:
         """Open a session.
@@ -90,6 +94,7 @@ class LakeSession:
             known: returns the source's tables as capture knows them. Called at most once, if a query names a table that
                 the lake lacks, or may list all. Tables without a record are then empty; renamed ones have new names.
             landed_by: the other node that lands the stream's tables, for messages; None if this one does.
+            merged: reads the tables that several regions write; None if there are none.
             bounds: the session's bounds; None for none.
 
         Raises:
@@ -112,7 +117,7 @@ class LakeSession:
             self._asked = cast("Seq", as_of) if moved else None
             self._tables: dict[str, CutTable] = {} if self._cut is None else dict(self._cut.tables)
             if self._past and (self._cut is None or self._cut.n < self._n):
-                self._since_the_cut()
+                add_since_the_cut(layout, self._n, self._tables)
         except BaseException:
             self.close()
             raise
@@ -120,6 +125,7 @@ class LakeSession:
         self._known, self._asked_known = known, list[KnownTable]()
         self._learned = known is None
         self._namesakes = Namesakes(self._engine)
+        self._merged = MergedViews(self._engine, merged, past=self._past)
         self._old_versions = True
         """Whether `current` may be read at versions that aren't the newest: their files may go at any time."""
         self._rows_left = set(self._tables)
@@ -158,9 +164,13 @@ class LakeSession:
         return self._cut
 
     def is_newest(self) -> bool:
-        """Whether no cut has come since the session was opened."""
-        newest = last_cut(self._layout)
-        return newest == self._cut
+        """Whether a new session would give the same rows: no cut has come, and no merged rows were read."""
+        return not self._merged.has_rows and last_cut(self._layout) == self._cut
+
+    @property
+    def regions(self) -> tuple[RegionAge, ...]:
+        """The regions of the merged rows that the last statement named; empty if it named none."""
+        return self._merged.regions
 
     @property
     def tables(self) -> list[str]:
@@ -200,13 +210,15 @@ class LakeSession:
             BeyondRetention: a table's past doesn't reach back so far.
             LakeTableForeign: another program wrote into a table.
             LakeUnavailable: files of the session's cut were deleted since: open another session.
+            MillstreamError: as `OpenHome.merged`, of a table whose merged rows it names.
         """
         return self.stream(sql).read_all()
 
     def stream(self, sql: str, *, batch_rows: int = _STREAM_ROWS) -> pa.RecordBatchReader:
         """Return the same result while it is computed, in batches of at most so many rows.
 
-        Each batch may raise an error. Read it to its end, or close it, before the session's next query.
+        Each batch may raise an error. Read it to its end, or close it, before the session's next query. If it has
+        merged rows, the schema's metadata lists their regions (`millstream.regions`).
         """
         import duckdb
 
@@ -216,7 +228,8 @@ class LakeSession:
             sql = LISTED
         try:
             reader = self._run(sql, batch_rows)
-            return pa.RecordBatchReader.from_batches(reader.schema, self._checked(reader))
+            schema = self._merged.stamped(reader.schema)
+            return pa.RecordBatchReader.from_batches(schema, self._checked(reader, schema))
         except duckdb.Error as error:
             raise self._translated(error) from error
 
@@ -295,14 +308,14 @@ class LakeSession:
             return pa.table({}).to_reader()  # type: ignore[unreachable]
         return relation.to_arrow_reader(batch_rows)
 
-    def _checked(self, reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
+    def _checked(self, reader: pa.RecordBatchReader, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         """Yield the batches, with DuckDB's errors as ours; pyarrow passes them on as its own."""
         import duckdb
 
         try:
             for batch in reader:
                 self._engine.watch.check()
-                yield batch
+                yield batch.replace_schema_metadata(schema.metadata)
         except (duckdb.Error, pa.ArrowException, OSError) as error:
             raise self._translated(error) from error
 
@@ -346,7 +359,7 @@ class LakeSession:
             had = self.name_of(table.table_id)
             if had is not None and had != table.name:
                 return InvalidQuery(f"there was no table {table.name} at {self.token}: it was called {had} then")
-            history = self._open_history(folder, table.table_id)
+            history = open_history(self._layout, folder, table.table_id)
             era = None if last is None else era_at(history, last.n)
             begins = "" if era is None or not era.first else f" Its first record is at {self._token(era.first)}."
             return InvalidQuery(
@@ -371,24 +384,11 @@ class LakeSession:
     def _where_they_land(self, node: str) -> str:
         return f"This node doesn't land the stream's tables: {node} leads the stream, and does. Ask there, or keep the lake in an object store that both name."
 
-    def _since_the_cut(self) -> None:
-        """Add the tables that came, or were renamed, between the cut below the token and the token itself."""
-        later = cut_from(self._layout, self._n)
-        for folder, table in ({} if later is None else later.tables).items():
-            if folder in self._tables or folder == MESSAGES:
-                continue
-            self._tables[folder] = table
-            era = era_at(self._history(folder), self._n)
-            if era is None or folder_of(era.schema) != folder:
-                del self._tables[folder]
-                continue
-            for old in [f for f, t in self._tables.items() if t.table_id == table.table_id and f != folder]:
-                del self._tables[old]
-
     def _prepare(self, sql: str | None) -> None:
         """Make the views that a query may name, once each; all of them for None."""
         text = None if sql is None or CATALOG_WORDS.search(sql) else sql.lower()
         hidden = self._hide_namesakes(sql or "")
+        self._merged.prepare(sql, is_listing=sql is not None and text is None)
         for left, make, word in (
             (self._rows_left, self._make_rows, ""),
             (self._records_left, self._make_records, HISTORY),
@@ -494,16 +494,7 @@ class LakeSession:
         return re.search(rf"(?<!\w){re.escape(bare)}(?!\w)", text) is not None
 
     def _history(self, folder: str) -> OpenTable:
-        return self._open_history(folder, self._tables[folder].table_id)
-
-    def _open_history(self, folder: str, table_id: TableId) -> OpenTable:
-        path = f"{self._layout.root}/history/{folder}"
-        opened = open_table(self._layout, path, self._layout.app_id("history", table_id))
-        if opened is None:
-            raise LakeUnavailable(
-                f"the Delta table {path} is gone", hint="Run `millstream tables copy` for the table.", path=path
-            )
-        return opened
+        return open_history(self._layout, folder, self._tables[folder].table_id)
 
     def _era(self, folder: str, history: OpenTable) -> Era:
         """Return the table's schema and start at the token."""

@@ -30,6 +30,8 @@ class Frame(IntEnum):
     """Nothing more comes; the worker waits for the next request."""
     LEAVES = 4
     """Nothing more comes, and the worker ends."""
+    REGIONS = 5
+    """The regions of merged rows, as JSON, before the answer's first bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ import pyarrow as pa
 from millstream.app.lake_sessions import open_lake
 from millstream.errors import MillstreamError, QueryBound
 from millstream.lake.query.bounds import QueryBounds
+from millstream.model.region_ages import regions_as_json
 from millstream.serving.queries.frames import Frame, QueryRequest, WorkerStart, write_frame
 from millstream.serving.row_streams import as_stream, in_pieces
 from millstream.workers import Worker
@@ -89,6 +90,8 @@ def _answer(start: WorkerStart, request: QueryRequest, out: BinaryIO) -> None:
     try:
         with open_lake(start.home, request.stream, as_of=request.as_of, bounds=bounds) as lake:
             reader = lake.stream(request.sql)
+            if lake.regions:
+                write_frame(out, Frame.REGIONS, regions_as_json(lake.regions).encode())
             for part in in_pieces(reader) if request.in_pieces else as_stream(reader):
                 write_frame(out, Frame.PART, part)
     except MillstreamError as error:

@@ -115,6 +115,8 @@ class AskedQuery:
         self._lock = threading.Lock()
         self._worker: _Worker | None = None
         self._failure: MillstreamError | None = None
+        self.regions: str | None = None
+        """The regions of the merged rows, as JSON, from the first part on; None if the query names none."""
 
     def give_up(self) -> None:
         """End the query, now or before it begins."""
@@ -182,6 +184,8 @@ class AskedQuery:
             kind, body = frame
             if kind == Frame.PART:
                 yield body
+            elif kind == Frame.REGIONS:
+                self.regions = body.decode()
             elif kind == Frame.ERROR:
                 error = error_of(json.loads(body))
             else:

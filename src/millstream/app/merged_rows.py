@@ -1,0 +1,60 @@
+"""Tables that several regions write, read from a home's logs, with the regions and the age of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from millstream.model.region_ages import RegionAge, with_regions
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from millstream.home.home import Home
+
+FOLDED_TIMES: Final = 4
+"""Memory to fold a range of `read_latest`, as a multiple of its records, and a table of several regions, of its rows.
+"""
+
+
+class HomeMergedTables:
+    """The `MergedTables` of a home's stream. Modules that merge are imported at the first call: few queries need them.
+
+    Args:
+        home: the home.
+        stream: the stream's name.
+        bytes_max: limit in bytes of what one table's read holds at once; None for no limit.
+    """
+
+    def __init__(self, home: Home, stream: str, *, bytes_max: int | None = None) -> None:
+        self._home = home
+        self._stream = stream
+        self._bytes_max = bytes_max
+
+    def names(self) -> Sequence[str]:
+        """Return the tables whose merge is declared and that a region has written."""
+        from millstream.regions.region_table import declared_tables
+
+        return declared_tables(self._home, self._stream)
+
+    def columns(self, table: str) -> pa.Schema:
+        """Return the columns of a table's merged rows; raises as `OpenHome.merged`."""
+        from millstream.regions.region_table import RegionTable
+
+        found = RegionTable(self._home, self._stream, table)
+        return found.engine.value(found.empty).schema
+
+    def rows(self, table: str, *, at_ns: int | None = None) -> tuple[pa.Table, Sequence[RegionAge]]:
+        """Return a table's merged rows, and the regions; raises as `OpenHome.merged`."""
+        from millstream.nodes.staleness import ages_of_regions, check_ages
+        from millstream.regions.region_table import merged_table
+
+        check_ages(self._home, self._stream)
+        ages = ages_of_regions(self._home, self._stream)  # before the read: what is read is no older
+        return merged_table(self._home, self._stream, table, at_ns=at_ns, bytes_max=self._bytes_max), ages
+
+
+def merged_rows(home: Home, stream: str, table: str, *, at_ns: int | None, bytes_max: int | None) -> pa.Table:
+    """Return a table's merged rows, with the regions in the metadata of its schema; raises as `OpenHome.merged`."""
+    rows, ages = HomeMergedTables(home, stream, bytes_max=bytes_max).rows(table, at_ns=at_ns)
+    return rows.replace_schema_metadata(with_regions(rows.schema.metadata, ages))
