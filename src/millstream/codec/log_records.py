@@ -81,12 +81,15 @@ def records_of(
         raise CorruptFrame(f"a record of table {table.table_id} has an unknown op")
     of_row = np.repeat(batches.column("operation").to_numpy()[mine].astype(np.int64), counts)
 
+    facts = operations if _is_each_once(of_row, operations.num_rows) else operations.take(pa.array(of_row))
+    """The operation of each row."""
+    kind = facts.column("kind").to_numpy()
+
     def fact(name: str) -> pa.Array:
-        """Return a directory column's value for each row's operation."""
-        return pc.take(operations.column(name), pa.array(of_row))
+        return facts.column(name)
 
     def of_kind(*kinds: OperationKind) -> npt.NDArray[np.bool_]:
-        found: npt.NDArray[np.bool_] = np.isin(operations.column("kind").to_numpy(), kinds)[of_row]
+        found: npt.NDArray[np.bool_] = np.logical_or.reduce([kind == one for one in kinds])
         return found
 
     def commit_index() -> pa.Array:
@@ -143,6 +146,11 @@ def _spread(firsts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt
     total = int(counts.sum())
     starts = np.cumsum(counts) - counts
     return np.repeat(firsts - starts, counts) + np.arange(total, dtype=np.int64)
+
+
+def _is_each_once(places: npt.NDArray[np.int64], count: int) -> bool:
+    """Whether places are 0, 1, … up to a count."""
+    return len(places) == count and bool((places == np.arange(count)).all())
 
 
 def _null_where(values: pa.Array, mask: npt.NDArray[np.bool_]) -> pa.Array:

@@ -40,7 +40,7 @@ class AckIds:
         """Return the text of a delivery."""
         fields = _FIELDS.pack(*delivery)
         text = binascii.b2a_base64(fields + self._mac(fields), newline=False)
-        return text.translate(_URL_SAFE).decode().rstrip("=")
+        return text.translate(_URL_SAFE)[:_LENGTH].decode()
 
     def read(self, text: str) -> DeliveryId | None:
         """Return the delivery of a text; None if it isn't one of this consumer's.

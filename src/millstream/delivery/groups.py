@@ -51,7 +51,7 @@ def groups_of(
     first = batch.num_columns - len(schema.columns)
     keyed = [(name, *known[name]) for name in names]
     values = [render_column(batch.column(first + number), column) for _, number, column in keyed]
-    columns = [column for _, _, column in keyed]
+    columns = [column if _has_forms(column) else None for _, _, column in keyed]
     exact, before = (batch.column(name).to_pylist() for name in ("__exact", "__before"))
     unchanged = batch.column("__unchanged").to_pylist()
     found: list[tuple[str, ...]] = []
@@ -60,6 +60,9 @@ def groups_of(
             found.append(())
             continue
         new: list[Any] = [column_values[i] for column_values in values]
+        if not (before[i] or exact[i] or unchanged[i]):
+            found.append((_text(schema.table_id, columns, new),))
+            continue
         old_values = dict(before[i] or ())
         _replace(new, names, dict(exact[i] or ()))
         left_out = unchanged[i] or ()
@@ -81,9 +84,10 @@ def _replace(values: list[Any], names: Sequence[str], others: Mapping[str, Any])
             values[number] = others[name]
 
 
-def _text(table: int, columns: Sequence[Column], values: Sequence[Any]) -> str:
+def _text(table: int, columns: Sequence[Column | None], values: Sequence[Any]) -> str:
+    """Return the text of a key; its columns are those whose values have several forms, and None for the others."""
     key = [
-        "null" if value is None else encode_basestring(_equal_form(value, column))
+        "null" if value is None else encode_basestring(value if column is None else _equal_form(value, column))
         for value, column in zip(values, columns, strict=True)
     ]
     text = f"[{','.join((str(int(table)), *key))}]"
@@ -92,18 +96,22 @@ def _text(table: int, columns: Sequence[Column], values: Sequence[Any]) -> str:
     return f"{int(table)}#{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()}"
 
 
+def _has_forms(column: Column) -> bool:
+    """Whether different texts of the column's values may be equal values."""
+    is_decimal = pa.types.is_decimal(column.arrow) or (column.pg is not None and column.pg.oid == _NUMERIC_OID)
+    return is_decimal or pa.types.is_floating(column.arrow)
+
+
 def _equal_form(value: str, column: Column) -> str:
     """Return the one text of all values that compare equal to this one."""
     if pa.types.is_floating(column.arrow):
         return "0" if value == "-0" else value
-    if pa.types.is_decimal(column.arrow) or (column.pg is not None and column.pg.oid == _NUMERIC_OID):
-        try:
-            number = Decimal(value)
-        except InvalidOperation:
-            return value
-        if not number.is_finite():
-            return value
-        text = format(number, "f")
-        text = text.rstrip("0").rstrip(".") if "." in text else text
-        return "0" if text == "-0" else text
-    return value
+    try:
+        number = Decimal(value)
+    except InvalidOperation:
+        return value
+    if not number.is_finite():
+        return value
+    text = format(number, "f")
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return "0" if text == "-0" else text

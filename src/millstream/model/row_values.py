@@ -46,6 +46,7 @@ def row_values(schema: TableSchema, batch: pa.RecordBatch, values: Values = "jso
     ops, unchanged = batch.column("__op").to_pylist(), batch.column("__unchanged").to_pylist()
     exact, before = _maps(batch.column("__exact")), _maps(batch.column("__before"))
     columns = _columns(schema, batch, values)
+    lists = list(columns.values())
     read = {column.name: _reads_as(column.arrow) for column in schema.columns} if values == "json" else {}
     identity = frozenset(schema.identity)
     is_raw = schema.kind is TableKind.RAW
@@ -56,6 +57,9 @@ def row_values(schema: TableSchema, batch: pa.RecordBatch, values: Values = "jso
             rows.append(None)
             continue
         whole, left_out = exact[i], unchanged[i] or ()
+        if op != _DELETE and not whole and not left_out:
+            rows.append(dict(zip(columns, [values[i] for values in lists], strict=True)))
+            continue
         rows.append(
             {
                 name: whole.get(name, column[i]) if whole else column[i]

@@ -254,6 +254,7 @@ def _json(body: Any, status: int = 200) -> Response:
 
 
 def _records(body: dict[str, Any], field: str) -> Response:
-    """Return an answer whose items have their records as JSON texts."""
-    items = [{**item, "record": msgspec.Raw(item["record"].encode())} for item in body[field]]
-    return _json({**body, field: items})
+    """Return an answer whose items, which it changes, have their records as JSON texts."""
+    for item in body[field]:
+        item["record"] = msgspec.Raw(item["record"].encode())
+    return _json(body)

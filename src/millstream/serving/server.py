@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 logger = structlog.get_logger("millstream.serve")
 
 _BACKLOG: Final = 2048
+_OBJECTS_A_COLLECTION: Final = 20_000
+"""Number of new objects after which cycles among them are looked for: a large answer has as many."""
 
 
 def serve_home(home: Home, lifeline: Lifeline) -> None:
@@ -77,6 +79,8 @@ def serve_home(home: Home, lifeline: Lifeline) -> None:
         # requests.
         gc.collect()
         gc.freeze()
+        # A request makes thousands of objects, and none of them in a cycle.
+        gc.set_threshold(_OBJECTS_A_COLLECTION)
         # So do the compiler's, which come later: each receive would go through them.
         application.parser.add_done_callback(lambda _: gc.freeze())
         with asyncio.Runner(loop_factory=_new_loop) as runner:
