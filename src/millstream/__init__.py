@@ -1,6 +1,7 @@
 """Millstream: an ordered, durable change log for PostgreSQL, with its data pipeline on Spark.
 
-Everything public is importable from here, from `millstream.aio`, from `millstream.errors` or from `millstream.testing`; the rest may change.
+Everything public is importable from here, from `millstream.aio`, `millstream.crdt`, `millstream.errors` or `millstream.testing`;
+the rest may change.
 Names are looked up when they are first used (PEP 562), so that `import millstream` costs nothing.
 """
 

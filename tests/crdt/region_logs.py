@@ -10,15 +10,13 @@ from functools import reduce
 from typing import Any
 from uuid import UUID
 
+import numpy as np
 import pyarrow as pa
 from hypothesis import strategies as st
 
-from millstream.crdt.counters import Actor, GrowCounters, GrowState
+from millstream.crdt import HLC, Actor, GCounter, HideFlag, LWWRegister, UnionSet
 from millstream.crdt.declared import TableMerge
-from millstream.crdt.hlc import HybridTime
-from millstream.crdt.registers import HardNegatives, Hiding, LastWriteWins, Register
-from millstream.crdt.sets import UnionSets
-from millstream.crdt.signals import DecayedSignals, Signal
+from millstream.crdt.signals import decays
 from millstream.crdt.tables import lift, state_schema
 from millstream.model.ids import RegionId, StreamId
 from millstream.model.positions import Seq, StreamToken
@@ -65,8 +63,8 @@ class Said:
     row: dict[str, Any]
 
     @property
-    def time(self) -> HybridTime:
-        return HybridTime(self.wall_ns, self.seq, self.region)
+    def time(self) -> HLC:
+        return HLC(self.wall_ns, self.seq, self.region)
 
 
 _ROWS = st.fixed_dictionaries(
@@ -135,27 +133,26 @@ def plainly_merged(said: list[Said], at_ns: int) -> list[dict[str, Any]]:
             newest[one.region] = one
         regions = [newest[region] for region in sorted(newest)]
         for name in ("title", "ratio"):
-            row[name] = reduce(LastWriteWins().join, (Register(one.time, one.row[name]) for one in by_key[key])).value
+            row[name] = reduce(LWWRegister.join, (LWWRegister(one.row[name], one.time) for one in by_key[key])).value
         views = [one for one in by_key[key] if one.row["views"] is not None]
-        none: GrowState = {}
-        counted = reduce(GrowCounters().join, ({Actor(one.region): one.row["views"]} for one in views), none)
-        row["views"] = GrowCounters().value(counted) if views else None
+        counted = reduce(GCounter.join, (GCounter({Actor(one.region): one.row["views"]}) for one in views), GCounter())
+        row["views"] = counted.value if views else None
         for name, nothing in (("likes", 0), ("paid", 0), ("weight", 0.0)):
             values = [one.row[name] for one in regions if one.row[name] is not None]
             row[name] = sum(values, nothing) if values else None
         for name, of in (("tags", by_key[key]), ("seen", regions)):
             lists = [one.row[name] for one in of if one.row[name] is not None]
-            sets = (UnionSets().of(value for value in values if value is not None) for values in lists)
-            row[name] = list(UnionSets().value(reduce(UnionSets().join, sets))) if lists else None
-        signals = {
-            one.region: Signal(one.seq, one.row["heat"], one.wall_ns) for one in regions if one.row["heat"] is not None
-        }
-        row["heat"] = DecayedSignals(4 * SECOND_NS, at_ns).value(signals) if signals else None
+            sets = (UnionSet(value for value in values if value is not None) for values in lists)
+            row[name] = list(reduce(UnionSet.join, sets).value) if lists else None
+        heated = [one for one in regions if one.row["heat"] is not None]
+        left = decays(np.array([at_ns - one.wall_ns for one in heated], np.int64), 4 * SECOND_NS).tolist()
+        decayed = [one.row["heat"] * rest for one, rest in zip(heated, left, strict=True)]
+        row["heat"] = sum(decayed, 0.0) if heated else None
         flags = [
-            Hiding(hidden=one.time) if one.row["hidden"] else Hiding(shown=one.time)
+            HideFlag(hidden=one.time) if one.row["hidden"] else HideFlag(shown=one.time)
             for one in by_key[key]
             if one.row["hidden"] is not None
         ]
-        row["hidden"] = HardNegatives().value(reduce(HardNegatives().join, flags, Hiding()))
+        row["hidden"] = reduce(HideFlag.join, flags, HideFlag()).value
         found.append(row)
     return found

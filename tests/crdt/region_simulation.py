@@ -37,7 +37,7 @@ from tests.crdt.model_regions import ENGINE, Group, ModelLog, ModelReader, Model
 from tests.crdt.region_logs import KEY, MERGE, Said, plainly_merged, region_rows
 from tests.seeds import Violation, main
 
-from millstream.crdt.hlc import HybridTime
+from millstream.crdt.hlc import HLC
 from millstream.crdt.reconcile import Missing, ReconciliationEngine, RegionState, Vector, behind
 from millstream.crdt.tables import fold
 from millstream.errors import ClockSkew, LostTailMerged
@@ -366,7 +366,7 @@ class World:
                 last = copy.log.groups[-1]
                 try:
                     if self.hears:
-                        region.times.hear(HybridTime(last.wall_ns, last.last_seq, number), f"region {number}")
+                        region.times.hear(HLC(last.wall_ns, last.last_seq, number), f"region {number}")
                     elif last.wall_ns - region.now_ns() > 60 * 10**9:
                         continue
                 except ClockSkew:

@@ -10,7 +10,7 @@ from uuid import UUID
 
 import pytest
 
-from millstream.crdt.hlc import DRIFT_MAX_NS, HybridTime
+from millstream.crdt.hlc import DRIFT_MAX_NS, HLC
 from millstream.errors import ClockSkew, OtherRegion
 from millstream.model.ids import Epoch, RegionId, ShardId, StreamId, TableId
 from millstream.model.positions import Seq
@@ -59,9 +59,9 @@ def test_groups_have_rising_times_over_clocks_that_go_back_and_restarts_and_are_
             for rows in (1, 2, 1):
                 log.append(plain_ops({rows: [(table, rows, "x")]}))
                 clock.step_wall(-7)
-            remote = HybridTime(clock.now_ns() + DRIFT_MAX_NS, 9, 8)
+            remote = HLC(clock.now_ns() + DRIFT_MAX_NS, 9, 8)
             with pytest.raises(ClockSkew, match="oslo"):
-                log.hear(HybridTime(remote.wall_ns + 1, 0, 8), name="oslo")
+                log.hear(HLC(remote.wall_ns + 1, 0, 8), name="oslo")
             log.hear(remote)
             log.append(plain_ops({9: [(table, 2, "x")]}))
         times = times_of(tmp_path / "log")

@@ -6,7 +6,8 @@ result sorted by codes is sorted by values, and doesn't depend on the order of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from decimal import Decimal, localcontext
 from typing import Any, Final, TypeAlias
 
@@ -15,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.crdt.signals import DECAY_TERMS, HALVINGS_MAX
+from millstream.crdt.declared import TableMerge
 from millstream.errors import InvalidValue
 
 Codes: TypeAlias = npt.NDArray[np.int64]
@@ -24,6 +25,33 @@ _INT32: Final = 2**31 - 1
 _SPREAD: Final = 4
 """Numbers whose range is at most so many times their count are ordered by a slot for each possible number."""
 _UNION_ROWS: Final = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """A table's region rows in groups: of a key and region when they are folded, of a key when they are merged."""
+
+    column: Callable[[str], pa.Array]
+    """Returns a column in one piece, by its name."""
+    codes: Codes
+    """Each row's group."""
+    count: int
+    """Number of groups."""
+    newest: pa.Array
+    """Index of each group's newest row."""
+    merge: TableMerge
+    """How the columns merge."""
+    at_ns: int = 0
+    """The moment for which signals are read."""
+
+    @property
+    def is_distinct(self) -> bool:
+        """Whether each row is a group of its own."""
+        return self.count == len(self.codes)
+
+    def newest_of(self, *names: str) -> dict[str, pa.Array]:
+        """Return columns of each group's newest row."""
+        return {name: self.column(name).take(self.newest) for name in names}
 
 
 def ranked(column: pa.Array) -> tuple[Codes, pa.Array]:
@@ -137,21 +165,6 @@ def _decimal_sums(column: pa.Array, codes: Codes, there: npt.NDArray[np.bool_]) 
         return pa.array(exact, pa.decimal128(38, column.type.scale))
     except pa.ArrowInvalid as error:
         raise InvalidValue("a counter's sum over the regions has more than 38 digits") from error
-
-
-def decays(ages_ns: npt.NDArray[np.int64], half_life_ns: int) -> npt.NDArray[np.float64]:
-    """Return `signals.decay` of each age, equal to the bit."""
-    halvings = np.maximum(ages_ns, 0).astype(np.float64) / float(half_life_ns)
-    gone = halvings >= HALVINGS_MAX
-    halvings[gone] = 0.0
-    full = np.floor(halvings)
-    rest = halvings - full
-    left = np.zeros(len(halvings), np.float64)
-    for term in DECAY_TERMS:
-        left = left * rest + term
-    left /= (np.int64(1) << full.astype(np.int64)).astype(np.float64)
-    left[gone] = 0.0
-    return left
 
 
 def unions(column: pa.Array, codes: Codes, groups: int) -> pa.Array:

@@ -2,7 +2,7 @@
 
 An actor's entry only grows (in a PN counter both of its sides do), so the greater entry is the newer one. An actor
 that has lost its entry goes on under a new incarnation, never under the old one: two histories of one entry wouldn't
-merge into either.
+merge into either. In a merging table the actor is the region, and its log orders its totals.
 
 Bodies: a count u32, then for each entry, in order of its actor: region u32, shard u32, incarnation u64, and one or
 two numbers as encoded values. Empty entries aren't written.
@@ -12,8 +12,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final, NamedTuple, Self
 
+import pyarrow as pa
+
+from millstream.crdt.columns import Grouped, greatest, sums
 from millstream.crdt.lattice import StateKind, decoded, seal
 from millstream.crdt.scalars import Cursor, counted, encode_value
 from millstream.errors import InvalidValue
@@ -41,97 +46,141 @@ def read_actor(cursor: Cursor) -> Actor:
     return Actor(*_ACTOR.unpack(cursor.take(_ACTOR.size)))
 
 
-GrowState = Mapping[Actor, int]
-"""The count of each actor; never below 0."""
-PnState = Mapping[Actor, tuple[int, int]]
-"""The sums that each actor has added and subtracted; neither below 0."""
+@dataclass(frozen=True, slots=True)
+class GCounter:
+    """A counter that only grows: the value is 0 or more. Whole numbers of any size.
 
+    Args:
+        counts: the count of each actor; never below 0.
 
-class GrowCounters:
-    """Counters that only grow: the value is 0 or more."""
+    Raises:
+        InvalidValue: a count is negative.
+    """
 
-    def empty(self) -> GrowState:
-        """Return the counter without entries."""
-        return {}
+    counts: Mapping[Actor, int] = field(default_factory=dict)
 
-    def add(self, actor: Actor, held: GrowState, by: int) -> GrowState:
-        """Return the delta of an actor that counts up: its own entry alone, to be joined anywhere.
+    def __post_init__(self) -> None:
+        entries = {actor: _positive(count) for actor, count in sorted(self.counts.items()) if count}
+        object.__setattr__(self, "counts", MappingProxyType(entries))
 
-        `InvalidValue` below 0.
+    def __reduce__(self) -> tuple[object, ...]:
+        return GCounter, (dict(self.counts),)
+
+    def add(self, actor: Actor, by: int = 1) -> Self:
+        """Return the counter after an actor has counted up. An actor adds to its own newest state alone.
+
+        Raises:
+            InvalidValue: `by` is negative.
         """
-        return {actor: held.get(actor, 0) + _positive(by)}
+        return type(self)({**self.counts, actor: self.counts.get(actor, 0) + _positive(by)})
 
-    def join(self, a: GrowState, b: GrowState) -> GrowState:
-        """Return each actor's greater entry."""
-        return {actor: max(a.get(actor, 0), b.get(actor, 0)) for actor in sorted(a.keys() | b.keys())}
+    def join(self, other: Self) -> Self:
+        """Return each actor's greater count."""
+        actors = self.counts.keys() | other.counts.keys()
+        return type(self)({actor: max(self.counts.get(actor, 0), other.counts.get(actor, 0)) for actor in actors})
 
-    def value(self, state: GrowState) -> int:
-        """Return the sum."""
-        return sum(state.values())
+    @property
+    def value(self) -> int:
+        """The sum."""
+        return sum(self.counts.values())
 
-    def encode(self, state: GrowState) -> bytes:
+    def encode(self) -> bytes:
         """Return the canonical bytes."""
-        entries = (actor.encode() + encode_value(_positive(count)) for actor, count in sorted(state.items()) if count)
+        entries = (actor.encode() + encode_value(count) for actor, count in self.counts.items())
         return seal(StateKind.GROW_COUNTER, counted(entries))
 
-    def decode(self, data: bytes) -> GrowState:
-        """Return the state of its bytes; raise `MergeStateUnreadable`."""
-        return decoded(StateKind.GROW_COUNTER, data, _read_grow, self.encode)
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Return the state of its bytes; raise `MergeStateUnreadable` if no state has them."""
+        return decoded(StateKind.GROW_COUNTER, data, cls._read)
+
+    @classmethod
+    def _read(cls, cursor: Cursor) -> Self:
+        return cls({read_actor(cursor): cursor.value() for _ in range(cursor.length())})
+
+    @staticmethod
+    def fold_column(rows: Grouped, name: str) -> dict[str, pa.Array]:
+        """Return the greatest total that each region has written."""
+        if rows.is_distinct:
+            return rows.newest_of(name)
+        return {name: greatest(rows.column(name), rows.codes, rows.count)}
+
+    @staticmethod
+    def merge_column(rows: Grouped, name: str) -> pa.Array:
+        """Return the sum of the regions' totals."""
+        return sums(rows.column(name), rows.codes, rows.count)
 
 
-class PnCounters:
-    """Counters that go up and down."""
+@dataclass(frozen=True, slots=True)
+class PNCounter:
+    """A counter that goes up and down. Whole numbers of any size.
 
-    def empty(self) -> PnState:
-        """Return the counter without entries."""
-        return {}
+    Args:
+        sides: the sums that each actor has added and subtracted; neither below 0.
 
-    def add(self, actor: Actor, held: PnState, by: int) -> PnState:
-        """Return the delta of an actor that counts up or down: its own entry alone, to be joined anywhere."""
-        plus, minus = held.get(actor, (0, 0))
-        return {actor: (plus + max(by, 0), minus + max(-by, 0))}
+    Raises:
+        InvalidValue: a sum is negative.
+    """
 
-    def join(self, a: PnState, b: PnState) -> PnState:
-        """Return each actor's greater sides."""
-        found = {}
-        for actor in sorted(a.keys() | b.keys()):
-            (plus, minus), (more_plus, more_minus) = a.get(actor, (0, 0)), b.get(actor, (0, 0))
-            found[actor] = (max(plus, more_plus), max(minus, more_minus))
-        return found
+    sides: Mapping[Actor, tuple[int, int]] = field(default_factory=dict)
 
-    def value(self, state: PnState) -> int:
-        """Return the sum of additions less the sum of subtractions."""
-        return sum(plus - minus for plus, minus in state.values())
+    def __post_init__(self) -> None:
+        entries = {
+            actor: (_positive(plus), _positive(minus))
+            for actor, (plus, minus) in sorted(self.sides.items())
+            if plus or minus
+        }
+        object.__setattr__(self, "sides", MappingProxyType(entries))
 
-    def encode(self, state: PnState) -> bytes:
+    def __reduce__(self) -> tuple[object, ...]:
+        return PNCounter, (dict(self.sides),)
+
+    def add(self, actor: Actor, by: int = 1) -> Self:
+        """Return the counter after an actor has counted up or down. An actor adds to its own newest state alone."""
+        plus, minus = self.sides.get(actor, (0, 0))
+        return type(self)({**self.sides, actor: (plus + max(by, 0), minus + max(-by, 0))})
+
+    def join(self, other: Self) -> Self:
+        """Return each actor's greater sums."""
+        entries = dict(self.sides)
+        for actor, (plus, minus) in other.sides.items():
+            own_plus, own_minus = entries.get(actor, (0, 0))
+            entries[actor] = (max(own_plus, plus), max(own_minus, minus))
+        return type(self)(entries)
+
+    @property
+    def value(self) -> int:
+        """The sum of additions less the sum of subtractions."""
+        return sum(plus - minus for plus, minus in self.sides.values())
+
+    def encode(self) -> bytes:
         """Return the canonical bytes."""
         entries = (
-            actor.encode() + encode_value(_positive(plus)) + encode_value(_positive(minus))
-            for actor, (plus, minus) in sorted(state.items())
-            if plus or minus
+            actor.encode() + encode_value(plus) + encode_value(minus) for actor, (plus, minus) in self.sides.items()
         )
         return seal(StateKind.PN_COUNTER, counted(entries))
 
-    def decode(self, data: bytes) -> PnState:
-        """Return the state of its bytes; raise `MergeStateUnreadable`."""
-        return decoded(StateKind.PN_COUNTER, data, _read_pn, self.encode)
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Return the state of its bytes; raise `MergeStateUnreadable` if no state has them."""
+        return decoded(StateKind.PN_COUNTER, data, cls._read)
+
+    @classmethod
+    def _read(cls, cursor: Cursor) -> Self:
+        return cls({read_actor(cursor): (cursor.value(), cursor.value()) for _ in range(cursor.length())})
+
+    @staticmethod
+    def fold_column(rows: Grouped, name: str) -> dict[str, pa.Array]:
+        """Return each region's newest total: its log orders its rows, so the newest replaces all before it."""
+        return rows.newest_of(name)
+
+    @staticmethod
+    def merge_column(rows: Grouped, name: str) -> pa.Array:
+        """Return the sum of the regions' totals."""
+        return sums(rows.column(name), rows.codes, rows.count)
 
 
 def _positive(count: int) -> int:
     if count < 0:
         raise InvalidValue(f"{count} can't be counted up by: entries of counters only grow")
     return count
-
-
-def _read_grow(body: bytes) -> GrowState:
-    cursor = Cursor(body)
-    found = {read_actor(cursor): cursor.value() for _ in range(cursor.length())}
-    cursor.end()
-    return found
-
-
-def _read_pn(body: bytes) -> PnState:
-    cursor = Cursor(body)
-    found = {read_actor(cursor): (cursor.value(), cursor.value()) for _ in range(cursor.length())}
-    cursor.end()
-    return found

@@ -1,8 +1,8 @@
 """The hybrid logical clock (Kulkarni et al., 2014), which follows the wall clock, and always causality.
 
-State in, state out: the owner of a clock passes its last time in, and makes the new one durable before another
-process can have seen it. A log's writer does that by the frames themselves (`next_wall_ns`): their hybrid times rise
-from group to group, over restarts too. A record's time is its frame's, with its own number as the logical part.
+The owner of a clock holds its last time, and makes the next one durable before another process can have seen it. A log's
+writer does that by the frames themselves (`next_wall_ns`): their hybrid times rise from group to group, over restarts
+too. A record's time is its frame's, with its own number as the logical part.
 """
 
 from __future__ import annotations
@@ -24,8 +24,15 @@ _NODE_MAX: Final = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class HybridTime:
-    """A moment of one node. Orders by wall, then logical, then node: no two nodes' times are equal."""
+class HLC:
+    """A hybrid time: a moment of one node. Orders by wall, then logical, then node: no two nodes' times are equal.
+
+    `tick` and `observe` return a time that is later than the node's last one and, for `observe`, later than the time
+    received, whatever the wall clock does. Start a node's clock with `HLC(0, 0, node)`.
+
+    Raises:
+        InvalidValue: a number is out of range.
+    """
 
     wall_ns: int
     """Nanoseconds since 1970 UTC; never below what the node has seen, so it may be ahead of its wall clock."""
@@ -44,6 +51,38 @@ class HybridTime:
         """The time without its node: decides whether one moment is strictly later than another."""
         return self.wall_ns, self.logical
 
+    def tick(self, now_ns: int) -> Self:
+        """Return the node's next time, for an event there.
+
+        Args:
+            now_ns: its wall clock, which may have gone back.
+        """
+        if now_ns > self.wall_ns:
+            return type(self)(now_ns, 0, self.node)
+        return self._after(self.wall_ns, self.logical)
+
+    def observe(self, remote: HLC, now_ns: int, *, name: str = "", drift_max_ns: int = DRIFT_MAX_NS) -> Self:
+        """Return the node's next time after it has received another node's time: later than both.
+
+        Args:
+            remote: the received time.
+            now_ns: the node's wall clock.
+            name: name of the sender, for the error; empty: its number is used.
+            drift_max_ns: how far ahead of `now_ns` the other's wall time may be.
+
+        Raises:
+            ClockSkew: it is further ahead; the clock stays where it was.
+        """
+        check_drift(remote, now_ns, name=name, drift_max_ns=drift_max_ns)
+        wall = max(self.wall_ns, remote.wall_ns, now_ns)
+        if wall > max(self.wall_ns, remote.wall_ns):
+            return type(self)(wall, 0, self.node)
+        return self._after(wall, max(time.logical for time in (self, remote) if time.wall_ns == wall))
+
+    def join(self, other: HLC) -> HLC:
+        """Return the later time: commutative, associative, idempotent."""
+        return max(self, other)
+
     def encode(self) -> bytes:
         """Return 20 bytes, whose order is the times' order."""
         return _LAYOUT.pack(self.wall_ns, self.logical, self.node)
@@ -56,46 +95,17 @@ class HybridTime:
         except (struct.error, InvalidValue) as error:
             raise MergeStateUnreadable(f"{len(data)} bytes are no hybrid time: {error}") from error
 
+    def _after(self, wall: int, logical: int) -> Self:
+        if logical < _LOGICAL_MAX:
+            return type(self)(wall, logical + 1, self.node)
+        return type(self)(wall + 1, 0, self.node)
 
-NEVER: Final = HybridTime(0)
+
+NEVER: Final = HLC(0)
 """A time before every time of a clock."""
 
 
-def tick(last: HybridTime, now_ns: int) -> HybridTime:
-    """Return the next time of a node, for an event there.
-
-    Args:
-        last: its last time, as it was persisted; `HybridTime(0, 0, node)` if there is none.
-        now_ns: its wall clock, which may have gone back.
-    """
-    if now_ns > last.wall_ns:
-        return HybridTime(now_ns, 0, last.node)
-    return _after(last.wall_ns, last.logical, last.node)
-
-
-def observe(
-    last: HybridTime, remote: HybridTime, now_ns: int, *, name: str = "", drift_max_ns: int = DRIFT_MAX_NS
-) -> HybridTime:
-    """Return the next time of a node that has received another node's time: later than both.
-
-    Args:
-        last: the node's own last time.
-        remote: the received time.
-        now_ns: its wall clock.
-        name: name of the sender, for the error; empty: its number is used.
-        drift_max_ns: how far ahead of `now_ns` the other's wall time may be.
-
-    Raises:
-        ClockSkew: it is further ahead; the clock stays where it was.
-    """
-    check_drift(remote, now_ns, name=name, drift_max_ns=drift_max_ns)
-    wall = max(last.wall_ns, remote.wall_ns, now_ns)
-    if wall > max(last.wall_ns, remote.wall_ns):
-        return HybridTime(wall, 0, last.node)
-    return _after(wall, max(time.logical for time in (last, remote) if time.wall_ns == wall), last.node)
-
-
-def check_drift(remote: HybridTime, now_ns: int, *, name: str = "", drift_max_ns: int = DRIFT_MAX_NS) -> None:
+def check_drift(remote: HLC, now_ns: int, *, name: str = "", drift_max_ns: int = DRIFT_MAX_NS) -> None:
     """Raise `ClockSkew`, with the node's name, if a time is further ahead of a wall clock than is allowed."""
     ahead_ns = remote.wall_ns - now_ns
     if ahead_ns > drift_max_ns:
@@ -110,7 +120,3 @@ def check_drift(remote: HybridTime, now_ns: int, *, name: str = "", drift_max_ns
 def next_wall_ns(last_ns: int, now_ns: int) -> int:
     """Return the hybrid time of a log's next commit group after one with `last_ns`: later than all before it."""
     return max(now_ns, last_ns + 1)
-
-
-def _after(wall_ns: int, logical: int, node: int) -> HybridTime:
-    return HybridTime(wall_ns, logical + 1, node) if logical < _LOGICAL_MAX else HybridTime(wall_ns + 1, 0, node)

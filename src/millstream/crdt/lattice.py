@@ -11,10 +11,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol, Self, TypeVar
 
 import google_crc32c
 
+from millstream.crdt.scalars import Cursor
 from millstream.errors import MergeStateUnreadable
 
 VERSION: Final = 1
@@ -37,32 +38,24 @@ class StateKind(IntEnum):
     TABLE = 8
 
 
-S = TypeVar("S")
-V_co = TypeVar("V_co", covariant=True)
+class Lattice(Protocol):
+    """A merging state. Immutable, and pure: any number of callers."""
 
-
-class Lattice(Protocol[S, V_co]):
-    """One kind of state. Pure: any number of callers."""
-
-    def empty(self) -> S:
-        """Return the state before any delivery: joined with any other state it gives that state."""
-        ...
-
-    def join(self, a: S, b: S) -> S:
+    def join(self, other: Self, /) -> Self:
         """Return the least state that holds what both hold: commutative, associative, idempotent."""
         ...
 
-    def encode(self, state: S) -> bytes:
-        """Return the canonical bytes of a state."""
+    def encode(self) -> bytes:
+        """Return the canonical bytes."""
         ...
 
-    def decode(self, data: bytes) -> S:
+    @classmethod
+    def decode(cls, data: bytes, /) -> Self:
         """Return the state of its bytes; raise `MergeStateUnreadable` if no state has them."""
         ...
 
-    def value(self, state: S) -> V_co:
-        """Return the value that readers see."""
-        ...
+
+L = TypeVar("L", bound=Lattice)
 
 
 def seal(kind: StateKind, body: bytes) -> bytes:
@@ -125,12 +118,13 @@ def opened(kind: StateKind, data: bytes | memoryview) -> memoryview:
     return framed[_HEAD.size :]
 
 
-def decoded(kind: StateKind, data: bytes, parse: Callable[[bytes], S], encode: Callable[[S], bytes]) -> S:
+def decoded(kind: StateKind, data: bytes, parse: Callable[[Cursor], L]) -> L:
     """Return a state by its parser, which may raise any exception on wrong bytes; only canonical bytes are accepted."""
-    body = bytes(opened(kind, data))
+    cursor = Cursor(bytes(opened(kind, data)))
     try:
-        state = parse(body)
-        canonical = encode(state)
+        state = parse(cursor)
+        cursor.end()
+        canonical = state.encode()
     except MergeStateUnreadable:
         raise
     except (ValueError, IndexError, ArithmeticError, struct.error, TypeError, RecursionError) as error:

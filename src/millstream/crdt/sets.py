@@ -14,40 +14,74 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, Self
 
+import pyarrow as pa
+
+from millstream.crdt.columns import Grouped, unions
 from millstream.crdt.counters import Actor, read_actor
 from millstream.crdt.lattice import StateKind, decoded, seal
 from millstream.crdt.scalars import Cursor, canonical, counted, encode_value, order_of, whole
 from millstream.errors import InvalidValue
 
 
-class UnionSets:
-    """Sets that only grow. A state maps the values' encodings to the values: so 1 and 1.0 and true are three."""
+@dataclass(frozen=True, slots=True, init=False)
+class UnionSet:
+    """A set that only grows.
 
-    def empty(self) -> Mapping[bytes, Any]:
-        """Return the empty set."""
-        return {}
+    Args:
+        values: values of kinds that columns have; 1 and 1.0 and true are three.
 
-    def of(self, values: Iterable[Any]) -> Mapping[bytes, Any]:
-        """Return the set of some values; `InvalidValue` for a kind that columns don't have."""
-        return {encode_value(value): canonical(value) for value in values}
+    Raises:
+        InvalidValue: a value is of another kind.
+    """
 
-    def join(self, a: Mapping[bytes, Any], b: Mapping[bytes, Any]) -> Mapping[bytes, Any]:
+    items: Mapping[bytes, Any]
+    """The values by their encodings."""
+
+    def __init__(self, values: Iterable[Any] = ()) -> None:
+        items = {encode_value(value): canonical(value) for value in values}
+        object.__setattr__(self, "items", MappingProxyType(items))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return UnionSet, (self.value,)
+
+    def add(self, value: Any) -> Self:
+        """Return the set with one value more."""
+        return type(self)([*self.items.values(), value])
+
+    def join(self, other: Self) -> Self:
         """Return all values of both."""
-        return {**a, **b}
+        return type(self)([*self.items.values(), *other.items.values()])
 
-    def value(self, state: Mapping[bytes, Any]) -> tuple[Any, ...]:
-        """Return the values in their order."""
-        return tuple(sorted(state.values(), key=order_of))
+    @property
+    def value(self) -> tuple[Any, ...]:
+        """The values in their order."""
+        return tuple(sorted(self.items.values(), key=order_of))
 
-    def encode(self, state: Mapping[bytes, Any]) -> bytes:
+    def encode(self) -> bytes:
         """Return the canonical bytes."""
-        return seal(StateKind.UNION_SET, counted(encode_value(value) for value in self.value(state)))
+        return seal(StateKind.UNION_SET, counted(encode_value(value) for value in self.value))
 
-    def decode(self, data: bytes) -> Mapping[bytes, Any]:
-        """Return the state of its bytes; raise `MergeStateUnreadable`."""
-        return decoded(StateKind.UNION_SET, data, _read_union, self.encode)
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Return the state of its bytes; raise `MergeStateUnreadable` if no state has them."""
+        return decoded(StateKind.UNION_SET, data, cls._read)
+
+    @classmethod
+    def _read(cls, cursor: Cursor) -> Self:
+        return cls([cursor.value() for _ in range(cursor.length())])
+
+    @staticmethod
+    def fold_column(rows: Grouped, name: str) -> dict[str, pa.Array]:
+        """Return all values that a region ever wrote."""
+        return {name: unions(rows.column(name), rows.codes, rows.count)}
+
+    @staticmethod
+    def merge_column(rows: Grouped, name: str) -> pa.Array:
+        """Return the regions' values together."""
+        return unions(rows.column(name), rows.codes, rows.count)
 
 
 class Dot(NamedTuple):
@@ -59,84 +93,107 @@ class Dot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ObservedSet:
-    """A set's state; whole sets and deltas have the same form."""
+    """A set that values can be removed from.
+
+    Args:
+        dots: the additions that are held, each with its value.
+        seen: for each actor, the count up to which all its additions have been seen.
+        cloud: seen additions beyond that count.
+
+    Raises:
+        InvalidValue: an addition's number is below 1.
+    """
 
     dots: Mapping[Dot, Any] = field(default_factory=dict)
-    """The additions that are held, each with its value."""
     seen: Mapping[Actor, int] = field(default_factory=dict)
-    """For each actor, the count up to which all its additions have been seen."""
     cloud: frozenset[Dot] = frozenset()
-    """Seen additions beyond that count."""
+
+    def __post_init__(self) -> None:
+        """Bring the state into canonical form: unbroken runs of seen dots as one number an actor, in order."""
+        seen = {actor: count for actor, count in self.seen.items() if count}
+        left = []
+        for dot in sorted(self.cloud):
+            if dot.number < 1:
+                raise InvalidValue(f"{dot} isn't an addition: an actor counts from 1")
+            if dot.number == seen.get(dot.actor, 0) + 1:
+                seen[dot.actor] = dot.number
+            elif dot.number > seen.get(dot.actor, 0):
+                left.append(dot)
+        object.__setattr__(self, "dots", MappingProxyType(dict(sorted(self.dots.items(), key=_dot_of))))
+        object.__setattr__(self, "seen", MappingProxyType(dict(sorted(seen.items()))))
+        object.__setattr__(self, "cloud", frozenset(left))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ObservedSet, (dict(self.dots), dict(self.seen), self.cloud)
 
     def has_seen(self, dot: Dot) -> bool:
         """Return whether an addition was seen, whether it is held or not."""
         return dot.number <= self.seen.get(dot.actor, 0) or dot in self.cloud
 
+    def add(self, actor: Actor, value: Any) -> Self:
+        """Return the set after an actor has added a value. The addition replaces those of that value seen here.
 
-class ObservedSets:
-    """Sets that values can be removed from."""
-
-    def empty(self) -> ObservedSet:
-        """Return the empty set that has seen nothing."""
-        return ObservedSet()
-
-    def add(self, actor: Actor, held: ObservedSet, value: Any) -> ObservedSet:
-        """Return the delta by which an actor adds a value to what it holds.
-
-        It replaces earlier additions of that value.
+        Raises:
+            InvalidValue: the value is of a kind that columns don't have.
         """
-        count = max([held.seen.get(actor, 0), *(dot.number for dot in held.cloud if dot.actor == actor)]) + 1
-        dot, encoded = Dot(actor, count), encode_value(value)
-        replaced = {known for known, other in held.dots.items() if encode_value(other) == encoded}
-        return compact(ObservedSet({dot: canonical(value)}, {}, frozenset({dot} | replaced)))
+        count = max([self.seen.get(actor, 0), *(dot.number for dot in self.cloud if dot.actor == actor)]) + 1
+        dot = Dot(actor, count)
+        return type(self)({**self.remove(value).dots, dot: canonical(value)}, self.seen, self.cloud | {dot})
 
-    def remove(self, held: ObservedSet, value: Any) -> ObservedSet:
-        """Return the delta by which a site that holds `held` removes a value: the additions that it has seen."""
+    def remove(self, value: Any) -> Self:
+        """Return the set without a value: without the additions of it that were seen here."""
         encoded = encode_value(value)
-        return compact(
-            ObservedSet({}, {}, frozenset(dot for dot, other in held.dots.items() if encode_value(other) == encoded))
-        )
+        kept = {dot: other for dot, other in self.dots.items() if encode_value(other) != encoded}
+        return type(self)(kept, self.seen, self.cloud)
 
-    def join(self, a: ObservedSet, b: ObservedSet) -> ObservedSet:
+    def join(self, other: Self) -> Self:
         """Return what both hold, and what one holds and the other hasn't seen."""
         kept = {
             dot: value
-            for one, other in ((a, b), (b, a))
+            for one, beside in ((self, other), (other, self))
             for dot, value in one.dots.items()
-            if dot in other.dots or not other.has_seen(dot)
+            if dot in beside.dots or not beside.has_seen(dot)
         }
-        seen = {actor: max(a.seen.get(actor, 0), b.seen.get(actor, 0)) for actor in a.seen.keys() | b.seen.keys()}
-        return compact(ObservedSet(kept, seen, a.cloud | b.cloud))
+        actors = self.seen.keys() | other.seen.keys()
+        seen = {actor: max(self.seen.get(actor, 0), other.seen.get(actor, 0)) for actor in actors}
+        return type(self)(kept, seen, self.cloud | other.cloud)
 
-    def value(self, state: ObservedSet) -> tuple[Any, ...]:
-        """Return the values in their order, each once."""
-        return tuple(sorted({encode_value(v): v for v in state.dots.values()}.values(), key=order_of))
+    @property
+    def value(self) -> tuple[Any, ...]:
+        """The values in their order, each once."""
+        return tuple(sorted({encode_value(v): v for v in self.dots.values()}.values(), key=order_of))
 
-    def encode(self, state: ObservedSet) -> bytes:
+    def encode(self) -> bytes:
         """Return the canonical bytes."""
-        state = compact(state)
-        seen = counted(actor.encode() + whole(count) for actor, count in state.seen.items())
-        cloud = counted(_encode_dot(dot) for dot in sorted(state.cloud))
-        dots = counted(_encode_dot(dot) + encode_value(value) for dot, value in state.dots.items())
+        seen = counted(actor.encode() + whole(count) for actor, count in self.seen.items())
+        cloud = counted(_encode_dot(dot) for dot in sorted(self.cloud))
+        dots = counted(_encode_dot(dot) + encode_value(value) for dot, value in self.dots.items())
         return seal(StateKind.OBSERVED_SET, seen + cloud + dots)
 
-    def decode(self, data: bytes) -> ObservedSet:
-        """Return the state of its bytes; raise `MergeStateUnreadable`."""
-        return decoded(StateKind.OBSERVED_SET, data, _read_observed, self.encode)
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Return the state of its bytes; raise `MergeStateUnreadable` if no state has them."""
+        return decoded(StateKind.OBSERVED_SET, data, cls._read)
 
+    @classmethod
+    def _read(cls, cursor: Cursor) -> Self:
+        seen = {read_actor(cursor): cursor.whole() for _ in range(cursor.length())}
+        cloud = frozenset(_read_dot(cursor) for _ in range(cursor.length()))
+        dots = {_read_dot(cursor): cursor.value() for _ in range(cursor.length())}
+        state = cls(dots, seen, cloud)
+        if any(count < 1 for count in seen.values()) or not all(state.has_seen(dot) for dot in dots):
+            raise ValueError("a set holds what it hasn't seen")
+        return state
 
-def compact(state: ObservedSet) -> ObservedSet:
-    """Return the state in canonical form: unbroken runs of seen dots as one number an actor, in order."""
-    seen = {actor: count for actor, count in state.seen.items() if count}
-    left = []
-    for dot in sorted(state.cloud):
-        if dot.number < 1:
-            raise InvalidValue(f"{dot} can't be an adding: an actor's count from 1")
-        if dot.number == seen.get(dot.actor, 0) + 1:
-            seen[dot.actor] = dot.number
-        elif dot.number > seen.get(dot.actor, 0):
-            left.append(dot)
-    return ObservedSet(dict(sorted(state.dots.items(), key=_dot_of)), dict(sorted(seen.items())), frozenset(left))
+    @staticmethod
+    def fold_column(rows: Grouped, name: str) -> dict[str, pa.Array]:
+        """Return each region's newest list: its additions, all made again, and what it has removed gone."""
+        return rows.newest_of(name)
+
+    @staticmethod
+    def merge_column(rows: Grouped, name: str) -> pa.Array:
+        """Return the values that a region holds: a region removes only values that it has added."""
+        return unions(rows.column(name), rows.codes, rows.count)
 
 
 def _dot_of(entry: tuple[Dot, Any]) -> Dot:
@@ -149,22 +206,3 @@ def _encode_dot(dot: Dot) -> bytes:
 
 def _read_dot(cursor: Cursor) -> Dot:
     return Dot(read_actor(cursor), cursor.whole())
-
-
-def _read_union(body: bytes) -> Mapping[bytes, Any]:
-    cursor = Cursor(body)
-    found = UnionSets().of([cursor.value() for _ in range(cursor.length())])
-    cursor.end()
-    return found
-
-
-def _read_observed(body: bytes) -> ObservedSet:
-    cursor = Cursor(body)
-    seen = {read_actor(cursor): cursor.whole() for _ in range(cursor.length())}
-    cloud = frozenset(_read_dot(cursor) for _ in range(cursor.length()))
-    dots = {_read_dot(cursor): cursor.value() for _ in range(cursor.length())}
-    cursor.end()
-    state = ObservedSet(dots, seen, cloud)
-    if any(count < 1 for count in seen.values()) or not all(state.has_seen(dot) for dot in dots):
-        raise ValueError("a set holds what it hasn't seen")
-    return state

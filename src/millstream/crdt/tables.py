@@ -15,16 +15,19 @@ in the region's own log; across regions it is decided by hybrid time, then numbe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.crdt.columns import codes_of, decays, greatest, last_of_each, sums, unions, whole_column
+from millstream.crdt.columns import Grouped, codes_of, last_of_each, whole_column
+from millstream.crdt.counters import GCounter, PNCounter
 from millstream.crdt.declared import MergeKind, TableMerge
+from millstream.crdt.registers import HideFlag, LWWRegister
+from millstream.crdt.sets import ObservedSet, UnionSet
+from millstream.crdt.signals import SignalState
 from millstream.errors import ReplicationError
 from millstream.model.ids import RegionId
 
@@ -37,17 +40,32 @@ _OPS: Final = pa.StringArray.from_buffers(3, pa.py_buffer(np.arange(4, dtype=np.
 """The operations that add a row, or replace it."""
 
 
-def hide_columns(name: str) -> tuple[str, str, str, str]:
-    """Return the state columns of a `hide` column: number and time of the newest hiding, then of the newest showing.
+class ColumnRule(Protocol):
+    """The part of a kind that merging tables use: the same rule over whole columns."""
 
-    0: none.
-    """
-    return f"__hidden_seq.{name}", f"__hidden_ns.{name}", f"__shown_seq.{name}", f"__shown_ns.{name}"
+    def fold_column(self, rows: Grouped, name: str) -> dict[str, pa.Array]:
+        """Return a column and its state columns, one row for each key and region: the join."""
+        ...
+
+    def merge_column(self, rows: Grouped, name: str) -> pa.Array:
+        """Return the column that readers see, one row a key: the value."""
+        ...
+
+
+RULES: Final[Mapping[MergeKind, ColumnRule]] = {
+    MergeKind.LWW: LWWRegister,
+    MergeKind.G_COUNTER: GCounter,
+    MergeKind.PN_COUNTER: PNCounter,
+    MergeKind.UNION_SET: UnionSet,
+    MergeKind.OR_SET: ObservedSet,
+    MergeKind.SIGNAL: SignalState,
+    MergeKind.HIDE: HideFlag,
+}
 
 
 def state_schema(columns: pa.Schema, merge: TableMerge) -> pa.Schema:
     """Return the columns of region rows of a table with these columns."""
-    beside = [pa.field(one, pa.int64()) for name in merge.named(columns.names, MergeKind.HIDE) for one in hide_columns(name)]  # fmt: skip
+    beside = [pa.field(one, pa.int64()) for name in merge.named(columns.names, MergeKind.HIDE) for one in HideFlag.columns_of(name)]  # fmt: skip
     return pa.schema([*STATE_PREFIX, *(pa.field(one.name, one.type) for one in columns), *beside])
 
 
@@ -95,10 +113,7 @@ def lift(
         column = whole_column(records.column(one.name)) if has else pa.nulls(len(ops), one.type)
         made[one.name] = column if column.type.equals(one.type) else column.cast(one.type)
     for name in merge.named(columns.names, MergeKind.HIDE):
-        said = made[name]
-        for place, (beside, of) in enumerate(zip(hide_columns(name), (SEQ, WALL, SEQ, WALL), strict=True)):
-            here = pc.fill_null(said if place < 2 else pc.invert(said), False)
-            made[beside] = pc.if_else(here, made[of.name], 0)
+        made |= HideFlag.lift_column(name, made[name], made[SEQ.name], made[WALL.name])
     return pa.table(list(made.values()), schema=state_schema(columns, merge))
 
 
@@ -118,21 +133,12 @@ def fold(rows: pa.Table, key: Sequence[str], merge: TableMerge) -> pa.Table:
         return whole_column(rows.column(name))
 
     codes = codes_of([*(column(name) for name in key), column(REGION.name)])
-    groups = int(codes.max()) + 1
-    newest = last_of_each(codes, column(SEQ.name).to_numpy())
-    at = pa.array(newest)
-    found = {name: column(name).take(at) for name in rows.schema.names}
-    own = own_columns(rows.schema).names
-    if groups < rows.num_rows:
-        for name in merge.named(own, MergeKind.G_COUNTER):
-            found[name] = greatest(column(name), codes, groups)
-        for name in merge.named(own, MergeKind.HIDE):
-            names = hide_columns(name)
-            for seq, wall in (names[:2], names[2:]):
-                last = pa.array(last_of_each(codes, column(seq).to_numpy()))
-                found[seq], found[wall] = column(seq).take(last), column(wall).take(last)
-    for name in merge.named(own, MergeKind.UNION_SET):
-        found[name] = unions(column(name), codes, groups)
+    newest = pa.array(last_of_each(codes, column(SEQ.name).to_numpy()))
+    groups = Grouped(column, codes, len(newest), newest, merge)
+    found = groups.newest_of(*(one.name for one in STATE_PREFIX))
+    for name in own_columns(rows.schema).names:
+        found |= RULES[merge.of(name).kind].fold_column(groups, name)
+    found = {name: found[name] for name in rows.schema.names}
     return pa.table(list(found.values()), schema=rows.schema)
 
 
@@ -154,24 +160,11 @@ def merged(rows: pa.Table, key: Sequence[str], merge: TableMerge, *, at_ns: int 
         return target.empty_table()
     columns = {name: whole_column(rows.column(name)) for name in rows.schema.names}
     codes = codes_of([columns[name] for name in key])
-    groups = int(codes.max()) + 1
     regions, seqs, walls = (columns[one.name].to_numpy() for one in STATE_PREFIX)
-    winners = pa.array(last_of_each(codes, walls, seqs, regions))
+    newest = pa.array(last_of_each(codes, walls, seqs, regions))
     at = int(walls.max()) if at_ns is None else at_ns
-    found = {}
-    for one in target:
-        how, column = merge.of(one.name), columns[one.name]
-        if one.name in key or how.kind is MergeKind.LWW:
-            found[one.name] = column.take(winners)
-        elif how.kind in {MergeKind.G_COUNTER, MergeKind.PN_COUNTER}:
-            found[one.name] = sums(column, codes, groups)
-        elif how.kind in {MergeKind.UNION_SET, MergeKind.OR_SET}:
-            found[one.name] = unions(column, codes, groups)
-        elif how.kind is MergeKind.SIGNAL:
-            left = pa.array(decays(at - walls, how.half_life_ns))
-            found[one.name] = sums(pc.multiply(column.cast(pa.float64()), left), codes, groups)
-        else:
-            found[one.name] = pa.array(_hidden(columns, one.name, codes))
+    groups = Grouped(columns.__getitem__, codes, len(newest), newest, merge, at)
+    found = {one.name: RULES[merge.of(one.name).kind].merge_column(groups, one.name) for one in target}
     return pa.table([found[one.name].cast(one.type) for one in target], schema=target)
 
 
@@ -189,15 +182,3 @@ def _merged_type(column: pa.DataType, kind: MergeKind) -> pa.DataType:
             return pa.decimal128(38, column.scale)
         return pa.int64() if pa.types.is_integer(column) else pa.float64()
     return pa.float64() if kind is MergeKind.SIGNAL else column
-
-
-def _hidden(columns: dict[str, pa.Array], name: str, codes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Return whether each group's newest hiding is no earlier than its newest showing. Regions don't break ties."""
-    hidden_seq, hidden_ns, shown_seq, shown_ns = (
-        column.to_numpy() for column in (columns[one] for one in hide_columns(name))
-    )
-    hiding, showing = last_of_each(codes, hidden_ns, hidden_seq), last_of_each(codes, shown_ns, shown_seq)
-    moments = hidden_ns[hiding], hidden_seq[hiding]
-    later = (shown_ns[showing] > moments[0]) | ((shown_ns[showing] == moments[0]) & (shown_seq[showing] > moments[1]))
-    found: npt.NDArray[np.bool_] = (moments[1] > 0) & ~later
-    return found

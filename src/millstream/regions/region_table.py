@@ -22,7 +22,7 @@ import pyarrow as pa
 from millstream.config.region_checks import key_of
 from millstream.crdt.columns import whole_column
 from millstream.crdt.declared import TableMerge, union_of
-from millstream.crdt.hlc import HybridTime
+from millstream.crdt.hlc import HLC
 from millstream.crdt.reconcile import (
     Ends,
     ReconciliationEngine,
@@ -535,13 +535,13 @@ def hear_regions(home: Home, stream: str, config: StreamConfig, log: LogWriter) 
         raise failed
 
 
-def newest_time(reader: StreamReader, region: RegionId) -> HybridTime | None:
+def newest_time(reader: StreamReader, region: RegionId) -> HLC | None:
     """Return the time of a region's last commit group; None if there is none, or its last number was never used."""
     upto = reader.persisted_upto()
     for group in reader.read_groups(Seq(max(upto - 1, 0)), upto):
         header = group[0].header
         _check_region(header.region, region)
-        return HybridTime(header.hybrid_time, int(header.group_last_seq), int(region))
+        return HLC(header.hybrid_time, int(header.group_last_seq), int(region))
     return None
 
 

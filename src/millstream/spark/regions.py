@@ -246,7 +246,7 @@ def _sum(values: Sequence[Column], arrow: pa.DataType) -> Column:
 
 
 def _decay(wall_ns: Column, at_ns: int, half_life_ns: int) -> Column:
-    """Return `crdt.signals.decay` for the age of what was written at `wall_ns`."""
+    """Return `crdt.signals.decays` for the age of what was written at `wall_ns`."""
     halvings = F.greatest(F.lit(at_ns) - wall_ns, F.lit(0)).cast("double") / F.lit(float(half_life_ns))
     full = F.floor(halvings)
     rest = halvings - full.cast("double")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millstream.crdt.hlc import HybridTime, check_drift, next_wall_ns
+from millstream.crdt.hlc import HLC, check_drift, next_wall_ns
 from millstream.ports import Clock
 
 
@@ -26,7 +26,7 @@ class GroupTimes:
         self._last_ns = next_wall_ns(max(self._last_ns, self._heard_ns), self._clock.now_ns())
         return self._last_ns
 
-    def hear(self, time: HybridTime, name: str) -> None:
+    def hear(self, time: HLC, name: str) -> None:
         """Observe another region's time. Raises `ClockSkew` if it is too far ahead of this clock."""
         check_drift(time, self._clock.now_ns(), name=name)
         self._heard_ns = max(self._heard_ns, time.wall_ns)

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
-from millstream.crdt.hlc import HybridTime
+from millstream.crdt.hlc import HLC
 from millstream.errors import LogError, MillstreamError, SessionsNeedOneWriter, WriterClosed
 from millstream.model.ids import Epoch, RegionId, ShardId, SourceId, StreamId, WriterId
 from millstream.model.operations import Ack, SpilledOp, Submitted, WriteOps
@@ -268,7 +268,7 @@ class LogWriter:
         """Return the exclusive end of what is durable on a shard."""
         return self._committer.durable_offset(shard)
 
-    def hear(self, time: HybridTime, *, name: str = "") -> None:
+    def hear(self, time: HLC, *, name: str = "") -> None:
         """Observe another region's time: later appends get a later time, whatever this machine's clock shows.
 
         Args:
