@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 LOCKS := requirements/all.txt requirements/build.txt requirements/uv.txt
-PYTHON_DIRS := src tests scripts docs $(wildcard bench examples)
+PYTHON_DIRS := src tests scripts docs apps $(wildcard bench examples)
 
 # An empty variable is not an unset one: OpenSSL would look for certificates in the file named "".
 ifeq ($(strip $(SSL_CERT_FILE)),)
@@ -26,7 +26,7 @@ help:  ## this list
 
 # Remade when a lock, the project's metadata or the script is newer; the script itself looks at their
 # content, so that a checkout, which touches every file, costs nothing.
-$(INSTALLED): $(LOCKS) pyproject.toml scripts/bootstrap.py scripts/python
+$(INSTALLED): $(LOCKS) pyproject.toml $(wildcard apps/*/pyproject.toml) scripts/bootstrap.py scripts/python
 	@sh scripts/python scripts/bootstrap.py install
 
 install: $(INSTALLED)  ## fill .venv from the locks

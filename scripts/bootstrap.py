@@ -31,8 +31,17 @@ PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "installed"
 PRIVATE_UV = VENV / "uv" / "bin" / "uv"
 REQUIREMENTS = ROOT / "requirements"
+APPS = ("apps/forage",)
+"""Applications of Millstream, each a package of its own with the same locks."""
 LOCKS = {
-    "all.txt": ["pyproject.toml", "--all-extras", "--group=dev", "--group=docs"],
+    "all.txt": [
+        "pyproject.toml",
+        *(f"{app}/pyproject.toml" for app in APPS),
+        "--all-extras",
+        "--group=dev",
+        "--group=docs",
+        "--no-emit-package=millstream",
+    ],
     "build.txt": ["--group=build"],
     "uv.txt": ["--group=bootstrap"],
 }
@@ -63,9 +72,11 @@ def say(text: str) -> None:
 
 def fingerprint() -> str:
     """Return one hash of everything that the content of `.venv` depends on: locks, metadata, interpreter."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    metadata = {"project": project["project"], "build": project["build-system"], "hatch": project["tool"]["hatch"]}
-    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+    digest = hashlib.sha256()
+    for folder in (".", *APPS):
+        project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())
+        metadata = {"project": project["project"], "build": project["build-system"], "hatch": project["tool"]["hatch"]}
+        digest.update(json.dumps(metadata, sort_keys=True).encode())
     for lock in LOCKS:
         digest.update((REQUIREMENTS / lock).read_bytes())
     if PYTHON.exists():
@@ -192,7 +203,7 @@ def find_uv(environment: dict[str, str]) -> Path:
 
 
 def install() -> None:
-    """Bring `.venv` to the state of the locks, Millstream itself included, as an editable install."""
+    """Bring `.venv` to the state of the locks, Millstream and its applications included, as editable installs."""
     make_venv()
     if STAMP.exists() and STAMP.read_text() == fingerprint():
         STAMP.touch()
@@ -205,7 +216,8 @@ def install() -> None:
     build = ["--build-constraints", str(REQUIREMENTS / "build.txt")]
     locked = ["--require-hashes", "--requirements", str(REQUIREMENTS / "all.txt")]
     run([*install_command, *build, *locked], environment, to="install the locked packages")
-    run([*install_command, *build, "--no-deps", "--editable", ROOT], environment, to="install Millstream itself")
+    own = [option for folder in (".", *APPS) for option in ("--editable", str(ROOT / folder))]
+    run([*install_command, *build, "--no-deps", *own], environment, to="install Millstream itself")
     compile_packages(environment)
     STAMP.write_text(fingerprint())
     say(f"Installed in {time.monotonic() - started:.0f} s.")
@@ -218,7 +230,7 @@ def compile_packages(environment: dict[str, str]) -> None:
     """
     if not environment.get("PYTHONDONTWRITEBYTECODE"):
         return
-    folders = [*VENV.glob("lib/python*/site-packages"), ROOT / "src"]
+    folders = [*VENV.glob("lib/python*/site-packages"), ROOT / "src", *(ROOT / app / "src" for app in APPS)]
     # A package may hold templates and tests for other Pythons: files that can't be compiled aren't imported either.
     command: list[str | Path] = [PYTHON, "-m", "compileall", "-qq", "-j", "0", *folders]
     subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)

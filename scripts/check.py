@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
         description="Format, lint, types, layers, house rules, words, reference pages, documentation."
     )
     parser.add_argument("--only", choices=list(steps([])), help="one step alone")
-    parser.add_argument("folders", nargs="*", default=["src", "tests", "scripts", "docs"])
+    parser.add_argument("folders", nargs="*", default=["src", "tests", "scripts", "docs", "apps"])
     chosen = parser.parse_args(arguments)
     commands = {name: command for name, command in steps(chosen.folders).items() if chosen.only in (None, name)}
     failed = []

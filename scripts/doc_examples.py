@@ -173,6 +173,7 @@ CHECKS: dict[str, Callable[[str], object]] = {
 def pages() -> Iterator[Path]:
     """Yield the files that hold examples."""
     yield from (ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))
+    yield from sorted((ROOT / "apps").glob("*/README.md"))
     yield from (page for page in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in page.parts)
 
 

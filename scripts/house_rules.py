@@ -1,7 +1,8 @@
 """Rules of this repository that no linter has. One line a breach, `file:line: what`; exit 1 if there is one.
 
-- A module of `src` has at most 600 lines: past that it is two modules. The modules of one folder have at most 6,000 together:
-  past that it gets rooms of its own.
+- A module of `src` or of an application's `src` has at most 600 lines: past that it is two modules. The modules of one folder
+  have at most 6,000 together: past that it gets rooms of its own.
+- An application under `apps` imports only what is public in `millstream`, as `millstream.__doc__` lists it.
 - No marks of unfinished work, and no function that does nothing.
 - Addresses: only hosts that are named here. Packages and jars are found by their clients' own defaults and the
   user's mirrors, so no registry's address belongs into a file.
@@ -33,6 +34,11 @@ ONE_HOME = {
     "os.replace": ("millstream.private_files.replacing", {"private_files.py", "wal/files.py"}),
 }
 """Names of the standard library that `src` uses in one place only, each with its replacement and the modules that may use it."""
+
+PUBLIC_MODULES = {"millstream.aio", "millstream.crdt", "millstream.errors", "millstream.testing"}
+PUBLIC_NAMES = set(
+    re.findall(r'^    "(\w+)": \("millstream', (ROOT / "src/millstream/__init__.py").read_text(), re.MULTILINE)
+)
 
 UNFINISHED = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "X" * 3]) + r")\b")
 MACHINE_PATH = re.compile(r"(?<![\w.~{}/-])/(?:root|work|home|Users)/[\w.-]+")
@@ -85,9 +91,11 @@ def line_breaches(path: Path, text: str) -> Iterator[str]:
 def module_breaches(path: Path, text: str) -> Iterator[str]:
     """Yield the breaches of a Python module as a whole."""
     lines = text.count("\n")
-    if path.parts[0] == "src" and lines > LINES_MAX:
+    if "src" in path.parts[:3] and lines > LINES_MAX:
         yield f"{path}:1: {lines} lines; past {LINES_MAX} it is two modules"
     tree = ast.parse(text)
+    if path.parts[0] == "apps":
+        yield from private_imports(path, tree)
     if path.parts[:2] == ("src", "millstream"):
         yield from one_home_breaches(path, tree)
     for node in ast.walk(tree):
@@ -95,6 +103,22 @@ def module_breaches(path: Path, text: str) -> Iterator[str]:
             body = [part for part in node.body if not is_docstring(part)]
             if body and all(isinstance(part, ast.Pass) for part in body):
                 yield f"{path}:{node.lineno}: {node.name}() does nothing"
+
+
+def private_imports(path: Path, tree: ast.Module) -> Iterator[str]:
+    """Yield the imports of an application that aren't public: submodules other than PUBLIC_MODULES, or private names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            modules = [str(node.module)]
+            if node.module == "millstream":
+                modules += [f"millstream.{alias.name}" for alias in node.names if alias.name not in PUBLIC_NAMES]
+        else:
+            continue
+        for name in modules:
+            if name.startswith("millstream.") and name not in PUBLIC_MODULES:
+                yield f"{path}:{node.lineno}: {name} isn't public; an application imports what docs/reference lists"
 
 
 def one_home_breaches(path: Path, tree: ast.Module) -> Iterator[str]:
@@ -129,7 +153,7 @@ def contract_breaches() -> Iterator[str]:
 
 def folder_breaches() -> Iterator[str]:
     """Yield the folders that need rooms of their own."""
-    for folder in sorted({path.parent for path in (ROOT / "src").rglob("*.py")}):
+    for folder in sorted({path.parent for home in (".", "apps/*") for path in ROOT.glob(f"{home}/src/**/*.py")}):
         lines = sum(path.read_text().count("\n") for path in folder.glob("*.py"))
         if lines > FOLDER_LINES_MAX:
             yield f"{folder.relative_to(ROOT)}:1: {lines} lines in its modules; past {FOLDER_LINES_MAX} it gets rooms of its own"
