@@ -1,0 +1,185 @@
+"""Fill a feed's slots with items, and compute the chance of each choice.
+
+Arms compete by Thompson sampling: each draws from Beta(1 + wins, 1 + losses), and the greatest draw gives the slot its
+best item that is left. In each block of seven slots some explore instead: one of the least shown unexplored arms is
+taken uniformly. The budget is fixed before the block's first draw; the slots that use it are drawn uniformly.
+
+Everything is a function of the arms, the limit and the seed. The generator is PCG64, a Beta draw is its inverse
+distribution function at a uniform draw, and draws are rounded before they are compared: builds of numpy and scipy that
+differ in the last digits fill the same feed.
+
+A slot depends on the slots before it only by the items that they took and by their explore flags. Its propensity is
+therefore the sum of two exact terms: the chance to explore times the arm's share among the least shown unexplored
+arms, and the chance not to explore times the chance that the arm's draw is the greatest (`quadrature`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from scipy.special import betaincinv
+
+from millstream_forage.quadrature import GreatestOfBetas
+
+BLOCK: Final = 7
+"""Slots that share one exploring budget."""
+DECIMALS: Final = 9
+"""Digits of a draw that count, so that the last bits of a build of scipy don't."""
+TRIALS_TO_EXPLORE: Final = 3
+"""An arm is unexplored while fewer of its impressions have a signal."""
+LOW_HIT_RATE: Final = 0.2
+HIGH_HIT_RATE: Final = 0.5
+"""Hit rates of exploring from which on two, and three, of seven slots explore."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One arm of a user, as it is before the feed."""
+
+    wins: float
+    """Decayed sum of rewards."""
+    losses: float
+    """Decayed sum of 1 - reward."""
+    shown: int
+    """Impressions so far."""
+    unexplored: bool
+    items: Sequence[int]
+    """Eligible items, best first; of many, the first `limit` of the feed are enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One filled slot."""
+
+    arm: int
+    """Index of the arm among those of the feed."""
+    item: int
+    explore: bool
+    propensity: float
+    """Probability over all seeds that the item stands here, given items and flags of the slots before; 12 digits."""
+
+
+def exploring_budget(reward: float, trials: float) -> int:
+    """Return how many of seven slots explore: 1 to 3, more if exploring has paid.
+
+    Args:
+        reward: summed rewards of the user's exploring impressions.
+        trials: how many of those impressions have a signal.
+    """
+    hit_rate = (reward + 1) / (trials + 3)
+    return 1 + (hit_rate >= LOW_HIT_RATE) + (hit_rate >= HIGH_HIT_RATE)
+
+
+def fill(arms: Sequence[Arm], *, limit: int, seed: int, budget: int) -> list[Slot]:
+    """Fill up to `limit` slots; fewer if the arms have fewer items.
+
+    Args:
+        arms: in an order that the caller keeps, since it decides between equal draws.
+        limit: at least 1.
+        seed: of the generator, at least 0.
+        budget: exploring slots of a full block of seven (`exploring_budget`).
+    """
+    slots: list[Slot] = []
+    remaining = min(limit, sum(len(arm.items) for arm in arms))
+    if not remaining:
+        return slots
+    draws, table = Draws(seed), Table(arms)
+    while remaining:
+        block = min(BLOCK, remaining)
+        remaining -= block
+        exploring = table.exploring_slots(block, budget)
+        for left in range(block, 0, -1):
+            # Selection sampling: every set of `exploring` slots of the block is as likely.
+            explore = draws.uniform() * left < exploring
+            if explore:
+                least_shown = table.least_shown()
+                arm = least_shown[int(draws.uniform() * len(least_shown))]
+            else:
+                arm = draws.greatest(arms, table.contenders(exploring))
+            propensity = table.propensity(arm, exploring, left)
+            slots.append(Slot(arm, table.take(arm), explore, propensity))
+            exploring -= explore
+    return slots
+
+
+class Draws:
+    """Numbers of one seed, one after the other.
+
+    The raw numbers of PCG64 are used, because numpy keeps them the same for ever and its `Generator` methods not.
+    """
+
+    __slots__ = ("_raw",)
+
+    def __init__(self, seed: int) -> None:
+        self._raw: Final = np.random.PCG64(seed)
+
+    def uniform(self) -> float:
+        """Return a number from (0, 1)."""
+        return (int(self._raw.random_raw()) >> 11) * 2.0**-53 + 2.0**-54
+
+    def greatest(self, arms: Sequence[Arm], contenders: Sequence[int]) -> int:
+        """Return which of the contenders has the greatest draw; the first of equal ones."""
+        uniform = (self._raw.random_raw(len(contenders)) >> 11) * 2.0**-53 + 2.0**-54
+        a = [1 + arms[arm].wins for arm in contenders]
+        b = [1 + arms[arm].losses for arm in contenders]
+        return contenders[int(np.argmax(np.round(betaincinv(a, b, uniform), DECIMALS)))]
+
+
+class Table:
+    """The arms while a feed is filled: items that are left, slots that each arm has taken."""
+
+    __slots__ = ("_arms", "_left", "_odds", "_taken")
+
+    def __init__(self, arms: Sequence[Arm]) -> None:
+        self._arms: Final = arms
+        self._taken: Final = [0] * len(arms)
+        # Items left: of explored arms, of unexplored arms.
+        self._left: Final = [sum(len(arm.items) for arm in arms if arm.unexplored == kind) for kind in (False, True)]
+        self._odds: Final = GreatestOfBetas([1 + arm.wins for arm in arms], [1 + arm.losses for arm in arms])
+
+    def exploring_slots(self, block: int, budget: int) -> int:
+        """Return how many of a block's next slots explore: none or all of them if only one kind of arm is left."""
+        explored, unexplored = self._left
+        if not explored:
+            return block
+        return min(budget if block == BLOCK else (budget * block + BLOCK // 2) // BLOCK, unexplored)
+
+    def contenders(self, exploring: int) -> list[int]:
+        """Return the arms that a Thompson slot draws for, with `exploring` slots of the block yet to explore.
+
+        They are the arms that have items. The last unexplored items are kept for the slots that explore.
+        """
+        keep = self._left[True] <= exploring
+        return [arm for arm in self._with_items() if not (keep and self._arms[arm].unexplored)]
+
+    def least_shown(self) -> list[int]:
+        """Return the unexplored arms with items that were shown least: before this feed, then in it."""
+        shown = {
+            arm: (self._arms[arm].shown, self._taken[arm]) for arm in self._with_items() if self._arms[arm].unexplored
+        }
+        least = min(shown.values(), default=None)
+        return [arm for arm, times in shown.items() if times == least]
+
+    def propensity(self, arm: int, exploring: int, left: int) -> float:
+        """Return the chance that `arm` gets the next slot, if `exploring` of the block's last `left` slots explore."""
+        chance = 0.0
+        if exploring and arm in (least_shown := self.least_shown()):
+            chance += exploring / left / len(least_shown)
+        if exploring < left and arm in (contenders := self.contenders(exploring)):
+            chance += (1 - exploring / left) * self._odds.chance(arm, contenders)
+        # Twelve digits: a build's rounding of sums stays out of the answer.
+        return min(1.0, float(f"{chance:.12g}"))
+
+    def take(self, arm: int) -> int:
+        """Take the arm's best item that is left."""
+        item = self._arms[arm].items[self._taken[arm]]
+        self._taken[arm] += 1
+        self._left[self._arms[arm].unexplored] -= 1
+        return item
+
+    def _with_items(self) -> Iterator[int]:
+        """Yield the arms that have items left, in order."""
+        return (index for index, arm in enumerate(self._arms) if self._taken[index] < len(arm.items))
