@@ -68,3 +68,11 @@ class EngineFailed(ForageError):
     code = "engine_failed"
     status = 503
     default_hint = "Close the engine and open it again: it reads its state from the log."
+
+
+class SourceUnreadable(ForageError):
+    """A source of items, or the registry of sources, can't be read."""
+
+    code = "source_unreadable"
+    status = 502
+    default_hint = "Check the source's path or address in the registry."

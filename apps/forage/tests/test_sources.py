@@ -1,0 +1,246 @@
+"""Sources read into items: feeds, JSON files, folders; what is refused, and what is never fetched."""
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream_forage.errors import InvalidField, SourceUnreadable
+from millstream_forage.sources import Captured, Registry, Source, add, feed_bodies, json_bodies
+
+RSS = """<?xml version="1.0"?>
+<rss version="2.0" xmlns:dc="http://purl.example/dc" xmlns:content="http://purl.example/content"><channel>
+<title>Tides</title><link>https://tides.example/</link>
+<item><title>The Sea Floor Has Weather</title><link>https://tides.example/1</link><dc:creator>Mara</dc:creator>
+<category>Ocean</category><category>Climate</category><category>ocean</category>
+<description><![CDATA[<p>Storms of <b>mud</b>. They run for weeks! Then they stop.</p><script>x.y</script>]]></description>
+<content:encoded>one two three four</content:encoded></item>
+<item><title>Short</title><link>https://tides.example/2</link><description>One sentence.</description></item>
+</channel></rss>"""
+ATOM = """<feed xmlns="http://www.w3.org/2005/Atom"><title>Tides</title>
+<entry><title type="html">Knots &amp;amp; Bends</title><author><name>Finn</name><email>f@tides.example</email></author>
+<link rel="self" href="https://tides.example/self"/><link href="https://tides.example/3"/>
+<category term="knots"/><summary>Four hold a boat. Learn them.</summary></entry></feed>"""
+SOURCE = Source("Tides", "feed", "tides.xml", "sea", ("sailing", "coast"), "tutorial")
+
+
+def captured_of(content: str) -> Captured:
+    found = Captured()
+    for body in feed_bodies(SOURCE, content.encode()):
+        add(found, SOURCE, body)
+    return found
+
+
+def test_an_rss_entry_becomes_an_item_with_its_first_two_sentences() -> None:
+    found = captured_of(RSS)
+    (item,) = found.items
+    assert (item.url, item.title, item.creator) == ("https://tides.example/1", "The Sea Floor Has Weather", "Mara")
+    assert (item.category, item.source, item.content_type) == ("sea", "Tides", "tutorial")
+    assert item.tags == ("ocean", "climate")
+    assert item.summary == "Storms of mud. They run for weeks!"
+    (refused,) = found.refused
+    assert (refused.source, refused.entry) == ("Tides", "https://tides.example/2")
+    assert refused.reason.startswith("summary: ")
+
+
+def test_an_atom_entry_gets_the_tags_of_its_source() -> None:
+    (item,) = captured_of(ATOM).items
+    assert (item.url, item.title, item.creator) == ("https://tides.example/3", "Knots & Bends", "Finn")
+    assert item.tags == ("knots", "sailing", "coast")
+
+
+@given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
+def test_bytes_that_are_no_document_are_unreadable_or_give_no_item(content: bytes) -> None:
+    for read in (feed_bodies, json_bodies):
+        found = Captured()
+        with contextlib.suppress(SourceUnreadable):
+            for body in read(SOURCE, content):
+                add(found, SOURCE, body)
+        assert found.items == []
+
+
+def test_an_entity_that_expands_without_end_is_unreadable() -> None:
+    levels = "".join(f'<!ENTITY e{n} "{f"&e{n - 1};" * 10}">' for n in range(1, 10))
+    bomb = f'<!DOCTYPE rss [<!ENTITY e0 "{"x" * 100}">{levels}]><rss><item><title>&e9;</title></item></rss>'
+    with pytest.raises(SourceUnreadable, match="no XML"):
+        list(feed_bodies(SOURCE, bomb.encode()))
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Path:
+    """A registry of a feed, a JSON file, a folder, and two sources that can't be read."""
+    body = {
+        "url": "https://tides.example/4",
+        "title": "Harbours That Rise",
+        "creator": "Malin",
+        "tags": ["harbours", "climate"],
+        "entities": [],
+        "content_type": "analysis",
+        "summary": "A quay must last. It is made to be raised.",
+        "words": 1420,
+    }
+    (tmp_path / "tides.xml").write_text(RSS)
+    (tmp_path / "items.json").write_text(json.dumps([body, body | {"tags": ["one"]}, 7]))
+    (tmp_path / "inbox").mkdir()
+    (tmp_path / "inbox" / "b.json").write_text(json.dumps(body | {"source": "Elsewhere", "category": "cities"}))
+    (tmp_path / "inbox" / "a.atom").write_text(ATOM)
+    (tmp_path / "inbox" / "notes.txt").write_text("no source")
+    path = tmp_path / "sources.toml"
+    path.write_text(
+        """
+        [[sources]]
+        name = "Tides"
+        feed = "tides.xml"
+        category = "sea"
+        [[sources]]
+        name = "Harbour Review"
+        json = "items.json"
+        category = "sea"
+        [[sources]]
+        name = "Inbox"
+        directory = "inbox"
+        category = "sea"
+        tags = ["inbox", "new"]
+        [[sources]]
+        name = "Gone"
+        json = "gone.json"
+        category = "sea"
+        [[sources]]
+        name = "Far"
+        feed = "https://far.example/feed.xml"
+        category = "sea"
+        """
+    )
+    return path
+
+
+def test_every_source_is_read_and_one_that_fails_stops_no_other(registry: Path) -> None:
+    found = Registry.load(registry).capture()
+    assert [(item.source, item.category, item.url[-1]) for item in found.items] == [
+        ("Tides", "sea", "1"),
+        ("Harbour Review", "sea", "4"),
+        ("Inbox", "sea", "3"),
+        ("Elsewhere", "cities", "4"),
+    ]
+    reasons = {(refused.source, refused.entry): refused.reason for refused in found.refused}
+    assert reasons["Harbour Review", "https://tides.example/4"].startswith("tags: ")
+    assert reasons["Harbour Review", ""] == "body: must be an object"
+    assert "No such file" in reasons["Gone", ""]
+    assert reasons["Far", ""] == "https://far.example/feed.xml: http is off"
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("htttp = true", "htttp"),
+        ("http = 1", "http"),
+        ("sources = 3", "sources"),
+        ("sources = [3]", "sources"),
+        ("[[sources]]\nname = 'a'\ncategory = 'b'", "feed"),
+        ("[[sources]]\nname = 'a'\ncategory = 'b'\nfeed = 'a'\njson = 'b'", "feed"),
+        ("[[sources]]\nname = 'a'\ncategory = 'b'\njson = 'https://a.example/'", "json"),
+        ("[[sources]]\ncategory = 'b'\njson = 'a'", "name"),
+        ("[[sources]]\nname = 'a'\njson = 'a'", "category"),
+        ("[[sources]]\nname = 'a'\ncategory = 'b'\njson = 'a'\nurl = 'c'", "url"),
+        ("[[sources]]\nname = 'a'\ncategory = 'b'\njson = 'a'\ncontent_type = 'poem'", "content_type"),
+        ("[[sources]]\nname = 'a'\ncategory = 'b'\njson = 'a'\ntags = 'c'", "tags"),
+    ],
+)
+def test_a_wrong_field_of_the_registry_is_named(tmp_path: Path, text: str, field: str) -> None:
+    (tmp_path / "sources.toml").write_text(text)
+    with pytest.raises(InvalidField) as caught:
+        Registry.load(tmp_path / "sources.toml")
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("content", [None, b"= no toml", b"\xff"])
+def test_a_registry_that_is_no_toml_is_unreadable(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "sources.toml").write_bytes(content)
+    with pytest.raises(SourceUnreadable, match=r"sources\.toml"):
+        Registry.load(tmp_path / "sources.toml")
+
+
+class Site(BaseHTTPRequestHandler):
+    """A host with a feed, a robots.txt that forbids a part of it, and redirects."""
+
+    asked: list[str]
+    robots_status = 200
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        status, headers, content = 200, {}, RSS
+        if self.path == "/robots.txt":
+            status, content = self.robots_status, "User-agent: *\nDisallow: /private\n"
+        elif self.path == "/moved":
+            status, headers = 302, {"Location": "/feed.xml"}
+        elif self.path == "/away":
+            status, headers = 302, {"Location": "https://far.example/feed.xml"}
+        elif self.path == "/gone":
+            status = 410
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content.encode())))
+        self.end_headers()
+        self.wfile.write(content.encode())
+
+    def log_message(self, *_: object) -> None:
+        """Keep the test's output quiet."""
+        return
+
+
+@pytest.fixture
+def site() -> Iterator[tuple[str, type[Site]]]:
+    """The site's address, and its class with what was asked."""
+    kind = type("OneSite", (Site,), {"asked": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", kind
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def fetched(address: str) -> Captured:
+    """Capture one feed by its address."""
+    return Registry((Source("Tides", "feed", address, "sea"),), http=True).capture()
+
+
+def test_a_feed_is_fetched_if_its_host_allows_it(site: tuple[str, type[Site]]) -> None:
+    address, kind = site
+    assert len(fetched(f"{address}/feed.xml").items) == 1
+    assert len(fetched(f"{address}/moved").items) == 1
+    kind.robots_status = 404
+    assert len(fetched(f"{address}/private/feed.xml").items) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "robots_status", "reason", "asked"),
+    [
+        ("/private/feed.xml", 200, "robots.txt forbids it", ["/robots.txt"]),
+        ("/feed.xml", 503, "robots.txt: HTTP Error 503", ["/robots.txt"]),
+        ("/gone", 200, "HTTP Error 410", ["/robots.txt", "/gone"]),
+        ("/away", 200, "leads to https://far.example/feed.xml", ["/robots.txt", "/away"]),
+    ],
+)
+def test_a_feed_that_may_not_be_fetched_is_refused(
+    site: tuple[str, type[Site]], path: str, robots_status: int, reason: str, asked: list[str]
+) -> None:
+    address, kind = site
+    kind.robots_status = robots_status
+    found = fetched(address + path)
+    assert found.items == []
+    assert reason in found.refused[0].reason
+    assert kind.asked == asked
+
+
+def test_a_host_that_does_not_answer_is_refused() -> None:
+    assert fetched("http://127.0.0.1:1/feed.xml").refused[0].reason.startswith("http://127.0.0.1:1/robots.txt: ")
