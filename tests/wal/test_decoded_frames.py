@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import pytest
 from tests.wal.test_records_json import ITEMS, ORDERS, operation, ops, row
 
+from millstream.errors import CorruptWal
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.operations import OperationKind
 from millstream.model.positions import Offset, Seq
@@ -19,6 +21,7 @@ from millstream.testing.log import MemoryReservations
 from millstream.wal.decoded_frames import DecodedFrames
 from millstream.wal.reader import StreamReader
 from millstream.wal.records_json import Cat
+from millstream.wal.table_records import TableRecords
 from millstream.wal.writing.writer import LogWriter
 
 NOTHING: dict[str, Any] = {"total": None, "ratio": None, "paid": None}
@@ -54,8 +57,14 @@ def all_of(reader: StreamReader) -> list[object]:
     for tables in (None, {ORDERS.table_id}, {ITEMS.table_id}):
         for numbers in ((None, None), (Seq(5), Seq(upto - 2))):
             parts = list(reader.read(SHARD, Offset(0), tables=tables, numbers=numbers))
-            found += [(part.schema.name, part.batch.to_pylist(), part.operation_seq.to_pylist()) for part in parts]
+            found += [facts_of(part) for part in parts]
     return found
+
+
+def facts_of(part: TableRecords) -> tuple[Any, ...]:
+    """Return everything that a reader gets with some records, and the records."""
+    places = part.shard, part.region, part.epoch, part.frame_offset, part.first_seq, part.last_seq
+    return part.schema, *places, part.batch.to_pylist(), part.operation_seq.to_pylist(), part.hybrid_ns.to_pylist()
 
 
 def test_readers_that_share_frames_read_what_each_reads_alone(tmp_path: Path) -> None:
@@ -65,6 +74,28 @@ def test_readers_that_share_frames_read_what_each_reads_alone(tmp_path: Path) ->
         for _ in range(2):
             assert all_of(StreamReader(folder, decoded=shared)) == alone
         assert shared.size_bytes > 0
+
+
+def test_a_damaged_frame_costs_no_frame_before_it(tmp_path: Path) -> None:
+    with log_of(tmp_path / "wal", "x") as folder:
+        reader = StreamReader(folder)
+        whole = [facts_of(part) for part in reader.read(SHARD, Offset(0))]
+        places = list(reader.frames_between(Seq(0), reader.persisted_upto()))
+        assert len(places) == 10
+        segment = Path(places[0][1].path)
+        data = segment.read_bytes()
+        for _, _, entry in places:
+            damaged = bytearray(data)
+            damaged[entry.position + entry.length - 16] ^= 1  # in its last rows
+            segment.write_bytes(damaged)
+            found: list[object] = []
+            parts = StreamReader(folder, decoded=DecodedFrames()).read(SHARD, Offset(0))
+            with pytest.raises(CorruptWal) as raised:
+                found.extend(facts_of(part) for part in parts)
+            assert raised.value.details["offset_from"] == entry.offset
+            before = [part for part in whole if part[4] < entry.offset]
+            assert found[: len(before)] == before
+        segment.write_bytes(data)
 
 
 def test_frames_are_kept_up_to_a_size(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ order. On a log of several shards, the records of a transaction are in memory at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from millstream.delivery.definition import Definition, Selection
 from millstream.delivery.groups import groups_of
-from millstream.delivery.latest import OLD, KeyState, Newest, completed, states_of
+from millstream.delivery.record_messages import Origin, chosen, newest_messages
 from millstream.delivery.selecting import selected
 from millstream.delivery.sinks import LoggedRow
 from millstream.errors import CorruptWal, MillstreamError
@@ -29,8 +29,8 @@ from millstream.model.records import Op
 from millstream.model.schema import TableKind, TableSchema
 from millstream.protocol.delivery.messages import Kind, Message, position_of
 from millstream.wal.reader import StreamReader, TableRecords
-from millstream.wal.records_json import Line, merge_shards, table_lines
-from millstream.wal.segment_reader import filtered
+from millstream.wal.records_json import merge_shards, table_lines
+from millstream.wal.table_records import filtered, joined
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
@@ -39,40 +39,6 @@ _PIECE_FRAMES: Final = 64
 """Received records, or frames, from which on a piece is whole: more would save little, and keep other calls waiting."""
 _TRUNCATE: Final = Op.TRUNCATE.letter
 _DELETE: Final = Op.DELETE.letter
-
-
-class Origin(NamedTuple):
-    """The facts that the service keeps of a message until it is settled."""
-
-    group: str | None
-    record: str
-    """The record as JSON."""
-    committed_us: int | None = None
-    """When its operation was committed, in microseconds since 1970-01-01 UTC; None if that isn't known."""
-    update: str | None = None
-    """With kind `latest`: the update that a `d` stands for."""
-    is_partial: bool = False
-    """With kind `latest`: whether the record, or that update, left columns unchanged."""
-    logged: LoggedRow | None = None
-    """The record in the log's form, if the consumer's sink needs the types of its columns."""
-
-
-def merged(older: Message, record: str, newer: Message) -> Message:
-    """Return a message that replaces an undelivered one of its key.
-
-    Args:
-        older: the message that is replaced.
-        record: its record as JSON.
-        newer: the message that replaces it.
-    """
-    known, origin = older.origin, newer.origin
-    if not isinstance(origin, Origin) or not origin.is_partial:
-        return newer
-    update = known.update if isinstance(known, Origin) else None
-    whole = completed(Newest(record, update, is_partial=False), Newest(origin.record, origin.update, origin.is_partial))
-    return newer._replace(
-        size=len(whole.record), origin=Origin(origin.group, whole.record, origin.committed_us, *whole[1:])
-    )
 
 
 @dataclass(slots=True)
@@ -132,12 +98,40 @@ class _Kept(NamedTuple):
     definition: Definition
 
 
+class _Frames:
+    """Frames that were read, and whose records weren't looked at so far: each look has its cost."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._rows = 0
+        self._parts: list[TableRecords] = []
+
+    def add(self, frame: list[TableRecords]) -> None:
+        """Add the parts of a frame."""
+        self.count += 1
+        self._rows += sum(part.batch.num_rows for part in frame)
+        self._parts += frame
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether they are worth the cost of a look."""
+        return self._rows >= _PIECE_ROWS or self.count >= _PIECE_FRAMES
+
+    def joined(self) -> list[TableRecords]:
+        """Return their records, each table's in one part."""
+        tables: dict[tuple[TableId, SchemaVersion, Epoch], list[TableRecords]] = {}
+        for part in self._parts:
+            tables.setdefault((part.schema.table_id, part.schema.version, part.epoch), []).append(part)
+        return [joined(some) for some in tables.values()]
+
+
 class _Found:
     """Records that were found in one or several frames, and aren't messages so far."""
 
     def __init__(self) -> None:
-        self.operations: list[tuple[Any, ...]] = []
-        """The operation of the first record of each frame."""
+        self.operation: tuple[Any, ...] = ()
+        """The operation of the first record of the first frame."""
+        self.frames = 0
         self.kept: list[_Kept] = []
         self.unkept: list[tuple[int, _Item]] = []
         """Offsets and records that are left out."""
@@ -145,8 +139,7 @@ class _Found:
     @property
     def is_enough(self) -> bool:
         """Whether they are worth the cost of a batch, or took long to find."""
-        rows = sum(one.records.batch.num_rows for one in self.kept)
-        return rows >= _PIECE_ROWS or len(self.operations) >= _PIECE_FRAMES
+        return sum(one.records.batch.num_rows for one in self.kept) >= _PIECE_ROWS or self.frames >= _PIECE_FRAMES
 
 
 class Step(NamedTuple):
@@ -330,31 +323,39 @@ class ConsumerReader:
         """Yield a shard's records, frame by frame. If the shard is alone, several frames with only what is received."""
         start = self._reader.offset_beyond(shard, after)
         frame: list[TableRecords] = []
-        found = _Found()
+        frames, found = _Frames(), _Found()
         damaged: CorruptWal | None = None
         try:
             for part in self._reader.read(shard, start, tables=wanted, numbers=(after, upto)):
                 if frame and part.frame_offset != frame[0].frame_offset:
-                    self._add(frame, found, alone=alone)
+                    frames.add(frame)
                     frame = []
-                    if not alone or found.is_enough:
-                        yield self._piece(found)
-                        found = _Found()
+                    if not alone or frames.are_enough:
+                        self._add(frames, found, alone=alone)
+                        frames = _Frames()
+                        if not alone or found.is_enough:
+                            yield self._piece(found)
+                            found = _Found()
                 frame.append(part)
         except CorruptWal as error:
             damaged = error
             if frame and int(error.details.get("offset_from", 0)) <= frame[0].frame_offset:
                 frame = []  # it is the damaged one
         if frame:
-            self._add(frame, found, alone=alone)
-        if found.operations:
+            frames.add(frame)
+        if frames.count:
+            self._add(frames, found, alone=alone)
+        if found.frames:
             yield self._piece(found)
         if damaged is not None:
             raise damaged
 
-    def _add(self, parts: list[TableRecords], found: _Found, *, alone: bool) -> None:
-        """Add the records of a frame that are received."""
-        found.operations.append(_first_operation(parts))
+    def _add(self, frames: _Frames, found: _Found, *, alone: bool) -> None:
+        """Add the records of one or several frames that are received."""
+        parts = frames.joined()
+        if not found.frames:
+            found.operation = _first_operation(parts)
+        found.frames += frames.count
         parts = [part for part in parts if self._takes(part.schema)]
         if not parts:
             return
@@ -392,7 +393,7 @@ class ConsumerReader:
         for kept in _joined(found.kept):
             items += self._part(kept)
         items.sort(key=_first)
-        return _Piece(found.operations[0], [item for _, item in items])
+        return _Piece(found.operation, [item for _, item in items])
 
     def _selecting(self, seqs: Ints, *, alone: bool) -> Iterator[tuple[Definition, Bools]]:
         """Yield each definition that selects some of these records, and which records."""
@@ -418,7 +419,7 @@ class ConsumerReader:
         if definition.kind is Kind.LATEST and schema.kind is TableKind.TABLE:
             rows = zip(lines, ids, groups, moments, *own_numbers, found.is_gone.tolist(), strict=True)
             for line, id_, own, moment, number, end, is_row_gone in rows:
-                first, second = _newest(line, id_, own, moment, definition, is_gone=is_row_gone)
+                first, second = newest_messages(line, id_, own, moment, definition, is_gone=is_row_gone)
                 yield line.offset, _Item(line.operation_seq, line.index, line.operation, number, end, first, second)
             return
         keeps_rows = definition.sink is not None and definition.sink.kind == "kafka"
@@ -465,43 +466,9 @@ def _joined(kept: list[_Kept]) -> Iterator[_Kept]:
         if len(some) == 1:
             yield first
             continue
-        records = replace(
-            first.records,
-            batch=pa.concat_batches([one.records.batch for one in some]),
-            last_seq=some[-1].records.last_seq,
-            operation_seq=pa.concat_arrays([one.records.operation_seq for one in some]),
-            hybrid_ns=pa.concat_arrays([one.records.hybrid_ns for one in some]),
-        )
+        records = joined([one.records for one in some])
         seqs, ends, is_gone = (np.concatenate(arrays) for arrays in zip(*(one[1:4] for one in some), strict=True))
         yield _Kept(records, seqs, ends, is_gone, first.definition)
-
-
-def _newest(
-    line: Line, id_: str, groups: tuple[str, ...], moment: int | None, definition: Definition, *, is_gone: bool
-) -> tuple[Message, Message | None]:
-    """Return a record's message of kind `latest`; two for a change of a key."""
-    table = int(line.schema.table_id)
-    if line.facts["op"] == _TRUNCATE:
-        record = _json(line.facts, definition)
-        origin = Origin(None, record, moment)
-        return Message(0, 0, id_, (), table, barrier=True, size=len(record), origin=origin, truncates=True), None
-    states = states_of(line.facts, line.schema.key, groups, is_gone=is_gone)
-    first, *rest = (_state_message(state, id_, table, moment, definition) for state in states)
-    return first, rest[0] if rest else None
-
-
-def _state_message(state: KeyState, id_: str, table: int, moment: int | None, definition: Definition) -> Message:
-    record = _json(state.facts, definition)
-    update = None if state.update is None else _json(state.update, definition)
-    is_partial = bool((state.update or state.facts)["unchanged"])
-    origin = Origin(state.group, record, moment, update, is_partial)
-    own_id = f"{id_}{OLD}" if state.is_old else id_
-    return Message(0, 0, own_id, (state.group,), table, barrier=False, size=len(record), origin=origin)
-
-
-def _json(facts: Mapping[str, Any], definition: Definition) -> str:
-    """Return a table's record as JSON, with the columns that the definition chooses."""
-    return msgspec.json.encode(facts if definition.renamed is None else chosen(facts, definition.renamed)).decode()
 
 
 def _first_operation(parts: Iterable[TableRecords]) -> tuple[Any, ...]:
@@ -525,17 +492,6 @@ def _unkept(part: TableRecords, numbers: _Numbers, left_out: Bools) -> Iterator[
         ):
             operation = (source, lsn, xid) if xid is not None else (rest.shard, first)
             yield offset, _Item(Seq(first), -1 if index is None else index, operation, number, end, None)
-
-
-def chosen(facts: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
-    """Return a record with the chosen columns alone, under their new names."""
-    found = dict(facts)
-    for field in ("row", "before", "exact"):
-        values = facts[field]
-        if values is not None:
-            found[field] = {new: values[name] for name, new in renamed.items() if name in values}
-    found["unchanged"] = [new for name, new in renamed.items() if name in facts["unchanged"]]
-    return found
 
 
 def _operations(items: Iterable[_Item]) -> Iterator[list[_Item]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from millstream.model.ids import Epoch, TableId
 
 if TYPE_CHECKING:
-    from millstream.wal.segment_reader import TableRecords
+    from millstream.wal.table_records import TableRecords
 
 _BYTES_MAX: Final = 64 << 20
 """Some 200,000 records of a few hundred bytes: consumers that are so far apart share nothing."""
@@ -52,7 +52,11 @@ class DecodedFrames:
                 self._frames.move_to_end(key)
                 return known[0]
         records = decode()
-        size = len(key[1]) + sum(part.batch.nbytes for part in records)
+        self.keep(key, records, len(key[1]) + sum(part.batch.nbytes for part in records))
+        return records
+
+    def keep(self, key: FrameKey, records: list[TableRecords], size: int) -> None:
+        """Keep a frame's records, of that many bytes, for others, unless they are too large."""
         if size <= self._bytes_max // 4:
             with self._lock:
                 if key not in self._frames:
@@ -60,4 +64,7 @@ class DecodedFrames:
                     self._size += size
                 while self._size > self._bytes_max:
                     self._size -= self._frames.popitem(last=False)[1][1]
-        return records
+
+    def __contains__(self, key: FrameKey) -> bool:
+        """Whether a frame's records are kept."""
+        return key in self._frames

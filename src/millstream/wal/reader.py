@@ -42,15 +42,12 @@ from millstream.wal.segment_reader import (
     GroupSize,
     LogSpan,
     SegmentSource,
-    TablePart,
-    TableRecords,
     frames_in,
     runs_of,
-    sum_of_parts,
     whole_before,
-    within_offsets,
 )
 from millstream.wal.segment_scan import ScannedFrame
+from millstream.wal.table_records import TablePart, TableRecords, sum_of_parts, within_offsets
 from millstream.wal.truncation_watch import HistoryWatch, TruncationWatch
 
 __all__ = ["LogSpan", "StreamReader", "TablePart", "TableRecords"]
@@ -538,8 +535,9 @@ class StreamReader:
         source = sources.get(shard)
         if source is None or source.path != segment.path:
             source = sources[shard] = SegmentSource(
-                self._files, segment.path, on_damage=self._on_damage, elsewhere=self._elsewhere, decoded=self._decoded
-            )
+                self._files, segment.path, on_damage=self._on_damage, elsewhere=self._elsewhere, decoded=self._decoded,
+                durable_end=mark.byte_end if segment.base_offset == mark.base_offset else None,
+            )  # fmt: skip
         if not source.knows(tables):
             places = self._index(shard).schema_frames(segment, mark, entry.position)
             source.bring_schemas(places, wanted)

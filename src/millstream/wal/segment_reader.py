@@ -15,62 +15,32 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from millstream.codec.log_directory import Ints
 from millstream.codec.log_frame import FrameHeader, FrameKind, PayloadPart, RecordsFrame, records_frame
 from millstream.codec.log_records import first_seqs, of_part
-from millstream.codec.log_run import FrameHead, FramePart, FrameRun
+from millstream.codec.log_run import FrameHead, FramePart, FrameRun, RunRecords
 from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import FrameTable, SegmentHeader
-from millstream.errors import CorruptFrame, CorruptWal, TruncatedFrame
+from millstream.errors import CorruptFrame, CorruptWal, TruncatedFrame, UnsupportedFormat
 from millstream.model.ids import Epoch, RegionId, SchemaVersion, ShardId, StreamId, TableId
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd
 from millstream.model.schema import TableSchema
 from millstream.ports import Files
-from millstream.wal.decoded_frames import DecodedFrames
+from millstream.wal.decoded_frames import DecodedFrames, FrameKey
 from millstream.wal.index import HEADS_AHEAD_BYTES, OnDamage, SchemaPlace, damage, load_schemas, read_header
 from millstream.wal.layout import SegmentFile
 from millstream.wal.salvage import KnownSchemas
-from millstream.wal.segment_scan import NO_STREAM, ReadAhead, ScannedFrame, loss_at, read_frame, reader_of
+from millstream.wal.segment_scan import NO_STREAM, ReadAhead, ScannedFrame, loss_at, read_frame, reader_of, scan_frames
+from millstream.wal.table_records import TablePart, TableRecords, piece_of, straddles, within_seqs
 
 _RUN_FRAMES_MAX: Final = 256
 _RUN_BYTES_MAX: Final = 1 << 20
 """Bytes of payload in a run: more costs per byte anyway, and only takes memory."""
+_AHEAD_BYTES_MAX: Final = 128 << 10
+"""Bytes of frames that are decoded at once for readers that share them: the calls for one weigh as much as 10 KiB."""
 _GAP_BYTES: Final = 16 << 10
 """Bytes between two parts up to which the gap is read, which is cheaper than another system call."""
-
-
-@dataclass(frozen=True, slots=True)
-class TableRecords:
-    """Records of one table under one schema version, from one frame or several, in the order of their numbers."""
-
-    schema: TableSchema
-    batch: pa.RecordBatch
-    """Rows in `record_schema(schema)`, or the columns asked for and `__seq`; with `__offset` first if asked for."""
-    shard: ShardId
-    first_seq: Seq
-    last_seq: Seq
-    operation_seq: pa.Array
-    """First number of each record's operation on this shard: shards are merged by it."""
-    hybrid_ns: pa.Array
-    """Hybrid time of each record's frame: regions are merged by it."""
-    region: RegionId
-    frame_offset: Offset
-    """First offset of the (first) frame: records of several tables are merged by offset within one frame."""
-    epoch: Epoch
-    """Epoch in the header of the segment."""
-
-
-@dataclass(frozen=True, slots=True)
-class TablePart:
-    """Contents of a stretch of the log, for one table under one schema version, from the heads of its frames."""
-
-    schema: TableSchema
-    first_seq: Seq
-    last_seq: Seq
-    """Bounds of its numbers."""
-    rows: int
-    size_bytes: int
-    """Size in bytes in the log, compressed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +90,7 @@ class SegmentSource:
             skipped; without it they are errors.
         elsewhere: finds schemas that this segment has lost.
         decoded: frames that other readers share; without `on_damage` only.
+        durable_end: where the durable frames end, if the segment is being written.
         shard, stream: the shard and stream that its header must name, if they are given.
 
     Raises:
@@ -135,6 +106,7 @@ class SegmentSource:
         on_damage: OnDamage | None = None,
         elsewhere: Callable[[], KnownSchemas] | None = None,
         decoded: DecodedFrames | None = None,
+        durable_end: int | None = None,
         shard: ShardId | None = None,
         stream: StreamId | None = None,
     ) -> None:
@@ -144,6 +116,7 @@ class SegmentSource:
         self._on_damage = on_damage
         self._elsewhere = elsewhere
         self._decoded = decoded if on_damage is None else None
+        self._durable_end = durable_end
         try:
             self._header = read_header(files, SegmentFile(base, path), shard=shard, stream=stream)
         except CorruptWal as error:
@@ -155,6 +128,8 @@ class SegmentSource:
         self._brought: set[int] = set()
         """Positions of schemas that were read."""
         self._heads = ReadAhead(reader_of(files, path), HEADS_AHEAD_BYTES)
+        self._ahead: dict[int, ScannedFrame] = {}
+        """Frames that were decoded before they were asked for, by position."""
 
     def knows(self, tables: Iterable[FrameTable]) -> bool:
         """Return whether the schemas of these tables have been loaded."""
@@ -201,7 +176,7 @@ class SegmentSource:
         `first` and `end` are its offsets, for the error, if known.
         """
         try:
-            return read_frame(self._heads, position, payload=False)
+            return self._ahead.pop(position, None) or read_frame(self._heads, position, payload=False)
         except CorruptFrame as error:
             if first is None:
                 segment = SegmentFile(self._header.base_offset, self.path)
@@ -247,9 +222,9 @@ class SegmentSource:
                 )
         if found is not None:
             headers = [scanned.header for scanned in run]
-            straddles = _straddles(min(h.first_seq for h in headers), max(h.last_seq for h in headers), after, upto)
+            is_cut = straddles(min(h.first_seq for h in headers), max(h.last_seq for h in headers), after, upto)
             for piece in found:
-                yield from _within_seqs(piece, after, upto) if straddles else (piece,)
+                yield from within_seqs(piece, after, upto) if is_cut else (piece,)
             return
         for scanned in run:
             yield from self.records(scanned, after, upto, wanted, columns=columns, offsets=offsets, moments=moments)
@@ -268,19 +243,11 @@ class SegmentSource:
 
         Raises `CorruptFrame`, `TruncatedFrame`.
         """
-        frames = FrameRun([FrameHead(s.header, s.operations, s.batches) for s in run], self._schemas)
-        parts = self._read_parts(run, wanted)
-        tables: dict[_Key, list[FramePart]] = {}
-        for part in parts:
-            tables.setdefault(_key(part), []).append(part)
-        decoded = {}
-        for key, of_table in tables.items():
-            records = frames.records(of_table, columns=columns, offsets=offsets, moments=moments)
+        parts, decoded = self._decode_parts(run, wanted, columns=columns, offsets=offsets, moments=moments)
+        for records, _ in decoded.values():
             if (np.diff(records.batch.column("__seq").to_numpy()) <= 0).any():
                 return None  # an operation on several partitions of a table continues over frames
-            times = [run[part.frame].header.hybrid_time for part in of_table]
-            decoded[key] = records, np.repeat(np.array(times, np.int64), [part.part.rows for part in of_table])
-        done = dict.fromkeys(tables, 0)
+        done = dict.fromkeys(decoded, 0)
         pieces = []
         for key, some in groupby(sorted(parts, key=_table) if by_table else parts, key=_key):
             of_piece = list(some)
@@ -289,8 +256,33 @@ class SegmentSource:
             batch = records.batch.slice(start, end - start)
             operation_seq, hybrid_ns = pa.array(records.operation_seq[start:end]), pa.array(times_ns[start:end])
             header = run[of_piece[0].frame].header
-            pieces.append(_piece(header, self._header.epoch, records.schema, batch, operation_seq, hybrid_ns))
+            pieces.append(piece_of(header, self._header.epoch, records.schema, batch, operation_seq, hybrid_ns))
         return pieces
+
+    def _decode_parts(
+        self,
+        run: Sequence[ScannedFrame],
+        wanted: frozenset[TableId] | None,
+        *,
+        columns: frozenset[str] | None,
+        offsets: bool,
+        moments: bool,
+    ) -> tuple[list[FramePart], dict[_Key, tuple[RunRecords, Ints]]]:
+        """Return a run's parts in their order; and by table and version the records, with the hybrid time of each.
+
+        Raises `CorruptFrame`, `TruncatedFrame`.
+        """
+        frames = FrameRun([FrameHead(s.header, s.operations, s.batches) for s in run], self._schemas)
+        parts = self._read_parts(run, wanted)
+        tables: dict[_Key, list[FramePart]] = {}
+        for part in parts:
+            tables.setdefault(_key(part), []).append(part)
+        decoded = {}
+        for key, of_table in tables.items():
+            records = frames.records(of_table, columns=columns, offsets=offsets, moments=moments)
+            times = [run[part.frame].header.hybrid_time for part in of_table]
+            decoded[key] = records, np.repeat(np.array(times, np.int64), [part.part.rows for part in of_table])
+        return parts, decoded
 
     def _read_parts(self, run: Sequence[ScannedFrame], wanted: frozenset[TableId] | None) -> list[FramePart]:
         """Return the parts of some tables, or of all, in file order; parts close together are read at once."""
@@ -330,19 +322,83 @@ class SegmentSource:
         See `codec.log_records.records_of`.
         """
         header = scanned.header
-        tables = frozenset(part.table_id for part in header.parts if wanted is None or part.table_id in wanted)
+        tables = _tables_of(header, wanted)
         if not tables:
             return
         if self._decoded is not None and offsets and columns is None and not moments:
-            key = self._header.epoch, scanned.head, tables
-            records: Iterable[TableRecords] = self._decoded.find(
-                key, lambda: list(self._all_records(scanned, tables, None, offsets=True, moments=False))
-            )
+            records: Iterable[TableRecords] = self._shared(self._decoded, scanned, wanted)
         else:
             records = self._all_records(scanned, tables, columns, offsets=offsets, moments=moments)
-        straddles = _straddles(header.first_seq, header.last_seq, after, upto)
+        is_cut = straddles(header.first_seq, header.last_seq, after, upto)
         for found in records:
-            yield from _within_seqs(found, after, upto) if straddles else (found,)
+            yield from within_seqs(found, after, upto) if is_cut else (found,)
+
+    def _shared(
+        self, decoded: DecodedFrames, scanned: ScannedFrame, wanted: frozenset[TableId] | None
+    ) -> list[TableRecords]:
+        """Return a frame's records from those that readers share; if it must be decoded, so are small ones behind it."""
+
+        def key_of(one: ScannedFrame) -> FrameKey:
+            return self._header.epoch, one.head, _tables_of(one.header, wanted)
+
+        def decode() -> list[TableRecords]:
+            run, size = [scanned], scanned.length
+            self._ahead.clear()
+            for following in self._following(scanned):
+                size += following.length
+                if size > _AHEAD_BYTES_MAX or key_of(following) in decoded:
+                    break
+                self._ahead[following.position] = following
+                if _tables_of(following.header, wanted):
+                    run.append(following)
+            if len(run) > 1:
+                with suppress(CorruptFrame, TruncatedFrame):  # if it is this one, decoding it alone says so
+                    first, *others = self._decode_by_frame(run, wanted)
+                    for following, records in zip(run[1:], others, strict=True):
+                        decoded.keep(key_of(following), records, following.length)
+                    return first
+            tables = _tables_of(scanned.header, wanted)
+            return list(self._all_records(scanned, tables, None, offsets=True, moments=False))
+
+        return decoded.find(key_of(scanned), decode)
+
+    def _following(self, scanned: ScannedFrame) -> Iterator[ScannedFrame]:
+        """Yield the durable records frames behind a frame, up to the first of another kind or with an unknown schema."""
+        header = replace(self._header, base_offset=Offset(scanned.header.first_offset + scanned.header.count))
+        with suppress(CorruptFrame, TruncatedFrame, UnsupportedFormat):  # whoever reads it says so
+            for following in scan_frames(
+                self._heads, header, position=scanned.end, end=self._durable_end, payload=False
+            ):
+                parts = following.header.parts
+                if following.header.kind is not FrameKind.RECORDS or not all(
+                    (part.table_id, part.schema_version) in self._schemas for part in parts
+                ):
+                    return
+                yield following
+
+    def _decode_by_frame(
+        self, run: Sequence[ScannedFrame], wanted: frozenset[TableId] | None
+    ) -> list[list[TableRecords]]:
+        """Return the records of each frame of a run. Raises `CorruptFrame`, `TruncatedFrame`."""
+        parts, decoded = self._decode_parts(run, wanted, columns=None, offsets=True, moments=False)
+        done = dict.fromkeys(decoded, 0)
+        found: list[list[TableRecords]] = [[] for _ in run]
+        for part in parts:
+            key = _key(part)
+            records, times_ns = decoded[key]
+            start = done[key]
+            done[key] = end = start + part.part.rows
+            found[part.frame].append(
+                piece_of(
+                    run[part.frame].header,
+                    self._header.epoch,
+                    records.schema,
+                    records.batch.slice(start, end - start),
+                    pa.array(records.operation_seq[start:end]),
+                    pa.array(times_ns[start:end]),
+                )
+            )
+        return found
 
     def _all_records(
         self,
@@ -388,17 +444,6 @@ class SegmentSource:
         return damage(error, file=self.path, byte=position, offset_from=first, offset_to=end, table=table)
 
 
-def sum_of_parts(one: TablePart, other: TablePart) -> TablePart:
-    """Return the sum of both, which are of one table and version."""
-    return TablePart(
-        one.schema,
-        min(one.first_seq, other.first_seq),
-        max(one.last_seq, other.last_seq),
-        one.rows + other.rows,
-        one.size_bytes + other.size_bytes,
-    )
-
-
 def _table_records(
     frame: RecordsFrame, epoch: Epoch, first: npt.NDArray[np.int64], schema: TableSchema, batch: pa.RecordBatch
 ) -> TableRecords:
@@ -406,22 +451,7 @@ def _table_records(
     operation, count = (frame.batches.column(name).to_numpy()[mine] for name in ("operation", "count"))
     of_row = np.repeat(operation, count)
     times_ns = pa.array(np.full(len(of_row), frame.header.hybrid_time, np.int64))
-    return _piece(frame.header, epoch, schema, batch, pa.array(first[of_row]), times_ns)
-
-
-def _piece(
-    header: FrameHeader,
-    epoch: Epoch,
-    schema: TableSchema,
-    batch: pa.RecordBatch,
-    operation_seq: pa.Array,
-    hybrid_ns: pa.Array,
-) -> TableRecords:
-    seqs = batch.column("__seq")
-    first, last = Seq(seqs[0].as_py()), Seq(seqs[-1].as_py())
-    return TableRecords(
-        schema, batch, header.shard, first, last, operation_seq, hybrid_ns, header.region, header.first_offset, epoch
-    )
+    return piece_of(frame.header, epoch, schema, batch, pa.array(first[of_row]), times_ns)
 
 
 _Key = tuple[TableId, SchemaVersion]
@@ -465,45 +495,9 @@ def runs_of(frames: Iterable[ScannedFrame], wanted: frozenset[TableId] | None) -
         raise damaged
 
 
-def _straddles(first: Seq, last: Seq, after: Seq | None, upto: Seq | None) -> bool:
-    """Return whether numbers `first` to `last` may lie outside `(after, upto]`."""
-    return (after is not None and first <= after) or (upto is not None and last > upto)
-
-
-def _within_seqs(found: TableRecords, after: Seq | None, upto: Seq | None) -> Iterator[TableRecords]:
-    seqs = found.batch.column("__seq").to_numpy()
-    keep = np.ones(len(seqs), dtype=bool)
-    if after is not None:
-        keep &= seqs > after
-    if upto is not None:
-        keep &= seqs <= upto
-    yield from filtered(found, keep)
-
-
-def within_offsets(found: TableRecords, start: Offset, end: Offset) -> Iterator[TableRecords]:
-    """Yield the records with offsets in `[start, end)`, or nothing."""
-    offsets = found.batch.column("__offset").to_numpy()
-    yield from filtered(found, (offsets >= start) & (offsets < end))
-
-
-def filtered(found: TableRecords, keep: npt.NDArray[np.bool_]) -> Iterator[TableRecords]:
-    """Yield the records where `keep` is true, or nothing."""
-    if keep.all():
-        yield found
-        return
-    if not keep.any():
-        return
-    mask = pa.array(keep)
-    batch = found.batch.filter(mask)
-    seqs = batch.column("__seq")
-    yield replace(
-        found,
-        batch=batch,
-        first_seq=Seq(seqs[0].as_py()),
-        last_seq=Seq(seqs[-1].as_py()),
-        operation_seq=found.operation_seq.filter(mask),
-        hybrid_ns=found.hybrid_ns.filter(mask),
-    )
+def _tables_of(header: FrameHeader, wanted: frozenset[TableId] | None) -> frozenset[TableId]:
+    """Return the tables of a frame's rows, of the wanted ones."""
+    return frozenset(part.table_id for part in header.parts if wanted is None or part.table_id in wanted)
 
 
 def whole_before(

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 
 from millstream.delivery.definition import KEY, NO_GROUPS, Definition
 from millstream.delivery.groups import groups_of
-from millstream.delivery.reading import chosen
+from millstream.delivery.record_messages import chosen
 from millstream.delivery.selecting import matching
 from millstream.errors import BeyondRetention, LakeBehind, LakeError, LogError, TokenFromFuture
 from millstream.lake.layout import has_current

@@ -1,0 +1,90 @@
+"""Messages of the log's records: what a consumer receives of each, and what the service keeps of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from millstream.delivery.definition import Definition
+from millstream.delivery.latest import OLD, KeyState, Newest, completed, states_of
+from millstream.delivery.sinks import LoggedRow
+from millstream.model.records import Op
+from millstream.protocol.delivery.messages import Message
+from millstream.wal.records_json import Line
+
+_TRUNCATE: Final = Op.TRUNCATE.letter
+
+
+class Origin(NamedTuple):
+    """The facts that the service keeps of a message until it is settled."""
+
+    group: str | None
+    record: str
+    """The record as JSON."""
+    committed_us: int | None = None
+    """When its operation was committed, in microseconds since 1970-01-01 UTC; None if that isn't known."""
+    update: str | None = None
+    """With kind `latest`: the update that a `d` stands for."""
+    is_partial: bool = False
+    """With kind `latest`: whether the record, or that update, left columns unchanged."""
+    logged: LoggedRow | None = None
+    """The record in the log's form, if the consumer's sink needs the types of its columns."""
+
+
+def merged(older: Message, record: str, newer: Message) -> Message:
+    """Return a message that replaces an undelivered one of its key.
+
+    Args:
+        older: the message that is replaced.
+        record: its record as JSON.
+        newer: the message that replaces it.
+    """
+    known, origin = older.origin, newer.origin
+    if not isinstance(origin, Origin) or not origin.is_partial:
+        return newer
+    update = known.update if isinstance(known, Origin) else None
+    whole = completed(Newest(record, update, is_partial=False), Newest(origin.record, origin.update, origin.is_partial))
+    return newer._replace(
+        size=len(whole.record), origin=Origin(origin.group, whole.record, origin.committed_us, *whole[1:])
+    )
+
+
+def chosen(facts: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
+    """Return a record with the chosen columns alone, under their new names."""
+    found = dict(facts)
+    for field in ("row", "before", "exact"):
+        values = facts[field]
+        if values is not None:
+            found[field] = {new: values[name] for name, new in renamed.items() if name in values}
+    found["unchanged"] = [new for name, new in renamed.items() if name in facts["unchanged"]]
+    return found
+
+
+def newest_messages(
+    line: Line, id_: str, groups: tuple[str, ...], moment: int | None, definition: Definition, *, is_gone: bool
+) -> tuple[Message, Message | None]:
+    """Return a record's message of kind `latest`; two for a change of a key."""
+    table = int(line.schema.table_id)
+    if line.facts["op"] == _TRUNCATE:
+        record = _json(line.facts, definition)
+        origin = Origin(None, record, moment)
+        return Message(0, 0, id_, (), table, barrier=True, size=len(record), origin=origin, truncates=True), None
+    states = states_of(line.facts, line.schema.key, groups, is_gone=is_gone)
+    first, *rest = (_state_message(state, id_, table, moment, definition) for state in states)
+    return first, rest[0] if rest else None
+
+
+def _state_message(state: KeyState, id_: str, table: int, moment: int | None, definition: Definition) -> Message:
+    record = _json(state.facts, definition)
+    update = None if state.update is None else _json(state.update, definition)
+    is_partial = bool((state.update or state.facts)["unchanged"])
+    origin = Origin(state.group, record, moment, update, is_partial)
+    own_id = f"{id_}{OLD}" if state.is_old else id_
+    return Message(0, 0, own_id, (state.group,), table, barrier=False, size=len(record), origin=origin)
+
+
+def _json(facts: Mapping[str, Any], definition: Definition) -> str:
+    """Return a table's record as JSON, with the columns that the definition chooses."""
+    return msgspec.json.encode(facts if definition.renamed is None else chosen(facts, definition.renamed)).decode()
