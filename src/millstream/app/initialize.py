@@ -62,7 +62,8 @@ _TEMPLATE: Final = """\
 [streams.{stream}.lake]
 format = "delta"
 location = "lake"    # a folder, from here; or the URL of an object store, with [streams.{stream}.lake.storage_options]
-# views = ["current", "history"]    # and "scd2": every version of each row, with the time at which it began and ended
+# views = ["current", "history"]    # and "scd2": every version of each row, with the time at which it began and ended;
+#                                   # "merged": the rows of all regions
 # history_retention = "90d"    # whole days of history older than this go, once current has them; unset: kept for ever
 
 # [streams.{stream}.types]    # numeric columns without a precision are text in the lake, unless they stand here

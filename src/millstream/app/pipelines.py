@@ -7,7 +7,7 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,7 +27,8 @@ from millstream.workers import Worker
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
     from millstream.config.model import StreamConfig
-    from millstream.spark.pipeline import PipelineOutcome, PipelineProgress
+    from millstream.regions.merged_view import MergedViews
+    from millstream.spark.pipeline import PipelineConfig, PipelineOutcome, PipelineProgress
 
 logger = structlog.get_logger("millstream.pipeline")
 
@@ -48,6 +49,7 @@ class StreamPipeline:
         self.outcome: PipelineOutcome | None = None
         self.error: MillstreamError | None = None
         self._replay_said_s = 0.0
+        self._merged: MergedViews | None = None
 
     def run(self, lifeline: Lifeline, tell: Callable[[], None]) -> None:
         """Land the stream until told to stop or drained.
@@ -56,6 +58,8 @@ class StreamPipeline:
         """
 
         def on_progress(progress: PipelineProgress) -> None:
+            if self._merged is not None and (failed := self._merged.failed):
+                progress = dataclasses.replace(progress, quarantined={**progress.quarantined, **failed})
             self._say_quarantined(progress.quarantined)
             self._say_trying(progress.trying)
             self._say_replay(progress)
@@ -70,9 +74,15 @@ class StreamPipeline:
             if stream is None:
                 return
             config = pipeline_config(self._home, self.name, self._config, stream)
-            self.outcome = run_pipeline(
-                config, self._catalog, stop=lifeline.stop, drain=lifeline.drain, on_progress=on_progress
-            )
+            with self._merged_views(config, lifeline) as merged:
+                self._merged = merged
+                outcome = run_pipeline(
+                    config, self._catalog, stop=lifeline.stop, drain=lifeline.drain, on_progress=on_progress
+                )
+            if merged is not None and outcome.caught_up:
+                merged.fold_all()
+                outcome = dataclasses.replace(outcome, quarantined={**outcome.quarantined, **merged.failed})
+            self.outcome = outcome
         except MillstreamError as error:
             self.error = error
             if not lifeline.supervised or len(self._home.config.streams) > 1:
@@ -84,6 +94,23 @@ class StreamPipeline:
                 # Another process may do better: the others drain, this one ends, and the supervisor
                 # restarts it.
                 lifeline.stop.set()
+
+    @contextlib.contextmanager
+    def _merged_views(self, config: PipelineConfig, lifeline: Lifeline) -> Iterator[MergedViews | None]:
+        """Fold the stream's merged views until the block ends; None if its lake has none."""
+        if "merged" not in config.views:
+            yield None
+            return
+        # It runs in this process: it needs the regions' logs, and no Spark.
+        from millstream.regions.merged_view import MergedRules, MergedViews
+
+        rules = MergedRules(config.fold_interval_s, config.disk_factor, config.upkeep, config.fold_sizes)
+        merged = MergedViews(self._home, self.name, config.layout, rules, on_failure=lambda _: lifeline.stop.set())
+        merged.start()
+        try:
+            yield merged
+        finally:
+            merged.stop()
 
     def _say_quarantined(self, now: Mapping[str, str]) -> None:
         """Log each table that was quarantined, or that continues, since the last progress."""

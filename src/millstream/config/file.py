@@ -482,7 +482,7 @@ def _clashes_of_lake(at: KeyPath, lake: LakeConfig) -> Iterator[tuple[KeyPath, s
         yield (*at, "lake", "location"), "must be a PostgreSQL address such as postgresql://user@host/database"
     if not in_database and is_address(lake.location):
         yield (*at, "lake", "location"), 'is a PostgreSQL address: set format = "postgres", or name a folder'
-    possible = {"changes", "current"} if in_database else {"current", "history", "scd2"}
+    possible = {"changes", "current"} if in_database else {"current", "history", "scd2", "merged"}
     for view in sorted(set(lake.shown) - possible):
         yield (
             (*at, "lake", "views"),

@@ -111,12 +111,12 @@ class LakeConfig(Section):
         "takes it (PostgreSQL 14 or newer; `current` needs 15). A variable in the place of the user or the "
         "password is escaped as the address requires.",
     )
-    views: list[Literal["current", "history", "scd2", "changes"]] | None = Field(
+    views: list[Literal["current", "history", "scd2", "merged", "changes"]] | None = Field(
         default=None,
         min_length=1,
         description="Views that readers get. With `delta`: `current` has one row per key, `history` every record, `scd2` "
-        "every version of each row with the times at which it began and ended. History is always written; the "
-        "other views are folded from it. With `postgres`: `changes` has an event table per table, `current` its "
+        "every version of each row with the times at which it began and ended, `merged` the rows of all regions. "
+        "History is always written; `current` and `scd2` are folded from it, `merged` from the regions' logs. With `postgres`: `changes` has an event table per table, `current` its "
         "rows. Unset: `current`, with `history` or `changes`.",
     )
     schema_prefix: str = Field(

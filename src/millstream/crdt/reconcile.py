@@ -257,19 +257,29 @@ class ReconciliationEngine:
 
     def write(self, state: RegionState, write: Callable[[bytes], object]) -> None:
         """Write the bytes of `encode` piece by piece: apart from the state itself few of them are in memory."""
-        vector = {str(region): str(token) for region, token in state.vector.items()}
-        ends = {str(region): [end.seq, end.group, end.epoch, end.wall_ns] for region, end in state.ends.items()}
-        head = json.dumps(
-            {"vector": vector, "ends": ends, "key": self.key, "merge": _words(self.merge)},
-            sort_keys=True,
-            separators=(",", ":"),
-        ).encode()
+        head = self.head(state)
         sealing = Sealing(StateKind.TABLE, write)
         sealing.write(len(head).to_bytes(4, "big") + head)
         with pa.ipc.new_stream(pa.PythonFile(sealing, "w"), state.rows.schema) as stream:
             for begin in range(0, max(state.rows.num_rows, 1), _BATCH_ROWS):
                 stream.write_table(state.rows.slice(begin, _BATCH_ROWS).combine_chunks())
         sealing.end()
+
+    def head(self, state: RegionState) -> bytes:
+        """Return the JSON in front of a state's rows: what was received, and how the table merges."""
+        vector = {str(region): str(token) for region, token in state.vector.items()}
+        ends = {str(region): [end.seq, end.group, end.epoch, end.wall_ns] for region, end in state.ends.items()}
+        facts = {"vector": vector, "ends": ends, "key": self.key, "merge": _words(self.merge)}
+        return json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
+
+    def received(self, head: bytes, rows: pa.Table) -> RegionState | None:
+        """Return the state of a `head` and some of its rows; None and errors as `decode`."""
+        heard = _received(*_parsed(head), self.key, self.merge)
+        return None if heard is None else RegionState(rows, *heard)
+
+    def merges_as(self, head: bytes) -> bool:
+        """Return whether each column merges as it did when a `head` was made."""
+        return bool(_parsed(head)[0].get("merge") == _words(self.merge))
 
     def keys_in(self, state: RegionState) -> int:
         """Return the number of rows that `value` returns."""
@@ -311,6 +321,14 @@ def _parted(
 ) -> tuple[tuple[Vector, Ends] | None, memoryview]:
     """Return the vector and ends, and the bytes of the rows; None and those bytes if key or merge differ."""
     head, vector, rows = _head_of(data)
+    heard = _received(head, vector, key, merge)
+    return (None, memoryview(b"")) if heard is None else (heard, rows)
+
+
+def _received(
+    head: dict[str, Any], vector: Vector, key: tuple[str, ...], merge: TableMerge
+) -> tuple[Vector, Ends] | None:
+    """Return the vector and ends in a head; None if key or merge differ."""
     try:
         is_other = tuple(head["key"]) != key or _remembered(head["merge"]) != _remembered(_words(merge))
         ends = {
@@ -319,7 +337,7 @@ def _parted(
         }
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise MergeStateUnreadable(f"the bytes of a table's state make no sense: {error}") from error
-    return (None, memoryview(b"")) if is_other else ((vector, ends), rows)
+    return None if is_other else (vector, ends)
 
 
 def table_in(data: bytes | memoryview) -> tuple[tuple[str, ...], pa.Schema]:
@@ -336,12 +354,17 @@ def _head_of(data: bytes | memoryview) -> tuple[dict[str, Any], Vector, memoryvi
     """Return the head in front of a state's rows, its vector, and the rows' bytes."""
     body = opened(StateKind.TABLE, data)
     size = int.from_bytes(body[:4], "big")
+    return *_parsed(bytes(body[4 : 4 + size])), body[4 + size :]
+
+
+def _parsed(text: bytes) -> tuple[dict[str, Any], Vector]:
+    """Return a head and its vector. `MergeStateUnreadable` if it is damaged."""
     try:
-        head = json.loads(bytes(body[4 : 4 + size]))
+        head = json.loads(text)
         vector = {RegionId(int(region)): StreamToken.parse(token) for region, token in head["vector"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, InvalidToken) as error:
         raise MergeStateUnreadable(f"the bytes of a table's state make no sense: {error}") from error
-    return head, vector, body[4 + size :]
+    return head, vector
 
 
 def _remembered(words: Mapping[str, Sequence[Any]]) -> dict[str, str]:

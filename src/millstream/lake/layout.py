@@ -17,7 +17,7 @@ from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import ReplicaIdentity, TableKind, TableSchema
 
-View = Literal["current", "history", "scd2"]
+View = Literal["current", "history", "scd2", "merged"]
 
 MESSAGES: Final = "_messages"
 COMMITS: Final = "_commits"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, timedelta
 from functools import partial
 from typing import Any, Final
@@ -116,12 +116,29 @@ def tend_table(
     elif view == "scd2":
         remove_folder(layout, path + BESIDE)  # of a rebuild that was killed
         compacted = _compact_ended(layout, opened, compact_files)
+    done = tend_files(layout, path, app, now_ms=now_ms, keep_s=keep_s, log_retention_s=log_retention_s, spared=spared)
+    return replace(done, files_compacted=compacted)
+
+
+def tend_files(
+    layout: LakeLayout,
+    path: str,
+    app: str,
+    *,
+    now_ms: int,
+    keep_s: float = KEEP_S,
+    log_retention_s: float = LOG_RETENTION_S,
+    spared: int | None = None,
+) -> Upkeep:
+    """Delete the files of a table that no reader needs any longer. Arguments and errors as of `tend_table`."""
     deleted = delete_unneeded(layout, path, app, now_ms=now_ms, keep_s=keep_s, spared=spared)
-    newest = open_table(layout, path, app) or opened
+    newest = open_table(layout, path, app)
+    if newest is None:
+        return Upkeep()
     trim_log(layout, newest, now_ms=now_ms, keep_s=keep_s, retention_s=log_retention_s, spared=spared)
     live = sum(size or 0 for size in live_files(newest).column("size_bytes").to_pylist())
     disk = sum(info.size or 0 for info in TableFiles(layout, path).all().values())
-    return Upkeep(compacted, deleted, int(live), int(disk))
+    return Upkeep(0, deleted, int(live), int(disk))
 
 
 def _compact(layout: LakeLayout, opened: OpenTable, compact_files: int, today: date) -> int:

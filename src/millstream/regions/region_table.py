@@ -25,6 +25,7 @@ from millstream.crdt.declared import TableMerge, union_of
 from millstream.crdt.hlc import HLC
 from millstream.crdt.reconcile import (
     Ends,
+    Missing,
     ReconciliationEngine,
     RegionState,
     Vector,
@@ -41,6 +42,7 @@ from millstream.errors import (
     LostTailMerged,
     MergeStateUnreadable,
     MillstreamError,
+    OffsetExpired,
     OtherRegion,
     OtherStream,
     QueryBound,
@@ -105,10 +107,11 @@ def region_readers(home: Home, stream: str, config: StreamConfig | None) -> dict
     Raises:
         OtherRegion: another region's log is named like the home's own region.
     """
-    return {region: StreamReader(folder) for region, folder in _folders(home, stream, config).items()}
+    return {region: StreamReader(folder) for region, folder in region_logs(home, stream, config).items()}
 
 
-def _folders(home: HomePaths, stream: str, config: StreamConfig | None) -> dict[RegionId, str]:
+def region_logs(home: HomePaths, stream: str, config: StreamConfig | None) -> dict[RegionId, str]:
+    """Return the folders of a home's logs of a stream's regions, its own first. Raises as `region_readers`."""
     own = RegionId(0 if config is None else config.region)
     names = home.regions_on_disk(stream)
     if own in names:
@@ -128,6 +131,8 @@ class RegionTable:
         table: its name.
         bytes_max: limit in bytes of the rows that one read holds at once, and again of records that
             aren't folded yet; None for no limit.
+        with_kept: whether to use the kept state, which takes time to open. Without it, only `state_after`
+            may be called.
 
     Raises:
         QueryBound (`query_memory_full`): the kept state alone is larger.
@@ -136,19 +141,21 @@ class RegionTable:
         OtherRegion: a log belongs to another region than its folder.
     """
 
-    def __init__(self, home: Home, stream: str, table: str, *, bytes_max: int | None = None) -> None:
+    def __init__(
+        self, home: Home, stream: str, table: str, *, bytes_max: int | None = None, with_kept: bool = True
+    ) -> None:
         config = home.config.streams.get(stream) if home.config_file.exists() else None
         self._file: Final = merge_file(home, stream, table)
         self._bytes_max = bytes_max
         with contextlib.suppress(FileNotFoundError):
             self._check_fits(self._file.stat().st_size, table)
-        self._folders: Final = _folders(home, stream, config)
+        self._folders: Final = region_logs(home, stream, config)
         self._readers = {region: self._open(region) for region in self._folders}
         self._own = next(iter(self._readers))
         self.name: Final = qualified_name(*parse_qualified_name(table))
         schemas = {region: list(self._schemas(reader)) for region, reader in self._readers.items()}
         known = [schema for found in schemas.values() for schema in found]
-        kept = self._kept_table()
+        kept = self._kept_table() if with_kept else None
         if not known and kept is None:
             raise UnknownTable(f"no region of {stream} has records of {table}", table=table)
         # If retention has dropped all records of a table, only the kept state knows its schema.
@@ -177,6 +184,8 @@ class RegionTable:
         self.unwritten: Final = tuple(name for name in merge.columns if name not in self.columns.names)
         """Columns that the configuration merges and no region has: they come with their first row, or are misspelt."""
         self._ids = {region: {schema.table_id for schema in found} for region, found in schemas.items()}
+        self.own_schema: Final = max(schemas[self._own], key=lambda schema: schema.version, default=None)
+        """The table's newest schema in the home's own region; None if it has no records of it."""
 
     @property
     def regions(self) -> tuple[RegionId, ...]:
@@ -307,6 +316,30 @@ class RegionTable:
             self._check_fits(state.rows.nbytes, self.name)
         columns = union_of(self.name, [self.columns, own_columns(state.rows.schema)])
         return RegionState(widened(state.rows, state_schema(columns, self.engine.merge)), state.vector, state.ends)
+
+    def state_after(self, vector: Vector, ends: Ends) -> RegionState | None:
+        """Return what all regions' logs have after a vector; None if they don't continue it.
+
+        That is so if retention has dropped records after it, or if a log was cut back or recreated since.
+        """
+        before = RegionState(self.empty.rows, vector, ends)
+        state = self.empty
+        try:
+            for region in self.regions:
+                token, after = vector.get(region), behind(vector, region)
+                reader = self._readers[region]
+                if token is not None and token.stream != short_stream_id(reader.stream_id):
+                    return None
+                if not after and reader.first_seq() > 1:
+                    return None
+                heard = self.state_of(region, after)
+                # After the read, as in `merged_state`.
+                if not self._still_says(before, region):
+                    return None
+                state = self.engine.apply(state, Missing(heard.rows, heard.vector, heard.ends))
+        except OffsetExpired:
+            return None
+        return state
 
     def _without_lost_tail(self, state: RegionState, region: RegionId) -> tuple[RegionState, RegionState]:
         """Return a state without what a region's log no longer has, and with everything that the log has.

@@ -1,0 +1,177 @@
+"""The lake's view `merged`: folds that follow the changed keys give the rows of `home.merged`, whatever interrupts them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable
+from tests.regions.two_homes import CONFIG, both, follow, made
+
+import millstream
+from millstream import failpoints
+from millstream.home.config_mapping import lake_layout
+from millstream.home.home import Home
+from millstream.lake.folded.current import FoldSizes
+from millstream.lake.maintenance import UpkeepRules
+from millstream.regions.merged_view import MergedRules, MergedViews
+from millstream.wal.reader import StreamReader
+
+SMALL = FoldSizes(leaf_bytes=8 << 10, small_bytes=0)
+
+
+class KilledError(Exception):
+    """Stands for a kill of the process."""
+
+
+def views_of(home: Path, **rules: Any) -> MergedViews:
+    opened = Home(home)
+    stream = StreamReader(str(opened.wal_folder("shop"))).stream_id
+    layout = lake_layout(opened, "shop", opened.config.streams["shop"], stream)
+    return MergedViews(opened, "shop", layout, MergedRules(**{"interval_s": 0.0, "sizes": SMALL} | rules))
+
+
+def landed(home: Path, table: str = "public.posts") -> pa.Table:
+    return DeltaTable(str(home / "lake" / "shop" / "merged" / table)).to_pyarrow_table().sort_by("id")
+
+
+def merged(home: Path, table: str = "posts") -> list[dict[str, Any]]:
+    with millstream.open(home) as opened:
+        found: list[dict[str, Any]] = opened.merged("shop", table).to_pylist()
+    return found
+
+
+def folded(home: Path, views: MergedViews | None = None) -> list[dict[str, Any]]:
+    """Fold everything, and return what readers of the lake see, which is what `home.merged` returns."""
+    views = views or views_of(home)
+    views.fold_all()
+    assert views.failed == {}
+    return landed(home).to_pylist()
+
+
+def fold_until(point: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin to fold everything; be killed at a point."""
+
+    def hit(name: str) -> None:
+        if name == point:
+            raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(failpoints, "hit", hit)
+        with pytest.raises(KilledError):
+            views_of(home).fold_all()
+
+
+def test_the_view_has_the_rows_of_all_regions_and_follows_them(tmp_path: Path) -> None:
+    with both(tmp_path) as (one, two):
+        views = views_of(one)
+        first = folded(one, views)
+        assert first == merged(one)
+        assert [row["likes"] for row in first] == [3, 1, 7]
+        with millstream.open(two) as home:
+            home.append("shop", "posts", [{"id": 3, "likes": 8, "title": "again", "heat": None}])
+            home.append("shop", "notes", [{"id": "a", "text": "of two alone"}])
+        follow(one, two, 2)
+        second = folded(one, views)
+        assert second[2]["likes"] == 8
+        assert [row["id"] for row in second] == [1, 2, 3]
+        assert landed(one, "public.notes").to_pylist() == [{"id": "a", "text": "of two alone"}]
+        # Another process takes up where this one ended, and a column that comes later is in all rows.
+        with millstream.open(one) as home:
+            home.append("shop", "posts", [{"id": 4, "likes": 1, "size": 2}])
+        third = folded(one)
+        assert third == merged(one)
+        assert [row["size"] for row in third] == [None, None, None, 2]
+
+
+def test_a_fold_rewrites_only_files_of_changed_keys(tmp_path: Path) -> None:
+    home = made(tmp_path / "one", 1)
+    rows = [{"id": number, "likes": number, "title": f"{number:0100}"} for number in range(6_000)]
+    with millstream.open(home) as opened:
+        opened.append("shop", "posts", rows)
+    views = views_of(home)
+    folded(home, views)
+    tables = [DeltaTable(str(home / "lake" / "shop" / view / "public.posts")) for view in ("merged", "regions")]
+    before = [set(table.file_uris()) for table in tables]
+    assert min(map(len, before)) > 4
+    with millstream.open(home) as opened:
+        opened.append("shop", "posts", [{"id": 10, "likes": 0, "title": "new"}])
+    assert folded(home, views)[10] == {"id": 10, "likes": 0, "title": "new"}
+    for table, files, own in zip(tables, before, (1, 2), strict=True):
+        table.update_incremental()
+        # One file of rows; and in the state the file with its position.
+        assert len(files - set(table.file_uris())) == own
+
+
+def test_a_fold_that_is_killed_between_its_commits_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with both(tmp_path) as (one, two):
+
+        def write(number: int) -> None:
+            with millstream.open(two) as home:
+                home.append("shop", "posts", [{"id": 1, "likes": number}, {"id": 9 + number, "likes": 1}])
+            follow(one, two, 2)
+
+        for number, point in enumerate(("lake.merged_between_commits", "lake.fold_file_written")):
+            write(2 * number)
+            fold_until(point, one, monkeypatch)
+            write(2 * number + 1)
+            assert folded(one) == merged(one)
+
+
+def test_a_table_that_was_removed_or_merges_otherwise_is_written_whole(tmp_path: Path) -> None:
+    with both(tmp_path) as (one, _):
+        whole = folded(one)
+        shutil.rmtree(one / "lake" / "shop" / "merged" / "public.posts")
+        assert folded(one) == whole
+        shutil.rmtree(one / "lake" / "shop" / "regions" / "public.posts")
+        assert folded(one) == whole
+        (one / "millstream.toml").write_text(CONFIG.format(region=1).replace('likes = "pn_counter"', 'likes = "lww"'))
+        assert [row["likes"] for row in folded(one)] == [-2, 1, 7]
+        assert folded(one) == merged(one)
+        (one / "millstream.toml").write_text(CONFIG.format(region=1).replace('"union_set"', '"or_set"'))
+        assert folded(one) == merged(one)
+
+
+def test_what_a_region_lost_leaves_the_view(tmp_path: Path) -> None:
+    with both(tmp_path) as (one, two):
+        before = tmp_path / "before"
+        shutil.copytree(two, before, ignore=shutil.ignore_patterns("run"))
+        with millstream.open(two) as home:
+            home.append("shop", "posts", [{"id": 3, "likes": 100}, {"id": 5, "likes": 1}])
+        follow(one, two, 2)
+        assert [row["likes"] for row in folded(one)] == [3, 1, 100, 1]
+        with millstream.open(before) as home:
+            home.append("shop", "posts", [{"id": 6, "likes": 6}])
+        follow(one, before, 2)
+        assert [(row["id"], row["likes"]) for row in folded(one)] == [(1, 3), (2, 1), (3, 7), (6, 6)]
+
+
+def test_tables_that_fail_are_named_and_others_go_on(tmp_path: Path) -> None:
+    with both(tmp_path) as (one, two):
+        with millstream.open(one) as home:
+            home.append("shop", "notes", [{"id": 1, "text": "x"}])
+        with millstream.open(two) as home:
+            home.append("shop", "notes", [{"id": "text", "text": "x"}])
+        follow(one, two, 2)
+        views = views_of(one)
+        views.fold_all()
+        assert list(views.failed) == ["public.notes"]
+        assert "in one region" in views.failed["public.notes"]
+        assert landed(one).num_rows == 3
+
+
+def test_the_thread_folds_what_comes_and_deletes_replaced_files(tmp_path: Path) -> None:
+    home = made(tmp_path / "one", 1)
+    with millstream.open(home) as opened:
+        opened.append("shop", "posts", [{"id": 1, "likes": 1}])
+    views = views_of(home, upkeep=UpkeepRules(keep_s=0.0, interval_s=0.0))
+    folded(home, views)
+    with millstream.open(home) as opened:
+        opened.append("shop", "posts", [{"id": 1, "likes": 2}])
+    assert views._look()  # the thread's step, without its second of waiting
+    assert landed(home).to_pylist() == [{"id": 1, "likes": 2}]
+    files = list((home / "lake" / "shop" / "merged" / "public.posts").glob("*.parquet"))
+    assert len(files) == 1
