@@ -228,13 +228,11 @@ class OpenHome:
         Args:
             stream: the stream's name.
             table: `schema.table`, one with a key that applications write.
-            at: the moment up to which signals have decayed (without a zone: UTC). None: the newest
-                record's, so that two homes with the same records get the same result.
+            at: the moment up to which signals have decayed (without a zone: UTC). None: the newest record's.
 
         Returns:
-            The table's own columns, in the order of its key. Read from the logs that this home has: its
-            own, and those of the regions that it follows. The schema's metadata lists them with their ages
-            in seconds: `millstream.regions`, as JSON.
+            The table's own columns, in the order of its key, from the logs that this home has. The
+            schema's metadata lists their regions, and each one's age (`millstream.regions`, JSON).
 
         Raises:
             UnknownTable: no region has records of it.
@@ -243,8 +241,7 @@ class OpenHome:
             OffsetExpired: retention has dropped records that weren't merged yet (`millstream reconcile`).
             InvalidValue: a counter's sum is beyond its type.
             QueryBound (`query_memory_full`): it is larger than a server reads at once.
-            ReplicaTooStale: this node's data of one of the regions is older than allowed; `stream` names
-                the region (`shop@2`).
+            ReplicaTooStale: the data of a region is older than allowed; `stream` names it (`shop@2`).
         """
         from millstream.app.merged_rows import merged_rows
 
@@ -255,6 +252,12 @@ class OpenHome:
             return merged_rows(self._home, name, table, at_ns=at_ns, bytes_max=self._latest_bytes_max)
         except ModuleNotFoundError as error:
             raise _needs_run(error, "merging regions") from error
+
+    def merged_schema(self, stream: str, table: str) -> pa.Schema:
+        """Return the columns of `merged`, without reading its rows; raises as `merged`."""
+        from millstream.app.merged_rows import HomeMergedTables
+
+        return HomeMergedTables(self._home, self._home.pick_stream(stream)).columns(table)
 
     def append(
         self,
@@ -453,8 +456,7 @@ class OpenHome:
         Args:
             sql: one statement; tables are named schema.table.
             stream: its name; required if the home has several.
-            as_of: a token, a moment or the text of either: the tables as of then, with the columns of
-                then.
+            as_of: a token, a moment or the text of either: the tables as of then, with that time's columns.
 
         Raises:
             InvalidQuery: the SQL fails; the message is DuckDB's.

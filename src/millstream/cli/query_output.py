@@ -10,6 +10,7 @@ from traceback import clear_frames
 from typing import TYPE_CHECKING, Final
 
 from millstream.cli.context import note
+from millstream.model.region_ages import as_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +33,7 @@ def answer(lake: LakeSession, sql: str, style: Style) -> int:
     for name, reason in lake.held_back.items():
         note(f"quarantined: {name}: {reason}")
     if lake.regions and style in {"table", "csv"}:
-        note(f"merged from region {', '.join(map(str, lake.regions))}")
+        note(as_line(lake.regions))
     if lake.is_left_behind:
         note(
             f"{lake.landed_by} leads the stream and writes its tables; the tables in this node's folder are as old as "

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from millstream.model.ids import RegionId
 
@@ -27,6 +27,11 @@ class RegionAge:
         """Return the region, JSON-able."""
         return {"region": int(self.region), "age_s": None if self.age_s is None else round(self.age_s, 3)}
 
+    @classmethod
+    def from_dict(cls, facts: Mapping[str, Any]) -> Self:
+        """Return the value that `as_dict` made JSON-able."""
+        return cls(RegionId(facts["region"]), facts["age_s"])
+
     def __str__(self) -> str:
         return f"{self.region} ({'of unknown age' if self.age_s is None else f'{self.age_s:.1f} s old'})"
 
@@ -34,6 +39,16 @@ class RegionAge:
 def regions_as_json(ages: Iterable[RegionAge]) -> str:
     """Return the list as an answer has it: `[{"region": 1, "age_s": 0.0}, …]`."""
     return json.dumps([age.as_dict() for age in ages])
+
+
+def regions_in(metadata: Mapping[bytes, bytes] | None) -> tuple[RegionAge, ...]:
+    """Return the list in the metadata of an Arrow schema; empty if it has none."""
+    return tuple(map(RegionAge.from_dict, json.loads((metadata or {}).get(REGIONS_METADATA, b"[]"))))
+
+
+def as_line(ages: Iterable[RegionAge]) -> str:
+    """Return the list for people."""
+    return f"merged from region {', '.join(map(str, ages))}"
 
 
 def oldest(ages: Iterable[RegionAge]) -> tuple[RegionAge, ...]:
@@ -46,6 +61,6 @@ def oldest(ages: Iterable[RegionAge]) -> tuple[RegionAge, ...]:
     return tuple(found[region] for region in sorted(found))
 
 
-def with_regions(metadata: dict[bytes, bytes] | None, ages: Sequence[RegionAge]) -> dict[bytes, bytes]:
+def with_regions(metadata: Mapping[bytes, bytes] | None, ages: Sequence[RegionAge]) -> dict[bytes, bytes]:
     """Return the metadata of an Arrow schema with the list in it."""
     return {**(metadata or {}), REGIONS_METADATA: regions_as_json(ages).encode()}

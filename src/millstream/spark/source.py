@@ -16,6 +16,7 @@ Rules:
   micro-batch, an AvailableNow query once, for the target of its "now". A read that was started is
   finished. A stream fails rather than waits: the bound is its patience, and from outside a waiting
   stream looks as if it had everything.
+- With `merged`, a batch has the rows of all regions (`OpenHome.merged`), read by one task.
 - Spark's `commit` lags behind by a batch and the last one never comes: nothing here depends on it.
 
 Options: see `SourceOptions`.
@@ -56,6 +57,7 @@ from millstream.model.schema import TableKind, TableSchema
 from millstream.spark.columns import arrow_schema, spark_schema
 from millstream.spark.envelope import ENVELOPE_SCHEMA, envelopes
 from millstream.spark.frames import FRAMES_SCHEMA, INLINE_BYTES_MAX, is_raw, marker, pack, refer
+from millstream.spark.merged_source import MergedReader, MergedTable
 from millstream.spark.workers import spare_the_collector
 from millstream.wal.reader import LogSpan, StreamReader, TablePart, TableRecords
 
@@ -68,7 +70,7 @@ _OTHER_COLUMNS: Final = (
 )
 
 _OPTIONS: Final = frozenset(
-    {"path", "wal", "stream", "table", "tables", "columns", "starting", "ending", "layout"}
+    {"path", "wal", "stream", "table", "tables", "columns", "starting", "ending", "layout", "merged", "at"}
     | {"max_rows_per_trigger", "max_bytes_per_trigger", "partition_bytes", "inline_bytes_max"}
 )
 
@@ -86,6 +88,8 @@ class SourceOptions:
         ending: a token: the rows up to it. Default: the durable end when the batch (or each trigger) is planned.
         max_rows_per_trigger, max_bytes_per_trigger: bounds of a micro-batch; an operation is never split, and bytes win
             if both are given and the engine asks for one.
+        merged: `true` for the rows of all regions instead of records; needs `path` and `table`.
+        at: with `merged`, the moment up to which signals have decayed, in ISO 8601.
         layout: `records` (default) or `frames` (see `millstream.spark.frames`).
         tables: with frames, table ids separated by commas.
         partition_bytes: bytes of the log a Spark partition.
@@ -105,6 +109,7 @@ class SourceOptions:
     layout: Literal["records", "frames"] = "records"
     partition_bytes: int = PARTITION_BYTES
     inline_bytes_max: int = INLINE_BYTES_MAX
+    merged: MergedTable | None = None
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> Self:
@@ -140,6 +145,7 @@ class SourceOptions:
             layout="frames" if layout == "frames" else "records",
             partition_bytes=_count(given, "partition_bytes") or PARTITION_BYTES,
             inline_bytes_max=_count(given, "inline_bytes_max") or INLINE_BYTES_MAX,
+            merged=MergedTable.parse(given, _wal_folder(given).name),
         )
 
 
@@ -156,7 +162,9 @@ class MillstreamSource(DataSource):
         options = SourceOptions.parse(self.options)
         if options.layout == "frames":
             return spark_schema(FRAMES_SCHEMA)
-        if options.table is None:
+        if options.merged is not None:
+            whole = options.merged.schema()
+        elif options.table is None:
             whole = ENVELOPE_SCHEMA
         else:
             whole = record_schema(_latest(_tables_named(StreamReader(str(options.wal)), options.table)))
@@ -167,11 +175,17 @@ class MillstreamSource(DataSource):
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return the reader for `spark.read`."""
-        return MillstreamReader(_Scan(SourceOptions.parse(self.options), schema))
+        options = SourceOptions.parse(self.options)
+        if options.merged is not None:
+            return MergedReader(options.merged, schema)
+        return MillstreamReader(_Scan(options, schema))
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
-        """Return the reader for `spark.readStream`."""
-        return MillstreamStreamReader(_Scan(SourceOptions.parse(self.options), schema))
+        """Return the reader for `spark.readStream`; `UsageError` with `merged`."""
+        options = SourceOptions.parse(self.options)
+        if options.merged is not None:
+            raise UsageError("merged rows are no stream", hint="Read them with spark.read, each time anew.")
+        return MillstreamStreamReader(_Scan(options, schema))
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:  # noqa: FBT001 - Spark's
         """Return the writer for `df.write`; see `millstream.spark.sink`."""
