@@ -3,6 +3,7 @@
 import math
 
 import mpmath
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,7 +47,7 @@ def exact(index: int, pairs: list[tuple[float, float]]) -> float:
 def test_a_chance_agrees_with_mpmath_to_a_millionth(pairs: list[tuple[float, float]]) -> None:
     odds = GreatestOfBetas(*zip(*pairs, strict=True))
     for index in range(len(pairs)):
-        assert odds.chance(index, range(len(pairs))) == pytest.approx(exact(index, pairs), rel=1e-8)
+        assert odds.chance(index, np.arange(len(pairs))) == pytest.approx(exact(index, pairs), rel=1e-8)
 
 
 @pytest.mark.parametrize(("a", "b", "c", "d"), [(1, 1, 1, 1), (3, 7, 5, 2), (60, 40, 50, 50), (1, 30, 1, 1)])
@@ -58,17 +59,17 @@ def test_two_arms_with_whole_parameters_have_the_closed_form(a: int, b: int, c: 
     first = sum(
         math.exp(log_beta(c + i, b + d) - math.log(b + i) - log_beta(1 + i, b) - log_beta(c, d)) for i in range(a)
     )
-    assert GreatestOfBetas([a, c], [b, d]).chance(0, [0, 1]) == pytest.approx(first, rel=1e-9)
+    assert GreatestOfBetas([a, c], [b, d]).chance(0, np.arange(2)) == pytest.approx(first, rel=1e-9)
 
 
 @given(PARAMETERS)
 def test_the_chances_of_all_arms_sum_to_one(pairs: list[tuple[float, float]]) -> None:
     odds = GreatestOfBetas(*zip(*pairs, strict=True))
-    total = sum(odds.chance(index, range(len(pairs))) for index in range(len(pairs)))
+    total = sum(odds.chance(index, np.arange(len(pairs))) for index in range(len(pairs)))
     assert total == pytest.approx(1, abs=1e-8)
 
 
 def test_hundreds_of_equal_arms_share_alike() -> None:
     odds = GreatestOfBetas([5.5] * 300, [2.25] * 300)
-    assert odds.chance(7, range(300)) == pytest.approx(1 / 300, rel=1e-8)
-    assert odds.chance(7, range(100)) == pytest.approx(1 / 100, rel=1e-8)
+    assert odds.chance(7, np.arange(300)) == pytest.approx(1 / 300, rel=1e-8)
+    assert odds.chance(7, np.arange(100)) == pytest.approx(1 / 100, rel=1e-8)

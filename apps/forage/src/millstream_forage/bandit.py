@@ -15,19 +15,24 @@ arms, and the chance not to explore times the chance that the arm's draw is the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from scipy.special import betaincinv
 
-from millstream_forage.quadrature import GreatestOfBetas
+from millstream_forage.quadrature import Floats, GreatestOfBetas
+
+Indices: TypeAlias = npt.NDArray[np.intp]
 
 BLOCK: Final = 7
 """Slots that share one exploring budget."""
 DECIMALS: Final = 9
 """Digits of a draw that count, so that the last bits of a build of scipy don't."""
+EVER: Final = 1 << 62
+"""More impressions than any arm has."""
 TRIALS_TO_EXPLORE: Final = 3
 """An arm is unexplored while fewer of its impressions have a signal."""
 LOW_HIT_RATE: Final = 0.2
@@ -96,9 +101,10 @@ def fill(arms: Sequence[Arm], *, limit: int, seed: int, budget: int) -> list[Slo
             explore = draws.uniform() * left < exploring
             if explore:
                 least_shown = table.least_shown()
-                arm = least_shown[int(draws.uniform() * len(least_shown))]
+                arm = int(least_shown[int(draws.uniform() * len(least_shown))])
             else:
-                arm = draws.greatest(arms, table.contenders(exploring))
+                contenders = table.contenders(exploring)
+                arm = int(contenders[draws.greatest(table.a[contenders], table.b[contenders])])
             propensity = table.propensity(arm, exploring, left)
             slots.append(Slot(arm, table.take(arm), explore, propensity))
             exploring -= explore
@@ -120,66 +126,72 @@ class Draws:
         """Return a number from (0, 1)."""
         return (int(self._raw.random_raw()) >> 11) * 2.0**-53 + 2.0**-54
 
-    def greatest(self, arms: Sequence[Arm], contenders: Sequence[int]) -> int:
-        """Return which of the contenders has the greatest draw; the first of equal ones."""
-        uniform = (self._raw.random_raw(len(contenders)) >> 11) * 2.0**-53 + 2.0**-54
-        a = [1 + arms[arm].wins for arm in contenders]
-        b = [1 + arms[arm].losses for arm in contenders]
-        return contenders[int(np.argmax(np.round(betaincinv(a, b, uniform), DECIMALS)))]
+    def greatest(self, a: Floats, b: Floats) -> int:
+        """Return which of the Beta draws is the greatest; the first of equal ones."""
+        uniform = (self._raw.random_raw(len(a)) >> 11) * 2.0**-53 + 2.0**-54
+        return int(np.argmax(np.round(betaincinv(a, b, uniform), DECIMALS)))
 
 
 class Table:
     """The arms while a feed is filled: items that are left, slots that each arm has taken."""
 
-    __slots__ = ("_arms", "_left", "_odds", "_taken")
+    __slots__ = ("_arms", "_odds", "_shown", "_sizes", "_taken", "_unexplored", "a", "b")
 
     def __init__(self, arms: Sequence[Arm]) -> None:
         self._arms: Final = arms
-        self._taken: Final = [0] * len(arms)
-        # Items left: of explored arms, of unexplored arms.
-        self._left: Final = [sum(len(arm.items) for arm in arms if arm.unexplored == kind) for kind in (False, True)]
-        self._odds: Final = GreatestOfBetas([1 + arm.wins for arm in arms], [1 + arm.losses for arm in arms])
+        self._sizes: Final = np.array([len(arm.items) for arm in arms])
+        self._shown: Final = np.array([arm.shown for arm in arms])
+        self._unexplored: Final = np.array([arm.unexplored for arm in arms])
+        self._taken: Final = np.zeros_like(self._sizes)
+        self.a: Final[Floats] = np.array([1 + arm.wins for arm in arms], np.float64)
+        """First parameter of each arm's Beta distribution."""
+        self.b: Final[Floats] = np.array([1 + arm.losses for arm in arms], np.float64)
+        """Second parameter."""
+        self._odds: Final = GreatestOfBetas(self.a, self.b)
 
     def exploring_slots(self, block: int, budget: int) -> int:
         """Return how many of a block's next slots explore: none or all of them if only one kind of arm is left."""
-        explored, unexplored = self._left
-        if not explored:
+        unexplored = self._left_to_explore()
+        if unexplored == (self._sizes - self._taken).sum():
             return block
         return min(budget if block == BLOCK else (budget * block + BLOCK // 2) // BLOCK, unexplored)
 
-    def contenders(self, exploring: int) -> list[int]:
+    def contenders(self, exploring: int) -> Indices:
         """Return the arms that a Thompson slot draws for, with `exploring` slots of the block yet to explore.
 
         They are the arms that have items. The last unexplored items are kept for the slots that explore.
         """
-        keep = self._left[True] <= exploring
-        return [arm for arm in self._with_items() if not (keep and self._arms[arm].unexplored)]
+        eligible = self._taken < self._sizes
+        if self._left_to_explore() <= exploring:
+            eligible &= ~self._unexplored
+        return np.flatnonzero(eligible)
 
-    def least_shown(self) -> list[int]:
+    def least_shown(self) -> Indices:
         """Return the unexplored arms with items that were shown least: before this feed, then in it."""
-        shown = {
-            arm: (self._arms[arm].shown, self._taken[arm]) for arm in self._with_items() if self._arms[arm].unexplored
-        }
-        least = min(shown.values(), default=None)
-        return [arm for arm, times in shown.items() if times == least]
+        arms = np.flatnonzero(self._unexplored & (self._taken < self._sizes))
+        arms = arms[self._shown[arms] == self._shown[arms].min(initial=EVER)]
+        least: Indices = arms[self._taken[arms] == self._taken[arms].min(initial=EVER)]
+        return least
 
     def propensity(self, arm: int, exploring: int, left: int) -> float:
         """Return the chance that `arm` gets the next slot, if `exploring` of the block's last `left` slots explore."""
         chance = 0.0
-        if exploring and arm in (least_shown := self.least_shown()):
-            chance += exploring / left / len(least_shown)
-        if exploring < left and arm in (contenders := self.contenders(exploring)):
-            chance += (1 - exploring / left) * self._odds.chance(arm, contenders)
+        if exploring and self._unexplored[arm]:
+            least_shown = self.least_shown()
+            chance += exploring / left * (arm in least_shown) / max(1, len(least_shown))
+        if exploring < left:
+            contenders = self.contenders(exploring)
+            if arm in contenders:
+                chance += (1 - exploring / left) * self._odds.chance(arm, contenders)
         # Twelve digits: a build's rounding of sums stays out of the answer.
         return min(1.0, float(f"{chance:.12g}"))
 
     def take(self, arm: int) -> int:
         """Take the arm's best item that is left."""
-        item = self._arms[arm].items[self._taken[arm]]
+        item = self._arms[arm].items[int(self._taken[arm])]
         self._taken[arm] += 1
-        self._left[self._arms[arm].unexplored] -= 1
         return item
 
-    def _with_items(self) -> Iterator[int]:
-        """Yield the arms that have items left, in order."""
-        return (index for index, arm in enumerate(self._arms) if self._taken[index] < len(arm.items))
+    def _left_to_explore(self) -> int:
+        """Return how many items the unexplored arms have left."""
+        return int((self._sizes - self._taken)[self._unexplored].sum())

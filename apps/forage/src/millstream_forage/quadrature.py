@@ -8,7 +8,6 @@ per arm and node is the whole cost. The relative error is below 1e-8 for chances
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -54,28 +53,31 @@ class GreatestOfBetas:
 
     __slots__ = ("_densities", "_log_cdfs", "_row", "_rows")
 
-    def __init__(self, a: Sequence[float], b: Sequence[float]) -> None:
+    def __init__(self, a: npt.ArrayLike, b: npt.ArrayLike) -> None:
         pairs, row = np.unique(np.column_stack((a, b)), axis=0, return_inverse=True)
-        self._row: Final = row.reshape(-1).tolist()
+        self._row: Final = row.reshape(-1)
         self._rows: Final = len(pairs)
         left, width = panels(pairs[:, 0], pairs[:, 1])
         t = (left[:, None] + width[:, None] * (GAUSS_NODES + 1) / 2).reshape(-1)
-        log_densities = log_density(pairs[:, :1], pairs[:, 1:], t)
-        # Densities times weights, so that a sum over nodes is an integral.
-        density = np.exp(log_densities).reshape(self._rows, len(left), NODES) * (width[:, None] / 2)
-        within = density @ CUMULATE.T
-        weighted = density * GAUSS_WEIGHTS
-        whole = weighted.sum(axis=2)
-        before = np.cumsum(whole, axis=1) - whole + betainc(pairs[:, :1], pairs[:, 1:], 1 / (1 + np.exp(-left[0])))
-        cdf = (before[:, :, None] + within).reshape(self._rows, -1)
-        self._densities: Final[Floats] = weighted.reshape(self._rows, -1)
+        # In place: each of these arrays has half a megabyte, and fresh memory costs more than the arithmetic.
+        density = log_density(pairs[:, :1], pairs[:, 1:], t).reshape(self._rows, len(left), NODES)
+        np.exp(density, out=density)
+        density *= width[:, None] / 2
+        cdf = density @ CUMULATE.T
+        density *= GAUSS_WEIGHTS
+        whole = density.sum(axis=2)
+        begin = betainc(pairs[:, :1], pairs[:, 1:], 1 / (1 + np.exp(-left[0])))
+        cdf += (np.cumsum(whole, axis=1) - whole + begin)[:, :, None]
         # A cut-off instead of log 0 = -inf, which times a count of 0 would be NaN.
-        self._log_cdfs: Final[Floats] = np.log(np.maximum(cdf, 1e-300))
+        np.log(np.maximum(cdf, 1e-300, out=cdf), out=cdf)
+        # Densities times weights, so that a sum over nodes is an integral.
+        self._densities: Final[Floats] = density.reshape(self._rows, -1)
+        self._log_cdfs: Final[Floats] = cdf.reshape(self._rows, -1)
 
-    def chance(self, arm: int, among: Sequence[int]) -> float:
+    def chance(self, arm: int, among: npt.NDArray[np.intp]) -> float:
         """Return the chance that `arm`'s draw is the greatest of those of `among`, which contains it."""
-        counts = np.bincount([self._row[other] for other in among], minlength=self._rows).astype(np.float64)
-        row = self._row[arm]
+        counts = np.bincount(self._row[among], minlength=self._rows).astype(np.float64)
+        row = int(self._row[arm])
         counts[row] -= 1
         return float(self._densities[row] @ np.exp(counts @ self._log_cdfs))
 
@@ -83,7 +85,9 @@ class GreatestOfBetas:
 def log_density(a: Floats, b: Floats, t: Floats) -> Floats:
     """Return the logarithm of the density of log(x / (1 - x)), with x from Beta(a, b), at t."""
     # log x and log(1 - x), without a loss of digits at either end.
-    logarithm: Floats = -a * np.logaddexp(0, -t) - b * np.logaddexp(0, t) - betaln(a, b)
+    logarithm: Floats = a * -np.logaddexp(0, -t)
+    logarithm -= b * np.logaddexp(0, t)
+    logarithm -= betaln(a, b)
     return logarithm
 
 

@@ -27,7 +27,7 @@ OTHERS: Final = (0.02, 0.25)
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The arms, and the items of each: their places in the corpus, in rising order."""
+    """The arms in the order of their first items, and the items of each: their places in the corpus, in rising order."""
 
     categories: tuple[str, ...]
     """Category of each arm."""
@@ -36,7 +36,7 @@ class World:
     @classmethod
     def of(cls, arms: Sequence[tuple[str, str]]) -> World:
         """Return the world of items with these categories and sources."""
-        names = sorted(set(arms))
+        names = list(dict.fromkeys(arms))
         return cls(
             tuple(category for category, _ in names),
             tuple(tuple(item for item, arm in enumerate(arms) if arm == name) for name in names),
