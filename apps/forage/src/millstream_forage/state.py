@@ -48,6 +48,8 @@ class Items:
         self.by_creator: Final = Index(self.creators)
         self.last_seq = 0
         """Number of the newest item's record."""
+        self.arm_sizes: Ints = np.zeros(0, np.int64)
+        """Number of items of each arm."""
         self._arm_codes: dict[tuple[str, str], int] = {}
         self._rows_by_url: dict[str, int] = {}
 
@@ -65,7 +67,11 @@ class Items:
         for row, url in enumerate(batch["url"].to_pylist(), len(self)):
             self._rows_by_url.setdefault(url, row)
         self.ids.extend(batch["id"].to_numpy())
-        self.arms.extend(self._arms_of(batch))
+        arms = self._arms_of(batch)
+        self.arms.extend(arms)
+        grown = np.bincount(arms, minlength=len(self.arm_names))
+        grown[: len(self.arm_sizes)] += self.arm_sizes
+        self.arm_sizes = grown
         self.creators.extend(self.creator_names.codes(batch["creator"]))
         self.embeddings.extend(batch["embedding"].flatten().to_numpy().reshape(-1, DIMENSIONS))
         self.signals.extend(np.zeros((batch.num_rows, len(KINDS)), np.int64))
@@ -254,6 +260,8 @@ class State:
         self.impressions: Final = Impressions()
         self.signals: Final = Signals()
         self.hides: Final = Hides()
+        self.applied = 0
+        """Number of records that were taken."""
         self.heartbeat_ns: int | None = None
         """Time of the newest heartbeat."""
         self._folds: Final[dict[str, Callable[[pa.RecordBatch], None]]] = {
@@ -269,6 +277,7 @@ class State:
         """Take a batch of one table's records: its own columns, and `__seq`. Other tables' records are skipped."""
         if table not in self._folds or not batch.num_rows:
             return
+        self.applied += batch.num_rows
         self._apply_ready(table, batch)
         if table in REFERRED_TO and self._early:
             waiting, self._early = sorted(self._early, key=lambda early: early[0]), []  # impressions, then signals

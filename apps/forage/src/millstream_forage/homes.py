@@ -1,0 +1,64 @@
+"""A home for Forage: made if there is none, and open in one process at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+import millstream
+from millstream import OpenHome
+from millstream.errors import HomeBusy
+from millstream_forage.errors import ForageError
+from millstream_forage.tables import STREAM, home_config
+
+CONFIG_FILE: Final = "millstream.toml"
+LOCK_FILE: Final = "forage.lock"
+
+
+class NotForagesHome(ForageError):
+    """The folder is a home that has no stream named `forage`."""
+
+    code = "not_forages_home"
+    default_hint = "Name a folder that doesn't exist yet; Forage makes its home there."
+
+
+def opened_home(folder: Path, held: ExitStack) -> OpenHome:
+    """Open a home, and make it if there is none.
+
+    Args:
+        folder: the home's folder.
+        held: gets what has to be closed.
+
+    Raises:
+        HomeBusy: another process has it.
+        NotForagesHome: the folder is another home.
+        MillstreamError: the home can't be opened.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    held.callback(os.close, locked(folder))
+    config = folder / CONFIG_FILE
+    if not config.exists():
+        config.write_text(home_config())
+    elif f"[streams.{STREAM}]" not in config.read_text():
+        raise NotForagesHome(f"{folder} is a home without the stream {STREAM}")
+    return held.enter_context(millstream.open(folder))
+
+
+def locked(folder: Path) -> int:
+    """Return a descriptor that holds a home's lock; the operating system drops it with the process.
+
+    Raises:
+        HomeBusy: another engine has it.
+    """
+    lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise HomeBusy(
+            f"another process serves {folder}", hint="Stop it first, or name another folder with --home."
+        ) from None
+    return lock

@@ -1,0 +1,91 @@
+"""A home in memory, with the calls that the engine makes: fast enough for thousands of restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pyarrow as pa
+
+from millstream import AppendedTables, StreamToken
+from millstream.errors import AppendOutcomeUnknown, UnknownTable
+from millstream_forage.clock import Clock
+from millstream_forage.embedding import HashedGrams
+from millstream_forage.engine import ForageEngine
+from millstream_forage.taste import MATCH_THRESHOLD
+
+STREAM_ID = "0123abcd"
+
+
+class Part:
+    """One table's part of an append, as `millstream` answers it."""
+
+    def __init__(self, first: int, rows: int) -> None:
+        self.first = first
+        self.rows = rows
+
+
+class MemoryHome:
+    """The log: batches in order, each of one table. It outlives the engines that are opened on it."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, int, pa.RecordBatch]] = []
+        self.end = 0
+        self.lose_next = False
+        """Whether the next append fails before it is durable."""
+        self.silence_next = False
+        """Whether the next append is durable, and its answer lost."""
+        self.appends = 0
+
+    def token(self, _stream: str, at: int | None = None) -> StreamToken:
+        return StreamToken.parse(f"{STREAM_ID}.s{self.end if at is None else at}")
+
+    def append_all(self, stream: str, tables: Mapping[str, pa.Table]) -> AppendedTables:
+        if self.lose_next:
+            self.lose_next = False
+            raise AppendOutcomeUnknown("the disk failed")
+        parts = {}
+        for name, table in tables.items():
+            batch = table.combine_chunks().to_batches()[0]
+            parts[f"public.{name}"] = Part(self.end + 1, batch.num_rows)
+            self.append(name, batch)
+        self.appends += bool(tables)
+        if self.silence_next:
+            self.silence_next = False
+            raise AppendOutcomeUnknown("the answer was lost")
+        return AppendedTables(self.token(stream), False, parts)
+
+    def append(self, name: str, batch: pa.RecordBatch) -> None:
+        seqs = pa.array(range(self.end + 1, self.end + 1 + batch.num_rows), pa.int64())
+        numbered = batch.append_column("__seq", seqs)
+        named = numbered.replace_schema_metadata({"millstream.table": f'{{"name": "{name}"}}'})
+        self.log.append((name, self.end + 1, named))
+        self.end += batch.num_rows
+
+    def read(
+        self, _stream: str, *, table: str | None = None, after: StreamToken | str, upto: StreamToken
+    ) -> Iterator[pa.RecordBatch]:
+        begin = StreamToken.parse(str(after)).minimum
+        if table is not None and table not in {name for name, _, _ in self.log}:
+            raise UnknownTable(f"the log has no records of {table}")
+        for name, first, batch in self.log:
+            if table in (None, name) and begin < first <= upto.minimum:
+                yield batch
+
+    def rows(self, table: str) -> list[dict[str, Any]]:
+        return [row for name, _, batch in self.log if name == table for row in batch.to_pylist()]
+
+
+def engine_on(home: Any, clock: Clock, *, match_threshold: float = MATCH_THRESHOLD) -> ForageEngine:
+    """Open an engine on a home in memory."""
+    return ForageEngine(home, region=0, clock=clock, embedder=HashedGrams(), match_threshold=match_threshold)
+
+
+class SetClock:
+    """A clock that a test sets."""
+
+    def __init__(self, now_ns: int = 1_700_000_000_000_000_000) -> None:
+        self.now_ns = now_ns
+
+    def __call__(self) -> int:
+        return self.now_ns
