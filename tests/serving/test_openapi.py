@@ -28,6 +28,11 @@ CHECKED = [
 ]
 EXAMPLES = 25
 """Number of requests for each operation."""
+ENDLESS = "/v1/streams/{stream}/tail"
+"""An answer goes on until the client has gone: it is read for some seconds, by a few requests."""
+ENDLESS_EXAMPLES, ENDLESS_S = 5, 2.0
+ROWS_EXAMPLES = 100
+"""Drawn rows are mostly refused."""
 
 
 @schemathesis.serializer(*SENT_AS_IT_IS)
@@ -52,8 +57,15 @@ def sent(server: Served, operation: Any, mode: schemathesis.GenerationMode) -> C
     """Send requests that are drawn for an operation; return how many answers had which status."""
     found: Counter[int] = Counter()
     numbers = count()
+    more = {"timeout": ENDLESS_S} if operation.path == ENDLESS else {}
+    examples = {ENDLESS: ENDLESS_EXAMPLES, WRITES[0]: ROWS_EXAMPLES}.get(operation.path, EXAMPLES)
 
-    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        database=None,
+    )
     @given(case=operation.as_strategy(generation_mode=mode))
     def send(case: Any) -> None:
         # Name an existing stream: all others are refused alike.
@@ -70,7 +82,7 @@ def sent(server: Served, operation: Any, mode: schemathesis.GenerationMode) -> C
                 case.query[name] = "web"
         if mode is schemathesis.GenerationMode.POSITIVE and "Millstream-Acks" in (case.headers or {}):
             case.headers["Millstream-Acks"] = "local"  # this server has no follower: for any other level, 503 is right
-        answer = case.call(base_url=server.url)
+        answer = case.call(base_url=server.url, **more)
         found[answer.status_code] += 1
         # `/healthz` rightly answers 503 as long as nothing runs but the server itself.
         healthy = [] if operation.path == "/healthz" else [not_a_server_error]
@@ -84,7 +96,7 @@ def sent(server: Served, operation: Any, mode: schemathesis.GenerationMode) -> C
 def test_the_server_answers_as_its_document_says(server: Served, mode: schemathesis.GenerationMode) -> None:
     described = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     operations = [found.ok() for found in described.get_all_operations()]
-    assert {operation.path for operation in operations} >= set(WRITES)
+    assert {operation.path for operation in operations} >= {*WRITES, ENDLESS}
     for operation in operations:
         if mode is schemathesis.GenerationMode.POSITIVE or operation.path in WRITES:
             found = sent(server, operation, mode)
