@@ -34,7 +34,8 @@ from millstream.model.ids import RegionId, parse_region_log_name, region_log_nam
 from millstream.processes.locks import RoleLock
 from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.regions.reconciling import reconcile_stream
-from millstream.regions.region_table import RegionTable, newest_time
+from millstream.regions.region_logs import newest_time
+from millstream.regions.region_table import RegionTable
 from millstream.testing.errors import coded
 from millstream.wal.reader import StreamReader
 from millstream.wal.retain import drop_segments

@@ -341,7 +341,7 @@ def _alerts(home: Home) -> Iterator[Diagnosis]:
 
 
 def _regions(home: Home, name: str, stream: StreamConfig) -> str:
-    from millstream.regions.region_table import examine_regions
+    from millstream.regions.region_logs import examine_regions
 
     return examine_regions(home, name, stream)
 

@@ -20,7 +20,7 @@ from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, StreamId
 from millstream.model.operations import FIRST_SHARD
 from millstream.process_metrics import SINK_IGNORED_ERRORS
 from millstream.processes.locks import LOCK_PATIENCE_S
-from millstream.regions.region_table import check_merges, hear_regions
+from millstream.regions.region_logs import check_merges, hear_regions
 from millstream.routing.dispatch import Dispatcher
 from millstream.wal.files import RealFiles
 from millstream.wal.replica.shipping import durable_marks

@@ -1,0 +1,127 @@
+"""The logs of a stream's regions at a home, and how the configuration merges their tables: checks, and clocks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from millstream.crdt.declared import TableMerge
+from millstream.crdt.hlc import HLC
+from millstream.errors import MillstreamError, OtherRegion, UnknownStream
+from millstream.model.ids import RegionId
+from millstream.model.names import parse_qualified_name
+from millstream.model.positions import Seq
+from millstream.model.schema import TableSchema
+from millstream.wal.reader import StreamReader
+
+if TYPE_CHECKING:
+    from millstream.config.model import StreamConfig
+    from millstream.home.home import Home
+    from millstream.home.paths import HomePaths
+    from millstream.wal.writing.writer import LogWriter
+
+
+def region_readers(home: Home, stream: str, config: StreamConfig | None) -> dict[RegionId, StreamReader]:
+    """Return a home's logs of a stream's regions, its own first.
+
+    Raises:
+        OtherRegion: another region's log is named like the home's own region.
+    """
+    return {region: StreamReader(folder) for region, folder in region_logs(home, stream, config).items()}
+
+
+def region_logs(home: HomePaths, stream: str, config: StreamConfig | None) -> dict[RegionId, str]:
+    """Return the folders of a home's logs of a stream's regions, its own first. Raises as `region_readers`."""
+    own = RegionId(0 if config is None else config.region)
+    names = home.regions_on_disk(stream)
+    if own in names:
+        raise OtherRegion(
+            f"data/wal/{names[own]} is named for region {own}, which is this home's own",
+            hint=f"Set `region` in [streams.{stream}] to a number of this home's own, or move the folder away.",
+        )
+    return {region: str(home.wal_folder(name)) for region, name in ({own: stream} | names).items()}
+
+
+def merge_of(config: StreamConfig | None, table: str) -> TableMerge:
+    """Return how a table merges, however its name is written."""
+    wanted = parse_qualified_name(table)
+    declared: Mapping[str, Mapping[str, str]] = {} if config is None else config.merge
+    return next(
+        (TableMerge.parse(words) for name, words in declared.items() if parse_qualified_name(name) == wanted),
+        TableMerge(),
+    )
+
+
+def check_merges(config: StreamConfig, schemas: Iterable[TableSchema]) -> None:
+    """Refuse merge declarations that don't fit the tables' columns; `merge_unsuitable` names table and column."""
+    declared = {parse_qualified_name(name) for name in config.merge}
+    for schema in schemas:
+        if schema.source == 0 and (schema.namespace, schema.name) in declared:
+            merge_of(config, schema.full_name).check(schema.full_name, schema.to_arrow(), schema.key, whole=False)
+
+
+def examine_regions(home: Home, stream: str, config: StreamConfig) -> str:
+    """Check before a writer starts that each log belongs to its region, and that tables can merge as configured.
+
+    Raises:
+        ReplicationError (`merge_unsuitable`), OtherRegion: an error that would prevent opening the stream.
+        LogError, CatalogError: the check isn't possible.
+    """
+    if home.has_catalog():
+        with home.open_catalog() as catalog, contextlib.suppress(UnknownStream):
+            check_merges(config, catalog.latest_schemas(catalog.stream(stream).id).values())
+    copies = []
+    for region, reader in region_readers(home, stream, config).items():
+        if region != config.region:
+            copies.append(region)
+        elif not home.wal_folder(stream).exists():
+            continue
+        newest_time(reader, region)
+    words = [f"this is region {config.region}"] if config.region else []
+    words += [f"has the log of region {region}" for region in copies]
+    words += [f"{len(config.merge)} table{'s' * (len(config.merge) != 1)} can merge"] if config.merge else []
+    return ", ".join(words)
+
+
+def hear_regions(home: Home, stream: str, config: StreamConfig, log: LogWriter) -> None:
+    """Advance a writer's clock past the regions that its home follows.
+
+    Raises:
+        ClockSkew: a region's clock is too far ahead of this one; the others' have been heard.
+        OtherRegion: a log belongs to another region than its folder.
+    """
+    if not home.regions_on_disk(stream):
+        return
+    failed: MillstreamError | None = None
+    for region, reader in region_readers(home, stream, config).items():
+        if region == config.region:
+            continue
+        try:
+            time = newest_time(reader, region)
+            if time is not None:
+                log.hear(time, name=f"region {region}")
+        except MillstreamError as error:
+            failed = error
+    if failed is not None:
+        raise failed
+
+
+def newest_time(reader: StreamReader, region: RegionId) -> HLC | None:
+    """Return the time of a region's last commit group; None if there is none, or its last number was never used."""
+    upto = reader.persisted_upto()
+    for group in reader.read_groups(Seq(max(upto - 1, 0)), upto):
+        header = group[0].header
+        check_region(header.region, region)
+        return HLC(header.hybrid_time, int(header.group_last_seq), int(region))
+    return None
+
+
+def check_region(found: RegionId, expected: RegionId) -> None:
+    """Raise `OtherRegion` unless a log belongs to the region that its folder names."""
+    if found != expected:
+        raise OtherRegion(
+            f"the log that stands for region {expected} is that of region {found}",
+            found=int(found),
+            expected=int(expected),
+        )
