@@ -191,6 +191,21 @@ def test_a_key_change_is_a_delete_a_tombstone_and_a_create() -> None:
     assert [message.row for message in (delete, tombstone, create)] == [0, 0, 0]
 
 
+def test_a_decimal_in_the_header_of_a_key_change_is_its_digits() -> None:
+    column = Column("n", pa.decimal128(38, 9), pg(1700, "numeric", (38 << 16 | 9) + 4))
+    found = converter(column, PLAIN)
+    assert found is not None
+    texts = ["0.000000001", "-1.500000000", "12345678901234567890123456789.123456789", "0.000000000"]
+    headers = ["1E-9", "-1.500000000", "12345678901234567890123456789.123456789", "0E-9"]  # Java's BigDecimal.toString
+    assert [found.in_header(found.text(text)) for text in texts] == headers
+
+
+def test_an_unchanged_value_is_that_of_the_row_before_if_the_source_sends_it() -> None:
+    change = {"__op": "u", "id": 1, "__unchanged": ["50%"], "__before": [("id", "1"), ("50%", "large")]}
+    (update,) = encoded(ORDERS, PLAIN, change)
+    assert (payload(update)["before"]["50%"], payload(update)["after"]["50%"]) == ("large", "large")
+
+
 @pytest.mark.parametrize(
     ("skipped", "left"),
     [("none", "cdt"), ("t", "cd"), ("c,d", "t"), ("d, t", "c"), ("u", "cdt")],

@@ -37,6 +37,8 @@ _CREATE, _UPDATE, _DELETE = Op.CREATE.letter, Op.UPDATE.letter, Op.DELETE.letter
 _TRUNCATE, _COPY = Op.TRUNCATE.letter, Op.COPY.letter
 
 Headers = tuple[tuple[str, bytes], ...]
+_Texts = dict[str, str | None]
+"""PostgreSQL's texts of values by their columns' names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +168,7 @@ class DebeziumEncoder:
         befores = _maps(batch.column("__before"))
         sources = self._sources(schema, batch, now_ns, is_captured=table.is_captured)
         writer = _RowWriter(table, self.options, self.options.skipped(), sources, _tail(now_ns))
-        rows = _row_values(table, schema, batch)
+        rows = _row_values(table, schema, batch, befores)
         for row, op in enumerate(batch.column("__op").to_pylist()):
             if op == _UPDATE and befores[row] is not None:
                 yield from writer.update(row, rows[row], befores[row] or {})
@@ -239,30 +241,36 @@ class _RowWriter:
         if _TRUNCATE not in self.skipped and self.options.format != "debezium-flat":
             yield self.message(row, _TRUNCATE, None, NULL, NULL)
 
-    def update(self, row: int, values: Sequence[str], old: dict[str, str | None]) -> Iterator[KafkaMessage]:
+    def update(self, row: int, values: Sequence[str], old: _Texts) -> Iterator[KafkaMessage]:
         """Yield an update with old values; a change of the key is a delete and a create, and skipped as such."""
         table = self.table
-        key, old_key = _key(table, values), _old_key(table, values, old)
+        old_row = _old_row(table, values, old)
+        key, old_key = _key(table, values), _key(table, old_row)
         before, after = table.row % tuple(_old_values(table, old)), table.row % tuple(values)
         if old_key == key:
             if _UPDATE not in self.skipped:
                 yield self.message(row, _UPDATE, key, before, after)
             return
-        yield from self.delete(row, old_key, before, _header(NEW_KEY, key))
+        yield from self.delete(row, old_key, before, _header(NEW_KEY, table, values))
         if _CREATE not in self.skipped:
-            yield self.message(row, _CREATE, key, NULL, after, _header(OLD_KEY, old_key))
+            yield self.message(row, _CREATE, key, NULL, after, _header(OLD_KEY, table, old_row))
 
 
 def _tail(now_ns: int) -> str:
     return f'"ts_ms":{now_ns // 1_000_000},"ts_us":{now_ns // 1000},"ts_ns":{now_ns}}}'
 
 
-def _maps(array: pa.Array) -> list[dict[str, str | None] | None]:
+def _maps(array: pa.Array) -> list[_Texts | None]:
     return [None if pairs is None else dict(pairs) for pairs in array.to_pylist()]
 
 
-def _row_values(table: SentTable, schema: TableSchema, batch: pa.RecordBatch) -> list[Any]:
-    """Return each row's values as JSON, in the order of the table's sent columns."""
+def _row_values(
+    table: SentTable, schema: TableSchema, batch: pa.RecordBatch, befores: Sequence[_Texts | None]
+) -> list[Any]:
+    """Return each row's values as JSON, in the order of the table's sent columns.
+
+    A value that an update left unchanged is taken from the row before, if the replica identity sends it.
+    """
     first = batch.num_columns - len(schema.columns)
     columns = [sent.converter.column(batch.column(first + sent.number), sent.column) for sent in table.columns]
     rows: list[Any] = list(zip(*columns, strict=True)) if columns else [()] * batch.num_rows
@@ -276,32 +284,42 @@ def _row_values(table: SentTable, schema: TableSchema, batch: pa.RecordBatch) ->
     for row, names in enumerate(batch.column("__unchanged").to_pylist()):
         if names:
             rows[row] = list(rows[row])
+            before = befores[row] or {}
             for name in names:
                 index = table.position.get(name)
                 if index is not None:
-                    rows[row][index] = table.columns[index].converter.unavailable
+                    found, text = table.columns[index].converter, before.get(name)
+                    rows[row][index] = found.unavailable if text is None else found.text(text)
     return rows
 
 
-def _old_values(table: SentTable, old: dict[str, str | None]) -> list[str]:
+def _old_values(table: SentTable, old: _Texts) -> list[str]:
     """Return the values before an update as JSON; `null` where the source didn't send one."""
     texts = [(sent.converter, old.get(sent.column.name)) for sent in table.columns]
     return [NULL if text is None else found.text(text) for found, text in texts]
 
 
-def _header(name: str, key: bytes | None) -> Headers:
-    return () if key is None else ((name, key),)
+def _header(name: str, table: SentTable, values: Sequence[str]) -> Headers:
+    """Return a header with a key, as Connect's default converter of headers writes a struct: without a schema.
+
+    That converter reads it, too. It takes JSON with a schema for a map whose values have different types, and Debezium's
+    sinks fail on such a map.
+    """
+    if not table.key:
+        return ()
+    row = table.key_row % tuple(table.columns[index].converter.in_header(values[index]) for index in table.key)
+    return ((name, row.encode()),)
 
 
-def _old_key(table: SentTable, values: Sequence[str], old: dict[str, str | None]) -> bytes | None:
-    """Return the key before an update; a column that the source didn't send is as it was."""
+def _old_row(table: SentTable, values: Sequence[str], old: _Texts) -> list[str]:
+    """Return a row's values with its key before an update; a column that the source didn't send is as it was."""
     before = list(values)
     for index in table.key:
         sent = table.columns[index]
         text = old.get(sent.column.name)
         if text is not None:
             before[index] = sent.converter.text(text)
-    return _key(table, before)
+    return before
 
 
 def _key(table: SentTable, values: Sequence[str]) -> bytes | None:

@@ -25,6 +25,7 @@ _PLACEHOLDER_TEXT: Final = f'"{PLACEHOLDER}"'
 _PLACEHOLDER_NUMBERS: Final = "[" + ",".join(str(byte) for byte in PLACEHOLDER.encode()) + "]"
 _PLACEHOLDER_UUID: Final = '["b68a35a7-17ad-35b3-af2a-ae46edb4545a"]'
 """Java's `UUID.nameUUIDFromBytes` of the placeholder."""
+_DECIMAL: Final = "org.apache.kafka.connect.data.Decimal"
 _FIRST_USER_OID: Final = 16384
 _BITS_WITHOUT_LENGTH: Final = 2147483647
 
@@ -67,6 +68,12 @@ class Converter:
             return [NULL if value is None else value for value in self.fast(array)]
         text = self.text
         return [NULL if value is None else text(value) for value in render_column(array, column)]
+
+    def in_header(self, value: str) -> str:
+        """Return a value's JSON as it stands in a header: a decimal by its digits."""
+        if self.schema.get("name") != _DECIMAL or value == NULL:
+            return value
+        return values.digits(value, int(self.schema["parameters"]["scale"]))
 
 
 def converter(column: Column, options: DebeziumOptions) -> Converter | None:
@@ -281,7 +288,7 @@ def _numeric(oid: int, modifier: int, mode: str) -> Converter:
     if not is_money:
         parameters["connect.decimal.precision"] = str(((modifier - 4) >> 16) & 0xFFFF)
     write = values.decimal(scale)
-    schema = {**_connect("bytes", "Decimal"), "parameters": parameters}
+    schema = {"type": "bytes", "name": _DECIMAL, "version": 1, "parameters": parameters}
     return Converter(schema, lambda text: write(plain(text)), fast=None if is_money else _decimal_column(scale))
 
 

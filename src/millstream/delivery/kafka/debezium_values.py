@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
-from base64 import b64encode, urlsafe_b64encode
+from base64 import b64decode, b64encode, urlsafe_b64encode
 from collections.abc import Callable
 from decimal import Decimal
 from json.encoder import encode_basestring
@@ -60,6 +60,12 @@ def big_integer(value: int) -> bytes:
 def unscaled(value: int) -> str:
     """Return the digits of a decimal as a JSON string of Base64."""
     return f'"{b64encode(big_integer(value)).decode()}"'
+
+
+def digits(value: str, scale: int) -> str:
+    """Return a JSON string of Base64 as the number that it stands for, in the form of Java's `BigDecimal.toString`."""
+    whole = Decimal(int.from_bytes(b64decode(value.strip('"')), "big", signed=True)).as_tuple()
+    return str(Decimal((whole.sign, whole.digits, -scale)))
 
 
 def _digits(text: str) -> int:
