@@ -14,6 +14,7 @@ from bench import (  # noqa: F401 - they register their figures
     consumers,
     first_load,
     flight,
+    forage,
     freshness,
     home_appends,
     http,
