@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
-from tests.crdt.region_logs import COLUMNS, KEY, MERGE, Said, stream_of
+from tests.crdt.region_logs import COLUMNS, Said, stream_of
 
 from millstream.crdt.reconcile import ReconciliationEngine, RegionState
 from millstream.errors import OffsetExpired, TokenFromFuture
@@ -135,7 +135,12 @@ class ModelTable(RegionTable):
     """A site's table, whose logs and stored state lie in memory."""
 
     def __init__(
-        self, logs: dict[int, ModelLog], own: int, kept: bytes | None, meanwhile: Callable[[], None], engine: type
+        self,
+        logs: dict[int, ModelLog],
+        own: int,
+        kept: bytes | None,
+        meanwhile: Callable[[], None],
+        engine: ReconciliationEngine,
     ) -> None:
         self._logs = logs
         self._meanwhile = meanwhile
@@ -145,7 +150,7 @@ class ModelTable(RegionTable):
         self._bytes_max = None
         self.name = "public.posts"
         self.columns = COLUMNS
-        self.engine = engine(KEY, MERGE, self.name)
+        self.engine = engine
         order = [own, *(region for region in logs if region != own)]
         self._readers = {RegionId(region): self._open(RegionId(region)) for region in order}
         self._ids = {region: {TABLE} for region in self._readers}
@@ -158,6 +163,3 @@ class ModelTable(RegionTable):
 
     def _check_can_begin_anew(self) -> None:
         assert self._bytes is None
-
-
-ENGINE = ReconciliationEngine(KEY, MERGE, "public.posts")

@@ -15,6 +15,7 @@ from tests.mutations import Mutation, main
 from millstream.crdt.reconcile import Missing, ReconciliationEngine, RegionState
 from millstream.model.ids import RegionId
 from millstream.model.positions import Seq, StreamToken
+from millstream.regions.region_table import Known
 
 SEEDS_MAX = 300
 
@@ -51,7 +52,7 @@ class OverwritingEngine(ReconciliationEngine):
 class LastCameWins(World):
     """An arriving row replaces the one that is there."""
 
-    found_by = 1
+    found_by = 3
 
     engine_type = OverwritingEngine
 
@@ -62,8 +63,8 @@ class EarlyVectorTable(ModelTable):
     Rows written between the two weren't read.
     """
 
-    def _read(self, region: RegionId, after: Seq) -> RegionState:
-        found = super()._read(region, after)
+    def _read(self, region: RegionId, after: Seq, known: Known | None) -> RegionState:
+        found = super()._read(region, after, known)
         reader = self._readers[region]
         return RegionState(
             found.rows, {region: StreamToken.scalar(reader.stream_id, reader.persisted_upto())}, found.ends
@@ -76,6 +77,21 @@ class VectorBeforeItsRows(World):
     found_by = 68
 
     table_type = EarlyVectorTable
+
+
+class UnknowingTable(ModelTable):
+    """A table that adds new records to nothing, instead of to what it knows."""
+
+    def _folded(self, rows: pa.Table, records: list[pa.Table], known: Known | None) -> pa.Table:  # noqa: ARG002 - that is the defect
+        return super()._folded(rows, records, None)
+
+
+class AddedToNothing(World):
+    """The events before the last reading are forgotten."""
+
+    found_by = 1
+
+    table_type = UnknowingTable
 
 
 class NumbersOnlyTable(ModelTable):
@@ -111,7 +127,7 @@ class DeafClocks(World):
 
 
 MUTATIONS: tuple[type[Mutation], ...] = (
-    ForgottenDuplicates, LastCameWins, VectorBeforeItsRows, LostTailStays, LateAnswers, DeafClocks,
+    ForgottenDuplicates, LastCameWins, VectorBeforeItsRows, AddedToNothing, LostTailStays, LateAnswers, DeafClocks,
 )  # fmt: skip
 
 

@@ -33,13 +33,13 @@ from decimal import Decimal
 from functools import partial
 from typing import Any, ClassVar
 
-from tests.crdt.model_regions import ENGINE, Group, ModelLog, ModelReader, ModelTable
-from tests.crdt.region_logs import KEY, MERGE, Said, plainly_merged, region_rows
+import pyarrow as pa
+from tests.crdt.model_regions import Group, ModelLog, ModelReader, ModelTable
+from tests.crdt.region_logs import HAPPENED, KEY, MERGE, PLAIN_MERGE, Said, folded, plainly_merged, region_rows
 from tests.seeds import Violation, main
 
 from millstream.crdt.hlc import HLC
 from millstream.crdt.reconcile import Missing, ReconciliationEngine, RegionState, Vector, behind
-from millstream.crdt.tables import fold
 from millstream.errors import ClockSkew, LostTailMerged
 from millstream.model.ids import Epoch, GroupNumber, RegionId
 from millstream.model.positions import Seq
@@ -182,10 +182,10 @@ class Site:
         copy.lineage = shipment.lineage.covered_by(GroupNumber(len(groups)))
 
     def table(self, meanwhile: Callable[[], None]) -> ModelTable:
-        return self.world.table_type(self.logs, self.region.number, self.kept, meanwhile, self.world.engine_type)
+        return self.world.table_type(self.logs, self.region.number, self.kept, meanwhile, self.world.engine)
 
     def state(self) -> RegionState | None:
-        return None if self.kept is None else ENGINE.decode(self.kept)
+        return None if self.kept is None else self.world.plain.decode(self.kept)
 
     def reconcile(self, *, is_still: bool = False) -> None:
         """Merge, check the result against the logs, and store it, unless it is killed before that."""
@@ -214,9 +214,11 @@ class Site:
             if upto < was and cuts[number] == self.cuts_kept[number]:
                 raise Violation(f"site {self.region.number} had heard region {number} up to {was}, and now to {upto}")
             said += [one for one in log.said() if one.seq <= upto]
-        if self.world.chance.random() < 0.25 and _bytes(state.rows) != _bytes(fold(region_rows(said), KEY, MERGE)):
+        if self.world.chance.random() < 0.25 and self.world.bytes_of(state.rows) != self.world.bytes_of(
+            self.world.folded(said)
+        ):
             raise Violation(
-                f"site {self.region.number} has merged something else than its logs say: {_difference(state, said)}"
+                f"site {self.region.number} has merged something else than its logs say: {self.world.difference(state, said)}"
             )
 
     def _check_refused(self, error: LostTailMerged, before: RegionState | None) -> None:
@@ -246,29 +248,29 @@ class Mirror:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.state = RegionState(region_rows([]))
-        self.kept = ENGINE.encode(self.state)
+        self.state = RegionState(self.world.rows([]))
+        self.kept = self.world.plain.encode(self.state)
 
     def take(self, asked: Vector, answer: bytes) -> None:
         """Merge an answer, which holds what was lacking at the vector `asked`.
 
         A mirror that was killed since may have less than that vector.
         """
-        found = ENGINE.decode(answer)
+        found = self.world.plain.decode(answer)
         assert found is not None
         if self.world.checks_asked and any(behind(self.state.vector, r) < token.linear() for r, token in asked.items()):
             self.world.count("answers that came too late")
             return
         vector = self.state.vector
-        self.state = self.world.engine_type(KEY, MERGE, "mirror").apply(self.state, Missing(found.rows, found.vector))
+        self.state = self.world.engine.apply(self.state, Missing(found.rows, found.vector))
         if any(behind(self.state.vector, region) < token.linear() for region, token in vector.items()):
             raise Violation("a mirror's vector went back")
 
     def keep(self) -> None:
-        self.kept = ENGINE.encode(self.state)
+        self.kept = self.world.plain.encode(self.state)
 
     def kill(self) -> None:
-        found = ENGINE.decode(self.kept)
+        found = self.world.plain.decode(self.kept)
         assert found is not None
         self.state = found
         self.world.count("mirrors killed")
@@ -284,6 +286,9 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
+        self.merge = MERGE if seed % 3 else PLAIN_MERGE
+        self.plain = ReconciliationEngine(KEY, self.merge, "public.posts")
+        self.engine = self.engine_type(KEY, self.merge, "public.posts")
         self.counts: Counter[str] = Counter()
         self.now = 0.0
         self._queue: list[tuple[float, int, bool, Callable[[], None]]] = []
@@ -351,7 +356,8 @@ class World:
             "weight": maybe(chance.choice((0.1, 0.2, 1e16, -1e16))),
             "tags": maybe(chance.sample(("x", "y", "z"), chance.randrange(3))),
             "seen": maybe(chance.sample((1, 2, 3), chance.randrange(3))),
-            "heat": maybe(chance.uniform(-8, 8)),
+            "heat": (heat := maybe(chance.uniform(0, 8))),
+            "happened": None if heat is None else HAPPENED[int(heat * 1000) % len(HAPPENED)],
             "hidden": maybe(chance.random() < 0.5),
         }
 
@@ -421,14 +427,16 @@ class World:
         kind = chance.random()
         if kind < 0.3:
             number = chance.choice(list(site.logs))
-            found = site.table(lambda: None).state_of(RegionId(number), behind(asked, RegionId(number)))
+            # Sums need a log from its beginning, or the rows before the records.
+            after = Seq(0) if self.merge.accumulates else behind(asked, RegionId(number))
+            found = site.table(lambda: None).state_of(RegionId(number), after)
         elif kind < 0.6:
             other = chance.choice(self.mirrors)
             found = other.state
         else:
-            found = site.state() or RegionState(region_rows([]))
-        missing = ENGINE.missing(found, asked)
-        answer = ENGINE.encode(RegionState(missing.rows, missing.vector))
+            found = site.state() or RegionState(self.rows([]))
+        missing = self.plain.missing(found, asked)
+        answer = self.plain.encode(RegionState(missing.rows, missing.vector))
         self.count("asked")
         self.send(lambda: mirror.take(asked, answer))
 
@@ -485,7 +493,7 @@ class World:
                 if site.logs[number].groups != self.regions[number].log.groups:
                     raise Violation(f"at rest site {site.region.number} has another log of region {number}")
         said = [one for region in self.regions.values() for one in region.log.said()]
-        expected = plainly_merged(said, at_ns=max(one.wall_ns for one in said))
+        expected = plainly_merged(said, merge=self.merge)
         for site in self.sites.values():
             if not site.is_refused:
                 site.reconcile(is_still=True)
@@ -493,30 +501,36 @@ class World:
         for which, mirror in enumerate(self.mirrors):
             for found in list(ends.values())[: len(self.sites)]:
                 assert found is not None
-                missing = ENGINE.missing(found, mirror.state.vector)
-                mirror.take(mirror.state.vector, ENGINE.encode(RegionState(missing.rows, missing.vector)))
+                missing = self.plain.missing(found, mirror.state.vector)
+                mirror.take(mirror.state.vector, self.plain.encode(RegionState(missing.rows, missing.vector)))
             ends[f"mirror {which}"] = mirror.state
-        wanted = fold(region_rows(said), KEY, MERGE)
+        wanted = self.folded(said)
         for name, state in ends.items():
             if state is None:
                 continue
-            if _bytes(state.rows) != _bytes(wanted):
-                raise Violation(f"at rest {name} has other rows: {_difference(state, said)}")
-        seen = ENGINE.value(RegionState(wanted)).to_pylist()
+            if self.bytes_of(state.rows) != self.bytes_of(wanted):
+                raise Violation(f"at rest {name} has other rows: {self.difference(state, said)}")
+        seen = self.plain.value(RegionState(wanted)).to_pylist()
         if json.dumps(seen, default=repr) != json.dumps(expected, default=repr):
             raise Violation(f"the rows make {seen}, and the plain kinds {expected}")
 
+    def rows(self, said: list[Said]) -> pa.Table:
+        return region_rows(said, self.merge)
 
-def _bytes(rows: Any) -> bytes:
-    return ENGINE.encode(RegionState(rows))
+    def folded(self, said: list[Said]) -> pa.Table:
+        return folded(said, self.merge)
 
+    def bytes_of(self, rows: pa.Table) -> bytes:
+        return self.plain.encode(RegionState(rows))
 
-def _difference(state: RegionState, said: list[Said]) -> str:
-    ours, wanted = (
-        [(row["__region"], row["__seq"], row["id"], row["part"]) for row in rows.to_pylist()]
-        for rows in (state.rows, fold(region_rows(said), KEY, MERGE))
-    )
-    return f"{sorted(set(ours) - set(wanted), key=repr)} too many, {sorted(set(wanted) - set(ours), key=repr)} missing"
+    def difference(self, state: RegionState, said: list[Said]) -> str:
+        ours, wanted = (
+            [(row["__region"], row["__seq"], row["id"], row["part"]) for row in rows.to_pylist()]
+            for rows in (state.rows, self.folded(said))
+        )
+        return (
+            f"{sorted(set(ours) - set(wanted), key=repr)} too many, {sorted(set(wanted) - set(ours), key=repr)} missing"
+        )
 
 
 if __name__ == "__main__":

@@ -40,8 +40,12 @@ def landed(home: Path, table: str = "public.posts") -> pa.Table:
 
 def merged(home: Path, table: str = "posts") -> list[dict[str, Any]]:
     with millstream.open(home) as opened:
-        found: list[dict[str, Any]] = opened.merged("shop", table).to_pylist()
-    return found
+        return rounded(opened.merged("shop", table))
+
+
+def rounded(rows: pa.Table) -> list[dict[str, Any]]:
+    """Return rows with signals as of about now: the lake has them as of a fold, a reader as of the newest event."""
+    return [{name: round(value, 1) if isinstance(value, float) else value for name, value in row.items()} for row in rows.to_pylist()]  # fmt: skip
 
 
 def folded(home: Path, views: MergedViews | None = None) -> list[dict[str, Any]]:
@@ -49,7 +53,7 @@ def folded(home: Path, views: MergedViews | None = None) -> list[dict[str, Any]]
     views = views or views_of(home)
     views.fold_all()
     assert views.failed == {}
-    return landed(home).to_pylist()
+    return rounded(landed(home))
 
 
 def fold_until(point: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,18 +76,19 @@ def test_the_view_has_the_rows_of_all_regions_and_follows_them(tmp_path: Path) -
         assert first == merged(one)
         assert [row["likes"] for row in first] == [3, 1, 7]
         with millstream.open(two) as home:
-            home.append("shop", "posts", [{"id": 3, "likes": 8, "title": "again", "heat": None}])
+            home.append("shop", "posts", [{"id": 3, "likes": 8, "title": "again", "heat": 5.0}])
             home.append("shop", "notes", [{"id": "a", "text": "of two alone"}])
         follow(one, two, 2)
         second = folded(one, views)
-        assert second[2]["likes"] == 8
+        assert (second[2]["likes"], second[2]["heat"]) == (8, 5.0)
         assert [row["id"] for row in second] == [1, 2, 3]
         assert landed(one, "public.notes").to_pylist() == [{"id": "a", "text": "of two alone"}]
         # Another process takes up where this one ended, and a column that comes later is in all rows.
         with millstream.open(one) as home:
-            home.append("shop", "posts", [{"id": 4, "likes": 1, "size": 2}])
+            home.append("shop", "posts", [{"id": 4, "likes": 1, "size": 2}, {"id": 1, "likes": 5, "heat": 1.0}])
         third = folded(one)
         assert third == merged(one)
+        assert (third[0]["heat"], third[0]["heat__1h"]) == (4.0 + 2.0 + 1.0 + 1.0, 4)
         assert [row["size"] for row in third] == [None, None, None, 2]
 
 

@@ -26,7 +26,9 @@ weight = "pn_counter"
 paid = "pn_counter"
 tags = "union_set"
 seen = "or_set"
-heat = "signal(2s)"
+heat = "signal(1m, at=happened)"
+glow = "signal(2s)"
+rank = "signal(1h, at=moment)"
 hidden = "hide"
 """
 
@@ -50,7 +52,11 @@ def rows_of(region: int, count: int) -> list[dict[str, Any]]:
             "paid": sometimes(int(chance.integers(-9, 9))),
             "tags": sometimes([str(tag) for tag in chance.choice(["x", "y", "é", "Z"], 2)]),
             "seen": sometimes([int(one) for one in chance.integers(-2, 3, 2)]),
-            "heat": sometimes(float(chance.standard_normal())),
+            "heat": sometimes(float(abs(chance.standard_normal()))),
+            "happened": sometimes(int(chance.integers(0, 10**9))),
+            "glow": sometimes(float(abs(chance.standard_normal()))),
+            "rank": sometimes(int(chance.integers(0, 9))),
+            "moment": sometimes(int(chance.integers(0, 10**12))),
             "hidden": sometimes(bool(chance.random() < 0.5)),
         }
         for number in range(count)
@@ -63,7 +69,8 @@ def test_spark_merges_the_logs_of_regions_as_the_pure_functions_do_to_the_bit(
     schema = pa.schema(
         [("id", pa.int64()), ("part", pa.string()), ("title", pa.string()), ("ratio", pa.float64()), ("views", pa.int32()),
          ("likes", pa.int64()), ("weight", pa.float64()), ("paid", pa.decimal128(9, 2)), ("tags", pa.list_(pa.string())),
-         ("seen", pa.list_(pa.int64())), ("heat", pa.float64()), ("hidden", pa.bool_())]
+         ("seen", pa.list_(pa.int64())), ("heat", pa.float64()), ("happened", pa.int64()),
+         ("glow", pa.float64()), ("rank", pa.int32()), ("moment", pa.timestamp("us")), ("hidden", pa.bool_())]
     )  # fmt: skip
     homes = {region: tmp_path / str(region) for region in (1, 2, 5)}
     for region, folder in homes.items():

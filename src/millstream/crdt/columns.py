@@ -43,6 +43,11 @@ class Grouped:
     """How the columns merge."""
     at_ns: int = 0
     """The moment for which signals are read."""
+    sequence: Codes | None = None
+    """The rows that accumulate, as indices: for each group its newest state, then the records that follow it, in the
+    order of their log. None: there are no records, so that the newest row has it all."""
+    states: int = 0
+    """Number of rows that are states; records come after them."""
 
     @property
     def is_distinct(self) -> bool:

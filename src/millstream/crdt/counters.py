@@ -106,9 +106,9 @@ class GCounter:
         return {name: greatest(rows.column(name), rows.codes, rows.count)}
 
     @staticmethod
-    def merge_column(rows: Grouped, name: str) -> pa.Array:
+    def merge_column(rows: Grouped, name: str) -> dict[str, pa.Array]:
         """Return the sum of the regions' totals."""
-        return sums(rows.column(name), rows.codes, rows.count)
+        return {name: sums(rows.column(name), rows.codes, rows.count)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +175,9 @@ class PNCounter:
         return rows.newest_of(name)
 
     @staticmethod
-    def merge_column(rows: Grouped, name: str) -> pa.Array:
+    def merge_column(rows: Grouped, name: str) -> dict[str, pa.Array]:
         """Return the sum of the regions' totals."""
-        return sums(rows.column(name), rows.codes, rows.count)
+        return {name: sums(rows.column(name), rows.codes, rows.count)}
 
 
 def _positive(count: int) -> int:

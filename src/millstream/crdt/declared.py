@@ -18,7 +18,13 @@ import pyarrow as pa
 from millstream.errors import ReplicationError, UsageError
 
 _UNITS_NS: Final = {"ms": 10**6, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9, "d": 86_400 * 10**9}
-_SIGNAL: Final = re.compile(r"signal\((\d{1,9})(ms|s|m|h|d)\)\Z")
+_SIGNAL: Final = re.compile(r"signal\((\d{1,9})(ms|s|m|h|d)(?:, *at *= *([^()]*[^() ]) *)?\)\Z")
+MINUTE_NS: Final = _UNITS_NS["m"]
+HOUR_NS: Final = _UNITS_NS["h"]
+WINDOWS: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
+    {"1h": (MINUTE_NS, 60), "24h": (HOUR_NS, 24), "7d": (HOUR_NS, 168)}
+)
+"""Windows in which a signal's events are counted: the width of a bucket, and how many buckets a window has."""
 _DIGITS_MAX: Final = 38
 _INTEGERS: Final = {pa.int8(): 3, pa.int16(): 5, pa.int32(): 10, pa.int64(): 19}
 
@@ -37,7 +43,7 @@ class MergeKind(StrEnum):
     OR_SET = "or_set"
     """The values in a region's newest list: a region can remove what it has added."""
     SIGNAL = "signal"
-    """The sum of each region's newest score, halved for each half-life since it was written."""
+    """The sum of each region's weighted events, each halved for each half-life since it happened."""
     HIDE = "hide"
     """True if any region set it true, and none set it false at a strictly later time."""
 
@@ -49,6 +55,8 @@ class ColumnMerge:
     kind: MergeKind
     half_life_ns: int = 0
     """Half-life of a signal."""
+    at: str = ""
+    """The column that has the time of a signal's events; empty: an event's time is its commit's."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -57,11 +65,14 @@ class ColumnMerge:
         if match is not None and int(match[1]) > 0:
             half_life_ns = int(match[1]) * _UNITS_NS[match[2]]
             if half_life_ns < 2**63:
-                return cls(MergeKind.SIGNAL, half_life_ns)
+                return cls(MergeKind.SIGNAL, half_life_ns, match[3] or "")
         if text in set(MergeKind) - {MergeKind.SIGNAL}:
             return cls(MergeKind(text))
         words = ", ".join(sorted(kind.value for kind in MergeKind if kind is not MergeKind.SIGNAL))
-        raise UsageError(f"no column merges by {text!r}", hint=f"There are {words}, and signal(7d) with its half-life.")
+        raise UsageError(
+            f"no column merges by {text!r}",
+            hint=f"There are {words}, and signal(7d) or signal(7d, at=happened), with the half-life and the column of the events' time.",
+        )
 
 
 LAST_WRITE: Final = ColumnMerge(MergeKind.LWW)
@@ -88,6 +99,11 @@ class TableMerge:
     def of(self, column: str) -> ColumnMerge:
         """Return how a column merges: `lww` if it isn't declared."""
         return self.columns.get(column, LAST_WRITE)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a column takes events that are added up: then a row's state depends on all records before it."""
+        return any(how.kind is MergeKind.SIGNAL for how in self.columns.values())
 
     def named(self, columns: Sequence[str], *kinds: MergeKind) -> list[str]:
         """Return those of some columns that merge by one of these kinds."""
@@ -127,6 +143,27 @@ class TableMerge:
                 continue
             if not _suits(merge.kind, columns.field(at).type):
                 raise _unsuitable(table, name, f"is {columns.field(at).type}, which can't merge by {merge.kind.value}")
+            if merge.kind is MergeKind.SIGNAL:
+                _check_signal(table, name, merge, columns, whole=whole)
+
+
+def window_columns(signal: str) -> tuple[str, ...]:
+    """Return the columns of merged rows that count a signal's events in its windows."""
+    return tuple(f"{signal}__{window}" for window in WINDOWS)
+
+
+def _check_signal(table: str, name: str, merge: ColumnMerge, columns: pa.Schema, *, whole: bool) -> None:
+    for taken in window_columns(name):
+        if taken in columns.names:
+            raise _unsuitable(table, taken, f"has the name under which merged rows count the events of {name}")
+    at = columns.get_field_index(merge.at)
+    if at < 0:
+        if whole and merge.at:
+            raise _unsuitable(table, merge.at, f"isn't there, and {name} takes its events' time from it")
+    elif not (pa.types.is_timestamp(columns.field(at).type) or pa.types.is_integer(columns.field(at).type)):
+        raise _unsuitable(
+            table, merge.at, f"is {columns.field(at).type}, neither a timestamp nor whole microseconds since 1970"
+        )
 
 
 def union_of(table: str, schemas: Sequence[pa.Schema]) -> pa.Schema:

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from millstream.crdt.columns import codes_of, whole_column
 from millstream.crdt.declared import MergeKind, TableMerge, union_of
 from millstream.crdt.lattice import Sealing, StateKind, opened
-from millstream.crdt.tables import REGION, SEQ, fold, merged, own_columns, state_schema
+from millstream.crdt.tables import REGION, SEQ, fold, merged, newest_event_ns, own_columns, state_schema
 from millstream.errors import InvalidToken, MergeStateUnreadable, MillstreamError, OtherStream
 from millstream.model.ids import Epoch, GroupNumber, RegionId
 from millstream.model.positions import Seq, StreamToken
@@ -197,8 +197,7 @@ class ReconciliationEngine:
         """
         plan = self.plan(local, remote)
         joined = self.apply(local, plan.to_local)
-        times = joined.rows.column("__wall_ns")
-        at_ns = pc.max(times).as_py() if joined.rows.num_rows else 0
+        at_ns = newest_event_ns(joined.rows, self.merge)
         target = joined.rows.schema
         sides = [self.value(RegionState(widened(state.rows, target)), at_ns=at_ns) for state in (local, remote, joined)]
         return self._differences(*sides, rows_max=rows_max)
@@ -367,15 +366,15 @@ def _parsed(text: bytes) -> tuple[dict[str, Any], Vector]:
     return head, vector
 
 
-def _remembered(words: Mapping[str, Sequence[Any]]) -> dict[str, str]:
-    """Return the merge kind of each column whose state is more than its newest value.
+def _remembered(words: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+    """Return the merge of each column whose state is more than its newest value.
 
-    The kinds of others may change freely.
+    The merges of others may change freely.
     """
-    return {name: kind for name, (kind, _) in words.items() if kind in _REMEMBERING}
+    return {name: list(how) for name, how in words.items() if how[0] in _REMEMBERING}
 
 
-_REMEMBERING: Final = frozenset({MergeKind.G_COUNTER, MergeKind.UNION_SET, MergeKind.HIDE})
+_REMEMBERING: Final = frozenset({MergeKind.G_COUNTER, MergeKind.UNION_SET, MergeKind.HIDE, MergeKind.SIGNAL})
 
 
 def widened(rows: pa.Table, schema: pa.Schema) -> pa.Table:
@@ -386,7 +385,7 @@ def widened(rows: pa.Table, schema: pa.Schema) -> pa.Table:
         if at >= 0:
             column = rows.column(at)
             columns.append(column if column.type.equals(one.type) else column.cast(one.type))
-        elif one.name.startswith("__"):
+        elif not one.nullable:
             columns.append(pa.chunked_array([pa.array(np.zeros(rows.num_rows, np.int64))], one.type))
         else:
             columns.append(pa.chunked_array([pa.nulls(rows.num_rows, one.type)], one.type))
@@ -462,4 +461,4 @@ def _equal_lists(one: pa.Array, other: pa.Array) -> npt.NDArray[np.bool_]:
 
 
 def _words(merge: TableMerge) -> dict[str, list[Any]]:
-    return {name: [how.kind.value, how.half_life_ns] for name, how in sorted(merge.columns.items())}
+    return {name: [how.kind.value, how.half_life_ns, how.at] for name, how in sorted(merge.columns.items())}

@@ -56,9 +56,9 @@ class LWWRegister:
         return rows.newest_of(name)
 
     @staticmethod
-    def merge_column(rows: Grouped, name: str) -> pa.Array:
+    def merge_column(rows: Grouped, name: str) -> dict[str, pa.Array]:
         """Return the value of the row that was written last in any region."""
-        return rows.column(name).take(rows.newest)
+        return rows.newest_of(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class HideFlag:
         return found
 
     @classmethod
-    def merge_column(cls, rows: Grouped, name: str) -> pa.Array:
+    def merge_column(cls, rows: Grouped, name: str) -> dict[str, pa.Array]:
         """Return whether the newest hiding is no earlier than the newest showing. Regions don't break ties."""
         hidden_seq, hidden_ns, shown_seq, shown_ns = (rows.column(part).to_numpy() for part in cls.columns_of(name))
         hiding, showing = (
@@ -140,4 +140,4 @@ class HideFlag:
         moments = hidden_ns[hiding], hidden_seq[hiding]
         later = shown_ns[showing] > moments[0]
         later |= (shown_ns[showing] == moments[0]) & (shown_seq[showing] > moments[1])
-        return pa.array((moments[1] > 0) & ~later)
+        return {name: pa.array((moments[1] > 0) & ~later)}

@@ -76,12 +76,14 @@ class UnionSet:
     @staticmethod
     def fold_column(rows: Grouped, name: str) -> dict[str, pa.Array]:
         """Return all values that a region ever wrote."""
+        if rows.is_distinct and rows.states == rows.count:
+            return rows.newest_of(name)  # a state's lists are sets
         return {name: unions(rows.column(name), rows.codes, rows.count)}
 
     @staticmethod
-    def merge_column(rows: Grouped, name: str) -> pa.Array:
+    def merge_column(rows: Grouped, name: str) -> dict[str, pa.Array]:
         """Return the regions' values together."""
-        return unions(rows.column(name), rows.codes, rows.count)
+        return {name: unions(rows.column(name), rows.codes, rows.count)}
 
 
 class Dot(NamedTuple):
@@ -191,9 +193,9 @@ class ObservedSet:
         return rows.newest_of(name)
 
     @staticmethod
-    def merge_column(rows: Grouped, name: str) -> pa.Array:
+    def merge_column(rows: Grouped, name: str) -> dict[str, pa.Array]:
         """Return the values that a region holds: a region removes only values that it has added."""
-        return unions(rows.column(name), rows.codes, rows.count)
+        return {name: unions(rows.column(name), rows.codes, rows.count)}
 
 
 def _dot_of(entry: tuple[Dot, Any]) -> Dot:

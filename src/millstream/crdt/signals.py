@@ -28,6 +28,7 @@ import pyarrow.compute as pc
 
 from millstream.crdt.columns import Codes, Grouped, sums
 from millstream.crdt.counters import Actor, read_actor
+from millstream.crdt.declared import HOUR_NS, MINUTE_NS, WINDOWS, window_columns
 from millstream.crdt.lattice import StateKind, decoded, seal
 from millstream.crdt.scalars import Cursor, counted
 from millstream.errors import InvalidValue
@@ -52,13 +53,9 @@ def _series() -> tuple[float, ...]:
 DECAY_TERMS: Final = _series()
 SUM_MAX: Final = float(np.finfo(np.float64).max)
 """A sum that would be greater stays at this: infinity wouldn't decay."""
-MINUTE_NS: Final = 60 * 10**9
-HOUR_NS: Final = 60 * MINUTE_NS
-MINUTES: Final = 60
-"""Number of minutes that a node counts its events in, the newest event's included."""
-HOURS: Final = 168
-WINDOWS: Final[Mapping[str, int]] = MappingProxyType({"1h": 60, "24h": 24, "7d": 168})
-"""Windows of counts: of minutes the first, of hours the others."""
+_KEPT: Final = {MINUTE_NS: 60, HOUR_NS: 168}
+"""Number of buckets of each width that a node counts its events in, the newest event's included."""
+_COUNTS: Final = pa.list_(pa.struct([("bucket", pa.int64()), ("events", pa.int64())]))
 _NODE: Final = struct.Struct(">qqd")
 _BUCKET: Final = struct.Struct(">qq")
 _TIME_MAX: Final = 2**63 - 1
@@ -186,14 +183,13 @@ class SignalState:
             self.half_life_ns,
         )
         buckets: list[Mapping[int, int]] = []
-        for width_ns, count, so_far in (
-            (MINUTE_NS, MINUTES, {} if held is None else held.minutes),
-            (HOUR_NS, HOURS, {} if held is None else held.hours),
+        for (width_ns, kept), so_far in zip(
+            _KEPT.items(), ({}, {}) if held is None else (held.minutes, held.hours), strict=True
         ):
             counts = dict(so_far)
             for _, time_ns in new:
                 counts[time_ns // width_ns] = counts.get(time_ns // width_ns, 0) + 1
-            buckets.append(_newest(counts, count))
+            buckets.append(_newest(counts, kept))
         events_before = 0 if held is None else held.events
         after = NodeSignal(events_before + len(new), float(scores[-1]), int(newest[-1]), *buckets)
         return type(self)(self.half_life_ns, {**self.nodes, node: after})
@@ -210,8 +206,8 @@ class SignalState:
         for node, theirs in other.nodes.items():
             ours = nodes.get(node, theirs)
             newer = max(ours, theirs, key=lambda held: (held.events, held.last_ns, held.score))
-            minutes = _newest(_greater(ours.minutes, theirs.minutes), MINUTES)
-            hours = _newest(_greater(ours.hours, theirs.hours), HOURS)
+            minutes = _newest(_greater(ours.minutes, theirs.minutes), _KEPT[MINUTE_NS])
+            hours = _newest(_greater(ours.hours, theirs.hours), _KEPT[HOUR_NS])
             nodes[node] = NodeSignal(newer.events, newer.score, newer.last_ns, minutes, hours)
         return type(self)(self.half_life_ns, nodes)
 
@@ -246,13 +242,13 @@ class SignalState:
         """
         if window not in WINDOWS:
             raise InvalidValue(f"signals have no window {window!r}", hint=f"The windows are {', '.join(WINDOWS)}.")
-        is_minutes = window == "1h"
-        last = max(self.last_ns, at_ns or 0) // (MINUTE_NS if is_minutes else HOUR_NS)
+        width_ns, size = WINDOWS[window]
+        last = max(self.last_ns, at_ns or 0) // width_ns
         return sum(
             count
             for held in self.nodes.values()
-            for bucket, count in (held.minutes if is_minutes else held.hours).items()
-            if last - WINDOWS[window] < bucket <= last
+            for bucket, count in (held.minutes if width_ns == MINUTE_NS else held.hours).items()
+            if last - size < bucket <= last
         )
 
     def encode(self) -> bytes:
@@ -279,16 +275,100 @@ class SignalState:
         return cls(half_life_ns, dict(_read_node(cursor) for _ in range(cursor.length())))
 
     @staticmethod
-    def fold_column(rows: Grouped, name: str) -> dict[str, pa.Array]:
-        """Return each region's newest score."""
-        return rows.newest_of(name)
+    def fields_of(name: str) -> tuple[pa.Field, pa.Field, pa.Field, pa.Field]:
+        """Return the state columns next to a column: the sum, the newest event's time, the minutes and the hours.
 
-    @staticmethod
-    def merge_column(rows: Grouped, name: str) -> pa.Array:
-        """Return the sum of the regions' scores, decayed since their rows were written."""
-        ages = rows.at_ns - rows.column("__wall_ns").to_numpy()
-        left = pa.array(decays(ages, rows.merge.of(name).half_life_ns))
-        return sums(pc.multiply(rows.column(name).cast(pa.float64()), left), rows.codes, rows.count)
+        All are null if there is no event.
+        """
+        types = (pa.float64(), pa.int64(), _COUNTS, _COUNTS)
+        words = ("score", "last_ns", "minutes", "hours")
+        return tuple(pa.field(f"__{word}.{name}", of) for word, of in zip(words, types, strict=True))
+
+    @classmethod
+    def lift_column(cls, name: str, weights: pa.Array, moments: pa.Array) -> dict[str, pa.Array]:
+        """Return the state columns of records: each that has a weight is one event.
+
+        Args:
+            name: the column.
+            weights: its values. One that is no weight, from before the column was declared, is no event.
+            moments: each record's time: nanoseconds since 1970.
+        """
+        values = weights.cast(pa.float64())
+        is_event = pc.fill_null(pc.and_(pc.greater_equal(values, 0.0), pc.is_finite(values)), False)
+        none = pa.nulls(len(values), _COUNTS)
+        parts = (pc.if_else(is_event, values, None), pc.if_else(is_event, moments, None), none, none)
+        return {one.name: part for one, part in zip(cls.fields_of(name), parts, strict=True)}
+
+    @classmethod
+    def fold_column(cls, rows: Grouped, name: str) -> dict[str, pa.Array]:
+        """Return each region's events so far, folded in the order of its log."""
+        names = [one.name for one in cls.fields_of(name)]
+        if rows.sequence is None:
+            return rows.newest_of(name, *names)
+        score, last = (rows.column(one) for one in names[:2])
+        some = rows.sequence[np.asarray(score.is_valid())[rows.sequence]]
+        codes, moments = rows.codes[some], last.take(pa.array(some)).to_numpy()
+        scores, newest = accumulated(
+            codes, score.take(pa.array(some)).to_numpy(), moments, rows.merge.of(name).half_life_ns
+        )
+        ends = np.flatnonzero(np.append(codes[1:] != codes[:-1], True)) if len(codes) else codes
+        at = np.full(rows.count, -1, np.int64)
+        at[codes[ends]] = ends
+        index = pa.array(at, mask=at < 0)
+        found = {name: rows.column(name).take(rows.newest)}
+        found |= {one: pa.array(part).take(index) for one, part in zip(names[:2], (scores, newest), strict=True)}
+        is_record = some >= rows.states
+        held = pa.array(some[~is_record])
+        for one, (width_ns, kept) in zip(names[2:], _KEPT.items(), strict=True):
+            of, buckets, events = _flat(rows.column(one).take(held), codes[~is_record])
+            of = np.concatenate([of, codes[is_record]])
+            buckets = np.concatenate([buckets, moments[is_record] // width_ns])
+            events = np.concatenate([events, np.ones(np.count_nonzero(is_record), np.int64)])
+            found[one] = _lists(of, buckets, events, rows.count, kept)
+        return found
+
+    @classmethod
+    def merge_column(cls, rows: Grouped, name: str) -> dict[str, pa.Array]:
+        """Return the regions' sum as of a moment, and the number of events in each window up to it."""
+        score, last, minutes, hours = (rows.column(one.name) for one in cls.fields_of(name))
+        lasts = last.fill_null(0).to_numpy()
+        moments = np.full(rows.count, rows.at_ns, np.int64)
+        np.maximum.at(moments, rows.codes, lasts)
+        left = pa.array(decays(moments[rows.codes] - lasts, rows.merge.of(name).half_life_ns))
+        found = {name: sums(pc.multiply(score, left), rows.codes, rows.count)}
+        flat = {MINUTE_NS: _flat(minutes, rows.codes), HOUR_NS: _flat(hours, rows.codes)}
+        for column, (width_ns, count) in zip(window_columns(name), WINDOWS.values(), strict=True):
+            of, buckets, events = flat[width_ns]
+            ages = moments[of] // width_ns - buckets
+            within = (ages >= 0) & (ages < count)
+            total = np.zeros(rows.count, np.int64)
+            np.add.at(total, of[within], events[within])
+            found[column] = pa.array(total)
+        return found
+
+
+def _flat(lists: pa.Array, codes: Codes) -> tuple[Codes, Codes, Codes]:
+    """Return the buckets of lists: each one's group, number and events."""
+    items = pc.list_flatten(lists)
+    of = codes[pc.list_parent_indices(lists).to_numpy()]
+    return of, items.field(0).to_numpy(), items.field(1).to_numpy()
+
+
+def _lists(codes: Codes, buckets: Codes, events: Codes, count: int, kept: int) -> pa.Array:
+    """Return a list for each group: the sum of each bucket's events, of the newest buckets; null if it has none."""
+    order = np.lexsort((buckets, codes))
+    codes, buckets, events = codes[order], buckets[order], events[order]
+    begins = np.flatnonzero(np.append(True, (codes[1:] != codes[:-1]) | (buckets[1:] != buckets[:-1]))[: len(codes)])
+    events = np.add.reduceat(events, begins) if len(begins) else events
+    codes, buckets = codes[begins], buckets[begins]
+    last = np.zeros(count, np.int64)
+    last[codes] = buckets  # ascending: the last one stays
+    is_kept = buckets > last[codes] - kept
+    codes, buckets, events = codes[is_kept], buckets[is_kept], events[is_kept]
+    offsets = np.searchsorted(codes, np.arange(count + 1)).astype(np.int32)
+    items = pa.StructArray.from_arrays([pa.array(buckets), pa.array(events)], fields=list(_COUNTS.value_type))
+    is_there = offsets[1:] > offsets[:-1]
+    return pa.ListArray.from_arrays(pa.array(offsets), items, type=_COUNTS, mask=pa.array(~is_there))
 
 
 def _greater(ours: Mapping[int, int], theirs: Mapping[int, int]) -> dict[int, int]:

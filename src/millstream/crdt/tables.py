@@ -5,12 +5,15 @@ hybrid time of its frame) of the newest record, and that record's columns. Some 
 record:
 
 - `g_counter`: the greatest value, `union_set`: all values, in the column itself;
-- `hide`: number and time of the newest record that hid, and of the newest that showed, in four columns next to it.
+- `hide`: number and time of the newest record that hid, and of the newest that showed, in four columns next to it;
+- `signal`: the sum and the counts of all events up to the row's number, in four columns next to it.
 
-`fold` is the join: it makes region rows of any rows of the same table, records or states of any number of replicas.
-It is commutative, associative and idempotent, row for row and byte for byte, because a region's records are ordered
-by their numbers alone, and no two have the same. `merged` is the value. Within a region the newest record is the last
-in the region's own log; across regions it is decided by hybrid time, then number, then region.
+`fold` is the join: it makes region rows of any rows of the same table, states of any number of replicas, and of records
+that follow on such states. It is commutative, associative and idempotent, row for row and byte for byte, because a
+region's records are ordered by their numbers alone, and no two have the same. Columns that accumulate take each record
+once, in the order of its log: one whose number is at or below a state's is in that state already. `merged` is the value.
+Within a region the newest record is the last in the region's own log; across regions it is decided by hybrid time, then
+number, then region.
 """
 
 from __future__ import annotations
@@ -22,9 +25,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.crdt.columns import Grouped, codes_of, last_of_each, whole_column
+from millstream.crdt.columns import Codes, Grouped, codes_of, last_of_each, whole_column
 from millstream.crdt.counters import GCounter, PNCounter
-from millstream.crdt.declared import MergeKind, TableMerge
+from millstream.crdt.declared import MergeKind, TableMerge, window_columns
 from millstream.crdt.registers import HideFlag, LWWRegister
 from millstream.crdt.sets import ObservedSet, UnionSet
 from millstream.crdt.signals import SignalState
@@ -47,8 +50,8 @@ class ColumnRule(Protocol):
         """Return a column and its state columns, one row for each key and region: the join."""
         ...
 
-    def merge_column(self, rows: Grouped, name: str) -> pa.Array:
-        """Return the column that readers see, one row a key: the value."""
+    def merge_column(self, rows: Grouped, name: str) -> dict[str, pa.Array]:
+        """Return the columns that readers see, one row a key: the value."""
         ...
 
 
@@ -65,8 +68,9 @@ RULES: Final[Mapping[MergeKind, ColumnRule]] = {
 
 def state_schema(columns: pa.Schema, merge: TableMerge) -> pa.Schema:
     """Return the columns of region rows of a table with these columns."""
-    beside = [pa.field(one, pa.int64()) for name in merge.named(columns.names, MergeKind.HIDE) for one in HideFlag.columns_of(name)]  # fmt: skip
-    return pa.schema([*STATE_PREFIX, *(pa.field(one.name, one.type) for one in columns), *beside])
+    flags = [pa.field(one, pa.int64(), nullable=False) for name in merge.named(columns.names, MergeKind.HIDE) for one in HideFlag.columns_of(name)]  # fmt: skip
+    signals = [one for name in merge.named(columns.names, MergeKind.SIGNAL) for one in SignalState.fields_of(name)]
+    return pa.schema([*STATE_PREFIX, *(pa.field(one.name, one.type) for one in columns), *flags, *signals])
 
 
 def own_columns(state: pa.Schema) -> pa.Schema:
@@ -114,17 +118,26 @@ def lift(
         made[one.name] = column if column.type.equals(one.type) else column.cast(one.type)
     for name in merge.named(columns.names, MergeKind.HIDE):
         made |= HideFlag.lift_column(name, made[name], made[SEQ.name], made[WALL.name])
+    for name in merge.named(columns.names, MergeKind.SIGNAL):
+        at = made.get(merge.of(name).at)
+        made |= SignalState.lift_column(name, made[name], times_ns if at is None else event_times(at, times_ns))
     return pa.table(list(made.values()), schema=state_schema(columns, merge))
 
 
-def fold(rows: pa.Table, key: Sequence[str], merge: TableMerge) -> pa.Table:
-    """Return one region row for each key and region of rows that may repeat them; ordered by key, then region.
+def fold(rows: pa.Table, key: Sequence[str], merge: TableMerge, *, records: pa.Table | None = None) -> pa.Table:
+    """Return one region row for each key and region, ordered by key, then region.
 
     Args:
-        rows: rows in `state_schema`.
+        rows: rows in `state_schema`, each of which has everything that its region wrote up to its number. They may
+            repeat: the one with the greatest number counts.
         key: names of the key columns.
         merge: how they merge.
+        records: rows of `lift`, in any order, with any repetitions. If a column accumulates, everything that a region
+            wrote between a row and the newest record has to be among them.
     """
+    states = rows.num_rows
+    if records is not None:
+        rows = pa.concat_tables([rows, records])
     if not rows.num_rows:
         return rows.combine_chunks()
 
@@ -133,13 +146,39 @@ def fold(rows: pa.Table, key: Sequence[str], merge: TableMerge) -> pa.Table:
         return whole_column(rows.column(name))
 
     codes = codes_of([*(column(name) for name in key), column(REGION.name)])
-    newest = pa.array(last_of_each(codes, column(SEQ.name).to_numpy()))
-    groups = Grouped(column, codes, len(newest), newest, merge)
+    seqs = column(SEQ.name).to_numpy()
+    newest = last_of_each(codes, seqs)
+    has_records = merge.accumulates and states < rows.num_rows
+    sequence = _sequence(codes, seqs, len(newest), states) if has_records else None
+    groups = Grouped(column, codes, len(newest), pa.array(newest), merge, sequence=sequence, states=states)
     found = groups.newest_of(*(one.name for one in STATE_PREFIX))
     for name in own_columns(rows.schema).names:
         found |= RULES[merge.of(name).kind].fold_column(groups, name)
-    found = {name: found[name] for name in rows.schema.names}
-    return pa.table(list(found.values()), schema=rows.schema)
+    return pa.table([found[name] for name in rows.schema.names], schema=rows.schema)
+
+
+def _sequence(codes: Codes, seqs: Codes, groups: int, states: int) -> Codes:
+    """Return what accumulates; see `Grouped.sequence`. A record at or below its group's newest state is in that."""
+    held = last_of_each(codes[:states], seqs[:states])
+    upto = np.full(groups, -1, np.int64)
+    upto[codes[held]] = seqs[held]
+    follows = states + np.flatnonzero(seqs[states:] > upto[codes[states:]])
+    some = np.concatenate([held, follows])
+    some = some[np.lexsort((seqs[some], codes[some]))]
+    is_first = np.append(True, np.diff(codes[some]).astype(bool) | np.diff(seqs[some]).astype(bool))
+    found: Codes = some[is_first[: len(some)]]
+    return found
+
+
+def of_keys(rows: pa.Table, others: pa.Table, key: Sequence[str]) -> pa.Table:
+    """Return those rows whose keys some other rows have."""
+    columns = [
+        whole_column(pa.concat_tables([part.select([name]) for part in (rows, others)]).column(0)) for name in key
+    ]
+    codes = codes_of(columns)
+    is_there = np.zeros(int(codes.max()) + 1 if len(codes) else 0, bool)
+    is_there[codes[rows.num_rows :]] = True
+    return rows.filter(pa.array(is_there[codes[: rows.num_rows]]))
 
 
 def merged(rows: pa.Table, key: Sequence[str], merge: TableMerge, *, at_ns: int | None = None) -> pa.Table:
@@ -149,8 +188,8 @@ def merged(rows: pa.Table, key: Sequence[str], merge: TableMerge, *, at_ns: int 
         rows: region rows as `fold` returns them.
         key: names of the key columns.
         merge: how they merge.
-        at_ns: the moment at which signals have decayed. None: that of the newest row, so that the same rows give the
-            same table.
+        at_ns: the moment as of which signals are read. Before a row's newest event it counts as that event's time.
+            None: the newest event's time in the table, so that the same rows give the same table.
 
     Raises:
         InvalidValue: a counter's sum is beyond its type.
@@ -162,18 +201,49 @@ def merged(rows: pa.Table, key: Sequence[str], merge: TableMerge, *, at_ns: int 
     codes = codes_of([columns[name] for name in key])
     regions, seqs, walls = (columns[one.name].to_numpy() for one in STATE_PREFIX)
     newest = pa.array(last_of_each(codes, walls, seqs, regions))
-    at = int(walls.max()) if at_ns is None else at_ns
+    at = newest_event_ns(rows, merge) if at_ns is None else at_ns
     groups = Grouped(columns.__getitem__, codes, len(newest), newest, merge, at)
-    found = {one.name: RULES[merge.of(one.name).kind].merge_column(groups, one.name) for one in target}
+    found: dict[str, pa.Array] = {}
+    for name in own_columns(rows.schema).names:
+        found |= RULES[merge.of(name).kind].merge_column(groups, name)
     return pa.table([found[one.name].cast(one.type) for one in target], schema=target)
+
+
+def newest_event_ns(rows: pa.Table, merge: TableMerge) -> int:
+    """Return the time of the newest event of all signals in region rows; 0 if there is none."""
+    names = [SignalState.fields_of(one)[1].name for one in merge.named(rows.schema.names, MergeKind.SIGNAL)]
+    return max((pc.max(rows.column(name)).as_py() or 0 for name in names), default=0)
+
+
+def event_times(column: pa.Array, times_ns: pa.Array) -> pa.Array:
+    """Return the times of events in nanoseconds, from a column of timestamps or of whole microseconds since 1970.
+
+    A record without one has its commit's time. Times before 1970 and after 2262, from before the column was declared,
+    count as those limits.
+    """
+    unit_ns = 1000
+    if pa.types.is_timestamp(column.type):
+        unit_ns = {"s": 10**9, "ms": 10**6, "us": 1000, "ns": 1}[column.type.unit]
+        column = column.cast(pa.int64())
+    signed = pa.types.is_signed_integer(column.type)
+    latest = min((2**63 - 1) // unit_ns, 2 ** (column.type.bit_width - signed) - 1)
+    earliest, latest = (pa.scalar(limit, column.type) for limit in (0, latest))
+    within = pc.max_element_wise(pc.min_element_wise(column, latest, skip_nulls=False), earliest, skip_nulls=False)
+    return pc.coalesce(pc.multiply(within.cast(pa.int64()), unit_ns), times_ns)
 
 
 def merged_schema(columns: pa.Schema, merge: TableMerge) -> pa.Schema:
     """Return the columns of `merged`: sums of integers have 64 bits, of decimals 38 digits.
 
-    Decayed signals are doubles.
+    A signal is a double, and the numbers of its events in the windows follow it.
     """
-    return pa.schema([pa.field(one.name, _merged_type(one.type, merge.of(one.name).kind)) for one in columns])
+    fields = []
+    for one in columns:
+        kind = merge.of(one.name).kind
+        fields.append(pa.field(one.name, _merged_type(one.type, kind)))
+        if kind is MergeKind.SIGNAL:
+            fields += [pa.field(name, pa.int64()) for name in window_columns(one.name)]
+    return pa.schema(fields)
 
 
 def _merged_type(column: pa.DataType, kind: MergeKind) -> pa.DataType:

@@ -214,7 +214,7 @@ class MergedViews:
             known = table.beyond[1]
         else:
             known, table.head_s = received, time.monotonic()
-        news = rows.state_after(known.vector, known.ends)
+        news = rows.state_after(known.vector, known.ends, known=fold.known if rows.engine.merge.accumulates else None)
         if news is None:
             return self._replaced(name, fold)
         has_moved = news.vector != received.vector

@@ -10,14 +10,15 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from urllib.parse import quote
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from millstream.config.region_checks import key_of
 from millstream.crdt.columns import whole_column
@@ -34,7 +35,7 @@ from millstream.crdt.reconcile import (
     vector_of,
     widened,
 )
-from millstream.crdt.tables import REGION, SEQ, WALL, fold, lift, own_columns, state_schema
+from millstream.crdt.tables import REGION, SEQ, WALL, fold, lift, of_keys, own_columns, state_schema
 from millstream.errors import (
     LogError,
     LogTruncated,
@@ -65,6 +66,10 @@ if TYPE_CHECKING:
 _FOLD_ROWS: Final = 250_000
 """Number of records to read before folding them, or as many as there are rows already, so that no row is
 folded over and over. In addition only one row per key and region is in memory."""
+
+
+Known: TypeAlias = Callable[[pa.Table], pa.Table]
+"""Returns the known region rows that have a key of some records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +179,14 @@ class RegionTable:
         # Not by `empty_table`: that looks for pandas, whose import takes half a second.
         return RegionState(pa.Table.from_batches([], state_schema(self.columns, self.engine.merge)))
 
-    def state_of(self, region: RegionId, after: Seq = Seq(0)) -> RegionState:
+    def state_of(self, region: RegionId, after: Seq = Seq(0), *, known: Known | None = None) -> RegionState:
         """Return the state from a region's log after a number; the vector gives its end.
+
+        Args:
+            region: the region.
+            after: the number.
+            known: returns the region rows as of that number that have a key of some records; needed if columns
+                accumulate. The state has them too.
 
         Raises:
             OffsetExpired: retention has dropped what follows `after`.
@@ -184,12 +195,12 @@ class RegionTable:
             # A concurrent cut of the log leaves the beginning of one history here, and the end of another
             # one or none.
             with contextlib.suppress(TokenFromFuture, LogTruncated):
-                state = self._read(region, after)
+                state = self._read(region, after, known)
                 if region not in state.ends or self._still_says(state, region):
                     return state
             self._readers[region] = self._open(region)
 
-    def _read(self, region: RegionId, after: Seq) -> RegionState:
+    def _read(self, region: RegionId, after: Seq, known: Known | None) -> RegionState:
         reader = self._readers[region]
         try:
             upto = reader.persisted_upto()
@@ -202,9 +213,9 @@ class RegionTable:
         for part in self._parts(region, after, upto):
             waiting.append(lift(part.batch, part.hybrid_ns, region, self.columns, self.engine.merge, table=self.name))
             if sum(one.num_rows for one in waiting) >= max(_FOLD_ROWS, rows.num_rows) or self._is_much(waiting):
-                rows, waiting = self._folded([rows, *waiting]), []
+                rows, waiting = self._folded(rows, waiting, known), []
                 self._check_fits(rows.nbytes, self.name)
-        rows = self._folded([rows, *waiting])
+        rows = self._folded(rows, waiting, known)
         self._check_fits(rows.nbytes, self.name)
         return RegionState(rows, vector, {} if end is None else {region: end})
 
@@ -229,8 +240,12 @@ class RegionTable:
         reader = self._readers[region] = self._open(region)
         return still_says(reader, behind(state.vector, region), state.ends.get(region))
 
-    def _folded(self, rows: list[pa.Table]) -> pa.Table:
-        return fold(pa.concat_tables(rows), self.engine.key, self.engine.merge)
+    def _folded(self, rows: pa.Table, records: list[pa.Table], known: Known | None) -> pa.Table:
+        """Return rows with records that follow them; a key that isn't among the rows begins as it is known."""
+        new = pa.concat_tables([self.empty.rows, *records])
+        if known is not None and new.num_rows:
+            rows = pa.concat_tables([rows, widened(known(new), rows.schema)])
+        return fold(rows, self.engine.key, self.engine.merge, records=new)
 
     def _parts(self, region: RegionId, after: Seq, upto: Seq) -> Iterator[TableRecords]:
         reader, wanted = self._readers[region], self._ids[region]
@@ -274,7 +289,8 @@ class RegionTable:
             after = self._heard(state, region, reader)
             first = reader.first_seq() if take is not None or after == 0 else Seq(0)
             lost = first if first > after + 1 else None
-            heard = self.state_of(region, after if lost is None else Seq(lost - 1))
+            known = self._known(state.rows.filter(pc.equal(state.rows.column(REGION.name), int(region))))
+            heard = self.state_of(region, after if lost is None else Seq(lost - 1), known=known)
             # Checked after the read: the log can be cut at any moment, and later reads of it belong to
             # its new history.
             is_anew = not self._still_says(state, region)
@@ -293,10 +309,16 @@ class RegionTable:
         columns = union_of(self.name, [self.columns, own_columns(state.rows.schema)])
         return RegionState(widened(state.rows, state_schema(columns, self.engine.merge)), state.vector, state.ends)
 
-    def state_after(self, vector: Vector, ends: Ends) -> RegionState | None:
+    def state_after(self, vector: Vector, ends: Ends, *, known: Known | None = None) -> RegionState | None:
         """Return what all regions' logs have after a vector; None if they don't continue it.
 
         That is so if retention has dropped records after it, or if a log was cut back or recreated since.
+
+        Args:
+            vector: the vector.
+            ends: the groups at which it ends.
+            known: returns the region rows as of the vector that have a key of some records; needed if columns
+                accumulate.
         """
         before = RegionState(self.empty.rows, vector, ends)
         state = self.empty
@@ -308,7 +330,7 @@ class RegionTable:
                     return None
                 if not after and reader.first_seq() > 1:
                     return None
-                heard = self.state_of(region, after)
+                heard = self.state_of(region, after, known=known)
                 # After the read, as in `merged_state`.
                 if not self._still_says(before, region):
                     return None
@@ -338,6 +360,11 @@ class RegionTable:
                     numbers = whole_column(part.batch.column(SEQ.name)).to_numpy()
                     found = at[np.searchsorted(seqs[at], numbers).clip(max=len(at) - 1)]
                     lost[found[(seqs[found] == numbers) & (walls[found] == part.hybrid_ns.to_numpy())]] = False
+            rebuilt = heard
+            if self.engine.merge.accumulates:
+                # Rows are left if retention has dropped a part of what they have accumulated.
+                left = (regions == int(region)) & ~lost
+                rebuilt = self.state_of(region, known=self._known(rows.filter(pa.array(left))))
             if region not in heard.ends or self._still_says(heard, region):
                 break
         if first > 1 and lost.any():
@@ -349,7 +376,13 @@ class RegionTable:
                 table=self.name,
                 region=int(region),
             )
-        return self.engine.without(state, region, lost), heard
+        return self.engine.without(state, region, lost), rebuilt
+
+    def _known(self, rows: pa.Table) -> Known | None:
+        """Return what looks up rows for `state_of`; None if no column accumulates."""
+        if not self.engine.merge.accumulates:
+            return None
+        return lambda records: of_keys(widened(rows, records.schema), records, self.engine.key)
 
     def _heard(self, state: RegionState, region: RegionId, reader: StreamReader) -> Seq:
         token = state.vector.get(region)

@@ -17,7 +17,6 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as Spark's own pages write it
 
 from millstream.crdt.declared import MergeKind, TableMerge, union_of
-from millstream.crdt.signals import DECAY_TERMS, HALVINGS_MAX
 from millstream.crdt.tables import REGION, SEQ, STATE_PREFIX, WALL, lift, merged_schema
 from millstream.errors import UnknownTable
 from millstream.model.conforming import conform
@@ -25,11 +24,12 @@ from millstream.model.ids import RegionId, TableId
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq
 from millstream.spark.columns import arrow_schema, spark_schema
+from millstream.spark.signals import SignalColumns, column_of
 from millstream.wal.reader import StreamReader
 
 _SPAN_BYTES: Final = 16 << 20
 _HINT: Final = "A column of this table has another type in some version of it."
-_NEWEST: Final = (MergeKind.LWW, MergeKind.PN_COUNTER, MergeKind.OR_SET, MergeKind.SIGNAL)
+_NEWEST: Final = (MergeKind.LWW, MergeKind.PN_COUNTER, MergeKind.OR_SET)
 """Kinds for which a region's newest record is sufficient."""
 
 
@@ -105,25 +105,29 @@ def merged_regions(
         merge: how they merge.
         columns: the table's own, of `records`, as Arrow has them.
         regions: all regions in `records`; if None, they are looked up at once.
-        at_ns: the moment for which signals have decayed; if None, the newest record's, which is looked up at once.
+        at_ns: the moment as of which signals are read; if None, that of the newest event, which is looked up at once.
 
     Raises:
         ReplicationError (`merge_unsuitable`): a column can't merge so.
     """
     merge.check("the table", columns, key)
     names = [name for name in columns.names if name not in key]
-    if at_ns is None and merge.named(names, MergeKind.SIGNAL):
-        latest = records.agg(F.max(WALL.name)).first()
+    signals = SignalColumns(columns, merge)
+    if at_ns is None and signals.names:
+        latest = records.agg(signals.newest()).first()
         at_ns = 0 if latest is None or latest[0] is None else int(latest[0])
     if regions is None:
         regions = [int(row[0]) for row in records.select(REGION.name).distinct().collect()]
     # Each region's part of a key is a separate aggregate, so that rows are grouped and shuffled once.
-    places = _RegionColumns(tuple(sorted(regions)) or (0,), tuple(names), merge)
-    grouped = records.groupBy(*map(_column, key)).agg(*places.aggregates())
+    numbers = tuple(sorted(regions)) or (0,)
+    places = _RegionColumns(numbers, tuple(name for name in names if name not in signals.names), merge)
+    grouped = records.groupBy(*map(column_of, key)).agg(*places.aggregates(), *signals.events(numbers))
+    grouped = grouped.select("*", *signals.sums(numbers))
     shown = grouped.select(
-        *map(_column, key),
+        *map(column_of, key),
         places.winner().alias("__winner"),
-        *(places.together(name, columns.field(name).type, at_ns or 0).alias(name) for name in places.summed),
+        *(places.together(name, columns.field(name).type).alias(name) for name in places.summed),
+        *signals.merged(numbers, at_ns or 0),
     )
     target = spark_schema(merged_schema(columns, merge))
     return shown.select(
@@ -131,7 +135,7 @@ def merged_regions(
             (
                 F.col("__winner").getField("said").getField(one.name)
                 if one.name in places.last_written
-                else _column(one.name)
+                else column_of(one.name)
             )
             .cast(one.dataType)
             .alias(one.name)
@@ -155,10 +159,10 @@ class _RegionColumns:
         """Yield the aggregates for grouping records."""
         for region in self._regions:
             here = F.col(REGION.name) == region
-            newest = F.struct(SEQ.name, WALL.name, *map(_column, self._newest))
+            newest = F.struct(SEQ.name, WALL.name, *map(column_of, self._newest))
             yield F.max(F.when(here, newest)).alias(f"__said_{region}")
             for name in self.summed:
-                column, kind = _column(name), self._merge.of(name).kind
+                column, kind = column_of(name), self._merge.of(name).kind
                 if kind is MergeKind.G_COUNTER:
                     yield F.max(F.when(here, column)).alias(self._own(name, region))
                 elif kind is MergeKind.HIDE:
@@ -167,7 +171,7 @@ class _RegionColumns:
                     yield F.max(F.when(here & ~column, moment)).alias(self._own(name, region, "shown"))
         for name in self.summed:
             if self._merge.of(name).kind is MergeKind.UNION_SET:
-                yield F.collect_set(_column(name)).alias(self._own(name, "all"))
+                yield F.collect_set(column_of(name)).alias(self._own(name, "all"))
 
     def winner(self) -> Column:
         """Return the record that was written last: its time and number, its region, and its values."""
@@ -179,7 +183,7 @@ class _RegionColumns:
             for region, said in self._said()
         )
 
-    def together(self, name: str, arrow: pa.DataType, at_ns: int) -> Column:
+    def together(self, name: str, arrow: pa.DataType) -> Column:
         """Return the regions' merged value of a column that isn't simply the last writer's."""
         how = self._merge.of(name)
         if how.kind is MergeKind.UNION_SET:
@@ -197,11 +201,7 @@ class _RegionColumns:
             return F.coalesce(hidden.isNotNull() & (shown.isNull() | (shown <= hidden)), F.lit(False))
         if how.kind is MergeKind.G_COUNTER:
             return _sum([F.col(self._own(name, region)) for region in self._regions], arrow)
-        values = [said.getField(name) for _, said in self._said()]
-        if how.kind is MergeKind.PN_COUNTER:
-            return _sum(values, arrow)
-        left = [_decay(said.getField(WALL.name), at_ns, how.half_life_ns) for _, said in self._said()]
-        return _sum([value.cast("double") * rest for value, rest in zip(values, left, strict=True)], pa.float64())
+        return _sum([said.getField(name) for _, said in self._said()], arrow)
 
     def _said(self) -> Iterator[tuple[int, Column]]:
         return ((region, F.col(f"__said_{region}")) for region in self._regions)
@@ -213,11 +213,6 @@ class _RegionColumns:
 def _named(names: Sequence[str], merge: TableMerge, kind: MergeKind) -> list[str]:
     """Return the columns among `names` that merge by a kind."""
     return [name for name in names if merge.of(name).kind is kind]
-
-
-def _column(name: str) -> Column:
-    """Return a column by its name, whatever characters the name has."""
-    return F.col("`" + name.replace("`", "``") + "`")
 
 
 def _greatest(columns: Iterable[Column]) -> Column:
@@ -243,13 +238,3 @@ def _sum(values: Sequence[Column], arrow: pa.DataType) -> Column:
     # Cast back at each step: a sum of decimals would gain a digit, and finally lose one behind the point.
     total = reduce(lambda total, value: (total + F.coalesce(value.cast(wide), nothing)).cast(wide), values, nothing)
     return F.when(reduce(lambda held, value: held | value, [value.isNotNull() for value in values]), total)
-
-
-def _decay(wall_ns: Column, at_ns: int, half_life_ns: int) -> Column:
-    """Return `crdt.signals.decays` for the age of what was written at `wall_ns`."""
-    halvings = F.greatest(F.lit(at_ns) - wall_ns, F.lit(0)).cast("double") / F.lit(float(half_life_ns))
-    full = F.floor(halvings)
-    rest = halvings - full.cast("double")
-    left = reduce(lambda held, term: held * rest + F.lit(term), DECAY_TERMS, F.lit(0.0))
-    parts = F.call_function("shiftleft", F.lit(1).cast("bigint"), F.least(full, F.lit(HALVINGS_MAX)).cast("int"))
-    return F.when(halvings >= HALVINGS_MAX, F.lit(0.0)).otherwise(left / parts.cast("double"))

@@ -132,6 +132,11 @@ class MergedFold:
             return None
         return self._engine.received(self.head.text, self._shape(self._regions).empty_table())
 
+    def known(self, records: pa.Table) -> pa.Table:
+        """Return the region rows of the state that have a key of some records."""
+        assert self._regions is not None, "there is a state"
+        return self._read(self._regions, Keys.of(records, self._key))
+
     def fits(self, columns: pa.Schema) -> bool:
         """Return whether keys without news may keep their rows.
 
