@@ -8,10 +8,11 @@ from typing import Any
 import pyarrow as pa
 
 from millstream import AppendedTables, StreamToken
-from millstream.errors import AppendOutcomeUnknown, UnknownTable
+from millstream.errors import AppendOutcomeUnknown, UnknownStream, UnknownTable
 from millstream_forage.clock import Clock
 from millstream_forage.embedding import HashedGrams
 from millstream_forage.engine import ForageEngine
+from millstream_forage.tables import HIDES
 from millstream_forage.taste import MATCH_THRESHOLD
 
 STREAM_ID = "0123abcd"
@@ -76,9 +77,74 @@ class MemoryHome:
         return [row for name, _, batch in self.log if name == table for row in batch.to_pylist()]
 
 
+class MemoryRegion(MemoryHome):
+    """A region's home, with copies of other regions' logs that are as new as the last `hear`."""
+
+    def __init__(self, region: int, times: Iterator[int]) -> None:
+        super().__init__()
+        self.region = region
+        self.others: dict[str, MemoryHome] = {}
+        self._times = times
+        self.hybrid: dict[int, int] = {}
+        """Hybrid time of each record of this region's log, by its number."""
+
+    def append(self, name: str, batch: pa.RecordBatch) -> None:
+        first = self.end + 1
+        super().append(name, batch)
+        time = next(self._times)
+        self.hybrid |= dict.fromkeys(range(first, self.end + 1), time)
+
+    def hear(self, other: MemoryRegion, end: int) -> None:
+        """Copy another region's log up to a number, or as far as the copy goes already."""
+        copy = self.others.setdefault(f"forage@{other.region}", MemoryHome())
+        if end > copy.end:
+            copy.log = [(name, first, batch) for name, first, batch in other.log if first <= end]
+            copy.end = max((first + batch.num_rows - 1 for _, first, batch in copy.log), default=0)
+
+    def token(self, stream: str, at: int | None = None) -> StreamToken:
+        if stream == "forage":
+            return super().token(stream, at)
+        if stream not in self.others:
+            raise UnknownStream(f"{stream} hasn't come yet")
+        return self.others[stream].token(stream, at)
+
+    def read(
+        self, stream: str, *, table: str | None = None, after: StreamToken | str, upto: StreamToken
+    ) -> Iterator[pa.RecordBatch]:
+        if stream == "forage":
+            yield from super().read(stream, table=table, after=after, upto=upto)
+        else:
+            yield from self.others[stream].read(stream, table=table, after=after, upto=upto)
+
+    def merged(self, _stream: str, table: str) -> pa.Table:
+        """Return the merged hides as Millstream merges a column of kind `hide`: hidden unless lifted later."""
+        newest: dict[tuple[int, str, str], dict[bool, int]] = {}
+        for region, home in ((self.region, self), *((int(name[7:]), home) for name, home in self.others.items())):
+            for row in home.rows(table):
+                times = newest.setdefault((row["user"], row["target"], row["value"]), {})
+                time = WORLD[region].hybrid[row["__seq"]]
+                times[row["hidden"]] = max(time, times.get(row["hidden"], 0))
+        rows = [
+            {"user": user, "target": target, "value": value, "hidden": times.get(True, 0) >= times.get(False, 0)}
+            for (user, target, value), times in newest.items()
+        ]
+        return pa.Table.from_pylist(rows, schema=pa.schema([HIDES.field(name) for name in HIDES.names[:4]]))
+
+
+WORLD: dict[int, MemoryRegion] = {}
+"""The regions of the running test, for their records' hybrid times."""
+
+
 def engine_on(home: Any, clock: Clock, *, match_threshold: float = MATCH_THRESHOLD) -> ForageEngine:
     """Open an engine on a home in memory."""
-    return ForageEngine(home, region=0, clock=clock, embedder=HashedGrams(), match_threshold=match_threshold)
+    return ForageEngine(
+        home,
+        region=getattr(home, "region", 0),
+        others=[region for region in WORLD if region != home.region] if isinstance(home, MemoryRegion) else [],
+        clock=clock,
+        embedder=HashedGrams(),
+        match_threshold=match_threshold,
+    )
 
 
 class SetClock:

@@ -69,6 +69,7 @@ def records_of(history: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, A
                 "id": len(shown) + 1,
                 "feed": seq,
                 "explore": False,
+                "propensity": 0.5,
                 "seed": 1,
                 "limit": 7,
                 "policy": "p",

@@ -90,14 +90,14 @@ class Index:
 
     def rows(self, key: int) -> Ints:
         """Return the rows that have a value, in order."""
-        self._catch_up()
+        self.catch_up()
         begin, end = np.searchsorted(self._keys, [key, key + 1])
         recent = self._recent.get(key)
         return self._order[begin:end] if recent is None else np.concatenate([self._order[begin:end], recent])
 
     def first(self, key: int) -> int | None:
         """Return the first row that has a value."""
-        self._catch_up()
+        self.catch_up()
         at = int(np.searchsorted(self._keys, key))
         if at < len(self._keys) and self._keys[at] == key:
             return int(self._order[at])
@@ -106,7 +106,7 @@ class Index:
 
     def first_rows(self, keys: Ints) -> Ints:
         """Return the first row of each value; -1 for a value that no row has."""
-        self._catch_up()
+        self.catch_up()
         if not self._recent and not len(self._keys):
             return np.full(len(keys), -1)
         found = np.full(len(keys), -1)
@@ -118,7 +118,8 @@ class Index:
             found[missing] = [self._recent.get(key, (-1,))[0] for key in keys[missing].tolist()]
         return found
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
+        """Index the rows that came since the last call; the other calls do so themselves."""
         values = self._column.values
         if len(values) - self._indexed > _SORTED_AT_ONCE:
             self._order = np.argsort(values, kind="stable")

@@ -37,13 +37,13 @@ from millstream_forage.clock import MINUTE_NS, Clock, clock_of
 from millstream_forage.corpus import default_corpus
 from millstream_forage.embedding import Embedder, HashedGrams, item_vectors
 from millstream_forage.errors import InvalidField, KeyReused, UnknownImpression, UnknownItem
-from millstream_forage.feeding import Feeder, FeedRequest, Filled, Policy
+from millstream_forage.feeding import Feeder, FeedRequest, Policy
 from millstream_forage.folded_log import FoldedLog
 from millstream_forage.homes import CONFIG_FILE, opened_home
 from millstream_forage.items import NewItem, new_item
 from millstream_forage.requests import HideChange, Reaction, hide_change, reaction, whole_number
 from millstream_forage.state import DWELL, KIND_CODES, NO_ROW
-from millstream_forage.tables import ID_MAX, KINDS, arm_name, region_of
+from millstream_forage.tables import ID_MAX, KINDS, arm_name, other_regions, region_of
 from millstream_forage.taste import MATCH_THRESHOLD
 
 LIMIT: Final = 7
@@ -67,6 +67,7 @@ class ForageEngine:
         clock: Clock,
         embedder: Embedder,
         match_threshold: float,
+        others: Iterable[int] = (),
     ) -> None:
         """Fold the log of a home; `open` and `ephemeral` make an engine.
 
@@ -76,6 +77,7 @@ class ForageEngine:
             clock: the time that decay goes by.
             embedder: the model of the items that this engine adds.
             match_threshold: least similarity of a `match`.
+            others: the other regions that the home follows.
         """
         self._region: Final = region
         self._clock: Final = clock
@@ -83,7 +85,7 @@ class ForageEngine:
         self._held: Final = ExitStack()
         """Closed with the engine."""
         self._turn: Final = threading.RLock()
-        self._log: Final = FoldedLog(home)
+        self._log: Final = FoldedLog(home, others)
         self._state: Final = self._log.state
         self._policy: Final = Policy(embedder.name, match_threshold)
         self._feeder: Final = Feeder(self._state, self._policy)
@@ -140,9 +142,11 @@ class ForageEngine:
     ) -> Self:
         """Return the engine of a home. It takes over what is held; if it fails, that stays with the caller."""
         home = opened_home(folder, held)
+        config = (folder / CONFIG_FILE).read_text()
         engine = cls(
             home,
-            region=region_of((folder / CONFIG_FILE).read_text()),
+            region=region_of(config),
+            others=other_regions(config),
             clock=clock or clock_of(os.environ),
             embedder=embedder or HashedGrams(),
             match_threshold=match_threshold,
@@ -488,8 +492,10 @@ class ForageEngine:
         if changed > token or policy != self._policy.name or self._clock() - asked.now_ns > REPEATED_FOR_NS:
             return None
         filled = self._feeder.compute(asked, impressions=first)
-        if not same_slots(filled, shown.items.values[rows], shown.explore.values[rows]):
-            return None  # another build of numpy or scipy computed it
+        logged = [shown.items, shown.explore, shown.propensities]
+        slots = list(zip(*(column.values[rows].tolist() for column in logged), strict=True))
+        if [(slot.row, slot.item.explore, slot.item.propensity) for slot in filled] != slots:
+            return None  # another build of numpy or scipy computed it, or another region's records came
         items = [
             replace(slot.item, impression_id=int(shown.ids.values[row])) for slot, row in zip(filled, rows, strict=True)
         ]
@@ -513,8 +519,3 @@ class ForageEngine:
             now_ns = self._clock()
             self._log.append({"heartbeats": [{"now": now_ns}]})
             return Heartbeat(now_ns + INTERVAL_MINUTES * MINUTE_NS)
-
-
-def same_slots(filled: Iterable[Filled], rows: np.ndarray[Any, Any], explore: np.ndarray[Any, Any]) -> bool:
-    """Return whether a computed feed is the one that was shown."""
-    return [(slot.row, slot.item.explore) for slot in filled] == list(zip(rows.tolist(), explore.tolist(), strict=True))

@@ -2,12 +2,15 @@
 
 Rows that this process appended are folded as they are, unless another process's records stand between them. Everything
 else is read from the log. Both give the same state, because the state depends on records alone.
+
+If the home follows other regions, their logs are folded too, and `hides` are the merged ones: a target that any region
+hides is hidden here as soon as its record is, and shows again if a later record of any region lifts that.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from millstream import AppendedTables, OpenHome, StreamToken
-from millstream.errors import AppendOutcomeUnknown, UnknownTable
+from millstream.errors import AppendOutcomeUnknown, UnknownStream, UnknownTable
 from millstream_forage.errors import EngineFailed
 from millstream_forage.state import State
 from millstream_forage.tables import SCHEMAS, STREAM
@@ -24,22 +27,26 @@ from millstream_forage.tables import SCHEMAS, STREAM
 class FoldedLog:
     """A home's log with its state. One caller at a time."""
 
-    def __init__(self, home: OpenHome) -> None:
-        """Fold the log, and begin it if there is none.
+    def __init__(self, home: OpenHome, regions: Iterable[int] = ()) -> None:
+        """Fold the logs, and begin the own one if there is none.
 
         Args:
             home: an open home with the stream.
+            regions: the other regions that the home follows. A log that hasn't come yet is waited for.
 
         Raises:
-            OffsetExpired: a part of the log is gone. Its records decide what is hidden, so nothing goes without them.
-            MillstreamError: the log can't be read or written.
+            OffsetExpired: a part of a log is gone. Its records decide what is hidden, so nothing goes without them.
+            MillstreamError: a log can't be read or written.
         """
         self._home: Final = home
+        self._others: Final = [f"{STREAM}@{region}" for region in regions]
         self._failed = False
         self._closed = False
         self.state: Final = State()
         self.at: StreamToken = home.append_all(STREAM, {}).token
-        """The token up to which the log is folded."""
+        """The token up to which the own log is folded."""
+        # As `at`, for the logs of other regions.
+        self._others_at: dict[str, StreamToken] = {}
         self._fold_everything()
 
     @property
@@ -64,6 +71,9 @@ class FoldedLog:
         token = self._home.token(STREAM)
         if token != self.at:
             self._fold_upto(token)
+        changed = [self._fold_other(name, token) for name, token in self._news()]
+        if any(changed):
+            self._merge_hides()
 
     def append(self, rows: Mapping[str, list[dict[str, Any]]]) -> None:
         """Append rows of several tables as one operation, and fold them once they are durable.
@@ -98,22 +108,75 @@ class FoldedLog:
         for name, batch in tables.items():
             self.state.apply(name, batch.append_column("__seq", pa.array(numbers[name])))
         self.at = ack.token
+        if "hides" in tables and self._others_at:
+            self._merge_hides()
         return True
 
     def _fold_upto(self, token: StreamToken) -> None:
+        has_hides = False
         for batch in self._home.read(STREAM, after=self.at, upto=token):
-            self.state.apply(table_of(batch), batch)
+            table = table_of(batch)
+            has_hides |= table == "hides"
+            self.state.apply(table, batch)
         self.at = token
+        if has_hides and self._others_at:
+            self._merge_hides()
+
+    def _news(self) -> Iterator[tuple[str, StreamToken]]:
+        """Yield the logs of other regions that have more than is folded, with their ends."""
+        for name in self._others:
+            try:
+                token = self._home.token(name)
+            except UnknownStream:
+                continue
+            if token != self._others_at.get(name):
+                yield name, token
+
+    def _fold_other(self, name: str, token: StreamToken) -> bool:
+        """Fold the news of another region's log; return whether it has hides, which are merged, not folded."""
+        has_hides = False
+        for batch in self._home.read(name, after=self._others_at.get(name, beginning(token)), upto=token):
+            table = table_of(batch)
+            has_hides |= table == "hides"
+            if table != "hides":
+                self.state.apply(table, foreign(batch))
+        self._others_at[name] = token
+        return has_hides
+
+    def _merge_hides(self) -> None:
+        self.state.hides.replace(self._home.merged(STREAM, "hides"))
 
     def _fold_everything(self) -> None:
-        """Fold the log table by table: whole tables fold much faster than the small batches of its order."""
-        begin = f"{self.at.stream}.s0"
+        """Fold the logs table by table: whole tables fold much faster than the small batches of their order."""
+        self._others_at = dict(self._news())
         for table in SCHEMAS:
-            try:
-                for batch in self._home.read(STREAM, table=table, after=begin, upto=self.at):
-                    self.state.apply(table, batch)
-            except UnknownTable:
-                continue  # nothing was appended to it yet
+            for batch in self._whole(STREAM, table, self.at):
+                self.state.apply(table, batch)
+            for name, token in self._others_at.items():
+                if table != "hides":
+                    for batch in self._whole(name, table, token):
+                        self.state.apply(table, foreign(batch))
+                elif any(True for _ in self._whole(name, table, token)):
+                    self._merge_hides()
+        self.state.index()
+
+    def _whole(self, name: str, table: str, token: StreamToken) -> Iterator[pa.RecordBatch]:
+        """Yield a whole table up to a token; nothing if the log has none of it."""
+        try:
+            yield from self._home.read(name, table=table, after=beginning(token), upto=token)
+        except UnknownTable:
+            return
+
+
+def beginning(token: StreamToken) -> str:
+    """Return the token before the first record of a token's log."""
+    return f"{token.stream}.s0"
+
+
+def foreign(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return another region's records without their numbers, which can't be compared with the own log's."""
+    at = batch.schema.get_field_index("__seq")
+    return batch.set_column(at, "__seq", pa.array(np.zeros(batch.num_rows, np.int64)))
 
 
 def table_of(batch: pa.RecordBatch) -> str:

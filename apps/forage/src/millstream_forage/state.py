@@ -111,6 +111,7 @@ class Impressions:
         self.policies: Final = Column(np.int64)
         self.tokens: Final = Column(np.int64)
         """Numbers of the tokens that the feeds were computed at."""
+        self.propensities: Final = Column(np.float64)
         self.kinds: Final = Column(np.int64)
         """Kinds of its signals, a bit each; 0 for an impression without signals."""
         self.rewards: Final = Column(np.float64)
@@ -134,6 +135,7 @@ class Impressions:
         self.items.extend(rows)
         self.arms.extend(items.arms.values[rows])
         self.explore.extend(batch["explore"].to_numpy(zero_copy_only=False))
+        self.propensities.extend(batch["propensity"].to_numpy())
         self.shown_ns.extend(batch["now"].to_numpy())
         self.seeds.extend(batch["seed"].to_numpy())
         self.limits.extend(batch["limit"].to_numpy())
@@ -247,6 +249,13 @@ class Hides:
                 (values.add if record["hidden"] else values.discard)(record["value"])
                 hidden.last_seq = record["__seq"]
 
+    def replace(self, rows: pa.Table) -> None:
+        """Take merged rows in place of all records so far."""
+        for hidden in self.by_user.values():
+            hidden.by_target = {target: set() for target in TARGETS}
+        for row in rows.filter(rows["hidden"]).select(["user", "target", "value"]).to_pylist():
+            self.by_user.setdefault(row["user"], Hidden()).by_target[row["target"]].add(row["value"])
+
     def of(self, user: int) -> Hidden:
         """Return the targets that a user hides."""
         return self.by_user.get(user) or Hidden()
@@ -283,6 +292,13 @@ class State:
             waiting, self._early = sorted(self._early, key=lambda early: early[0]), []  # impressions, then signals
             for early_table, early in waiting:
                 self._apply_ready(early_table, early)
+
+    def index(self) -> None:
+        """Index everything that was taken, so that the next answer needn't."""
+        for part in (self.items, self.impressions, self.signals):
+            for index in vars(part).values():
+                if isinstance(index, Index):
+                    index.catch_up()
 
     def _apply_ready(self, table: str, batch: pa.RecordBatch) -> None:
         """Take the records of a batch whose item and impression are known, and keep the others for later."""

@@ -143,3 +143,9 @@ def region_of(config: str) -> int:
     """Return the region's number in a home's configuration."""
     stream: dict[str, Any] = tomllib.loads(config).get("streams", {}).get(STREAM, {})
     return int(stream.get("region", 0))
+
+
+def other_regions(config: str) -> list[int]:
+    """Return the numbers of the regions that a home follows."""
+    regions: dict[str, str] = tomllib.loads(config).get("replication", {}).get("regions", {})
+    return sorted(map(int, regions))

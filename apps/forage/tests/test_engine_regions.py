@@ -1,0 +1,140 @@
+"""Several regions serve one feed: what one hides is hidden in each that has heard of it, and a signal counts once."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from apps.forage.tests.memory_home import WORLD, MemoryRegion, SetClock, engine_on
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from millstream_forage.corpus import default_corpus
+from millstream_forage.engine import ForageEngine
+from millstream_forage.errors import UnknownImpression, UnknownItem
+from millstream_forage.tables import REGION_BITS, home_config
+
+USERS = st.integers(1, 2)
+REGIONS = st.sampled_from([1, 2, 3])
+CORPUS = default_corpus()
+
+
+class Partitions(RuleBasedStateMachine):
+    """Three regions that hear of each other late; each may restart at any time."""
+
+    @initialize()
+    def begin(self) -> None:
+        times = count(1)
+        WORLD.clear()
+        WORLD.update({region: MemoryRegion(region, times) for region in (1, 2, 3)})
+        self.clock = SetClock()
+        self.engines = {region: engine_on(home, self.clock) for region, home in WORLD.items()}
+        self.shown: list[tuple[int, int, int]] = []
+        self.urls = count(1)
+        for region in WORLD:
+            for _ in range(3):
+                self.add(region)
+
+    @rule(region=REGIONS)
+    def add(self, region: int) -> None:
+        number = next(self.urls)
+        self.engines[region].add_item(replace(CORPUS[number % 100], url=f"https://forage.example/{number}"))
+
+    @rule(region=REGIONS, other=REGIONS, part=st.sampled_from([0.3, 1.0]))
+    def hear(self, region: int, other: int, part: float) -> None:
+        if region != other:
+            WORLD[region].hear(WORLD[other], int(WORLD[other].end * part))
+
+    @rule(region=REGIONS)
+    def restart(self, region: int) -> None:
+        self.engines[region] = engine_on(WORLD[region], self.clock)
+
+    @rule(region=REGIONS, user=USERS, seed=st.integers(0, 9))
+    def feed(self, region: int, user: int, seed: int) -> None:
+        feed = self.engines[region].feed(user, 7, seed)
+        hidden = self.hidden(region, user)
+        for item in feed.items:
+            assert ("item", str(item.item_id)) not in hidden
+            assert ("creator", item.creator) not in hidden
+            assert item.impression_id is not None
+            self.shown.append((user, item.item_id, item.impression_id))
+
+    def hidden(self, region: int, user: int) -> set[tuple[str, str]]:
+        """Return the targets that are hidden by what a region has heard."""
+        rows = WORLD[region].merged("forage", "hides").to_pylist()
+        return {(row["target"], row["value"]) for row in rows if row["user"] == user and row["hidden"]}
+
+    @rule(region=REGIONS, at=st.integers(0, 100), kind=st.sampled_from(["view", "save", "skip"]))
+    def signal(self, region: int, at: int, kind: str) -> None:
+        if not self.shown:
+            return
+        user, item, impression = self.shown[at % len(self.shown)]
+        try:
+            self.engines[region].signal(user, item, kind, impression_id=impression)
+        except (UnknownItem, UnknownImpression):
+            assert impression >> REGION_BITS != region
+
+    @rule(region=REGIONS, user=USERS, at=st.integers(0, 100), lift=st.booleans())
+    def block(self, region: int, user: int, at: int, *, lift: bool) -> None:
+        creator = CORPUS[at % len(CORPUS)].creator
+        if lift:
+            self.engines[region].unhide(user, creator=creator)
+        else:
+            self.engines[region].block(user, creator)
+        assert lift or ("creator", creator) in self.hidden(region, user)
+
+    @rule()
+    def reunite(self) -> None:
+        """Once all have heard everything, they list the same items, count the same signals and hide the same."""
+        for region in WORLD:
+            for other in WORLD:
+                self.hear(region, other, 1.0)
+        answers = [self.answers(region) for region in WORLD]
+        assert answers[0] == answers[1] == answers[2]
+        on_impressions = {(row["impression"], row["kind"]) for home in WORLD.values() for row in home.rows("signals")}
+        signals = [item.signals for item in self.engines[1].items(limit=1000).items]
+        assert sum(sum(counts.values()) for counts in signals) == len(on_impressions)
+
+    def answers(self, region: int) -> Any:
+        engine = self.engines[region]
+        items = sorted(engine.items(limit=1000).items, key=lambda item: item.item_id)
+        eligible = [{item.item_id for item in engine.feed(user, 50, 1, preview=True).items} for user in (1, 2)]
+        return items, eligible
+
+
+TestPartitions = Partitions.TestCase
+TestPartitions.settings = settings(max_examples=8, stateful_step_count=20)
+
+
+def test_a_region_takes_what_another_hid_from_its_log(tmp_path: Path):
+    """On disk, with the logs as `millstream follow` keeps them: byte for byte."""
+    homes = {region: tmp_path / str(region) for region in (1, 2)}
+    for region, home in homes.items():
+        home.mkdir()
+        other = 3 - region
+        config = f'\n[replication]\nnode = "n{region}"\nregions = {{ {other} = "grpc://127.0.0.1:9" }}\n'
+        (home / "millstream.toml").write_text(home_config(region) + config)
+    with ForageEngine.open(homes[1]) as one:
+        one.seed_default_corpus()
+        feed = one.feed(1)
+        one.signal(1, feed.items[0].item_id, "skip", impression_id=feed.items[0].impression_id)
+        one.block(1, feed.items[1].creator)
+        assert one.items(limit=1).items[0].item_id == (1 << 40) + 1
+    with ForageEngine.open(homes[2]) as two:
+        assert two.feed(1).items == []
+        shutil.copytree(homes[1] / "data/wal/forage", homes[2] / "data/wal/forage@1")
+        shown = two.feed(1, 50, 1).items
+        assert len(shown) == 50
+        assert feed.items[0].item_id not in {item.item_id for item in shown}
+        assert feed.items[1].creator not in {item.creator for item in shown}
+        two.signal(1, feed.items[2].item_id, "save", impression_id=feed.items[2].impression_id)
+        two.unhide(1, feed.items[0].item_id)
+        everything = {item.item_id for seed in range(8) for item in two.feed(1, 50, seed).items}
+        assert feed.items[1].creator not in {item.creator for item in two.feed(1, 50, 2).items}
+    with ForageEngine.open(homes[2]) as two:
+        again = {item.item_id for seed in range(8) for item in two.feed(1, 50, seed).items}
+    assert feed.items[0].item_id in everything | again
