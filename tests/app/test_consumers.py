@@ -196,8 +196,8 @@ def test_the_next_process_goes_on_where_the_last_one_was(home: Path) -> None:
 
 def test_a_consumer_on_the_command_line(home: Path) -> None:
     words = ["consumer", "create", "search", "--tables", "public.*", "--where", "id > 1", "--start", "earliest"]
-    made = json.loads(done(home, *words, "--columns", "id as number", "--json"))
-    assert (made["tables"], made["where"], made["columns"]) == (["public.*"], "id > 1", ["id as number"])
+    made = json.loads(done(home, *words, "--columns", "id as number,note", "--json"))
+    assert (made["tables"], made["where"], made["columns"]) == (["public.*"], "id > 1", ["id as number", "note"])
     with millstream.open(home) as found:
         found.append("web", "orders", [{"id": n} for n in range(4)])
         with found.consume("web", "search", wait_s=0.1) as messages:
@@ -213,6 +213,9 @@ def test_a_consumer_on_the_command_line(home: Path) -> None:
     )
     assert "active" in done(home, "consumer", "resume", "search")
     assert json.loads(done(home, "consumer", "dead", "ls", "search", "--json")) == []
+    for how in ("retry", "drop"):
+        found = run(home, "consumer", "dead", how, "search", "web-0-1-99")
+        assert (found.returncode, found.stdout) == (1, "web-0-1-99: unknown\n")
     assert run(home, "consumer", "rm", "search").returncode == 2
     done(home, "consumer", "rm", "search", "--yes")
     gone = run(home, "consumer", "show", "search")

@@ -226,7 +226,16 @@ def test_a_consumer_that_cannot_begin_is_reported_and_begins_once_it_can(deploym
         for what in ("show", "receive"):
             with pytest.raises(ConfigError, match=r"search\.where: no matching table has a column 'color'"):
                 run_.call(what)
-        assert run_.call("list", name=None) == {"consumers": []}
+        (listed,) = run_.call("list", name=None)["consumers"]
+        assert (listed["name"], listed["state"], listed["cursor"], listed["lag"]["records"]) == (
+            "search",
+            "paused",
+            None,
+            None,
+        )
+        assert "no matching table has a column 'color'" in listed["error"]
+        shown = run(run_.home.path, "consumer", "ls")
+        assert ("search" in shown.stdout, "no matching table" in shown.stderr) == (True, True)
         run_.rows.append("web", "orders", {"id": 2, "color": 1})
         wait_for(lambda: run_.received() == [{"id": 2, "note": None, "color": 1}])
 

@@ -90,7 +90,8 @@ def test_a_consumer_receives_and_acknowledges(server: Served) -> None:
         "start": "earliest", "ack_wait_ms": 30000, "max_deliver": 10, "max_ack_pending": 1000, "backfill": False,
     }  # fmt: skip
     assert client.make("search", 200, tables=["public.orders"], start="earliest") == made
-    assert client.make("search", 409, start="earliest")["code"] == "consumer_exists"
+    refused = client.make("search", 409, start="earliest", max_deliver=1)
+    assert (refused["code"], "with another max_deliver, tables" in refused["detail"]) == ("consumer_exists", True)
     messages = client.receive("search", batch_size=2)
     assert orders(messages) == [0, 1]
     lines = [json.loads(line) for line in done(server.home, "wal", "cat").splitlines()]
@@ -335,6 +336,16 @@ def test_what_is_wrong_is_refused(server: Served, path: str, body: Any, status: 
     found = client.answer(client.http.post(f"/{path}" if path else "", json=body), status)
     assert found["code"] == code
     assert found["hint"]
+
+
+def test_hints_offer_nothing_that_requests_may_not_set(server: Served) -> None:
+    client = Client(server.url)
+    for body, offered, refused in (
+        ({"name": "w", "color": 1}, "webhook", "command"),
+        ({"name": "w", "webhook": {"color": 1}}, "timeout", "allow_private"),
+    ):
+        hint = client.answer(client.http.post("", json=body), 422)["hint"]
+        assert (offered in hint, refused in hint) == (True, False)
 
 
 def test_a_page_of_dead_letters_begins_at_the_next_of_an_answer(server: Served) -> None:

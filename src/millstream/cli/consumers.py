@@ -101,7 +101,8 @@ def create(
     """
     others |= _sink({"webhook": webhook, "kafka": kafka, "redis": redis}, settings)
     groups: Any = group_by if group_by in {None, "key", "none"} else [one.strip() for one in str(group_by).split(",")]
-    fields = {"tables": list(tables) or None, "columns": list(columns) or None, "group_by": groups, **others}
+    names = [name for text in columns for name in ([text] if '"' in text else text.split(","))]
+    fields = {"tables": list(tables) or None, "columns": names or None, "group_by": groups, **others}
     with _consumers(invocation, stream) as consumers:
         made = consumers.create(name, **{field: value for field, value in fields.items() if value is not None})
     if as_json:
@@ -123,6 +124,9 @@ def ls(invocation: Invocation, stream: str | None, as_json: bool) -> None:
     elif not found:
         note("the stream has no consumers")
     else:
+        for one in found:
+            if one["error"]:
+                note(f"{one['name']}: {one['error']}")
         titles = ["consumer", "state", "cursor", "lag", "size", "age", "in flight", "dead", "delivered"]
         print_table(titles, [_row(one) for one in found], right=titles[3:])
 
@@ -363,7 +367,7 @@ def _row(found: dict[str, Any]) -> list[str]:
     return [
         found["name"],
         found["state"],
-        found["cursor"],
+        found["cursor"] or "",
         "" if lag["records"] is None else f"{lag['records']:,}",
         human_bytes(lag["bytes"]),
         human_seconds(lag["seconds"]),
@@ -403,8 +407,10 @@ def _print(found: dict[str, Any], *, as_json: bool) -> None:
 def _print_results(results: list[dict[str, str]], *, as_json: bool) -> None:
     if as_json:
         print_json(results)
-        return
-    for result in results:
-        say(f"{result['id']}: {result['status']}")
-    if not results:
-        note("there are no dead letters")
+    else:
+        for result in results:
+            say(f"{result['id']}: {result['status']}")
+        if not results:
+            note("there are no dead letters")
+    if any(result["status"] == "unknown" for result in results):
+        sys.exit(1)

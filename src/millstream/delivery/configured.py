@@ -7,10 +7,10 @@ same position. The next records are those behind the last one that was delivered
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import structlog
 
@@ -127,6 +127,26 @@ class FileConsumers:
         """Raise the reason why a consumer can't be as the file has it, if there is one."""
         if name in self.refused:
             raise self.refused[name]
+
+    def unmade(self, made: Container[str]) -> list[dict[str, Any]]:
+        """Return the consumers of the file that can't begin, as a list of consumers shows them.
+
+        Args:
+            made: the consumers that exist.
+        """
+        return [
+            {
+                **self.definitions[name].as_dict(),
+                "cursor": None,
+                "state": str(Phase.PAUSED),
+                **dict.fromkeys(("in_flight", "dead", "delivered", "redelivered", "acked"), 0),
+                "lag": {"records": None, "bytes": None, "seconds": None},
+                "backfill": None,
+                "error": error.message,
+            }
+            for name, error in self.refused.items()
+            if name not in made
+        ]
 
     def only_there(self, name: str, what: str) -> DeliveryError:
         """Return the error for a call that can't do something to a consumer of the file."""

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, NamedTuple, NoReturn
 
 import pyarrow as pa
 
-from millstream.delivery.sink_definition import SINKS, SinkDefinition
+from millstream.delivery.sink_definition import SINKS, TRUSTED_SINKS, SinkDefinition
 from millstream.errors import DeliveryError, RoutingError, UsageError
 from millstream.model.names import TablePatterns
 from millstream.model.predicate import Predicate
@@ -79,7 +79,8 @@ class Definition:
         sink = SinkDefinition.parse(body, is_trusted=is_trusted)
         unknown = [str(field) for field in body if field not in _FIELDS]
         if unknown:
-            _refuse(f"there is no field {unknown[0][:80]!r}", unknown[0][:80], f"Use: {', '.join(_FIELDS)}.")
+            known = [field for field in _FIELDS if is_trusted or field not in TRUSTED_SINKS]
+            _refuse(f"there is no field {unknown[0][:80]!r}", unknown[0][:80], f"Use: {', '.join(known)}.")
         name = body.get("name")
         if not isinstance(name, str) or NAME.match(name) is None:
             what = "a consumer needs a name" if name is None else f"{str(name)[:80]!r} can't name a consumer"
@@ -140,6 +141,11 @@ class Definition:
             **({} if self.sink is None else {self.sink.kind: self.sink.shown if masked else self.sink.settings}),
         }
 
+    def differences(self, other: Definition) -> list[str]:
+        """Return the fields in which another definition differs; it shows no secret."""
+        own, others = self.as_dict(masked=False), other.as_dict(masked=False)
+        return sorted(field for field in own.keys() | others.keys() if own.get(field) != others.get(field))
+
     @property
     def selection(self) -> Selection:
         """The fields that select records."""
@@ -190,7 +196,8 @@ class Definition:
             _refuse(
                 f"table {keyless[0]} has no key, so a consumer of kind latest can't follow it",
                 "tables",
-                f'Leave it out (`"!{keyless[0]}"`), give it a key, or use kind `changes`.',
+                f'Leave it out (`"!{keyless[0]}"`), or use kind `changes`. A table of the source can be given a primary '
+                "key at any time, one that applications write only before its first row.",
             )
         matching = [schema for schema in schemas if schema.kind is not TableKind.MESSAGES and self.takes(schema)]
         if not matching:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from millstream.delivery.definition import Definition
 from millstream.delivery.running import Running
 from millstream.errors import DeliveryError, InvalidValue, MillstreamError
 
@@ -39,3 +40,14 @@ def invalid_place(code: str, field: str, what: str) -> MillstreamError:
     if code == "invalid_consumer":
         return DeliveryError(what, code=code, hint="Use `earliest`, `latest`, a token or a time.", field=field)
     return InvalidValue(what, hint="Use `earliest`, `latest`, a token or a time.", column=field)
+
+
+def exists_already(stream: str, known: Definition, wanted: Definition) -> DeliveryError:
+    """Return the error for making a consumer that is there with another definition; it names what differs."""
+    return DeliveryError(
+        f"stream {stream} has a consumer {wanted.name} with another {', '.join(known.differences(wanted))}",
+        code="consumer_exists",
+        hint="Make it under another name, or remove the one that is there.",
+        stream=stream,
+        consumer=wanted.name,
+    )

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -35,7 +36,7 @@ from millstream.delivery.backfill.steering import Notes
 from millstream.delivery.backfill.writing import BackfillWriter, stored_backfill
 from millstream.delivery.configured import FileConsumers, schemas_of
 from millstream.delivery.definition import Definition
-from millstream.delivery.lookup import Locked, invalid_place, unknown_consumer
+from millstream.delivery.lookup import Locked, exists_already, invalid_place, unknown_consumer
 from millstream.delivery.push_source import Pushing
 from millstream.delivery.running import Running, Waiter, now_ms
 from millstream.delivery.schemas import RecordSchemas
@@ -200,15 +201,15 @@ class StreamConsumers:
         return self._calls[what](str(name), body, waiter or Waiter())
 
     def all(self) -> list[dict[str, Any]]:
-        """Return every consumer with its progress, by name."""
+        """Return every consumer with its progress, by name; also those of the file that can't begin."""
         with self._lock:
-            some = sorted(self._running.items())
-        found = []
-        for _, running in some:
+            some = list(self._running.values())
+            found = self._file.unmade(self._running.keys())
+        for running in some:
             with running.lock:
                 if not running.is_deleted:
                     found.append(running.shown())
-        return found
+        return sorted(found, key=itemgetter("name"))
 
     def close(self) -> None:
         """End every wait, make everything durable, and close the store."""
@@ -242,12 +243,7 @@ class StreamConsumers:
             known = self._running.get(definition.name)
             if known is not None:
                 if known.definition != definition:
-                    raise DeliveryError(
-                        f"stream {self._around.stream} has a consumer {definition.name} with another definition",
-                        code="consumer_exists",
-                        stream=self._around.stream,
-                        consumer=definition.name,
-                    )
+                    raise exists_already(self._around.stream, known.definition, definition)
                 with known.lock:
                     return Answer(known.shown_definition())
             return Answer(self._make(definition, is_configured=False).shown_definition(), is_new=True)

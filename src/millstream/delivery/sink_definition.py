@@ -9,7 +9,8 @@ from typing import Any, Final
 from millstream.errors import DeliveryError
 
 SINKS: Final = ("webhook", "kafka", "redis", "command")
-_COMMAND: Final = "command"
+TRUSTED_SINKS: Final = ("command",)
+"""Sinks that only the configuration file may have."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class SinkDefinition:
         if len(kinds) > 1:
             hint = "Make a consumer for each sink."
             raise _refusal(f"a consumer has one sink, and this one has {kind} and {kinds[1]}", kinds[1], hint)
-        if kind == _COMMAND and not is_trusted:
+        if kind in TRUSTED_SINKS and not is_trusted:
             hint = "Define the consumer in millstream.toml, as [streams.S.consumers.C.command]."
             raise _refusal("a command can be set only in millstream.toml", kind, hint)
         found = _settings(kind, body[kind], is_trusted=is_trusted)

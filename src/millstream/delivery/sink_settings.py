@@ -16,19 +16,21 @@ class SinkSettings:
         sink: the name of the table, which errors show.
         settings: what was written.
         known: the settings that there are.
+        unoffered: those that hints don't name, since they would be refused here.
 
     Raises:
         DeliveryError (`invalid_consumer`): it is no table, or has an unknown setting. The readers below raise it, too.
     """
 
-    def __init__(self, sink: str, settings: object, known: Collection[str]) -> None:
+    def __init__(self, sink: str, settings: object, known: Collection[str], unoffered: Collection[str] = ()) -> None:
         self._sink = sink
+        offered = f"Use: {', '.join(name for name in known if name not in unoffered)}."
         if not isinstance(settings, Mapping):
-            raise _refusal(f"{sink} isn't an object", sink, f"Use: {', '.join(known)}.")
+            raise _refusal(f"{sink} isn't an object", sink, offered)
         self._settings: Mapping[str, Any] = settings
         unknown = [str(name)[:80] for name in settings if name not in known]
         if unknown:
-            self.refuse(unknown[0], "isn't a setting", f"Use: {', '.join(known)}.")
+            self.refuse(unknown[0], "isn't a setting", offered)
 
     def refuse(self, name: str, problem: str, hint: str | None = None) -> NoReturn:
         """Raise `invalid_consumer` about one setting."""

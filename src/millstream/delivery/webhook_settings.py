@@ -73,7 +73,7 @@ class WebhookSettings:
         Raises:
             DeliveryError (`invalid_consumer`): a setting is missing, unknown or not valid. It shows no secret.
         """
-        fields = SinkSettings("webhook", settings, _KNOWN)
+        fields = SinkSettings("webhook", settings, _KNOWN, () if may_allow_private else ("allow_private",))
         allow_private = fields.flag("allow_private")
         if allow_private and not may_allow_private:
             fields.refuse(
