@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from millstream import AppendedTables, StreamToken
-from millstream.errors import AppendOutcomeUnknown, UnknownStream, UnknownTable
+from millstream.errors import AppendOutcomeUnknown, SessionExpired, UnknownStream, UnknownTable
 from millstream_forage.clock import Clock
 from millstream_forage.embedding import HashedGrams
 from millstream_forage.engine import ForageEngine
@@ -36,6 +36,8 @@ class MemoryHome:
         """Whether the next append fails before it is durable."""
         self.silence_next = False
         """Whether the next append is durable, and its answer lost."""
+        self.expire_sessions = False
+        """Whether the next append finds its session forgotten."""
         self.appends = 0
 
     def token(self, _stream: str, at: int | None = None) -> StreamToken:
@@ -56,6 +58,9 @@ class MemoryHome:
             raise AppendOutcomeUnknown("the answer was lost")
         return AppendedTables(self.token(stream), False, parts)
 
+    def session(self, stream: str) -> MemorySession:
+        return MemorySession(self, stream)
+
     def append(self, name: str, batch: pa.RecordBatch) -> None:
         seqs = pa.array(range(self.end + 1, self.end + 1 + batch.num_rows), pa.int64())
         numbered = batch.append_column("__seq", seqs)
@@ -75,6 +80,20 @@ class MemoryHome:
 
     def rows(self, table: str) -> list[dict[str, Any]]:
         return [row for name, _, batch in self.log if name == table for row in batch.to_pylist()]
+
+
+class MemorySession:
+    """A session that never repeats a write."""
+
+    def __init__(self, home: MemoryHome, stream: str) -> None:
+        self._home = home
+        self._stream = stream
+
+    def append_all(self, tables: Mapping[str, pa.Table]) -> AppendedTables:
+        if self._home.expire_sessions:
+            self._home.expire_sessions = False
+            raise SessionExpired("the session hasn't written for days")
+        return self._home.append_all(self._stream, tables)
 
 
 class MemoryRegion(MemoryHome):

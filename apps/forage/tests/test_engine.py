@@ -385,6 +385,13 @@ def test_an_empty_log_gives_empty_answers(home: MemoryHome, clock: SetClock):
     assert home.appends == 0
 
 
+def test_a_forgotten_session_is_replaced(engine: ForageEngine, home: MemoryHome):
+    home.expire_sessions = True
+    engine.hide(USER, 1)
+    assert not home.expire_sessions
+    assert not shows(engine, 1)
+
+
 def test_a_closed_engine_answers_nothing(engine: ForageEngine):
     engine.close()
     with pytest.raises(EngineFailed):

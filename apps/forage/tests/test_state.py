@@ -191,6 +191,18 @@ def test_an_index_finds_the_rows_of_each_value_however_they_came(values: list[in
     assert index.first_rows(wanted).tolist() == [values.index(value) if value in values else -1 for value in range(11)]
 
 
+@given(st.lists(st.lists(st.integers(1, 1 << 42), unique=True), max_size=5), st.integers(0, 1 << 42), st.integers(1, 9))
+def test_ids_are_paged_in_order_however_regions_took_turns(parts: list[list[int]], key: int, count: int):
+    ids = columns.Ids()
+    for part in parts:
+        ids.extend(sorted(part) if len(part) % 2 else part)
+    expected = sorted(value for part in parts for value in part if value > key)[:count]
+    assert ids.values[ids.after(key, count)].tolist() == expected
+    for region in range(4):
+        own = [value for part in parts for value in part if value >> 40 == region]
+        assert ids.next_of(region) == max([*own, region << 40]) + 1
+
+
 def sort_now(index: columns.Index) -> None:
     """Sort all rows in, as an index does for a long stretch."""
     index._order = np.argsort(index._column.values, kind="stable")

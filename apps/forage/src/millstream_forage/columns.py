@@ -56,10 +56,11 @@ class Column:
 class Ids(Column):
     """Ids that regions handed out (`tables`)."""
 
-    __slots__ = ("_last",)
+    __slots__ = ("_is_ascending", "_last")
 
     def __init__(self) -> None:
         super().__init__(np.int64)
+        self._is_ascending = True
         self._last: dict[int, int] = {}
 
     def extend(self, rows: npt.ArrayLike) -> None:
@@ -68,7 +69,18 @@ class Ids(Column):
         regions = added >> REGION_BITS
         for region in np.unique(regions).tolist():
             self._last[region] = max(self._last.get(region, 0), int(added[regions == region].max()))
+        before = self.values[-1:]
         super().extend(added)
+        self._is_ascending &= bool((np.diff(np.concatenate([before, added])) > 0).all())
+
+    def after(self, key: int, count: int) -> Ints:
+        """Return the rows of the least ids above a number, by id: `count` of them, or as many as there are."""
+        if self._is_ascending:
+            begin = int(np.searchsorted(self.values, key, side="right"))
+            return np.arange(begin, min(begin + count, len(self)))
+        rows = np.flatnonzero(self.values > key)
+        found: Ints = rows[np.argsort(self.values[rows], kind="stable")][:count]
+        return found
 
     def next_of(self, region: int) -> int:
         """Return the next id for a region to hand out."""

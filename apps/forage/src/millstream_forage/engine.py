@@ -214,9 +214,7 @@ class ForageEngine:
         size = whole_number("limit", limit, least=1, most=PAGE_MAX)
         with self._turn:
             self._log.catch_up()
-            items = self._state.items
-            rows = np.flatnonzero(items.ids.values > begin)
-            rows = rows[np.argsort(items.ids.values[rows], kind="stable")][: size + 1]
+            rows = self._state.items.ids.after(begin, size + 1)
             listed = [self._listed(int(row)) for row in rows[:size]]
             return ItemsPage(listed, listed[-1].item_id if len(rows) > size else None)
 

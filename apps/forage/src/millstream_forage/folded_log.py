@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from millstream import AppendedTables, OpenHome, StreamToken
-from millstream.errors import AppendOutcomeUnknown, UnknownStream, UnknownTable
+from millstream.errors import AppendOutcomeUnknown, SessionExpired, UnknownStream, UnknownTable
 from millstream_forage.errors import EngineFailed
 from millstream_forage.state import State
 from millstream_forage.tables import SCHEMAS, STREAM
@@ -40,6 +40,8 @@ class FoldedLog:
         """
         self._home: Final = home
         self._others: Final = [f"{STREAM}@{region}" for region in regions]
+        # A session sends an append again if the process that writes the log ends before it answers.
+        self._session = home.session(STREAM)
         self._failed = False
         self._closed = False
         self.state: Final = State()
@@ -86,13 +88,19 @@ class FoldedLog:
         tables = {name: pa.RecordBatch.from_pylist(part, schema=SCHEMAS[name]) for name, part in rows.items() if part}
         if not tables:
             return
+        ack = self._appended({name: pa.table(batch) for name, batch in tables.items()})
+        if not self._fold_own(tables, ack):
+            self._fold_upto(ack.token)
+
+    def _appended(self, tables: Mapping[str, pa.Table]) -> AppendedTables:
         try:
-            ack = self._home.append_all(STREAM, {name: pa.table(batch) for name, batch in tables.items()})
+            return self._session.append_all(tables)
+        except SessionExpired:  # after days without an append
+            self._session = self._home.session(STREAM)
+            return self._session.append_all(tables)
         except AppendOutcomeUnknown:
             self._failed = True
             raise
-        if not self._fold_own(tables, ack):
-            self._fold_upto(ack.token)
 
     def _fold_own(self, tables: Mapping[str, pa.RecordBatch], ack: AppendedTables) -> bool:
         """Fold rows that this engine appended without reading them; False if others stand between."""
