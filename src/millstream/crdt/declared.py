@@ -105,6 +105,11 @@ class TableMerge:
         """Whether a column takes events that are added up: then a row's state depends on all records before it."""
         return any(how.kind is MergeKind.SIGNAL for how in self.columns.values())
 
+    @property
+    def signals(self) -> dict[str, str]:
+        """The columns that are signals, each with the column of its events' times; empty: their commit's."""
+        return {name: how.at for name, how in self.columns.items() if how.kind is MergeKind.SIGNAL}
+
     def named(self, columns: Sequence[str], *kinds: MergeKind) -> list[str]:
         """Return those of some columns that merge by one of these kinds."""
         return [name for name in columns if self.of(name).kind in kinds]

@@ -37,6 +37,8 @@ from millstream.model.ids import RegionId
 REGION: Final = pa.field("__region", pa.int64(), nullable=False)
 SEQ: Final = pa.field("__seq", pa.int64(), nullable=False)
 WALL: Final = pa.field("__wall_ns", pa.int64(), nullable=False)
+UNITS_NS: Final = {"s": 10**9, "ms": 10**6, "us": 1000, "ns": 1}
+"""Nanoseconds of each unit of Arrow's timestamps."""
 STATE_PREFIX: Final = (REGION, SEQ, WALL)
 # Not by `pa.array`: that looks for pandas, whose import takes longer than everything else that a node needs to begin.
 _OPS: Final = pa.StringArray.from_buffers(3, pa.py_buffer(np.arange(4, dtype=np.int32)), pa.py_buffer(b"cur"))
@@ -223,7 +225,7 @@ def event_times(column: pa.Array, times_ns: pa.Array) -> pa.Array:
     """
     unit_ns = 1000
     if pa.types.is_timestamp(column.type):
-        unit_ns = {"s": 10**9, "ms": 10**6, "us": 1000, "ns": 1}[column.type.unit]
+        unit_ns = UNITS_NS[column.type.unit]
         column = column.cast(pa.int64())
     signed = pa.types.is_signed_integer(column.type)
     latest = min((2**63 - 1) // unit_ns, 2 ** (column.type.bit_width - signed) - 1)

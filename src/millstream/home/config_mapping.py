@@ -81,10 +81,15 @@ def shard_of(stream: StreamConfig, first_shard: ShardId) -> Callable[[str], Shar
 
 def write_rules(stream: StreamConfig) -> Callable[[str, str], WriteRules]:
     """Return a function from a table's schema and name to the rules for applications' writes."""
+    from millstream.crdt.declared import TableMerge
     from millstream.ingest.schemas import SchemaOnWrite, WriteRules
 
     mode = SchemaOnWrite(stream.ingest.schema_on_write)
-    keyed = {parse_qualified_name(table): WriteRules(mode, tuple(key)) for table, key in stream.keys.items()}
+    signals = {parse_qualified_name(table): TableMerge.parse(words).signals for table, words in stream.merge.items()}
+    keyed = {
+        (name := parse_qualified_name(table)): WriteRules(mode, tuple(key), signals.get(name, {}))
+        for table, key in stream.keys.items()
+    }
     others = WriteRules(mode)
     return lambda namespace, name: keyed.get((namespace, name), others)
 

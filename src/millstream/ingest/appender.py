@@ -22,6 +22,7 @@ from millstream.ingest.requests import check_batch, operations_of, part_of, with
 from millstream.ingest.schemas import FITTED_BYTES_MAX, TableRules, fitted, fitted_bytes, grown
 from millstream.ingest.uninterruptible import uninterruptible
 from millstream.ingest.valid_rows import Refusals, ValidPart, valid_part, without_clashes
+from millstream.ingest.weights import check_weights
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId, WriterId
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.operations import (
@@ -390,7 +391,9 @@ class Appender:
 
     def _checked(self, name: tuple[str, str], rows: pa.Table) -> tuple[TableRows, ...]:
         """Return where a table's rows would go; nothing is made. Raises if it can't take them."""
-        wanted = grown(self._newest(name, rows), rows.schema, self._rules.rules_of(*name))
+        rules = self._rules.rules_of(*name)
+        check_weights(qualified_name(*name), rows, rules.signals)
+        wanted = grown(self._newest(name, rows), rows.schema, rules)
         return self._rules.check_place(wanted, append_rows(wanted, fitted(wanted, rows), [rows.num_rows]))
 
     def _refused_tables(self, request: AppendBatch) -> dict[int, MillstreamError]:
@@ -408,6 +411,7 @@ class Appender:
         """Return one table's part of `_fit`."""
         namespace, table = name
         rules = self._rules.rules_of(namespace, table)
+        check_weights(qualified_name(namespace, table), rows, rules.signals)
         shard = self._rules.home_shard(f"{namespace}.{table}")
         known = self._schemas.get(name)
         if known is None or grown(known, rows.schema, rules) is not known:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
@@ -44,6 +45,8 @@ class WriteRules:
     mode: SchemaOnWrite
     key: tuple[str, ...] = ()
     """Names of the key columns of `current`'s rows; none: the table has only a history."""
+    signals: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The columns that are signals, each with the column of its events' times; empty: their commit's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +132,14 @@ def grown(known: TableSchema, columns: pa.Schema, rules: WriteRules) -> TableSch
         raise too_large(f"the columns of {known.full_name}", len(have) + len(lacking), COLUMNS_MAX)
     if is_new:
         _check_key(known.full_name, {field.name: field.type for field in lacking}, rules.key)
-    added = (Column(field.name, field.type) for field in lacking)
+    added = (_new_column(field, rules) for field in lacking)
     return replace(known, columns=(*known.columns, *added), key=rules.key, identity=rules.key)
+
+
+def _new_column(field: pa.Field, rules: WriteRules) -> Column:
+    # The weights that come later may have digits after the point.
+    is_weight = field.name in rules.signals and pa.types.is_integer(field.type)
+    return Column(field.name, pa.float64() if is_weight else field.type)
 
 
 def _check_key(table: str, types: dict[str, pa.DataType], key: Sequence[str]) -> None:

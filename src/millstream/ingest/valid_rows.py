@@ -16,11 +16,13 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from millstream.errors import IngestError, InvalidValue, MillstreamError, RowsTooLarge
 from millstream.ingest.columns import Rows, check_names, column_of, kind_of, table_of
 from millstream.ingest.requests import said
 from millstream.ingest.schemas import WriteRules, fits, grown
+from millstream.ingest.weights import weight_faults
 from millstream.model.operations import Appended, RejectedRow
 from millstream.model.schema import TableSchema
 from millstream.model.writes import AppendBatch
@@ -68,6 +70,7 @@ def valid_part(known: TableSchema, rows: pa.Table, rules: WriteRules) -> ValidPa
         UnknownTable, IngestError (`key_changed`), RowsTooLarge, InvalidValue: it is no single row's fault.
     """
     clashes: dict[int, Clash] = {}
+    rows = _weighted(known.full_name, rows, rules, clashes)
     rows = _known_columns(known, rows, rules, clashes)
     wanted = grown(known, said(rows).schema, rules)
     for column in wanted.columns:
@@ -87,6 +90,16 @@ def valid_part(known: TableSchema, rows: pa.Table, rules: WriteRules) -> ValidPa
     keep = np.ones(rows.num_rows, dtype=bool)
     keep[list(clashes)] = False
     return ValidPart(said(rows.filter(pa.array(keep))), clashes)
+
+
+def _weighted(table: str, rows: pa.Table, rules: WriteRules, clashes: dict[int, Clash]) -> pa.Table:
+    """Return the rows without values that are no signals' events; rows that have such values clash."""
+    for fault in weight_faults(rows, rules.signals):
+        _note(clashes, fault.at.combine_chunks(), Clash.of(fault.error(table)))
+        place = rows.schema.get_field_index(fault.column)
+        nothing = pa.scalar(None, rows.schema.field(place).type)
+        rows = rows.set_column(place, fault.column, pc.if_else(fault.at, nothing, rows.column(place)))
+    return said(rows) if clashes else rows
 
 
 def _known_columns(known: TableSchema, rows: pa.Table, rules: WriteRules, clashes: dict[int, Clash]) -> pa.Table:
