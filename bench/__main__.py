@@ -23,6 +23,7 @@ from bench import (  # noqa: F401 - they register their figures
     line_protocol,
     log_costs,
     log_open,
+    merged_reads,
     nodes,
     regions,
     replication,

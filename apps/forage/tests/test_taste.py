@@ -53,12 +53,6 @@ def test_newer_signals_weigh_more_by_the_half_life() -> None:
     assert centroid[24] / centroid[12] == pytest.approx(8)
 
 
-def test_tastes_of_years_ago_are_still_found() -> None:
-    years = 60 * HALF_LIFE_NS
-    liked = [Liked(0, 1, 1, 0), Liked(12, 1, 1, 0), Liked(1, 1, 1, years), Liked(13, 1, 1, years)]
-    assert taste(liked, VECTORS).signals == (2, 2)
-
-
 def test_a_cluster_that_drifts_apart_falls_into_two() -> None:
     vectors = {1: axis((0, 1)), 2: axis((0, 1), (1, 1.5)), 3: axis((0, 1), (2, 1.5)), 4: axis((2, 1)), 5: axis((1, 1))}
     together = taste([Liked(item, 1, 1, 0) for item in (1, 2, 3)], vectors)

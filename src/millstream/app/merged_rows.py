@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Final
 
 from millstream.model.region_ages import RegionAge, with_regions
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from millstream.home.home import Home
+    from millstream.regions.merged_states import MergedStates
 
 FOLDED_TIMES: Final = 4
 """Memory to fold a range of `read_latest`, as a multiple of its records, and a table of several regions, of its rows.
@@ -47,11 +49,18 @@ class HomeMergedTables:
     def rows(self, table: str, *, at_ns: int | None = None) -> tuple[pa.Table, Sequence[RegionAge]]:
         """Return a table's merged rows, and the regions; raises as `OpenHome.merged`."""
         from millstream.nodes.staleness import ages_of_regions, check_ages
-        from millstream.regions.region_table import merged_table
 
         check_ages(self._home, self._stream)
         ages = ages_of_regions(self._home, self._stream)  # before the read: what is read is no older
-        return merged_table(self._home, self._stream, table, at_ns=at_ns, bytes_max=self._bytes_max), ages
+        return _states().read(self._home, self._stream, table, at_ns=at_ns, bytes_max=self._bytes_max), ages
+
+
+@cache
+def _states() -> MergedStates:
+    """Return the states that this process holds: one for all threads of a server, which open the home one by one."""
+    from millstream.regions.merged_states import MergedStates
+
+    return MergedStates()
 
 
 def merged_rows(home: Home, stream: str, table: str, *, at_ns: int | None, bytes_max: int | None) -> pa.Table:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -44,12 +44,13 @@ from millstream.errors import (
     MillstreamError,
     OffsetExpired,
     OtherStream,
+    PositionError,
     QueryBound,
     ReplicationError,
     TokenFromFuture,
     UnknownTable,
 )
-from millstream.model.ids import RegionId, region_log_name
+from millstream.model.ids import RegionId, SchemaVersion, TableId, region_log_name
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.positions import Seq, StreamToken, short_stream_id
 from millstream.model.schema import TableKind, TableSchema
@@ -57,6 +58,7 @@ from millstream.private_files import make_folder, replacing
 from millstream.regions.ends import end_at, still_says
 from millstream.regions.region_logs import check_region, merge_of, region_logs, region_readers
 from millstream.wal.reader import StreamReader, TableRecords
+from millstream.wal.truncation_watch import HistoryWatch
 
 if TYPE_CHECKING:
     from millstream.config.model import StreamConfig
@@ -113,7 +115,7 @@ class RegionTable:
         bytes_max: limit in bytes of the rows that one read holds at once, and again of records that
             aren't folded yet; None for no limit.
         with_kept: whether to use the kept state, which takes time to open. Without it, only `state_after`
-            may be called.
+            and `advanced` may be called.
 
     Raises:
         QueryBound (`query_memory_full`): the kept state alone is larger.
@@ -132,9 +134,11 @@ class RegionTable:
             self._check_fits(self._file.stat().st_size, table)
         self._folders: Final = region_logs(home, stream, config)
         self._readers = {region: self._open(region) for region in self._folders}
+        self._watches = {region: HistoryWatch() for region in self._folders}
         self._own = next(iter(self._readers))
         self.name: Final = qualified_name(*parse_qualified_name(table))
-        schemas = {region: list(self._schemas(reader)) for region, reader in self._readers.items()}
+        self._versions = {region: reader.schema_versions() for region, reader in self._readers.items()}
+        schemas = {region: list(self._schemas(found)) for region, found in self._versions.items()}
         known = [schema for found in schemas.values() for schema in found]
         kept = self._kept_table() if with_kept else None
         if not known and kept is None:
@@ -167,6 +171,11 @@ class RegionTable:
         self._ids = {region: {schema.table_id for schema in found} for region, found in schemas.items()}
         self.own_schema: Final = max(schemas[self._own], key=lambda schema: schema.version, default=None)
         """The table's newest schema in the home's own region; None if it has no records of it."""
+
+    @property
+    def folders(self) -> Mapping[RegionId, str]:
+        """Return the folders of the regions' logs."""
+        return self._folders
 
     @property
     def regions(self) -> tuple[RegionId, ...]:
@@ -257,10 +266,10 @@ class RegionTable:
                 check_region(part.region, region)
                 yield part
 
-    def _schemas(self, reader: StreamReader) -> Iterator[TableSchema]:
-        """Yield all versions of the table in a log."""
+    def _schemas(self, versions: Mapping[tuple[TableId, SchemaVersion], TableSchema]) -> Iterator[TableSchema]:
+        """Yield the versions of the table among those of all tables of a log."""
         wanted = parse_qualified_name(self.name)
-        for schema in reader.schema_versions().values():
+        for schema in versions.values():
             if schema.kind is TableKind.TABLE and (schema.namespace, schema.name) == wanted:
                 yield schema
 
@@ -289,7 +298,7 @@ class RegionTable:
             after = self._heard(state, region, reader)
             first = reader.first_seq() if take is not None or after == 0 else Seq(0)
             lost = first if first > after + 1 else None
-            known = self._known(state.rows.filter(pc.equal(state.rows.column(REGION.name), int(region))))
+            known = self.known_in(state.rows.filter(pc.equal(state.rows.column(REGION.name), int(region))))
             heard = self.state_of(region, after if lost is None else Seq(lost - 1), known=known)
             # Checked after the read: the log can be cut at any moment, and later reads of it belong to
             # its new history.
@@ -306,6 +315,10 @@ class RegionTable:
             state = self.engine.apply(state, lacking)
             del lacking
             self._check_fits(state.rows.nbytes, self.name)
+        return self.widened(state)
+
+    def widened(self, state: RegionState) -> RegionState:
+        """Return a state with all columns that the table has now."""
         columns = union_of(self.name, [self.columns, own_columns(state.rows.schema)])
         return RegionState(widened(state.rows, state_schema(columns, self.engine.merge)), state.vector, state.ends)
 
@@ -339,6 +352,56 @@ class RegionTable:
             return None
         return state
 
+    def watch(self) -> None:
+        """Begin to watch the logs for cuts, before the read of the first state for `advanced`."""
+        for region in self.regions:
+            with contextlib.suppress(LogError):  # nothing has come yet
+                self._is_other(region)
+
+    def advanced(self, state: RegionState) -> RegionState | None:
+        """Return a state with what the logs have after it, read by readers that know the logs up to there.
+
+        Args:
+            state: what `merged_state`, `state_after` or this returned last, since `watch`.
+
+        Returns:
+            None if the logs can't simply be read on: one may have been cut back since, or it has new columns, or
+            retention has dropped what follows.
+        """
+        try:
+            for region in self.regions:
+                after, upto = behind(state.vector, region), self._end_of(region)
+                if upto < after or not still_says(self._readers[region], after, state.ends.get(region)):
+                    return None
+                if upto == after:
+                    continue
+                if self._has_new_columns(region, after, upto):
+                    return None
+                heard = self._read(region, after, self.known_in(state.rows))
+                # After the read: a log that was cut before or during it isn't the one that the state is of.
+                if self._is_other(region):
+                    return None
+                state = self.engine.apply(state, self.engine.missing(heard, state.vector))
+                self._check_fits(state.rows.nbytes, self.name)
+        except (LogError, PositionError):
+            return None
+        return state
+
+    def _end_of(self, region: RegionId) -> Seq:
+        with contextlib.suppress(LogError):
+            return self._readers[region].persisted_upto()
+        return Seq(0)  # nothing has come yet
+
+    def _is_other(self, region: RegionId) -> bool:
+        """Return whether a log may have been cut back since the last call."""
+        return self._watches[region].is_other(self._readers[region].extent.marks()[0])
+
+    def _has_new_columns(self, region: RegionId, after: Seq, upto: Seq) -> bool:
+        """Return whether there are versions of the table that this object doesn't know."""
+        found = self._readers[region].schemas_between(after, upto, self._versions[region])
+        self._versions[region] |= found
+        return any(self._schemas(found))
+
     def _without_lost_tail(self, state: RegionState, region: RegionId) -> tuple[RegionState, RegionState]:
         """Return a state without what a region's log no longer has, and with everything that the log has.
 
@@ -364,7 +427,7 @@ class RegionTable:
             if self.engine.merge.accumulates:
                 # Rows are left if retention has dropped a part of what they have accumulated.
                 left = (regions == int(region)) & ~lost
-                rebuilt = self.state_of(region, known=self._known(rows.filter(pa.array(left))))
+                rebuilt = self.state_of(region, known=self.known_in(rows.filter(pa.array(left))))
             if region not in heard.ends or self._still_says(heard, region):
                 break
         if first > 1 and lost.any():
@@ -378,8 +441,8 @@ class RegionTable:
             )
         return self.engine.without(state, region, lost), rebuilt
 
-    def _known(self, rows: pa.Table) -> Known | None:
-        """Return what looks up rows for `state_of`; None if no column accumulates."""
+    def known_in(self, rows: pa.Table) -> Known | None:
+        """Return what looks up some rows for `state_of` and `state_after`; None if no column accumulates."""
         if not self.engine.merge.accumulates:
             return None
         return lambda records: of_keys(widened(rows, records.schema), records, self.engine.key)
@@ -487,14 +550,6 @@ class KeptVectors:
         except (FileNotFoundError, MergeStateUnreadable):
             return {}, {}
         return known[1]
-
-
-def merged_table(
-    home: Home, stream: str, table: str, *, at_ns: int | None = None, bytes_max: int | None = None
-) -> pa.Table:
-    """Return the table; see `OpenHome.merged`, and `RegionTable` for `bytes_max`."""
-    found = RegionTable(home, stream, table, bytes_max=bytes_max)
-    return found.engine.value(found.merged_state(), at_ns=at_ns)
 
 
 def declared_tables(home: Home, stream: str) -> list[str]:

@@ -25,8 +25,6 @@ CONFIRMING_SIGNALS: Final = 2
 MATCH_THRESHOLD: Final = 0.35
 MERGE_COSINE: Final = MATCH_THRESHOLD
 """Clusters this near are one taste: each would match the other."""
-CANCELLED: Final = 1e-9
-"""Length of a sum of unit vectors, for each unit of their weight, that is due to rounding: the sum has no direction."""
 REMEMBERED: Final = 64
 """Items that make a user's centroids: those with the greatest decayed weight. It bounds the work of one feed."""
 HALF_LIFE_NS: Final = 30 * DAY_NS
@@ -85,39 +83,27 @@ def taste(liked: Iterable[Liked], vectors: Mapping[int, Floats]) -> Taste:
     weights = [2.0 ** (logarithmic_weight(entry) - newest) for entry in heaviest]
     sums = np.array([vectors[entry.item] * weight for entry, weight in zip(heaviest, weights, strict=True)])
     signals = [entry.signals for entry in heaviest]
-    # The products of a merged sum are the sums of the products, so no vector is multiplied again.
-    products = sums @ sums.T
-    lengths = np.array(
-        [length_of(square, weight) for square, weight in zip(products.diagonal().tolist(), weights, strict=True)]
-    )
-    gone = np.zeros(len(sums))
-    near = np.round(products / (lengths * lengths[:, None]), DECIMALS)
-    np.fill_diagonal(near, -np.inf)
     clusters = len(sums)
+    units = directions(sums)
+    near = cosines(units, units)
+    np.fill_diagonal(near, -np.inf)
     while clusters > 1:
-        kept, merged = sorted(divmod(int(np.argmax(near)), len(near)))
-        if near[kept, merged] < MERGE_COSINE and clusters <= CENTROIDS_MAX:
+        kept, gone = sorted(divmod(int(np.argmax(near)), len(near)))
+        if near[kept, gone] < MERGE_COSINE and clusters <= CENTROIDS_MAX:
             break
+        sums[kept] += sums[gone]
+        signals[kept] += signals[gone]
+        weights[kept] += weights[gone]
+        weights[gone] = 0
         clusters -= 1
-        gone[merged] = -np.inf
-        sums[kept] += sums[merged]
-        signals[kept] += signals[merged]
-        weights[kept] += weights[merged]
-        products[kept] += products[merged]
-        products[:, kept] += products[:, merged]
-        lengths[kept] = length_of(float(products[kept, kept]), weights[kept])
-        cosine = np.round(products[kept] / (lengths * lengths[kept]), DECIMALS) + gone
-        cosine[kept] = -np.inf
-        near[kept] = near[:, kept] = cosine
-        near[merged] = near[:, merged] = -np.inf
-    order = np.flatnonzero(gone == 0).tolist()
-    order.sort(key=lambda index: (-weights[index], index))
-    return Taste(directions(sums[order]), tuple(signals[index] for index in order))
-
-
-def length_of(square: float, weight: float) -> float:
-    """Return the length of a weighted sum of unit vectors from its square; infinity if the vectors cancel out."""
-    return math.sqrt(square) if square > (CANCELLED * weight) ** 2 else math.inf
+        units[kept] = directions(sums[kept : kept + 1])[0]
+        near[gone, :] = near[:, gone] = -np.inf
+        alive = np.isfinite(near[kept]) | np.isfinite(near[:, kept])
+        near[kept, alive] = near[alive, kept] = cosines(units[kept : kept + 1], units[alive])[0]
+    order = sorted(
+        (index for index, weight in enumerate(weights) if weight), key=lambda index: (-weights[index], index)
+    )
+    return Taste(units[order], tuple(signals[index] for index in order))
 
 
 def logarithmic_weight(entry: Liked) -> float:
