@@ -24,7 +24,7 @@ import pytest
 from tests.cli.in_process import command
 
 import millstream
-from millstream.app.local_client import open_reader
+from millstream.app.log_readers import open_reader
 from millstream.errors import PositionError
 from millstream.home.config_mapping import lake_layout
 from millstream.home.home import Home

@@ -22,9 +22,9 @@ from millstream.app.local_client import (
     home_appender,
     home_consumers,
     level_of,
-    open_reader,
     write_id_of,
 )
+from millstream.app.log_readers import open_reader
 from millstream.client.consumers import Ask, Flow, with_records
 from millstream.client.following import LOCAL_POLL_S, AsyncFollowing, Step
 from millstream.client.protocol import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from millstream.app.local_client import open_reader
+from millstream.app.log_readers import open_reader
 from millstream.app.merged_rows import FOLDED_TIMES, HomeMergedTables
 from millstream.errors import LogError
 from millstream.home.time_parsing import parse_as_of

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from millstream.app.log_readers import check_age_of_copy, needs_run, open_reader
 from millstream.client.consumers import Ask, Consumers, Consumption, Flow, with_records
 from millstream.client.following import LOCAL_POLL_S, Following
 from millstream.client.protocol import (
@@ -22,12 +23,11 @@ from millstream.client.protocol import (
     check_deadline,
     session_of,
 )
-from millstream.errors import UsageError, WriterClosed
+from millstream.errors import WriterClosed
 from millstream.export.record_reading import latest_stretches, read_records
 from millstream.export.stretches import FollowedTables, follow_steps, position_of
 from millstream.home.home import Home
 from millstream.home.time_parsing import microseconds
-from millstream.model.ids import parse_region_log_name
 from millstream.model.positions import StreamToken
 from millstream.model.replication import AckLevel
 from millstream.model.writes import SessionFacts, WriteId
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from millstream.ingest.columns import Rows
     from millstream.lake.query.sql import LakeSession
     from millstream.model.operations import Appended, AppendedTables
-    from millstream.wal.index import OnDamage
     from millstream.wal.reader import StreamReader
     from millstream.writers.appending import HomeAppender
     from millstream.writers.consuming import HomeConsumers
@@ -251,7 +250,7 @@ class OpenHome:
         try:
             return merged_rows(self._home, name, table, at_ns=at_ns, bytes_max=self._latest_bytes_max)
         except ModuleNotFoundError as error:
-            raise _needs_run(error, "merging regions") from error
+            raise needs_run(error, "merging regions") from error
 
     def merged_schema(self, stream: str, table: str) -> pa.Schema:
         """Return the columns of `merged`, without reading its rows; raises as `merged`."""
@@ -510,7 +509,7 @@ def check_stream(home: Home, stream: str) -> None:
     try:
         home.written_stream(stream)
     except ModuleNotFoundError as error:
-        raise _needs_run(error) from error
+        raise needs_run(error) from error
 
 
 def write_id_of(session: str | None, number: int | None, idempotency_key: str | None) -> WriteId | None:
@@ -525,7 +524,7 @@ def home_appender(home: Home) -> HomeAppender:
     try:
         from millstream.writers.appending import HomeAppender
     except ModuleNotFoundError as error:
-        raise _needs_run(error) from error
+        raise needs_run(error) from error
     return HomeAppender(home, open_other)
 
 
@@ -534,7 +533,7 @@ def home_consumers(home: Home) -> HomeConsumers:
     try:
         from millstream.writers.consuming import HomeConsumers
     except ModuleNotFoundError as error:
-        raise _needs_run(error, "consumers") from error
+        raise needs_run(error, "consumers") from error
     return HomeConsumers(home)
 
 
@@ -545,56 +544,3 @@ def open_other(place: str | Path, token: str | None) -> HomeCalls:
     from millstream.client.client import connect
 
     return connect(place, token=token)
-
-
-def _needs_run(error: ModuleNotFoundError, what: str = "appending") -> UsageError:
-    return UsageError(
-        f"{what} needs {error.name}, which isn't installed",
-        code="missing_extra",
-        hint="pip install 'millstream[run]'",
-        extra="run",
-    )
-
-
-def open_reader(
-    home: Home,
-    stream: str,
-    *,
-    without_mark: bool = False,
-    on_damage: OnDamage | None = None,
-    of_any_age: bool = False,
-) -> StreamReader:
-    """Return a reader of a stream's log.
-
-    Args:
-        home: the home.
-        stream: its name.
-        without_mark: as `StreamReader`.
-        on_damage: as `StreamReader`.
-        of_any_age: read the log even if it is older than this node may show: for tools that inspect the
-            log itself.
-
-    Raises:
-        UnknownStream: the home has none of that name.
-        ReplicaTooStale: as `check_age_of_copy`.
-        LogError: as `StreamReader`.
-    """
-    from millstream.wal.reader import StreamReader
-
-    name = home.pick_stream(stream)
-    if not of_any_age:
-        check_age_of_copy(home, name)
-    folder = str(home.wal_folder(name))
-    return StreamReader(folder, without_mark=without_mark, on_damage=on_damage)
-
-
-def check_age_of_copy(home: Home, stream: str) -> None:
-    """Raise `ReplicaTooStale` if this follower's data is older than `[replication] max_staleness`."""
-    # This home can't lead another region's log, whether it was followed yet or not.
-    if home.role_file(stream).exists() or (parse_region_log_name(stream) and home.config_file.exists()):
-        from millstream.nodes.staleness import check_age
-
-        try:
-            check_age(home, stream)
-        except ModuleNotFoundError as error:
-            raise _needs_run(error, "to tell whether a follower is new enough") from error

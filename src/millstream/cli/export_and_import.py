@@ -67,7 +67,7 @@ def export(
     table go to stdout; several tables go to a folder, one file each. The text formats skip damage,
     with exit code 3; Arrow stops at it.
     """
-    from millstream.app.local_client import open_reader
+    from millstream.app.log_readers import open_reader
     from millstream.errors import UsageError
     from millstream.export.record_reading import table_ids
     from millstream.wal.records_json import Cat
@@ -151,7 +151,7 @@ class Damage:
 
 def open_past_damage(home: Home, stream: str, damage: Damage, *, without_mark: bool = False) -> StreamReader:
     """Return a reader that leaves out unreadable parts, and works without a mark if there is none."""
-    from millstream.app.local_client import open_reader
+    from millstream.app.log_readers import open_reader
 
     if without_mark or open_reader(home, stream, of_any_age=True).lacks_marks():
         without_mark = True

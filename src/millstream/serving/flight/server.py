@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.flight as fl
 import structlog
 
-from millstream.app.local_client import open_reader
+from millstream.app.log_readers import open_reader
 from millstream.config.quantities import size_bytes
 from millstream.errors import AccessError, MillstreamError, Overloaded, Retry, Unauthenticated, UsageError, WriterClosed
 from millstream.export.record_reading import table_ids

@@ -20,7 +20,7 @@ import structlog
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from starlette.types import Receive, Scope, Send
 
-from millstream.app.local_client import check_age_of_copy, open_reader
+from millstream.app.log_readers import check_age_of_copy, open_reader
 from millstream.backoff import Backoff
 from millstream.errors import LogTruncated, MillstreamError
 from millstream.export.stretches import next_stretch, position_of

@@ -1,0 +1,67 @@
+"""Readers of a home's logs, as its calls and its servers open them: only of data that is new enough to show."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from millstream.errors import UsageError
+from millstream.model.ids import parse_region_log_name
+
+if TYPE_CHECKING:
+    from millstream.home.home import Home
+    from millstream.wal.index import OnDamage
+    from millstream.wal.reader import StreamReader
+
+
+def open_reader(
+    home: Home,
+    stream: str,
+    *,
+    without_mark: bool = False,
+    on_damage: OnDamage | None = None,
+    of_any_age: bool = False,
+) -> StreamReader:
+    """Return a reader of a stream's log.
+
+    Args:
+        home: the home.
+        stream: its name.
+        without_mark: as `StreamReader`.
+        on_damage: as `StreamReader`.
+        of_any_age: read the log even if it is older than this node may show: for tools that inspect the
+            log itself.
+
+    Raises:
+        UnknownStream: the home has none of that name.
+        ReplicaTooStale: as `check_age_of_copy`.
+        LogError: as `StreamReader`.
+    """
+    from millstream.wal.reader import StreamReader
+
+    name = home.pick_stream(stream)
+    if not of_any_age:
+        check_age_of_copy(home, name)
+    folder = str(home.wal_folder(name))
+    return StreamReader(folder, without_mark=without_mark, on_damage=on_damage)
+
+
+def check_age_of_copy(home: Home, stream: str) -> None:
+    """Raise `ReplicaTooStale` if this follower's data is older than `[replication] max_staleness`."""
+    # This home can't lead another region's log, whether it was followed yet or not.
+    if home.role_file(stream).exists() or (parse_region_log_name(stream) and home.config_file.exists()):
+        from millstream.nodes.staleness import check_age
+
+        try:
+            check_age(home, stream)
+        except ModuleNotFoundError as error:
+            raise needs_run(error, "to tell whether a follower is new enough") from error
+
+
+def needs_run(error: ModuleNotFoundError, what: str = "appending") -> UsageError:
+    """Return the error for a module that only `millstream[run]` brings."""
+    return UsageError(
+        f"{what} needs {error.name}, which isn't installed",
+        code="missing_extra",
+        hint="pip install 'millstream[run]'",
+        extra="run",
+    )
