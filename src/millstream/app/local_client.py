@@ -26,6 +26,7 @@ from millstream.client.protocol import (
 from millstream.errors import WriterClosed
 from millstream.export.record_reading import latest_stretches, read_records
 from millstream.export.stretches import FollowedTables, follow_steps, position_of
+from millstream.home.config_mapping import increments_of
 from millstream.home.home import Home
 from millstream.home.time_parsing import microseconds
 from millstream.model.positions import StreamToken
@@ -271,9 +272,7 @@ class OpenHome:
         keep_valid_rows: bool = False,
         acks: str | None = None,
     ) -> Appended:
-        """Append rows to a table of a stream: one operation, which readers see whole or not at all.
-
-        Returns once it is durable.
+        """Append rows to a table of a stream, durably: one operation, which readers see whole or not at all.
 
         If `millstream run` (or another process that appends) writes the home, rows go through that
         process. Otherwise this process writes the home until it closes it, or until `millstream run`
@@ -322,7 +321,7 @@ class OpenHome:
         from millstream.ingest.requests import one_request, sole_outcome
         from millstream.ingest.valid_rows import columns_for
 
-        valid = columns_for(rows, keep_valid_rows=keep_valid_rows)
+        valid = columns_for(rows, keep_valid_rows=keep_valid_rows, accumulates=increments_of(self._home, stream, table))
         batch = one_request(table, valid.table, write_id, keep_valid_rows, level)
         return valid.told(sole_outcome(appender.append_batch(stream, batch, deadline_s=deadline_s)))
 
@@ -365,7 +364,8 @@ class OpenHome:
         from millstream.ingest.requests import sole_outcome
         from millstream.ingest.several_tables import tables_for
 
-        valid = tables_for(tables, keep_valid_rows=keep_valid_rows)
+        increments = partial(increments_of, self._home, stream)
+        valid = tables_for(tables, keep_valid_rows=keep_valid_rows, accumulates=increments)
         batch = valid.batch(write_id, keep_valid_rows=keep_valid_rows, acks=level)
         return valid.told(sole_outcome(appender.append_batch(stream, batch, deadline_s=deadline_s)))
 

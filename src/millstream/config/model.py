@@ -412,7 +412,8 @@ class StreamConfig(Section):
         description='Merge rules for columns of tables that several regions write: `[streams.S.merge."public.posts"]`, '
         '`likes = "pn_counter"`. The rules are `lww` (the last write wins; the default), `pn_counter`, '
         "`g_counter`, `or_set`, `union_set`, `hide`, and `signal(7d)` with a half-life or `signal(7d, "
-        "at=happened)` with a column of the events' times. A table needs a key.",
+        "at=happened)` with a column of the events' times. Rows of `pn_counter(increments)` and "
+        "`g_counter(increments)` have what they add to the total. A table needs a key.",
     )
     partitions: dict[str, str] = Field(
         default={},

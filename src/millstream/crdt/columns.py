@@ -27,6 +27,14 @@ _SPREAD: Final = 4
 _UNION_ROWS: Final = 65_536
 
 
+def moments_of(name: str) -> tuple[str, str]:
+    """Return the state columns next to a column of a partial table: number and time of the newest row that names it.
+
+    0: none does.
+    """
+    return f"__named_seq.{name}", f"__named_ns.{name}"
+
+
 @dataclass(frozen=True, slots=True)
 class Grouped:
     """A table's region rows in groups: of a key and region when they are folded, of a key when they are merged."""
@@ -53,6 +61,16 @@ class Grouped:
     def is_distinct(self) -> bool:
         """Whether each row is a group of its own."""
         return self.count == len(self.codes)
+
+    def newest_named(self, name: str) -> dict[str, pa.Array]:
+        """Return a column of each group's newest row that names it, with that row's moment if not all rows do."""
+        if not self.merge.is_partial:
+            return self.newest_of(name)
+        names = (name, *moments_of(name))
+        if self.is_distinct:
+            return self.newest_of(*names)
+        last = pa.array(last_of_each(self.codes, self.column(names[1]).to_numpy()))
+        return {one: self.column(one).take(last) for one in names}
 
     def newest_of(self, *names: str) -> dict[str, pa.Array]:
         """Return columns of each group's newest row."""

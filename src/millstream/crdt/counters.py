@@ -18,6 +18,7 @@ from typing import Final, NamedTuple, Self
 
 import pyarrow as pa
 
+from millstream.crdt.accumulating import LogRuns
 from millstream.crdt.columns import Grouped, greatest, sums
 from millstream.crdt.lattice import StateKind, decoded, seal
 from millstream.crdt.scalars import Cursor, counted, encode_value
@@ -100,7 +101,9 @@ class GCounter:
 
     @staticmethod
     def fold_column(rows: Grouped, name: str) -> dict[str, pa.Array]:
-        """Return the greatest total that each region has written."""
+        """Return the greatest total that each region has written, or the sum of its increments."""
+        if rows.merge.of(name).increments:
+            return _totals(rows, name)
         if rows.is_distinct:
             return rows.newest_of(name)
         return {name: greatest(rows.column(name), rows.codes, rows.count)}
@@ -171,13 +174,28 @@ class PNCounter:
 
     @staticmethod
     def fold_column(rows: Grouped, name: str) -> dict[str, pa.Array]:
-        """Return each region's newest total: its log orders its rows, so the newest replaces all before it."""
-        return rows.newest_of(name)
+        """Return each region's newest total, or the sum of its increments.
+
+        A region's log orders its rows, so the newest total replaces all before it.
+        """
+        return _totals(rows, name) if rows.merge.of(name).increments else rows.newest_named(name)
 
     @staticmethod
     def merge_column(rows: Grouped, name: str) -> dict[str, pa.Array]:
         """Return the sum of the regions' totals."""
         return {name: sums(rows.column(name), rows.codes, rows.count)}
+
+
+def _totals(rows: Grouped, name: str) -> dict[str, pa.Array]:
+    """Return each region's total of increments so far, added in the order of its log."""
+    if rows.sequence is None:
+        return rows.newest_of(name)
+    runs = LogRuns.of(rows.codes[rows.sequence])
+    column = rows.column(name)
+    totals = runs.totals(column.take(pa.array(rows.sequence)))
+    last = runs.last()
+    totals.check(last, table="a region", column=name)
+    return {name: totals.values.take(pa.array(last)).cast(column.type)}
 
 
 def _positive(count: int) -> int:

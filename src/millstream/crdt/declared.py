@@ -25,6 +25,7 @@ WINDOWS: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
     {"1h": (MINUTE_NS, 60), "24h": (HOUR_NS, 24), "7d": (HOUR_NS, 168)}
 )
 """Windows in which a signal's events are counted: the width of a bucket, and how many buckets a window has."""
+INCREMENTS: Final = "(increments)"
 _DIGITS_MAX: Final = 38
 _INTEGERS: Final = {pa.int8(): 3, pa.int16(): 5, pa.int32(): 10, pa.int64(): 19}
 
@@ -57,6 +58,8 @@ class ColumnMerge:
     """Half-life of a signal."""
     at: str = ""
     """The column that has the time of a signal's events; empty: an event's time is its commit's."""
+    increments: bool = False
+    """Whether rows have what is added to a counter; otherwise they have the region's total."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -68,13 +71,22 @@ class ColumnMerge:
                 return cls(MergeKind.SIGNAL, half_life_ns, match[3] or "")
         if text in set(MergeKind) - {MergeKind.SIGNAL}:
             return cls(MergeKind(text))
-        words = ", ".join(sorted(kind.value for kind in MergeKind if kind is not MergeKind.SIGNAL))
+        if text in {f"{kind}{INCREMENTS}" for kind in _COUNTERS}:
+            return cls(MergeKind(text.removesuffix(INCREMENTS)), increments=True)
+        counters = [f"{kind}{INCREMENTS}" for kind in _COUNTERS]
+        words = ", ".join(sorted([*(kind.value for kind in MergeKind if kind is not MergeKind.SIGNAL), *counters]))
         raise UsageError(
             f"no column merges by {text!r}",
             hint=f"There are {words}, and signal(7d) or signal(7d, at=happened), with the half-life and the column of the events' time.",
         )
 
+    @property
+    def word(self) -> str:
+        """The kind's word; of a counter that takes increments with `(increments)`."""
+        return f"{self.kind}{INCREMENTS if self.increments else ''}"
 
+
+_COUNTERS: Final = (MergeKind.G_COUNTER, MergeKind.PN_COUNTER)
 LAST_WRITE: Final = ColumnMerge(MergeKind.LWW)
 
 
@@ -103,7 +115,17 @@ class TableMerge:
     @property
     def accumulates(self) -> bool:
         """Whether a column takes events that are added up: then a row's state depends on all records before it."""
-        return any(how.kind is MergeKind.SIGNAL for how in self.columns.values())
+        return any(how.kind is MergeKind.SIGNAL or how.increments for how in self.columns.values())
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a row says nothing about columns that it doesn't name, as in tables with increments."""
+        return bool(self.increments)
+
+    @property
+    def increments(self) -> dict[str, str]:
+        """The words of the columns that take increments, by their names."""
+        return {name: how.word for name, how in self.columns.items() if how.increments}
 
     @property
     def signals(self) -> dict[str, str]:
@@ -146,8 +168,8 @@ class TableMerge:
                 if whole:
                     raise _unsuitable(table, name, f"isn't there; {table} has {', '.join(columns.names)}")
                 continue
-            if not _suits(merge.kind, columns.field(at).type):
-                raise _unsuitable(table, name, f"is {columns.field(at).type}, which can't merge by {merge.kind.value}")
+            if not _suits(merge, columns.field(at).type):
+                raise _unsuitable(table, name, f"is {columns.field(at).type}, which can't merge by {merge.word}")
             if merge.kind is MergeKind.SIGNAL:
                 _check_signal(table, name, merge, columns, whole=whole)
 
@@ -222,7 +244,9 @@ _ITEMS: Final[tuple[Callable[[pa.DataType], bool], ...]] = (
 )  # fmt: skip
 
 
-def _suits(kind: MergeKind, column: pa.DataType) -> bool:
+def _suits(merge: ColumnMerge, column: pa.DataType) -> bool:
+    # A region's total of increments never falls, even if the increments are floats.
+    kind = MergeKind.PN_COUNTER if merge.increments else merge.kind
     if kind is MergeKind.LWW:
         return True
     if kind in {MergeKind.UNION_SET, MergeKind.OR_SET}:

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.crdt.columns import codes_of, whole_column
-from millstream.crdt.declared import MergeKind, TableMerge, union_of
+from millstream.crdt.declared import INCREMENTS, MergeKind, TableMerge, union_of
 from millstream.crdt.lattice import Sealing, StateKind, opened
 from millstream.crdt.tables import REGION, SEQ, fold, merged, newest_event_ns, own_columns, state_schema
 from millstream.errors import InvalidToken, MergeStateUnreadable, MillstreamError, OtherStream
@@ -371,7 +371,7 @@ def _remembered(words: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
 
     The merges of others may change freely.
     """
-    return {name: list(how) for name, how in words.items() if how[0] in _REMEMBERING}
+    return {name: list(how) for name, how in words.items() if how[0] in _REMEMBERING or how[0].endswith(INCREMENTS)}
 
 
 _REMEMBERING: Final = frozenset({MergeKind.G_COUNTER, MergeKind.UNION_SET, MergeKind.HIDE, MergeKind.SIGNAL})
@@ -461,4 +461,4 @@ def _equal_lists(one: pa.Array, other: pa.Array) -> npt.NDArray[np.bool_]:
 
 
 def _words(merge: TableMerge) -> dict[str, list[Any]]:
-    return {name: [how.kind.value, how.half_life_ns, how.at] for name, how in sorted(merge.columns.items())}
+    return {name: [how.word, how.half_life_ns, how.at] for name, how in sorted(merge.columns.items())}

@@ -14,7 +14,7 @@ from typing import Any, Self
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.crdt.columns import Grouped, last_of_each
+from millstream.crdt.columns import Grouped, last_of_each, moments_of
 from millstream.crdt.hlc import ENCODED_SIZE, HLC, NEVER
 from millstream.crdt.lattice import StateKind, decoded, seal
 from millstream.crdt.scalars import Cursor, encode_value, order_of
@@ -52,13 +52,17 @@ class LWWRegister:
 
     @staticmethod
     def fold_column(rows: Grouped, name: str) -> dict[str, pa.Array]:
-        """Return the value of each region's newest row."""
-        return rows.newest_of(name)
+        """Return the value of each region's newest row that names it."""
+        return rows.newest_named(name)
 
     @staticmethod
     def merge_column(rows: Grouped, name: str) -> dict[str, pa.Array]:
-        """Return the value of the row that was written last in any region."""
-        return rows.newest_of(name)
+        """Return the value of the row that was written last in any region, of those that name it."""
+        if not rows.merge.is_partial:
+            return rows.newest_of(name)
+        seqs, walls = (rows.column(one).to_numpy() for one in moments_of(name))
+        last = last_of_each(rows.codes, walls, seqs, rows.column("__region").to_numpy())
+        return {name: rows.column(name).take(pa.array(last))}
 
 
 @dataclass(frozen=True, slots=True)

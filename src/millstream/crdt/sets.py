@@ -190,7 +190,7 @@ class ObservedSet:
     @staticmethod
     def fold_column(rows: Grouped, name: str) -> dict[str, pa.Array]:
         """Return each region's newest list: its additions, all made again, and what it has removed gone."""
-        return rows.newest_of(name)
+        return rows.newest_named(name)
 
     @staticmethod
     def merge_column(rows: Grouped, name: str) -> dict[str, pa.Array]:

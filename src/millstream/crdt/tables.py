@@ -6,7 +6,9 @@ record:
 
 - `g_counter`: the greatest value, `union_set`: all values, in the column itself;
 - `hide`: number and time of the newest record that hid, and of the newest that showed, in four columns next to it;
-- `signal`: the sum and the counts of all events up to the row's number, in four columns next to it.
+- `signal`: the sum and the counts of all events up to the row's number, in four columns next to it;
+- a counter with increments: their sum, in the column itself. In a table with one a record says nothing about columns
+  that it doesn't name: those of `lww`, `or_set` and `pn_counter` keep number and time of the newest record that named them.
 
 `fold` is the join: it makes region rows of any rows of the same table, states of any number of replicas, and of records
 that follow on such states. It is commutative, associative and idempotent, row for row and byte for byte, because a
@@ -25,7 +27,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.crdt.columns import Codes, Grouped, codes_of, last_of_each, whole_column
+from millstream.crdt.accumulating import unnamed
+from millstream.crdt.columns import Codes, Grouped, codes_of, last_of_each, moments_of, whole_column
 from millstream.crdt.counters import GCounter, PNCounter
 from millstream.crdt.declared import MergeKind, TableMerge, window_columns
 from millstream.crdt.registers import HideFlag, LWWRegister
@@ -72,7 +75,16 @@ def state_schema(columns: pa.Schema, merge: TableMerge) -> pa.Schema:
     """Return the columns of region rows of a table with these columns."""
     flags = [pa.field(one, pa.int64(), nullable=False) for name in merge.named(columns.names, MergeKind.HIDE) for one in HideFlag.columns_of(name)]  # fmt: skip
     signals = [one for name in merge.named(columns.names, MergeKind.SIGNAL) for one in SignalState.fields_of(name)]
-    return pa.schema([*STATE_PREFIX, *(pa.field(one.name, one.type) for one in columns), *flags, *signals])
+    moments = [pa.field(one, pa.int64(), nullable=False) for name in _moved(columns, merge) for one in moments_of(name)]
+    return pa.schema([*STATE_PREFIX, *(pa.field(one.name, one.type) for one in columns), *flags, *signals, *moments])
+
+
+def _moved(columns: pa.Schema, merge: TableMerge) -> list[str]:
+    """Return the columns of which the newest row that names them counts, if not all rows do."""
+    if not merge.is_partial:
+        return []
+    named = merge.named(columns.names, MergeKind.LWW, MergeKind.OR_SET, MergeKind.PN_COUNTER)
+    return [name for name in named if not merge.of(name).increments]
 
 
 def own_columns(state: pa.Schema) -> pa.Schema:
@@ -123,6 +135,14 @@ def lift(
     for name in merge.named(columns.names, MergeKind.SIGNAL):
         at = made.get(merge.of(name).at)
         made |= SignalState.lift_column(name, made[name], times_ns if at is None else event_times(at, times_ns))
+    moved = _moved(columns, merge)
+    left_out = unnamed(whole_column(records.column("__unchanged"))) if moved else {}
+    for name in moved:
+        says = np.full(len(ops), name in records.schema.names)
+        if name in left_out:
+            says &= ~left_out[name]
+        for one, of in zip(moments_of(name), (made[SEQ.name], times_ns), strict=True):
+            made[one] = pc.if_else(pa.array(says), of, 0)
     return pa.table(list(made.values()), schema=state_schema(columns, merge))
 
 

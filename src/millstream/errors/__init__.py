@@ -393,6 +393,22 @@ class InvalidValue(CodecError):
     code = "invalid_value"
 
 
+class IncrementUnsuitable(InvalidValue):
+    """A value can't be added to a column that takes increments; details: table, column."""
+
+    code = "increment_unsuitable"
+    default_hint = (
+        "Send what the counter grows by: a whole number if the column is of whole numbers, or null for nothing."
+    )
+
+
+class CounterGrowsOnly(InvalidValue):
+    """An increment of a counter that only grows is negative; details: table, column."""
+
+    code = "counter_grows_only"
+    default_hint = 'Send increments of 0 or more, or declare a column of another name as "pn_counter(increments)".'
+
+
 # --- catalog -------------------------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,12 @@ class IngestError(MillstreamError):
             "configured.",
             Retry.OPERATOR,
         ),
+        "merge_changed": Code(
+            "The configuration says that a column's rows hold increments, and its earlier rows hold totals, or the "
+            "other way round; details: table, column, merge, configured.",
+            Retry.OPERATOR,
+            "Restore the column's word in [streams.S.merge], or count in a column of another name.",
+        ),
     }
 
 

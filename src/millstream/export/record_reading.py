@@ -71,7 +71,7 @@ def latest_stretches(
     Raises:
         QueryBound (`query_memory_full`): the records of one commit group, which can't be split, have more.
     """
-    from millstream.lake.latest import latest_rows
+    from millstream.lake.latest import latest_rows, with_latest
 
     start, end = _parse(reader.stream_id, after), _parse(reader.stream_id, upto)
     low = Seq(reader.first_seq() - 1) if start is None else reader.whole_upto(start.linear())
@@ -81,15 +81,20 @@ def latest_stretches(
     reader.extent.check_range(low, high, reader.persisted_upto())
     wanted = table_ids(reader, table)
     one = wanted[0] if len(wanted) == 1 else None
+    accumulates = any(reader.schemas()[of].accumulating for of in wanted if of in reader.schemas())
+    before: pa.Table | None = None
+    # Totals are sums over everything before, too.
+    begins, low = low, Seq(reader.first_seq() - 1) if accumulates else low
     while low < high:
         # In frames they are compressed.
         frames_max = None if bytes_max is None else max(1, bytes_max // _COMPRESSED)
-        reach = min(high, reader.cut(low, rows_max=rows_max, bytes_max=frames_max))
+        target = begins if low < begins else high
+        reach = min(target, reader.cut(low, rows_max=rows_max, bytes_max=frames_max))
         if reach <= low:
             return
         found = _records_within(reader, low, reach, wanted, one, bytes_max)
         if found is None:
-            reach = min(high, reader.cut(low, rows_max=1))
+            reach = min(target, reader.cut(low, rows_max=1))
             found = _records_within(reader, low, reach, wanted, one, bytes_max)
         if found is None:
             raise QueryBound(
@@ -99,8 +104,18 @@ def latest_stretches(
                 size_max=bytes_max,
             )
         if found:
-            rows = latest_rows(found[-1].schema, [part.batch for part in found])
-            yield Latest(rows.emptied, rows.rows, StreamToken.scalar(reader.stream_id, reach))
+            rows = latest_rows(found[-1].schema, [part.batch for part in found], before)
+            if accumulates:
+                before = with_latest(before, rows)
+                if bytes_max is not None and before.nbytes > bytes_max:
+                    raise QueryBound(
+                        f"the rows of {table} have columns with totals, and together more than {bytes_max} bytes",
+                        code="query_memory_full",
+                        hint="Query the lake's current, or raise `[http] query_memory_bytes_max`.",
+                        size_max=bytes_max,
+                    )
+            if low >= begins:
+                yield Latest(rows.emptied, rows.rows, StreamToken.scalar(reader.stream_id, reach))
         low = reach
 
 

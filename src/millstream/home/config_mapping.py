@@ -19,7 +19,7 @@ from millstream.model.operations import FIRST_SHARD
 from millstream.private_files import make_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from millstream.capture import CaptureConfig
     from millstream.config.model import StreamConfig
@@ -85,13 +85,22 @@ def write_rules(stream: StreamConfig) -> Callable[[str, str], WriteRules]:
     from millstream.ingest.schemas import SchemaOnWrite, WriteRules
 
     mode = SchemaOnWrite(stream.ingest.schema_on_write)
-    signals = {parse_qualified_name(table): TableMerge.parse(words).signals for table, words in stream.merge.items()}
-    keyed = {
-        (name := parse_qualified_name(table)): WriteRules(mode, tuple(key), signals.get(name, {}))
-        for table, key in stream.keys.items()
-    }
+    merges = {parse_qualified_name(table): TableMerge.parse(words) for table, words in stream.merge.items()}
+    keyed = {}
+    for table, key in stream.keys.items():
+        merge = merges.get(parse_qualified_name(table), TableMerge())
+        keyed[parse_qualified_name(table)] = WriteRules(mode, tuple(key), merge.signals, merge.increments)
     others = WriteRules(mode)
     return lambda namespace, name: keyed.get((namespace, name), others)
+
+
+def increments_of(home: Home, stream: str, table: str) -> Mapping[str, str]:
+    """Return the words of a table's columns that take increments, by their names; none of a stream that isn't there.
+
+    `UsageError` if the text is no table's name.
+    """
+    config = home.config.streams.get(stream) if home.config_file.exists() else None
+    return {} if config is None else write_rules(config)(*parse_qualified_name(table)).accumulates
 
 
 def log_options(stream: StreamConfig, replication: ReplicationConfig) -> LogOptions:

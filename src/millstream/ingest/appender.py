@@ -17,6 +17,7 @@ from millstream import process_metrics
 from millstream.errors import IngestError, InvalidValue, MillstreamError, RoutingError, UnknownTable
 from millstream.ingest.columns import too_large
 from millstream.ingest.digests import digests_of, joined
+from millstream.ingest.increments import NAMED, unnamed
 from millstream.ingest.one_operation import check_one_place, not_one_operation
 from millstream.ingest.requests import check_batch, operations_of, part_of, without_tables
 from millstream.ingest.schemas import FITTED_BYTES_MAX, TableRules, fitted, fitted_bytes, grown
@@ -50,8 +51,24 @@ _SMALL_BYTES: Final = 64 << 10
 """
 _SMALL_ROWS: Final = 10_000
 _UNFIT: Final = (InvalidValue, UnknownTable, IngestError, RoutingError)
-_Fit: TypeAlias = tuple[TableSchema, list[pa.Array]]
-"""A table's schema, and a batch's rows as its columns."""
+
+
+class _Fit(NamedTuple):
+    """A batch's rows as a table's columns."""
+
+    schema: TableSchema
+    columns: list[pa.Array]
+    unchanged: pa.Array | None
+    """The columns that each row says nothing about; None: none."""
+
+    @classmethod
+    def of(cls, schema: TableSchema, rows: pa.Table) -> _Fit:
+        """Fit rows; raises as `fitted`."""
+        return cls(schema, fitted(schema, rows), unnamed(schema, rows))
+
+    def rows(self, counts: Sequence[int]) -> pa.RecordBatch:
+        """Return the rows on their way into the log, by the number of rows of each operation."""
+        return append_rows(self.schema, self.columns, counts, unchanged=self.unchanged)
 
 
 class _Prepared(NamedTuple):
@@ -253,7 +270,7 @@ class Appender:
         for table, fit in zip(batch.tables, fits, strict=True):
             if fit is None:
                 continue
-            schema, arrays = fit
+            schema, arrays = fit.schema, fit.columns
             wanted = [
                 count > 0 and write_id is not None
                 for count, write_id in zip(table.counts, batch.write_ids, strict=True)
@@ -271,7 +288,7 @@ class Appender:
         """Return the placement of each table's rows, or the numbers of the operations that have no place."""
         count = len(batch.write_ids)
         rows = [
-            None if fit is None else (fit[0], append_rows(*fit, table.counts))
+            None if fit is None else (fit.schema, fit.rows(table.counts))
             for table, fit in zip(batch.tables, fits, strict=True)
         ]
         try:
@@ -323,7 +340,7 @@ class Appender:
     def _newest(self, name: tuple[str, str], rows: pa.Table) -> TableSchema:
         """Return a table's newest schema, so far as it matters to rows; without columns if there is no such table."""
         known = self._schemas.get(name)
-        if known is not None and {*rows.column_names} <= {column.name for column in known.columns}:
+        if known is not None and {*rows.column_names} - {NAMED} <= {column.name for column in known.columns}:
             return known
         # Another process may have added the missing parts since.
         return self._catalog.application_schema(self._stream, *name) or TableSchema(
@@ -384,7 +401,7 @@ class Appender:
             places = [self._checked(name, rows) for name, rows in several]
             check_one_place(places, is_buffer=self._buffer is not None)
         fits = [self._fit_table(name, rows) if rows.num_rows else None for name, rows in own]
-        size = sum(fitted_bytes(fit[0], rows) for fit, (_, rows) in zip(fits, own, strict=True) if fit is not None)
+        size = sum(fitted_bytes(fit.schema, rows) for fit, (_, rows) in zip(fits, own, strict=True) if fit is not None)
         if size > FITTED_BYTES_MAX:
             raise too_large("the rows of its tables, in bytes,", size, FITTED_BYTES_MAX)
         return fits
@@ -394,7 +411,7 @@ class Appender:
         rules = self._rules.rules_of(*name)
         check_weights(qualified_name(*name), rows, rules.signals)
         wanted = grown(self._newest(name, rows), rows.schema, rules)
-        return self._rules.check_place(wanted, append_rows(wanted, fitted(wanted, rows), [rows.num_rows]))
+        return self._rules.check_place(wanted, _Fit.of(wanted, rows).rows([rows.num_rows]))
 
     def _refused_tables(self, request: AppendBatch) -> dict[int, MillstreamError]:
         """Return the errors of a request's tables that can't take its rows, by their places."""
@@ -418,15 +435,15 @@ class Appender:
 
             def grow(newest: TableSchema) -> TableSchema:
                 wanted = grown(newest, rows.schema, rules)
-                arrays = fitted(wanted, rows)  # rows that don't fit, or can't be placed, create no table and no column
-                self._rules.check_place(wanted, append_rows(wanted, arrays, [rows.num_rows]))
+                fit = _Fit.of(wanted, rows)  # rows that don't fit, or can't be placed, create no table and no column
+                self._rules.check_place(wanted, fit.rows([rows.num_rows]))
                 return wanted
 
             known = uninterruptible(
                 lambda: self._catalog.application_table(self._stream, namespace, table, shard=shard, grow=grow)
             )
             self._schemas[name] = known
-        return known, fitted(known, rows)
+        return _Fit.of(known, rows)
 
     def _token(self, last: Seq, shown: Seq) -> StreamToken:
         if self._buffer is not None:

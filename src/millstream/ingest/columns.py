@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.errors import InvalidValue, RowsTooLarge
+from millstream.ingest.increments import NAMED, with_named, without_named
 from millstream.ingest.log_types import NOT_A_VALUE, json_of, no_value, stored, text_of
 from millstream.ingest.nested import TextRoom
 from millstream.model.names import NAME_BYTES_MAX, name_fault
@@ -72,13 +73,14 @@ def table_of(rows: Rows) -> pa.Table:
         RowsTooLarge: the rows take more than `ROWS_BYTES_MAX`, also as text, or have more columns than
             `COLUMNS_MAX`, or a name is too long.
     """
-    table = _arrow(rows)
+    table, named = without_named(_arrow(rows))
     check_names(table.column_names)
     if table.nbytes > ROWS_BYTES_MAX:
         raise too_large("its rows' bytes", table.nbytes, ROWS_BYTES_MAX)
     room = TextRoom(ROWS_BYTES_MAX)
     columns = [stored(name, column, room) for name, column in zip(table.column_names, table.columns, strict=True)]
-    return pa.table(columns, names=table.column_names)
+    found = pa.table(columns, names=table.column_names)
+    return found if named is None else found.append_column(NAMED, named)
 
 
 def _arrow(rows: Rows) -> pa.Table:
@@ -156,7 +158,10 @@ def _of_dicts(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     if rows and not names:
         raise InvalidValue("the rows have no columns")
     check_names(list(names))
-    return pa.table({name: column_of(name, [row.get(name) for row in rows]) for name in names})
+    if NAMED in names:
+        raise _reserved(NAMED)
+    found = pa.table({name: column_of(name, [row.get(name) for row in rows]) for name in names})
+    return with_named(found, rows)
 
 
 def column_of(name: str, values: list[Any]) -> pa.Array:
@@ -220,16 +225,20 @@ def check_names(names: Sequence[str]) -> None:
     seen: dict[str, str] = {}
     for name in names:
         check_name(name, "column")
-        if name.lower() in RESERVED_COLUMNS:
-            raise InvalidValue(
-                f"{name} is the name of a column that each record has",
-                hint="Rename the column: names that begin with __ are reserved.",
-                column=name,
-            )
+        if name.lower() in RESERVED_COLUMNS or name.lower() == NAMED:
+            raise _reserved(name)
         other = seen.get(name.lower())
         if other is not None:
             raise InvalidValue(f"columns {other} and {name} have one name in a lake table", column=name)
         seen[name.lower()] = name
+
+
+def _reserved(name: str) -> InvalidValue:
+    return InvalidValue(
+        f"{name} is the name of a column that each record has",
+        hint="Rename the column: names that begin with __ are reserved.",
+        column=name,
+    )
 
 
 def check_name(name: str, what: Literal["table", "schema", "column"]) -> None:

@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from millstream.errors import HttpError, InvalidValue
 from millstream.ingest.columns import NESTING_MAX, ROWS_BYTES_MAX, check_depth, check_names, column_of, too_large
+from millstream.ingest.increments import with_named
 from millstream.ingest.log_types import NOT_A_VALUE, no_value, stored
 from millstream.ingest.schemas import FITTED_BYTES_MAX
 from millstream.ingest.valid_rows import ValidTable, table_of_valid
@@ -181,7 +182,7 @@ def columns_of(rows: Sequence[Row], counts: Sequence[int] = ()) -> pa.Table:
     found = pa.table([_column(name, values, counts) for name, values in columns.items()], names=list(columns))
     if found.nbytes > ROWS_BYTES_MAX:
         raise too_large("its rows' bytes", found.nbytes, ROWS_BYTES_MAX)
-    return found
+    return with_named(found, rows)
 
 
 def valid_columns_of(rows: Sequence[Row], *, may_be_empty: bool = False) -> ValidTable:

@@ -29,6 +29,7 @@ from millstream.codec.line_protocol.vectorised import (
 )
 from millstream.errors import UsageError
 from millstream.ingest.columns import COLUMNS_MAX, ROWS_BYTES_MAX, too_large
+from millstream.ingest.increments import NAMED
 from millstream.ingest.requests import TABLES_MAX
 from millstream.model.names import name_fault, qualified_name
 from millstream.model.records import INSTANT, RESERVED_COLUMNS, TIME_MAX_US, TIME_MIN_US
@@ -267,7 +268,7 @@ def column_fault(name: str) -> str | None:
     fault = name_fault(name)
     if fault is not None:
         return f"the key {name[:40]!r} {fault}"
-    if name.lower() in {TIME, TIME_NS} or name.lower() in RESERVED_COLUMNS:
+    if name.lower() in {TIME, TIME_NS, NAMED} or name.lower() in RESERVED_COLUMNS:
         return f"the key {name!r} is the name of a column that each row has"
     return None
 

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from millstream.errors import IngestError, InvalidValue, UnknownTable
 from millstream.ingest.columns import COLUMNS_MAX, ROWS_BYTES_MAX, check_name, too_large
+from millstream.ingest.increments import NAMED, checked_increments, type_of, unnamed_bytes
 from millstream.ingest.log_types import cast_checked
 from millstream.model.ids import ShardId
 from millstream.model.operations import TableRows
@@ -47,6 +48,8 @@ class WriteRules:
     """Names of the key columns of `current`'s rows; none: the table has only a history."""
     signals: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """The columns that are signals, each with the column of its events' times; empty: their commit's."""
+    accumulates: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The words of the columns to whose value rows add (`pn_counter(increments)`), by their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,8 @@ def grown(known: TableSchema, columns: pa.Schema, rules: WriteRules) -> TableSch
         UnknownTable: it doesn't exist, and may not be created.
         IngestError (`unknown_column`): it lacks columns, and may not get them.
         IngestError (`key_changed`): it was written with another key.
+        IngestError (`merge_changed`): a column of it took increments and is to take totals, or the other way round.
+        IncrementUnsuitable: a new column takes increments, and the rows' values can't be added.
         RowsTooLarge: it would have more than `COLUMNS_MAX` columns, or a name is longer than
             `NAME_BYTES_MAX`.
         InvalidValue: its name or columns are invalid: a name that differs from another's only by case, a
@@ -97,7 +102,14 @@ def grown(known: TableSchema, columns: pa.Schema, rules: WriteRules) -> TableSch
             configured=list(rules.key),
         )
     have = {column.name: column for column in known.columns}
-    lacking = [field for field in columns if field.name not in have and not pa.types.is_null(field.type)]
+    for column in known.columns:
+        if column.accumulates != rules.accumulates.get(column.name, ""):
+            raise _merge_changed(known, column, rules)
+    lacking = [
+        field
+        for field in columns
+        if field.name not in have and field.name != NAMED and not pa.types.is_null(field.type)
+    ]
     if not lacking and not is_new:
         return known
     names = [field.name for field in lacking]
@@ -132,14 +144,31 @@ def grown(known: TableSchema, columns: pa.Schema, rules: WriteRules) -> TableSch
         raise too_large(f"the columns of {known.full_name}", len(have) + len(lacking), COLUMNS_MAX)
     if is_new:
         _check_key(known.full_name, {field.name: field.type for field in lacking}, rules.key)
-    added = (_new_column(field, rules) for field in lacking)
+    added = (_new_column(known.full_name, field, rules) for field in lacking)
     return replace(known, columns=(*known.columns, *added), key=rules.key, identity=rules.key)
 
 
-def _new_column(field: pa.Field, rules: WriteRules) -> Column:
-    # The weights that come later may have digits after the point.
-    is_weight = field.name in rules.signals and pa.types.is_integer(field.type)
-    return Column(field.name, pa.float64() if is_weight else field.type)
+def _new_column(table: str, field: pa.Field, rules: WriteRules) -> Column:
+    word = rules.accumulates.get(field.name)
+    if word is None:
+        # The weights that come later may have digits after the point.
+        is_weight = field.name in rules.signals and pa.types.is_integer(field.type)
+        return Column(field.name, pa.float64() if is_weight else field.type)
+    return Column(field.name, type_of(table, field.name, field.type, word), accumulates=word)
+
+
+def _merge_changed(known: TableSchema, column: Column, rules: WriteRules) -> IngestError:
+    configured = rules.accumulates.get(column.name)
+    had = f"increments ({column.accumulates})" if column.accumulates else "values"
+    return IngestError(
+        f"rows of {known.full_name} have {had} in column {column.name}, and the configuration says that they have "
+        f"{f'increments ({configured})' if configured else 'values'}",
+        code="merge_changed",
+        table=known.full_name,
+        column=column.name,
+        merge=column.accumulates or None,
+        configured=configured,
+    )
 
 
 def _check_key(table: str, types: dict[str, pa.DataType], key: Sequence[str]) -> None:
@@ -162,7 +191,8 @@ def _spoken(key: tuple[str, ...]) -> str:
 
 def fitted_bytes(schema: TableSchema, rows: pa.Table) -> int:
     """Return the approximate size in bytes of rows with all columns of their table."""
-    size: int = rows.nbytes + rows.num_rows * (_ROW_BYTES + _VALUE_BYTES * len(schema.columns))
+    row_bytes = _ROW_BYTES + _VALUE_BYTES * len(schema.columns) + unnamed_bytes(schema)
+    size: int = rows.nbytes + rows.num_rows * row_bytes
     return size
 
 
@@ -195,7 +225,9 @@ def fitted(schema: TableSchema, rows: pa.Table) -> list[pa.Array]:
         if values is None or pa.types.is_null(values.type):
             fitted.append(pa.nulls(rows.num_rows, column.arrow))
             continue
-        if values.type != column.arrow:
+        if column.accumulates:
+            values = checked_increments(schema.full_name, column, values)
+        elif values.type != column.arrow:
             values = _cast(schema, column, values)
         fitted.append(values.combine_chunks() if values.num_chunks != 1 else values.chunk(0))
     return fitted

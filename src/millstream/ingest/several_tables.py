@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from millstream.errors import InvalidValue
 from millstream.ingest.columns import ROWS_BYTES_MAX, Rows, too_large
+from millstream.ingest.increments import NO_INCREMENTS, as_increments
 from millstream.ingest.requests import check_tables
 from millstream.ingest.valid_rows import ValidTable, columns_for, refusal_of_all
 from millstream.model.operations import AppendedTables, TableAppended
@@ -51,6 +52,7 @@ def tables_for(
     *,
     keep_valid_rows: bool,
     make: Callable[[Any], ValidTable] | None = None,
+    accumulates: Callable[[str], Mapping[str, str]] = lambda _table: NO_INCREMENTS,
 ) -> TablesOfRows:
     """Return the rows of several tables as columns.
 
@@ -58,6 +60,7 @@ def tables_for(
         tables: each table's rows, as `table_of` takes them; possibly none.
         keep_valid_rows: as `columns_for`. A table may then be left without rows, unless all are.
         make: makes a table's rows columns, instead of `columns_for`.
+        accumulates: returns the words of a table's columns that take increments, by its full name.
 
     Raises:
         UsageError: a text is no table's name.
@@ -77,10 +80,10 @@ def tables_for(
     found: dict[str, ValidTable] = {}
     for name, rows in zip(check_tables(list(tables)), tables.values(), strict=True):
         try:
-            found[name] = _columns(rows, make)
+            found[name] = _columns(rows, make).of_increments(accumulates(name))
         except InvalidValue as error:
             error.details.setdefault("table", name)
-            raise
+            raise as_increments(error, accumulates(name)) from error
     size = sum(valid.table.nbytes for valid in found.values())
     if size > ROWS_BYTES_MAX:
         raise too_large("its rows' bytes", size, ROWS_BYTES_MAX)

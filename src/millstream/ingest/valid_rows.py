@@ -18,8 +18,16 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.errors import IngestError, InvalidValue, MillstreamError, RowsTooLarge
+from millstream.errors import (
+    CounterGrowsOnly,
+    IncrementUnsuitable,
+    IngestError,
+    InvalidValue,
+    MillstreamError,
+    RowsTooLarge,
+)
 from millstream.ingest.columns import Rows, check_names, column_of, kind_of, table_of
+from millstream.ingest.increments import NAMED, NO_INCREMENTS, as_increments, rejected_as_increments, takes, type_of
 from millstream.ingest.requests import said
 from millstream.ingest.schemas import WriteRules, fits, grown
 from millstream.ingest.weights import weight_faults
@@ -79,7 +87,12 @@ def valid_part(known: TableSchema, rows: pa.Table, rules: WriteRules) -> ValidPa
         if column.name in wanted.key and values.null_count:
             reason = f"column {column.name} of {wanted.full_name} is of its key, and the row has none"
             _note(clashes, values.is_null(), Clash(InvalidValue.code, reason, column.name))
-        if pa.types.is_null(values.type) or values.type == column.arrow:
+        if pa.types.is_null(values.type):
+            continue
+        if column.accumulates:
+            _note_increments(clashes, values, partial(takes, wanted.full_name, column))
+            continue
+        if values.type == column.arrow:
             continue
         clashing = _clashing(values, partial(fits, wanted, column))
         if clashing.any():
@@ -106,9 +119,11 @@ def _known_columns(known: TableSchema, rows: pa.Table, rules: WriteRules, clashe
     """Return the rows without columns that the table lacks and can't get; rows that have values there clash."""
     have = {column.name for column in known.columns}
     for field in rows.schema:
-        if field.name in have or pa.types.is_null(field.type):
+        if field.name in have or field.name == NAMED or pa.types.is_null(field.type):
             continue
         try:
+            if field.name in rules.accumulates:
+                type_of(known.full_name, field.name, field.type, rules.accumulates[field.name])
             if known.columns:
                 grown(known, pa.schema([field]), rules)
             elif pa.types.is_list(field.type) and pa.types.is_null(field.type.value_type):
@@ -120,6 +135,16 @@ def _known_columns(known: TableSchema, rows: pa.Table, rules: WriteRules, clashe
             _note(clashes, rows.column(place).combine_chunks().is_valid(), Clash.of(error, field.name))
             rows = rows.set_column(place, field.name, pa.nulls(rows.num_rows))
     return rows
+
+
+def _note_increments(
+    clashes: dict[int, Clash], values: pa.Array, why_not: Callable[[pa.Array], InvalidValue | None]
+) -> None:
+    """Record the rows whose increments a column doesn't take, each with its own error."""
+    for row in np.flatnonzero(_clashing(values, lambda some: why_not(some) is None)).tolist():
+        error = why_not(values.slice(row, 1))
+        if error is not None:
+            clashes.setdefault(row, Clash.of(error))
 
 
 def _note(clashes: dict[int, Clash], found: pa.Array, clash: Clash) -> None:
@@ -223,7 +248,9 @@ def _refusal(gone: Sequence[RejectedRow], count: int, tables: Sequence[str] = ()
     """Return the error of a request whose rows are refused; `tables` names each one's table, if there are several."""
     many = "none of its rows has" if len(gone) == count else f"{len(gone)} of its {count} rows have"
     told = [row.as_dict() for row in gone[:_TOLD_MAX]]
-    return InvalidValue(
+    codes = {row.code for row in gone}
+    kind = next((kind for kind in (IncrementUnsuitable, CounterGrowsOnly) if codes == {kind.code}), InvalidValue)
+    return kind(
         f"{many} {'a' if len(gone) == count else 'no'} place in the table: {gone[0].reason}",
         hint="Mend the rows that the details name."
         if len(gone) <= REJECTED_MAX
@@ -246,6 +273,10 @@ class ValidTable:
     rejected: tuple[RejectedRow, ...]
     """The invalid rows."""
 
+    def of_increments(self, accumulates: Mapping[str, str]) -> ValidTable:
+        """Return it with the codes of increments for values of another kind in columns that take increments."""
+        return replace(self, rejected=rejected_as_increments(self.rejected, accumulates)) if self.rejected else self
+
     def told(self, appended: Appended) -> Appended:
         """Return the result of appending `table`, with rejected rows named by their places among all rows."""
         if not self.rejected:
@@ -260,11 +291,23 @@ class ValidTable:
         return tuple(sorted((*self.rejected, *named), key=lambda row: row.row))
 
 
-def columns_for(rows: Rows, *, keep_valid_rows: bool, may_be_empty: bool = False) -> ValidTable:
-    """Return `table_of_valid` if `keep_valid_rows` is set, otherwise `table_of`."""
-    if keep_valid_rows:
-        return table_of_valid(rows, may_be_empty=may_be_empty)
-    table = table_of(rows)
+def columns_for(
+    rows: Rows, *, keep_valid_rows: bool, may_be_empty: bool = False, accumulates: Mapping[str, str] = NO_INCREMENTS
+) -> ValidTable:
+    """Return `table_of_valid` if `keep_valid_rows` is set, otherwise `table_of`.
+
+    Args:
+        rows: as there.
+        keep_valid_rows: whether rows that don't fit are left out.
+        may_be_empty: as there.
+        accumulates: the words of the columns that take increments, as far as they are known here.
+    """
+    try:
+        if keep_valid_rows:
+            return table_of_valid(rows, may_be_empty=may_be_empty).of_increments(accumulates)
+        table = table_of(rows)
+    except InvalidValue as error:
+        raise as_increments(error, accumulates) from error
     return ValidTable(table, range(table.num_rows), ())
 
 

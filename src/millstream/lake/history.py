@@ -17,6 +17,7 @@ from millstream import failpoints
 from millstream.errors import LakeConflict, LakeUnavailable
 from millstream.lake.data_files import TableFiles, swap
 from millstream.lake.delta import OpenTable, create_table, open_table, set_properties
+from millstream.lake.folded.accumulating import lacking_named
 from millstream.lake.folder import (
     BOUNDED,
     HISTORY_BEGUN_PROPERTY,
@@ -105,7 +106,8 @@ def under_the_newest(
     """Return records that applications wrote as records of their table's newest version so far.
 
     Each of several writers sees a new column only when it needs the column, so that versions alternate among their
-    records. The versions differ by added columns, which are null in records that lack them.
+    records. The versions differ by added columns, which are null in records that lack them; if a column accumulates, the
+    records list them as unchanged.
     """
     versions = {found.version: found for found in (schema, *(TableSchema.from_arrow(b.schema) for b in batches))}
     if opened is not None:
@@ -122,7 +124,7 @@ def under_the_newest(
             ],
             schema=shape,
         )
-        for batch in batches
+        for batch in (lacking_named(batch, newest) for batch in batches)
     ]
 
 

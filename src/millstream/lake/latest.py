@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import UsageError
+from millstream.lake.folded.accumulating import accumulated
 from millstream.lake.folded.fold import plan_keyed, run_of
 from millstream.lake.folded.unchanged_values import RowSources, materialize
 from millstream.lake.history import under_the_newest
@@ -47,15 +48,18 @@ class LatestRows:
     """`LATEST_PREFIX`, then the table's columns: first deleted rows, then existing ones; each key once."""
 
 
-def latest_rows(schema: TableSchema, batches: Sequence[pa.RecordBatch]) -> LatestRows:
+def latest_rows(schema: TableSchema, batches: Sequence[pa.RecordBatch], before: pa.Table | None = None) -> LatestRows:
     """Fold the records of one table, in `record_schema`, of any of its versions.
 
     Args:
         schema: of the last of them.
         batches: in order.
+        before: if a column accumulates, the rows before the first record, as `LatestRows.rows` has them; at least
+            those with one of the records' keys. None: there are none.
 
     Raises:
         UsageError: the table has no key that identifies rows.
+        InvalidValue: a counter's total is beyond its type.
     """
     if schema.source == 0:
         schema, batches = under_the_newest(schema, batches, None)
@@ -75,6 +79,7 @@ def latest_rows(schema: TableSchema, batches: Sequence[pa.RecordBatch]) -> Lates
         union = union_schema(schema.full_name, union, table.schema, narrows=True)
     union = union_schema(schema.full_name, union, columns)
     run = run_of(pa.concat_tables([conform(table, union) for table in tables]), schema, columns)
+    run = accumulated(run, run.values.slice(0, 0) if before is None else before)
     plan = plan_keyed(run)
     past = None if plan.asked is None else _unknown(plan.asked, run.values.schema)
     there = materialize(run.values, plan, past)
@@ -83,6 +88,16 @@ def latest_rows(schema: TableSchema, batches: Sequence[pa.RecordBatch]) -> Lates
     return LatestRows(
         schema, run.truncated or bool(mixed), pa.concat_tables([_went(went, columns), _there(there, plan, columns)])
     )
+
+
+def with_latest(before: pa.Table | None, latest: LatestRows) -> pa.Table:
+    """Return the rows of a table behind a stretch, from those before it; both as `LatestRows.rows` has them."""
+    if before is None:
+        return latest.rows
+    before = conform(before, latest.rows.schema)
+    key = latest.schema.key
+    have, changed = key_codes([Keys.of(before, key), Keys.of(latest.rows, key)])
+    return pa.concat_tables([before.filter(pa.array(~np.isin(have, changed))), latest.rows])
 
 
 def _unknown(asked: Keys, schema: pa.Schema) -> pa.Table:

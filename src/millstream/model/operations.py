@@ -245,13 +245,16 @@ def _append_columns(count: int) -> tuple[pa.Array, ...]:
     return tuple(facts[f.name] if f.name in facts else pa.nulls(count, f.type) for f in OPERATION_SCHEMA)
 
 
-def append_rows(schema: TableSchema, columns: Sequence[pa.Array], counts: Sequence[int]) -> pa.RecordBatch:
+def append_rows(
+    schema: TableSchema, columns: Sequence[pa.Array], counts: Sequence[int], *, unchanged: pa.Array | None = None
+) -> pa.RecordBatch:
     """Return new rows of a table in `append_row_schema`.
 
     Args:
         schema: the table's.
         columns: the values of each of its columns.
         counts: number of rows of each operation, in order.
+        unchanged: each row's columns that it says nothing about; None: none.
     """
     sizes = np.array(counts, dtype=np.int64)
     total = int(sizes.sum())
@@ -259,6 +262,8 @@ def append_rows(schema: TableSchema, columns: Sequence[pa.Array], counts: Sequen
         "__index": pa.array(np.arange(total, dtype=np.int64) - np.repeat(np.cumsum(sizes) - sizes, sizes)),
         "__op": pa.array(np.full(total, int(Op.CREATE), dtype=np.uint8)),
     }
+    if unchanged is not None:
+        facts["__unchanged"] = unchanged
     prefix = [facts[f.name] if f.name in facts else pa.nulls(total, f.type) for f in LOG_ROW_PREFIX[1:]]
     operations = pa.array(np.repeat(np.arange(len(counts), dtype=np.int32), sizes))
     return pa.RecordBatch.from_arrays([operations, *prefix, *columns], schema=append_row_schema(schema))

@@ -57,6 +57,8 @@ class Column:
     name: str
     arrow: pa.DataType
     pg: PgType | None = None
+    accumulates: str = ""
+    """How rows add to the column's value, as the merge is declared (`pn_counter(increments)`); empty if they replace it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,11 @@ class TableSchema:
     """
 
     @property
+    def accumulating(self) -> tuple[str, ...]:
+        """Names of the columns to whose value rows add."""
+        return tuple(column.name for column in self.columns if column.accumulates)
+
+    @property
     def full_name(self) -> str:
         """`schema.table` as PostgreSQL quotes it; `_messages` for logical messages."""
         return self.name if self.kind is TableKind.MESSAGES else qualified_name(self.namespace, self.name)
@@ -111,7 +118,7 @@ class TableSchema:
         facts = _read_facts((schema.metadata or {})[_METADATA_KEY])
         own = list(schema)[max(len(schema) - len(facts["columns"]), 0) :]
         columns = tuple(
-            Column(field.name, field.type, None if c["pg"] is None else PgType(*c["pg"]))
+            Column(field.name, field.type, None if c["pg"] is None else PgType(*c["pg"]), c.get("accumulates", ""))
             for field, c in zip(own, facts["columns"], strict=True)
         )
         if [column.name for column in columns] != [c["name"] for c in facts["columns"]]:
@@ -139,7 +146,11 @@ class TableSchema:
             "namespace": self.namespace,
             "name": self.name,
             "columns": [
-                {"name": c.name, "pg": None if c.pg is None else [c.pg.oid, c.pg.modifier, c.pg.name]}
+                {
+                    "name": c.name,
+                    "pg": None if c.pg is None else [c.pg.oid, c.pg.modifier, c.pg.name],
+                    **({"accumulates": c.accumulates} if c.accumulates else {}),
+                }
                 for c in self.columns
             ],
             "identity": list(self.identity),
@@ -173,6 +184,8 @@ def _read_facts(text: bytes) -> Mapping[str, Any]:
     for column in facts["columns"]:
         if column["pg"] is not None and [type(fact) for fact in column["pg"]] != [int, int, str]:
             raise TypeError(f"the type of column {column['name']} is none")
+        if type(column.get("accumulates", "")) is not str:
+            raise TypeError(f"the way in which column {column['name']} accumulates is no text")
     names = [column["name"] for column in facts["columns"]]
     if len(set(names)) != len(names):
         raise ValueError("a column is named twice")

@@ -136,7 +136,7 @@ class LineWrites:
                 return _refused(lines, {})
             tables = tuple(table.table for table in lines.tables)
             target = BatchTarget(stream, tables, deadline_s, keep_valid_rows=True, acks=acks, keep_valid_tables=True)
-            rows = [table.rows for table in lines.tables]
+            rows = [self._writes.lines_as_rows(stream, table) for table in lines.tables]
             appended = await self._writes.groups.append(target, rows, size_bytes=len(body), write_id=write_id)
         return _refused(lines, appended.tables)
 

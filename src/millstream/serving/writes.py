@@ -16,8 +16,10 @@ import msgspec
 import pyarrow as pa
 import structlog
 
-from millstream.errors import HttpError, MillstreamError, RowsTooLarge, UnknownStream
+from millstream.errors import HttpError, InvalidValue, MillstreamError, RowsTooLarge, UnknownStream
+from millstream.home.config_mapping import increments_of
 from millstream.ingest.arrow_rows import rows_of_arrow
+from millstream.ingest.increments import as_increments, with_nulls_unnamed
 from millstream.ingest.json_rows import (
     Row,
     columns_of,
@@ -53,6 +55,7 @@ from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
+    from millstream.ingest.lines import TableLines
     from millstream.ingest.several_tables import TablesOfRows
     from millstream.model.operations import Appended, AppendedTables
     from millstream.model.writes import WriteId
@@ -93,6 +96,7 @@ class Writes:
 
     def __init__(self, home: Home, groups: Groups, intake: Intake, access: Access) -> None:
         self._access = access
+        self._home = home
         self._streams = frozenset(home.config.streams)
         self._rows_max = home.config.http.rows_max
         self.deadline_s: Final = duration_s(home.config.http.append_timeout)
@@ -135,13 +139,16 @@ class Writes:
             )
         with Held(self.intake) as held:
             body = await read_body(receive, headers, self.intake, held)
-            rows = await self._rows(kind, body, held, keep_valid_rows=target.keep_valid_rows)
-            size_bytes = len(body)
-            del body
-            if not isinstance(rows, ValidTable):
-                return await self.groups.append(target, (rows,), size_bytes=size_bytes, write_id=write_id)
+            try:
+                rows = await self._rows(kind, body, held, keep_valid_rows=target.keep_valid_rows)
+                size_bytes = len(body)
+                del body
+                if not isinstance(rows, ValidTable):
+                    return await self.groups.append(target, (rows,), size_bytes=size_bytes, write_id=write_id)
+            except InvalidValue as error:
+                raise as_increments(error, increments_of(self._home, stream, table)) from error
             appended = await self.groups.append(target, (rows.table,), size_bytes=size_bytes, write_id=write_id)
-            return rows.told(appended)
+            return rows.of_increments(increments_of(self._home, stream, table)).told(appended)
 
     def _said(
         self, scope: Scope, stream: str, tables: tuple[str, ...]
@@ -174,12 +181,12 @@ class Writes:
             size_bytes = len(body)
             self.weigh(held, size_bytes * _JSON_FACTOR if size_bytes < _LARGE_BYTES else held_bytes(body))
             keep = target.keep_valid_rows
-            valid = await self.read(size_bytes, lambda: self._tables(body, keep_valid_rows=keep))
+            valid = await self.read(size_bytes, lambda: self._tables(stream, body, keep_valid_rows=keep))
             target = target._replace(tables=tuple(valid.kept))
             rows = list(valid.kept.values())
             return valid.told(await self.groups.append(target, rows, size_bytes=size_bytes, write_id=write_id))
 
-    def _tables(self, body: bytes, *, keep_valid_rows: bool) -> TablesOfRows:
+    def _tables(self, stream: str, body: bytes, *, keep_valid_rows: bool) -> TablesOfRows:
         def make(rows: list[Row] | str) -> ValidTable:
             if isinstance(rows, str):
                 table = rows_of_arrow(_from_base64(rows), rows_max=self._rows_max)
@@ -189,7 +196,12 @@ class Writes:
             return ValidTable(columns_of(rows), range(len(rows)), ())
 
         tables = tables_of_json(body, rows_max=self._rows_max)
-        return tables_for(tables, keep_valid_rows=keep_valid_rows, make=make)
+        return tables_for(
+            tables,
+            keep_valid_rows=keep_valid_rows,
+            make=make,
+            accumulates=lambda table: increments_of(self._home, stream, table),
+        )
 
     async def _rows(
         self, kind: str, body: bytes, held: Held, *, keep_valid_rows: bool
@@ -206,6 +218,11 @@ class Writes:
         if is_small:
             return decode(body, rows_max=self._rows_max)
         return await self.read(len(body), lambda: columns_of(decode(body, rows_max=self._rows_max)))
+
+    def lines_as_rows(self, stream: str, lines: TableLines) -> pa.Table:
+        """Return a measurement's rows, with the columns that each line names if its table takes increments."""
+        takes_increments = increments_of(self._home, stream, lines.table)
+        return with_nulls_unnamed(lines.rows) if takes_increments else lines.rows
 
     async def admit(self, scope: Scope, stream: str, *, in_query: bool = False) -> None:
         """Admit a request that may write to the stream.

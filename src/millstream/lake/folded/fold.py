@@ -5,6 +5,7 @@ Records are applied in order of `__seq`. The rules:
 - `c`, `r` and `u` put a row at their key; the last record of a key wins, deletes included.
 - `u` whose `__before` holds another key moves the row: the old key is deleted. `t` empties the table.
 - Columns named in `__unchanged` come from the row's own past: `unchanged_values`.
+- In a table with columns that accumulate, records become whole rows first: `accumulating`.
 - A table without a key (identity FULL) is a bag: `d` and `u` remove one row equal to the old one. Since removed
   rows always exist, only the count of each distinct row matters, and no order.
 
@@ -21,6 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from millstream.lake.folded.accumulating import accumulated_by
 from millstream.lake.folded.unchanged_values import (
     Indexes,
     Lookup,
@@ -60,12 +62,14 @@ def fold_records(tail: pa.Table, schema: TableSchema, columns: pa.Schema, lookup
 
     Raises:
         LakeError: a record leaves a column unchanged and the lake holds no earlier row of it.
+        InvalidValue: a counter's total is beyond its type.
     """
     records = tail.num_rows
     run = run_of(tail, schema, columns)
     if not schema.key:
         rows, gone = _fold_bag(run)
         return Folded(rows, gone, run.truncated, records)
+    run = accumulated_by(run, lookup)
     plan = plan_keyed(run)
     rows = materialize(run.values, plan, past_rows(plan, lookup))
     return Folded(rows, plan.gone, run.truncated, records)

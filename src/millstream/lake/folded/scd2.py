@@ -34,6 +34,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import LakeError
+from millstream.lake.folded.accumulating import accumulated
 from millstream.lake.folded.fold import RecordRun, in_order, op_codes
 from millstream.lake.folded.unchanged_values import LiveRow, RowSources, materialize
 from millstream.lake.keys import Codes, Keys, concat_keys, first_of_each, key_codes
@@ -126,6 +127,7 @@ def fold_versions(  # noqa: D417 - `anew` is described, as code
     rows = tail.take(pa.array(at))
     run = RecordRun(rows, ops[at], conform(rows, pa.schema([*columns, EXACT])), schema, truncated=False)
     met = _meet(run, lookup, pa.schema([*columns, EXACT, VALID_FROM, BEGAN_BY]))
+    run = accumulated(run, met.open_rows, each=True)
     filled, unknown = _fill(run, met, at, order.clears)
     events = _events(run, met, at, order, unknown)
     if whole:

@@ -8,6 +8,7 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from millstream.lake.folded.accumulating import lacking_named
 from millstream.lake.types import texts_of
 from millstream.model.pgcolumns import render_column
 from millstream.model.records import RECORD_PREFIX, TEXT_BY_COLUMN
@@ -40,7 +41,8 @@ def text_records(schema: TableSchema, batches: Sequence[Versioned]) -> pa.Table:
     """
     shape = text_schema(schema)
     tables = []
-    for version, batch in _slices(batches):
+    for version, some in _slices(batches):
+        batch = lacking_named(some, schema)
         has = {column.name for column in version.columns}
         own = [
             column_texts(version, batch, name) if name in has else pa.nulls(batch.num_rows, pa.string())

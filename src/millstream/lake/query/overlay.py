@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
+from millstream.lake.folded.accumulating import accumulated_by
 from millstream.lake.folded.fold import plan_keyed, run_of
 from millstream.lake.folded.unchanged_values import Lookup, materialize, past_rows
 from millstream.lake.keys import Keys
@@ -54,6 +55,8 @@ def overlay(read: Read, schema: TableSchema, columns: pa.Schema, lookup: Lookup,
     Raises:
         LakeError: a record leaves a column unchanged and the lake holds no earlier row of it.
     """
+    if schema.accumulating:
+        return _accumulated(read, schema, columns, lookup, stood=stood)
     narrow = ["__op", SEQ, "__unchanged", EXACT.name, "__before", *schema.key]
     run = run_of(read(narrow, None), schema, pa.schema([columns.field(name) for name in schema.key]))
     plan = plan_keyed(run, gone=stood and not run.truncated)
@@ -83,4 +86,20 @@ def overlay(read: Read, schema: TableSchema, columns: pa.Schema, lookup: Lookup,
         gone=plan.gone if stood and not run.truncated else plan.gone.take(np.zeros(0, np.int64)),
         truncated=run.truncated,
         exact=texts.null_count < len(texts) or built.column(EXACT.name).null_count < built.num_rows,
+    )
+
+
+def _accumulated(read: Read, schema: TableSchema, columns: pa.Schema, lookup: Lookup, *, stood: bool) -> Overlay:
+    """Return the effect of records that add to rows: no record holds its row whole, so all rows are built."""
+    names = ["__op", SEQ, "__unchanged", EXACT.name, "__before", *columns.names]
+    run = accumulated_by(run_of(read(names, None), schema, columns), lookup)
+    plan = plan_keyed(run, gone=stood and not run.truncated)
+    built = materialize(run.values, plan, None)
+    nothing = run.values.select(list(schema.key)).slice(0, 0)
+    return Overlay(
+        winners=nothing.append_column(SEQ, pa.array([], pa.int64())),
+        built=built,
+        gone=plan.gone if stood and not run.truncated else plan.gone.take(np.zeros(0, np.int64)),
+        truncated=run.truncated,
+        exact=built.column(EXACT.name).null_count < built.num_rows,
     )
