@@ -30,6 +30,7 @@ from bench import (  # noqa: F401 - they register their figures
     routing,
     sequencer,
     sessions,
+    signals,
     small_tables,
     spark_source,
     wal,

@@ -52,7 +52,7 @@ _ENTRY = "/v1/streams/bench/tables/clicks"
 _SHAPE = f"rows of 5 columns (text, int8, float8, bool, text), {len(_BODY) // ROWS} B a row as JSON, {ROWS} a request, {CONNECTIONS} connections"
 
 
-class _Sender(asyncio.Protocol):
+class Sender(asyncio.Protocol):
     """A connection that sends the same request again as soon as it is answered."""
 
     def __init__(self, request: bytes, counts: dict[bytes, int], until_s: float, ended: asyncio.Future[None]) -> None:
@@ -98,7 +98,7 @@ def _python_rows_s(port: int, seconds: float) -> float:
         began = time.perf_counter()
         ended = [loop.create_future() for _ in range(CONNECTIONS)]
         for future in ended:
-            await loop.create_connection(partial(_Sender, request, counts, began + seconds, future), "127.0.0.1", port)
+            await loop.create_connection(partial(Sender, request, counts, began + seconds, future), "127.0.0.1", port)
         await asyncio.gather(*ended)
         return time.perf_counter() - began
 

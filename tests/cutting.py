@@ -39,7 +39,7 @@ class Link:
     """
 
     def __init__(self, target: int) -> None:
-        self._target = target
+        self.target: Final = target
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port: Final = int(self._listening.getsockname()[1])
         self._changed = threading.Condition()
@@ -113,7 +113,7 @@ class Link:
             except OSError:
                 return
             try:
-                server = socket.create_connection(("127.0.0.1", self._target), 1.0)
+                server = socket.create_connection(("127.0.0.1", self.target), 1.0)
             except OSError:
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
                 client.close()

@@ -1,0 +1,108 @@
+"""Three regions as real processes: one is cut off while all take signals, and afterwards all have the same sums."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from tests.cutting import Link
+from tests.nodes.nodes import STREAM, Node, eventually
+
+import millstream
+from millstream.errors import MillstreamError
+from millstream.testing._servers.ports import free_port
+
+pytestmark = pytest.mark.siege
+
+REGIONS = (1, 2, 3)
+CUT_S = 10.0
+MERGE = (
+    f'[streams.{STREAM}.keys]\n"public.items" = ["id"]\n[streams.{STREAM}.merge."public.items"]\nheat = "signal(1h)"\n'
+)
+
+
+class Watchers:
+    """An application of one region: 100 signals an append, one append after the other."""
+
+    def __init__(self, home: Path, region: int) -> None:
+        self.events = 0
+        self._home, self._chance = home, np.random.default_rng(region)
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        self._ending.set()
+        self._thread.join(180)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        with millstream.open(self._home) as home:
+            while not self._ending.wait(0.02):
+                ids, weights = self._chance.integers(0, 50, 100), self._chance.random(100)
+                home.append(STREAM, "items", pa.table({"id": ids, "heat": weights}), deadline_s=60)
+                self.events += 100
+
+
+@pytest.fixture
+def links() -> Iterator[dict[tuple[int, int], Link]]:
+    """Links from each region to each other one, by their numbers."""
+    with ExitStack() as closing:
+        ports = {region: free_port() for region in REGIONS}
+        made = {(of, to): Link(ports[to]) for of in REGIONS for to in REGIONS if of != to}
+        for link in made.values():
+            closing.callback(link.refuse)
+        yield made
+
+
+def test_a_region_that_was_cut_off_has_the_same_sums_as_the_others_and_counts_each_event_once(
+    tmp_path: Path, links: dict[tuple[int, int], Link]
+) -> None:
+    nodes = []
+    for own in REGIONS:
+        others = ", ".join(f'{to} = "grpc://127.0.0.1:{link.port}"' for (of, to), link in links.items() if of == own)
+        port = next(link.target for (_, to), link in links.items() if to == own)
+        stream = f"region = {own}\n{MERGE}"
+        nodes.append(Node(tmp_path / str(own), "a", {"a": port}, more=f"regions = {{ {others} }}\n", stream=stream))
+    try:
+        for node in nodes:
+            for part in ("owner", "serve", "follow"):
+                node.start(part)
+        watchers = [Watchers(node.home, own) for own, node in zip(REGIONS, nodes, strict=True)]
+        eventually(lambda: all(one.events for one in watchers), "signals in all regions", *nodes)
+        cut = [link for pair, link in links.items() if 3 in pair]
+        for link in cut:
+            link.cut()
+        threading.Event().wait(CUT_S)
+        for link in cut:
+            link.heal()
+        for one in watchers:
+            one.end()
+        events = sum(one.events for one in watchers)
+
+        def merged(node: Node) -> pa.Table | None:
+            try:
+                with millstream.open(node.home) as home:
+                    return home.merged(STREAM, "items").replace_schema_metadata()
+            except MillstreamError:
+                return None
+
+        def counted(node: Node) -> int:
+            found = merged(node)
+            return 0 if found is None else int(np.sum(found.column("heat__7d").to_numpy()))
+
+        for node in nodes:
+            eventually(lambda node=node: counted(node) >= events, "the signals of all regions", *nodes)
+            assert counted(node) == events
+        tables = [merged(node) for node in nodes]
+        assert tables[0] == tables[1] == tables[2]
+        assert tables[0] is not None
+        assert tables[0].num_rows == 50
+    finally:
+        for node in nodes:
+            node.kill()
