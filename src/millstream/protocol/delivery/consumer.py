@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from operator import attrgetter
 from types import MappingProxyType
-from typing import ClassVar, Final
+from typing import ClassVar
 
 from millstream.protocol.delivery import changes
 from millstream.protocol.delivery.dead_letters import DeadLetters
@@ -21,6 +20,7 @@ from millstream.protocol.delivery.messages import (
     Status,
     position_of,
 )
+from millstream.protocol.delivery.order import Order
 from millstream.protocol.delivery.pending import Pending
 from millstream.protocol.delivery.pushed import Pushed
 from millstream.protocol.delivery.state import Fact, State
@@ -29,8 +29,6 @@ from millstream.protocol.delivery.unread import Unread
 from millstream.protocol.delivery.waiting import Answer, Back, Entry, EntryState, fact_of
 
 _WAITING, _IN_FLIGHT, _GONE = EntryState.WAITING, EntryState.IN_FLIGHT, EntryState.GONE
-_KEPT_MIN: Final = 1024
-"""Number of items below which a queue isn't searched for void ones."""
 
 
 class Consumer(Pushed):
@@ -61,10 +59,7 @@ class Consumer(Pushed):
         self._last = position_of(state.cursor, 1)
         """The greatest position that was offered or read past."""
         self._pending = Pending()
-        self._order: deque[Entry] = deque()
-        """Messages that hold the cursor, in order; some of them are settled."""
-        self._order_gone = 0
-        """Number of settled ones in `_order`."""
+        self._order = Order()
         self._timers = Timers(self._is_void)
         self._letters = DeadLetters(state.dead, state.retried)
         self._changes: list[changes.Change] = [changes.Started(run)]
@@ -107,11 +102,8 @@ class Consumer(Pushed):
     @property
     def cursor(self) -> int:
         """The `seq` of the token before which every message is settled. Retention goes by the durable one."""
-        order = self._order
-        while order and order[0].state is _GONE:
-            order.popleft()
-            self._order_gone -= 1
-        return order[0].before if order else self._read_upto
+        first = self._order.first()
+        return self._read_upto if first is None else first.before
 
     # --- reading the log ---------------------------------------------------------------------------------------------
 
@@ -362,15 +354,8 @@ class Consumer(Pushed):
             self.counters.acked += 1
             self._changes.append(changes.Dropped((entry.message.id,), 1))
             return False
-        self._forget_order()
+        self._order.note_gone()
         return True
-
-    def _forget_order(self) -> None:
-        """Note that a message of `_order` is gone, and drop gone ones once they are most of it."""
-        self._order_gone += 1
-        if self._order_gone > _KEPT_MIN and 2 * self._order_gone > len(self._order):
-            self._order = deque([entry for entry in self._order if entry.state is not _GONE])
-            self._order_gone = 0
 
     # --- failing -----------------------------------------------------------------------------------------------------
 
@@ -432,7 +417,7 @@ class Consumer(Pushed):
         """Make a message a dead letter: its group goes on."""
         self._pending.remove(entry)
         if not entry.is_retried:
-            self._forget_order()
+            self._order.note_gone()
         if entry.replaced:
             self._changes.append(changes.Settled(entry.replaced, 0))
         self._letters.add(letter)
@@ -514,7 +499,7 @@ class Consumer(Pushed):
         self._generation += 1
         self._pending = Pending()
         self._pending.hold(held)
-        self._order, self._order_gone = deque(), 0
+        self._order = Order()
         self._timers.clear()
         self._letters.begin_generation(self._generation, end)
         self._read_upto = self._noted_cursor = cursor

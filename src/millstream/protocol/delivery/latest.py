@@ -296,7 +296,7 @@ class LatestConsumer(Consumer):
         if entry.is_retried:
             del self._letters.retried[entry.message.id]
         else:
-            self._forget_order()
+            self._order.note_gone()
 
     def _settled(self, entry: Entry) -> None:
         """Forget what stands for a message that is settled, dead or replaced."""
