@@ -18,6 +18,7 @@ import millstream
 from millstream.app.doctor import examine
 from millstream.cli.main import cli
 from millstream.config.file import load_config
+from millstream.crdt import HLC
 from millstream.errors import (
     ConfigError,
     HomeBusy,
@@ -34,7 +35,7 @@ from millstream.model.ids import RegionId, parse_region_log_name, region_log_nam
 from millstream.processes.locks import RoleLock
 from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.regions.reconciling import reconcile_stream
-from millstream.regions.region_logs import newest_time
+from millstream.regions.region_logs import RegionClocks, newest_time
 from millstream.regions.region_table import RegionTable
 from millstream.testing.errors import coded
 from millstream.wal.reader import StreamReader
@@ -172,6 +173,41 @@ def test_a_writer_is_later_than_what_it_follows_whatever_its_clock(tmp_path: Pat
         assert own > followed
         follow(two, one, 1)
         assert rows_of(two)[1]["title"] == "last"
+
+
+class Hearing:
+    """A log's writer that notes the times that it hears."""
+
+    def __init__(self) -> None:
+        self.times: list[HLC] = []
+
+    def hear(self, time: HLC, *, name: str) -> None:
+        assert name == "region 2"
+        self.times.append(time)
+
+
+def test_a_followed_log_is_heard_when_it_has_more_also_after_it_was_cut_or_made_anew(tmp_path: Path) -> None:
+    with both(tmp_path) as (one, two):
+        clocks = RegionClocks(Home(one), "shop", Home(one).config.streams["shop"])
+        log: Any = Hearing()
+        shorter = tmp_path / "shorter"
+        shutil.copytree(two / "data" / "wal" / "shop", shorter)
+        for _ in range(2):
+            clocks.hear(log)
+        assert len(log.times) == 1, "it has no more"
+        with millstream.open(two) as home:
+            home.append("shop", "posts", [{"id": 3, "likes": 8}])
+        follow(one, two, 2)
+        clocks.hear(log)
+        assert log.times[1] > log.times[0]
+        copy = one / "data" / "wal" / "shop@2"
+        shutil.rmtree(copy)
+        shutil.copytree(shorter, copy)
+        clocks.hear(log)
+        assert log.times[2] == log.times[0]
+        follow(one, two, 2)
+        clocks.hear(log)
+        assert log.times[3] == log.times[1]
 
 
 def test_tables_that_can_not_merge_are_refused_by_name(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from millstream.crdt.declared import TableMerge
 from millstream.crdt.hlc import HLC
-from millstream.errors import MillstreamError, OtherRegion, UnknownStream
+from millstream.errors import LogError, MillstreamError, OtherRegion, PositionError, UnknownStream
 from millstream.model.ids import RegionId
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq
@@ -84,27 +84,64 @@ def examine_regions(home: Home, stream: str, config: StreamConfig) -> str:
     return ", ".join(words)
 
 
-def hear_regions(home: Home, stream: str, config: StreamConfig, log: LogWriter) -> None:
-    """Advance a writer's clock past the regions that its home follows.
+class RegionClocks:
+    """The clocks of the regions that a home follows, as their logs show them. For one thread.
 
-    Raises:
-        ClockSkew: a region's clock is too far ahead of this one; the others' have been heard.
-        OtherRegion: a log belongs to another region than its folder.
+    Readers are kept from look to look: a new one would read the last segment of its log from the beginning.
+
+    Args:
+        home: the home.
+        stream: the stream's name.
+        config: its configuration.
     """
-    if not home.regions_on_disk(stream):
-        return
-    failed: MillstreamError | None = None
-    for region, reader in region_readers(home, stream, config).items():
-        if region == config.region:
-            continue
-        try:
+
+    def __init__(self, home: Home, stream: str, config: StreamConfig) -> None:
+        self._home = home
+        self._stream = stream
+        self._config = config
+        self._readers: dict[str, StreamReader] = {}
+        self._heard: dict[str, Seq] = {}
+        """By folder, the end of the log whose time was received last."""
+
+    def hear(self, log: LogWriter) -> None:
+        """Advance a writer's clock past the regions that its home follows.
+
+        Raises:
+            ClockSkew: a region's clock is too far ahead of this one; the others' have been heard.
+            OtherRegion: a log belongs to another region than its folder.
+            LogError, PositionError: a log can't be read; the others' clocks have been heard.
+        """
+        if not self._home.regions_on_disk(self._stream):
+            return
+        failed: MillstreamError | None = None
+        for region, folder in region_logs(self._home, self._stream, self._config).items():
+            if region == self._config.region:
+                continue
+            try:
+                self._hear(log, region, folder)
+            except MillstreamError as error:
+                failed = error
+        if failed is not None:
+            raise failed
+
+    def _hear(self, log: LogWriter, region: RegionId, folder: str) -> None:
+        reader = self._readers.pop(folder, None)
+        if reader is not None:
+            # A log that was cut or recreated since needs a new reader.
+            with contextlib.suppress(LogError, PositionError):
+                self._hear_by(reader, log, region, folder)
+                return
+        self._heard.pop(folder, None)
+        self._hear_by(StreamReader(folder), log, region, folder)
+
+    def _hear_by(self, reader: StreamReader, log: LogWriter, region: RegionId, folder: str) -> None:
+        upto = reader.persisted_upto()
+        if upto != self._heard.get(folder):
             time = newest_time(reader, region)
             if time is not None:
                 log.hear(time, name=f"region {region}")
-        except MillstreamError as error:
-            failed = error
-    if failed is not None:
-        raise failed
+                self._heard[folder] = upto
+        self._readers[folder] = reader
 
 
 def newest_time(reader: StreamReader, region: RegionId) -> HLC | None:

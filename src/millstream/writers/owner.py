@@ -40,7 +40,7 @@ from millstream.processes.child_process import Lifeline
 from millstream.processes.control import ControlServer
 from millstream.processes.locks import LOCK_PATIENCE_S, RoleLock, writer_role
 from millstream.regions.holders import expect_followers, merge_needs
-from millstream.regions.region_logs import hear_regions
+from millstream.regions.region_logs import RegionClocks
 from millstream.regions.region_table import KeptVectors
 from millstream.workers import Worker, watching
 from millstream.writers.appending import append_socket
@@ -103,6 +103,7 @@ class OwnedStream:
         self._well_since_s: float | None = None
         """When capture began to make progress, on the monotonic clock."""
         self._kept = KeptVectors(home)
+        self._clocks = RegionClocks(home, name, config)
         self._unheard: str | None = None
         """Message of the last logged error about a region's log."""
 
@@ -208,7 +209,7 @@ class OwnedStream:
         A wrong clock elsewhere stops nothing here.
         """
         try:
-            hear_regions(self.home, self.name, self.config, writer.log)
+            self._clocks.hear(writer.log)
         except MillstreamError as error:
             if self._unheard != error.message:
                 logger.warning("a region isn't heard", stream=self.name, code=error.code, error=error.message)

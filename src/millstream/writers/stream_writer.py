@@ -20,7 +20,7 @@ from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, StreamId
 from millstream.model.operations import FIRST_SHARD
 from millstream.process_metrics import SINK_IGNORED_ERRORS
 from millstream.processes.locks import LOCK_PATIENCE_S
-from millstream.regions.region_logs import check_merges, hear_regions
+from millstream.regions.region_logs import RegionClocks, check_merges
 from millstream.routing.dispatch import Dispatcher
 from millstream.wal.files import RealFiles
 from millstream.wal.replica.shipping import durable_marks
@@ -116,7 +116,7 @@ def stream_writer(
         # writes no more waits for these locks, and for nothing else.
         Roles(home).check_leads(name)
         with contextlib.suppress(ClockSkew, OtherRegion):  # the owner reports it repeatedly
-            hear_regions(home, name, config, log)
+            RegionClocks(home, name, config).hear(log)
         routing = StreamRouting(catalog, stream, name, config, log, first_shard=first_shard, is_shared=own is not None)
         rules, buffer = _table_rules(config, routing, first_shard), config.buffer
         to: ApplicationLog = log
