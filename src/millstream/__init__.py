@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from millstream.model.positions import StreamToken as StreamToken
     from millstream.ports import ShardReader as ShardReader
     from millstream.ports import WriteBuffer as WriteBuffer
+    from millstream.serving.guard import Guard as Guard
+    from millstream.serving.problems import problem_of as problem_of
 
 __version__ = "0.1.0"
 
@@ -47,6 +49,7 @@ _PUBLIC = {
     "BufferedOp": ("millstream.model.buffers", "BufferedOp"),
     "Following": ("millstream.client.following", "Following"),
     "Latest": ("millstream.client.protocol", "Latest"),
+    "Guard": ("millstream.serving.guard", "Guard"),
     "MillstreamError": ("millstream.errors", "MillstreamError"),
     "OpenHome": ("millstream.app.local_client", "OpenHome"),
     "PlacedReader": ("millstream.codec.buffer_reading", "PlacedReader"),
@@ -63,6 +66,7 @@ _PUBLIC = {
     "encode_op": ("millstream.codec.buffered_op", "encode_op"),
     "errors": ("millstream.errors", None),
     "open": ("millstream.app.local_client", "open"),
+    "problem_of": ("millstream.serving.problems", "problem_of"),
 }
 
 
