@@ -18,7 +18,7 @@ ifeq ($(strip $(SSL_CERT_DIR)),)
 unexport SSL_CERT_DIR
 endif
 
-.PHONY: help install demo test test-all check format soak bench docs reference lock clean
+.PHONY: help install demo forage test test-all check format soak bench docs reference lock clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*##/\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r target text; do \
@@ -33,6 +33,9 @@ install: $(INSTALLED)  ## fill .venv from the locks
 
 demo: $(INSTALLED)  ## PostgreSQL, the log, Spark and lake tables, with crashes on the way; leaves its home in demo/
 	@$(BIN)/millstream demo
+
+forage: $(INSTALLED)  ## the discovery feed on http://127.0.0.1:4242, with its log in forage-home/ (PORT=… chooses another port)
+	@$(BIN)/millstream-forage serve $(if $(PORT),--port $(PORT))
 
 # Files of tests are divided among JOBS processes, each with a PostgreSQL and a Spark of its own (about 2 GiB a process).
 JOBS := 2

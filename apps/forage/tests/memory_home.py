@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import pyarrow as pa
@@ -164,6 +165,23 @@ def engine_on(home: Any, clock: Clock, *, match_threshold: float = MATCH_THRESHO
         embedder=HashedGrams(),
         match_threshold=match_threshold,
     )
+
+
+@cache
+def corpus_log() -> list[tuple[str, int, pa.RecordBatch]]:
+    """Return the records of the default corpus: its embeddings take longer than most tests."""
+    home = MemoryHome()
+    with engine_on(home, SetClock()) as engine:
+        engine.seed_default_corpus()
+    return home.log
+
+
+def seeded_home() -> MemoryHome:
+    """Return a home with the default corpus."""
+    home = MemoryHome()
+    home.log = list(corpus_log())
+    home.end = sum(batch.num_rows for _, _, batch in home.log)
+    return home
 
 
 class SetClock:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any, Final
 
 import click
 
+import millstream
 from millstream import MillstreamError
 from millstream_forage.clock import InvalidTime, clock_of, parse_ns
 from millstream_forage.errors import ForageError
@@ -37,7 +39,7 @@ class Command(click.Group):
             ctx.exit(1)
 
 
-class Moment(click.ParamType):
+class Moment(click.ParamType[int]):
     """A time, in nanoseconds since 1970."""
 
     name = "time"
@@ -99,13 +101,11 @@ def export(
         raise click.UsageError("--since must be before --until: the interval is empty.")
     if with_impressions and pairs:
         raise click.UsageError("--with-impressions and --pairs exclude each other.")
-    import millstream
     from millstream_forage.export import RecordedLog, Selection
 
     selection = Selection(since, until, user, kinds, limit)
     with millstream.open(home) as opened:
         log = RecordedLog(opened)
     rows = log.pairs(selection) if pairs else log.signals(selection, with_impressions=with_impressions)
-    output = click.get_text_stream("stdout", encoding="utf-8")
     for row in rows:
-        output.write(json.dumps(row, ensure_ascii=False) + "\n")
+        sys.stdout.write(json.dumps(row) + "\n")

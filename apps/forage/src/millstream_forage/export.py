@@ -1,4 +1,4 @@
-"""What a model can be trained on, as rows in the order of the log: signals, and preferences between items of one feed.
+"""Training data for models, in the order of the log: signals, and preferences between items of one feed.
 
 A process of its own reads the log and folds it. It appends nothing, so it works while a server has the home.
 """

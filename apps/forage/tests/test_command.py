@@ -1,0 +1,118 @@
+"""`millstream-forage` as a process: its exit codes, its home, and exports next to a running server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from millstream_forage.cli import main
+
+COMMAND = [sys.executable, "-c", "from millstream_forage.cli import main; main()"]
+NOW = "2026-03-01T12:00:00Z"
+NOW_NS = 1_772_366_400_000_000_000
+
+
+@contextmanager
+def served(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run a server; yield its process and address. It is killed at the end if it still runs."""
+    environment = os.environ | {"FORAGE_NOW": NOW}
+    with subprocess.Popen(
+        [*COMMAND, "serve", "--port", "0", *arguments], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line.startswith("listening on http://127.0.0.1:"), line
+            yield process, line.split()[-1]
+        finally:
+            process.kill()
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    """Run a command in this process; return its exit code and its output."""
+    done = CliRunner().invoke(main, arguments)
+    return done.exit_code, done.output
+
+
+def test_a_killed_server_gives_the_same_preview_and_exports_work_next_to_it(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    path = "/feed?user=1&seed=5&preview=true"
+    with served("--home", str(home)) as (process, address):
+        feed = httpx.get(f"{address}/feed?user=1&seed=4").json()
+        assert feed["now"] == NOW_NS
+        chosen, skipped = feed["items"][:2]
+        for item, kind in ((chosen, "save"), (skipped, "skip")):
+            body = {"user_id": 1, "item_id": item["item_id"], "impression_id": item["impression_id"]}
+            assert httpx.post(f"{address}/signal", json=body | {"signal_type": kind}).status_code == 200
+        preview = httpx.get(address + path).content
+        assert run("serve", "--home", str(home))[0] == 1
+        code, output = run("export", "--home", str(home), "--since", NOW, "--with-impressions")
+        assert code == 0
+        saved, _ = map(json.loads, output.splitlines())
+        assert saved == {
+            "entity_id": chosen["item_id"],
+            "signal_type": "save",
+            "weight": 1.0,
+            "timestamp_ns": NOW_NS,
+            "user_id": 1,
+            "slot": 1,
+            "propensity": chosen["propensity"],
+            "policy": feed["policy"],
+        }
+        process.kill()
+    with served("--home", str(home), "--no-corpus") as (process, address):
+        assert httpx.get(address + path).content == preview
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    code, output = run("export", "--home", str(home), "--until", str(NOW_NS + 1), "--pairs", "--limit", "2")
+    pairs = [json.loads(line) for line in output.splitlines()]
+    assert [(pair["chosen"], pair["reason"]) for pair in pairs] == [
+        (chosen["item_id"], "skip"),
+        (chosen["item_id"], "ignored"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["serve", "--home", "h", "--ephemeral"],
+        ["serve", "--port", "65536"],
+        ["export", "--home", "h"],
+        ["export", "--since", "0"],
+        ["export", "--home", "h", "--since", "yesterday"],
+        ["export", "--home", "h", "--since", "5", "--until", "5"],
+        ["export", "--home", "h", "--since", "5", "--kind", "like"],
+        ["export", "--home", "h", "--since", "5", "--limit", "0"],
+        ["export", "--home", "h", "--since", "5", "--user", "-1"],
+        ["export", "--home", "h", "--since", "5", "--pairs", "--with-impressions"],
+    ],
+)
+def test_a_wrong_use_is_2(arguments: list[str]) -> None:
+    code, output = run(*arguments)
+    assert (code, "Error: " in output) == (2, True)
+
+
+def test_a_wrong_moment_in_the_environment_is_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORAGE_NOW", "soon")
+    code, output = run("serve", "--ephemeral")
+    assert (code, "FORAGE_NOW" in output) == (2, True)
+
+
+def test_errors_are_1_with_their_code(tmp_path: Path) -> None:
+    code, output = run("export", "--home", str(tmp_path), "--since", "0")
+    assert (code, "error[home_not_found]" in output) == (1, True)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        code, output = run("serve", "--home", str(tmp_path), "--port", str(taken.getsockname()[1]))
+    assert (code, "error[address_in_use]" in output) == (1, True)
