@@ -283,6 +283,18 @@ def test_another_process_accepts_what_was_committed_without_sending_it(once: Kaf
     assert [message.id for message in once.messages()] == [f"shop-0-1-{number}" for number in range(12)]
 
 
+def test_a_committed_message_that_another_one_of_its_group_holds_is_not_sent_again(once: KafkaStage) -> None:
+    """A sink forgot messages that came back in a batch that failed, and sent them again in the next one."""
+    assert once.open(once.place).deliver([push_message(6)]) == ACCEPTED
+    held = [push_message(3, table="public." + "x" * 250), push_message(6)]  # of one group; no topic has such a name
+    following = once.open(once.place)
+    assert following.deliver(held).verdict is Verdict.REFUSED
+    assert following.deliver([*held, push_message(7)]).verdict is Verdict.REFUSED
+    for sink in (following, once.open(once.place)):
+        assert sink.deliver([push_message(6)]) == ACCEPTED
+    assert [message.id for message in once.messages()] == ["shop-0-1-6", "shop-0-1-7"]
+
+
 def test_a_rewind_delivers_again(once: KafkaStage) -> None:
     first = logged({"id": 1}, {"id": 2})
     once.settings = {**once.settings, "format": "debezium"}

@@ -52,8 +52,16 @@ def client_settings(servers: str, options: Mapping[str, str], name: str, *, what
     return {**options, "bootstrap.servers": servers, "logger": SILENT}
 
 
-def describe_topic(admin: AdminClient, topic: str, *, timeout_s: float) -> TopicDescription:
+def describe_topic(
+    admin: AdminClient, topic: str, *, timeout_s: float, includes_rights: bool = False
+) -> TopicDescription:
     """Return a topic's description.
+
+    Args:
+        admin: a client.
+        topic: the topic's name.
+        timeout_s: bound of the request.
+        includes_rights: whether it has `authorized_operations`.
 
     Raises:
         BufferMissing: there is no such topic.
@@ -62,7 +70,9 @@ def describe_topic(admin: AdminClient, topic: str, *, timeout_s: float) -> Topic
     from confluent_kafka import KafkaException, TopicCollection
 
     try:
-        asked = admin.describe_topics(TopicCollection([topic]), request_timeout=timeout_s)
+        asked = admin.describe_topics(
+            TopicCollection([topic]), include_authorized_operations=includes_rights, request_timeout=timeout_s
+        )
         found: TopicDescription = asked[topic].result(timeout_s)
         return found
     except KafkaException as error:
@@ -112,6 +122,22 @@ def make_topic(
         if time.monotonic() > deadline:
             raise BufferUnavailable(f"topic {topic} has partitions that no broker leads", buffer=topic)
         time.sleep(_POLL_S)
+
+
+def check_right_to_write(admin: AdminClient, topic: str, *, timeout_s: float) -> None:
+    """Return if the user may write to a topic, or if the brokers don't report it.
+
+    Raises:
+        BufferRefused: it may not.
+        BufferMissing, BufferUnavailable: as `describe_topic`.
+    """
+    from confluent_kafka.admin._acl import AclOperation
+
+    found = describe_topic(admin, topic, timeout_s=timeout_s, includes_rights=True).authorized_operations
+    if found and AclOperation.WRITE not in found:
+        raise BufferRefused(
+            f"the user of Kafka may not write to topic {topic}", hint="Grant it the right to write.", buffer=topic
+        )
 
 
 def _is_led(admin: AdminClient, topic: str, timeout_s: float) -> bool:

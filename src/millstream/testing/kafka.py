@@ -6,6 +6,7 @@ The data is in a folder of the test, the ports are its own. It can be killed, an
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -43,21 +44,42 @@ log.initial.task.delay.ms=0
 """
 
 
+_USERS: Final = """\
+listeners=BROKER://127.0.0.1:{port},USERS://127.0.0.1:{users},CONTROLLER://127.0.0.1:{controller}
+advertised.listeners=BROKER://127.0.0.1:{port},USERS://127.0.0.1:{users}
+listener.security.protocol.map=BROKER:PLAINTEXT,CONTROLLER:PLAINTEXT,USERS:SASL_PLAINTEXT
+listener.name.users.sasl.enabled.mechanisms=PLAIN
+listener.name.users.plain.sasl.jaas.config=org.apache.kafka.common.security.plain.PlainLoginModule required {entries};
+authorizer.class.name=org.apache.kafka.metadata.authorizer.StandardAuthorizer
+super.users=User:ANONYMOUS
+"""
+"""Later lines replace earlier ones."""
+
+
 class EmbeddedKafka(EmbeddedServer):
     """A broker.
 
     Args:
         folder: for its data and its log; empty, or with its earlier data.
+        users: passwords by user. They log in at `user_servers` with SASL PLAIN, and have only the rights that ACLs grant
+            them. Clients of `servers` have all rights.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, users: Mapping[str, str] | None = None) -> None:
         super().__init__(folder)
         self._port, self._controller = free_port(), free_port()
+        self._users = users
+        self._user_port = free_port()
 
     @property
     def servers(self) -> str:
         """Return its address."""
         return f"127.0.0.1:{self._port}"
+
+    @property
+    def user_servers(self) -> str:
+        """Return its address for users with a password."""
+        return f"127.0.0.1:{self._user_port}"
 
     def start(self) -> None:
         """Start it and return once it answers. `ArtifactUnavailable` without its jars, `java_missing` without Java."""
@@ -65,9 +87,13 @@ class EmbeddedKafka(EmbeddedServer):
         if not properties.exists():
             self._folder.mkdir(parents=True, exist_ok=True)
             data = self._folder / "data"
-            properties.write_text(
-                _PROPERTIES.format(port=self._port, controller=self._controller, data=data), encoding="utf-8"
-            )
+            text = _PROPERTIES.format(port=self._port, controller=self._controller, data=data)
+            if self._users is not None:
+                entries = " ".join(f'user_{name}="{password}"' for name, password in self._users.items())
+                text += _USERS.format(
+                    port=self._port, controller=self._controller, users=self._user_port, entries=entries
+                )
+            properties.write_text(text, encoding="utf-8")
             command = self._java("kafka.tools.StorageTool", "format", "-t", _CLUSTER, "-c", str(properties))
             ServerProcess(command, log=self._log).wait_until(
                 (data / "meta.properties").exists, within_s=_STARTS_WITHIN_S, what="formatting Kafka's folder"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from millstream.buffers.kafka_errors import error_of_kafka
-from millstream.buffers.kafka_server import make_topic
+from millstream.buffers.kafka_server import check_right_to_write, make_topic
 from millstream.errors import BufferUnavailable
 
 if TYPE_CHECKING:
@@ -64,8 +64,9 @@ class Committed:
 
 
 def make_ledger(admin: AdminClient, *, timeout_s: float) -> None:
-    """Make the topic if it doesn't exist. Raises `BufferUnavailable`, `BufferRefused`."""
+    """Make the topic if it doesn't exist. Raises `BufferUnavailable`, `BufferRefused`, the latter without a right, too."""
     make_topic(admin, TOPIC, partitions=1, options=_OPTIONS, timeout_s=timeout_s)
+    check_right_to_write(admin, TOPIC, timeout_s=timeout_s)
 
 
 def read_committed(admin: AdminClient, settings: Mapping[str, Any], identity: str, *, timeout_s: float) -> Committed:
@@ -125,7 +126,7 @@ def read_committed(admin: AdminClient, settings: Mapping[str, Any], identity: st
                 elif problem.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - the client's name
                     # It stands at the end of what is committed: an open transaction may stand before the topic's end.
                     is_read = (message.offset() or 0) >= end
-                else:
+                elif problem.code() != KafkaError.GROUP_AUTHORIZATION_FAILED:  # of the group that isn't joined
                     raise error_of_kafka(problem, TOPIC)
     except KafkaException as error:
         raise error_of_kafka(error.args[0], TOPIC) from error

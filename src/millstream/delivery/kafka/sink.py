@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 
-from millstream.buffers.kafka_server import make_topic
+from millstream.buffers.kafka_server import check_right_to_write, make_topic
 from millstream.delivery.kafka.debezium import DebeziumEncoder, KafkaMessage
 from millstream.delivery.kafka.from_json import records_of
 from millstream.delivery.kafka.ledger import TOPIC as LEDGER
@@ -78,14 +78,16 @@ class KafkaSink:
         self._encoder = DebeziumEncoder(stream, place.database, settings.options, settings.topic, place.columns)
         identity = f"-{place.identity}" if place.identity else ""
         self._transactional_id = f"millstream-{stream}-{consumer}{identity}"
-        self._client = settings.client_settings(consumer)
+        self._refusal: str | None = None
+        """The newest reason why the brokers refuse the clients' connections."""
+        self._client = {**settings.client_settings(consumer), "error_cb": self._note_error}
         self._lock = threading.Lock()
         """Held while a batch is sent."""
         self._is_closed = False
         self._admin: AdminClient | None = None
         self._producer: Producer | None = None
         self._topics: set[str] = set()
-        """Topics that are there."""
+        """Topics that are there, and that the user may write to."""
         self._left = Committed()
         """Messages that an earlier producer committed and that may be delivered again."""
         self._left_until_s = 0.0
@@ -114,6 +116,7 @@ class KafkaSink:
                 reason = f"Kafka can't take messages now: {error.args[0].str()}"
             except (_NotNow, WriteBufferError) as error:
                 reason = str(error)
+            reason = self._with_cause(reason)
             self._drop_producer()
             return Outcome(Verdict.REFUSED, reason)
 
@@ -151,7 +154,8 @@ class KafkaSink:
                 suspects = self._transact(self._ready()[1], going, suspects, ledger)
             else:
                 suspects = self._send(producer, going, suspects, {})
-        self._left = Committed(generation, left - {message.id for message in messages})
+        settled = {sending.message.id for sending in sendings if sending.error is None}
+        self._left = Committed(generation, left - settled)
         return _outcome(sendings)
 
     def _left_of(self, generation: int) -> frozenset[str]:
@@ -160,10 +164,13 @@ class KafkaSink:
         return frozenset() if is_over else self._left.ids
 
     def _ledger(self, sendings: Iterable[_Sending], left: frozenset[str], generation: int) -> Committed:
-        """Return what is committed, once this transaction is."""
-        failing = {sending.message.id for sending in sendings if sending.error is not None}
-        own = {sending.message.id for sending in sendings if sending.message.generation == generation}
-        return Committed(generation, (left | own) - failing)
+        """Return what is committed, once this transaction is. A message that is held now may have been committed before."""
+        own = {
+            sending.message.id
+            for sending in sendings
+            if sending.message.generation == generation and sending.error is None
+        }
+        return Committed(generation, left | own)
 
     def _transact(
         self, producer: Producer, going: Sequence[_Sending], suspects: set[str], ledger: Committed
@@ -351,6 +358,18 @@ class KafkaSink:
             self._producer = producer
         return self._admin, self._producer
 
+    def _note_error(self, error: KafkaError) -> None:
+        if _is_of_connection(error):
+            self._refusal = error.str()
+
+    def _with_cause(self, reason: str) -> str:
+        """Return a reason with that of a refused connection. The calls that fail report a time limit."""
+        for client in (self._admin, self._producer):
+            if client is not None:
+                client.poll(0)  # it calls `_note_error`
+        refusal, self._refusal = self._refusal, None
+        return reason if refusal is None else f"{reason} ({refusal})"
+
     def _drop_producer(self) -> None:
         producer, self._producer = self._producer, None
         if producer is not None:
@@ -364,8 +383,10 @@ class KafkaSink:
         for topic in sorted(wanted):
             try:
                 make_topic(admin, topic, timeout_s=ANSWERS_WITHIN_S)
+                # A transaction with one message that may not be written takes none, and doesn't report which one.
+                check_right_to_write(admin, topic, timeout_s=ANSWERS_WITHIN_S)
             except WriteBufferError as error:
-                failing[topic] = error.message
+                failing[topic] = self._with_cause(error.message)
             else:
                 self._topics.add(topic)
         for sending in sendings if failing else ():
@@ -413,6 +434,12 @@ def _is_purge(error: KafkaError) -> bool:
     from confluent_kafka import KafkaError as Codes
 
     return error.code() in {Codes._PURGE_QUEUE, Codes._PURGE_INFLIGHT}  # noqa: SLF001 - the client's names
+
+
+def _is_of_connection(error: KafkaError) -> bool:
+    from confluent_kafka import KafkaError as Codes
+
+    return error.code() in {Codes._AUTHENTICATION, Codes._SSL, Codes._RESOLVE}  # noqa: SLF001 - the client's names
 
 
 def _is_of_topic(error: KafkaError) -> bool:
