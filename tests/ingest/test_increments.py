@@ -21,6 +21,9 @@ SHOP = """
 disk_used_max = 1.0
 [streams.shop.keys]
 "public.posts" = ["id"]
+"public.visits" = ["id"]
+[streams.shop.merge."visits"]
+heat = "signal(1d)"
 [streams.shop.merge."posts"]
 likes = "{likes}"
 stock = "g_counter(increments)"

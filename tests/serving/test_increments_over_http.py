@@ -1,10 +1,11 @@
-"""Increments over HTTP and line protocol: taken, or refused with their codes."""
+"""Increments and weights over HTTP and line protocol: taken, or refused with their codes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from tests.app.homes import make_home, wait_for
 from tests.ingest.test_increments import SHOP
@@ -66,3 +67,24 @@ def test_an_ndjson_body_takes_increments(server: Served) -> None:
             "/v1/streams/shop/tables/posts", content=b'{"id": 9, "likes": 1}\n{"id": 9}', headers=LINES
         )
     assert answer.status_code == 200
+
+
+def test_weights_are_events_or_refused_with_their_request_or_alone(server: Served) -> None:
+    assert post(server, "visits", [{"id": 1, "heat": 2}, {"id": 2, "heat": None}])[0] == 200
+    for value in (-1, -0.5, True, "x"):
+        status, answer = post(server, "visits", [{"id": 1, "heat": 1.0}, {"id": 1, "heat": value}])
+        assert (status, answer["code"]) == (422, "invalid_value")
+    status, answer = post(server, "visits", [{"id": 1, "heat": 0.5}, {"id": 1, "heat": -1}], "?on_clash=rows")
+    assert status == 200
+    assert [(row["row"], row["code"], row["column"]) for row in answer["rejected"]] == [(1, "invalid_value", "heat")]
+    with server.client() as client:
+        wait_for(lambda: client.post("/write?db=shop", content=b"others n=1i 1").status_code != 429)
+        answer = client.post("/write?db=shop", content=b"visits id=1i,heat=4i\nvisits id=1i,heat=-4i")
+        assert answer.status_code == 400
+        assert "line 2" in answer.json()["error"]
+        for at, left in (("", 1.0), ("&at=2100-01-01T00:00:00Z", 0.0)):
+            answer = client.get(f"/v1/streams/shop/merged?table=visits{at}")
+            row, other = pa.ipc.open_stream(answer.content).read_all().to_pylist()
+            assert row["heat"] == pytest.approx(6.5 * left, rel=1e-2)
+            assert (row["heat__1h"], row["heat__24h"], row["heat__7d"]) == (3 * left, 3 * left, 3 * left)
+            assert (other["heat"], other["heat__7d"]) == (None, 0)
