@@ -289,6 +289,13 @@ def test_columns_that_merge_otherwise_lose_nothing_that_retention_has_dropped(tm
     file.write_text(small.format(region=1).replace("pn_counter", "lww"))
     with millstream.open(home) as opened:
         assert opened.merged("shop", "posts").to_pylist()[0]["likes"] == 3
+        opened.append("shop", "posts", [{"id": 1, "likes": 3, "heat": 2.0}])
+        # Events that retention has dropped are in the kept state.
+        (row,) = opened.merged("shop", "posts").to_pylist()
+        assert (row["heat"], row["heat__7d"]) == (pytest.approx(3.0, rel=1e-2), 2)
+    apart = RegionTable(Home(home), "shop", "posts")
+    (own,) = apart.states_apart().values()
+    assert apart.engine.value(own).column("heat__7d").to_pylist() == [2]
     # For these columns the state has more than the newest value, and it can't be converted.
     for of, instead in (("signal(1d)", "signal(2d)"), ("union_set", "or_set")):
         file.write_text(small.format(region=1).replace(of, instead))

@@ -128,6 +128,12 @@ class TableMerge:
         return {name: how.word for name, how in self.columns.items() if how.increments}
 
     @property
+    def mentioned(self) -> tuple[str, ...]:
+        """Names of all columns that the declarations mention, those of events' times included."""
+        times = (how.at for how in self.columns.values() if how.at)
+        return tuple(dict.fromkeys([*self.columns, *times]))
+
+    @property
     def signals(self) -> dict[str, str]:
         """The columns that are signals, each with the column of its events' times; empty: their commit's."""
         return {name: how.at for name, how in self.columns.items() if how.kind is MergeKind.SIGNAL}

@@ -109,11 +109,8 @@ def _reconciled(
         table = RegionTable(home, name, one)
         regions = len(table.regions)
         if rows_max is not None:
-            own, *others = table.regions
-            local = table.state_of(own)
-            differences = {
-                other: table.engine.dry_run(local, table.state_of(other), rows_max=rows_max) for other in others
-            }
+            (_, local), *others = table.states_apart().items()
+            differences = {other: table.engine.dry_run(local, remote, rows_max=rows_max) for other, remote in others}
             found.append(ReconciledTable(table.name, regions, differences=differences, unwritten=table.unwritten))
             continue
         taken: list[Reconciled] = []

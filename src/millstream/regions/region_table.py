@@ -166,7 +166,7 @@ class RegionTable:
         self.columns: Final = union_of(self.name, columns if kept is None else [*columns, kept[1]])
         merge.check(self.name, self.columns, key, whole=False)  # a column comes with the first row that has it
         self.engine: Final = ReconciliationEngine(key, merge, self.name)
-        self.unwritten: Final = tuple(name for name in merge.columns if name not in self.columns.names)
+        self.unwritten: Final = tuple(name for name in merge.mentioned if name not in self.columns.names)
         """Columns that the configuration merges and no region has: they come with their first row, or are misspelt."""
         self._ids = {region: {schema.table_id for schema in found} for region, found in schemas.items()}
         self.own_schema: Final = max(schemas[self._own], key=lambda schema: schema.version, default=None)
@@ -316,6 +316,21 @@ class RegionTable:
             del lacking
             self._check_fits(state.rows.nbytes, self.name)
         return self.widened(state)
+
+    def states_apart(self) -> dict[RegionId, RegionState]:
+        """Return the state of each region alone, the home's own first. Raises as `merged_state`."""
+        if not self.engine.merge.accumulates:
+            return {region: self.state_of(region) for region in self.regions}
+        # The logs have only what was added since retention dropped their beginnings.
+        whole = self.merged_state(take=[])
+        return {
+            region: RegionState(
+                whole.rows.filter(pc.equal(whole.rows.column(REGION.name), int(region))),
+                {region: whole.vector[region]} if region in whole.vector else {},
+                {region: whole.ends[region]} if region in whole.ends else {},
+            )
+            for region in self.regions
+        }
 
     def widened(self, state: RegionState) -> RegionState:
         """Return a state with all columns that the table has now."""
