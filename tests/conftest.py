@@ -81,7 +81,7 @@ def _keep_machine_code() -> None:
 _keep_machine_code()
 
 
-WHOLE_TIER: Final = frozenset({"oldest", "own_kafka", "own_redis"})
+WHOLE_TIER: Final = frozenset({"browser", "oldest", "own_kafka", "own_redis"})
 """Fixtures whose tests belong to `make test-all` alone: they start servers of their own, and stop or replace them."""
 TEARDOWN_S: Final = 600
 """Time that a test's leftovers may take to end; far more than any does."""

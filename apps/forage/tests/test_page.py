@@ -1,0 +1,174 @@
+"""Forage's page in a real browser: each test looks at the page, acts on it, and reads the log."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import uvicorn
+from apps.forage.tests.chromium import DEADLINE_S, NAMES, Chromium, browser_path
+from apps.forage.tests.memory_home import MemoryHome, SetClock, engine_on, seeded_home
+
+from millstream import Guard
+from millstream_forage.application import Application
+from millstream_forage.engine import ForageEngine
+from millstream_forage.server import bound
+from millstream_forage.tables import home_config
+
+CARDS = "document.querySelectorAll('#feed > li').length"
+ITEMS = "[...document.querySelectorAll('#feed > li')].map((node) => Number(node.dataset.item))"
+SAID = "document.getElementById('said').textContent"
+FACTS = "document.getElementById('feed-facts').textContent"
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Chromium]:
+    program = browser_path()
+    if program is None:
+        missing = f"no Chromium: none of {', '.join(NAMES)} is on the PATH (Debian: apt install chromium)"
+        if os.environ.get("CI"):
+            pytest.fail(missing)
+        pytest.skip(missing)
+    with Chromium(program, tmp_path / "profile") as opened:
+        yield opened
+        assert opened.problems == []
+
+
+@pytest.fixture
+def home() -> MemoryHome:
+    return seeded_home()
+
+
+@pytest.fixture
+def engine(home: MemoryHome) -> Iterator[ForageEngine]:
+    with engine_on(home, SetClock()) as opened:
+        yield opened
+
+
+@contextmanager
+def served(engine: ForageEngine, folder: Path) -> Iterator[str]:
+    """Serve an engine from a thread of its own; yield its address."""
+    (folder / "millstream.toml").write_text(home_config())
+    guard, listener = Guard(folder), bound(0)
+    server = uvicorn.Server(uvicorn.Config(Application(engine, guard), lifespan="off", log_config=None))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        wait_for(lambda: server.started)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        guard.close()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def test_the_page_shows_seven_items_and_the_mouse_saves_and_skips(
+    browser: Chromium, home: MemoryHome, engine: ForageEngine, tmp_path: Path
+) -> None:
+    with served(engine, tmp_path) as address:
+        # The test asks for the poll itself, so everything else happens at once, or never.
+        browser.before("window.setInterval = (poll, every) => { window.poll = poll; window.every = every; return 0; }")
+        browser.open(f"{address}/?user=3")
+        browser.until(f"{CARDS} === 7")
+        shown = {row["item"]: row for row in home.rows("impressions")}
+        assert browser.run(ITEMS) == list(shown)
+        card = browser.run("document.querySelector('#feed > li').innerText")
+        for text in (
+            "exploring",
+            "new ground",
+            "You have reacted to little of",
+            "(from 0.35)",
+            "(target ",
+            "Propensity",
+        ):
+            assert text in card
+        saved = browser.run(ITEMS)[1]
+        browser.click("#feed > li:nth-child(2) [data-action=save]")
+        browser.until(f"{SAID}.startsWith('Saved')")
+        (signal,) = home.rows("signals")
+        assert (signal["item"], signal["kind"], signal["impression"]) == (saved, "save", shown[saved]["id"])
+        wait_for(lambda: home.rows("impressions")[-1]["feed"] == 2)
+        browser.until(f"{FACTS}.endsWith('token {home.rows('impressions')[-1]['token']}')")
+        skipped = browser.run(ITEMS)[0]
+        browser.run(
+            "window.back = 0; new MutationObserver(() => {"
+            f" if (window.left && {ITEMS}.includes({skipped})) window.back += 1;"
+            f" if (!{ITEMS}.includes({skipped})) window.left = true;"
+            "}).observe(document.getElementById('feed'), {childList: true})"
+        )
+        browser.click("#feed > li:first-child [data-action=skip]")
+        browser.until(f"{SAID}.startsWith('Skipped')")
+        # Another process adds an item: the page's poll shows a new feed, without a signal.
+        wait_for(lambda: home.rows("impressions")[-1]["feed"] == 3)
+        browser.until(f"{FACTS}.endsWith('token {home.rows('impressions')[-1]['token']}')")
+        before = browser.run(FACTS)
+        assert browser.run("window.every") == 5000
+        engine.add_item(
+            {
+                "url": "https://lantern.example/a",
+                "title": "A Lamp",
+                "creator": "Ana Bell",
+                "category": "design",
+                "source": "Lantern",
+                "tags": ["light", "design"],
+                "entities": [],
+                "content_type": "review",
+                "summary": "It shines. It lasts.",
+                "words": 401,
+            }
+        )
+        browser.run("window.poll()")
+        browser.until(f"{FACTS} !== {before!r}")
+        assert browser.run("[window.left, window.back]") == [True, 0]
+        assert browser.run(CARDS) == 7
+
+
+def test_the_keyboard_alone_is_enough(
+    browser: Chromium, home: MemoryHome, engine: ForageEngine, tmp_path: Path
+) -> None:
+    with served(engine, tmp_path) as address:
+        browser.open(f"{address}/")
+        browser.until(f"{CARDS} === 7")
+        names = browser.nodes()
+        for role in ("button", "link", "textbox", "heading", "list"):
+            assert [name for found, name in names if found == role and not name.strip()] == [], role
+        assert sum(role == "heading" for role, _ in names) == 8
+        items = browser.run(ITEMS)
+        browser.press("j")
+        browser.press("j")
+        assert browser.run("document.activeElement.closest('li').dataset.item") == str(items[1])
+        browser.press("x")
+        browser.until(f"{SAID}.startsWith('Skipped')")
+        wait_for(lambda: home.rows("signals")[-1:] != [] and home.rows("signals")[-1]["item"] == items[1])
+        browser.until("document.activeElement.closest('#feed > li') !== null")
+        browser.press("u")
+        browser.until(f"{SAID} === 'It may be shown again.'")
+        assert [row["kind"] for row in home.rows("hides")] == ["skip", "unhide"]
+        # Without the page's own keys: the tabulator reaches every button, and Enter presses it.
+        while browser.run("document.activeElement.dataset.action") != "hide":
+            browser.press("Tab")
+        item = browser.run("Number(document.activeElement.closest('li').dataset.item)")
+        browser.press("Enter")
+        browser.until(f"{SAID}.startsWith('Hid')")
+        assert home.rows("hides")[-1]["value"] == str(item)
+        assert item not in browser.run(ITEMS)
+        browser.press("j")
+        browser.until("document.activeElement.closest('#feed > li') !== null")
+        creator = browser.run("document.activeElement.closest('li').querySelector('.creator').textContent")
+        browser.press("b")
+        browser.until(f"{SAID} === 'Blocked ' + {creator!r} + '.'")
+        browser.until(f"{CARDS} === 7")
+        assert creator not in browser.run("[...document.querySelectorAll('.creator')].map((node) => node.textContent)")
