@@ -172,6 +172,13 @@ def test_tables_that_fail_are_named_and_others_go_on(tmp_path: Path) -> None:
         assert list(views.failed) == ["public.notes"]
         assert "in one region" in views.failed["public.notes"]
         assert landed(one).num_rows == 3
+        for path, column in ((one, "size"), (two, "Size")):
+            with millstream.open(path) as opened:
+                opened.append("shop", "posts", [{"id": 9, column: "x"}])
+        follow(one, two, 2)
+        views.fold_all()
+        assert views.failed["public.posts"] == "public.posts: columns size and Size have one name in a Delta table"
+        assert landed(one).num_rows == 3
 
 
 def test_the_thread_folds_what_comes_and_deletes_replaced_files(tmp_path: Path) -> None:

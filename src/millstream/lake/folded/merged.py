@@ -23,7 +23,7 @@ from millstream import failpoints
 from millstream.crdt.declared import union_of
 from millstream.crdt.reconcile import Missing, ReconciliationEngine, RegionState, widened
 from millstream.crdt.tables import WALL, own_columns, state_schema
-from millstream.errors import LakeTableForeign
+from millstream.errors import LakeError, LakeTableForeign
 from millstream.lake.bounds import boundable
 from millstream.lake.data_files import TableFiles, new_name, swap
 from millstream.lake.delta import OpenTable, create_table, live_files, open_table, with_features
@@ -245,6 +245,7 @@ class MergedFold:
     def _opened(self, view: str, columns: pa.Schema, own: pa.Schema) -> OpenTable:
         """Return one of the tables, created if it isn't there."""
         place, opened = self._place, self._merged if view == MERGED else self._regions
+        _check_names(place.name, own)
         if opened is None:
             what = "The rows" if view == MERGED else "The state"
             opened = create_table(
@@ -309,6 +310,21 @@ class MergedFold:
             )
         files = TableFiles(self._place.layout, self._regions.path)
         return Head.decode(files.read(paths[0]).column(_HEAD.name)[0].as_py())
+
+
+def _check_names(table: str, columns: pa.Schema) -> None:
+    """Raise an error if two columns' names differ by case alone: regions may each have added one of them."""
+    seen: dict[str, str] = {}
+    for name in columns.names:
+        other = seen.setdefault(name.lower(), name)
+        if other != name:
+            raise LakeError(
+                f"{table}: columns {other} and {name} have one name in a Delta table",
+                code="lake_schema_conflict",
+                hint="Let all regions write the column under one name, or read the table by `home.merged`.",
+                table=table,
+                column=name,
+            )
 
 
 def _heads_of(opened: OpenTable) -> list[str]:
