@@ -208,6 +208,8 @@ def test_a_consumer_on_the_command_line(home: Path) -> None:
     assert "paused" in done(home, "consumer", "pause", "search")
     (shown,) = json.loads(done(home, "status", "--json"))["streams"][0]["consumers"]
     assert (shown["name"], shown["state"]) == ("search", "paused")
+    rewound = run(home, "consumer", "rewind", "search", "--to", "2000-01-01T00:00:00Z")
+    assert (rewound.returncode, "the log has nothing earlier" in rewound.stderr) == (0, True)
     assert json.loads(done(home, "consumer", "rewind", "search", "--to", "earliest", "--json"))["cursor"].endswith(
         ".s0"
     )

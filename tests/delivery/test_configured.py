@@ -17,7 +17,7 @@ from millstream.config.file import load_config
 from millstream.errors import ConfigError, DeliveryError
 from millstream.home.home import Home
 from millstream.testing.errors import coded
-from millstream.writers.consuming import HomeConsumers, check_consumers
+from millstream.writers.consuming import HomeConsumers, check_consumers, check_unmade
 
 HEAD = '[streams.web]\n[streams.web.keys]\n"public.orders" = ["id"]\n"public.notes" = ["id"]\n'
 SEARCH = '[streams.web.consumers.search]\nstart = "earliest"\n'
@@ -238,6 +238,44 @@ def test_a_consumer_that_cannot_begin_is_reported_and_begins_once_it_can(deploym
         assert ("search" in shown.stdout, "no matching table" in shown.stderr) == (True, True)
         run_.rows.append("web", "orders", {"id": 2, "color": 1})
         wait_for(lambda: run_.received() == [{"id": 2, "note": None, "color": 1}])
+
+
+def test_reading_needs_no_secret_and_a_server_does(tmp_path: Path) -> None:
+    hook = '[streams.web.consumers.hook.webhook]\nurl = "https://example.com/"\nsecret = "${HOOK}"\nheaders = { a = "${HOOK}" }\n'
+    file = make_home(tmp_path / "home", HEAD + hook) / "millstream.toml"
+    with pytest.raises(ConfigError) as error:
+        load_config(file, {})
+    assert error.value.hint == "export HOOK=…"
+    home = Home(file.parent, needs_source=False)
+    with OpenHome(home) as rows, contextlib.closing(HomeConsumers(home)) as consumers:
+        rows.append("web", "orders", [{"id": 1, "note": None}])
+        (listed,) = consumers.call("web", "list").body["consumers"]
+        assert (listed["name"], "HOOK is not set" in listed["error"]) == ("hook", True)
+        for call in (lambda: consumers.call("web", "show", "hook"), consumers.start, lambda: check_unmade(home, "web")):
+            with pytest.raises(ConfigError, match="HOOK is not set"):
+                call()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("HOOK", "whsec_" + "A" * 32)
+        again = Home(file.parent)
+        with contextlib.closing(HomeConsumers(again)) as consumers:
+            made = consumers.call("web", "show", "hook").body
+        check_unmade(again, "web")
+    later = Home(file.parent, needs_source=False)
+    with contextlib.closing(HomeConsumers(later)) as consumers:
+        shown = consumers.call("web", "show", "hook").body
+        assert (shown["cursor"], shown["state"], "HOOK is not set" in shown["error"]) == (
+            made["cursor"],
+            "active",
+            True,
+        )
+
+
+def test_a_consumer_that_cannot_be_made_is_found_before(deployment: Deployment) -> None:
+    with deployment.run(SEARCH + 'where = "color = 1"') as run_:
+        check_unmade(run_.home, "web")
+        run_.append("orders", 1)
+        with pytest.raises(ConfigError, match=r"search\.where: no matching table has a column 'color'"):
+            check_unmade(run_.home, "web")
 
 
 def test_damaged_state_stops_no_server(deployment: Deployment) -> None:

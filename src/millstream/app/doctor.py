@@ -262,11 +262,12 @@ def _writers(home: Home, name: str) -> str:
 
 
 def _consumers(home: Home, name: str) -> str:
-    from millstream.delivery.mending import count_consumers
-    from millstream.writers.consuming import check_consumers
+    from millstream.delivery.mending import stored_names
+    from millstream.writers.consuming import check_consumers, check_unmade
 
     check_consumers(home, name)
-    count = count_consumers(home.delivery_folder(name))
+    check_unmade(home, name)
+    count = len(stored_names(home.delivery_folder(name)))
     return f"the state of {count} consumer{'s' * (count != 1)} can be read"
 
 

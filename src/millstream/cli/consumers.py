@@ -173,7 +173,10 @@ def resume(invocation: Invocation, name: str, stream: str | None, as_json: bool)
 def rewind(invocation: Invocation, name: str, to: str, stream: str | None, as_json: bool) -> None:
     """Begin at another place of the log, earlier or later."""
     with _consumers(invocation, stream) as consumers:
-        _print(consumers.rewind(name, to), as_json=as_json)
+        found = consumers.rewind(name, to)
+    _print(found, as_json=as_json)
+    if to not in {"earliest", "latest", found["cursor"]} and found["cursor"] == _beginning(invocation, stream):
+        note(f"the log has nothing earlier: {name} begins at its first record")
 
 
 @consumer.command("backfill")
@@ -329,6 +332,16 @@ def _consumers(invocation: Invocation, stream: str | None) -> Iterator[Consumers
     name, _ = home.stream_config(stream)
     with OpenHome(home) as opened:
         yield opened.consumers(name)
+
+
+def _beginning(invocation: Invocation, stream: str | None) -> str:
+    """Return the token before the first record that the log has."""
+    from millstream.model.positions import Seq, StreamToken
+    from millstream.wal.reader import StreamReader
+
+    home = invocation.home(needs_source=False)
+    reader = StreamReader(str(home.wal_folder(home.pick_stream(stream))))
+    return str(StreamToken.scalar(reader.stream_id, Seq(reader.first_seq() - 1)))
 
 
 def _sink(addresses: Mapping[str, str | None], settings: Sequence[str]) -> dict[str, Any]:

@@ -194,6 +194,9 @@ def config_show(invocation: Invocation, as_json: bool) -> None:
             say(f"[{key_text(section)}]", bold=True)
         for line in lines:
             say(line)
+    for stream in loaded.config.streams:
+        for name, error in loaded.unset_consumers(stream).items():
+            note(f"consumer {name} isn't shown: {error.message}")
 
 
 @click.group(cls=SuggestingGroup)

@@ -7,11 +7,12 @@ once.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, get_args, get_origin
@@ -44,6 +45,8 @@ from millstream.model.ids import check_stream_name
 
 FILE_NAME: Final = "millstream.toml"
 _NODE_TOKEN: Final = ("replication", "token")
+_CONSUMER_KEYS: Final = 4
+"""Length of a consumer's path: `streams.S.consumers.C`."""
 _BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+\Z")
 
 
@@ -55,7 +58,8 @@ class LoadedConfig:
     file: Path
     origins: Mapping[KeyPath, str] = field(default_factory=dict)
     unset: Mapping[KeyPath, _Mistake] = field(default_factory=dict)
-    """Addresses of databases, and this node's token, that name an unset variable, and are kept as written."""
+    """Addresses of databases, and this node's token, that name an unset variable, and are kept as written; also settings
+    of consumers, which `config` lacks then."""
 
     def catalog_address(self) -> str | None:
         """Return the address of the catalog's database; None if it is embedded.
@@ -77,6 +81,14 @@ class LoadedConfig:
         if _NODE_TOKEN in self.unset:
             raise _config_error(self.file, [self.unset[_NODE_TOKEN]])
         return self.config.replication.token
+
+    def unset_consumers(self, stream: str) -> dict[str, ConfigError]:
+        """Return the consumers that `config` lacks because a variable of theirs isn't set, with the error, by name."""
+        mistakes: dict[str, list[_Mistake]] = {}
+        for path, mistake in self.unset.items():
+            if _is_of_consumer(path) and path[1] == stream:
+                mistakes.setdefault(str(path[3]), []).append(mistake)
+        return {name: _config_error(self.file, some) for name, some in mistakes.items()}
 
     def items(self) -> Iterator[tuple[KeyPath, Any, str]]:
         """Yield every effective value with its path and origin (`millstream.toml:3`, `env NAME`, `default`), secrets masked."""
@@ -130,7 +142,8 @@ def load_config(file: Path, environ: Mapping[str, str] | None = None, *, needs_s
         file: `millstream.toml`.
         environ: the variables; the process's own if None.
         needs_source: False if no source will be connected to: an unset variable of a DSN (or the
-            catalog's address, or this node's token) then stays as it is written.
+            catalog's address, or this node's token) then stays as it is written, and a consumer with an unset one is
+            left out.
 
     Raises:
         ConfigError: the file can't be read or parsed, or something in it or in the environment is wrong;
@@ -166,7 +179,7 @@ class _Mistake:
 
 def _config_error(file: Path, mistakes: list[_Mistake]) -> ConfigError:
     first = mistakes[0]
-    exports = " ".join(f"{mistake.variable}=…" for mistake in mistakes if mistake.variable)
+    exports = " ".join(dict.fromkeys(f"{mistake.variable}=…" for mistake in mistakes if mistake.variable))
     hints = [f"export {exports}"] if exports else []
     if any(mistake.variable is None for mistake in mistakes):
         hints.append(f"Mend {file}; `millstream config show` prints the configuration once it is right.")
@@ -214,9 +227,10 @@ class _Loader:
     def load(self) -> LoadedConfig:
         self._look_for_misplaced((), self._written)
         filled = self._fill((), self._written)
-        self._check(filled, strict=True)
-        overrides = self._overrides()
-        config = self._check(_merge(filled, overrides), strict=False)
+        self._check(_without(filled, self._unset), strict=True)
+        merged = _merge(filled, self._overrides())
+        unset = {path: mistake for path, mistake in self._unset.items() if path not in self._variables}
+        config = self._check(_without(merged, unset), strict=False)
         if config is not None and not self._mistakes:
             for path, what in _clashes(config, disk_bytes(self._file.parent)):
                 self._note(path, what)
@@ -225,7 +239,6 @@ class _Loader:
         assert config is not None
         origins = {path: f"{self._file.name}:{line}" for path, line in self._lines.items()}
         origins |= {path: f"env {name}" for path, name in self._variables.items()}
-        unset = {path: mistake for path, mistake in self._unset.items() if path not in self._variables}
         return LoadedConfig(config, self._file, origins, unset)
 
     def _look_for_misplaced(self, path: KeyPath, table: dict[str, Any]) -> None:
@@ -250,7 +263,7 @@ class _Loader:
         try:
             return (interpolate_dsn if is_database(path, value) else interpolate)(value, self._environ)
         except MissingVariable as error:
-            may_wait = is_database(path, value) or path == _NODE_TOKEN
+            may_wait = is_database(path, value) or path == _NODE_TOKEN or _is_of_consumer(path)
             if self._needs_source or not may_wait or error.name is None:
                 self._note(path, str(error), variable=error.name)
             else:
@@ -288,6 +301,22 @@ class _Loader:
             line = None if setting else nearest
             place = f"env {setting}" if setting else f"{self._file.name}:{nearest or 1}"
         self._mistakes.setdefault(path, _Mistake(place, key_text(path), what, line, variable))
+
+
+def _is_of_consumer(path: KeyPath) -> bool:
+    """Return whether a key is in `[streams.S.consumers.C]`."""
+    return len(path) > _CONSUMER_KEYS and path[0] == "streams" and path[2] == "consumers"
+
+
+def _without(data: dict[str, Any], unset: Iterable[KeyPath]) -> dict[str, Any]:
+    """Return a configuration without the consumers that these keys belong to."""
+    gone = {path[:_CONSUMER_KEYS] for path in unset if _is_of_consumer(path)}
+    if not gone:
+        return data
+    kept = copy.deepcopy(data)
+    for _, stream, _, name in gone:
+        del kept["streams"][stream]["consumers"][name]
+    return kept
 
 
 def key_text(path: KeyPath) -> str:

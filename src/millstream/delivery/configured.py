@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import structlog
@@ -78,6 +79,7 @@ class FileConsumers:
         stream: the stream's name.
         definitions: their definitions, by name.
         mistake: makes the error for a consumer, and one of its fields, that only the stream shows to be wrong.
+        unset: consumers whose definitions aren't known because a variable of theirs isn't set, with the error.
     """
 
     def __init__(
@@ -85,9 +87,11 @@ class FileConsumers:
         stream: str,
         definitions: Mapping[str, Definition],
         mistake: Callable[[str, str | None, str], MillstreamError],
+        unset: Mapping[str, MillstreamError] = MappingProxyType({}),
     ) -> None:
         self.definitions: Final = definitions
-        self.refused: Final[dict[str, MillstreamError]] = {}
+        self.names: Final = definitions.keys() | unset.keys()
+        self.refused: Final[dict[str, MillstreamError]] = dict(unset)
         """Consumers that can't be as the file has them, with the reason."""
         self._stream = stream
         self._mistake = mistake
@@ -96,6 +100,8 @@ class FileConsumers:
         """Return a consumer as the file has it; as it is if it can't be so, which `check` reports."""
         name = stored.definition.name
         wanted = self.definitions.get(name)
+        if wanted is None and name in self.names:
+            return stored
         if wanted is None:
             return _removed(stored) if stored.is_configured else stored
         try:
@@ -111,13 +117,17 @@ class FileConsumers:
 
     def refuse(self, name: str, error: MillstreamError) -> None:
         """Note why a consumer can't be as the file has it."""
-        found = error
-        if isinstance(error, DeliveryError | CursorExpired):
-            field = error.details.get("field") if isinstance(error, DeliveryError) else "start"
-            found = self._mistake(name, field, error.message)
+        found = self.reported(name, error)
         if name not in self.refused:
             logger.error("a consumer isn't as the file has it", stream=self._stream, error=found.message)
         self.refused[name] = found
+
+    def reported(self, name: str, error: MillstreamError) -> MillstreamError:
+        """Return the error with the place in the file, if the file has the mistake."""
+        if isinstance(error, DeliveryError | CursorExpired):
+            field = error.details.get("field") if isinstance(error, DeliveryError) else "start"
+            return self._mistake(name, field, error.message)
+        return error
 
     def accept(self, name: str) -> None:
         """Note that a consumer is as the file has it."""
@@ -136,7 +146,7 @@ class FileConsumers:
         """
         return [
             {
-                **self.definitions[name].as_dict(),
+                **(self.definitions[name].as_dict() if name in self.definitions else {"name": name}),
                 "cursor": None,
                 "state": str(Phase.PAUSED),
                 **dict.fromkeys(("in_flight", "dead", "delivered", "redelivered", "acked"), 0),

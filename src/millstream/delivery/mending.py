@@ -28,13 +28,13 @@ class Damage:
     """The consumers that were created, changed or removed behind the damage, as far as that can be read."""
 
 
-def count_consumers(folder: Path) -> int:
-    """Return how many consumers a state has that may be in use. Raises as `Store.open`; changes nothing."""
+def stored_names(folder: Path) -> set[str]:
+    """Return the consumers in a state that may be in use. Raises as `Store.open`; changes nothing."""
     path = folder / LOG_NAME
     try:
-        return len(read_consumers(path, path.read_bytes())[1])
+        return set(read_consumers(path, path.read_bytes())[1])
     except FileNotFoundError:
-        return 0
+        return set()
     except OSError as error:
         raise as_told(error) from error
 

@@ -10,12 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from operator import itemgetter
-from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import structlog
 
@@ -31,25 +28,16 @@ from millstream.delivery.arguments import (
     wanted_rows,
 )
 from millstream.delivery.backfill.machine import Ended, StoredBackfill
-from millstream.delivery.backfill.rows import OpenLake
 from millstream.delivery.backfill.steering import Notes
 from millstream.delivery.backfill.writing import BackfillWriter, stored_backfill
-from millstream.delivery.configured import FileConsumers, schemas_of
 from millstream.delivery.definition import Definition
 from millstream.delivery.lookup import Locked, exists_already, invalid_place, unknown_consumer
 from millstream.delivery.push_source import Pushing
 from millstream.delivery.running import Running, Waiter, now_ms
-from millstream.delivery.schemas import RecordSchemas
-from millstream.delivery.sinks import Place
-from millstream.delivery.starting import ParseMoment, check_kept, resolve
+from millstream.delivery.starting import check_kept
 from millstream.delivery.store import Letter, Store, Stored
-from millstream.errors import (
-    CursorExpired,
-    DeliveryError,
-    MillstreamError,
-    TokenFromFuture,
-)
-from millstream.model.ids import StreamId, TableId
+from millstream.delivery.surroundings import Surroundings
+from millstream.errors import CursorExpired, DeliveryError, MillstreamError
 from millstream.model.positions import Seq
 from millstream.protocol.delivery import Change, Consumer, DeliveryId, Phase, State, Status
 from millstream.wal.reader import StreamReader
@@ -67,40 +55,6 @@ _PUSHES_AFTER_S: Final = 2.0
 """How long a process that isn't a server has the consumers until it delivers to sinks: a command ends sooner."""
 _READS_AT_LEAST_S: Final = 5.0
 """How long a `receive` that doesn't wait may read records that `where` leaves out."""
-
-
-class Holding(Protocol):
-    """The home's record of what each consumer still needs of the log; see `millstream.protocol.retention`."""
-
-    def hold(self, consumer: str, needed_from: Seq) -> None:
-        """Hold the log from a number on, and not below. Raises `CursorExpired` if the consumer was cut off."""
-
-    def release(self, consumer: str) -> None:
-        """Hold nothing for the consumer, even if it was cut off."""
-
-    def cut_off(self) -> set[str]:
-        """Return the consumers that were cut off."""
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """The parts of a home that a stream's consumers need."""
-
-    stream: str
-    stream_id: StreamId
-    folder: Path
-    """Folder of their state."""
-    open_reader: Callable[[], StreamReader]
-    holding: Holding
-    parse_moment: ParseMoment
-    quarantined: Callable[[], Mapping[TableId, str]]
-    """Returns the tables that are quarantined now, with their names."""
-    file: FileConsumers
-    open_lake: OpenLake
-    is_server: bool = False
-    """Whether this process is a server, which delivers to sinks at once."""
-    database: str = ""
-    """Name of the source's database; empty: there is none."""
 
 
 class Answer(NamedTuple):
@@ -195,8 +149,8 @@ class StreamConsumers:
             return self._create(body)
         if what == "list":
             return Answer({"consumers": self.all()})
-        if name is not None and name in self._file.definitions and what != "delete":
-            self._make_configured(name)
+        if name is not None and name in self._file.names and what != "delete":
+            self._make_configured(name, is_shown=what in {"show", "dead"})
         self._known(str(name))  # an unknown consumer wins over errors of the body
         return self._calls[what](str(name), body, waiter or Waiter())
 
@@ -236,7 +190,7 @@ class StreamConsumers:
 
     def _create(self, body: Any) -> Answer:
         name = body.get("name") if isinstance(body, Mapping) else None
-        if isinstance(name, str) and name in self._file.definitions:
+        if isinstance(name, str) and name in self._file.names:
             raise self._file.only_there(name, "made")
         definition = Definition.parse(body)
         with self._lock:
@@ -255,7 +209,7 @@ class StreamConsumers:
 
     def _delete(self, name: str, body: Any, waiter: Waiter) -> Answer:
         del body, waiter
-        if name in self._file.definitions:
+        if name in self._file.names:
             raise self._file.only_there(name, "removed")
         with self._lock, self._locked_here(name) as running:
             with self._storing:
@@ -291,7 +245,7 @@ class StreamConsumers:
         del waiter
         text = wanted_place(body)
         with self._locked(name) as running:
-            seq = self._resolve(text, running.reader, partial(invalid_place, "invalid_value", "to"))
+            seq = self._around.resolve(text, running.reader, partial(invalid_place, "invalid_value", "to"))
             holding, before = self._around.holding, Seq(running.machine.cursor + 1)
             was_cut_off = running.machine.phase is Phase.CUT_OFF
             holding.release(name)
@@ -393,9 +347,14 @@ class StreamConsumers:
 
     # --- consumers of the file ---------------------------------------------------------------------------------------
 
-    def _make_configured(self, name: str) -> None:
-        """Make a consumer of the file if it isn't there. Raises the reason why it can't be as the file has it."""
-        if name not in self._running:
+    def _make_configured(self, name: str, *, is_shown: bool = False) -> None:
+        """Make a consumer of the file if it isn't there. Raises the reason why it can't be as the file has it.
+
+        Args:
+            name: its name.
+            is_shown: whether the caller only reads it: one that exists needs no variable of the file then.
+        """
+        if name not in self._running and name in self._file.definitions:
             with self._lock:
                 if name not in self._running:
                     try:
@@ -404,18 +363,15 @@ class StreamConsumers:
                         self._file.refuse(name, error)
                     else:
                         self._file.accept(name)
-        self._file.check(name)
+        if not (is_shown and name in self._running and name not in self._file.definitions):
+            self._file.check(name)
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
     def _make(self, definition: Definition, *, is_configured: bool) -> Running:
         """Make a consumer; the caller has the lock."""
         reader = self._around.open_reader()
-        definition.check(schemas_of(reader))
-        try:
-            start = self._resolve(definition.start, reader, partial(invalid_place, "invalid_consumer", "start"))
-        except TokenFromFuture as error:
-            raise invalid_place("invalid_consumer", "start", error.message) from error
+        start = self._around.start_of(definition, reader)
         self._around.holding.release(definition.name)
         self._around.holding.hold(definition.name, Seq(start + 1))
         try:
@@ -454,15 +410,11 @@ class StreamConsumers:
             self._notes,
         )
         name = stored.definition.name
-        running.is_removed = stored.is_configured and name not in self._file.definitions
+        running.is_removed = stored.is_configured and name not in self._file.names
         running.refusal = self._file.refused.get(name)
         if stored.definition.sink is not None:
-            self._pushing[name] = Pushing(around.stream, running, self._wanted.set, self._sync, self._place)
+            self._pushing[name] = Pushing(around.stream, running, self._wanted.set, self._sync, around.place)
         return running
-
-    def _place(self, running: Running) -> Place:
-        schemas = RecordSchemas(self._around.open_reader())
-        return Place(running.incarnation, self._around.database, running.definition.renamed, schemas.of)
 
     def _note(self, name: str, changes: list[Change], letters: dict[str, Letter]) -> None:
         with self._storing:
@@ -485,10 +437,6 @@ class StreamConsumers:
     def _sync(self) -> None:
         with self._storing:
             self._store.sync()
-
-    def _resolve(self, text: str, reader: StreamReader, refuse: Callable[[str], MillstreamError]) -> Seq:
-        around = self._around
-        return resolve(text.strip(), reader, around.stream_id, around.parse_moment, lambda: datetime.now(UTC), refuse)
 
     def _known(self, name: str) -> Running:
         with self._lock:

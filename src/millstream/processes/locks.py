@@ -85,6 +85,8 @@ class RoleLock:
                         f"{what} of process {pid or 'unknown'} has {run_folder.parent.parent}",
                         hint="Close it, or end that process; it releases the home unless it hangs."
                         if "what" in has
+                        else f"End process {pid}, for example by `kill {pid}`; `millstream status` shows it."
+                        if pid
                         else None,
                         pid=pid,
                         role=role,

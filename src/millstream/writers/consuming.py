@@ -21,8 +21,10 @@ from millstream.catalog import TableState
 from millstream.delivery.configured import FileConsumers, conflicts_of
 from millstream.delivery.copies import SHOWN, CopiedConsumers
 from millstream.delivery.definition import Definition
+from millstream.delivery.mending import stored_names
 from millstream.delivery.running import Waiter
-from millstream.delivery.service import Answer, StreamConsumers, Surroundings
+from millstream.delivery.service import Answer, StreamConsumers
+from millstream.delivery.surroundings import Surroundings
 from millstream.errors import ConfigError, HomeBusy, LakeBehind, LogError, MillstreamError, WriterClosed
 from millstream.home.time_parsing import parse_as_of
 from millstream.leadership.role_files import LOOK_EVERY_S, Roles
@@ -30,7 +32,7 @@ from millstream.libpq import database_of
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.processes.control import ControlServer, have_done
-from millstream.processes.locks import RoleLock
+from millstream.processes.locks import RoleLock, holder
 from millstream.protocol.replication.promises import Promise, Role
 from millstream.protocol.retention import HolderKind
 from millstream.wal.decoded_frames import DecodedFrames
@@ -97,10 +99,12 @@ class HomeConsumers:
         """Make this process the owner if no other process is, and make the consumers of `millstream.toml`.
 
         Raises:
-            ConfigError: one of them can't be as it is there: it exists, and has another kind or other groups.
+            ConfigError: one of them can't be as it is there: it exists, and has another kind or other groups, or a variable
+                of it isn't set.
         """
         self._is_server = True
         for stream, config in self._home.config.streams.items():
+            check_set(self._home, stream)
             if config.consumers or self._home.delivery_folder(stream).exists():
                 try:
                     check_consumers(self._home, stream)
@@ -158,9 +162,12 @@ class HomeConsumers:
                 if self._is_closed:
                     raise
             if time.monotonic() > give_up_s:
+                pid = holder(self._home.run_folder, _ROLE).get("pid")
                 raise HomeBusy(
-                    "another process has the consumers' state, and doesn't answer",
-                    hint="Repeat the call; `millstream status` shows the processes of the home.",
+                    f"process {pid or 'unknown'} has the consumers' state, and doesn't answer",
+                    hint="Repeat the call. If it goes on, end that process: the next call takes the consumers over.",
+                    pid=pid,
+                    role=_ROLE,
                 )
             time.sleep(_TRY_EVERY_S)
 
@@ -324,7 +331,7 @@ def surroundings(home: Home, catalog: Catalog, stream: str, *, is_server: bool =
         ConsumerHolders(catalog, stream_id),
         lambda text, of: parse_as_of(text, of, now=datetime.now(UTC)),
         quarantined,
-        FileConsumers(stream, configured_consumers(home, stream), mistake),
+        FileConsumers(stream, configured_consumers(home, stream), mistake, home.loaded_config.unset_consumers(stream)),
         partial(_open_lake, home, stream, stream_id),
         is_server,
         _database(home, stream),
@@ -371,3 +378,30 @@ def check_consumers(home: Home, stream: str) -> None:
     """
     for name, conflict in conflicts_of(home.delivery_folder(stream), configured_consumers(home, stream)):
         raise home.loaded_config.mistake(("streams", stream, "consumers", name, conflict.field), conflict.problem)
+
+
+def check_set(home: Home, stream: str) -> None:
+    """Raise `ConfigError` if a variable isn't set that a consumer of `millstream.toml` names."""
+    for error in home.loaded_config.unset_consumers(stream).values():
+        raise error
+
+
+def check_unmade(home: Home, stream: str) -> None:
+    """Check that the consumers of `millstream.toml` which don't exist so far can be made. Nothing is changed.
+
+    Raises:
+        ConfigError: one of them can't: a variable isn't set, a column is in no table, its start is no place of the log.
+        DeliveryError (`consumer_state_unreadable`): the state of those that exist can't be read.
+    """
+    made = stored_names(home.delivery_folder(stream))
+    check_set(home, stream)
+    if not home.has_catalog() or not home.wal_folder(stream).exists():
+        return
+    with home.open_catalog() as catalog:
+        around = surroundings(home, catalog, stream)
+        for name, definition in around.file.definitions.items():
+            if name not in made:
+                try:
+                    around.start_of(definition, around.open_reader())
+                except MillstreamError as error:
+                    raise around.file.reported(name, error) from error
