@@ -25,7 +25,7 @@ REGIONS = (1, 2, 3)
 ROWS = 100
 SECONDS = 5
 KEYS = 10_000
-CONNECTIONS = 4
+CONNECTIONS = 16
 """Connections of each region; each sends rows of its own."""
 _WAIT_S = 120.0
 _CONFIG = """
