@@ -14,7 +14,7 @@ import millstream
 from millstream.errors import CorruptWal, HomeBusy
 from millstream_forage.answers import as_json
 from millstream_forage.engine import ForageEngine
-from millstream_forage.homes import NotForagesHome
+from millstream_forage.homes import HomeUnusable, NotForagesHome
 from millstream_forage.tables import STREAM, home_config, region_of
 
 NOW_NS = 1_700_000_000_000_000_000
@@ -63,6 +63,19 @@ def test_a_home_of_something_else_is_refused_and_left_as_it_is(tmp_path: Path):
     with pytest.raises(NotForagesHome):
         ForageEngine.open(tmp_path)
     assert (tmp_path / "millstream.toml").read_text() == "[streams.web]\n"
+
+
+def test_a_folder_that_can_be_no_home_is_refused_with_its_name(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HomeUnusable, match="file"):
+        ForageEngine.open(tmp_path / "file")
+    with pytest.raises(HomeUnusable, match="inner"):
+        ForageEngine.open(tmp_path / "file" / "inner")
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "millstream.toml").write_text("[streams.forage")
+    with pytest.raises(HomeUnusable, match="can't be read"):
+        ForageEngine.open(home)
 
 
 def test_a_log_whose_beginning_is_gone_serves_nothing(tmp_path: Path):

@@ -109,6 +109,7 @@ class ForageEngine:
 
         Raises:
             HomeBusy: another process has an engine of this home.
+            HomeUnusable: the folder can't be made, written or read.
             NotForagesHome: the folder is another home.
             OffsetExpired: a part of the log is gone. Nothing is served, because hidden items would show again.
             MillstreamError: the log can't be read or written.

@@ -12,7 +12,7 @@ import millstream
 from millstream import OpenHome
 from millstream.errors import HomeBusy
 from millstream_forage.errors import ForageError
-from millstream_forage.tables import STREAM, home_config
+from millstream_forage.tables import STREAM, has_stream, home_config
 
 CONFIG_FILE: Final = "millstream.toml"
 LOCK_FILE: Final = "forage.lock"
@@ -25,6 +25,13 @@ class NotForagesHome(ForageError):
     default_hint = "Name a folder that doesn't exist yet; Forage makes its home there."
 
 
+class HomeUnusable(ForageError):
+    """The folder of the home can't be made, written or read."""
+
+    code = "home_unusable"
+    default_hint = "Give this user write access to the folder, or name another one with --home."
+
+
 def opened_home(folder: Path, held: ExitStack) -> OpenHome:
     """Open a home, and make it if there is none.
 
@@ -34,15 +41,22 @@ def opened_home(folder: Path, held: ExitStack) -> OpenHome:
 
     Raises:
         HomeBusy: another process has it.
+        HomeUnusable: the folder can't be made, written or read.
         NotForagesHome: the folder is another home.
         MillstreamError: the home can't be opened.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    held.callback(os.close, locked(folder))
-    config = folder / CONFIG_FILE
-    if not config.exists():
-        config.write_text(home_config())
-    elif f"[streams.{STREAM}]" not in config.read_text():
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held.callback(os.close, locked(folder))
+        config = folder / CONFIG_FILE
+        if not config.exists():
+            config.write_text(home_config())
+        is_ours = has_stream(config.read_text())
+    except OSError as error:
+        raise HomeUnusable(f"{folder} can't be Forage's home: {error.strerror}") from error
+    except ValueError as error:  # not TOML, or not UTF-8
+        raise HomeUnusable(f"{folder / CONFIG_FILE} can't be read: {error}", hint="Correct the file.") from error
+    if not is_ours:
         raise NotForagesHome(f"{folder} is a home without the stream {STREAM}")
     return held.enter_context(millstream.open(folder))
 

@@ -139,6 +139,11 @@ hidden = "hide"
 """
 
 
+def has_stream(config: str) -> bool:
+    """Return whether a home's configuration has the stream."""
+    return STREAM in tomllib.loads(config).get("streams", {})
+
+
 def region_of(config: str) -> int:
     """Return the region's number in a home's configuration."""
     stream: dict[str, Any] = tomllib.loads(config).get("streams", {}).get(STREAM, {})
