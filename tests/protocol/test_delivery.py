@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from tests.mutations import Mutation, check_found
+from tests.protocol.delivery_adopting import ADOPTED, AdoptingWorld
 from tests.protocol.delivery_mutations import MUTATIONS
 from tests.protocol.delivery_pushed import PUSHED, PushedWorld
 from tests.protocol.delivery_world import World
@@ -19,6 +20,7 @@ from tests.seeds import Seeds, search
 
 from millstream.protocol.delivery import (
     Consumer,
+    DeadLetter,
     Delivery,
     DeliveryId,
     Limits,
@@ -58,7 +60,14 @@ def test_worlds_of_a_consumer_with_a_push_sink(seeds: Seeds):
     assert happened.keys() >= {"redelivered True", "redelivered False", "bury", "return all"}
 
 
-@pytest.mark.parametrize("mutation", [*MUTATIONS, *PUSHED], ids=lambda mutation: mutation.__name__)
+def test_worlds_of_a_consumer_that_takes_dead_letters_from_elsewhere(seeds: Seeds):
+    count = seeds.count(1_000, quick=40)
+    broken, happened = search(AdoptingWorld, seeds.kept_or_new(1), count)
+    assert not broken, f"python -m tests.protocol.delivery_adopting {next(iter(broken))} 1"
+    assert happened.keys() >= {"adopt", "adopted again", "adopted while it is retried"}
+
+
+@pytest.mark.parametrize("mutation", [*MUTATIONS, *PUSHED, *ADOPTED], ids=lambda mutation: mutation.__name__)
 def test_a_defect_is_found(mutation: type[Mutation]):
     check_found(mutation)
 
@@ -201,6 +210,33 @@ def test_acks_of_a_consumer_that_was_cut_off_are_rewound():
     assert one.phase is Phase.CUT_OFF
     one.rewind(0)
     assert one.phase is Phase.ACTIVE
+
+
+def letter_from_elsewhere(id_: str) -> DeadLetter:
+    return DeadLetter(Message(0, 0, id_, (id_,), 1, barrier=False, size=10), 1, "no", died=50, generation=0)
+
+
+def test_a_letter_from_elsewhere_takes_the_place_of_none_that_is_gone():
+    """Two rows of a backfill died in one ms: a delivery of the first, which was acknowledged, named the second."""
+    one = Consumer(Limits(ack_wait_ms=100), State.begin(0), run=1)
+    one.adopt(letter_from_elsewhere("shop-b1-1"))
+    one.retry()
+    (delivery,) = one.receive(60, 1)
+    assert one.ack([delivery.delivery_id]) == [Status.ACKED]
+    one.adopt(letter_from_elsewhere("shop-b1-2"))
+    assert one.ack([delivery.delivery_id]) == [Status.ALREADY_ACKED]
+    assert list(one.dead) == ["shop-b1-2"]
+
+
+def test_a_letter_from_elsewhere_that_is_being_retried_stays_in_flight():
+    """A restart repeats the burials of a backfill. One of a message in flight made its acknowledgement fail."""
+    one = Consumer(Limits(ack_wait_ms=100), State.begin(0), run=1)
+    one.adopt(letter_from_elsewhere("shop-b1-1"))
+    one.retry()
+    (delivery,) = one.receive(60, 1)
+    one.adopt(letter_from_elsewhere("shop-b1-1"))
+    assert one.ack([delivery.delivery_id]) == [Status.ACKED]
+    assert (one.dead, one.retried, one.unsettled) == ({}, {}, 0)
 
 
 def test_an_ack_of_a_dead_message_removes_its_dead_letter():

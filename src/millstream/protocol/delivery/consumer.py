@@ -536,8 +536,12 @@ class Consumer(Pushed):
         return [(id_, found.pop(id_, None) is not None) for id_ in wanted]
 
     def adopt(self, letter: DeadLetter) -> None:
-        """Take a message that died elsewhere as a dead letter, older than all records. One of its id is replaced."""
-        self._changes.append(changes.Died(self._letters.adopt(letter, self._generation)))
+        """Take a message that died elsewhere as a dead letter, older than all records.
+
+        A dead letter of its id is replaced. A message of its id that is being retried stays, and the letter isn't taken.
+        """
+        if letter.message.id not in self._letters.retried:
+            self._changes.append(changes.Died(self._letters.adopt(letter, self._generation)))
 
     def drop(self, ids: Iterable[str] | None = None) -> list[tuple[str, bool]]:
         """Forget the dead letters of these ids, or all; return each id, and whether it was one."""

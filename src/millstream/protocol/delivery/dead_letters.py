@@ -23,6 +23,8 @@ class DeadLetters:
         self.dead = dead
         self.retried = retried
         self._ids = {(letter.message.position, letter.generation): id_ for id_, letter in dead.items()}
+        self._least = 0
+        """The least position of a letter from elsewhere: a later one takes none of theirs, though they are gone."""
 
     @property
     def last(self) -> int:
@@ -35,21 +37,19 @@ class DeadLetters:
         return self._ids.get((position, generation)) if self._ids else None
 
     def add(self, letter: DeadLetter) -> None:
-        """Add a message that died; it is no longer retried."""
+        """Add a message that died; it is no longer retried. A letter of its id is no longer found where it died."""
         id_ = letter.message.id
         self.retried.pop(id_, None)
-        self.dead.pop(id_, None)
+        self.remove(id_)
         self.dead[id_] = letter
         self._ids[letter.message.position, letter.generation] = id_
 
     def adopt(self, letter: DeadLetter, generation: int) -> DeadLetter:
         """Add a message that died elsewhere, with a position that no record has; return it with that."""
         known = (*self.dead.values(), *self.retried.values())
-        position = min((one.message.position for one in known), default=0)
-        own = letter._replace(
-            message=letter.message._replace(position=min(position - 1, -(letter.died << _AT_ONCE_BITS))),
-            generation=generation,
-        )
+        least = min([self._least, *(one.message.position for one in known)])
+        self._least = min(least - 1, -(letter.died << _AT_ONCE_BITS))
+        own = letter._replace(message=letter.message._replace(position=self._least), generation=generation)
         self.add(own)
         return own
 
