@@ -18,6 +18,7 @@ from bench import (  # noqa: F401 - they register their figures
     freshness,
     home_appends,
     http,
+    kafka_topics,
     lake,
     latency,
     line_protocol,

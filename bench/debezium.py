@@ -25,6 +25,8 @@ from millstream.testing._servers.maven import fetch
 
 VERSION: Final = "3.6.1.Final"
 _JAVA: Final = Path(__file__).parent / "java"
+JARS: Final = _JAVA / "debezium.txt"
+"""The engine's jars and those of Kafka Connect: a line each."""
 _CLASS: Final = "DebeziumToFile"
 _COMPILER: Final = ("org.eclipse.jdt", "ecj", "3.42.0")
 _COMPILER_SHA256: Final = "29f6d3918ee02db4400c103bc25dd90a22491c3a395867d9393070cb96a7dd29"
@@ -136,7 +138,7 @@ def engine() -> Iterator[Engine]:
         jars = [
             fetch(group, artifact, version, sha256=digest)
             for group, artifact, version, digest in (
-                line.split() for line in (_JAVA / "debezium.txt").read_text().splitlines() if not line.startswith("#")
+                line.split() for line in JARS.read_text().splitlines() if not line.startswith("#")
             )
         ]
         compiler = fetch(*_COMPILER, sha256=_COMPILER_SHA256)

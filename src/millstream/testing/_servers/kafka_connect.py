@@ -17,7 +17,7 @@ from millstream.testing._servers.ports import free_port
 from millstream.testing._servers.processes import EmbeddedServer, ServerProcess
 
 _STARTS_WITHIN_S: Final = 120.0
-_JAVA_OPTIONS: Final = ("-Xmx512m", "-XX:+UseSerialGC", "-Dlog4j2.level=WARN", "-Duser.timezone=UTC")
+_JAVA_OPTIONS: Final = ("-Dlog4j2.level=WARN", "-Duser.timezone=UTC")
 _WORKER: Final = {
     "key.converter": "org.apache.kafka.connect.json.JsonConverter",
     "value.converter": "org.apache.kafka.connect.json.JsonConverter",
@@ -37,7 +37,7 @@ class KafkaConnect(EmbeddedServer):
         jars: lines of group, artifact, version and SHA-256: Connect's runtime, its JSON converter, and the connectors'
             own jars.
         worker: more of the worker's properties.
-        options: more options of Java.
+        memory: bound of Java's heap.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class KafkaConnect(EmbeddedServer):
         connectors: Mapping[str, Mapping[str, str]],
         jars: Sequence[str],
         worker: Mapping[str, str] | None = None,
-        options: Sequence[str] = (),
+        memory: str = "512m",
     ) -> None:
         super().__init__(folder)
         self._servers = servers
         self._connectors = connectors
         self._jars = jars
         self._worker = {} if worker is None else worker
-        self._options = options
+        self._memory = memory
         self._port = free_port()
 
     def start(self) -> None:
@@ -73,7 +73,7 @@ class KafkaConnect(EmbeddedServer):
             files.append(self._written(name, {"name": name, **settings}))
         java = find_java(cache_dir() / "java").java
         class_path = os.pathsep.join(map(str, connect_jars(self._jars)))
-        command = [str(java), *_JAVA_OPTIONS, *self._options, "-cp", class_path]
+        command = [str(java), f"-Xmx{self._memory}", *_JAVA_OPTIONS, "-cp", class_path]
         command += ["org.apache.kafka.connect.cli.ConnectStandalone", *map(str, files)]
         self._process = ServerProcess(command, log=self.log)
         self._process.wait_until(self._runs, within_s=_STARTS_WITHIN_S, what="Kafka Connect")
