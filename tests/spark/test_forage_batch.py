@@ -5,17 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
+import millstream
+from millstream_forage.bandit import Arm, fill
+from millstream_forage.clock import DAY_NS
 from millstream_forage.engine import ForageEngine
-from millstream_forage.tables import KINDS
+from millstream_forage.tables import KINDS, SCHEMAS, STREAM, home_config
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+pytestmark = pytest.mark.siege  # Spark plans dozens of small queries
+
 NOW_NS = 1_700_000_000_000_000_000
 LIKED = "sea"
+ARMS = [("science", f"source {number}") for number in range(5)]
+CHANCES = np.linspace(0.3, 0.7, len(ARMS))
+"""The chance of a reward by arm."""
+FEEDS = 399
+FEEDS_OF_ONE = 3
+"""Feeds of a reader. With more of them the policy hardly shows some arms, and estimates get wide."""
+SLOTS = 7
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +96,115 @@ def test_the_tables_agree_with_the_engine_and_estimate_other_policies(home: Path
     again = run_batch(spark, home)
     assert [table.rows for table in again][:3] == [table.rows for table in landed][:3]
     assert [row["policy"] for row in rows_of(again[3].folder)] == ["uniform"]
+
+
+def simulated(home: Path, seed: int) -> None:
+    """Write the log of feeds of Thompson sampling; each arm has enough items for a whole feed."""
+    home.mkdir()
+    (home / "millstream.toml").write_text(home_config())
+    draws = np.random.default_rng(seed)
+    per_arm = SLOTS
+    items = [
+        {
+            "id": 1 + arm * per_arm + number,
+            "url": f"https://{arm}.example/{number}",
+            "title": "A title",
+            "creator": "Ana Bell",
+            "category": category,
+            "source": source,
+            "tags": ["a", "b"],
+            "entities": [],
+            "content_type": "news",
+            "summary": "One. Two.",
+            "reading_time_min": 1,
+            "embedding": [1.0] + [0.0] * 63,
+            "added": 0,
+        }
+        for arm, (category, source) in enumerate(ARMS)
+        for number in range(per_arm)
+    ]
+    shown, signals = [], []
+    wins, losses = np.zeros(len(ARMS)), np.zeros(len(ARMS))
+    for feed in range(1, FEEDS + 1):
+        if feed % FEEDS_OF_ONE == 1:  # another reader, who has explored every arm: each of them may get each slot
+            wins, losses = np.full(len(ARMS), 2.0), np.full(len(ARMS), 2.0)
+        arms = [
+            Arm(wins[arm], losses[arm], 4, unexplored=False, items=range(arm * per_arm, (arm + 1) * per_arm))
+            for arm in range(len(ARMS))
+        ]
+        for number, slot in enumerate(fill(arms, limit=SLOTS, seed=feed, budget=1), 1):
+            arm = slot.item // per_arm
+            reward = float(draws.random() < CHANCES[arm])
+            impression = len(shown) + 1
+            shown.append(
+                {
+                    "id": impression,
+                    "feed": feed,
+                    "user": feed // FEEDS_OF_ONE,
+                    "item": slot.item + 1,
+                    "slot": number,
+                    "arm": "/".join(ARMS[arm]),
+                    "label": "none",
+                    "explore": slot.explore,
+                    "propensity": slot.propensity,
+                    "policy": "thompson",
+                    "seed": feed,
+                    "limit": SLOTS,
+                    "token": "0123abcd.s1",
+                    "now": feed * DAY_NS // 100,
+                }
+            )
+            wins[arm] += reward
+            losses[arm] += 1 - reward
+            if reward:
+                signals.append(
+                    {
+                        "id": len(signals) + 1,
+                        "user": feed // FEEDS_OF_ONE,
+                        "item": slot.item + 1,
+                        "kind": "save",
+                        "weight": 1.0,
+                        "impression": impression,
+                        "now": feed * DAY_NS // 100,
+                    }
+                )
+    tables = {"items": items, "impressions": shown, "signals": signals}
+    with millstream.open(home) as opened:
+        for name, rows in tables.items():
+            opened.append_all(STREAM, {name: pa.Table.from_pylist(rows, schema=SCHEMAS[name])})
+
+
+def test_estimates_agree_with_the_truth_of_a_simulator(spark: SparkSession, tmp_path: Path):
+    from millstream_forage.batch import TOKEN_KEY, run_batch
+
+    simulated(tmp_path / "home", 7)
+    names = ["/".join(arm) for arm in ARMS]
+    falling = np.arange(len(ARMS), 0, -1, dtype=float)
+    policies = {
+        "uniform": dict.fromkeys(names, 1 / len(names)),
+        "worst first": dict(zip(names, (falling / falling.sum()).tolist(), strict=True)),
+        "best arms": dict.fromkeys(names[-2:], 1 / 2),
+        "half elsewhere": {names[0]: 0.5},
+    }
+    landed = run_batch(spark, tmp_path / "home", policies={name: policies[name] for name in list(policies)[1:]})
+    values = {row["policy"]: row for row in rows_of(landed[3].folder)}
+    for name, policy in policies.items():
+        truth, found = sum(chance * CHANCES[names.index(arm)] for arm, chance in policy.items()), values[name]
+        assert abs(found["ips"] - truth) < 4 * found["ips_error"], name
+        assert abs(found["doubly_robust"] - truth) < 4 * found["doubly_robust_error"], name
+        assert found["doubly_robust_error"] < found["ips_error"] < 0.05, name
+        assert found["support"] == pytest.approx(sum(policy.values()), abs=0.1), name
+    with millstream.open(tmp_path / "home") as opened:
+        token = str(opened.token(STREAM))
+    assert {DeltaTable(table.folder).history(1)[0][TOKEN_KEY] for table in landed} == {token}
+
+
+def test_a_home_without_readers_lands_its_items(spark: SparkSession, tmp_path: Path):
+    from millstream_forage.batch import run_batch
+
+    with ForageEngine.open(tmp_path / "home") as engine:
+        engine.seed_default_corpus()
+    assert [table.rows for table in run_batch(spark, tmp_path / "home")] == [100, 0, 0, 0]
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

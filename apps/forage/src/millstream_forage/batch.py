@@ -20,14 +20,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from deltalake import write_deltalake
+from deltalake import CommitProperties, write_deltalake
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as f
+from pyspark.sql.pandas.types import from_arrow_schema
 
-from millstream_forage.tables import KINDS, STREAM
+import millstream
+from millstream import OpenHome, StreamToken
+from millstream.errors import UnknownTable
+from millstream_forage.tables import KINDS, SCHEMAS, STREAM
 
 LAKE_FOLDER: Final = Path("lake", "forage-batch")
 """Where the tables of a home are, in its folder."""
 DAY_NS: Final = 86_400_000_000_000
+TOKEN_KEY: Final = "forage.token"  # noqa: S105 - the key of a position
+"""Key of the log's position in the metadata of each commit."""
 READ: Final = ("items", "impressions", "signals", "hides")
 
 COUNTED: Final = """
@@ -97,7 +104,7 @@ WITH arms AS (
   FROM rewarded r JOIN arms a ON a.arm = r.arm
 ), direct AS (SELECT policy, sum(probability * model) AS value FROM arms GROUP BY policy)
 SELECT s.policy, count(*) AS slots, avg(ratio * reward) AS ips, stddev(ratio * reward) / sqrt(count(*)) AS ips_error,
-  sum(ratio * reward) / sum(ratio) AS self_normalized_ips,
+  avg(ratio) AS support, sum(ratio * reward) / sum(ratio) AS self_normalized_ips,
   first(d.value) + avg(ratio * (reward - model)) AS doubly_robust,
   stddev(ratio * (reward - model)) / sqrt(count(*)) AS doubly_robust_error
 FROM slots s JOIN direct d ON d.policy = s.policy GROUP BY s.policy
@@ -125,6 +132,10 @@ def run_batch(
 ) -> list[Landed]:
     """Compute every table from the log as it is now, and replace the lake's tables by them.
 
+    All tables are as of one token, which each commit records. An estimate is unbiased if each arm of its policy might have
+    got each slot. Then `support`, the mean ratio of the chances, is about 1. Far below 1 the log can't answer for the policy:
+    slots had to explore, or the policy's arms were hardly ever shown.
+
     Args:
         spark: a session whose Python has Millstream. `PYSPARK_PYTHON` names that Python.
         home: Forage's home, in use or not.
@@ -136,11 +147,20 @@ def run_batch(
         The tables, in the order of `RESULTS`.
 
     Raises:
+        UnknownStream: the home has no log of Forage.
         PySparkException: Spark couldn't read the log.
     """
+    with millstream.open(home) as opened:
+        token = opened.token(STREAM)
+        known = {table for table in READ if has_records(opened, table, token)}
     for table in READ:
-        read = spark.read.format("millstream").options(path=str(home), stream=STREAM, table=f"public.{table}")
-        read.load().createOrReplaceTempView(table)
+        if table in known:
+            read = spark.read.format("millstream").options(path=str(home), stream=STREAM, table=f"public.{table}")
+            records = read.option("ending", str(token)).load()
+        else:
+            empty = spark.createDataFrame([], from_arrow_schema(SCHEMAS[table]))
+            records = empty.withColumn("__seq", f.lit(0).cast("long"))
+        records.createOrReplaceTempView(table)
     for name, statement in VIEWS.items():
         spark.sql(statement).createOrReplaceTempView(name)
     targets(spark, policies or {}).createOrReplaceTempView("targets")
@@ -148,9 +168,18 @@ def run_batch(
     for name, statement in RESULTS.items():
         rows = spark.sql(statement).toArrow()
         folder = home / LAKE_FOLDER / name
-        write_deltalake(folder, rows, mode="overwrite", schema_mode="overwrite")
+        properties = CommitProperties(custom_metadata={TOKEN_KEY: str(token)})
+        write_deltalake(folder, rows, mode="overwrite", schema_mode="overwrite", commit_properties=properties)
         landed.append(Landed(name, folder, rows.num_rows))
     return landed
+
+
+def has_records(home: OpenHome, table: str, token: StreamToken) -> bool:
+    """Return whether a table has a record up to a token."""
+    try:
+        return any(batch.num_rows for batch in home.read(STREAM, table=table, after=f"{token.stream}.s0", upto=token))
+    except UnknownTable:
+        return False
 
 
 def targets(spark: SparkSession, policies: Mapping[str, Mapping[str, float]]) -> DataFrame:
