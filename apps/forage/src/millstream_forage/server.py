@@ -7,7 +7,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -50,12 +50,8 @@ class Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """End at a signal. uvicorn's own way raises the signal again at the end, so the process would die of it."""
-        before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
-        try:
+        with handled_by(self.handle_exit):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def serve(home: Path | None, *, port: int, corpus: bool) -> None:
@@ -70,10 +66,9 @@ def serve(home: Path | None, *, port: int, corpus: bool) -> None:
         AddressInUse: the port can't be listened on.
         HomeBusy, NotForagesHome, MillstreamError: as `ForageEngine.open`.
     """
-    for number in SIGNALS:
-        signal.signal(number, leave)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     with ExitStack() as held:
+        held.enter_context(handled_by(leave))
         listener = held.enter_context(bound(port))
         engine = held.enter_context(ForageEngine.ephemeral() if home is None else ForageEngine.open(home))
         if corpus and not engine.items(limit=1).items:
@@ -91,6 +86,17 @@ def serve(home: Path | None, *, port: int, corpus: bool) -> None:
         )
         server = Server(config, f"http://{HOST}:{listener.getsockname()[1]}")
         asyncio.run(server.serve([listener]))
+
+
+@contextmanager
+def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Have the signals that end a server handled by a function; restore the handlers before it at the end."""
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)
 
 
 def bound(port: int) -> socket.socket:
