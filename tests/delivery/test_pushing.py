@@ -199,6 +199,19 @@ def test_a_message_that_was_sent_alone_from_the_first_is_dead_after_its_last_fai
     assert source.acked == ["m1"]
 
 
+@pytest.mark.parametrize(
+    ("before", "sent"), [((2,), [[1]]), ((3, 3), [[1], [1]]), ((9, 1), [[1, 1], [2, 2], [3], [3]])]
+)
+def test_failures_before_a_restart_count(before: tuple[int, ...], sent: list[list[int]]) -> None:
+    """Messages of a request have the failures of the one that has the fewest."""
+    messages = [replace(one, failures=count) for one, count in zip(messages_of(len(before)), before, strict=True)]
+    source, sink = Source(messages), Sink(lambda _: failed("it failed"))
+    with pushing_to(sink, source):
+        source.wait_until(lambda: source.is_settled)
+    assert [[deliveries for _, deliveries in request] for request in sink.sent] == sent
+    assert source.dead.keys() == {one.id for one in messages}
+
+
 def test_a_failing_record_holds_only_its_own_group() -> None:
     """Also with one request at a time: a batch that waits takes none."""
     source = Source(messages_of(60, groups=3))

@@ -124,8 +124,19 @@ class LatestReference(Reference):
             acked = next((item.message for item in self.items if item.position == delivery.position), None)
             statuses += super().ack([delivery])
             if acked is not None and statuses[-1] is Status.ACKED:
-                self.items = [item for item in self.items if not self._is_void(item, acked)]
+                self._void_before(acked)
         return statuses
+
+    def _void_before(self, ended: Message) -> None:
+        """Drop what is older than a message that ended; a truncate before it, and all before that, too."""
+        self.items = [item for item in self.items if not self._is_void(item, ended)]
+        older = [
+            item.message
+            for item in self.items
+            if item.message.truncates and item.message.table == ended.table and item.position < ended.position
+        ]
+        for truncate in older:
+            self.items = [item for item in self.items if not self._is_void(item, truncate)]
 
     @staticmethod
     def _is_void(item: Item, acked: Message) -> bool:
@@ -143,7 +154,7 @@ class LatestReference(Reference):
         super()._fail(item)
         if item not in self.items:
             self.overtaken.discard(item.message.id)
-            self.items = [other for other in self.items if not self._is_void(other, item.message)]
+            self._void_before(item.message)
 
     def nack(self, ids: Iterable[DeliveryId], until: int) -> list[Status]:
         statuses = []
@@ -253,7 +264,10 @@ class LatestWorld(World):
             self.broken(f"{self.consumer.waiting_bytes} bytes are counted, and {size} wait")
 
     def check_answer(self, answer: list[Delivery]) -> None:
-        """Check an answer, and that no key goes back: a newer one that was acknowledged is the last."""
+        """Check an answer, and that no key goes back: a newer one that was acknowledged is the last.
+
+        A truncate takes the rows of all keys away, so it isn't delivered after an acknowledged row behind it.
+        """
         super().check_answer(answer)
         self.shown = [*getattr(self, "shown", []), *(delivery.message for delivery in answer)]
         for delivery in answer:
@@ -261,8 +275,10 @@ class LatestWorld(World):
             if message.id in self.consumer.retried:
                 continue
             for other in self.messages():
-                is_later = other.position > message.position and other.groups == message.groups != ()
-                if is_later and self.noted.get(other.id, 10**9) <= len(self.log):
+                is_same = other.groups == message.groups != () or (
+                    message.truncates and other.table == message.table and not other.barrier
+                )
+                if is_same and other.position > message.position and self.noted.get(other.id, 10**9) <= len(self.log):
                     self.broken(f"{message.id} is delivered after {other.id} of its key, which was acknowledged")
 
 

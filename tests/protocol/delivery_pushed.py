@@ -29,6 +29,7 @@ class PushedReference(Reference):
                 return False
             items.append(item)
         for item in items:
+            item.failures += not item.has_failed
             item.deliveries += 1
             item.deadline, item.has_failed = deadline, False
             self.counts[item.deliveries > 1] += 1

@@ -195,6 +195,20 @@ def test_a_dropped_message_comes_back_if_a_promotion_loses_the_newer_one():
     assert facts(one.receive(0, 10)) == [(1, 1, "")]
 
 
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_truncate_is_not_repeated_once_a_row_behind_it_is_acknowledged(*, is_read: bool):
+    rows = [truncate(1), message(2, "a")]
+    one = consumer(*rows)
+    forgotten = one.snapshot()
+    one.ack([delivery.delivery_id for delivery in one.receive(0, 10)])
+    (late,) = [delivery.delivery_id for delivery in one.receive(0, 10)]
+    again = consumer(*(rows if is_read else []), state=forgotten)
+    assert again.ack([late]) == [Status.ACKED]
+    again.offer(rows, 2)
+    assert again.receive(0, 10) == []
+    assert again.cursor == 2
+
+
 def test_a_table_that_is_truncated_later_drops_what_waits():
     one = crowded()
     one.drop_older((), {1}, 6)

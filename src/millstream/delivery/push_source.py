@@ -95,6 +95,7 @@ class ConsumerSource:
                         record.encode(),
                         origin.logged if isinstance(origin, Origin) else None,
                         generation=delivery.delivery_id.generation,
+                        failures=delivery.failures,
                         delivery=delivery.delivery_id,
                         machine=machine,
                     )

@@ -84,7 +84,9 @@ class _Batch:
     """The messages that aren't settled."""
     backoff: Backoff
     failures: int = 0
-    """Number of failed deliveries of them together."""
+    """Number of failed deliveries of them together; those before a restart count."""
+    repeats: int = 0
+    """Number of repeated deliveries since they were received."""
     is_split: bool = False
     """Whether each is sent alone."""
     dead: list[tuple[PushMessage, str]] = field(default_factory=list)
@@ -177,7 +179,16 @@ class Pusher:
             if left_s <= 0:
                 return heapq.heappop(self._aside)[2]
         messages = self._source.receive(self._pacing.batch_size, wait_s=min(left_s, _RECEIVE_S))
-        return _Batch(messages, self._waits()) if messages else None
+        return self._begun(messages) if messages else None
+
+    def _begun(self, messages: Sequence[PushMessage]) -> _Batch:
+        """Return a batch of messages that were received. One with fewer failures than its neighbours pays for none of theirs."""
+        failures = min(message.failures for message in messages)
+        return _Batch(messages, self._waits(), failures, is_split=self._is_over(failures))
+
+    def _is_over(self, failures: int) -> bool:
+        """Return whether so many failures are the most that messages may have together."""
+        return 0 < self._max_deliver <= failures
 
     def _waits(self) -> Backoff:
         longest = 1 + _SPREAD
@@ -193,7 +204,7 @@ class Pusher:
         sent = batch.next
         if not self._hold(batch):
             return None
-        outcome = self._deliver([replace(message, deliveries=message.deliveries + batch.failures) for message in sent])
+        outcome = self._deliver([replace(message, deliveries=message.deliveries + batch.repeats) for message in sent])
         for messages, part in outcome.parts:
             self._judge_apart(batch, messages, part)
         if outcome.parts:
@@ -206,7 +217,7 @@ class Pusher:
         """Take the outcome of a part of the batch, which is repeated without the others."""
         own = {message.id for message in messages}
         sent = [message for message in batch.messages if message.id in own]
-        part = _Batch(sent, self._waits(), batch.failures)
+        part = _Batch(sent, self._waits(), batch.failures, batch.repeats)
         wait_s = self._judge(part, sent, outcome)
         if part.messages and (wait_s is None or not self._set_aside(part, wait_s)):
             self._give_back(part, "the consumer's delivery was stopped")
@@ -231,7 +242,8 @@ class Pusher:
             wait_s = batch.backoff.next_s()
             if outcome.verdict is Verdict.FAILED:
                 batch.failures += 1
-                batch.is_split = 0 < self._max_deliver <= batch.failures
+                batch.repeats += 1
+                batch.is_split = self._is_over(batch.failures)
                 self._hold(batch, is_retry=True)
             return wait_s if outcome.retry_after_s is None else outcome.retry_after_s
         batch.messages = batch.messages[len(sent) :]
@@ -241,7 +253,7 @@ class Pusher:
 
     def _is_final(self, batch: _Batch) -> bool:
         """Return whether the failure of the request that was sent is its messages' last."""
-        return batch.is_split or (len(batch.messages) == 1 and 0 < self._max_deliver <= batch.failures + 1)
+        return batch.is_split or (len(batch.messages) == 1 and self._is_over(batch.failures + 1))
 
     def _deliver(self, messages: Sequence[PushMessage]) -> Outcome:
         began_s = time.monotonic()

@@ -66,6 +66,8 @@ class PushMessage:
     """The record in the log's form; None if only its JSON is there."""
     generation: int = 0
     """Number of the consumer's rewinds before: a message that was rewound is delivered again, under its id."""
+    failures: int = 0
+    """Number of its deliveries that failed before it was received, for example before a restart."""
 
     @cached_property
     def value(self) -> Mapping[str, Any]:

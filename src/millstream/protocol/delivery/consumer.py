@@ -215,7 +215,8 @@ class Consumer(Pushed):
             else:
                 counters.redelivered += 1
             entry.last, entry.deadline, entry.has_failed = last, deadline, False
-            delivered.append(Delivery(message, entry.deliveries, DeliveryId(generation, entry.position, run, number)))
+            delivery = DeliveryId(generation, entry.position, run, number)
+            delivered.append(Delivery(message, entry.deliveries, delivery, entry.failures))
         pending.end_answer(answer)
         self._timers.set(deadline, run, number)
         self._changes.append(changes.Delivered(run, number, deadline, list(answer.flying)))

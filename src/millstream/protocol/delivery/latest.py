@@ -206,6 +206,7 @@ class LatestConsumer(Consumer):
             older = self._newest.get(group) if group is not None else None
             if older is not None and older.position < message.position:
                 self._void_all(older)
+            self._void_truncates(message)
             return
         entry, fact = self._newest.get(group) if group is not None else None, self._unread.take(message.position)
         if entry is not None and entry.state is _WAITING and not self._is_parted(entry):
@@ -330,6 +331,22 @@ class LatestConsumer(Consumer):
         self._void_all(entry.older)
         if entry.message.truncates:
             self._truncate(entry.message, also_in_flight=True)
+        elif not entry.is_retried:
+            self._void_truncates(entry.message)
+
+    def _void_truncates(self, message: Message) -> None:
+        """Settle the truncates of a table before a message that ends, and all before them.
+
+        They were settled when it was delivered, which a kill forgot: delivered again, they would take its row away.
+        """
+        table = self._pending.table(message.table)
+        if table is None:
+            return
+        older = [barrier for barrier, _ in table.barriers if barrier.message.truncates and not barrier.is_retried]
+        last = max((barrier for barrier in older if barrier.position < message.position), key=_position, default=None)
+        if last is not None:
+            self._truncate(last.message, also_in_flight=True)
+            self._void(last)
 
     def _come_back(self, entry: Entry) -> list[int]:
         came = self._pending.come_back(entry)
@@ -440,6 +457,10 @@ class LatestConsumer(Consumer):
             state.facts[position] = Fact(deliveries=1, run=run, answer=answer)
         state.relied = self._relied
         return state
+
+
+def _position(entry: Entry) -> int:
+    return entry.position
 
 
 def _size(message: Message) -> int:

@@ -111,6 +111,8 @@ class Delivery(NamedTuple):
     deliveries: int
     """Number of deliveries of the message, this one included."""
     delivery_id: DeliveryId
+    failures: int = 0
+    """Number of its deliveries that failed before."""
 
 
 class DeadLetter(NamedTuple):

@@ -23,7 +23,9 @@ class Pushed(ABC):
     _changes: list[changes.Change]
 
     def redeliver(self, ids: Iterable[DeliveryId], now: int, ack_wait_ms: int) -> bool:
-        """Count another delivery of messages in flight, which stay in flight under the same ids.
+        """Count a failure and another delivery of messages in flight, which stay in flight under the same ids.
+
+        The failures make no message dead here: the caller reads them from `Delivery.failures` after a restart, and buries.
 
         Args:
             ids: the deliveries that failed.
@@ -42,6 +44,7 @@ class Pushed(ABC):
         answers: dict[tuple[int, int], list[int]] = {}
         for entry in entries:
             assert entry.answer is not None
+            entry.failures += not entry.has_failed
             entry.deliveries += 1
             if entry.deliveries == 1:  # an extension revived it after a kill that forgot its first delivery
                 self.counters.delivered += 1
@@ -51,6 +54,7 @@ class Pushed(ABC):
             answers.setdefault((entry.answer.run, entry.answer.number), []).append(entry.position)
         for (run, number), positions in answers.items():
             self._timers.set(now + ack_wait_ms, run, number)
+            self._changes.append(changes.Returned((), positions))
             self._changes.append(changes.Delivered(run, number, now + ack_wait_ms, positions))
         return True
 
