@@ -6,7 +6,7 @@ import signal
 import subprocess
 import urllib.error
 import urllib.request
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from millstream.home.retention import sweep
 from millstream.model.ids import ShardId, StreamId
 from millstream.model.positions import Lsn, Seq
 from millstream.processes.control import ControlServer, ask
+from millstream.processes.locks import RoleLock
 from millstream.protocol.retention import HolderKind
 from millstream.serving.metrics import prometheus_text
 from millstream.testing.log import plain_ops, plain_table
@@ -85,6 +86,12 @@ def test_status_needs_no_running_process(home: Home) -> None:
         "public.log": ("history_only", "no key"),
     }
     json.dumps(status)
+    assert "behind; nothing lands it until" in CliRunner().invoke(cli, ["--home", str(home.path), "status"]).output
+    (home.path / "millstream.toml").write_text("[streams.shop]\n")
+    for is_served, state in ((False, "stopped"), (True, "nothing appended since `serve` began")):
+        with RoleLock.take(home.run_folder, "serve") if is_served else nullcontext():
+            shown = CliRunner().invoke(cli, ["--home", str(home.path), "status"]).output
+            assert f"stream shop: {state}, writer epoch 1, no source" in shown
 
 
 def test_a_node_tells_what_its_own_lake_has_and_not_what_the_leader_before_had_landed(home: Home) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,6 +35,19 @@ def test_a_name_with_a_zero_byte_or_half_a_character_is_none(text: str) -> None:
     assert "\0" not in caught.value.message
     with pytest.raises(UsageError, match="not a pattern"):
         TablePattern.parse(text)
+
+
+@pytest.mark.parametrize("pattern", ["*a" * 40, "?*a" * 40, "a" + "*" * 10_000 + "x"])
+def test_no_pattern_takes_for_ever(pattern: str) -> None:
+    """Stars that backtracked held the whole process: the regular expressions of Python release no lock."""
+    name = "a" * 250
+    assert not TablePattern.parse(pattern).matches("public", f"{name}b")
+    assert TablePattern.parse(f"{pattern}*").matches("public", f"{name}x{name}b")
+
+
+@given(st.text(alphabet="ab*?", min_size=1, max_size=8), st.text(alphabet="ab", min_size=1, max_size=9))
+def test_a_pattern_matches_as_in_a_shell(pattern: str, name: str) -> None:
+    assert TablePattern.parse(pattern).matches("public", name) == fnmatchcase(name, pattern)
 
 
 @given(st.text(min_size=1, max_size=80), st.text(min_size=1, max_size=80))

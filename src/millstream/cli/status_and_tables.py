@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -50,7 +50,7 @@ def status(invocation: Invocation, stream: str | None, as_json: bool) -> None:
     say(f"{found['home']}: {', '.join(running) or 'nothing runs'}")
     for one in found["streams"]:
         say()
-        _print_stream(one)
+        _print_stream(one, found["processes"])
         _print_conditions([each for each in found["conditions"] if each["stream"] == one["name"]])
     if (found["alerts"] or {}).get("error") is not None:
         alerts = found["alerts"]
@@ -63,7 +63,7 @@ def _behind(numbers: int) -> str:
     return f" ({numbers:,} behind)" if numbers else ""
 
 
-def _print_stream(stream: dict[str, Any]) -> None:
+def _print_stream(stream: dict[str, Any], processes: Mapping[str, int | None]) -> None:
     say(f"stream {stream['name']}", bold=True, nl=False)
     if stream["id"] is None:
         say(f": {'has never run' if stream['state'] == 'never run' else stream['state']}")
@@ -72,7 +72,7 @@ def _print_stream(stream: dict[str, Any]) -> None:
     writer = stream["writer"] or {}
     captures = stream["source"]["configured"]
     reached = f"source at {stream['source']['reached'] or 'no position yet'}" if captures else "no source"
-    say(f": {stream['state']}, writer epoch {writer.get('epoch', 0)}, {reached}")
+    say(f": {_state_words(stream, processes)}, writer epoch {writer.get('epoch', 0)}, {reached}")
     _print_nodes(stream)
     landed = stream["tokens"]["landed"]
     say(f"  durable {stream['tokens']['durable'] or 'not known'}{'' if landed is None else f', landed {landed}'}")
@@ -96,7 +96,7 @@ def _print_stream(stream: dict[str, Any]) -> None:
         if lag[stage]["records"] is None and lag[stage]["bytes"] is None:
             say(f"  {words}: unknown {'so far' if stream['state'] == 'running' else 'while nothing runs'}")
             continue
-        more = _source_words(stream["source"]) if stage == "capture" else ""
+        more = _source_words(stream["source"]) if stage == "capture" else _landing_words(lag[stage], processes)
         say(f"  {words}: {_lag_words(lag[stage])}{more}")
     if stream["replay"] is not None:
         say(f"  replay: {_replay_words(stream['replay'])}")
@@ -197,6 +197,18 @@ def _behind_words(lag: dict[str, Any]) -> str:
     """Return the lag in words; empty if it is unknown, as for a follower that is away."""
     records = lag.get("records_behind")
     return "" if records is None else f"{records:,} records, {human_bytes(lag['bytes_behind'])} behind, "
+
+
+def _state_words(stream: dict[str, Any], processes: Mapping[str, int | None]) -> str:
+    if stream["state"] == "stopped" and not stream["source"]["configured"] and processes.get("serve") is not None:
+        return "nothing appended since `serve` began"
+    return str(stream["state"])
+
+
+def _landing_words(lag: dict[str, Any], processes: Mapping[str, int | None]) -> str:
+    """Return that nothing lands what waits for the lake; empty if a process does, or nothing waits."""
+    is_landed = processes.get("pipeline") is not None or not lag["bytes"]
+    return "" if is_landed else "; nothing lands it until `millstream run` or `pipeline run` does"
 
 
 def _source_words(source: dict[str, Any]) -> str:

@@ -61,7 +61,9 @@ def resolve(
     if seq is not None:
         if seq > end:
             raise TokenFromFuture(
-                f"{text} is beyond the stream's end, {StreamToken.scalar(stream, end)}", persisted_upto=int(end)
+                f"{text} is beyond the stream's end, {StreamToken.scalar(stream, end)}",
+                hint="Use `latest`, or a token that this stream has given.",
+                persisted_upto=int(end),
             )
         check_kept(seq, reader, stream)
         return reader.whole_upto(seq)

@@ -158,8 +158,7 @@ def _split_pattern(body: str, text: str) -> list[str]:
         if found[1] is not None:
             parts.append(re.escape(found[1].replace('""', '"')))
         else:
-            escaped = (".*" if c == "*" else "." if c == "?" else re.escape(c) for c in found[2].lower())
-            parts.append("".join(escaped))
+            parts.append(_expression(found[2].lower()))
         position = found.end()
         if position == len(body):
             break
@@ -167,6 +166,18 @@ def _split_pattern(body: str, text: str) -> list[str]:
             raise _invalid_pattern(text)
         position += 1
     return parts
+
+
+def _expression(part: str) -> str:
+    """Return a pattern's part as a regular expression, which matches in polynomial time.
+
+    The text between two stars stands at the first place where it fits: an atomic group tries no other one.
+    """
+    pieces = ["".join("." if c == "?" else re.escape(c) for c in piece) for piece in re.split(r"\*+", part)]
+    if len(pieces) == 1:
+        return pieces[0]
+    first, *between, last = pieces
+    return first + "".join(f"(?>.*?{piece})" for piece in between) + ".*" + last
 
 
 def _invalid_pattern(text: str) -> UsageError:
