@@ -519,16 +519,18 @@ def applied(one: Consumer, state: State) -> State:
 
 
 def test_a_redelivery_counts_and_keeps_the_messages_in_flight():
-    one, state = consumer(message(1, "a"), message(2, "a"), message(3, "b")), State.begin(0)
+    limits, state = Limits(ack_wait_ms=100, max_deliver=0), State.begin(0)
+    one = consumer(message(1, "a"), message(2, "a"), message(3, "b"), limits=limits)
     given = ids(one.receive(0, 10))
     assert one.redeliver(given, 90, 100)
     assert (one.expire(150), one.in_flight) == (0, 3)
     assert (one.counters.delivered, one.counters.redelivered) == (3, 3)
-    assert applied(one, state).facts[given[0].position].deliveries == 2
+    fact = applied(one, state).facts[given[0].position]
+    assert (fact.deliveries, fact.failures, fact.deadline) == (2, 1, 190)
     again = restarted(one, message(1, "a"), message(2, "a"), message(3, "b"), state=state)
     assert again.ack(given) == [Status.ACKED] * 3
     one.expire(190)
-    assert [delivery.deliveries for delivery in one.receive(190, 10)] == [3, 3, 3]
+    assert [(delivery.deliveries, delivery.failures) for delivery in one.receive(190, 10)] == [(3, 2), (3, 1), (3, 2)]
     assert not one.redeliver(given[:1], 190, 100)
 
 
