@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from millstream_forage import columns
@@ -40,6 +40,22 @@ IMPRESSION = st.fixed_dictionaries(
     {"table": st.just("impressions"), "user": st.integers(1, 3), "item": st.integers(1, ITEM_COUNT)}
 )
 HISTORY = st.lists(SIGNAL | HIDE | IMPRESSION, max_size=40)
+GROWING_DWELLS: list[dict[str, Any]] = [
+    {"table": "impressions", "user": 1, "item": 1},
+    *(
+        {
+            "table": "signals",
+            "user": 1,
+            "kind": "dwell",
+            "item": 1,
+            "impression": 1,
+            "duration_ms": duration_ms,
+            "idempotency_key": None,
+        }
+        for duration_ms in (1, 3, 2, 4)
+    ),
+]
+"""Once the first of them stayed counted next to the longest if one batch had both: drawn histories hardly have that."""
 
 
 def item(number: int) -> dict[str, Any]:
@@ -122,12 +138,14 @@ def facts(state: State) -> dict[str, Any]:
     return found
 
 
+@example(GROWING_DWELLS)
 @given(HISTORY)
 def test_a_history_folds_to_the_same_state_at_once_and_record_by_record(history: list[dict[str, Any]]):
     records = records_of(history)
     assert facts(folded_at_once(records)) == facts(folded_one_by_one(records))
 
 
+@example(GROWING_DWELLS)
 @given(HISTORY)
 def test_an_impression_counts_one_signal_of_a_kind_and_its_longest_dwell(history: list[dict[str, Any]]):
     records = records_of(history)

@@ -215,10 +215,10 @@ class Signals:
         shown, durations = self.impressions.values[rows], self.durations_ms.values[rows]
         order = np.lexsort((rows, -durations, shown))
         longest = order[_first_of_each(shown[order])]
+        self.counts.values[rows] = False
         rows, shown, durations = rows[longest], shown[longest], durations[longest]
         before = impressions.dwells.values[shown]
         longer = (before == NO_ROW) | (durations > self.durations_ms.values[before])
-        self.counts.values[rows] = False
         self.counts.values[before[longer & (before != NO_ROW)]] = False
         impressions.dwells.values[shown[longer]] = rows[longer]
         self.counts.values[impressions.dwells.values[shown]] = True
