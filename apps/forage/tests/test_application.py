@@ -149,6 +149,8 @@ def test_a_parameter_that_does_not_fit_is_named(client: TestClient, path: str, f
         ("/hide", {"user_id": 1, "target": {"item": 1, "source": "a"}, "kind": "hide"}, "target"),
         ("/hide", {"user_id": 1, "target": {}, "kind": "unhide"}, "target"),
         ("/hide", {"user_id": 1, "target": {"item": 1}, "kind": "bury"}, "kind"),
+        ("/hide", {"user_id": 1, "target": {"item": 1}, "kind": ["hide"]}, "kind"),
+        ("/hide", {"user_id": 1, "target": {"item": 1}, "kind": {}}, "kind"),
         ("/items", ITEM | {"tags": ["one"]}, "tags"),
         ("/items", ITEM | {"reading_time_min": 2}, "reading_time_min"),
         ("/discovery/heartbeat", {"agent": "a"}, "agent"),

@@ -133,8 +133,9 @@ def reaction(
 def hide_change(*, user_id: object, target: object, kind: object) -> HideChange:
     """Return a change of what a user hides; `InvalidField` if its fields don't fit."""
     user = whole_number("user_id", user_id)
-    if kind not in {*TARGET_OF, "unhide"}:
-        raise InvalidField("kind", f"must be one of {', '.join([*TARGET_OF, 'unhide'])}")
+    kinds = [*TARGET_OF, "unhide"]
+    if kind not in kinds:  # a list, for a kind may be any value of JSON, and not all of them have a hash
+        raise InvalidField("kind", f"must be one of {', '.join(kinds)}")
     if not isinstance(target, Mapping) or len(target) != 1:
         raise InvalidField("target", f"must name exactly one of {', '.join(TARGETS)}")
     ((name, value),) = target.items()
