@@ -56,7 +56,7 @@ def test_a_killed_server_gives_the_same_preview_and_exports_work_next_to_it(tmp_
             body = {"user_id": 1, "item_id": item["item_id"], "impression_id": item["impression_id"]}
             assert httpx.post(f"{address}/signal", json=body | {"signal_type": kind}).status_code == 200
         preview = httpx.get(address + path).content
-        code, output = run("serve", "--home", str(home), "--port", "0")
+        code, output = run("serve", "--home", str(home), "--port", address.rsplit(":", 1)[1])
         assert (code, "error[home_busy]" in output) == (1, True)
         code, output = run("export", "--home", str(home), "--since", NOW, "--with-impressions")
         assert code == 0

@@ -69,8 +69,9 @@ def serve(home: Path | None, *, port: int, corpus: bool) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     with ExitStack() as held:
         held.enter_context(handled_by(leave))
-        listener = held.enter_context(bound(port))
+        # The engine first: who starts a second server learns that the home is in use, and not that the port is.
         engine = held.enter_context(ForageEngine.ephemeral() if home is None else ForageEngine.open(home))
+        listener = held.enter_context(bound(port))
         if corpus and not engine.items(limit=1).items:
             engine.seed_default_corpus()
         guard = held.enter_context(closing(Guard(engine.path, listen=HOST)))
