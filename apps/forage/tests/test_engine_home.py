@@ -78,6 +78,21 @@ def test_a_folder_that_can_be_no_home_is_refused_with_its_name(tmp_path: Path):
         ForageEngine.open(home)
 
 
+def test_a_home_that_was_killed_while_it_was_made_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Half a configuration names no stream of Forage, so the home would be refused for ever."""
+
+    def killed(_: int) -> None:
+        raise RuntimeError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", killed)
+        with pytest.raises(RuntimeError):
+            ForageEngine.open(tmp_path)
+    assert not (tmp_path / "millstream.toml").exists()
+    with ForageEngine.open(tmp_path) as engine:
+        assert engine.items().items == []
+
+
 def test_a_log_whose_beginning_is_gone_serves_nothing(tmp_path: Path):
     """Without its oldest records the engine would show again what a user hid."""
     home = tmp_path / "home"

@@ -50,7 +50,7 @@ def opened_home(folder: Path, held: ExitStack) -> OpenHome:
         held.callback(os.close, locked(folder))
         config = folder / CONFIG_FILE
         if not config.exists():
-            config.write_text(home_config())
+            write_whole(config, home_config())
         is_ours = has_stream(config.read_text())
     except OSError as error:
         raise HomeUnusable(f"{folder} can't be Forage's home: {error.strerror}") from error
@@ -59,6 +59,16 @@ def opened_home(folder: Path, held: ExitStack) -> OpenHome:
     if not is_ours:
         raise NotForagesHome(f"{folder} is a home without the stream {STREAM}")
     return held.enter_context(millstream.open(folder))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is there with all of its text, or not at all, wherever the process is killed."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    with unfinished.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
 
 
 def locked(folder: Path) -> int:
