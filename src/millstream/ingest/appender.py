@@ -97,6 +97,7 @@ class Appender:
         writer: that writer's number.
         rules: the configured rules of tables, and of the placement of their rows.
         buffer: the name of the write buffer that `log` is, if it is one.
+        hear: called before writes with a session or a key are appended: another place may have them already.
 
     Concurrency: any number of threads and event loops.
     """
@@ -110,6 +111,7 @@ class Appender:
         writer: WriterId,
         rules: TableRules,
         buffer: str | None = None,
+        hear: Callable[[], None] = lambda: None,
     ) -> None:
         self._catalog = catalog
         self._stream = stream
@@ -118,6 +120,7 @@ class Appender:
         self._writer = writer
         self._rules = rules
         self._buffer = buffer
+        self._hear = hear
         self._schemas: dict[tuple[str, str], TableSchema] = {}
         """The newest schema of each table that this process has seen."""
 
@@ -194,12 +197,13 @@ class Appender:
         left_out: tuple[RejectedRow, ...] = ()
         for at, (name, count) in enumerate(zip(names, rows, strict=True)):
             rejected = refusals.rows.get((place, at), ())
-            first = None if not count else number
+            first = None if not count or ack.is_elsewhere else number
             tables[name] = TableAppended(first, count, rejected, refusals.tables.get((place, at)))
             left_out += rejected
             if self._buffer is None:  # in a buffer rows have no numbers yet
                 number = Seq(number + count)
-        token = self._token(ack.seqs.last if ack.seqs.count else shown, shown)
+        has_numbers = ack.seqs.count and not ack.is_elsewhere
+        token = self._token(ack.seqs.last if has_numbers else shown, shown)
         return Appended(token, ack.seqs, ack.offsets, ack.duplicate, left_out, self._buffer, tables)
 
     def session(self, name: str, *, deadline_s: float | None = None) -> SessionFacts:
@@ -249,6 +253,8 @@ class Appender:
             fits = self._fit(batch)
         ids = batch.write_ids
         is_keyed = any(ids)
+        if is_keyed:
+            self._hear()
         digests = self._digests(batch, fits) if is_keyed else None
         rows = _log_rows(placed, len(ids))
         ops = WriteOps(operations_of(ids, digests), one_after_another(placed, len(ids)), is_keyed=is_keyed)

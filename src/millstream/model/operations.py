@@ -314,6 +314,11 @@ class Ack:
     duplicate: bool = False
     """Whether the log already had the operation: nothing was appended, and this is the first append's ack."""
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another region's log has the operation: then it has no numbers here."""
+        return self.duplicate and not self.offsets and self.seqs.count > 0
+
 
 Outcome: TypeAlias = Ack | MillstreamError
 """The outcome of one operation among others."""

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 from millstream.crdt.declared import TableMerge
 from millstream.crdt.hlc import HLC
+from millstream.crdt.reconcile import HeardEnd
 from millstream.errors import LogError, MillstreamError, OtherRegion, PositionError, UnknownStream
-from millstream.model.ids import RegionId
+from millstream.model.ids import RegionId, StreamId
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
+from millstream.regions.ends import end_at, still_says
 from millstream.wal.reader import StreamReader
+from millstream.wal.writing.deduplication import writes_of
 
 if TYPE_CHECKING:
     from millstream.config.model import StreamConfig
     from millstream.home.home import Home
     from millstream.home.paths import HomePaths
+    from millstream.model.operations import Ack
+    from millstream.model.writes import WriteId
     from millstream.wal.writing.writer import LogWriter
+
+_WRITES_AT_ONCE: Final = 4096
+"""Writes noted at a time: nothing is appended while that runs."""
 
 
 def region_readers(home: Home, stream: str, config: StreamConfig | None) -> dict[RegionId, StreamReader]:
@@ -84,8 +95,19 @@ def examine_regions(home: Home, stream: str, config: StreamConfig) -> str:
     return ", ".join(words)
 
 
+@dataclass(frozen=True, slots=True)
+class _ReadTo:
+    """The end of the part of a region's log whose writes were noted."""
+
+    stream: StreamId
+    upto: Seq
+    end: HeardEnd | None
+
+
 class RegionClocks:
-    """The clocks of the regions that a home follows, as their logs show them. For one thread.
+    """The clocks of the regions that a home follows, and the writes with sessions or keys that their logs have.
+
+    For one thread at a time.
 
     Readers are kept from look to look: a new one would read the last segment of its log from the beginning.
 
@@ -104,7 +126,7 @@ class RegionClocks:
         """By folder, the end of the log whose time was received last."""
 
     def hear(self, log: LogWriter) -> None:
-        """Advance a writer's clock past the regions that its home follows.
+        """Advance a writer's clock past the regions that its home follows, and note the writes that they have.
 
         Raises:
             ClockSkew: a region's clock is too far ahead of this one; the others' have been heard.
@@ -137,11 +159,62 @@ class RegionClocks:
     def _hear_by(self, reader: StreamReader, log: LogWriter, region: RegionId, folder: str) -> None:
         upto = reader.persisted_upto()
         if upto != self._heard.get(folder):
-            time = newest_time(reader, region)
-            if time is not None:
-                log.hear(time, name=f"region {region}")
+            newest = newest_time(reader, region)
+            if newest is not None:
+                log.hear(newest, name=f"region {region}")
+                _hear_writes(reader, region, log)
                 self._heard[folder] = upto
         self._readers[folder] = reader
+
+
+def _hear_writes(reader: StreamReader, region: RegionId, log: LogWriter) -> None:
+    """Note the writes that a region's log has since the last call; all of them if it was cut back or recreated."""
+    upto = reader.persisted_upto()
+    before = log.place_in(region)
+    after, is_anew = Seq(0), True
+    if isinstance(before, _ReadTo) and before.stream == reader.stream_id:
+        if before.upto == upto:
+            return
+        if before.upto < upto and still_says(reader, before.upto, before.end):
+            after, is_anew = before.upto, False
+    writes: list[tuple[WriteId, int, Ack, int]] = []
+    read = after
+    for group in reader.read_groups(max(after, Seq(reader.first_seq() - 1)), upto):
+        writes += writes_of(group)
+        header = group[0].header
+        read = header.group_last_seq
+        if len(writes) >= _WRITES_AT_ONCE:
+            end = HeardEnd(read, header.group, header.epoch, header.hybrid_time)
+            log.hear_writes(region, writes, _ReadTo(reader.stream_id, read, end), is_anew=is_anew)
+            writes, is_anew = [], False
+    place = _ReadTo(reader.stream_id, upto, end_at(reader, upto))
+    log.hear_writes(region, writes, place, is_anew=is_anew)
+
+
+class RegionsHeard:
+    """Hears other regions before a write that may repeat one of theirs, at most every so often.
+
+    Args:
+        hear: hears them.
+        every_s: the least time in seconds between two calls.
+    """
+
+    def __init__(self, hear: Callable[[], None], *, every_s: float = 0.2) -> None:
+        self._hear = hear
+        self._every_s = every_s
+        self._next_s = 0.0
+        self._hearing = threading.Lock()
+
+    def __call__(self) -> None:
+        """Hear them if it is time. An error of theirs stops no write here: the owner reports it. Any thread."""
+        if time.monotonic() < self._next_s or not self._hearing.acquire(blocking=False):
+            return
+        try:
+            self._next_s = time.monotonic() + self._every_s
+            with contextlib.suppress(MillstreamError):
+                self._hear()
+        finally:
+            self._hearing.release()
 
 
 def newest_time(reader: StreamReader, region: RegionId) -> HLC | None:

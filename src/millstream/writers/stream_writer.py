@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from millstream.errors import ClockSkew, LogError, OtherRegion, ShardLocked, StaleEpoch
+from millstream.errors import LogError, ShardLocked, StaleEpoch
 from millstream.home.config_mapping import log_options, session_limits, shard_of, write_rules
 from millstream.ingest.appender import Appender
 from millstream.ingest.buffer_consumer import OperationTaker
@@ -20,7 +21,7 @@ from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, StreamId
 from millstream.model.operations import FIRST_SHARD
 from millstream.process_metrics import SINK_IGNORED_ERRORS
 from millstream.processes.locks import LOCK_PATIENCE_S
-from millstream.regions.region_logs import RegionClocks, check_merges
+from millstream.regions.region_logs import RegionClocks, RegionsHeard, check_merges
 from millstream.routing.dispatch import Dispatcher
 from millstream.wal.files import RealFiles
 from millstream.wal.replica.shipping import durable_marks
@@ -115,8 +116,8 @@ def stream_writer(
         # Check again, now with the shards' locks: a node that was promised in the interval that this one
         # writes no more waits for these locks, and for nothing else.
         Roles(home).check_leads(name)
-        with contextlib.suppress(ClockSkew, OtherRegion):  # the owner reports it repeatedly
-            RegionClocks(home, name, config).hear(log)
+        hear = RegionsHeard(partial(RegionClocks(home, name, config).hear, log))
+        hear()
         routing = StreamRouting(catalog, stream, name, config, log, first_shard=first_shard, is_shared=own is not None)
         rules, buffer = _table_rules(config, routing, first_shard), config.buffer
         to: ApplicationLog = log
@@ -128,7 +129,7 @@ def stream_writer(
             to = BufferDestination(opened.enter_context(open_buffer(home, name, buffer)), written)
         else:
             rules = replace(rules, rules_of=refuses_appends(name, buffer_name(name, buffer)))
-        appender = Appender(catalog, stream, to, writer=writer, rules=rules, buffer=written)
+        appender = Appender(catalog, stream, to, writer=writer, rules=rules, buffer=written, hear=hear)
         yield StreamWriter(stream, log, first_shard, appender, own, routing)
 
 

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from millstream.model.operations import Ack
 from millstream.model.writes import WriteId
+from millstream.protocol.deduplication.other_regions import OtherRegions
 from millstream.protocol.deduplication.sessions import Sessions
 
 _Asked: TypeAlias = tuple[int, int]
@@ -22,10 +23,12 @@ class GroupLookup:
 
     Args:
         sessions: the state before the group; it mustn't change during the lookup.
+        others: the writes of other regions, likewise.
     """
 
-    def __init__(self, sessions: Sessions) -> None:
+    def __init__(self, sessions: Sessions, others: OtherRegions | None = None) -> None:
         self._sessions = sessions
+        self._others = OtherRegions() if others is None else others
         self._of_sessions: dict[str, dict[int, _Asked]] = {}
         """New writes by session and number …"""
         self._of_keys: dict[str, _Asked] = {}
@@ -47,12 +50,17 @@ class GroupLookup:
         Raises:
             IdempotencyKeyReused, DedupWindowExpired, SessionGap, SessionExpired: as `Sessions.look`.
         """
+        elsewhere = self._others.look(write_id, digest)
+        if elsewhere is not None:
+            return elsewhere
         name, number = write_id.session, write_id.number
         if name is None or number is None:
             return self._ask_for_key(write_id, digest, place)
         others = self._of_sessions.get(name)
         if others is None:
-            given = self._sessions.look(write_id, digest)
+            known = self._others.mark(name)
+            mark = known if known > self._sessions.mark(name) else None
+            given = self._sessions.look(write_id, digest, mark=mark)
             if given is None:
                 self._of_sessions[name] = {number: (digest, place)}
             return given
@@ -80,7 +88,7 @@ class GroupLookup:
         """Return a session's mark after the group."""
         mark = self._marks.get(name)
         if mark is None:
-            mark = self._sessions.mark(name)
+            mark = max(self._sessions.mark(name), self._others.mark(name))
         while mark + 1 in others or self._sessions.has(name, mark + 1):
             mark += 1
         self._marks[name] = mark

@@ -107,14 +107,14 @@ class Sessions:
     """
 
     def __init__(self, limits: SessionLimits | None = None) -> None:
-        self._limits = SessionLimits() if limits is None else limits
+        self.limits: Final = SessionLimits() if limits is None else limits
         self._hot: OrderedDict[str, _SessionState] = OrderedDict()
         """Sessions used lately, longest idle first."""
         self._cold: dict[str, bytes] = {}
         """Sessions used before all of those, in the same order."""
         self._keys: dict[str, bytes] = {}
         """Results by key, in the order of their writes."""
-        self._expired = _Expired(self._limits.expired_max)
+        self._expired = _Expired(self.limits.expired_max)
         self._noted = 0
         """Number of writes noted, to look for old sessions now and then."""
 
@@ -261,6 +261,14 @@ class Sessions:
             results.pop(mark - RESULTS_KEPT, None)
         session.mark = mark
 
+    def raise_mark(self, name: str, mark: int, now_us: int) -> None:
+        """Count a session's writes up to a number as known: another region's log has them."""
+        session = self._hot.get(name) or self._heated(name, now_us)
+        if session is not None and mark > session.mark:
+            session.mark = mark
+            for number in [number for number in session.results if number <= mark - RESULTS_KEPT]:
+                del session.results[number]
+
     def _note_key(self, write_id: WriteId, result: _Result, now_us: int) -> None:
         assert write_id.key is not None
         self._keys.pop(write_id.key, None)
@@ -305,9 +313,9 @@ class Sessions:
         return None if packed is None else _unpacked(packed)
 
     def _forget_sessions(self, now_us: int) -> None:
-        limit = now_us - self._limits.age_us
-        excess = len(self) - self._limits.sessions_max
-        if excess <= _slack(self._limits.sessions_max) and self._noted % _SWEEP:
+        limit = now_us - self.limits.age_us
+        excess = len(self) - self.limits.sessions_max
+        if excess <= _slack(self.limits.sessions_max) and self._noted % _SWEEP:
             return
         gone: list[str] = []
         for name, packed in islice(self._cold.items(), 4 * _SWEEP):
@@ -318,16 +326,16 @@ class Sessions:
             self._forget_session(name)
         while self._hot and not self._cold:
             name, oldest = next(iter(self._hot.items()))
-            if oldest.used_us >= limit and len(self._hot) <= self._limits.sessions_max:
+            if oldest.used_us >= limit and len(self._hot) <= self.limits.sessions_max:
                 return
             if len(self._hot) == 1:
                 return  # the session in use
             self._forget_session(name)
 
     def _forget_keys(self, now_us: int) -> None:
-        limit = now_us - self._limits.age_us
-        excess = len(self._keys) - self._limits.keys_max
-        if excess <= _slack(self._limits.keys_max) and self._noted % _SWEEP:
+        limit = now_us - self.limits.age_us
+        excess = len(self._keys) - self.limits.keys_max
+        if excess <= _slack(self.limits.keys_max) and self._noted % _SWEEP:
             return
         gone: list[str] = []
         for key, packed in islice(self._keys.items(), 4 * _SWEEP):

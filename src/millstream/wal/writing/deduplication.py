@@ -27,6 +27,7 @@ from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.model.writes import SessionFacts, WriteId
 from millstream.ports import Clock, Files
 from millstream.protocol.deduplication.group_lookup import GroupLookup
+from millstream.protocol.deduplication.other_regions import OtherRegions
 from millstream.protocol.deduplication.sessions import SessionLimits, Sessions
 from millstream.wal.reader import StreamReader
 from millstream.wal.startup_progress import StartupProgress
@@ -79,6 +80,8 @@ class DeduplicatedCommits:
         in_background: bool = True,
     ) -> None:
         self._committer = committer
+        self.others: Final = OtherRegions(sessions.limits)
+        """The writes of other regions; changed only while nothing is committed."""
         self._sessions = sessions
         self._files = files
         self._clock = clock
@@ -171,7 +174,7 @@ class DeduplicatedCommits:
         return self._committer.uninterrupted(lambda: self._commit(submitted))
 
     def _commit(self, submitted: Sequence[Submitted]) -> list[Ack]:
-        group = _GroupDeduplication(self._sessions, submitted)
+        group = _GroupDeduplication(self._sessions, submitted, self.others)
         left = group.left()
         acks = iter(self._committer.commit(left) if left else ())
         now_us = self._clock.now_ns() // 1000
@@ -186,7 +189,7 @@ class DeduplicatedCommits:
     def facts(self, session: str) -> SessionFacts:
         """Return what the durable log has of a session."""
         with self._changing:
-            return self._sessions.facts(session)
+            return self.others.facts(session, self._sessions.facts(session))
 
     # --- copies ----------------------------------------------------------------------------------------------------
 
@@ -255,8 +258,9 @@ class DeduplicatedCommits:
 class _GroupDeduplication:
     """One commit group, which separates new writes from repeated ones."""
 
-    def __init__(self, sessions: Sessions, submitted: Sequence[Submitted]) -> None:
+    def __init__(self, sessions: Sessions, submitted: Sequence[Submitted], others: OtherRegions) -> None:
         self._sessions = sessions
+        self._others = others
         self._told: list[dict[int, Outcome | int]] = []
         """For each submission, by index: the outcome of an operation that isn't appended. A number
         refers to the operation with that index over all submissions, whose outcome it shares.
@@ -264,7 +268,7 @@ class _GroupDeduplication:
         self._left: list[Submitted | None] = []
         self._writes: list[Sequence[tuple[WriteId, int] | None]] = []
         """For each submission, the writes of its operations; empty if they aren't looked up."""
-        asked = GroupLookup(sessions)
+        asked = GroupLookup(sessions, others)
         before = 0
         for ops in submitted:
             if not isinstance(ops, WriteOps) or not ops.is_keyed:
@@ -305,6 +309,9 @@ class _GroupDeduplication:
             outcomes = parts if not told else _with_those_told(len(writes), parts, told, each)
             for write, outcome in zip(writes, outcomes, strict=True):
                 if write is not None and isinstance(outcome, Ack) and not outcome.duplicate:
+                    name = write[0].session
+                    if name is not None and (mark := self._others.mark(name)) > self._sessions.mark(name):
+                        self._sessions.raise_mark(name, mark, now_us)
                     note(*write, outcome, now_us)
             each += outcomes
             settled.append(replace(ack, each=tuple(outcomes)))

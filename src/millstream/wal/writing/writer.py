@@ -16,7 +16,7 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ from millstream.model.ids import Epoch, RegionId, ShardId, SourceId, StreamId, W
 from millstream.model.operations import Ack, SpilledOp, Submitted, WriteOps
 from millstream.model.positions import Lsn, Offset, Seq, StreamToken
 from millstream.model.replication import LOCAL, AckLevel
-from millstream.model.writes import SessionFacts
+from millstream.model.writes import SessionFacts, WriteId
 from millstream.ports import Clock, Files, HighWater, SeqReservations
 from millstream.protocol.deduplication.sessions import SessionLimits
 from millstream.protocol.sequencer import LedgerView
@@ -279,6 +279,29 @@ class LogWriter:
             ClockSkew: that region's clock is too far ahead of this one; the time was ignored.
         """
         self._committer.times.hear(time, name)
+
+    def place_in(self, region: RegionId) -> object:
+        """Return where the received part of another region's log ends, as `hear_writes` noted it; None if none was."""
+        return None if self._keyed is None else self._keyed.others.place(region)
+
+    def hear_writes(
+        self, region: RegionId, writes: Iterable[tuple[WriteId, int, Ack, int]], place: object, *, is_anew: bool = False
+    ) -> None:
+        """Note writes that another region's log has, so that their repetitions here are answered as duplicates.
+
+        Any thread may call it. Nothing is noted if this writer keeps no sessions.
+
+        Args:
+            region: the region.
+            writes: see `OtherRegions.note`.
+            place: see there.
+            is_anew: whether its log is read from the beginning: what was noted of it before is forgotten.
+        """
+        if self._keyed is not None:
+            with self._writing:
+                if is_anew:
+                    self._keyed.others.forget(region)
+                self._keyed.others.note(region, writes, place)
 
     def copy_sessions(self) -> None:
         """Copy the session state out of the log if it is small, so that retention keeps no segments for it.
