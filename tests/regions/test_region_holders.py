@@ -237,3 +237,22 @@ def test_a_nodes_copy_goes_with_its_leaders_log_but_for_sessions_that_it_would_l
         (b / "millstream.toml").read_text().replace('"0B"', '"1GiB"').replace('"0s"', '"1d"')
     )
     assert let_go(b, "shop") == 0, "by its own bounds"
+
+
+def test_the_latest_rows_keep_the_totals_of_records_that_retention_has_dropped(tmp_path: Path) -> None:
+    configure(tmp_path, MERGES.replace('"pn_counter"', '"pn_counter(increments)"'))
+    for count in (1, 2, 4):
+        with millstream.open(tmp_path) as home:
+            home.append("shop", "posts", {"id": 1, "likes": count})
+    before, _ = retain(tmp_path)
+    assert CliRunner().invoke(cli, ["--home", str(tmp_path), "reconcile", "posts"]).exit_code == 0
+    after, _ = retain(tmp_path)
+    assert after < before
+    with millstream.open(tmp_path) as home:
+        token = home.append("shop", "posts", [{"id": 1, "likes": 8}, {"id": 2, "likes": 1}]).token
+        found = {row["id"]: row["likes"] for some in home.read_latest("shop", "posts") for row in some.rows.to_pylist()}
+        assert found == {1: 15, 2: 1}
+        home.append("shop", "posts", {"id": 1, "likes": 16})
+        (last,) = home.read_latest("shop", "posts", after=token)
+        assert last.rows.column("likes").to_pylist() == [31]
+        assert sorted(home.merged("shop", "posts").column("likes").to_pylist()) == [1, 31]

@@ -102,3 +102,41 @@ def test_spark_merges_the_logs_of_regions_as_the_pure_functions_do_to_the_bit(
         assert list(map(repr, ours)) == list(map(repr, theirs)), name
     with pytest.raises(UnknownTable):
         region_records(spark, logs, "public.nothing")
+
+
+def test_spark_sums_increments_of_regions_and_keeps_what_rows_do_not_name(tmp_path: Path, spark: SparkSession) -> None:
+    merges = (
+        'likes = "pn_counter(increments)"\nscore = "pn_counter(increments)"\ntotal = "pn_counter"\ntags = "or_set"\n'
+    )
+    homes = {region: tmp_path / str(region) for region in (1, 2)}
+    for region, folder in homes.items():
+        folder.mkdir()
+        (folder / "millstream.toml").write_text(
+            f'[streams.shop]\nregion = {region}\n[streams.shop.log]\ndisk_used_max = 1.0\n[streams.shop.keys]\n"public.posts" = ["id"]\n'
+            f'[streams.shop.merge."public.posts"]\n{merges}'
+        )
+        chance = np.random.default_rng(region)
+        values: dict[str, Any] = {"likes": 3, "score": 0.1, "total": 5, "tags": ["a"], "title": "x"}
+        rows = [{"id": 0} | values]
+        for number in range(60):
+            named = {
+                "likes": number - 20,
+                "score": 1e16 / 3**number,
+                "total": number,
+                "tags": [str(number)],
+                "title": str(number),
+            }
+            rows.append({"id": int(chance.integers(0, 5))} | {n: v for n, v in named.items() if chance.random() < 0.4})
+        with millstream.open(folder) as home:
+            for row in rows:
+                home.append("shop", "posts", row)
+    shutil.copytree(homes[2] / "data/wal/shop", homes[1] / "data/wal/shop@2")
+    table = RegionTable(Home(homes[1]), "shop", "posts")
+    expected = table.engine.value(table.merged_state())
+    records = region_records(
+        spark,
+        {RegionId(1): str(homes[1] / "data/wal/shop"), RegionId(2): str(homes[1] / "data/wal/shop@2")},
+        "public.posts",
+    )
+    found = merged_regions(records, ["id"], table.engine.merge, table.columns).orderBy("id")
+    assert [row.asDict() for row in found.collect()] == expected.to_pylist()

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from millstream.app.log_readers import check_age_of_copy, needs_run, open_reader
+from millstream.app.merged_rows import latest_with_totals
 from millstream.client.consumers import Ask, Consumers, Consumption, Flow, with_records
 from millstream.client.following import LOCAL_POLL_S, Following
 from millstream.client.protocol import (
@@ -24,7 +25,7 @@ from millstream.client.protocol import (
     session_of,
 )
 from millstream.errors import WriterClosed
-from millstream.export.record_reading import latest_stretches, read_records
+from millstream.export.record_reading import read_records
 from millstream.export.stretches import FollowedTables, follow_steps, position_of
 from millstream.home.config_mapping import increments_of
 from millstream.home.home import Home
@@ -218,9 +219,8 @@ class OpenHome:
             UsageError: the table has no key, or a token is a vector token.
             QueryBound (`query_memory_full`): one operation changes more rows of the table than a server reads at once.
         """
-        yield from latest_stretches(
-            self.reader(stream), table, after=after, upto=upto, rows_max=rows_max, bytes_max=self._latest_bytes_max
-        )
+        limits = rows_max, self._latest_bytes_max
+        yield from latest_with_totals(self._home, stream, table, self.reader(stream), after, upto, *limits)
 
     def merged(self, stream: str, table: str, *, at: datetime | None = None) -> pa.Table:
         """Return a table that several regions write: one row per key, merged as configured in `[streams.S.merge]`.

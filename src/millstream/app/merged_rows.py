@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
+from millstream.export.record_reading import latest_stretches
 from millstream.model.region_ages import RegionAge, with_regions
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from millstream.client.protocol import Latest
     from millstream.home.home import Home
+    from millstream.model.positions import Seq, StreamToken
     from millstream.regions.merged_states import MergedStates
+    from millstream.wal.reader import StreamReader
 
 FOLDED_TIMES: Final = 4
 """Memory to fold a range of `read_latest`, as a multiple of its records, and a table of several regions, of its rows.
@@ -67,3 +71,27 @@ def merged_rows(home: Home, stream: str, table: str, *, at_ns: int | None, bytes
     """Return a table's merged rows, with the regions in the metadata of its schema; raises as `OpenHome.merged`."""
     rows, ages = HomeMergedTables(home, stream, bytes_max=bytes_max).rows(table, at_ns=at_ns)
     return rows.replace_schema_metadata(with_regions(rows.schema.metadata, ages))
+
+
+def latest_with_totals(
+    home: Home,
+    stream: str,
+    table: str,
+    reader: StreamReader,
+    after: StreamToken | str | None,
+    upto: StreamToken | str | None,
+    rows_max: int,
+    bytes_max: int | None,
+) -> Iterator[Latest]:
+    """Read as `latest_stretches`; totals whose records retention has dropped are those that `reconcile` has kept."""
+
+    def kept() -> tuple[Seq, pa.Table] | None:
+        from millstream.lake.latest import as_latest
+        from millstream.regions.region_table import RegionTable
+
+        found = RegionTable(home, stream, table, bytes_max=bytes_max).kept_rows()
+        return None if found is None else (found[0], as_latest(found[1]))
+
+    yield from latest_stretches(
+        reader, table, after=after, upto=upto, rows_max=rows_max, bytes_max=bytes_max, kept=kept
+    )

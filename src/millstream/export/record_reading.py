@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from millstream.client.protocol import LATEST_ROWS_MAX, Latest
-from millstream.errors import QueryBound, UnknownTable
+from millstream.errors import OffsetExpired, QueryBound, UnknownTable
 from millstream.model.ids import StreamId, TableId
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
@@ -57,6 +57,7 @@ def latest_stretches(
     upto: StreamToken | str | None = None,
     rows_max: int = LATEST_ROWS_MAX,
     bytes_max: int | None = None,
+    kept: Callable[[], tuple[Seq, pa.Table] | None] = lambda: None,
 ) -> Iterator[Latest]:
     """Read the changes of a table's rows; see `OpenHome.read_latest`.
 
@@ -67,6 +68,8 @@ def latest_stretches(
         upto: as there.
         rows_max: as there.
         bytes_max: bytes of the table's records in one range; None for any number.
+        kept: returns the rows as of a number that retention may have dropped, with the totals of columns that
+            accumulate; None if there are none.
 
     Raises:
         QueryBound (`query_memory_full`): the records of one commit group, which can't be split, have more.
@@ -85,6 +88,18 @@ def latest_stretches(
     before: pa.Table | None = None
     # Totals are sums over everything before, too.
     begins, low = low, Seq(reader.first_seq() - 1) if accumulates else low
+    if low > 0 and accumulates:
+        found_rows = kept()
+        if found_rows is None or not low <= found_rows[0] <= high:
+            raise OffsetExpired(
+                f"the totals of {table} at number {high} aren't known: retention has dropped numbers up to {low}",
+                hint="Run `millstream reconcile` before retention drops records, or query the lake's current.",
+                first=int(low) + 1,
+            )
+        low, before = found_rows
+        if begins < low:
+            yield Latest(False, before, StreamToken.scalar(reader.stream_id, low))
+            begins = low
     while low < high:
         # In frames they are compressed.
         frames_max = None if bytes_max is None else max(1, bytes_max // _COMPRESSED)

@@ -90,6 +90,13 @@ def latest_rows(schema: TableSchema, batches: Sequence[pa.RecordBatch], before: 
     )
 
 
+def as_latest(rows: pa.Table) -> pa.Table:
+    """Return rows of a table as `LatestRows.rows` has rows that exist."""
+    count = rows.num_rows
+    nothing = (pa.nulls(count, field.type) for field in LATEST_PREFIX[1:])
+    return pa.table([_ops(Op.UPDATE, count), *nothing, *rows.columns], schema=pa.schema([*LATEST_PREFIX, *rows.schema]))
+
+
 def with_latest(before: pa.Table | None, latest: LatestRows) -> pa.Table:
     """Return the rows of a table behind a stretch, from those before it; both as `LatestRows.rows` has them."""
     if before is None:

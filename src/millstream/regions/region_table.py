@@ -474,6 +474,17 @@ class RegionTable:
             )
         return token.linear()
 
+    def kept_rows(self) -> tuple[Seq, pa.Table] | None:
+        """Return the own region's rows of the kept state, and the number up to which they were read.
+
+        None if there is no usable state, or the log no longer has what was read.
+        """
+        state = self._kept()
+        if state is None or self._own not in state.vector or not self._still_says(state, self._own):
+            return None
+        rows = state.rows.filter(pc.equal(state.rows.column(REGION.name), int(self._own)))
+        return state.vector[self._own].linear(), rows.select(own_columns(rows.schema).names)
+
     def keep(self, state: RegionState) -> None:
         """Keep a state, durably, for the next read."""
         make_folder(self._file.parent)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Final
 
 import pyarrow as pa
@@ -26,11 +26,13 @@ from millstream.model.positions import Seq
 from millstream.spark.columns import arrow_schema, spark_schema
 from millstream.spark.signals import SignalColumns, column_of
 from millstream.wal.reader import StreamReader
+from millstream.wal.table_records import TableRecords
 
 _SPAN_BYTES: Final = 16 << 20
 _HINT: Final = "A column of this table has another type in some version of it."
 _NEWEST: Final = (MergeKind.LWW, MergeKind.PN_COUNTER, MergeKind.OR_SET)
-"""Kinds for which a region's newest record is sufficient."""
+"""Kinds for which a region's newest record that names the column is sufficient."""
+_UNCHANGED: Final = pa.field("__unchanged", pa.list_(pa.string()))
 
 
 def region_records(spark: SparkSession, logs: Mapping[RegionId, str], table: str) -> DataFrame:
@@ -66,7 +68,7 @@ def region_records(spark: SparkSession, logs: Mapping[RegionId, str], table: str
         if tables:
             spans = reader.spans(Seq(reader.first_seq() - 1), reader.persisted_upto(), bytes_target=_SPAN_BYTES)
             tasks += [(pickle.dumps((logs[region], span, int(region), tables)),) for span in spans]
-    target = spark_schema(pa.schema([*STATE_PREFIX, *own]))
+    target = spark_schema(pa.schema([*STATE_PREFIX, _UNCHANGED, *own]))
     if not tasks:
         return spark.createDataFrame([], target)
     shape = arrow_schema(target)
@@ -84,8 +86,18 @@ def _read_span(task: bytes, own: pa.Schema, shape: pa.Schema, table: str) -> Ite
     wanted: frozenset[TableId] = tables
     for part in StreamReader(folder).read_span(span, tables=wanted):
         rows = lift(part.batch, part.hybrid_ns, RegionId(region), own, TableMerge(), table=table)
+        rows = rows.append_column(_UNCHANGED, _unnamed(part, own))
         for batch in rows.to_batches():
             yield conform(batch, shape, hint=_HINT)
+
+
+def _unnamed(part: TableRecords, own: pa.Schema) -> pa.Array:
+    """Return the columns that each record doesn't name, with those that its version of the table lacks."""
+    lists = part.batch.column(_UNCHANGED.name)
+    lacks = [name for name in own.names if name not in part.batch.schema.names]
+    if not lacks or not part.schema.accumulating:
+        return lists
+    return pa.array([[*(names or ()), *lacks] for names in lists.to_pylist()], _UNCHANGED.type)
 
 
 def merged_regions(
@@ -150,8 +162,11 @@ class _RegionColumns:
     def __init__(self, regions: tuple[int, ...], names: tuple[str, ...], merge: TableMerge) -> None:
         self._regions = regions
         self._merge = merge
-        self._newest = [name for name in names if merge.of(name).kind in _NEWEST]
-        self.last_written: Final = _named(names, merge, MergeKind.LWW)
+        newest = [name for name in names if merge.of(name).kind in _NEWEST and not merge.of(name).increments]
+        self._newest = [] if merge.is_partial else newest
+        self._apart = newest if merge.is_partial else []
+        """Columns whose newest record is another than that of others, because records don't name all columns."""
+        self.last_written: Final = [] if merge.is_partial else _named(names, merge, MergeKind.LWW)
         self.summed: Final = [name for name in names if name not in self.last_written]
         self._number = {name: number for number, name in enumerate(names)}
 
@@ -161,9 +176,18 @@ class _RegionColumns:
             here = F.col(REGION.name) == region
             newest = F.struct(SEQ.name, WALL.name, *map(column_of, self._newest))
             yield F.max(F.when(here, newest)).alias(f"__said_{region}")
+            for name in self._apart:
+                is_named = ~F.array_contains(F.coalesce(F.col(_UNCHANGED.name), F.array()), name)
+                said = F.struct(SEQ.name, WALL.name, column_of(name).alias("value"))
+                yield F.max(F.when(here & is_named, said)).alias(self._own(name, region, "said"))
             for name in self.summed:
                 column, kind = column_of(name), self._merge.of(name).kind
-                if kind is MergeKind.G_COUNTER:
+                if self._merge.of(name).increments:
+                    added = F.struct(F.col(SEQ.name), column.alias("value"))
+                    yield F.collect_set(F.when(here & column.isNotNull(), added)).alias(
+                        self._own(name, region, "added")
+                    )
+                elif kind is MergeKind.G_COUNTER:
                     yield F.max(F.when(here, column)).alias(self._own(name, region))
                 elif kind is MergeKind.HIDE:
                     moment = F.struct(SEQ.name, WALL.name)
@@ -186,10 +210,26 @@ class _RegionColumns:
     def together(self, name: str, arrow: pa.DataType) -> Column:
         """Return the regions' merged value of a column that isn't simply the last writer's."""
         how = self._merge.of(name)
+        if how.increments:
+            added = [F.col(self._own(name, region, "added")) for region in self._regions]
+            return _sum([F.when(F.size(one) > 0, F.aggregate(F.array_sort(one), _zero(arrow), partial(_added, arrow))) for one in added], arrow)  # fmt: skip
+        if how.kind is MergeKind.LWW:
+            return _greatest(
+                F.when(
+                    said.isNotNull(),
+                    F.struct(
+                        said.getField(WALL.name),
+                        said.getField(SEQ.name),
+                        F.lit(region),
+                        said.getField("value").alias("value"),
+                    ),
+                )
+                for region, said in self._said_of(name)
+            ).getField("value")
         if how.kind is MergeKind.UNION_SET:
             return _union(F.col(self._own(name, "all")))
         if how.kind is MergeKind.OR_SET:
-            return _union(F.array_compact(F.array(*(said.getField(name) for _, said in self._said()))))
+            return _union(F.array_compact(F.array(*self._values(name))))
         if how.kind is MergeKind.HIDE:
             hidden, shown = (
                 _greatest(
@@ -201,7 +241,16 @@ class _RegionColumns:
             return F.coalesce(hidden.isNotNull() & (shown.isNull() | (shown <= hidden)), F.lit(False))
         if how.kind is MergeKind.G_COUNTER:
             return _sum([F.col(self._own(name, region)) for region in self._regions], arrow)
-        return _sum([said.getField(name) for _, said in self._said()], arrow)
+        return _sum(self._values(name), arrow)
+
+    def _values(self, name: str) -> list[Column]:
+        """Return each region's newest value of a column."""
+        if name in self._apart:
+            return [said.getField("value") for _, said in self._said_of(name)]
+        return [said.getField(name) for _, said in self._said()]
+
+    def _said_of(self, name: str) -> Iterator[tuple[int, Column]]:
+        return ((region, F.col(self._own(name, region, "said"))) for region in self._regions)
 
     def _said(self) -> Iterator[tuple[int, Column]]:
         return ((region, F.col(f"__said_{region}")) for region in self._regions)
@@ -227,14 +276,26 @@ def _union(lists: Column) -> Column:
     return F.when(F.size(lists) > 0, values)
 
 
+def _wide(arrow: pa.DataType) -> str:
+    """Return the type in which values of a column are added."""
+    wide = f"decimal(37,{arrow.scale})" if pa.types.is_decimal(arrow) else "bigint"
+    return "double" if pa.types.is_floating(arrow) else wide
+
+
+def _zero(arrow: pa.DataType) -> Column:
+    return F.lit(0).cast(_wide(arrow))
+
+
+def _added(arrow: pa.DataType, total: Column, added: Column) -> Column:
+    return (total + added.getField("value").cast(_wide(arrow))).cast(_wide(arrow))
+
+
 def _sum(values: Sequence[Column], arrow: pa.DataType) -> Column:
     """Return the sum in the order of the regions, from 0, because rounding depends on it.
 
     Null if no region has a value.
     """
-    wide = f"decimal(37,{arrow.scale})" if pa.types.is_decimal(arrow) else "bigint"
-    wide = "double" if pa.types.is_floating(arrow) else wide
-    nothing = F.lit(0).cast(wide)
+    wide, nothing = _wide(arrow), _zero(arrow)
     # Cast back at each step: a sum of decimals would gain a digit, and finally lose one behind the point.
     total = reduce(lambda total, value: (total + F.coalesce(value.cast(wide), nothing)).cast(wide), values, nothing)
     return F.when(reduce(lambda held, value: held | value, [value.isNotNull() for value in values]), total)
