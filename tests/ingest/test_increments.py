@@ -120,6 +120,8 @@ def test_a_changed_form_of_a_column_that_has_rows_is_refused(tmp_path: Path, bef
             assert caught.value.code == "merge_changed"
         home.append("shop", "others", {"id": 1})
         assert len(records(home)) == 1
+        with pytest.raises(IngestError, match="likes"):
+            home.merged("shop", "posts")
 
 
 def test_the_name_of_the_bitmap_is_no_columns(home: OpenHome) -> None:

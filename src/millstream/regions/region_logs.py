@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from millstream.crdt.declared import TableMerge
 from millstream.crdt.hlc import HLC
 from millstream.crdt.reconcile import HeardEnd
-from millstream.errors import LogError, MillstreamError, OtherRegion, PositionError, UnknownStream
+from millstream.errors import IngestError, LogError, MillstreamError, OtherRegion, PositionError, UnknownStream
 from millstream.model.ids import RegionId, StreamId
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq
@@ -62,6 +62,21 @@ def merge_of(config: StreamConfig | None, table: str) -> TableMerge:
         (TableMerge.parse(words) for name, words in declared.items() if parse_qualified_name(name) == wanted),
         TableMerge(),
     )
+
+
+def check_forms(table: str, schemas: Iterable[TableSchema], merge: TableMerge) -> None:
+    """Raise `IngestError` (`merge_changed`) if a column's rows hold increments and the configuration says totals, or the reverse."""
+    for schema in schemas:
+        for column in schema.columns:
+            configured = merge.increments.get(column.name, "")
+            if column.accumulates != configured:
+                raise IngestError(
+                    f"rows of {table} have {column.accumulates or 'values'} in column {column.name}, and the "
+                    f"configuration says {configured or 'values'}",
+                    code="merge_changed",
+                    table=table,
+                    column=column.name,
+                )
 
 
 def check_merges(config: StreamConfig, schemas: Iterable[TableSchema]) -> None:

@@ -56,7 +56,7 @@ from millstream.model.positions import Seq, StreamToken, short_stream_id
 from millstream.model.schema import TableKind, TableSchema
 from millstream.private_files import make_folder, replacing
 from millstream.regions.ends import end_at, still_says
-from millstream.regions.region_logs import check_region, merge_of, region_logs, region_readers
+from millstream.regions.region_logs import check_forms, check_region, merge_of, region_logs, region_readers
 from millstream.wal.reader import StreamReader, TableRecords
 from millstream.wal.truncation_watch import HistoryWatch
 
@@ -162,6 +162,7 @@ class RegionTable:
                         table=self.name,
                     )
         merge = merge_of(config, self.name)
+        check_forms(self.name, known, merge)
         columns = [schema.to_arrow() for schema in known]
         self.columns: Final = union_of(self.name, columns if kept is None else [*columns, kept[1]])
         merge.check(self.name, self.columns, key, whole=False)  # a column comes with the first row that has it
