@@ -98,40 +98,12 @@ class _Kept(NamedTuple):
     definition: Definition
 
 
-class _Frames:
-    """Frames that were read, and whose records weren't looked at so far: each look has its cost."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._rows = 0
-        self._parts: list[TableRecords] = []
-
-    def add(self, frame: list[TableRecords]) -> None:
-        """Add the parts of a frame."""
-        self.count += 1
-        self._rows += sum(part.batch.num_rows for part in frame)
-        self._parts += frame
-
-    @property
-    def are_enough(self) -> bool:
-        """Whether they are worth the cost of a look."""
-        return self._rows >= _PIECE_ROWS or self.count >= _PIECE_FRAMES
-
-    def joined(self) -> list[TableRecords]:
-        """Return their records, each table's in one part."""
-        tables: dict[tuple[TableId, SchemaVersion, Epoch], list[TableRecords]] = {}
-        for part in self._parts:
-            tables.setdefault((part.schema.table_id, part.schema.version, part.epoch), []).append(part)
-        return [joined(some) for some in tables.values()]
-
-
 class _Found:
     """Records that were found in one or several frames, and aren't messages so far."""
 
     def __init__(self) -> None:
-        self.operation: tuple[Any, ...] = ()
-        """The operation of the first record of the first frame."""
-        self.frames = 0
+        self.operations: list[tuple[Any, ...]] = []
+        """The operation of the first record of each frame."""
         self.kept: list[_Kept] = []
         self.unkept: list[tuple[int, _Item]] = []
         """Offsets and records that are left out."""
@@ -139,7 +111,8 @@ class _Found:
     @property
     def is_enough(self) -> bool:
         """Whether they are worth the cost of a batch, or took long to find."""
-        return sum(one.records.batch.num_rows for one in self.kept) >= _PIECE_ROWS or self.frames >= _PIECE_FRAMES
+        rows = sum(one.records.batch.num_rows for one in self.kept)
+        return rows >= _PIECE_ROWS or len(self.operations) >= _PIECE_FRAMES
 
 
 class Step(NamedTuple):
@@ -323,39 +296,31 @@ class ConsumerReader:
         """Yield a shard's records, frame by frame. If the shard is alone, several frames with only what is received."""
         start = self._reader.offset_beyond(shard, after)
         frame: list[TableRecords] = []
-        frames, found = _Frames(), _Found()
+        found = _Found()
         damaged: CorruptWal | None = None
         try:
             for part in self._reader.read(shard, start, tables=wanted, numbers=(after, upto)):
                 if frame and part.frame_offset != frame[0].frame_offset:
-                    frames.add(frame)
+                    self._add(frame, found, alone=alone)
                     frame = []
-                    if not alone or frames.are_enough:
-                        self._add(frames, found, alone=alone)
-                        frames = _Frames()
-                        if not alone or found.is_enough:
-                            yield self._piece(found)
-                            found = _Found()
+                    if not alone or found.is_enough:
+                        yield self._piece(found)
+                        found = _Found()
                 frame.append(part)
         except CorruptWal as error:
             damaged = error
             if frame and int(error.details.get("offset_from", 0)) <= frame[0].frame_offset:
                 frame = []  # it is the damaged one
         if frame:
-            frames.add(frame)
-        if frames.count:
-            self._add(frames, found, alone=alone)
-        if found.frames:
+            self._add(frame, found, alone=alone)
+        if found.operations:
             yield self._piece(found)
         if damaged is not None:
             raise damaged
 
-    def _add(self, frames: _Frames, found: _Found, *, alone: bool) -> None:
-        """Add the records of one or several frames that are received."""
-        parts = frames.joined()
-        if not found.frames:
-            found.operation = _first_operation(parts)
-        found.frames += frames.count
+    def _add(self, parts: list[TableRecords], found: _Found, *, alone: bool) -> None:
+        """Add the records of a frame that are received."""
+        found.operations.append(_first_operation(parts))
         parts = [part for part in parts if self._takes(part.schema)]
         if not parts:
             return
@@ -393,7 +358,7 @@ class ConsumerReader:
         for kept in _joined(found.kept):
             items += self._part(kept)
         items.sort(key=_first)
-        return _Piece(found.operation, [item for _, item in items])
+        return _Piece(found.operations[0], [item for _, item in items])
 
     def _selecting(self, seqs: Ints, *, alone: bool) -> Iterator[tuple[Definition, Bools]]:
         """Yield each definition that selects some of these records, and which records."""
