@@ -89,6 +89,7 @@ class Receiver:
         """Take turns over one connection."""
         url = f"{server.url}/v1/streams/web/consumers/{self.name}"
         with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+            self._post(client, "resume", {})  # a kill may have come between the two calls of a pause
             while not self._ending.is_set():
                 self._turn(client, settled)
 
