@@ -47,16 +47,17 @@ class Totals:
     beyond: Mask
     """The rows whose total is beyond the type."""
 
-    def check(self, rows: npt.NDArray[np.int64], *, table: str, column: str) -> None:
-        """Raise `InvalidValue` if the total at one of some rows is beyond its type."""
+    def check(self, rows: npt.NDArray[np.int64], *, column: str, table: str | None = None) -> None:
+        """Raise `InvalidValue` if the total at one of some rows is beyond its type; it names the table, if it is given."""
         if self.beyond[rows].any():
             what = "38 digits" if pa.types.is_decimal(self.values.type) else "64 bits"
+            of = {} if table is None else {"table": table}
             raise InvalidValue(
-                f"a total of column {column} of {table} has more than {what}",
+                f"a total of column {column}{'' if table is None else f' of {table}'} has more than {what}",
                 hint="Append an increment of the other sign, or count in a column of another name.",
-                table=table,
                 column=column,
                 type=str(self.values.type),
+                **of,
             )
 
 

@@ -194,7 +194,7 @@ def _totals(rows: Grouped, name: str) -> dict[str, pa.Array]:
     column = rows.column(name)
     totals = runs.totals(column.take(pa.array(rows.sequence)))
     last = runs.last()
-    totals.check(last, table="a region", column=name)
+    totals.check(last, column=name)
     return {name: totals.values.take(pa.array(last)).cast(column.type)}
 
 

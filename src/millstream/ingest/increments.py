@@ -60,9 +60,11 @@ def checked_increments(table: str, column: Column, values: pa.ChunkedArray) -> p
     word = column.accumulates
     found = values
     try:
-        if pa.types.is_string(values.type):
+        if pa.types.is_floating(values.type) and pa.types.is_decimal(column.arrow):
+            found = _of_text(column, values.cast(pa.string()))  # the shortest text of a number is what was meant
+        elif pa.types.is_string(values.type):
             found = _of_text(column, values)
-        elif not _is_number(values.type) or (pa.types.is_floating(values.type) and pa.types.is_decimal(column.arrow)):
+        elif not _is_number(values.type):
             raise _unsuitable(table, column.name, word, f"{values.type} can't be added to {column.arrow}")
         elif values.type != column.arrow:
             found = values.cast(column.arrow)
