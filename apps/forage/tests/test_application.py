@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from apps.forage.tests.bodies import ITEM
 from apps.forage.tests.memory_home import SetClock, engine_on, seeded_home
 from starlette.testclient import TestClient
 
@@ -17,18 +18,6 @@ from millstream_forage.engine import ForageEngine
 from millstream_forage.tables import home_config
 
 SAVE = {"user_id": 1, "item_id": 1, "signal_type": "save"}
-ITEM = {
-    "url": "https://lantern.example/a",
-    "title": "A Lamp",
-    "creator": "Ana Bell",
-    "category": "design",
-    "source": "Lantern",
-    "tags": ["light", "design"],
-    "entities": [],
-    "content_type": "review",
-    "summary": "It shines. It lasts.",
-    "words": 401,
-}
 
 
 @pytest.fixture

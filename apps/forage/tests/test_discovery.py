@@ -3,24 +3,15 @@
 import json
 from pathlib import Path
 
+from apps.forage.tests.bodies import ENTRY
+
 from millstream_forage.discovery import discover
 from millstream_forage.engine import ForageEngine
 from millstream_forage.sources import Registry
 
-BODY = {
-    "url": "https://tides.example/4",
-    "title": "Harbours That Rise",
-    "creator": "Malin",
-    "tags": ["harbours", "climate"],
-    "entities": [],
-    "content_type": "analysis",
-    "summary": "A quay must last. It is made to be raised.",
-    "words": 1420,
-}
-
 
 def test_a_run_adds_new_items_once_and_reports_the_others(tmp_path: Path) -> None:
-    (tmp_path / "items.json").write_text(json.dumps([BODY, BODY | {"url": "https://tides.example/5", "words": 0}]))
+    (tmp_path / "items.json").write_text(json.dumps([ENTRY, ENTRY | {"url": "https://tides.example/5", "words": 0}]))
     (tmp_path / "sources.toml").write_text('[[sources]]\nname = "Tides"\njson = "items.json"\ncategory = "sea"\n')
     registry = Registry.load(tmp_path / "sources.toml")
     with ForageEngine.ephemeral(clock=lambda: 10**18) as engine:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import uvicorn
+from apps.forage.tests.bodies import ITEM
 from apps.forage.tests.chromium import DEADLINE_S, NAMES, Chromium, browser_path
 from apps.forage.tests.memory_home import MemoryHome, SetClock, engine_on, seeded_home
 
@@ -112,20 +113,7 @@ def test_the_page_shows_seven_items_and_the_mouse_saves_and_skips(
         browser.until(f"{FACTS}.endsWith('token {home.rows('impressions')[-1]['token']}')")
         before = browser.run(FACTS)
         assert browser.run("window.every") == 5000
-        engine.add_item(
-            {
-                "url": "https://lantern.example/a",
-                "title": "A Lamp",
-                "creator": "Ana Bell",
-                "category": "design",
-                "source": "Lantern",
-                "tags": ["light", "design"],
-                "entities": [],
-                "content_type": "review",
-                "summary": "It shines. It lasts.",
-                "words": 401,
-            }
-        )
+        engine.add_item(ITEM)
         browser.run("window.poll()")
         browser.until(f"{FACTS} !== {before!r}")
         assert browser.run("[window.left, window.back]") == [True, 0]

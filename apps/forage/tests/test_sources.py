@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from apps.forage.tests.bodies import ENTRY
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -75,20 +76,10 @@ def test_an_entity_that_expands_without_end_is_unreadable() -> None:
 @pytest.fixture
 def registry(tmp_path: Path) -> Path:
     """A registry of a feed, a JSON file, a folder, and two sources that can't be read."""
-    body = {
-        "url": "https://tides.example/4",
-        "title": "Harbours That Rise",
-        "creator": "Malin",
-        "tags": ["harbours", "climate"],
-        "entities": [],
-        "content_type": "analysis",
-        "summary": "A quay must last. It is made to be raised.",
-        "words": 1420,
-    }
     (tmp_path / "tides.xml").write_text(RSS)
-    (tmp_path / "items.json").write_text(json.dumps([body, body | {"tags": ["one"]}, 7]))
+    (tmp_path / "items.json").write_text(json.dumps([ENTRY, ENTRY | {"tags": ["one"]}, 7]))
     (tmp_path / "inbox").mkdir()
-    (tmp_path / "inbox" / "b.json").write_text(json.dumps(body | {"source": "Elsewhere", "category": "cities"}))
+    (tmp_path / "inbox" / "b.json").write_text(json.dumps(ENTRY | {"source": "Elsewhere", "category": "cities"}))
     (tmp_path / "inbox" / "a.atom").write_text(ATOM)
     (tmp_path / "inbox" / "notes.txt").write_text("no source")
     path = tmp_path / "sources.toml"
