@@ -19,7 +19,7 @@ from tests.app.homes import make_home, wait_for
 from tests.app.served import serving
 
 import millstream
-from millstream.errors import InvalidQuery, LakeError, QueryBound, QueryTimeout
+from millstream.errors import InvalidQuery, LakeError, QueryBound
 from millstream.home.home import Home
 from millstream.lake.query.bounds import QueryBounds
 from millstream.serving.queries.workers import AskedQuery, Asking, QueryWorkers
@@ -134,7 +134,7 @@ def test_a_query_ends_with_its_time_even_while_it_is_planned(home: Home, sql: st
     with closing(QueryWorkers(home, QueryBounds(MEMORY, 64 << 20, 10, home.queries_folder))) as workers:
         answered(workers)
         began_s = time.monotonic()
-        with pytest.raises(QueryTimeout, match="within 10 s"):
+        with pytest.raises(QueryBound, check=coded("query_timeout"), match="within 10 s"):
             answered(workers, sql)
         assert time.monotonic() - began_s < 25
         assert answered(workers)

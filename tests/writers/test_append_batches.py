@@ -19,13 +19,14 @@ from tests.app.homes import make_home
 
 import millstream
 from millstream.app.local_client import home_appender
-from millstream.errors import InvalidValue, MillstreamError, RowsTooLarge, WriterVersionDiffers
+from millstream.errors import IngestError, InvalidValue, MillstreamError, RowsTooLarge
 from millstream.home.home import Home
 from millstream.ingest.append_client import AppendClient, AsyncAppendClient
 from millstream.ingest.columns import table_of
 from millstream.ingest.requests import REQUESTS_MAX, WRITE_ID_BYTES_MAX
 from millstream.model.operations import Appended
 from millstream.model.writes import AppendBatch, WriteId
+from millstream.testing.errors import coded
 from millstream.writers.appending import HomeAppender, append_socket
 
 WEB = '[streams.web]\nlog.shards = 2\n[streams.web.keys]\n"public.users" = ["id"]\n'
@@ -210,12 +211,12 @@ def test_another_version_of_the_writer_is_told_by_name(tmp_path: Path) -> None:
 
         greeting = threading.Thread(target=greet)
         greeting.start()
-        with pytest.raises(WriterVersionDiffers):
+        with pytest.raises(IngestError, check=coded("writer_version_differs")):
             AppendClient(path).append_batch("web", batch_of("t", [1], [1]), deadline_s=1)
 
         async def by_task() -> None:
             await AsyncAppendClient(path).append_batch("web", batch_of("t", [1], [1]), deadline_s=1)
 
-        with pytest.raises(WriterVersionDiffers):
+        with pytest.raises(IngestError, check=coded("writer_version_differs")):
             asyncio.run(by_task())
         greeting.join()

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 from deltalake import DeltaTable
 from deltalake.exceptions import TableNotFoundError
 
-from millstream.errors import MillstreamError, Retry, UsageError
+from millstream.errors import MillstreamError, UsageError
 from millstream.processes.locks import Role, holder
 from millstream.testing.oracle import (
     check_order,
@@ -50,14 +50,6 @@ _PATIENCE_S: Final = 180.0
 _TRANSACTIONS_PER_S: Final = 60.0
 _STREAM: Final = "shop"
 _SLOT_STANDS: Final = "SELECT 1 FROM pg_replication_slots WHERE confirmed_flush_lsn IS NOT NULL"
-
-
-class DemoFailed(MillstreamError):
-    """A claim of the demo didn't hold."""
-
-    code = "demo_failed"
-    retry = Retry.NEVER
-    default_hint = "This is a bug of Millstream's. run.log in the demo's folder says what happened."
 
 
 @dataclass(slots=True)
@@ -113,7 +105,7 @@ def run_demo(folder: Path, *, say: Callable[[str], None]) -> DemoReport:
 
     Raises:
         UsageError: `folder` holds something else.
-        DemoFailed: a comparison failed, or a process ended unexpectedly.
+        MillstreamError (`demo_failed`): a comparison failed, or a process ended unexpectedly.
     """
     folder = folder.absolute()
     _clear(folder)
@@ -199,7 +191,11 @@ def _prove(folder: Path, connection: psycopg.Connection[Any], steps: list[StepIn
     expected = [(step.xid, step.events) for step in steps if step.committed and step.xid is not None]
     problems += check_transactions(histories, expected)
     if problems:
-        raise DemoFailed("the lake differs from the source:\n  " + "\n  ".join(problems[:20]), problems=problems[:200])
+        raise MillstreamError(
+            "the lake differs from the source:\n  " + "\n  ".join(problems[:20]),
+            code="demo_failed",
+            problems=problems[:200],
+        )
 
 
 # --- processes
@@ -218,7 +214,10 @@ def _millstream(folder: Path, *arguments: str) -> None:
     with (folder / "run.log").open("ab") as log:
         done = subprocess.run(argv, stdout=log, stderr=log, check=False)
     if done.returncode != 0:
-        raise DemoFailed(f"`millstream {arguments[0]}` ended with {done.returncode}: see {_shown(folder)}/run.log")
+        raise MillstreamError(
+            f"`millstream {arguments[0]}` ended with {done.returncode}: see {_shown(folder)}/run.log",
+            code="demo_failed",
+        )
 
 
 @contextmanager
@@ -270,7 +269,9 @@ def _cuts(folder: Path) -> int:
 def _wait_for_cut(folder: Path, run: subprocess.Popen[bytes], *, above: int) -> None:
     def moved() -> bool:
         if run.poll() is not None:
-            raise DemoFailed(f"`millstream run` ended with {run.returncode}: see {_shown(folder)}/run.log")
+            raise MillstreamError(
+                f"`millstream run` ended with {run.returncode}: see {_shown(folder)}/run.log", code="demo_failed"
+            )
         return _cuts(folder) > above
 
     _await(moved, 240, "the lake to move on")
@@ -280,7 +281,7 @@ def _await(condition: Callable[[], bool], seconds: float, what: str) -> None:
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
-            raise DemoFailed(f"waited {seconds:.0f} s for {what}, in vain")
+            raise MillstreamError(f"waited {seconds:.0f} s for {what}, in vain", code="demo_failed")
         time.sleep(0.2)
 
 

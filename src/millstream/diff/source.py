@@ -29,12 +29,6 @@ Sums = dict[int, tuple[int, int]]
 """(rows, sum of their hashes) by range; ranges without rows are omitted."""
 
 
-class TableMoved(SourceError):
-    """The table can no longer be read under the snapshot: it was rewritten, dropped or renamed since."""
-
-    code = "table_moved"
-
-
 @dataclass(frozen=True, slots=True)
 class PublishedTable:
     """A table of the source as its publications let it through."""
@@ -68,7 +62,7 @@ class TableSide:
     """One table at the source, read over a connection in a transaction under the snapshot.
 
     Raises (any call):
-        TableMoved: the snapshot doesn't show the table as it was.
+        SourceError (`table_moved`): the snapshot doesn't show the table as it was.
         MillstreamError: PostgreSQL refused.
     """
 
@@ -84,8 +78,9 @@ class TableSide:
         table = self._table
         name = sql.Identifier(table.namespace, table.name)
         connection = self._connection
-        moved = TableMoved(
+        moved = SourceError(
             f"{table.full_name} was rewritten, renamed or dropped while `diff` ran",
+            code="table_moved",
             hint="Run `diff` again for this table.",
             table=table.full_name,
         )

@@ -32,9 +32,7 @@ from millstream.errors._ingest import RowsTooLarge as RowsTooLarge
 from millstream.errors._ingest import SessionExpired as SessionExpired
 from millstream.errors._ingest import SessionGap as SessionGap
 from millstream.errors._ingest import SessionsNeedOneWriter as SessionsNeedOneWriter
-from millstream.errors._ingest import WriterVersionDiffers as WriterVersionDiffers
 from millstream.errors._lake import DestinationError as DestinationError
-from millstream.errors._lake import DestinationWentBack as DestinationWentBack
 from millstream.errors._lake import LakeBehind as LakeBehind
 from millstream.errors._lake import LakeConflict as LakeConflict
 from millstream.errors._lake import LakeError as LakeError
@@ -42,7 +40,6 @@ from millstream.errors._lake import LakeFilesGone as LakeFilesGone
 from millstream.errors._lake import LakeTableForeign as LakeTableForeign
 from millstream.errors._lake import LakeUnavailable as LakeUnavailable
 from millstream.errors._lake import QueryBound as QueryBound
-from millstream.errors._lake import QueryTimeout as QueryTimeout
 from millstream.errors._remote import AnswerCutOff as AnswerCutOff
 from millstream.errors._remote import AnswerUnreadable as AnswerUnreadable
 from millstream.errors._remote import RemoteError as RemoteError
@@ -391,22 +388,18 @@ class InvalidValue(CodecError):
     """A value, or its text, is not valid for its type; details: column, type."""
 
     code = "invalid_value"
-
-
-class IncrementUnsuitable(InvalidValue):
-    """A value can't be added to a column that takes increments; details: table, column."""
-
-    code = "increment_unsuitable"
-    default_hint = (
-        "Send what the counter grows by: a whole number if the column is of whole numbers, or null for nothing."
-    )
-
-
-class CounterGrowsOnly(InvalidValue):
-    """An increment of a counter that only grows is negative; details: table, column."""
-
-    code = "counter_grows_only"
-    default_hint = 'Send increments of 0 or more, or declare a column of another name as "pn_counter(increments)".'
+    codes: ClassVar[Mapping[str, Code]] = {
+        "increment_unsuitable": Code(
+            "A value can't be added to a column that takes increments; details: table, column.",
+            hint=(
+                "Send what the counter grows by: a whole number if the column is of whole numbers, or null for nothing."
+            ),
+        ),
+        "counter_grows_only": Code(
+            "An increment of a counter that only grows is negative; details: table, column.",
+            hint=('Send increments of 0 or more, or declare a column of another name as "pn_counter(increments)".'),
+        ),
+    }
 
 
 # --- catalog -------------------------------------------------------------------------------------------------------

@@ -32,6 +32,11 @@ class IngestError(MillstreamError):
             Retry.OPERATOR,
             "Restore the column's word in [streams.S.merge], or count in a column of another name.",
         ),
+        "writer_version_differs": Code(
+            "The process that writes the home has another version than the one that appends; details: writer, own.",
+            Retry.OPERATOR,
+            "Run the same version of Millstream in both processes, and restart the one that you changed.",
+        ),
     }
 
 
@@ -39,14 +44,6 @@ class RowsTooLarge(IngestError):
     """A call exceeds a limit: on rows' bytes, columns, or a name's length; details: what, size, size_max."""
 
     code = "rows_too_large"
-
-
-class WriterVersionDiffers(IngestError):
-    """The process that writes the home has another version than the one that appends; details: writer, own."""
-
-    code = "writer_version_differs"
-    retry = Retry.OPERATOR
-    default_hint = "Run the same version of Millstream in both processes, and restart the one that you changed."
 
 
 class IdempotencyKeyReused(IngestError):

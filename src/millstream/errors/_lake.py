@@ -89,20 +89,14 @@ class DestinationError(LakeError):
             "table, sqlstate.",
             Retry.OPERATOR,
         ),
+        "destination_went_back": Code(
+            "The destination lacks commits that it had acknowledged: it was restored to an earlier state, or "
+            "failed over to a server that lacked them. Details: has.",
+            Retry.REOPEN,
+            "Wait for the pipeline, which continues from the destination's state if the log still has the missing "
+            "records.",
+        ),
     }
-
-
-class DestinationWentBack(DestinationError):
-    """The destination lacks commits that it had acknowledged. Details: has.
-
-    It was restored to an earlier state, or failed over to a server that lacked them.
-    """
-
-    code = "destination_went_back"
-    retry = Retry.REOPEN
-    default_hint = (
-        "Wait for the pipeline, which continues from the destination's state if the log still has the missing records."
-    )
 
 
 class QueryBound(LakeError):
@@ -119,16 +113,13 @@ class QueryBound(LakeError):
             "A query spills more to disk than one query may, to sort, join or group. Details: size_max (bytes).",
             hint=("Query less data (fewer columns, a narrower WHERE), or raise `[http] query_spill_bytes_max`."),
         ),
+        "query_timeout": Code(
+            "A query wasn't computed and read by its caller in time; details: time_s.",
+            hint="Query less data, read the answer faster, or raise `[http] query_timeout`.",
+        ),
         "query_crashed": Code(
             "DuckDB failed in the process that ran a query, before the answer was complete. Other queries "
             "continue. Details: status.",
             hint="Write the query in another form, and report the failing query.",
         ),
     }
-
-
-class QueryTimeout(QueryBound):
-    """A query wasn't computed and read by its caller in time; details: time_s."""
-
-    code = "query_timeout"
-    default_hint = "Query less data, read the answer faster, or raise `[http] query_timeout`."

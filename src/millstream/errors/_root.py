@@ -59,6 +59,10 @@ class MillstreamError(Exception):
             Retry.OPERATOR,
             "Set [http] listen in millstream.toml (or MILLSTREAM_HTTP__LISTEN) to a free address.",
         ),
+        "demo_failed": Code(
+            "A claim of the demo didn't hold.",
+            hint="This is a bug of Millstream's. run.log in the demo's folder says what happened.",
+        ),
         "table_quarantined": Code(
             "The table is quarantined: the log keeps its records undecoded until it is repaired; details: table, reason.",
             Retry.OPERATOR,

@@ -78,6 +78,10 @@ class SourceError(MillstreamError):
             "A table's replica identity gives updates and deletes no key; the table is captured into history only.",
             Retry.OPERATOR,
         ),
+        "table_moved": Code(
+            "The table can no longer be read under the snapshot: it was rewritten, dropped or renamed since.",
+            Retry.OPERATOR,
+        ),
         "no_tables_match": Code("The configured patterns match no table.", Retry.OPERATOR),
     }
 

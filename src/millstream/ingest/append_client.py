@@ -79,7 +79,7 @@ class AppendClient:
         Raises:
             WriterClosed: no process listens, or it ended before the request was whole: nothing was
                 appended.
-            WriterVersionDiffers: the listening process is of another version.
+            IngestError (`writer_version_differs`): the listening process is of another version.
             AppendOutcomeUnknown: it ended, or hangs, without an answer.
             MillstreamError: any error that the writer's process raised.
         """

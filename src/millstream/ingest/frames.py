@@ -24,11 +24,11 @@ import pyarrow as pa
 
 from millstream.errors import (
     AppendOutcomeUnknown,
+    IngestError,
     InvalidValue,
     MillstreamError,
     RowsTooLarge,
     WriterClosed,
-    WriterVersionDiffers,
     error_of,
 )
 from millstream.ingest.columns import ROWS_BYTES_MAX
@@ -177,13 +177,14 @@ def outcomes_of(answer: Mapping[str, Any]) -> list[Appended | MillstreamError]:
 
 
 def greeted(first: Mapping[str, Any]) -> None:
-    """Check the writer's greeting: `WriterVersionDiffers` for another version; `EOFError` if it ends instead."""
+    """Check the writer's greeting: `IngestError` for another version; `EOFError` if it ends instead."""
     version = first.get("hello")
     if version is None:
         raise EOFError("it just ends")
     if version != VERSION:
-        raise WriterVersionDiffers(
+        raise IngestError(
             f"the process that writes the home speaks version {version} of appends, and this one {VERSION}",
+            code="writer_version_differs",
             writer=version,
             own=VERSION,
         )

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from millstream.crdt.columns import whole_column
 from millstream.crdt.declared import ColumnMerge, MergeKind
-from millstream.errors import CounterGrowsOnly, IncrementUnsuitable, InvalidValue
+from millstream.errors import InvalidValue
 from millstream.model.operations import RejectedRow
 from millstream.model.pgtypes import DECIMAL_DIGITS_MAX
 from millstream.model.schema import Column, TableSchema
@@ -27,6 +27,8 @@ from millstream.model.schema import Column, TableSchema
 NAMED: Final = "__named"
 """A row's bitmap of the columns before and behind it that the row names, the first column in the lowest bit."""
 NO_INCREMENTS: Final[Mapping[str, str]] = MappingProxyType({})
+_UNSUITABLE: Final = "increment_unsuitable"
+"""The code of a value that can't be added to a column."""
 _SCALE: Final = 9
 """Digits after the point in a column that begins with decimals, as for decimals in any column."""
 _DECIMAL: Final = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
@@ -38,7 +40,7 @@ def type_of(table: str, name: str, kind: pa.DataType, word: str) -> pa.DataType:
     Totals are larger than increments, so the type has the most digits.
 
     Raises:
-        IncrementUnsuitable: no values of that type can be added up.
+        InvalidValue (`increment_unsuitable`): no values of that type can be added up.
     """
     is_text = pa.types.is_string(kind)
     if pa.types.is_integer(kind):
@@ -54,8 +56,8 @@ def checked_increments(table: str, column: Column, values: pa.ChunkedArray) -> p
     """Return increments in their column's type.
 
     Raises:
-        IncrementUnsuitable: a value is no number, isn't finite, or isn't whole in a column of whole numbers.
-        CounterGrowsOnly: a value is negative, and the counter only grows.
+        InvalidValue (`increment_unsuitable`): a value is no number, isn't finite, or isn't whole in a column of whole numbers.
+        InvalidValue (`counter_grows_only`): a value is negative, and the counter only grows.
     """
     word = column.accumulates
     found = values
@@ -73,8 +75,9 @@ def checked_increments(table: str, column: Column, values: pa.ChunkedArray) -> p
     if pa.types.is_floating(found.type) and pc.all(pc.is_finite(found)).as_py() is False:
         raise _unsuitable(table, column.name, word, "NaN and infinities can't be added")
     if ColumnMerge.parse(word).kind is MergeKind.G_COUNTER and pc.any(pc.less(found, _zero(found.type))).as_py():
-        raise CounterGrowsOnly(
+        raise InvalidValue(
             f"column {column.name} of {table} is a counter that only grows, and an increment is negative",
+            code="counter_grows_only",
             table=table,
             column=column.name,
         )
@@ -96,19 +99,17 @@ def as_increments(error: InvalidValue, accumulates: Mapping[str, str]) -> Invali
     Rows become columns where the declaration isn't known, so that values of several kinds fail there.
     """
     name = error.details.get("column")
-    if type(error) is not InvalidValue or not isinstance(name, str) or name not in accumulates:
+    if error.code != InvalidValue.code or not isinstance(name, str) or name not in accumulates:
         return error
-    return IncrementUnsuitable(
-        f"column {name} takes increments ({accumulates[name]}): {error.message}", **error.details
+    return InvalidValue(
+        f"column {name} takes increments ({accumulates[name]}): {error.message}", code=_UNSUITABLE, **error.details
     )
 
 
 def rejected_as_increments(rejected: Sequence[RejectedRow], accumulates: Mapping[str, str]) -> tuple[RejectedRow, ...]:
     """Return rejected rows with the codes of increments, as `as_increments`."""
     return tuple(
-        replace(row, code=IncrementUnsuitable.code)
-        if row.code == InvalidValue.code and row.column in accumulates
-        else row
+        replace(row, code=_UNSUITABLE) if row.code == InvalidValue.code and row.column in accumulates else row
         for row in rejected
     )
 
@@ -132,9 +133,9 @@ def _is_number(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind))
 
 
-def _unsuitable(table: str, column: str, word: str, why: str) -> IncrementUnsuitable:
-    return IncrementUnsuitable(
-        f"column {column} of {table} takes increments ({word}): {why}", table=table, column=column
+def _unsuitable(table: str, column: str, word: str, why: str) -> InvalidValue:
+    return InvalidValue(
+        f"column {column} of {table} takes increments ({word}): {why}", code=_UNSUITABLE, table=table, column=column
     )
 
 

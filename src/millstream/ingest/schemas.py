@@ -79,7 +79,7 @@ def grown(known: TableSchema, columns: pa.Schema, rules: WriteRules) -> TableSch
         IngestError (`unknown_column`): it lacks columns, and may not get them.
         IngestError (`key_changed`): it was written with another key.
         IngestError (`merge_changed`): a column of it took increments and is to take totals, or the other way round.
-        IncrementUnsuitable: a new column takes increments, and the rows' values can't be added.
+        InvalidValue (`increment_unsuitable`): a new column takes increments, and the rows' values can't be added.
         RowsTooLarge: it would have more than `COLUMNS_MAX` columns, or a name is longer than
             `NAME_BYTES_MAX`.
         InvalidValue: its name or columns are invalid: a name that differs from another's only by case, a

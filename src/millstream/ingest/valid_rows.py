@@ -19,8 +19,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import (
-    CounterGrowsOnly,
-    IncrementUnsuitable,
     IngestError,
     InvalidValue,
     MillstreamError,
@@ -249,12 +247,12 @@ def _refusal(gone: Sequence[RejectedRow], count: int, tables: Sequence[str] = ()
     many = "none of its rows has" if len(gone) == count else f"{len(gone)} of its {count} rows have"
     told = [row.as_dict() for row in gone[:_TOLD_MAX]]
     codes = {row.code for row in gone}
-    kind = next((kind for kind in (IncrementUnsuitable, CounterGrowsOnly) if codes == {kind.code}), InvalidValue)
-    return kind(
+    return InvalidValue(
         f"{many} {'a' if len(gone) == count else 'no'} place in the table: {gone[0].reason}",
         hint="Mend the rows that the details name."
         if len(gone) <= REJECTED_MAX
         else "Mend them, or send them in several calls.",
+        code=gone[0].code if len(codes) == 1 and codes <= InvalidValue.codes.keys() else None,
         column=gone[0].column,
         rejected=[{"table": table, **row} for table, row in zip(tables, told, strict=False)] if tables else told,
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import pyarrow.compute as pc
 
 from millstream import failpoints
-from millstream.errors import DestinationError, DestinationWentBack, MillstreamError
+from millstream.errors import DestinationError, MillstreamError
 from millstream.lake.layout import TableCommit, folder_of, has_current
 from millstream.lake.postgres.current import check_can_merge, merge_current
 from millstream.lake.postgres.events import append_events, bring_up_all, ensure_events
@@ -103,9 +103,9 @@ def land(
         failpoints.hit("lake.after_postgres_commit")
     except psycopg.Error as error:
         return _all_failed(tables, translate(error, target.place))
-    except DestinationWentBack:
-        raise
     except MillstreamError as error:
+        if error.code == "destination_went_back":
+            raise
         return _all_failed(tables, error)
     return landed
 
@@ -203,8 +203,9 @@ def _check_cut(connection: Connection, target: PostgresTarget, cut: Seq) -> None
     ).fetchone()
     has = 0 if row is None else int(row[0])
     if has < cut:
-        raise DestinationWentBack(
+        raise DestinationError(
             f"{target.place} had stream {target.stream_name} up to {cut}, and now has it only up to {has}",
+            code="destination_went_back",
             has=has,
         )
 

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from millstream.errors import MillstreamError, QueryBound, QueryTimeout
+from millstream.errors import MillstreamError, QueryBound
 from millstream.workers import Worker
 
 _LOOKS_EVERY_S: Final = 0.1
@@ -69,7 +69,7 @@ class QueryWatch:
         """Raise the error that the session was ended with.
 
         Raises:
-            QueryTimeout, QueryBound (`query_spill_full`): it exceeded a bound.
+            QueryBound (`query_timeout`, `query_spill_full`): it exceeded a bound.
             MillstreamError: the error of `give_up`.
         """
         if self._failure is not None:
@@ -114,8 +114,10 @@ class QueryWatch:
             if self._failure is None:
                 left_s = end_s - time.monotonic()
                 if left_s <= 0:
-                    self._failure = QueryTimeout(
-                        f"the query didn't finish within {bounds.time_s:g} s", time_s=bounds.time_s
+                    self._failure = QueryBound(
+                        f"the query didn't finish within {bounds.time_s:g} s",
+                        code="query_timeout",
+                        time_s=bounds.time_s,
                     )
                 elif _bytes_in(self._scratch) > bounds.spill_bytes:
                     self._failure = self._spilled(bounds)

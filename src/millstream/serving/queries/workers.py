@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import IO, TYPE_CHECKING, Final, cast
 
-from millstream.errors import LakeError, MillstreamError, QueryBound, QueryTimeout, error_of
+from millstream.errors import LakeError, MillstreamError, QueryBound, error_of
 from millstream.private_files import make_folder
 from millstream.serving.queries.frames import Frame, QueryRequest, WorkerStart, read_frame
 from millstream.workers import Worker
@@ -126,7 +126,7 @@ class AskedQuery:
         """Yield the answer's bytes, as they are made.
 
         Raises:
-            QueryTimeout, QueryBound (`query_memory_full`), QueryBound (`query_spill_full`): it exceeded its limit.
+            QueryBound (`query_timeout`, `query_memory_full`, `query_spill_full`): it exceeded its limit.
             QueryBound (`query_crashed`): its process ended.
             MillstreamError: the errors of `LakeSession.stream`.
         """
@@ -159,9 +159,9 @@ class AskedQuery:
         worker.end()
         return None
 
-    def _over(self) -> QueryTimeout:
+    def _over(self) -> QueryBound:
         time_s = self._workers.bounds.time_s
-        return QueryTimeout(f"the query didn't finish within {time_s:g} s", time_s=time_s)
+        return QueryBound(f"the query didn't finish within {time_s:g} s", code="query_timeout", time_s=time_s)
 
     def _left_s(self) -> float:
         return max(0.0, self._until_s - time.monotonic())
@@ -192,7 +192,7 @@ class AskedQuery:
                 worker.is_free = kind == Frame.READY
                 if error is not None:
                     # The worker had only the rest of the time.
-                    raise self._over() if isinstance(error, QueryTimeout) else error
+                    raise self._over() if error.code == "query_timeout" else error
                 return
         status, said = worker.end()
         if self._failure is not None:
