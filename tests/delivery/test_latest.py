@@ -236,6 +236,29 @@ def test_what_is_written_after_a_restart_replaces_what_was_in_flight(log: LogWri
     ]
 
 
+@pytest.mark.parametrize("returns", ["never", "nacked", "killed"])
+def test_what_is_unchanged_comes_from_a_row_that_was_inserted_again_unseen(
+    log: LogWriter, tmp_path: Path, returns: str
+) -> None:
+    consumer = Killed(tmp_path, **WHERE)
+    write(log, order(0, Op.CREATE, 1, paid=True, note="first"))
+    (first,) = consumer.take(10)
+    consumer.settle("ack", first["ack_id"])
+    consumer.sync()
+    write(log, order(0, Op.DELETE, 1), number=2)
+    gone = consumer.take(10) if returns != "never" else []
+    write(log, order(0, Op.CREATE, 1, paid=False, note="second"), number=3)
+    write(log, order(0, Op.UPDATE, 1, paid=True, __unchanged=["note"]), number=4)
+    if returns == "nacked":
+        assert consumer.take(10) == []
+        consumer.settle("nack", gone[0]["ack_id"])
+    if returns == "killed":
+        consumer.open()
+    (newest,) = consumer.take(10)
+    assert (newest["record"]["op"], newest["record"]["row"]["note"]) == ("u", "second")
+    assert newest["record"]["unchanged"] == []
+
+
 def test_a_dead_letter_with_a_newer_state_is_dropped_by_a_retry(log: LogWriter, tmp_path: Path) -> None:
     consumer = Killed(tmp_path, **LATEST, max_deliver=1)
     write(log, order(0, Op.CREATE, 1), order(1, Op.CREATE, 2))

@@ -35,7 +35,7 @@ from millstream.wal.writing.writer import LogWriter
 RESERVED = {"time", "time_ns", "host", *RESERVED_COLUMNS}
 EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 NAMES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\n"), min_size=1, max_size=6).filter(
-    lambda name: not name.endswith("\\") and not name.startswith(("#", "\t")) and name.lower() not in RESERVED
+    lambda name: not name.endswith("\\") and not name.startswith(("#", "\t", "__")) and name.lower() not in RESERVED
 )
 VALUES: dict[pa.DataType, st.SearchStrategy[Any]] = {
     pa.int64(): st.integers(-(2**63), 2**63 - 1),

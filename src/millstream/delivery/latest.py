@@ -139,11 +139,14 @@ class Newest(NamedTuple):
     """Whether the record, or that update, left columns unchanged."""
 
 
-def completed(older: Newest, newer: Newest) -> Newest:
-    """Return a newer state of a key with the values of columns that it left unchanged, as far as the older one has them."""
-    if not newer.is_partial:
-        return newer
-    source = msgspec.json.decode(older.update or older.record)
+def completed(older: str, newer: Newest) -> Newest:
+    """Return a newer state of a key with the values of columns that it left unchanged, as far as the older one has them.
+
+    Args:
+        older: the older record, or the update that a `d` stands for, as JSON.
+        newer: the newer state, which leaves columns unchanged.
+    """
+    source = msgspec.json.decode(older)
     if source["op"] != _UPDATE:
         return newer
     target = msgspec.json.decode(newer.update or newer.record)

@@ -19,12 +19,13 @@ import pyarrow as pa
 
 from millstream.delivery.definition import Definition, Selection
 from millstream.delivery.groups import groups_of
-from millstream.delivery.record_messages import Origin, chosen, newest_messages
+from millstream.delivery.latest import OLD
+from millstream.delivery.record_messages import Origin, chosen, newest_messages, row_of
 from millstream.delivery.selecting import selected
 from millstream.delivery.sinks import LoggedRow
 from millstream.errors import CorruptWal, MillstreamError
 from millstream.model.ids import Epoch, SchemaVersion, ShardId, TableId
-from millstream.model.positions import Seq
+from millstream.model.positions import Offset, Seq
 from millstream.model.records import Op
 from millstream.model.schema import TableKind, TableSchema
 from millstream.protocol.delivery.messages import Kind, Message, position_of
@@ -271,6 +272,34 @@ class ConsumerReader:
             for part in self._reader.read(shard, start, tables=wanted, numbers=(Seq(after), Seq(upto))):
                 yield _complete_groups(self._newest, part, groups)
 
+    def row_between(self, older: Message, newer: Message) -> str | None:
+        """Return the row that a key had before its newer message, though no message tells of it, as JSON of an update.
+
+        A row that is inserted again behind an undelivered `d`, and doesn't match `where`, gives no message; an update
+        may then leave columns unchanged in it.
+
+        Args:
+            older: the undelivered message of a key.
+            newer: a later one of the same key.
+
+        Returns:
+            None if the key had no row there, or if the two lie on different shards.
+
+        Raises:
+            OffsetExpired, CorruptWal: as `read`.
+        """
+        (shard, begin), (other, end) = _place(older.id), _place(newer.id)
+        if shard != other or newer.table is None:
+            return None
+        (group,), found = newer.groups, None
+        for part in self._reader.read(ShardId(shard), Offset(begin), tables=[TableId(newer.table)], upto=Offset(end)):
+            names = groups_of(part.schema, part.batch, self._newest.group_by, ())
+            for kept in filtered(part, np.array([group in own for own in names])):
+                lines = table_lines(kept, stream=self._stream)
+                for line, own in zip(lines, (own for own in names if group in own), strict=True):
+                    found = row_of(line, own, group, self._newest)
+        return found
+
     def left_out(self) -> list[str]:
         """Return the names of tables that the consumer leaves out, since its kind needs a key."""
         if self._left_out is None:
@@ -400,6 +429,12 @@ class ConsumerReader:
             groups_held = () if is_barrier or definition.group_by == "none" else own
             message = Message(0, 0, id_, groups_held, table, is_barrier, len(record), origin)
             yield line.offset, _Item(line.operation_seq, line.index, line.operation, number, end, message)
+
+
+def _place(id_: str) -> tuple[int, int]:
+    """Return the shard and the offset that a message's id names."""
+    _, shard, _, offset = id_.removesuffix(OLD).rsplit("-", 3)
+    return int(shard), int(offset)
 
 
 def _complete_groups(definition: Definition, part: TableRecords, groups: Container[str]) -> tuple[set[str], set[int]]:

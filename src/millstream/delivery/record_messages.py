@@ -33,19 +33,23 @@ class Origin(NamedTuple):
     """The record in the log's form, if the consumer's sink needs the types of its columns."""
 
 
-def merged(older: Message, record: str, newer: Message) -> Message:
-    """Return a message that replaces an undelivered one of its key.
+def row_of(line: Line, groups: tuple[str, ...], group: str, definition: Definition) -> str | None:
+    """Return the row that a key has after a record, as JSON of an update, whether it matches or not; None if it has none."""
+    for state in states_of(line.facts, line.schema.key, groups, is_gone=True):
+        if state.group == group and state.update is not None:
+            return _json(state.update, definition)
+    return None
+
+
+def merged(record: str, newer: Message, origin: Origin) -> Message:
+    """Return a message that leaves columns unchanged and replaces an undelivered one of its key.
 
     Args:
-        older: the message that is replaced.
-        record: its record as JSON.
+        record: the record, or the update, of the message that is replaced, as JSON.
         newer: the message that replaces it.
+        origin: that message's facts.
     """
-    known, origin = older.origin, newer.origin
-    if not isinstance(origin, Origin) or not origin.is_partial:
-        return newer
-    update = known.update if isinstance(known, Origin) else None
-    whole = completed(Newest(record, update, is_partial=False), Newest(origin.record, origin.update, origin.is_partial))
+    whole = completed(record, Newest(origin.record, origin.update, origin.is_partial))
     return newer._replace(
         size=len(whole.record), origin=Origin(origin.group, whole.record, origin.committed_us, *whole[1:])
     )

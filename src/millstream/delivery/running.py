@@ -10,6 +10,8 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Final
 
+import msgspec
+
 from millstream.delivery.ack_ids import AckIds
 from millstream.delivery.backfill.steering import Backfilling, Notes
 from millstream.delivery.reading import ConsumerReader
@@ -18,6 +20,7 @@ from millstream.delivery.store import Letter, Stored, died_letters
 from millstream.errors import CursorExpired, LogTruncated, MillstreamError, OffsetExpired
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq, StreamToken
+from millstream.model.records import Op
 from millstream.process_metrics import CONSUMER_DELIVERY_SECONDS, CONSUMER_REQUEST_SECONDS
 from millstream.protocol.delivery import (
     Change,
@@ -365,7 +368,15 @@ class Running:
         return group, record
 
     def _merged(self, older: Message, newer: Message) -> Message:
-        return merged(older, self.origin(older)[1], newer)
+        """Return the message that replaces an older one of its key, with what it left unchanged, as far as that is known."""
+        origin, known = newer.origin, older.origin
+        if not (isinstance(origin, Origin) and origin.is_partial):
+            return newer
+        record = (known.update if isinstance(known, Origin) else None) or self.origin(older)[1]
+        if msgspec.json.decode(record)["op"] == Op.DELETE.letter:
+            with suppress(MillstreamError):  # reading on reports it
+                record = self._records.row_between(older, newer) or record
+        return merged(record, newer, origin)
 
     # --- settling ----------------------------------------------------------------------------------------------------
 
