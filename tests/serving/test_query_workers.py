@@ -62,7 +62,7 @@ def children() -> list[psutil.Process]:
 
 
 def ask(workers: QueryWorkers, sql: str) -> AskedQuery:
-    return workers.ask(Asking("web", sql, None, in_pieces=True))
+    return workers.ask(Asking("web", sql, None, lake_only=False, in_pieces=True))
 
 
 def answered(workers: QueryWorkers, sql: str = "select 42 as n") -> bytes:
@@ -186,7 +186,7 @@ from millstream.lake.query.bounds import QueryBounds
 
 home = Home(Path(sys.argv[1]))
 workers = QueryWorkers(home, QueryBounds(64 << 20, 64 << 20, 600, home.queries_folder))
-parts = workers.ask(Asking("web", "select r from range(1000000000000) t(r)", None, in_pieces=True)).parts()
+parts = workers.ask(Asking("web", "select r from range(1000000000000) t(r)", None, lake_only=False, in_pieces=True)).parts()
 next(parts)
 print(psutil.Process().children()[0].pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)

@@ -237,14 +237,19 @@ class AsyncOpenHome:
             waiter.leave()
 
     async def query(
-        self, sql: str, *, stream: str | None = None, as_of: StreamToken | datetime | str | None = None
+        self,
+        sql: str,
+        *,
+        stream: str | None = None,
+        as_of: StreamToken | datetime | str | None = None,
+        lake_only: bool = False,
     ) -> pa.Table:
         """Query as `OpenHome.query`. Cancelling it ends the query."""
         interrupts: list[Callable[[], None]] = []
         given_up = False
 
         def work() -> pa.Table:
-            with open_lake(self._home, stream, as_of=as_of) as lake:
+            with open_lake(self._home, stream, as_of=as_of, lake_only=lake_only) as lake:
                 interrupts.append(lake.interrupt)
                 return None if given_up else lake.query(sql)
 

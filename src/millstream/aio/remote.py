@@ -247,11 +247,18 @@ class AsyncRemoteHome:
         return answer_of_call(await self._asked(call_of(stream, ask)), self._url)
 
     async def query(
-        self, sql: str, *, stream: str | None = None, as_of: StreamToken | datetime | str | None = None
+        self,
+        sql: str,
+        *,
+        stream: str | None = None,
+        as_of: StreamToken | datetime | str | None = None,
+        lake_only: bool = False,
     ) -> pa.Table:
         """Query as `OpenHome.query`. Cancelling it ends the query."""
         named = only_stream(await self.streams()) if stream is None else stream
-        return whole_table([piece async for piece in self._pieces(query_call(sql, named, as_of))], self._url)
+        return whole_table(
+            [piece async for piece in self._pieces(query_call(sql, named, as_of, lake_only=lake_only))], self._url
+        )
 
     async def status(self) -> dict[str, Any]:
         """Return as `OpenHome.status`."""

@@ -35,6 +35,7 @@ def open_lake(
     stream: str | None = None,
     *,
     as_of: StreamToken | datetime | str | None = None,
+    lake_only: bool = False,
     bounds: QueryBounds | None = None,
 ) -> LakeSession:
     """Open a stream's lake tables at one token, for SQL.
@@ -43,6 +44,7 @@ def open_lake(
         home: the home.
         stream: its name; None if the home has only one.
         as_of: a token, a moment (UTC if it has no zone), or the text of either; None for the newest cut.
+        lake_only: whether to read nothing of the log, so that `merged` tables, which are read from it, are unknown.
         bounds: the session's limits; None for no limit.
 
     Raises:
@@ -72,7 +74,9 @@ def open_lake(
         held=lambda: _quarantined(home, stream_id),
         known=lambda: _known(home, name, stream_id),
         landed_by=_landed_elsewhere(home, name),
-        merged=HomeMergedTables(
+        merged=None
+        if lake_only
+        else HomeMergedTables(
             home, name, bytes_max=None if bounds is None else max(1, bounds.memory_bytes // FOLDED_TIMES)
         ),
         bounds=bounds,

@@ -448,7 +448,12 @@ class OpenHome:
             return self._consumers
 
     def query(
-        self, sql: str, *, stream: str | None = None, as_of: StreamToken | datetime | str | None = None
+        self,
+        sql: str,
+        *,
+        stream: str | None = None,
+        as_of: StreamToken | datetime | str | None = None,
+        lake_only: bool = False,
     ) -> pa.Table:
         """Return the result of SQL over a stream's lake tables, all at one token; see `millstream query`.
 
@@ -456,20 +461,27 @@ class OpenHome:
             sql: one statement; tables are named schema.table.
             stream: its name; required if the home has several.
             as_of: a token, a moment or the text of either: the tables as of then, with that time's columns.
+            lake_only: read nothing of the log: only what has landed. `merged` tables are then unknown.
 
         Raises:
             InvalidQuery: the SQL fails; the message is DuckDB's.
             PositionError (`invalid_time`), InvalidToken, BeyondRetention, PositionError (`time_from_future`), TokenFromFuture: `as_of` is
                 invalid or unavailable.
         """
-        with self.lake(stream, as_of=as_of) as lake:
+        with self.lake(stream, as_of=as_of, lake_only=lake_only) as lake:
             return lake.query(sql)
 
-    def lake(self, stream: str | None = None, *, as_of: StreamToken | datetime | str | None = None) -> LakeSession:
+    def lake(
+        self,
+        stream: str | None = None,
+        *,
+        as_of: StreamToken | datetime | str | None = None,
+        lake_only: bool = False,
+    ) -> LakeSession:
         """Return a session for several queries at one token; a context manager. See `query` for the arguments."""
         from millstream.app.lake_sessions import open_lake
 
-        return open_lake(self._home, stream, as_of=as_of)
+        return open_lake(self._home, stream, as_of=as_of, lake_only=lake_only)
 
     def status(self) -> dict[str, Any]:
         """Return the output of `millstream status --json`."""

@@ -31,13 +31,14 @@ if TYPE_CHECKING:
     from millstream.lake.layout import LakeLayout, View
     from millstream.lake.replay import TableReplay
     from millstream.lake.snapshots import Cut
+    from millstream.model.ids import TableId
     from millstream.model.schema import TableSchema
 
 From = Literal["history", "source"]
 _LOOK_EVERY_S: Final = 0.2
 _RESTART_S: Final = 60.0
 """How long to wait for the pipeline's restart while `millstream run` runs."""
-_COPYING: Final = frozenset({TableState.COPY_REQUESTED, TableState.COPYING})
+COPYING: Final = frozenset({TableState.COPY_REQUESTED, TableState.COPYING})
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ def rebuild_table(
         wanted = _views(place, config, views)
         if origin == "source":
             return _from_source(place, table, wanted, say)
-        if place.row.state in _COPYING:
+        if place.row.state in COPYING:
             raise UsageError(
                 f"{table} is being copied: its views are built from the copy when that is whole",
                 hint="`millstream tables` shows how far it is.",
@@ -229,31 +230,56 @@ def _from_source(place: _Place, table: str, views: Sequence[str], say: Callable[
 
 
 def _await(place: _Place, say: Callable[[str], None]) -> list[RebuiltView]:
-    """Return a request's outcome: from the running pipeline, or from our own work if none runs."""
+    """Return a request's outcome; see `await_outcome`."""
+    outcome = await_outcome(
+        place.home, place.rebuilds, place.row.id, lambda request: _perform(place, request, say), say
+    )
+    return [RebuiltView(view, told.get("rows"), told["aside"]) for view, told in outcome.items()]
+
+
+def await_outcome(
+    home: Home,
+    requests: Rebuilds,
+    table_id: TableId,
+    perform: Callable[[RebuildRequest], None],
+    say: Callable[[str], None],
+) -> dict[str, dict[str, Any]]:
+    """Return a request's outcome by view: from the running pipeline, or from our own work if none runs.
+
+    Args:
+        home: the home.
+        requests: has the request.
+        table_id: its table.
+        perform: carries the request out and settles it; called while this process holds the pipeline's role.
+        say: called once if the running pipeline does the work.
+
+    Raises:
+        MillstreamError: a view failed, with the pipeline's own reason.
+    """
     said = False
     give_up_s = time.monotonic() + _RESTART_S
-    while (outcome := place.rebuilds.outcome(place.row.id)) is None:
-        if holder(place.home.run_folder, "pipeline"):
+    while (outcome := requests.outcome(table_id)) is None:
+        if holder(home.run_folder, "pipeline"):
             give_up_s = time.monotonic() + _RESTART_S
-        elif holder(place.home.run_folder, "run") and time.monotonic() < give_up_s:
+        elif holder(home.run_folder, "run") and time.monotonic() < give_up_s:
             # It died and is being restarted: its role isn't ours to take.
             time.sleep(_LOOK_EVERY_S)
             continue
         try:
-            with RoleLock.take(place.home.run_folder, "pipeline", patience_s=0):
-                for request in place.rebuilds.waiting():
-                    if request.table_id == place.row.id:
-                        _perform(place, request, say)
+            with RoleLock.take(home.run_folder, "pipeline", patience_s=0):
+                for request in requests.waiting():
+                    if request.table_id == table_id:
+                        perform(request)
         except HomeBusy:
             if not said:
                 say("the running pipeline takes it up")
                 said = True
             time.sleep(_LOOK_EVERY_S)
-    place.rebuilds.forget(place.row.id)
+    requests.forget(table_id)
     for told in outcome.values():
         if told["state"] == "failed":
             raise error_of({**told, "details": {}})
-    return [RebuiltView(view, told.get("rows"), told["aside"]) for view, told in outcome.items()]
+    return outcome
 
 
 def _perform(place: _Place, request: RebuildRequest, say: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""Requests to rebuild lake tables: an operator requests, and the process that holds the pipeline's role carries it out.
+"""Requests to rebuild or to fold lake tables: an operator requests, and the process that holds the pipeline's role carries it out.
 
 Requests and outcomes are facts, so they outlive both processes: a pipeline that was killed during a rebuild begins it
 again.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from millstream.catalog.store import Catalog
 from millstream.model.ids import StreamId, TableId
@@ -18,7 +18,7 @@ _ASKED: Final = "asked"
 
 @dataclass(frozen=True, slots=True)
 class RebuildRequest:
-    """The pending rebuild of one table."""
+    """The pending request of one table."""
 
     table_id: TableId
     views: tuple[str, ...]
@@ -29,14 +29,23 @@ class RebuildRequest:
 
 
 class Rebuilds:
-    """The requests of one pipeline. Safe from any thread and process."""
+    """The requests of one kind to one pipeline. Safe from any thread and process.
 
-    def __init__(self, catalog: Catalog, stream: StreamId, pipeline: str) -> None:
+    Args:
+        catalog: has the requests.
+        stream: the tables' stream.
+        pipeline: the pipeline's name.
+        kind: `rebuild`: build views again; `fold`: bring them to the last cut.
+    """
+
+    def __init__(
+        self, catalog: Catalog, stream: StreamId, pipeline: str, kind: Literal["rebuild", "fold"] = "rebuild"
+    ) -> None:
         self._catalog = catalog
-        self._scope = f"rebuild/{stream}/{pipeline}"
+        self._scope = f"{kind}/{stream}/{pipeline}"
 
     def ask(self, table_id: TableId, views: Sequence[str], *, before_copy: bool = False) -> None:
-        """Request a rebuild of some views of a table; replaces its earlier request."""
+        """Request it for some views of a table; replaces its earlier request."""
         value = {"views": {view: {"state": _ASKED} for view in views}, "before_copy": before_copy}
         self._catalog.put_fact(self._scope, str(table_id), value)
 

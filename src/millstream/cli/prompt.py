@@ -58,19 +58,20 @@ def is_whole(text: str) -> bool:
 class Prompt:
     """One user's prompt at one stream's lake."""
 
-    def __init__(self, home: Home, stream: str | None, *, as_of: str | None, style: Style) -> None:
+    def __init__(self, home: Home, stream: str | None, *, as_of: str | None, lake_only: bool, style: Style) -> None:
         """Open the lake.
 
         Args:
             home: the home.
             stream: its name; None if the home has only one.
             as_of: where to hold it; None for always the newest cut.
+            lake_only: whether to read nothing of the log.
             style: how rows are printed. An Arrow stream is for programs: `table` instead.
         """
         self._home, self._stream = home, home.stream_config(stream)[0]
-        self._as_of = as_of
+        self._as_of, self._lake_only = as_of, lake_only
         self._style: Style = "table" if style == "arrow" else style
-        self._lake = open_lake(home, self._stream, as_of=as_of)
+        self._lake = open_lake(home, self._stream, as_of=as_of, lake_only=lake_only)
 
     def run(self) -> None:
         """Run until Ctrl-D, or the command that ends it."""
@@ -156,7 +157,7 @@ class Prompt:
             note(f"not readable: {name}: {reason}")
 
     def _move(self, as_of: str | None) -> None:
-        moved = open_lake(self._home, self._stream, as_of=as_of)
+        moved = open_lake(self._home, self._stream, as_of=as_of, lake_only=self._lake_only)
         self._lake.close()
         self._lake, self._as_of = moved, as_of
         note(f"at {moved.token}")
@@ -164,7 +165,7 @@ class Prompt:
     def _newest(self) -> LakeSession:
         """Return a session at the newest cut, or where the prompt is held."""
         if self._as_of is None and not self._lake.is_newest():
-            fresh = open_lake(self._home, self._stream)
+            fresh = open_lake(self._home, self._stream, lake_only=self._lake_only)
             self._lake.close()
             self._lake = fresh
         return self._lake

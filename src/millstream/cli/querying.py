@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     "a token.",
 )
 @click.option(
+    "--lake-only",
+    is_flag=True,
+    help="Read nothing of the log: only what has landed. Tables of merged are then unknown.",
+)
+@click.option(
     "--format",
     "style",
     type=click.Choice(["table", "csv", "json", "arrow"]),
@@ -36,7 +41,13 @@ if TYPE_CHECKING:
 @stream_option
 @pass_invocation
 def query(
-    invocation: Invocation, sql: str | None, as_of: str | None, style: Style, as_json: bool, stream: str | None
+    invocation: Invocation,
+    sql: str | None,
+    as_of: str | None,
+    lake_only: bool,
+    style: Style,
+    as_json: bool,
+    stream: str | None,
 ) -> None:
     r"""Run SQL on the current tables, all at one token; tables are named schema.table.
 
@@ -52,10 +63,10 @@ def query(
     if sql is None and sys.stdin.isatty():
         from millstream.cli.prompt import Prompt
 
-        Prompt(home, stream, as_of=as_of, style=style).run()
+        Prompt(home, stream, as_of=as_of, lake_only=lake_only, style=style).run()
         return
     text = sys.stdin.read() if sql is None else sql
-    with open_lake(home, stream, as_of=as_of) as lake:
+    with open_lake(home, stream, as_of=as_of, lake_only=lake_only) as lake:
         statements = lake.statements(text)
         if not statements:
             raise click.UsageError("No SQL was given.")

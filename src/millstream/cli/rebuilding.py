@@ -1,4 +1,4 @@
-"""`pipeline rebuild` and `pipeline replay`: rebuilds of lake tables, and ranges of records as tables of their own."""
+"""`pipeline fold`, `pipeline rebuild` and `pipeline replay`: work on lake tables on request."""
 
 from __future__ import annotations
 
@@ -13,6 +13,27 @@ if TYPE_CHECKING:
     from millstream.app.rebuild import From
 
 __all__ = ["pipeline"]
+
+
+@pipeline.command("fold")
+@click.argument("tables", metavar="[TABLE]…", nargs=-1)
+@stream_option
+@json_option
+@pass_invocation
+def fold(invocation: Invocation, tables: tuple[str, ...], stream: str | None, as_json: bool) -> None:
+    """Fold tables of the lake now: bring `current` and `scd2` to what has landed. Without TABLE: all tables.
+
+    The running pipeline does it; if none runs, this command does. With `fold = "manual"` in the
+    stream's lake, tables are folded by this command alone.
+    """
+    from millstream.app.fold import fold_tables
+
+    done = fold_tables(invocation.own_home(needs_source=False), tables, stream=stream, say=note)
+    if as_json:
+        print_json([{"table": found.table, "view": found.view, "rows": found.rows} for found in done])
+        return
+    for found in done:
+        note(f"{found.table}: {found.view} folded, {found.rows:,} rows written")
 
 
 @pipeline.command("rebuild")

@@ -259,11 +259,16 @@ class RemoteHome:
         return answer_of_call(self._asked(call_of(stream, ask)), self._url)
 
     def query(
-        self, sql: str, *, stream: str | None = None, as_of: StreamToken | datetime | str | None = None
+        self,
+        sql: str,
+        *,
+        stream: str | None = None,
+        as_of: StreamToken | datetime | str | None = None,
+        lake_only: bool = False,
     ) -> pa.Table:
         """Query as `OpenHome.query`."""
         named = only_stream(self.streams()) if stream is None else stream
-        return whole_table(self._pieces(query_call(sql, named, as_of)), self._url)
+        return whole_table(self._pieces(query_call(sql, named, as_of, lake_only=lake_only)), self._url)
 
     def status(self) -> dict[str, Any]:
         """Return as `OpenHome.status`."""

@@ -194,7 +194,12 @@ class HomeCalls(Protocol):
         ...
 
     def query(
-        self, sql: str, *, stream: str | None = None, as_of: StreamToken | datetime | str | None = None
+        self,
+        sql: str,
+        *,
+        stream: str | None = None,
+        as_of: StreamToken | datetime | str | None = None,
+        lake_only: bool = False,
     ) -> pa.Table:
         """Return the result of SQL over a stream's lake tables."""
         ...

@@ -330,11 +330,13 @@ def appended(
         nap_s = min(2 * nap_s, _NAP_MAX_S)
 
 
-def query_call(sql: str, stream: str, as_of: StreamToken | datetime | str | None) -> Call:
+def query_call(sql: str, stream: str, as_of: StreamToken | datetime | str | None, *, lake_only: bool = False) -> Call:
     """Return a query as a request."""
-    asks = {"sql": sql}
+    asks: dict[str, Any] = {"sql": sql}
     if as_of is not None:
         asks["as_of"] = as_of.isoformat() if isinstance(as_of, datetime) else str(as_of)
+    if lake_only:
+        asks["lake_only"] = True
     headers = {"Content-Type": "application/json", "Accept": PIECES_TYPE}
     return Call("POST", of_stream(stream, "query"), {}, headers, json.dumps(asks).encode(), in_pieces=True)
 

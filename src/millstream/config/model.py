@@ -132,6 +132,11 @@ class LakeConfig(Section):
         description="Retention of history, in whole days. Older records are dropped once `current` includes them. Unset: "
         "unlimited. `--as-of` works within this time.",
     )
+    fold: Literal["auto", "manual"] = Field(
+        default="auto",
+        description="`auto`: folds run while the pipeline runs. `manual`: they run only on `millstream pipeline fold`, which "
+        "also builds `current` and `scd2` of a new table. `query` doesn't depend on folds.",
+    )
     fold_interval: Duration = Field(
         default="30s",
         description="Minimum time between two folds of a table. `query` doesn't depend on folds: it also reads the records "

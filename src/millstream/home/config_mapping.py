@@ -210,6 +210,7 @@ def pipeline_config(home: Home, name: str, stream: StreamConfig, stream_id: Stre
         views=() if stream.lake.format == "postgres" else tuple(cast("View", view) for view in stream.lake.shown),
         trigger_interval_ms=max(1, round(duration_s(spark.trigger_interval) * 1000)),
         batch_bytes_max=size_bytes(spark.batch_bytes),
+        folds_scheduled=stream.lake.fold == "auto",
         fold_interval_s=duration_s(stream.lake.fold_interval),
         disk_factor=stream.lake.disk_factor,
         upkeep=UpkeepRules(

@@ -90,6 +90,9 @@ class Question(BaseModel, extra="forbid"):
     as_of: str | None = Field(
         default=None, max_length=4096, description="A token, an ISO time or an age (`10m ago`): the tables as of then."
     )
+    lake_only: bool = Field(
+        default=False, description="Read nothing of the log: only what has landed. `merged` tables are then unknown."
+    )
 
 
 _QUESTION: Final[dict[str, Any]] = {
@@ -251,7 +254,7 @@ class Reading:
             except ClientGoneError:
                 return Response(status_code=_GONE)
             wants_pieces = PIECES_TYPE in request.headers.get("accept", "")
-            asked = self._workers.ask(Asking(stream, question.sql, question.as_of, wants_pieces))
+            asked = self._workers.ask(Asking(stream, question.sql, question.as_of, question.lake_only, wants_pieces))
             return await self._answer(
                 request,
                 lambda _home: asked.parts(),

@@ -83,6 +83,7 @@ class FoldThread:
         self._batches = batches
         """Held while a batch lands."""
         self._rebuilds = Rebuilds(catalog, config.stream_id, config.pipeline)
+        self._wanted_folds = Rebuilds(catalog, config.stream_id, config.pipeline, "fold")
         self._copies = copies
         self._schemas: dict[tuple[TableId, SchemaVersion], TableSchema] = {}
         self._tended_s = time.monotonic()
@@ -184,13 +185,15 @@ class FoldThread:
         if cut is None or not self._config.folds:
             return []
         asked = {request.table_id: request.views for request in self._rebuilds.waiting() if not request.before_copy}
+        wanted_now = {request.table_id for request in self._wanted_folds.waiting()}
+        scheduled = self._config.folds_scheduled
         entries = list(self._pipeline_tables.tables.values())
         now = time.monotonic()
         waiting = [
             entry
             for entry in entries
-            if (entry.waiting_since_s is not None and wanted(entry))
-            or (entry.table_id in asked and now >= entry.fold_again_s)
+            if (scheduled and entry.waiting_since_s is not None and wanted(entry))
+            or ((entry.table_id in asked or entry.table_id in wanted_now) and now >= entry.fold_again_s)
         ]
         if not waiting:
             return []
@@ -357,7 +360,8 @@ class FoldThread:
         self._folded()
 
     def _settle(self, tasks: list[FoldTask], begun: list[FoldAnswer], answers: list[FoldAnswer]) -> None:
-        """Record the outcome for tables that were asked to be rebuilt."""
+        """Record the outcome for tables that were asked to be rebuilt or folded."""
+        self._settle_folds(tasks, answers)
         asked = {(task.table_id, task.view) for task in tasks if task.anew}
         asides = {(answer.table_id, answer.view): answer.aside for answer in begun}
         for answer in answers:
@@ -372,6 +376,18 @@ class FoldThread:
                 assert answer.error is not None, "a fold ends with a commit or an error"
                 told = _failed(answer.error)
             self._rebuilds.settle(answer.table_id, answer.view, told)
+
+    def _settle_folds(self, tasks: list[FoldTask], answers: list[FoldAnswer]) -> None:
+        wanted = {(request.table_id, view) for request in self._wanted_folds.waiting() for view in request.views}
+        upto = {(task.table_id, task.view): task.upto for task in tasks}
+        for answer in answers:
+            key = (answer.table_id, answer.view)
+            if key not in wanted:
+                continue
+            if answer.commit is not None and answer.commit.n >= upto[key]:
+                self._wanted_folds.settle(*key, {"state": "done", "rows": answer.commit.rows, "aside": None})
+            elif answer.error is not None and answer.error.retry not in {Retry.BACKOFF, Retry.REOPEN}:
+                self._wanted_folds.settle(*key, _failed(answer.error))
 
     def _finished(self, answers: list[FoldAnswer], started: float) -> list[FoldAnswer]:
         """Return the answers, once the parts of large tables are written and committed."""

@@ -39,6 +39,8 @@ class PipelineConfig:
     """Whole days of history older than this are dropped; None: nothing is."""
     fold_sizes: FoldSizes = DEFAULT_SIZES
     upkeep: UpkeepRules = field(default_factory=UpkeepRules)
+    folds_scheduled: bool = True
+    """Whether tables are folded on their schedule; if not, only on request."""
     fold_interval_s: float = FOLD_INTERVAL_S
     """The minimum time from one fold of a table to the next, while the pipeline runs."""
     disk_factor: float = DISK_FACTOR

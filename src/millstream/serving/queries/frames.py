@@ -50,6 +50,7 @@ class QueryRequest:
     stream: str
     sql: str
     as_of: str | None
+    lake_only: bool
     in_pieces: bool
     time_s: float
     """Seconds left until its answer has to be whole."""

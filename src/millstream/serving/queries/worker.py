@@ -88,7 +88,9 @@ def _listen(requests: queue.SimpleQueue[QueryRequest]) -> None:
 def _answer(start: WorkerStart, request: QueryRequest, out: BinaryIO) -> None:
     bounds = QueryBounds(start.memory_bytes, start.spill_bytes, request.time_s, Path(request.folder))
     try:
-        with open_lake(start.home, request.stream, as_of=request.as_of, bounds=bounds) as lake:
+        with open_lake(
+            start.home, request.stream, as_of=request.as_of, lake_only=request.lake_only, bounds=bounds
+        ) as lake:
             reader = lake.stream(request.sql)
             if lake.regions:
                 write_frame(out, Frame.REGIONS, regions_as_json(lake.regions).encode())

@@ -49,6 +49,7 @@ class Asking:
     stream: str
     sql: str
     as_of: str | None
+    lake_only: bool
     in_pieces: bool
 
 
@@ -137,7 +138,15 @@ class AskedQuery:
         try:
             with tempfile.TemporaryDirectory(dir=bounds.folder, ignore_cleanup_errors=True) as folder:
                 worker = self._workers.take(
-                    QueryRequest(asking.stream, asking.sql, asking.as_of, asking.in_pieces, self._left_s(), folder)
+                    QueryRequest(
+                        asking.stream,
+                        asking.sql,
+                        asking.as_of,
+                        asking.lake_only,
+                        asking.in_pieces,
+                        self._left_s(),
+                        folder,
+                    )
                 )
                 try:
                     self._runs_in(worker)
