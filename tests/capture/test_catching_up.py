@@ -25,11 +25,10 @@ from tests.capture.capture_stage import CATCH_UP_S, MemoryLog, Stage, make_confi
 from tests.capture.test_streaming import ORDERS, stream_positions
 
 from millstream.capture import CaptureProgress
-from millstream.capture.stream import chunks, receiver
 from millstream.catalog import Catalog, TableState
 from millstream.errors import SourceError
 from millstream.model.operations import OperationKind, SpilledOp
-from millstream.model.positions import Lsn, Seq
+from millstream.model.positions import Seq
 from millstream.protocol.catching_up import CatchUpMode, Mode
 from millstream.testing.workloads.workload import Workload
 from millstream.wal.reader import StreamReader
@@ -98,9 +97,7 @@ def records(stage: Stage) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("way", ["socket", "libpq"])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_both_modes_give_the_same_records(stage: Stage, seed: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if way == "libpq":
-        monkeypatch.setattr(chunks, "has_machine_code", lambda: False)
+def test_both_modes_give_the_same_records(stage: Stage, seed: int, way: str) -> None:
     workload = Workload(seed, transaction_rows_max=3000, add_defaults=False)
     stage.config = replace(stage.config, tables=("*.*",), catch_up=CatchUpMode.NEVER)
     with stage.connect() as connection:
@@ -109,7 +106,7 @@ def test_both_modes_give_the_same_records(stage: Stage, seed: int, way: str, mon
         with twin(stage, stage.folder / "twin") as other:
             steps = [workload.step(connection) for _ in range(60)]
             connection.execute("SELECT pg_logical_emit_message(false, 'app', 'outside of any')")
-            in_chunks(other, catch_up_changes=3000, catch_up_chunk_bytes=1 << 20)
+            in_chunks(other, catch_up_changes=3000, catch_up_chunk_bytes=1 << 20, reads_socket=way == "socket")
             with capture_logs() as said:
                 stage.catch_up()
             assert modes(said) == ["streaming"]
@@ -173,11 +170,10 @@ def test_it_goes_over_to_the_stream_while_writes_go_on(stage: Stage) -> None:
     whole_once(stage, "orders")
 
 
-def test_a_stream_that_falls_behind_goes_over_to_chunks(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiver, "RUN_BYTES_MAX", 50_000)
+def test_a_stream_that_falls_behind_goes_over_to_chunks(stage: Stage) -> None:
     stage.sql(ORDERS)
     stage.catch_up()
-    stage.config = replace(stage.config, catch_up_bytes=500_000, buffer_bytes_max=20_000)
+    stage.config = replace(stage.config, catch_up_bytes=500_000, buffer_bytes_max=20_000, run_bytes_max=50_000)
     stage.log.delay_s = 0.5
     with capture_logs() as said:
         running = stage.start()
@@ -191,27 +187,19 @@ def test_a_stream_that_falls_behind_goes_over_to_chunks(stage: Stage, monkeypatc
     whole_once(stage, "orders")
 
 
-def test_the_slot_is_advanced_to_what_is_durable_and_no_further(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "ADVANCE_EVERY_S", 0.0)
+def test_the_slot_is_advanced_to_what_is_durable_and_no_further(stage: Stage) -> None:
     stage.sql(ORDERS)
     stage.catch_up()
     begin = stage.slot_confirmed()
     stage.sql(*(orders(n * 100 + 1, n * 100 + 100) for n in range(30)))
-    in_chunks(stage, status_s=0.05)
-    wanted: list[int] = []
-    want = chunks.SlotAdvance.want
-
-    def noted(advance: chunks.SlotAdvance, lsn: Lsn) -> None:
-        want(advance, lsn)
-        wanted.append(lsn)
-
-    monkeypatch.setattr(chunks.SlotAdvance, "want", noted)
+    in_chunks(stage, status_s=0.05, slot_advance_s=0.0)
+    told: list[CaptureProgress] = []
     stage.log.gate.clear()
     with capture_logs() as said:
-        running = stage.start()
+        running = stage.start(on_progress=told.append)
         wait_until(lambda: chunks_read(said) >= 5 and stage.log.held(), "it reads on")
-        said_before = len(wanted)
-        wait_until(lambda: len(wanted) > said_before + 5, "it says what is durable, several times")
+        told_before = len(told)
+        wait_until(lambda: len(told) > told_before + 1, "it has reported to the source for a second, every 50 ms")
         assert stage.slot_confirmed() == begin
         stage.log.gate.set()
         wait_until(lambda: stage.slot_confirmed() > begin, "the slot moves")

@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,6 @@ from tests.capture.test_copying import copied_rows
 
 from millstream.app.tables import copy_table, pause_table, resume_table
 from millstream.capture.config import CaptureProgress
-from millstream.capture.copying.snapshot import SourceSnapshot
 from millstream.catalog import Catalog, TableState
 from millstream.errors import SourceError
 from millstream.model.operations import OperationKind, SpilledOp
@@ -231,27 +230,24 @@ def test_two_tables_that_are_written_without_a_pause_take_turns(stage: Stage) ->
 
 
 @pytest.mark.parametrize("first", ["free", "held"])
-def test_the_stream_is_not_held_for_as_long_as_a_transaction_lasts(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, first: str
-) -> None:
+def test_the_stream_is_not_held_for_as_long_as_a_transaction_lasts(stage: Stage, first: str) -> None:
     """A snapshot waits for running transactions.
 
     The stream goes on while it waits, and the copy is whole once they have ended.
     """
     turns = 0 if first == "free" else -1
-    stage.config = replace(stage.config, plain_turns=turns, free_patience_s=1.0, held_patience_s=0.5)
     filled(stage, 100)
     asked = threading.Event()
-    take = SourceSnapshot.take.__func__  # type: ignore[attr-defined]
     with stage.connect(autocommit=False) as opened, written_without_a_pause(stage, "bag"):
 
-        def take_late(cls: type[SourceSnapshot], dsn: str, **more: Any) -> SourceSnapshot:
-            if not asked.is_set():
+        def write_before(moment: str, _details: Mapping[str, Any]) -> None:
+            if moment == "copy.snapshot" and not asked.is_set():
                 opened.execute("INSERT INTO others VALUES (1)")
                 asked.set()
-            return take(cls, dsn, **more)  # type: ignore[no-any-return]
 
-        monkeypatch.setattr(SourceSnapshot, "take", classmethod(take_late))
+        stage.config = replace(
+            stage.config, plain_turns=turns, free_patience_s=1.0, held_patience_s=0.5, on_moment=write_before
+        )
         running = stage.start()
         wait_until(asked.is_set, "a snapshot is asked for while a transaction runs")
         for _ in range(5):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,8 +16,7 @@ import pytest
 from tests.capture.beside import DEADLINE_S, Beside, until_done, wait_until
 from tests.capture.capture_stage import Stage
 
-from millstream.capture.copying.reader import ChunkBounds, ChunkReader, FetchedRows
-from millstream.capture.copying.table_copies import TableCopies
+from millstream.capture.copying.reader import ChunkBounds
 from millstream.catalog import TableState
 from millstream.errors import CatalogError
 from millstream.model.operations import OperationKind, SpilledOp, WriteOps
@@ -373,9 +372,7 @@ def test_more_keys_than_a_chunk_has_rows_are_read_again_by_name(stage: Stage) ->
     assert stage.log.replay()["public.docs"] == stage.source_rows("docs", ["id"])
 
 
-def test_a_chunk_that_is_given_up_while_the_next_is_read_leaves_no_hole(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chunk_that_is_given_up_while_the_next_is_read_leaves_no_hole(stage: Stage) -> None:
     """A transaction too large to remember its keys is logged after a chunk that doesn't see it.
 
     The next chunk is being read at that moment.
@@ -385,30 +382,21 @@ def test_a_chunk_that_is_given_up_while_the_next_is_read_leaves_no_hole(
         "INSERT INTO docs SELECT i, 'x', 0 FROM generate_series(1, 400) i",
         f"ALTER DATABASE {stage.config.slot} SET logical_decoding_work_mem = '64kB'",
     )
-    stage.config = replace(stage.config, copy_workers=1, chunk_rows=50)
     given_up = threading.Event()
-    fetch, go_back, decode = ChunkReader.fetch, TableCopies._go_back, TableCopies._decode
     fetched: list[ChunkBounds] = []
 
-    def slow_fetch(reader: ChunkReader, table: Any, table_id: Any, bounds: ChunkBounds, **more: Any) -> FetchedRows:
-        fetched.append(bounds)
-        if len(fetched) == 3:
-            stage.sql("UPDATE docs SET body = repeat('y', 3000) WHERE id > 300")
-            given_up.wait(DEADLINE_S)
-        return fetch(reader, table, table_id, bounds, **more)
-
-    def told_go_back(copies: TableCopies, copy: Any, chunk: Any) -> None:
-        go_back(copies, copy, chunk)
-        given_up.set()
-
-    def slow_decode(copies: TableCopies, copy: Any, chunk: Any, *more: Any) -> None:
-        if chunk.bounds.after == ("50",):
+    def delay(moment: str, details: Mapping[str, Any]) -> None:
+        if moment == "copy.fetch":
+            fetched.append(details["bounds"])
+            if len(fetched) == 3:
+                stage.sql("UPDATE docs SET body = repeat('y', 3000) WHERE id > 300")
+                given_up.wait(DEADLINE_S)
+        elif moment == "copy.again":
+            given_up.set()
+        elif moment == "copy.decode" and details["bounds"].after == ("50",):
             wait_until(lambda: any(isinstance(e, SpilledOp) for e in stage.log.entries), "the update is logged")
-        decode(copies, copy, chunk, *more)
 
-    monkeypatch.setattr(ChunkReader, "fetch", slow_fetch)
-    monkeypatch.setattr(TableCopies, "_go_back", told_go_back)
-    monkeypatch.setattr(TableCopies, "_decode", slow_decode)
+    stage.config = replace(stage.config, copy_workers=1, chunk_rows=50, on_moment=delay)
     stage.catch_up()
     assert given_up.is_set(), "no chunk was given up"
     assert stage.log.replay()["public.docs"] == stage.source_rows("docs", ["id"])

@@ -71,7 +71,14 @@ class PlayedWire:
 
 
 def reader(wire: PlayedWire, folder: Path) -> Receiver:
-    made = Receiver(wire, SpillFolder(str(folder)), confirmed=Lsn(0), buffer_bytes_max=1 << 20, status_s=10.0)
+    made = Receiver(
+        wire,
+        SpillFolder(str(folder)),
+        confirmed=Lsn(0),
+        buffer_bytes_max=1 << 20,
+        run_bytes_max=8 << 20,
+        status_s=10.0,
+    )
     made.start()
     return made
 

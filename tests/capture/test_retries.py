@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +12,9 @@ from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage
 
 from millstream.app.tables import retry_table
-from millstream.capture.copying.schemas import CopySchemas
-from millstream.capture.source import SourceTable
 from millstream.catalog import TableState
 from millstream.errors import TableUndecodable, UsageError
 from millstream.model.ids import ShardId
-from millstream.model.operations import WriteOps
 from millstream.model.schema import Column
 
 ORDERS = "CREATE TABLE orders (id int PRIMARY KEY, item text); INSERT INTO orders VALUES (1, 'x')"
@@ -75,18 +72,16 @@ def fails_again(stage: Stage, change: Callable[[int], str], reason: str) -> None
     assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
 
 
-def test_a_copy_that_can_not_be_begun(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_can_not_be_begun(stage: Stage) -> None:
     """The thread that submits changes makes the record with which a copy begins; the copy's own workers don't."""
-    begin = CopySchemas.voiding
 
-    def voiding(self: CopySchemas, table: SourceTable, *more: Any) -> WriteOps:
-        if table.name == "bad":
+    def refuse(moment: str, details: Mapping[str, Any]) -> None:
+        if moment == "copy.begin" and (table := details["table"]).name == "bad":
             raise TableUndecodable("it has no schema", table=table.full_name, relation_oid=table.oid, reason="none")
-        return begin(self, table, *more)
 
     stage.sql(ORDERS, "CREATE TABLE bad (id int PRIMARY KEY)", "INSERT INTO bad VALUES (1)")
     stage.catch_up()
-    monkeypatch.setattr(CopySchemas, "voiding", voiding)
+    stage.config = replace(stage.config, on_moment=refuse)
     stage.catalog.set_state(stage.table("public.bad").id, TableState.QUARANTINED, "it has no schema")
     fails_again(stage, lambda n: f"INSERT INTO bad VALUES ({n})", "it has no schema")
 

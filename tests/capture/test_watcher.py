@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-import pytest
 from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage
 
 from millstream.capture.connection import connect
-from millstream.capture.schema_registry import SchemaRegistry
-from millstream.capture.source import Connection, list_tables, read_table
-from millstream.capture.watcher import WatchedTables
-from millstream.catalog import TableRow, TableState
+from millstream.capture.source import list_tables, read_table
+from millstream.catalog import Catalog, TableRow, TableState
+from millstream.model.ids import StreamId
 from millstream.model.names import TablePatterns
-from millstream.model.positions import Lsn
 
 
 def test_a_table_that_is_dropped_while_it_is_looked_at_is_none(stage: Stage) -> None:
@@ -29,35 +29,46 @@ def test_a_table_that_is_dropped_while_it_is_looked_at_is_none(stage: Stage) -> 
         assert read_table(connection, row[1]) is None
 
 
-def test_a_look_that_fails_by_a_bug_ends_capture_with_it(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_that_fails_by_a_bug_ends_capture_with_it(stage: Stage) -> None:
     stage.sql("CREATE TABLE orders (id int PRIMARY KEY)")
+    fails = threading.Event()
+
+    def look(moment: str, _details: Mapping[str, Any]) -> None:
+        if moment == "look" and fails.is_set():
+            raise ZeroDivisionError
+
+    stage.config = replace(stage.config, on_moment=look)
     running = stage.start()
     wait_until(lambda: stage.state("public.orders") is TableState.STREAMING, "it runs")
 
-    def look(_tables: WatchedTables, _connection: Connection, _passed: Lsn) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(WatchedTables, "look", look)
+    fails.set()
     wait_until(lambda: running.ended, "capture ends")
     assert isinstance(running.error, ZeroDivisionError)
 
 
-def test_a_copy_that_ended_since_the_states_were_read_is_not_begun_again(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class LateCatalog(Catalog):
+    """A catalog whose captured tables have an older state, while `late` is set."""
+
+    late = False
+    looks = 0
+
+    def tables(self, stream: StreamId, *, gone: bool = False) -> list[TableRow]:
+        rows = super().tables(stream, gone=gone)
+        if not self.late:
+            return rows
+        self.looks += 1
+        return [replace(row, state=TableState.COPY_REQUESTED) if row.is_captured else row for row in rows]
+
+
+def test_a_copy_that_ended_since_the_states_were_read_is_not_begun_again(stage: Stage) -> None:
+    catalog = LateCatalog(stage.folder / "catalog.db")
+    stage.catalog = catalog
     stage.sql("CREATE TABLE orders (id int PRIMARY KEY)", "INSERT INTO orders VALUES (1), (2)")
     running = stage.start()
     wait_until(lambda: stage.state("public.orders") is TableState.STREAMING, "it is copied")
-    refresh, looks = SchemaRegistry.refresh, 0
-
-    def late(directory: SchemaRegistry) -> list[TableRow]:
-        nonlocal looks
-        looks += 1
-        return [replace(row, state=TableState.COPY_REQUESTED) for row in refresh(directory)]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SchemaRegistry, "refresh", late)
-        wait_until(lambda: looks > 4, "such states are looked at")
+    catalog.late = True
+    wait_until(lambda: catalog.looks > 4, "such states are looked at")
+    catalog.late = False
     running.stop()
     stage.catch_up()
     assert [row["id"] for _, _, row in stage.log.records()] == ["1", "2"]

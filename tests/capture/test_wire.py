@@ -15,7 +15,6 @@ import pytest
 from tests.capture.beside import Beside
 
 from millstream.capture.connection import connect_replication
-from millstream.capture.stream import replication_connection as wires
 from millstream.capture.stream._drain import drain
 from millstream.capture.stream.frames import KEEPALIVE
 from millstream.capture.stream.replication_connection import LibpqWire, SocketWire, Wire, start_replication
@@ -29,15 +28,16 @@ COMMAND = "START_REPLICATION SLOT {slot} LOGICAL 0/0 (proto_version '2', publica
 
 
 @pytest.fixture(params=[SocketWire, LibpqWire])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type:
-    """Yield a way of reading; a process without numba uses libpq's."""
-    if request.param is LibpqWire:
-        monkeypatch.setattr(wires, "has_machine_code", lambda: False)
+def way(request: pytest.FixtureRequest) -> type:
+    """Return a way of reading; without numba, libpq's is the only one."""
     return request.param
 
 
-def start(database: Database, slot: str) -> Wire:
-    return start_replication(connect_replication(database.dsn), COMMAND.format(slot=slot).encode())
+def start(database: Database, slot: str, way: type = SocketWire) -> Wire:
+    command = COMMAND.format(slot=slot).encode()
+    wire = start_replication(connect_replication(database.dsn), command, reads_socket=way is SocketWire)
+    assert isinstance(wire, way)
+    return wire
 
 
 def read_until(wire: Wire, done: Callable[[list[bytes]], bool], *, gather_s: float = 0.0) -> list[bytes]:
@@ -74,40 +74,33 @@ def test_messages_are_those_of_libpq_whatever_their_size(source: Database, gathe
         connection.execute("INSERT INTO t VALUES (-1, repeat('y', 3000000))")  # larger than any buffer
         connection.execute("UPDATE t SET note = 'z' WHERE id = 7")
     with closing(start(source, "s")) as direct:
-        assert isinstance(direct, SocketWire)
         found = read_until(direct, lambda messages: commits(messages) == 3, gather_s=gather_s)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wires, "has_machine_code", lambda: False)
-        with closing(start(source, "s2")) as through_libpq:
-            assert isinstance(through_libpq, LibpqWire)
-            assert read_until(through_libpq, lambda messages: commits(messages) == 3, gather_s=gather_s) == found
+    with closing(start(source, "s2", LibpqWire)) as through_libpq:
+        assert read_until(through_libpq, lambda messages: commits(messages) == 3, gather_s=gather_s) == found
     assert len(found) > 5000
 
 
 def test_a_refusal_is_the_servers_own(source: Database, way: type):
     with closing(connect_replication(source.dsn)) as connection, pytest.raises(SourceError, check=coded("slot_lost")):
-        start_replication(connection, COMMAND.format(slot="nobody").encode())
-    with closing(start(source, "s")) as first:
-        assert isinstance(first, way)
-        with (
-            closing(connect_replication(source.dsn)) as connection,
-            pytest.raises(SourceError, check=coded("slot_active")),
-        ):
-            start_replication(connection, COMMAND.format(slot="s").encode())
+        start_replication(connection, COMMAND.format(slot="nobody").encode(), reads_socket=way is SocketWire)
+    with (
+        closing(start(source, "s", way)),
+        closing(connect_replication(source.dsn)) as connection,
+        pytest.raises(SourceError, check=coded("slot_active")),
+    ):
+        start_replication(connection, COMMAND.format(slot="s").encode(), reads_socket=way is SocketWire)
 
 
 @pytest.mark.parametrize("gather_s", [0.0, 0.01])
 def test_a_server_process_that_is_ended_ends_the_stream(source: Database, way: type, gather_s: float):
-    with closing(start(source, "s")) as wire, source.connect() as connection:
-        assert isinstance(wire, way)
+    with closing(start(source, "s", way)) as wire, source.connect() as connection:
         connection.execute("SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE slot_name = 's'")
         with pytest.raises(SourceError, check=coded("source_unreachable")):
             read_until(wire, lambda _: False, gather_s=gather_s)
 
 
 def test_what_is_sent_reaches_the_server_and_a_goodbye_frees_the_slot(source: Database, way: type):
-    with source.connect() as connection, closing(start(source, "s")) as wire:
-        assert isinstance(wire, way)
+    with source.connect() as connection, closing(start(source, "s", way)) as wire:
         connection.execute("INSERT INTO t VALUES (1, 'a')")
         found = read_until(wire, lambda messages: commits(messages) == 1)
         end = int.from_bytes(found[-1][10:18], "big")

@@ -31,8 +31,14 @@ def free_bytes_of(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
+def no_moment(name: str, details: Mapping[str, Any]) -> None:
+    """Pass a moment of capture without doing anything."""
+    del name, details
+
+
 CHUNK_ROWS: Final = 50_000  # some 5 MiB of common rows: small next to memory, large next to a round trip
 BUFFER_BYTES_MAX: Final = 32 << 20
+RUN_BYTES_MAX: Final = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,11 @@ class CaptureConfig:
         catch_up_changes: number of changes in a chunk of the backlog, about.
         catch_up_chunk_bytes: WAL in a chunk of the backlog, about.
         free_bytes: returns the free space of the disk of a folder, `spill_dir`.
+        run_bytes_max: bytes of whole transactions from which on they are handed on together.
+        slot_advance_s: how often the slot is advanced, at most, while a backlog is read in chunks.
+        reads_socket: whether compiled code may read the source's messages from the socket; otherwise libpq reads them.
+        on_moment: called at named moments, with facts about them, on the thread that passes them, which waits for it and
+            raises what it raises. Tests delay and fail steps there.
         slot_lag_bytes: WAL from which on `doctor` reports that the slot holds it.
     """
 
@@ -99,6 +110,10 @@ class CaptureConfig:
     failover: bool = True
     origin: str = "any"
     free_bytes: Callable[[Path], int] = free_bytes_of
+    run_bytes_max: int = RUN_BYTES_MAX
+    slot_advance_s: float = 10.0
+    reads_socket: bool = True
+    on_moment: Callable[[str, Mapping[str, Any]], None] = no_moment
     slot_lag_bytes: int = 4 << 30
 
 

@@ -88,6 +88,15 @@ def take_bytes_as_they_are(connection: psycopg.Connection[tuple[Any, ...]]) -> N
             connection.pgconn.exec_(b"SET client_encoding = 'SQL_ASCII'")
 
 
+def check_version(server_version: int) -> None:
+    """Raise `SourceError` (`source_version_unsupported`) for a server that can't be captured, by libpq's version number."""
+    if server_version < VERSION_MIN:
+        raise SourceError(
+            f"the source is PostgreSQL {server_version // 10000}; {VERSION_MIN // 10000} is the oldest that can be captured",
+            code="source_version_unsupported",
+        )
+
+
 def _connect(dsn: str, name: str, **more: str) -> psycopg.Connection[tuple[Any, ...]]:
     parameters = with_patience(parse_dsn(dsn), name) | more
     try:
@@ -95,11 +104,7 @@ def _connect(dsn: str, name: str, **more: str) -> psycopg.Connection[tuple[Any, 
     except psycopg.Error as error:
         raise _translate_refusal(error, dsn) from error
     try:
-        if connection.info.server_version < VERSION_MIN:
-            raise SourceError(
-                f"the source is PostgreSQL {connection.info.server_version // 10000}; 14 is the oldest that can be captured",
-                code="source_version_unsupported",
-            )
+        check_version(connection.info.server_version)
         with translated():
             result = connection.pgconn.exec_(_SESSION.encode())
             if result.status != pq.ExecStatus.COMMAND_OK:

@@ -291,6 +291,7 @@ class _Capture:
                 self._spill,
                 confirmed=confirmed,
                 buffer_bytes_max=config.buffer_bytes_max,
+                run_bytes_max=config.run_bytes_max,
                 status_s=status_s,
             )
             shared = (config, identity, self._catalog, directory, tables, self._stream, receiver.nudge)
@@ -511,6 +512,8 @@ class _Capture:
                 changes_max=config.catch_up_changes,
                 wal_bytes_max=config.catch_up_chunk_bytes,
                 go_on=go_on,
+                advance_s=config.slot_advance_s,
+                reads_socket=config.reads_socket,
             )
         except SourceError as error:
             if not self._is_refusal(error):
@@ -530,7 +533,7 @@ class _Capture:
         )
         encoded = command.as_bytes(replication)
         take_bytes_as_they_are(replication)
-        return start_replication(replication, encoded)
+        return start_replication(replication, encoded, reads_socket=self._config.reads_socket)
 
     # --- progress ----------------------------------------------------------------------------------------------
 

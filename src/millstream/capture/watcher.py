@@ -257,6 +257,7 @@ class Watcher:
             if time.monotonic() - looked_at >= self._config.look_s or self._directory.look_wanted.is_set():
                 self._directory.look_wanted.clear()
                 try:
+                    self._config.on_moment("look", {})
                     self._look_at_slot(connection)
                     self._tables.look(connection, self._passed())
                 except MillstreamError as error:

@@ -168,6 +168,7 @@ class KeylessReads:
         patience_s = (copy.patience_s or self._patience_s) if ahead else self._config.free_patience_s
         reading = self._begin(copy)
         try:
+            self._config.on_moment("copy.snapshot", {"table": copy.table})
             with SourceSnapshot.take(
                 self._dsn,
                 patience_s=patience_s,

@@ -305,6 +305,7 @@ class TableCopies:
             self._catalog.set_state(copy.row.id, TableState.COPYING, copy.row.reason, copy_id=copy.copy_id)
             if copy.marked and copy.keyed:
                 # Once ranges are in the catalog, this record is in the log: a resumed copy doesn't repeat it.
+                self._config.on_moment("copy.begin", {"table": copy.table})
                 void = self._schemas.voiding(copy.table, copy.row.id, copy.copy_id, self._passed)
                 yield void, lambda: self._queue(copy, lambda reader: self._prepare(copy, reader))
             else:
@@ -365,6 +366,7 @@ class TableCopies:
         if not part.reading:
             part.reading = True
             self._queue(copy, self._reading_of(copy, part), after_s=_WAIT_S)
+        self._config.on_moment("copy.again", {"bounds": chunk.bounds})
 
     def _ask_keys(self, copy: Copy, keys: Iterable[Any]) -> None:
         """Request rows to be read again by key: first in the catalog, because the cause is about to become durable."""
@@ -432,8 +434,7 @@ class TableCopies:
             table = copy.table
             rows = max(table.row_estimate, table.size_bytes // 200)
             parts = self._config.copy_workers if copy.keyed and rows > _SPLIT_CHUNKS * self._config.chunk_rows else 1
-            cuts = reader.split(table, parts) if parts > 1 else []
-            planned = Range.cut_at(cuts)
+            planned = Range.cut_at(reader.split(table, parts) if parts > 1 else [])
             self._catalog.put_chunks([part.saved(copy.row.id, copy.copy_id) for part in planned])
             with self._lock:
                 copy.ranges |= {part.number: part for part in planned}
@@ -458,6 +459,7 @@ class TableCopies:
         began_s = time.monotonic()
         try:
             reader.not_before = copy.tracked_from
+            self._config.on_moment("copy.fetch", {"bounds": bounds})
             read = reader.fetch(copy.table, copy.row.id, bounds, rows_max=rows_max, bytes_max=bytes_max)
             schema = self._schemas.numbered(read.schema)
             upto = part.upto if read.last or bounds.keys else read.last_key()
@@ -531,6 +533,7 @@ class TableCopies:
         if self._copies.get(copy.row.id) is not copy:
             return
         try:
+            self._config.on_moment("copy.decode", {"bounds": chunk.bounds})
             rows = read.decoded(schema)
         except MillstreamError as error:
             if self._copies.get(copy.row.id) is copy:
@@ -556,8 +559,7 @@ class TableCopies:
 
     def _wait_s(self, expected: int) -> float:
         """Return how long memory or rate forbid reading: a short time, because the rate may change."""
-        owed_s = self._rate.wait_s(time.monotonic())
-        if owed_s:
+        if owed_s := self._rate.wait_s(time.monotonic()):
             return min(owed_s, _RATE_LOOK_S)
         held = sum(chunk.memory_bytes for copy in self._copies.values() for chunk in copy.open_chunks())
         return 0.0 if self._open_bytes.reserve(expected, held=held) else _WAIT_S

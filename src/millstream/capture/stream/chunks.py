@@ -40,7 +40,6 @@ _COPY_HEADER: Final = 19
 _ENDS: Final = struct.Struct(">cQQ")
 _MESSAGES_MAX: Final = 1024
 
-ADVANCE_EVERY_S: Final = 10.0
 ADVANCE_BYTES: Final = 256 << 20
 """WAL after which the slot is advanced: each time the source reads its WAL from the slot's restart point on."""
 _LAST_ADVANCE_S: Final = 60.0
@@ -54,13 +53,15 @@ class SlotAdvance:
         connection: an ordinary one; owned from here on.
         slot: the slot's name.
         confirmed: the slot's position.
+        every_s: how often it is advanced, at most, by less than `ADVANCE_BYTES`.
     """
 
-    def __init__(self, connection: Connection, slot: str, confirmed: Lsn) -> None:
+    def __init__(self, connection: Connection, slot: str, confirmed: Lsn, *, every_s: float) -> None:
         self._connection = connection
         self._connection.pgconn.nonblocking = 0
         self._slot = slot
         self._asked = confirmed
+        self._every_s = every_s
         self._asked_at = time.monotonic()
         self._busy = False
 
@@ -74,7 +75,7 @@ class SlotAdvance:
         self._settle()
         if self._busy or lsn <= self._asked:
             return
-        if lsn - self._asked >= ADVANCE_BYTES or time.monotonic() - self._asked_at >= ADVANCE_EVERY_S:
+        if lsn - self._asked >= ADVANCE_BYTES or time.monotonic() - self._asked_at >= self._every_s:
             self._begin(lsn)
 
     def finish(self, lsn: Lsn) -> None:
@@ -139,6 +140,7 @@ class ChunkWire:
         begin: LSN at which the first chunk begins.
         advance: advances the slot.
         go_on: called after each chunk; returns whether to read another.
+        reads_socket: whether compiled code may read the socket, if the connection is plain and the code is available.
     """
 
     def __init__(
@@ -149,6 +151,7 @@ class ChunkWire:
         begin: Lsn,
         advance: SlotAdvance,
         go_on: Callable[[BacklogChunk], bool],
+        reads_socket: bool,
     ) -> None:
         self._connection = connection
         self._command = command
@@ -163,7 +166,7 @@ class ChunkWire:
         self._ended = False
         pgconn = connection.pgconn
         self._rows: _SocketRows | _LibpqRows
-        if not (pgconn.ssl_in_use or pgconn.used_gssapi) and has_machine_code():
+        if reads_socket and not (pgconn.ssl_in_use or pgconn.used_gssapi) and has_machine_code():
             self._rows = _SocketRows(connection)
         else:
             self._rows = _LibpqRows(connection)
@@ -244,6 +247,8 @@ def open_chunks(
     changes_max: int,
     wal_bytes_max: int,
     go_on: Callable[[BacklogChunk], bool],
+    advance_s: float,
+    reads_socket: bool,
 ) -> ChunkWire:
     """Copy a slot, and begin to read the WAL after `reached` in chunks.
 
@@ -258,6 +263,8 @@ def open_chunks(
             messages …
         wal_bytes_max: … or to so many bytes of WAL.
         go_on: see `ChunkWire`.
+        advance_s: see `SlotAdvance`.
+        reads_socket: see `ChunkWire`.
 
     Raises:
         MillstreamError: the source refuses it, no slot is free, or it can't be reached.
@@ -276,7 +283,8 @@ def open_chunks(
             name, options, changes_max=changes_max, wal_bytes_max=wal_bytes_max, on_standby=bool(row[0])
         ).as_bytes(connection)
         take_bytes_as_they_are(connection)
-        wire = ChunkWire(connection, command, begin=reached, advance=SlotAdvance(side, slot, confirmed), go_on=go_on)
+        advance = SlotAdvance(side, slot, confirmed, every_s=advance_s)
+        wire = ChunkWire(connection, command, begin=reached, advance=advance, go_on=go_on, reads_socket=reads_socket)
         stack.pop_all()
     return wire
 

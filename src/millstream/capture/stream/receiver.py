@@ -31,8 +31,6 @@ from millstream.errors import ProtocolViolation
 from millstream.model.positions import Lsn
 from millstream.workers import Worker
 
-RUN_BYTES_MAX: Final = 8 << 20
-
 # Runs under load: each costs about two milliseconds, whatever is in it, from its decoding to its fsync.
 _RUN_SMALL_BYTES: Final = 32 << 10
 _RUN_LARGE_BYTES: Final = 4 << 20
@@ -78,6 +76,7 @@ class Receiver:
         spill: folder for large transactions.
         confirmed: the position that may be reported to the source at once.
         buffer_bytes_max: undecoded bytes in memory beyond which the source has to wait.
+        run_bytes_max: bytes of whole transactions from which on they are handed on together.
         status_s: the longest time between two status messages.
 
     Concurrency: `take`, `confirm`, `waiting`, `ask_position` and `stop` from any thread.
@@ -90,11 +89,13 @@ class Receiver:
         *,
         confirmed: Lsn,
         buffer_bytes_max: int,
+        run_bytes_max: int,
         status_s: float,
     ) -> None:
         self._wire = wire
         self._large = LargeTransactions(spill, self._put)
         self._buffer_bytes_max = buffer_bytes_max
+        self._run_bytes_max = run_bytes_max
         self._status_s = status_s
         self._news_s = min(1.0, status_s)
         """Like `status_s`, if there is something to report. To an impatient source a second is silence."""
@@ -255,7 +256,7 @@ class Receiver:
 
     def _is_run_due(self, now: float) -> bool:
         """Return whether the waiting whole transactions should be handed on, rather than wait for more."""
-        if self._whole_bytes >= RUN_BYTES_MAX:
+        if self._whole_bytes >= self._run_bytes_max:
             return True
         if not self._whole or not self._hungry:
             return False
@@ -309,7 +310,7 @@ class Receiver:
             self._open, self._open_bytes = [], 0
             if block.kinds[ends] == COMMIT:
                 self._whole_end = Lsn(COMMIT_FIELDS.unpack_from(block.messages[ends], 1)[2])
-            if self._whole_bytes >= RUN_BYTES_MAX:
+            if self._whole_bytes >= self._run_bytes_max:
                 self._hand_over()
             self._keep_open(block.between(ends + 1, end))
         if self._open_bytes > self._buffer_bytes_max:

@@ -67,15 +67,20 @@ class Wire(Protocol):
         """Close the connection."""
 
 
-def start_replication(connection: Connection, command: bytes) -> Wire:
+def start_replication(connection: Connection, command: bytes, *, reads_socket: bool = True) -> Wire:
     """Send START_REPLICATION and wait for its answer; the connection belongs to the wire from here on.
+
+    Args:
+        connection: a replication connection.
+        command: the command.
+        reads_socket: whether compiled code may read the socket, if the connection is plain and the code is available.
 
     Raises:
         MillstreamError: the server refused; the connection is still the caller's.
     """
     pgconn = connection.pgconn
     try:
-        is_plain = not (pgconn.ssl_in_use or pgconn.used_gssapi) and has_machine_code()
+        is_plain = reads_socket and not (pgconn.ssl_in_use or pgconn.used_gssapi) and has_machine_code()
         pgconn.send_query(command)
         if is_plain and _takes_over(pgconn.socket):
             return SocketWire(connection)
