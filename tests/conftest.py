@@ -1,11 +1,11 @@
 """Set up every test: its tier and seeds, hypothesis, Spark's workers, compiled decoders, and an end to tests that hang.
 
-A test's tier follows from what it uses. `--tier quick` leaves out each test that is marked `siege` and each
-test that uses a fixture of `WHOLE_TIER`; `--tier all`, the default, leaves out none. The mark `soak` stands
-outside the tiers.
+A test's tier follows from what it uses. `--tier quick` leaves out each test that is marked `siege` or `long`, and
+each test that uses a fixture of `WHOLE_TIER`; it plays a test that is marked `sampled` with its first parameters
+alone. `--tier all`, the default, leaves out none. The mark `soak` stands outside the tiers.
 
 Without `--seed N`, simulations and sieges play the same seeds on every run, and the hypothesis profiles `quick`
-and `ci` the same examples: `quick` has half as many. So a red build shows a change of the code. `make test-all`
+and `ci` the same examples: `quick` has a quarter as many. So a red build shows a change of the code. `make test-all`
 draws N, prints it, and chooses the profile `new`.
 
 With `CI` set in the environment a failure is printed at once, not only at the end: a run that is cut off has
@@ -43,7 +43,7 @@ settings.register_profile(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-settings.register_profile("quick", parent=settings.get_profile("ci"), max_examples=50)
+settings.register_profile("quick", parent=settings.get_profile("ci"), max_examples=25)
 settings.register_profile("new", parent=settings.get_profile("ci"), derandomize=False)
 settings.register_profile("soak", parent=settings.get_profile("ci"), derandomize=False, max_examples=100_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or "ci")
@@ -114,19 +114,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     version = config.getoption("--millstream-postgres")
     is_quick = config.getoption("--tier") == "quick"
+    sampled = set[str]()
+
+    def is_quick_enough(item: pytest.Item) -> bool:
+        if any(map(item.get_closest_marker, ("siege", "long"))) or WHOLE_TIER & set(getattr(item, "fixturenames", ())):
+            return False
+        if item.get_closest_marker("sampled") is None:
+            return True
+        function = item.nodeid.partition("[")[0]
+        is_first = function not in sampled
+        sampled.add(function)
+        return is_first
 
     def has_place(item: pytest.Item) -> bool:
-        if is_quick and (item.get_closest_marker("siege") or WHOLE_TIER & set(getattr(item, "fixturenames", ()))):
+        if is_quick and not is_quick_enough(item):
             return False
         since = item.get_closest_marker("since_postgres")
         if since is not None and version < since.args[0]:
             return False
         return item.get_closest_marker("as_root") is None or os.geteuid() == 0
 
-    left_out = [item for item in items if not has_place(item)]
+    kept, left_out = list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        (kept if has_place(item) else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if has_place(item)]
+        items[:] = kept
 
 
 @pytest.hookimpl(wrapper=True)

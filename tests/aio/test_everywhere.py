@@ -160,6 +160,7 @@ def test_what_is_sent_again_is_there_once(opened: Any) -> None:
     assert [row["n"] for row in records(opened, "clicks")] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.sampled
 def test_many_append_at_once_and_each_is_there_once(opened: Any) -> None:
     def some(name: int) -> list[int]:
         return [

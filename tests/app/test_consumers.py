@@ -48,6 +48,7 @@ def opened(home: Path, how: str) -> Iterator[Any]:
             yield found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", ["here", "address", "forwarded"])
 def test_a_block_receives_and_acknowledges(home: Path, how: str) -> None:
     with opened(home, how) as found:
@@ -82,6 +83,7 @@ def test_a_block_receives_and_acknowledges(home: Path, how: str) -> None:
             consumers.get("search")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", ["here", "address"])
 def test_a_consumer_of_kind_latest_receives_the_newest_row_of_each_key(home: Path, how: str) -> None:
     made = json.loads(

@@ -94,6 +94,7 @@ def test_a_copy_is_told_held_back_paused_and_let_go_while_it_runs(tmp_path: Path
     assert "millstream_table_copy_rows{" not in prometheus_text(lambda: collect_status(Home(home))).decode()
 
 
+@pytest.mark.long
 def test_captured_records_are_counted_and_their_commits_timed(tmp_path: Path, postgres: Database) -> None:
     with postgres.connect() as connection:
         connection.execute("CREATE TABLE few (id int PRIMARY KEY); INSERT INTO few SELECT generate_series(1, 10)")

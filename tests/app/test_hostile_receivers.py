@@ -150,6 +150,7 @@ def answers_badly(chance: random.Random) -> tuple[Answerer, list[Request]]:
     return sometimes, accepted
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kills", [2, pytest.param(50, marks=[pytest.mark.siege, pytest.mark.timeout(1800)])])
 def test_a_hostile_webhook_gets_everything_in_order_through_kills(tmp_path: Path, kills: int) -> None:
     answerer, accepted = answers_badly(random.Random(kills))
@@ -219,6 +220,7 @@ def test_a_request_in_flight_outlives_a_pause_and_not_a_rewind(tmp_path: Path) -
 # --- Redis -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kills", [1, pytest.param(30, marks=[pytest.mark.siege, pytest.mark.timeout(1800)])])
 def test_streams_of_redis_have_everything_in_order_through_kills_of_both(tmp_path: Path, kills: int) -> None:
     import redis

@@ -93,6 +93,7 @@ def test_a_record_that_is_too_large_is_dead_and_others_go_on(home: Path, kafka_s
         assert sorted(json.loads(m.value or b"")["row"]["id"] for m in topic_of(kafka_server, topic)) == [0, 2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kills", "kills_broker"), [(2, False), pytest.param(30, True, marks=pytest.mark.siege)], ids=["server", "both"]
 )

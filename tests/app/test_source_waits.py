@@ -134,6 +134,7 @@ def goes_on(home: Path, command: Command, ids: list[int]) -> None:
     assert "tries again" not in run(home, "status").stdout
 
 
+@pytest.mark.long
 def test_what_a_person_must_decide_ends_capture_and_stays_told_until_it_is_decided(
     server: EmbeddedPostgres, tmp_path: Path
 ) -> None:

@@ -33,6 +33,7 @@ def settle(stage: Stage, history: History) -> dict[str, int]:
     return looked
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("workers", "seed"), [(1, 1), (3, 2), (4, 3)])
 def test_every_prefix_shows_rows_as_the_source_had_them(stage: Stage, workers: int, seed: int) -> None:
     history = History(random.Random(seed), keys=700)

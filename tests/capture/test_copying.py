@@ -115,6 +115,7 @@ def change(connection: psycopg.Connection[object], chance: random.Random, keys: 
 DOCS = "CREATE TABLE docs (id int PRIMARY KEY, body text, n int); ALTER TABLE docs ALTER body SET STORAGE EXTERNAL"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_copy_beside_a_live_workload_ends_equal_to_the_source(stage: Stage, workers: int) -> None:
     stage.sql(DOCS, "INSERT INTO docs SELECT i, repeat('old', 900), 0 FROM generate_series(0, 799) i", "ANALYZE docs")
@@ -333,6 +334,7 @@ def test_partitions_whose_columns_stand_in_another_order_are_copied_as_one_table
     assert stage.log.replay()["public.events"] == stage.source_rows("events", ["id", "day"])
 
 
+@pytest.mark.long
 def test_tables_made_while_another_is_copied_join_and_end_exact(stage: Stage) -> None:
     stage.sql(DOCS, "INSERT INTO docs SELECT i, repeat('old', 900), 0 FROM generate_series(0, 799) i", "ANALYZE docs")
     stage.config = replace(stage.config, copy_workers=2, chunk_rows=20)

@@ -339,6 +339,7 @@ def compare(stage: Stage, connection: psycopg.Connection[Any], keyed: Keyed) -> 
         assert stage.state(f"public.{table}") is TableState.STREAMING
 
 
+@pytest.mark.long
 def test_every_type_that_can_be_a_key_is_one(stage: Stage) -> None:
     assert every_key(stage, seed=20_240_229, rows=8, some=20) > 30
 

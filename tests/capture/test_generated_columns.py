@@ -162,6 +162,7 @@ def test_one_that_becomes_one_like_others_goes_on(stage: Stage) -> None:
     assert not marks(stage)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("running", [True, False])
 def test_a_publication_that_an_older_version_made_is_altered_and_its_tables_are_copied_again(
     stage: Stage, running: bool
@@ -207,6 +208,7 @@ def test_a_publication_that_an_older_version_made_is_altered_and_its_tables_are_
     assert marks(stage) == 1, "once, and nothing of the one that has none"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("comes", ["by the publication", "as a new column"])
 def test_it_comes_beside_a_live_workload_and_no_row_lacks_it(stage: Stage, comes: str) -> None:
     columns = (

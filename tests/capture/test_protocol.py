@@ -28,6 +28,7 @@ def once_each(stage: Stage) -> None:
     assert positions == sorted(set(positions))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(4))
 def test_transactions_in_pieces_with_savepoints_given_back_at_any_depth(stage: Stage, seed: int) -> None:
     """Five sessions run at once, each with nested savepoints that are kept or rolled back.

@@ -366,6 +366,7 @@ def test_the_prompt_takes_statements_of_several_lines_completes_and_remembers(ho
             assert third.process.wait(180) == 0
 
 
+@pytest.mark.long
 def test_the_prompt_sees_each_new_cut_and_outlives_a_query_that_is_cancelled(home: Path) -> None:
     count = "SELECT 'rows', count(*) FROM public.orders;\n"
     with terminal(home) as shown:

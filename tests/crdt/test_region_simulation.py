@@ -19,6 +19,7 @@ WANTED = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("part", range(PARTS))
 def test_regions_come_to_the_same_rows_whatever_fails(part: int, seeds: Seeds) -> None:
     count = seeds.count(300, quick=60) // PARTS

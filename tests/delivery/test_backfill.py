@@ -197,6 +197,7 @@ def test_a_rewind_ends_it_and_deleting_removes_its_file(home: Home, opened: Open
     assert not list(folder.glob("backfill-*"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(3))
 def test_a_copy_equals_the_source_however_often_the_process_is_killed(home: Home, opened: OpenHome, seed: int) -> None:
     """A kill is played by the state of some steps before: what happened since is forgotten."""

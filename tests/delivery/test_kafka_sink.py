@@ -270,6 +270,7 @@ def test_a_topic_that_can_t_be_made_stops_nothing_else(stage: KafkaStage) -> Non
     assert sink.deliver([push_message(5)]) == ACCEPTED
 
 
+@pytest.mark.sampled
 def test_a_topic_that_was_deleted_is_made_again(stage: KafkaStage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millstream.delivery.kafka.settings.ANSWERS_WITHIN_S", 5.0)  # it waits so long for the topic
     monkeypatch.setattr("millstream.delivery.kafka.sink.ANSWERS_WITHIN_S", 5.0)

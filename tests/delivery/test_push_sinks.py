@@ -209,6 +209,7 @@ def test_anything_else_is_a_failure(code: str, reason: str) -> None:
     assert reason in outcome.reason
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "code",
     [

@@ -124,6 +124,7 @@ def last_segment(home: Path, shard: int) -> Path:
     return max((home / "data" / "wal" / "shop" / f"{shard:05}").glob("*.wal"))
 
 
+@pytest.mark.long
 def test_a_captured_workload_with_and_without_its_marks(postgres: Database, home: Path, tmp_path: Path):
     workload = Workload(20_261_121, transaction_rows_max=1_500)
     source = postgres.connect()
@@ -165,6 +166,7 @@ def test_a_captured_workload_with_and_without_its_marks(postgres: Database, home
     assert same(home, "--without-mark") == lines
 
 
+@pytest.mark.long
 def test_operations_over_shards_frames_and_schema_versions_while_the_log_is_open_and_when_it_is_sealed(home: Path):
     with writing(home) as log:
         fill(log)
@@ -179,6 +181,7 @@ def test_operations_over_shards_frames_and_schema_versions_while_the_log_is_open
     assert len(same(home)) > len(lines)
 
 
+@pytest.mark.long
 def test_several_writers_alive_gone_and_killed(home: Path):
     folder = home / "data" / "wal" / "shop"
     store = MemorySequenceStore()
@@ -216,6 +219,7 @@ def test_an_upgrade_that_is_taken_back(home: Path):
     assert len(same(home)) > 1000
 
 
+@pytest.mark.long
 def test_whatever_lies_behind_the_last_frame_counts_for_nothing(home: Path):
     with writing(home) as log:
         fill(log, groups=2)
@@ -258,6 +262,7 @@ def test_of_groups_that_others_have_to_hold_only_those_that_are_shown(home: Path
         assert ["held" in line for line in lines] == [True, True]
 
 
+@pytest.mark.long
 def test_a_log_whose_front_retention_dropped(home: Path):
     folder = home / "data" / "wal" / "shop"
     with writing(home) as log:
@@ -338,6 +343,7 @@ def test_messages_raw_records_appends_and_odd_values(home: Path):
     assert '"day":"0001-01-01"' in lines[5]
 
 
+@pytest.mark.long
 def test_damage_ends_it_and_what_was_printed_before_is_right(home: Path):
     with writing(home, shards=SHARDS[:1]) as log:
         fill(log, shard_of={})

@@ -11,7 +11,7 @@ from uuid import UUID
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.app.homes import run, wait_for
 from tests.serving.serving_process import rows_of, served, web_home
@@ -132,7 +132,6 @@ def lines_of(name: str, rows: pa.Table, *, namespace: str = "public", key: tuple
     return list(Cat("web", reader, "json", moments=True).records())
 
 
-@settings(deadline=None, max_examples=50)
 @given(drawn=tables())
 def test_exported_lines_make_the_same_rows(drawn: tuple[str, bool, pa.Table]) -> None:
     name, is_keyed, rows = drawn

@@ -239,6 +239,7 @@ def test_an_imported_log_has_a_number_for_each_record(tmp_path: Path) -> None:
     assert len({seq for numbers in found.values() for seq in numbers}) == 3 * 5 * per_session
 
 
+@pytest.mark.long
 def test_an_export_without_a_catalog_is_imported_too(filled: Home, tmp_path: Path) -> None:
     bare = Home(tmp_path / "bare")
     shutil.copytree(filled.data / "wal", bare.data / "wal")
@@ -276,6 +277,7 @@ def test_a_repaired_log_is_exported_and_imported_without_what_was_lost(filled: H
     assert 0 < len(told(filled)) - len(told(home)) < 100
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("harm", ["cut", "flip", "gone", "version", "unfinished", "foreign", "columns"])
 def test_an_export_that_isnt_whole_is_refused_and_nothing_is_imported(
     exported: Path, tmp_path: Path, harm: str
@@ -358,6 +360,7 @@ def test_an_export_that_somebody_changed_with_right_checksums_is_refused_by_name
     assert home.streams_on_disk() == []
 
 
+@pytest.mark.long
 def test_an_import_that_was_cut_short_is_begun_again(exported: Path, filled: Home, tmp_path: Path) -> None:
     home = home_at(tmp_path)
     facts = read_export(exported)
@@ -464,6 +467,7 @@ def rows_of(folder: Path) -> dict[str, list[dict[str, str]]]:
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("style", ["ndjson", "csv", "line-protocol", "arrow"])
 def test_every_record_is_exported_or_counted_as_left_out(filled: Home, tmp_path: Path, style: str) -> None:
     total = sum(1 for _ in Cat("shop", reader_of(filled)).lines())

@@ -81,6 +81,7 @@ def taken(folder: str, table: str | None, after: StreamToken | None) -> list[tup
     raise AssertionError("it ended")
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None)
 @given(groups, st.sampled_from([None, "public.orders", 'public."Order Items"']), st.booleans())
 def test_a_reader_that_resumes_misses_nothing_and_repeats_only_a_begun_operation(

@@ -92,6 +92,7 @@ def test_however_a_log_is_split_into_stretches_the_latest_rows_have_the_totals(
     assert by_key(before) == model.rows
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(3))
 def test_the_lake_shows_totals_in_current_and_versions_and_increments_in_history(
     layout: LakeLayout, posts: TableSchema, records: Records, seed: int

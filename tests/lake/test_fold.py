@@ -198,6 +198,7 @@ def bounds(cuts: list[int], count: int) -> list[tuple[int, int]]:
     return list(pairwise(points))
 
 
+@pytest.mark.sampled
 @schemas
 @settings(max_examples=100, deadline=None)
 @given(steps=STEPS, cuts=CUTS)
@@ -218,6 +219,7 @@ def test_any_split_of_any_history_folds_to_the_sources_rows(
     assert canonical(texts_in(current)) == canonical(source.rows)
 
 
+@pytest.mark.sampled
 @schemas
 @pytest.mark.parametrize("large", [False, True], ids=["as a small table", "as a large table"])
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -311,6 +311,7 @@ fold_table(layout, schema, n)
 """
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "point",
     ["lake.before_history_commit", "lake.after_history_commit", "lake.before_fold_commit", "lake.after_fold_commit"],

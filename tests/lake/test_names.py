@@ -309,6 +309,7 @@ COMMIT = OpenTable.commit
 STORIES: list[Story] = [blue_green, taken_silently, swap, dropped, within_one_batch]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("story", STORIES)
 @pytest.mark.parametrize(
     ("low", "high", "late_first"),
@@ -333,6 +334,7 @@ def test_each_row_stays_its_tables_whatever_names_do(
     source.check_now()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("story", [blue_green, swap])
 def test_names_that_moved_between_two_folds_move_all_the_same(layout: LakeLayout, story: Story):
     source = Source(layout)

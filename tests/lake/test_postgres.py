@@ -194,6 +194,7 @@ class Broken(Exception):
     """A process that died."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("keyed", [True, False], ids=["keyed", "bag"])
 @pytest.mark.parametrize("seed", range(6))
 def test_rows_and_events_are_the_sources_after_every_batch(

@@ -127,6 +127,7 @@ def test_a_table_that_was_vacuumed_to_nothing_broken_or_deleted_is_built_again(
     assert damage_of(landed, view, orders) is None
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("view", "point"),
     [

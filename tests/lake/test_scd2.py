@@ -199,6 +199,7 @@ def told_by(schema: TableSchema, story: list[tuple[bool, list[tuple[int, int, in
     return source
 
 
+@pytest.mark.sampled
 @schemas
 @settings(max_examples=100, deadline=None)
 @given(story=STORIES, cuts=CUTS)

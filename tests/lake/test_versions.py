@@ -62,6 +62,7 @@ def stored(layout: LakeLayout, schema: TableSchema) -> list[Told]:
     )
 
 
+@pytest.mark.sampled
 @schemas
 @pytest.mark.parametrize("sizes", [FoldSizes(), TINY], ids=["one file", "many leaves"])
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -254,6 +255,7 @@ def test_others_read_the_versions_and_find_them_by_time_and_key(
             assert (len(rows), dict(rows)[3]) == (count, note)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("point", ["lake.fold_file_written", "lake.before_scd2_commit", "lake.after_scd2_commit"])
 def test_a_fold_that_is_killed_is_there_whole_or_not_at_all_and_leaves_nothing_behind(
     layout: LakeLayout, orders: TableSchema, records: Records, tmp_path: Path, point: str
@@ -288,6 +290,7 @@ def test_a_fold_that_is_killed_is_there_whole_or_not_at_all_and_leaves_nothing_b
     }
 
 
+@pytest.mark.sampled
 @schemas
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(story=STORIES, folded=st.integers(0, 14))

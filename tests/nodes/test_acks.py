@@ -133,6 +133,7 @@ def test_a_stream_that_asks_for_a_follower_shows_and_acknowledges_what_one_has(t
         assert opened.session_facts("web", "s").mark == 2
 
 
+@pytest.mark.long
 def test_a_session_repeats_a_write_that_waits_for_a_follower_when_another_process_takes_the_stream_over(
     tmp_path: Path,
 ) -> None:

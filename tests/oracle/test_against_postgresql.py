@@ -149,6 +149,7 @@ def judge(
     assert not any(" after " in problem for problem in check_records(records))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_decoded_changes_of_the_workload_replay_to_its_tables(postgres: Database, seed: int):
     workload = Workload(seed, transaction_rows_max=1_000, rows_max=500, add_defaults=False)
@@ -192,6 +193,7 @@ def test_decoded_changes_of_the_shop_replay_to_its_tables(postgres: Database):
         judge(connection, reader, names, steps)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("make", [lambda: Workload(5), lambda: ShopWorkload(5, customers=10, products=10, orders=10)])
 def test_a_workload_goes_on_after_its_server_was_stopped(make: Callable[[], Workload | ShopWorkload]):
     workload = make()

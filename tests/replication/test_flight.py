@@ -119,6 +119,7 @@ def test_an_idle_link_stays(impatient: FlightStage):
     assert take_until(follower, lambda found: bool(found.sizes)).same_as(arrived(sent[:1]))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_flooded", [False, True], ids=["idle", "flooded"])
 def test_a_follower_that_stands_still_is_given_up_and_its_call_ends(impatient: FlightStage, is_flooded: bool):
     with peer("follow", impatient.server.place) as (process, said):

@@ -109,6 +109,7 @@ def same_files(leader: Path, follower: Path) -> None:
         assert theirs[: len(ours)] == ours
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["in_process", "flight", "object_store"])
 def test_a_follower_has_the_leaders_bytes_and_goes_on_where_it_was(tmp_path: Path, writer: LogWriter, kind: str):
     leader, follower = tmp_path / "leader", tmp_path / "follower"

@@ -102,6 +102,7 @@ def test_a_renewed_certificate_is_taken_while_it_runs_and_a_broken_one_is_not(
         wait_for(lambda: seen().strip() in renewed)
 
 
+@pytest.mark.long
 def test_other_authorities_of_clients_are_taken_while_it_runs(tmp_path: Path, authority: Authority) -> None:
     """A removed authority's clients were accepted until the server was restarted."""
     (tmp_path / "second").mkdir()

@@ -98,6 +98,7 @@ def test_a_thousand_idle_connections_hold_nobody_up_and_more_than_may_be_are_tol
         wait_for(lambda: server.post("many", [{"a": 3}]).status_code == 200)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "sent",
     [b"POST /v1/streams/web/tables/slow HTTP/1.1\r\nHost: h", request("slow", ROW, length=100), b"G"],

@@ -378,6 +378,7 @@ def test_a_client_that_goes_away_takes_nothing(server: Served) -> None:
     client.http.delete("/left")
 
 
+@pytest.mark.long
 def test_a_consumer_outlives_a_killed_server(tmp_path: Path) -> None:
     home = web_home(tmp_path / "home", more=KEYS)
     seen: dict[str, int] = {}

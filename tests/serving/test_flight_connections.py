@@ -66,6 +66,7 @@ def test_a_cut_ends_the_connections_of_one_caller_alone() -> None:
         assert caller.recv(1) == b""
 
 
+@pytest.mark.long
 def test_tables_that_were_acknowledged_after_a_cut_outlive_a_kill(tmp_path: Path) -> None:
     """The server lost its locks on the catalog at a cut.
 

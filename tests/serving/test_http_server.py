@@ -213,6 +213,7 @@ def test_an_answer_that_would_pass_for_two_ends_the_connection(served: Served, p
     assert b"set-cookie" not in heard
 
 
+@pytest.mark.long
 def test_an_application_learns_that_its_client_is_gone(served: Served) -> None:
     for sent in (get("/waits"), get("/x", method="POST", more="Content-Length: 3\r\n") + b"a"):
         served.gone.clear()
@@ -222,6 +223,7 @@ def test_an_application_learns_that_its_client_is_gone(served: Served) -> None:
         wait_for(lambda: len(served.gone) == 1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("path", ["/waits", "/begins"])
 @pytest.mark.parametrize("behind", [b"", get("/x"), get("/x") + b"no request at all\r\n\r\n"])
 @pytest.mark.parametrize("is_reset", [True, False])
@@ -241,6 +243,7 @@ def test_an_application_learns_that_its_client_is_gone_whatever_it_has_sent_behi
         assert served.begun == [path]
 
 
+@pytest.mark.long
 def test_a_client_that_ended_its_side_gets_its_answers_whole() -> None:
     """The answer was cut off. A client that is sent something isn't given up, however long it takes."""
     steps = b"5\r\nstep \r\n" * 6 + b"0\r\n\r\n"

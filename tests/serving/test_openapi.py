@@ -92,6 +92,7 @@ def sent(server: Served, operation: Any, mode: schemathesis.GenerationMode) -> C
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", list(schemathesis.GenerationMode))
 def test_the_server_answers_as_its_document_says(server: Served, mode: schemathesis.GenerationMode) -> None:
     described = schemathesis.openapi.from_url(f"{server.url}/openapi.json")

@@ -85,6 +85,7 @@ def test_one_process_answers_one_query_after_the_other(workers: QueryWorkers) ->
     assert not list(workers.bounds.folder.iterdir())
 
 
+@pytest.mark.long
 def test_plans_that_take_gigabytes_are_refused_within_the_bound(workers: QueryWorkers) -> None:
     answered(workers)
     (child,) = children()
@@ -200,6 +201,7 @@ def test_workers_end_with_their_server(home: Home) -> None:
     wait_for(lambda: not psutil.pid_exists(int(server.stdout)), seconds=30)
 
 
+@pytest.mark.long
 def test_who_takes_nothing_is_let_go_when_the_time_is_over(home: Home) -> None:
     (home.path / "millstream.toml").write_text('[streams.web]\n[http]\nquery_timeout = "5s"\nqueries_max = 1\n')
     body = json.dumps({"sql": "select r, md5(r::varchar) m from range(1000000000000) t(r)"}).encode()

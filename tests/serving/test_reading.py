@@ -97,6 +97,7 @@ def asks(sql: str) -> bytes:
     return head.encode() + body
 
 
+@pytest.mark.long
 def test_a_query_takes_what_it_may_and_the_server_goes_on(tmp_path: Path) -> None:
     made = make_home(tmp_path / "web", BOUNDS)
     queries = made / "data/queries"

@@ -46,6 +46,7 @@ def places(events: list[tuple[str, dict[str, Any]]]) -> list[tuple[int, int]]:
     return [(data["shard"], data["offset"]) for _, data in events]
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None)
 @given(
     groups,

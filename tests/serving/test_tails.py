@@ -225,6 +225,7 @@ def test_a_comment_comes_every_while_and_a_revoked_token_ends_the_tail(
     assert "event: problem" in ended
 
 
+@pytest.mark.long
 def test_a_killed_server_is_resumed_from_the_last_event(tmp_path: Path) -> None:
     home = web_home(tmp_path / "web")
     seen: list[Event] = []

@@ -12,6 +12,7 @@ from pyspark.sql import SparkSession
 from millstream.spark.distribution import without_zipped_modules
 
 
+@pytest.mark.long
 def test_workers_import_what_the_driver_has_imported(spark: SparkSession) -> None:
     places = spark.sparkContext.parallelize([0, 1], 2).map(lambda _: str(__import__("pyspark").__file__)).collect()
     assert {Path(place) for place in places} == {Path(str(pyspark.__file__))}

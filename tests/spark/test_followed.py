@@ -43,6 +43,7 @@ def test_spark_reads_a_follower_as_its_leader(tmp_path: Path, spark: SparkSessio
         assert [row["id"] for row in ours] == list(range(20))
 
 
+@pytest.mark.long
 def test_spark_reads_nothing_that_is_older_than_a_follower_may_show(
     spark: SparkSession, home: Home, tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ def landed(home: Path, view: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.long
 def test_a_pipeline_that_has_caught_up_has_folded_the_merged_view(tmp_path: Path, spark: SparkSession) -> None:
     assert spark.sparkContext.version
     with both(tmp_path) as (one, _):

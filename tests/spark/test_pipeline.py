@@ -323,6 +323,7 @@ def test_a_jvm_that_dies_ends_the_driver_with_an_error_by_name(home: Home, tmp_p
     assert "millstream.errors.EngineError" in driver.errors
 
 
+@pytest.mark.long
 def test_a_table_that_cannot_be_written_is_told_of_while_it_is_tried_again(
     home: Home, spark_options: SparkOptions
 ) -> None:

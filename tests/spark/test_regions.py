@@ -63,6 +63,7 @@ def rows_of(region: int, count: int) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.long
 def test_spark_merges_the_logs_of_regions_as_the_pure_functions_do_to_the_bit(
     tmp_path: Path, spark: SparkSession
 ) -> None:

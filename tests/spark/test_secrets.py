@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from millstream.lake.layout import LakeLayout
 from millstream.spark.session import SparkOptions
 
@@ -30,6 +32,7 @@ stop_session(spark)
 """
 
 
+@pytest.mark.long
 def test_a_secret_is_not_among_the_words_of_sparks_process(tmp_path: Path) -> None:
     conf = {
         "spark.hadoop.fs.s3a.secret.key": "PASSWORD",

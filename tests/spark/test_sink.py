@@ -189,6 +189,7 @@ def test_a_job_is_appended_whole_here_and_through_a_server(spark: SparkSession, 
         frame.write.format("millstream").options(path=str(web), stream="web", table="here").mode("overwrite").save()
 
 
+@pytest.mark.long
 def test_tasks_that_fail_and_are_tried_again_double_nothing(spark: SparkSession, web: Path, tmp_path: Path) -> None:
     def sometimes(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:

@@ -235,6 +235,7 @@ def test_notes_of_another_stream_are_refused(spark: SparkSession, home: Home, tm
         other.close()
 
 
+@pytest.mark.long
 def test_an_operation_larger_than_the_bound_comes_whole(spark: SparkSession, home: Home, tmp_path: Path) -> None:
     items = items_of(home)
     home.commit(*(insert(items, id=number, order=0) for number in range(50)))

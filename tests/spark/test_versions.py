@@ -142,6 +142,7 @@ def test_versions_are_exact_whatever_is_killed_while_they_are_folded(
     story.check()
 
 
+@pytest.mark.long
 def test_a_running_pipeline_builds_anew_what_is_asked_for_beside_its_batches(
     home: Home, story: Story, spark_options: SparkOptions
 ) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self, cast
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -383,5 +384,5 @@ class LifeOfAPipeline(RuleBasedStateMachine):
         assert oldest is None or oldest.last_seq >= self.appended[1][-1]
 
 
-TestLifeOfAPipeline = LifeOfAPipeline.TestCase
+TestLifeOfAPipeline = pytest.mark.long(LifeOfAPipeline.TestCase)
 TestLifeOfAPipeline.settings = settings(max_examples=20, stateful_step_count=15)

@@ -64,6 +64,7 @@ def operations():
     return files.plan.operations
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("outcome", OUTCOMES)
 def test_a_crash_at_any_operation_loses_nothing_acknowledged_and_splits_no_operation(outcome: str, operations: int):
     keep, first, step = OUTCOMES[outcome]
@@ -113,6 +114,7 @@ def recovery_dies_at_each_operation(truth: Truth, found: Callable[[], MemoryFile
     raise AssertionError("recovery takes more operations than were tried")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("outcome", OUTCOMES)
 def test_a_crash_at_any_operation_of_recovery_changes_nothing_of_its_outcome(outcome: str, operations: int):
     keep, first, _ = OUTCOMES[outcome]
@@ -123,6 +125,7 @@ def test_a_crash_at_any_operation_of_recovery_changes_nothing_of_its_outcome(out
         recovery_dies_at_each_operation(truth, partial(died.crash, keep), truth.shown(died), keep)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("outcome", ["unsynced lost", "any subset, seed 1"])
 def test_what_a_recovery_that_died_had_found_is_there_though_the_machine_dies_too(outcome: str):
     """A writer is killed within a group on both shards.

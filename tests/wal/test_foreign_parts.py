@@ -111,6 +111,7 @@ def as_another(folder: str) -> dict[str, object]:
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("part", ["segment", "shard", "mark"])
 def test_a_part_that_this_user_may_not_read_is_named(shared: str, part: str) -> None:
     shard = Path(shard_folder(shared, ShardId(0)))
@@ -125,6 +126,7 @@ def test_a_part_that_this_user_may_not_read_is_named(shared: str, part: str) -> 
     assert found["write"]["code"] == "home_unreadable"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("part", ["mark", "shard"])
 def test_a_part_that_this_user_may_not_write_is_named(shared: str, part: str) -> None:
     shard = Path(shard_folder(shared, ShardId(0)))

@@ -81,4 +81,4 @@ class LifeOfALog(RuleBasedStateMachine):
 
 
 LifeOfALog.TestCase.settings = settings(max_examples=40, stateful_step_count=12)
-TestLifeOfALog = LifeOfALog.TestCase
+TestLifeOfALog = pytest.mark.long(LifeOfALog.TestCase)

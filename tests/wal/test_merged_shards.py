@@ -109,6 +109,7 @@ def by_cat(log: StreamReader) -> list[tuple[int, int]]:
 READS = [between, of_one_table, by_tokens, past_damage, without_marks, as_calls_do, by_cat]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("read", READS)
 def test_numbers_of_one_table_only_grow(
     log: StreamReader, read: Callable[[StreamReader], list[tuple[int, int]]]

@@ -300,6 +300,7 @@ def test_a_writer_that_runs_is_left_alone_and_a_whole_log_too(truth: Truth) -> N
     assert {path: files.read(path) for path in segments(files, 0)} == before
 
 
+@pytest.mark.long
 def test_a_repair_may_crash_anywhere_and_be_repeated(truth: Truth) -> None:
     pristine = MemoryFiles()
     fill(truth, pristine, groups=4)

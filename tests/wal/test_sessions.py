@@ -276,6 +276,7 @@ OUTCOMES: dict[str, tuple[Keep | None, int, int]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("outcome", OUTCOMES)
 def test_a_crash_at_any_operation_appends_no_write_twice_and_loses_none(outcome: str) -> None:
     keep, first, step = OUTCOMES[outcome]
@@ -300,6 +301,7 @@ def test_a_crash_at_any_operation_appends_no_write_twice_and_loses_none(outcome:
         committer.abandon()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["sync", "write", "any"])
 def test_after_a_failed_disk_the_next_writer_tells_what_is_there(kind: str) -> None:
     for at in range(1, 60):

@@ -287,6 +287,7 @@ def test_each_keys_order_is_kept_over_two_changes_of_the_shards_under_load(home:
         last[row["id"]] = row["n"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "point", ["routing.shards_made", "routing.recorded", "routing.in_force", "wal.before_fsync:3", "wal.after_fsync:3"]
 )

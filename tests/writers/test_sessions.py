@@ -271,6 +271,7 @@ def test_a_write_that_is_durable_somewhere_keeps_its_number_whatever_is_said_of_
     assert numbers.next == 2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("point", ["wal.before_fsync:9", "wal.after_fsync:9", "wal.before_session_copy:2", ""])
 def test_what_is_retried_by_session_is_there_once_however_often_the_writer_is_killed(home: Path, point: str) -> None:
     """Threads append through a writer process that is killed under them, at any moment or at a failpoint."""

@@ -75,6 +75,7 @@ def test_tables_are_one_operation_in_the_order_of_the_call(home: Path) -> None:
         assert AppendedTables.from_dict(told.as_dict()) == told
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("group", [["a", "b"], ["b", "a"]])
 def test_each_operation_of_a_commit_group_keeps_its_own_order(home: Path, group: list[str]) -> None:
     """Submissions of one commit group name the same tables in different orders."""
