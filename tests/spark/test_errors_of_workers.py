@@ -6,11 +6,11 @@ import traceback
 
 import pytest
 
-from millstream.errors import DestinationWentBack, LakeConflict, MillstreamError, OffsetExpired
+from millstream.errors import LakeConflict, LogTruncated, MillstreamError, OffsetExpired
 from millstream.spark.driver import _typed
 
 
-@pytest.mark.parametrize("kind", [DestinationWentBack, LakeConflict, OffsetExpired])
+@pytest.mark.parametrize("kind", [LogTruncated, LakeConflict, OffsetExpired])
 def test_an_error_of_ours_is_one_again_whatever_module_it_lives_in(kind: type[MillstreamError]) -> None:
     try:
         raise kind("it was so")

@@ -77,7 +77,7 @@ def land(
         For each table a commit or its own error; the same error for all if the transaction failed.
 
     Raises:
-        DestinationWentBack: the last cut is gone; a batch behind it would leave a gap.
+        DestinationError (`destination_went_back`): the last cut is gone; a batch behind it would leave a gap.
     """
     import psycopg
 
