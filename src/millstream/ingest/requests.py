@@ -14,7 +14,7 @@ import pyarrow as pa
 from millstream.errors import InvalidValue, MillstreamError, RowsTooLarge
 from millstream.ingest.columns import too_large
 from millstream.model.names import parse_qualified_name, qualified_name
-from millstream.model.operations import Appended, append_operations
+from millstream.model.operations import ROWS_DIGEST, Appended, append_operations
 from millstream.model.records import INSTANT
 from millstream.model.replication import AckLevel
 from millstream.model.writes import AppendBatch, TableBatch, WriteId
@@ -198,7 +198,7 @@ def operations_of(write_ids: Sequence[WriteId | None], digests: Sequence[int] | 
         if any(write_id.key for write_id in told):
             columns["idempotency_key"] = pa.array([write_id.key for write_id in told], pa.string())
         own = [None if write_id is None else digest for write_id, digest in zip(write_ids, digests, strict=True)]
-        columns["commit_end_lsn"] = pa.array(own, pa.int64())
+        columns[ROWS_DIGEST] = pa.array(own, pa.int64())
     return append_operations(count, **columns)
 
 

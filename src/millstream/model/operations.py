@@ -59,8 +59,13 @@ OPERATION_SCHEMA: Final = pa.schema(
 """One row an operation.
 
 A copy chunk's `commit_lsn` is the insert LSN read right after its snapshot, and its `commit_ts`
-that moment. Its records show the LSN and the date, and no commit time. An append with a session or
-a key has the digest of its rows as its `commit_end_lsn`.
+that moment. Its records show the LSN and the date, and no commit time.
+"""
+
+ROWS_DIGEST: Final = "commit_end_lsn"
+"""The column that holds the digest of an append's rows, if the append has a session or a key.
+
+An append has no commit, and a column of its own would cost every frame 64 bytes (`docs/decisions`, 43).
 """
 
 
@@ -213,7 +218,7 @@ def writes_in(operations: pa.RecordBatch) -> list[tuple[WriteId, int] | None]:
     sessions, keys = operations.column("session"), operations.column("idempotency_key")
     if sessions.null_count + keys.null_count == 2 * operations.num_rows:
         return [None] * operations.num_rows
-    names = ("kind", "session", "session_number", "idempotency_key", "commit_end_lsn")
+    names = ("kind", "session", "session_number", "idempotency_key", ROWS_DIGEST)
     writes: list[tuple[WriteId, int] | None] = []
     for kind, session, number, key, digest in zip(*(operations.column(n).to_pylist() for n in names), strict=True):
         if kind != OperationKind.APPEND or (key is None and (session is None or number is None)):
