@@ -25,7 +25,7 @@ from millstream.lake.delta_log import CHECKPOINT_S, LOG_RETENTION_S, log_files, 
 from millstream.lake.folded.scd2 import ENDED_FOLDER, IS_CURRENT
 from millstream.lake.folder import BOUNDED, PARTITION, day_folder, in_day
 from millstream.lake.layout import BESIDE, LakeLayout, View
-from millstream.lake.snapshots import compact_cuts
+from millstream.lake.snapshot_upkeep import compact_cuts
 from millstream.lake.types import conform
 from millstream.model.ids import TableId
 from millstream.model.schema import TableSchema
@@ -238,12 +238,20 @@ def delete_unneeded(
 
 
 def tend_cuts(
-    layout: LakeLayout, *, now_ms: int, keep_s: float = KEEP_S, log_retention_s: float = LOG_RETENTION_S
+    layout: LakeLayout,
+    *,
+    now_ms: int,
+    keep_s: float = KEEP_S,
+    log_retention_s: float = LOG_RETENTION_S,
+    kept_s: float | None = None,
 ) -> int:
-    """Keep `_commits` in few files; return how many data files were deleted. It may run during commits of cuts."""
+    """Keep `_commits` in few files; return how many data files were deleted. It may run during commits of cuts.
+
+    Arguments as of `tend_table`, and `kept_s`: history's retention in seconds, after which cuts go too; None: no bound.
+    """
     path, app = layout.commits_path, layout.commits_app_id
     with contextlib.suppress(LakeConflict):
-        compact_cuts(layout)
+        compact_cuts(layout, now=datetime.fromtimestamp(now_ms / 1000, UTC), kept_s=kept_s)
     deleted = delete_unneeded(layout, path, app, now_ms=now_ms, keep_s=keep_s)
     opened = open_table(layout, path, app)
     if opened is not None:

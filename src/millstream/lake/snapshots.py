@@ -1,7 +1,12 @@
 """Commit cuts: one row `(n, table versions)` once all tables of a batch have it, in the Delta table `_commits`.
 
-A query reads all tables as in the last row. Each row lists all tables, including the unchanged ones that the batch
+A query reads all tables as in the last row. A row stands for all tables, including the unchanged ones that the batch
 didn't touch, so that an idle table holds nothing back.
+
+A *full* row lists all tables. Any other row lists those that differ from the last full row before it, its `base`, so
+that any cut is two look-ups by number. A row is full if the rows since the last full one would otherwise be larger
+than a full one: a lake with few tables has full rows only, and with 1,000 tables of which one changes at a time a row
+has 6 KB on average, not 140.
 """
 
 from __future__ import annotations
@@ -10,33 +15,32 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any, Final
+from functools import lru_cache
+from typing import Any, Final, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from deltalake import write_deltalake
 
 from millstream.errors import LakeTableForeign
-from millstream.lake.data_files import TableFiles, files_of
-from millstream.lake.delta import WRITER, OpenTable, create_table, lake_errors, open_table
+from millstream.lake.data_files import TableFiles, new_name, swap
+from millstream.lake.delta import OpenTable, create_table, lake_errors, live_files, open_table
 from millstream.lake.layout import LakeLayout, TableCommit
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.records import INSTANT
 
-_SCHEMA: Final = pa.schema(
+CUT_SCHEMA: Final = pa.schema(
     [
         pa.field("number", pa.int64(), nullable=False),
         pa.field("n", pa.int64(), nullable=False),
         pa.field("committed_at", INSTANT, nullable=False),
         pa.field("commit_ts_max", INSTANT),
+        pa.field("base", pa.int64(), nullable=False),
         pa.field("tables", pa.string(), nullable=False),
     ]
 )
-_COMPACT_FILES: Final = 500
-"""Number of rows, one a file, after which the table's small files are compacted to one."""
-_COMPACTED_BYTES: Final = 8 << 20
-"""Files of this size aren't rewritten: the cost of compaction doesn't grow with the lake's age."""
+CUT_BOUNDS: Final = ("number", "n", "committed_at", "commit_ts_max", "base")
+"""The columns with bounds in every file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,31 +107,34 @@ def commit_cut(
             layout,
             layout.commits_path,
             layout.commits_app_id,
-            _SCHEMA,
+            CUT_SCHEMA,
             description=f"Which table versions stand at one position, written by Millstream (stream {layout.stream_name}).",
-            bounded=("number", "n"),
+            bounded=CUT_BOUNDS,
         )
-    last = _read_last(layout, opened)
+    found = _read_last(layout, opened)
+    last = None if found is None else found.cut
     tables = merged({} if last is None else last.tables, commits)
     if last is not None and (last.n > n or (last.n == n and tables == last.tables)):
         return last
     times = [time for time in (commit_ts_max, None if last is None else last.commit_ts_max) if time is not None]
     cut = Cut(1 if last is None else last.number + 1, n, committed_at, max(times, default=None), tables)
+    base, text = cut.number, ""
+    if found is not None:
+        text = _changes(found.full, tables)
+        base = found.base
+    if found is None or len(text) * (cut.number - base) >= found.full_bytes:
+        base, text = cut.number, encode_tables(tables)
     row = {
         "number": [cut.number],
         "n": [int(n)],
         "committed_at": [cut.committed_at],
         "commit_ts_max": [cut.commit_ts_max],
-        "tables": [encode_tables(cut.tables)],
+        "base": [base],
+        "tables": [text],
     }
-    with lake_errors(layout.commits_path):
-        write_deltalake(
-            opened.table,
-            pa.table(row, schema=_SCHEMA),
-            mode="append",
-            writer_properties=WRITER,
-            commit_properties=opened.commit(n),
-        )
+    files = TableFiles(layout, opened.path, CUT_BOUNDS)
+    written = files.write(pa.table(row, schema=CUT_SCHEMA), CUT_SCHEMA, new_name())
+    swap(opened, opened.commit(n), add=[written])
     return cut
 
 
@@ -138,7 +145,8 @@ def last_cut(layout: LakeLayout) -> Cut | None:
         LakeTableForeign: another program wrote into `_commits`.
     """
     opened = _open(layout)
-    return None if opened is None else _read_last(layout, opened)
+    found = None if opened is None else _read_last(layout, opened)
+    return None if found is None else found.cut
 
 
 def cut_at(layout: LakeLayout, n: Seq) -> Cut | None:
@@ -154,17 +162,17 @@ def cut_from(layout: LakeLayout, n: Seq) -> Cut | None:
         return None
     best: tuple[int, str] | None = None
     reached = int(n)
-    files = [file for file in files_of(opened, "n") if file.high is None or file.high >= n]
-    for file in sorted(files, key=lambda file: file.low or 0):
+    files = [file for file in cut_files(opened) if file.n[1] >= n]
+    for file in sorted(files, key=lambda file: file.n[0]):
         # Several cuts may be at one position, each in a file of its own.
-        if best is not None and file.low is not None and file.low > reached:
+        if best is not None and file.n[0] > reached:
             break
         for batch in TableFiles(layout, opened.path).batches(file.path, ["number", "n"]):
             here = pc.greater_equal(batch.column("n"), int(n))
             number = pc.min(batch.column("number").filter(here)).as_py()
             if number is not None and (best is None or number < best[0]):
                 best, reached = (number, file.path), pc.min(batch.column("n").filter(here)).as_py()
-    return None if best is None else _row(layout, opened, *best)
+    return None if best is None else _row(layout, opened, best[0]).cut
 
 
 def cut_at_time(layout: LakeLayout, at: datetime) -> Cut | None:
@@ -193,14 +201,42 @@ def cuts_between(layout: LakeLayout, after: Seq, upto: Seq) -> list[Seq]:
     return sorted({Seq(n) for n in found.column("n").to_pylist()})
 
 
-def compact_cuts(layout: LakeLayout, *, files: int = _COMPACT_FILES) -> None:
-    """Compact `_commits`' small files to one, if there are many."""
-    opened = _open(layout)
-    if opened is not None and len(opened.table.file_uris()) >= files:
-        with lake_errors(layout.commits_path):
-            opened.table.optimize.compact(
-                target_size=_COMPACTED_BYTES, writer_properties=WRITER, commit_properties=opened.upkeep()
+@dataclass(frozen=True, slots=True)
+class CutFile:
+    """A live file of `_commits`, with the least and the greatest values that its log has of it."""
+
+    path: str
+    rows: int
+    size_bytes: int
+    number: tuple[int, int]
+    n: tuple[int, int]
+    committed_at: tuple[datetime, datetime]
+    commit_ts_from: datetime | None
+    """The least `commit_ts_max`; None if a row has none."""
+    base_from: int
+    """The least `base`: of the file's first row, which may refer to an earlier file."""
+
+
+def cut_files(opened: OpenTable) -> list[CutFile]:
+    """Return the live files of `_commits`, by their least numbers."""
+    actions = live_files(opened)
+    if "min.number" not in actions.column_names:
+        return []
+    found = []
+    for row in actions.sort_by("min.number").to_pylist():
+        bounds = {name: (row[f"min.{name}"], row[f"max.{name}"]) for name in ("number", "n", "committed_at")}
+        times = None if row["null_count.commit_ts_max"] else row.get("min.commit_ts_max")
+        found.append(
+            CutFile(
+                row["path"],
+                row["num_records"],
+                row["size_bytes"],
+                **bounds,
+                commit_ts_from=times,
+                base_from=row["min.base"],
             )
+        )
+    return found
 
 
 def merged(tables: Mapping[str, CutTable], commits: Iterable[TableCommit]) -> dict[str, CutTable]:
@@ -212,22 +248,19 @@ def merged(tables: Mapping[str, CutTable], commits: Iterable[TableCommit]) -> di
     under earlier names.
     """
     result = dict(tables)
+    folders: dict[TableId, set[str]] = {}
+    for folder, table in tables.items():
+        folders.setdefault(table.table_id, set()).add(folder)
     for commit in sorted(commits, key=lambda commit: commit.view != "history"):
         if commit.version < 0:
             continue  # nothing was written, and nothing was there
         had = result.get(commit.folder)
         if commit.view == "history":
-            others = [f for f, t in result.items() if t.table_id == commit.table_id and f != commit.folder]
-            if any(result[folder].since > commit.since for folder in others):
-                continue
-            for folder in others:
-                del result[folder]  # renamed at the source
-            if had is None or had.table_id != commit.table_id:
-                if had is not None and (had.since, had.table_id) > (commit.since, commit.table_id):
-                    continue
-                had = CutTable(commit.table_id, commit.name, -1 if had is None else had.history)
-        elif had is None or had.table_id != commit.table_id:
-            continue  # folded under a name that it no longer has
+            had = _taken_over(result, folders, commit)
+        elif had is not None and had.table_id != commit.table_id:
+            had = None  # folded under a name that it no longer has
+        if had is None:
+            continue
         if commit.view == "history":
             if commit.n >= had.history_n:
                 newer = commit.n > had.history_n
@@ -242,21 +275,49 @@ def merged(tables: Mapping[str, CutTable], commits: Iterable[TableCommit]) -> di
     return result
 
 
+def _taken_over(result: dict[str, CutTable], folders: dict[TableId, set[str]], commit: TableCommit) -> CutTable | None:
+    """Return the entry of a commit to history, whose folder is the table's from then on; None if it comes too late.
+
+    Args:
+        result: entries by folder; those of the table's earlier names are removed.
+        folders: the same, by table.
+        commit: to history.
+    """
+    had = result.get(commit.folder)
+    mine = folders.setdefault(commit.table_id, set())
+    others = mine - {commit.folder}
+    if any(result[folder].since > commit.since for folder in others):
+        return None
+    for folder in others:
+        del result[folder]  # renamed at the source
+        mine.remove(folder)
+    if had is not None and had.table_id == commit.table_id:
+        return had
+    if had is not None and (had.since, had.table_id) > (commit.since, commit.table_id):
+        return None
+    if had is not None:
+        folders[had.table_id].discard(commit.folder)
+    mine.add(commit.folder)
+    return CutTable(commit.table_id, commit.name, -1 if had is None else had.history)
+
+
 def _open(layout: LakeLayout) -> OpenTable | None:
     return open_table(layout, layout.commits_path, layout.commits_app_id)
 
 
-def _last_where(layout: LakeLayout, opened: OpenTable, column: str, bound: Any) -> Cut | None:
+def _last_where(
+    layout: LakeLayout, opened: OpenTable, column: Literal["n", "commit_ts_max"], bound: int | datetime
+) -> Cut | None:
     """Return the cut of the greatest number whose `column` isn't above `bound`; it grows with the number.
 
-    Three narrow columns of few files are read: the files with the greatest numbers first, until one has such a cut.
+    Three narrow columns of one file are read as a rule: files whose bounds are above are skipped.
     """
-    lows = {file.path: file.low for file in files_of(opened, column)}
-    best: tuple[int, str] | None = None
-    for file in sorted(files_of(opened, "number"), key=lambda file: -(file.high or 0)):
-        if best is not None and (file.high or 0) < best[0]:
+    best: int | None = None
+    for file in sorted(cut_files(opened), key=lambda file: -file.number[1]):
+        if best is not None and file.number[1] < best:
             break
-        if lows[file.path] is not None and lows[file.path] > bound and column == "n":
+        low: Any = file.n[0] if column == "n" else file.commit_ts_from
+        if low is not None and low > bound:
             continue
         for batch in TableFiles(layout, opened.path).batches(file.path, ["number", "committed_at", column]):
             values = batch.column(column)
@@ -264,52 +325,90 @@ def _last_where(layout: LakeLayout, opened: OpenTable, column: str, bound: Any) 
                 values = pc.coalesce(values, batch.column("committed_at"))
             fits = batch.column("number").filter(pc.less_equal(values, pa.scalar(bound, values.type)))
             number = pc.max(fits).as_py()
-            if number is not None and (best is None or number > best[0]):
-                best = (number, file.path)
-    return None if best is None else _row(layout, opened, *best)
+            if number is not None and (best is None or number > best):
+                best = number
+    return None if best is None else _row(layout, opened, best).cut
 
 
-def _row(layout: LakeLayout, opened: OpenTable, number: int, path: str) -> Cut:
-    """Return one cut from its file."""
-    for batch in TableFiles(layout, opened.path).batches(path, _SCHEMA.names, rows=1024, least=("number", number)):
-        found = batch.filter(pc.equal(batch.column("number"), number))
-        if found.num_rows:
-            return _decode(found.to_pylist()[0])
-    raise LakeTableForeign(f"cut {number} disappeared from {opened.path}", path=opened.path)
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A cut with what its row builds on."""
+
+    cut: Cut
+    base: int
+    """The number of the last full row."""
+    full: Mapping[str, CutTable]
+    """The tables of that row."""
+    full_bytes: int
+    """Size in characters of that row's text."""
 
 
-def _read_last(layout: LakeLayout, opened: OpenTable) -> Cut | None:
+def _row(layout: LakeLayout, opened: OpenTable, number: int) -> _Row:
+    """Return one cut: its row, and the full row that it builds on."""
+    row = _raw_row(layout, opened, number)
+    text = row["tables"] if row["base"] == number else _raw_row(layout, opened, row["base"])["tables"]
+    full = decode_tables(text)
+    tables = full
+    if row["base"] != number:
+        changes = json.loads(row["tables"])
+        gone = {folder for folder, facts in changes.items() if facts is None}
+        tables = {folder: table for folder, table in full.items() if folder not in gone}
+        tables |= {folder: _table(facts) for folder, facts in changes.items() if facts is not None}
+    cut = Cut(row["number"], Seq(row["n"]), row["committed_at"], row["commit_ts_max"], tables)
+    return _Row(cut, row["base"], full, len(text))
+
+
+def _raw_row(layout: LakeLayout, opened: OpenTable, number: int) -> dict[str, Any]:
+    for file in cut_files(opened):
+        if not file.number[0] <= number <= file.number[1]:
+            continue
+        columns = CUT_SCHEMA.names
+        for batch in TableFiles(layout, opened.path).batches(file.path, columns, rows=1024, least=("number", number)):
+            found = batch.filter(pc.equal(batch.column("number"), number))
+            if found.num_rows:
+                row: dict[str, Any] = found.to_pylist()[0]
+                return row
+    raise LakeTableForeign(f"cut {number} disappeared from {opened.path}", path=opened.path, version=opened.version)
+
+
+def _read_last(layout: LakeLayout, opened: OpenTable) -> _Row | None:
     if opened.n is None:
         return None
-    rows: list[dict[str, Any]] = []
-    for file in files_of(opened, "n"):
-        if file.high is None or file.high >= opened.n:
-            for batch in TableFiles(layout, opened.path).batches(file.path, _SCHEMA.names, least=("n", int(opened.n))):
-                rows += batch.filter(pc.equal(batch.column("n"), int(opened.n))).to_pylist()
-    if not rows:
+    number = max((file.number[1] for file in cut_files(opened)), default=0)
+    row = _row(layout, opened, number)
+    if row.cut.n != opened.n:
         raise LakeTableForeign(
             f"the cut at {opened.n} disappeared from {opened.path}", path=opened.path, version=opened.version
         )
-    return _decode(max(rows, key=lambda row: int(row["number"])))
+    return row
 
 
 def encode_tables(tables: Mapping[str, CutTable]) -> str:
     """Return a cut's tables as text."""
-    facts = {}
-    for folder, t in sorted(tables.items()):
-        numbers = (t.history, t.current, t.current_n, t.scd2, t.scd2_n, t.history_n, t.since)
-        facts[folder] = [int(t.table_id), t.name, *map(int, numbers)]
+    return _text({folder: _facts(table) for folder, table in sorted(tables.items())})
+
+
+@lru_cache(maxsize=4)
+def decode_tables(text: str) -> Mapping[str, CutTable]:
+    """Parse the tables of such a text. The last texts are remembered: successive cuts have one full row in common."""
+    return {folder: _table(facts) for folder, facts in json.loads(text).items()}
+
+
+def _changes(full: Mapping[str, CutTable], tables: Mapping[str, CutTable]) -> str:
+    """Return the tables that differ from those of a full row; a table that is no longer there is null."""
+    changed: dict[str, Any] = {f: _facts(t) for f, t in tables.items() if full.get(f) != t}
+    return _text(changed | dict.fromkeys(full.keys() - tables.keys()))
+
+
+def _text(facts: Mapping[str, Any]) -> str:
     return json.dumps(facts, separators=(",", ":"), ensure_ascii=False)
 
 
-def decode_tables(text: str) -> dict[str, CutTable]:
-    """Parse the tables of such a text."""
-    return {
-        folder: CutTable(TableId(table_id), name, *numbers)
-        for folder, (table_id, name, *numbers) in json.loads(text).items()
-    }
+def _facts(t: CutTable) -> list[int | str]:
+    numbers = (t.history, t.current, t.current_n, t.scd2, t.scd2_n, t.history_n, t.since)
+    return [int(t.table_id), t.name, *map(int, numbers)]
 
 
-def _decode(row: Mapping[str, Any]) -> Cut:
-    tables = decode_tables(row["tables"])
-    return Cut(row["number"], Seq(row["n"]), row["committed_at"], row["commit_ts_max"], tables)
+def _table(facts: list[Any]) -> CutTable:
+    table_id, name, *numbers = facts
+    return CutTable(TableId(table_id), name, *numbers)

@@ -309,6 +309,7 @@ class FoldThread:
                     now_ms=time.time_ns() // 1_000_000,
                     keep_s=rules.keep_s,
                     log_retention_s=rules.log_retention_s,
+                    kept_s=self._config.history_retention_s,
                 )
 
     def _droppable(self, entry: PipelineTable, schema: TableSchema) -> HistoryBound | None:
