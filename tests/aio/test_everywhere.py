@@ -81,6 +81,7 @@ def records(home: Any, table: str, **asks: Any) -> list[dict[str, Any]]:
     return [row for batch in home.read("web", table=table, **asks) for row in batch.to_pylist()]
 
 
+@pytest.mark.sampled
 def test_rows_of_every_kind_are_read_as_they_were_appended(opened: Any) -> None:
     for place, (kind, made) in enumerate(KINDS.items()):
         ack = opened.append("web", f"t{place}", made())
@@ -97,6 +98,7 @@ def test_rows_of_every_kind_are_read_as_they_were_appended(opened: Any) -> None:
     assert [stream["name"] for stream in opened.status()["streams"]] == ["web"]
 
 
+@pytest.mark.sampled
 def test_several_tables_are_one_operation_with_rows_of_every_kind(opened: Any) -> None:
     tables = {f"t{place}": made() for place, made in enumerate(KINDS.values())}
     ack = opened.append_all("web", tables, idempotency_key="k")
@@ -141,6 +143,7 @@ def test_what_is_refused_is_refused_alike_and_the_next_goes_on(opened: Any) -> N
     assert [row["id"] for row in records(opened, "users")] == [1, 2, 3]
 
 
+@pytest.mark.sampled
 def test_what_is_sent_again_is_there_once(opened: Any) -> None:
     first = opened.append("web", "clicks", {"n": 1}, idempotency_key="order 1")
     again = opened.append("web", "clicks", {"n": 1}, idempotency_key="order 1")

@@ -90,11 +90,13 @@ def copy_in_chunks(stage: Stage, columns: str, values: str) -> None:
     assert stage.log.replay()["public.keys"] == stage.source_rows("keys", names)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("what", KEYS)
 def test_a_copy_in_chunks_finds_every_row_once(stage: Stage, what: str) -> None:
     copy_in_chunks(stage, *KEYS[what])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("what", ICU_KEYS)
 def test_a_copy_in_chunks_finds_every_row_once_under_any_collation(icu_stage: Stage, what: str) -> None:
     icu_stage.sql("CREATE COLLATION no_case (provider = icu, locale = 'und-u-ks-level2', deterministic = false)")

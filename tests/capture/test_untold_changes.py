@@ -69,6 +69,7 @@ AS_THEY_WERE = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("change", TYPES)
 def test_what_a_type_is_made_of_changes_rows(stage: Stage, change: str) -> None:
     made, happens, reason = TYPES[change]

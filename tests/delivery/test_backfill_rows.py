@@ -76,6 +76,7 @@ def rows_of(path: Path, wanted: Wanted, reader: StreamReader, lake: OpenLake) ->
     return sorted((json.loads(row.record)["row"] | {"group": row.group} for row in found), key=str)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("fold", [True, False])
 @pytest.mark.parametrize("where", [None, "paid = true and total < 4"])
 def test_the_lake_and_the_log_give_the_same_rows(

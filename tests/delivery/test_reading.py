@@ -125,6 +125,7 @@ def test_messages_are_the_records_of_the_log_in_its_order(
     assert upto == StreamReader(str(tmp_path / "wal")).persisted_upto()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("append", [fill, fill_by_application])
 @pytest.mark.parametrize(
     "fields", [{}, {"tables": ["public.orders"]}, {"where": "note is not null"}, {"tables": ['public."Order Items"']}]

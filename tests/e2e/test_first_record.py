@@ -11,6 +11,7 @@ from tests.e2e.harness import Home
 from millstream.testing.pytest_plugin import Database
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("spark")
 def test_rows_follow_the_source_through_restarts(postgres: Database, tmp_path: Path) -> None:
     source = postgres.connect()

@@ -123,7 +123,9 @@ def test_nested_types_that_use_a_value_many_times_are_refused(what: str) -> None
         written_bytes(pa.record_batch({"a": SHARED[what]}))
 
 
-@pytest.mark.parametrize("what", MANY)
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=pytest.mark.long) if what == "objects in many rows" else what for what in MANY]
+)
 def test_a_small_body_takes_some_tens_of_megabytes_at_most(what: str) -> None:
     body = body_of(MANY[what])
     assert len(body) < BODY_BYTES_MAX

@@ -326,6 +326,7 @@ def land_at(
     commit_cut(layout, Seq(n), landed, committed_at=time + timedelta(seconds=1), commit_ts_max=time)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("folded", [False, True])
 def test_the_past_is_shown_with_the_columns_and_the_name_that_the_table_had(
     layout: LakeLayout, orders: TableSchema, records: Records, evolved: Callable[..., TableSchema], *, folded: bool

@@ -156,6 +156,7 @@ def test_a_restart_goes_on_exactly_whatever_became_of_sparks_notes(
         model.check(home.path)
 
 
+@pytest.mark.long
 def test_a_lake_that_was_moved_away_is_built_again(home: Home, spark_options: SparkOptions) -> None:
     models = two_tables(home)
     config = config_of(home.path, home.stream, spark_options)

@@ -267,6 +267,7 @@ def test_a_batch_that_spark_runs_again_is_there_once(
     assert Counter(row["id"] for row in records(web, "t")) == Counter([*range(5000), *range(6000)])
 
 
+@pytest.mark.long
 def test_a_replay_that_comes_out_otherwise_leaves_what_is_there(spark: SparkSession, web: Path, tmp_path: Path) -> None:
     source, checkpoint = tmp_path / "source", tmp_path / "checkpoint"
     source_files(spark, source, 1)

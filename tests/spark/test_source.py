@@ -201,6 +201,7 @@ def test_a_query_goes_on_where_its_notes_end(spark: SparkSession, home: Home, tm
     assert len({number for batch in seen for number in batch}) == 15
 
 
+@pytest.mark.long
 def test_a_batch_that_was_begun_is_replayed_with_its_own_bounds(
     spark: SparkSession, home: Home, tmp_path: Path
 ) -> None:
@@ -220,6 +221,7 @@ def test_a_batch_that_was_begun_is_replayed_with_its_own_bounds(
     assert seen[2] == seen[1]
 
 
+@pytest.mark.long
 def test_notes_of_another_stream_are_refused(spark: SparkSession, home: Home, tmp_path: Path) -> None:
     orders, items = orders_of(home), items_of(home)
     home.commits(some_transactions(orders, items, 1, 1))

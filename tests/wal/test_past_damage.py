@@ -237,6 +237,7 @@ def named_by(losses: list[Loss]) -> set[Range]:
     return {(of.byte, of.offset_from, of.offset_to) for of in losses if of.offset_from not in (None, of.offset_to)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("hit", ["head", "directory", "payload", "segment header", "footer", "schema", "tail"])
 @pytest.mark.parametrize("state", ["open", "sealed", "closed"])
 def test_readers_name_the_range_that_verify_names(truth: Truth, state: str, hit: str) -> None:

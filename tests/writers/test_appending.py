@@ -251,6 +251,7 @@ def test_who_appends_steps_aside_for_run_and_goes_on_through_it(home: Path) -> N
     judge(home, {"me": told})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_what_was_acknowledged_is_there_when_who_writes_is_killed(home: Path, number: signal.Signals) -> None:
     done(home, "append", "clicks", "--stream", "web", "/dev/null")

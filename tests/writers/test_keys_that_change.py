@@ -59,6 +59,7 @@ def layout_of(home: LandedHome) -> LakeLayout:
     return lake_layout(home.home, "shop", home.home.config.streams["shop"], reader.stream_id)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("folds", ["at once", "one by one"])
 def test_rows_are_the_sources_folded_rebuilt_and_as_versions(postgres: Database, tmp_path: Path, folds: str) -> None:
     run(postgres, *MAKE)
