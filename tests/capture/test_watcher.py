@@ -46,6 +46,33 @@ def test_a_look_that_fails_by_a_bug_ends_capture_with_it(stage: Stage) -> None:
     assert isinstance(running.error, ZeroDivisionError)
 
 
+class CountingCatalog(Catalog):
+    """A catalog that counts the calls that find or create a table, each a write transaction."""
+
+    calls = 0
+
+    def table_for(self, *args: Any, **kwargs: Any) -> TableRow:
+        self.calls += 1
+        return super().table_for(*args, **kwargs)
+
+
+def test_a_look_at_tables_that_are_as_before_writes_nothing(stage: Stage) -> None:
+    """Each look had a write transaction a table: with 1,000 idle tables 15 % of a core."""
+    catalog = CountingCatalog(stage.folder / "catalog.db")
+    stage.catalog = catalog
+    stage.sql(*(f"CREATE TABLE idle{number} (id int PRIMARY KEY)" for number in range(5)))
+    looks: list[str] = []
+    stage.config = replace(stage.config, on_moment=lambda moment, _details: looks.append(moment))
+    running = stage.start()
+    wait_until(lambda: stage.state("public.idle4") is TableState.STREAMING, "it runs")
+    before, begun = catalog.calls, looks.count("look")
+    wait_until(lambda: looks.count("look") > begun + 3, "it looks")
+    assert catalog.calls == before
+    stage.sql("ALTER TABLE idle0 RENAME TO other")
+    wait_until(lambda: stage.state("public.other") is TableState.STREAMING, "the table has its new name")
+    running.stop()
+
+
 class LateCatalog(Catalog):
     """A catalog whose captured tables have an older state, while `late` is set."""
 

@@ -50,6 +50,12 @@ class SchemaRegistry:
         self._lock = threading.Lock()
         self._facts: dict[int, SourceTable] = {}
         self._rows: dict[int, TableRow] = {row.relation_oid: row for row in self._captured()}
+        self._shards = {row.id: row.shard for row in self._rows.values()}
+        """A table's shard never changes."""
+        known = catalog.sources(stream)
+        mine = [(row.system_identifier, row.database) for row in known if row.id == source]
+        self._branches = {row.id for row in known if (row.system_identifier, row.database) in mine}
+        """The sources that are this database, on any timeline."""
         self._answers: dict[int, _CachedSchema] = {}
         self._messages: TableSchema | None = None
         self._keys = {
@@ -77,12 +83,23 @@ class SchemaRegistry:
         rows = self._captured()
         with self._lock:
             self._rows = {row.relation_oid: row for row in rows}
+            self._shards |= {row.id: row.shard for row in rows}
         return rows
 
     def table_row(self, facts: SourceTable) -> TableRow:
-        """Return the catalog's row of a source table, which is created if it is new."""
+        """Return the catalog's row of a source table, which is created if it is new.
+
+        A row as last refreshed is returned without a call of the catalog, if it still has the table's name.
+        """
         with self._lock:
             self._facts[facts.oid] = facts
+            row = self._rows.get(facts.oid)
+        if (
+            row is not None
+            and row.source in self._branches
+            and (row.namespace, row.name) == (facts.namespace, facts.name)
+        ):
+            return row
         return self._row(facts.oid, facts.namespace, facts.name, has_identity=facts.usable)
 
     def schema_for(self, relation: Relation) -> TableSchema | None:
@@ -141,7 +158,7 @@ class SchemaRegistry:
 
     def shard_of(self, table: TableId) -> ShardId:
         """Return the shard on which a table lies."""
-        return next((row.shard for row in self.rows() if row.id == table), FIRST_SHARD)
+        return self._shards.get(table, FIRST_SHARD)
 
     def _captured(self) -> list[TableRow]:
         return [row for row in self._catalog.tables(self.stream) if row.is_captured]
@@ -159,6 +176,7 @@ class SchemaRegistry:
         )
         with self._lock:
             self._rows[oid] = row
+            self._shards[row.id] = row.shard
         return row
 
     def _resolve(self, relation: Relation, row: TableRow | None, facts: SourceTable | None) -> TableSchema | None:
