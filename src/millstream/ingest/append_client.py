@@ -117,16 +117,13 @@ class AsyncAppendClient:
 
     Args:
         path: the socket's.
-        connections_max: how many requests are under way at a time; others wait.
         patience_s: how long an answer may take beyond a call's deadline.
     """
 
-    def __init__(
-        self, path: Path, *, connections_max: int = CONNECTIONS_MAX, patience_s: float = ANSWER_PATIENCE_S
-    ) -> None:
+    def __init__(self, path: Path, *, patience_s: float = ANSWER_PATIENCE_S) -> None:
         self._path, self._patience_s = path, patience_s
         self._idle: list[socket.socket] = []
-        self._room = asyncio.Semaphore(connections_max)
+        self._room = asyncio.Semaphore(CONNECTIONS_MAX)
         self._closed = False
 
     async def append_batch(

@@ -127,9 +127,8 @@ class Cutter:
     recognized.
     """
 
-    def __init__(self, asked: PutRequest, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(self, asked: PutRequest) -> None:
         self._asked = asked
-        self._piece_bytes = piece_bytes
         self._number = asked.number
         self._batches = 0
 
@@ -153,7 +152,7 @@ class Cutter:
         if metadata:
             key = self._own(metadata, key)
         count = rows.num_rows
-        step = max(1, min(count, count * self._piece_bytes // max(1, rows.nbytes), _PIECE_ROWS))
+        step = max(1, min(count, count * PIECE_BYTES // max(1, rows.nbytes), _PIECE_ROWS))
         for row in range(0, count, step):
             part = key if count <= step else f"{key}/{row}"
             piece = rows.slice(row, step)

@@ -309,19 +309,11 @@ def columns_for(
     return ValidTable(table, range(table.num_rows), ())
 
 
-def table_of_valid(
-    rows: Rows,
-    *,
-    table_made: Callable[[Any], pa.Table] = table_of,
-    column_made: Callable[[str, list[Any]], pa.Array] = column_of,
-    may_be_empty: bool = False,
-) -> ValidTable:
+def table_of_valid(rows: Rows, *, may_be_empty: bool = False) -> ValidTable:
     """Return as `table_of`, without rows whose values have another kind than most of their column, or none.
 
     Args:
         rows: as there.
-        table_made: makes columns of rows that fit together; raises `InvalidValue` otherwise.
-        column_made: makes a column from its values, likewise.
         may_be_empty: whether no row may be left.
 
     Raises:
@@ -340,7 +332,7 @@ def table_of_valid(
         return ValidTable(table, range(table.num_rows), ())
     listed: list[Any] = list(rows)  # type: ignore[arg-type]
     try:
-        return ValidTable(table_made(listed), range(len(listed)), ())
+        return ValidTable(table_of(listed), range(len(listed)), ())
     except InvalidValue:
         pass
     clashes: dict[int, Clash] = {}
@@ -355,28 +347,26 @@ def table_of_valid(
     check_names(list(names))
     for name in names:
         values = [row.get(name) if place not in clashes else None for place, row in enumerate(listed)]
-        clashes |= dict(_clashing_values(name, values, column_made))
+        clashes |= dict(_clashing_values(name, values))
     rejected = tuple(RejectedRow(place, *clash) for place, clash in sorted(clashes.items()))
     places = [place for place in range(len(listed)) if place not in clashes]
     if len(rejected) > REJECTED_MAX or not (places or may_be_empty):
         raise _refusal(rejected, len(listed))
     if not places:
         return ValidTable(pa.table({}), (), rejected)
-    return ValidTable(table_made([listed[place] for place in places]), places, rejected)
+    return ValidTable(table_of([listed[place] for place in places]), places, rejected)
 
 
-def _clashing_values(
-    name: str, values: list[Any], column_made: Callable[[str, list[Any]], pa.Array]
-) -> list[tuple[int, Clash]]:
+def _clashing_values(name: str, values: list[Any]) -> list[tuple[int, Clash]]:
     """Return the values that prevent a column from being made, by place."""
-    if _why_not(column_made, name, values) is None:
+    if _why_not(name, values) is None:
         return []
     holds_objects = any(isinstance(value, Mapping) for value in values)
     kinds = [None if value is None else _kind(value, holds_objects=holds_objects) for value in values]
     # The most frequent kind that is supported at all, and the first among equals.
     first = dict(reversed(list(zip(kinds, values, strict=True))))
     order = [kind for kind, _ in Counter(kind for kind in kinds if kind is not None).most_common()]
-    most = next((kind for kind in order if _why_not(column_made, name, [first[kind]]) is None), order[0])
+    most = next((kind for kind in order if _why_not(name, [first[kind]]) is None), order[0])
     found = []
     kept: list[tuple[int, Any]] = []
     for place, (kind, value) in enumerate(zip(kinds, values, strict=True)):
@@ -390,7 +380,7 @@ def _clashing_values(
     parts = [(0, len(kept))]
     while parts:
         start, end = parts.pop()
-        error = _why_not(column_made, name, [value for _, value in kept[start:end]])
+        error = _why_not(name, [value for _, value in kept[start:end]])
         if error is None:
             continue
         if end - start == 1:
@@ -401,9 +391,9 @@ def _clashing_values(
     return found
 
 
-def _why_not(column_made: Callable[[str, list[Any]], pa.Array], name: str, values: list[Any]) -> InvalidValue | None:
+def _why_not(name: str, values: list[Any]) -> InvalidValue | None:
     try:
-        column_made(name, values)
+        column_of(name, values)
     except InvalidValue as error:
         return error
     return None

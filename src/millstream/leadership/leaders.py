@@ -30,7 +30,7 @@ _PATIENCE_S = 2.0
 """How long to wait for a catalog that nothing depends on."""
 
 
-def leaders_of(home: Home, name: str, catalog: Catalog | None = None) -> LeaderMap:
+def leaders_of(home: Home, name: str) -> LeaderMap:
     """Return who has led a stream, and whom to write to last; empty if the home is no node.
 
     It comes from this node's role, and from the catalog if that knows more.
@@ -38,7 +38,6 @@ def leaders_of(home: Home, name: str, catalog: Catalog | None = None) -> LeaderM
     Args:
         home: the node's home.
         name: the stream's.
-        catalog: the home's, if it is open; None: it is asked if it answers at once.
 
     Raises:
         RoleUnreadable: the role's file is damaged.
@@ -47,7 +46,7 @@ def leaders_of(home: Home, name: str, catalog: Catalog | None = None) -> LeaderM
     if node is None:
         return LeaderMap()
     me, fact = NodeName(node), Roles(home).of(name)
-    known = leaders_known(fact, me).joined(_noted(home, name, catalog))
+    known = leaders_known(fact, me).joined(_noted(home, name))
     leads = leader_by(fact, me, known)
     if leads is None:
         return known
@@ -97,15 +96,14 @@ def note_leaders(home: Home, name: str, catalog: Catalog | None = None) -> None:
         logger.warning("who leads can't be noted in the catalog", stream=name, code=error.code, error=error.message)
 
 
-def _noted(home: Home, name: str, catalog: Catalog | None) -> LeaderMap:
+def _noted(home: Home, name: str) -> LeaderMap:
+    """Return the catalog's map; empty if the catalog doesn't answer at once."""
     try:
         stream = _stream_id(home, name)
         if stream is None or not home.has_catalog():
             return LeaderMap()
         from millstream.catalog.leaders import StreamLeaders
 
-        if catalog is not None:
-            return StreamLeaders(catalog, stream).map()
         with home.open_catalog(busy_timeout_s=_PATIENCE_S) as opened:
             return StreamLeaders(opened, stream).map()
     except MillstreamError as error:

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -58,9 +58,6 @@ from millstream.workers import Worker
 _OBJECT_BYTES: Final = 8 << 20
 """Bytes up to which waiting shipments go into one object: a store takes tens of milliseconds for any object."""
 _PIECE_BYTES: Final = 8 << 20
-
-SegmentBytes = Callable[[ShardId, Offset], Iterable[Bytes] | None]
-"""Returns a sealed segment's bytes, if the leader has its file; None if it hasn't."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +199,6 @@ class StoredLink:
         node: the leading node.
         claimant: as `claim`'s.
         window_bytes: bound of the bytes that wait to be written.
-        segment_bytes: reads sealed segments more cheaply than from the store.
         epoch: the epoch under which `node` leads; None: taken from the first shipment.
 
     Raises:
@@ -217,14 +213,12 @@ class StoredLink:
         *,
         window_bytes: int,
         claimant: str = "",
-        segment_bytes: SegmentBytes | None = None,
         epoch: Epoch | None = None,
     ) -> None:
         self._objects = objects
         self._layout = layout
         self._node = node
         self._claimant = claimant
-        self._segment_bytes = segment_bytes
         self._stored = stored_of(objects, layout, epoch)
         self._is_branching = False
         """Whether what is stored isn't the log yet."""
@@ -411,9 +405,8 @@ class StoredLink:
         for (shard, base), pieces in todo.items():
             if self._ended.is_set():
                 return
-            own = None if self._segment_bytes is None else self._segment_bytes(shard, base)
             name = self._layout.segment(shard, group_of(pieces[-1].name)[0], base)
-            self._objects.put_large(name, self._put_together(pieces) if own is None else own)
+            self._objects.put_large(name, self._put_together(pieces))
             with self._lock:
                 self._stored.sealed.add((shard, base))
                 self._stored.ended.discard((shard, base))

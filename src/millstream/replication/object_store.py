@@ -21,14 +21,14 @@ from millstream.ports import FollowerLink, LeaderLink
 from millstream.replication import object_layout
 from millstream.replication.object_history import begin_branch, history_of
 from millstream.replication.object_layout import Layout
-from millstream.replication.object_leader import SegmentBytes, StoreContents, StoredLink, stored_of
+from millstream.replication.object_leader import StoreContents, StoredLink, stored_of
 from millstream.replication.object_reader import POLLS_S, StoreReader
 from millstream.replication.object_scrub import Scrub, Scrubbed
 from millstream.replication.objects import Objects, open_objects
 from millstream.replication.queues import WINDOW_BYTES
 from millstream.wal.files import RealFiles
 
-__all__ = ["ObjectStoreTransport", "SegmentBytes"]
+__all__ = ["ObjectStoreTransport"]
 
 _ONE_REGION = RegionId(0)
 
@@ -57,8 +57,6 @@ class ObjectStoreTransport:
         polls_s: interval between a reader's searches for new shipments.
         upto: for readers: as if no higher epoch existed, so that they read what a promotion has set
             aside; None: the current log.
-        segment_bytes: reads the leader's sealed segments more cheaply than from the store, in
-            pieces; returns None for a missing one.
 
     Raises:
         UsageError, UsageError (`missing_extra`), StoreUnusable: as `open_objects`.
@@ -76,7 +74,6 @@ class ObjectStoreTransport:
         window_bytes: int = WINDOW_BYTES,
         polls_s: float = POLLS_S,
         upto: Epoch | None = None,
-        segment_bytes: SegmentBytes | None = None,
     ) -> None:
         self._objects: Objects = open_objects(url, options)
         self._layout = Layout(stream, region)
@@ -85,7 +82,6 @@ class ObjectStoreTransport:
         self._window_bytes = window_bytes
         self._polls_s = polls_s
         self._upto = upto
-        self._segment_bytes = segment_bytes
         self._lock = threading.Lock()
         self._link: StoredLink | None = None
         self._readers: list[StoreReader] = []
@@ -121,7 +117,6 @@ class ObjectStoreTransport:
                     self._node,
                     window_bytes=self._window_bytes,
                     claimant=self._claimant,
-                    segment_bytes=self._segment_bytes,
                     epoch=self._epoch,
                 )
                 return self._link

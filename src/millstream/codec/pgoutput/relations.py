@@ -292,9 +292,7 @@ def encode_raw(relation: Relation, change: bytes) -> bytes:
     return _LENGTH.pack(len(relation.encoded)) + relation.encoded + change
 
 
-def decode_raw(
-    message: bytes, type_names: Mapping[int, str] | None = None
-) -> tuple[Relation, Insert | Update | Delete | Truncate]:
+def decode_raw(message: bytes) -> tuple[Relation, Insert | Update | Delete | Truncate]:
     """Return the parts that `encode_raw` joined; raises `ProtocolViolation` for anything else."""
     if len(message) < _LENGTH.size:
         raise ProtocolViolation("a raw row is too short")
@@ -303,4 +301,4 @@ def decode_raw(
     change = parse_message(message[_LENGTH.size + length :] or b"\0")
     if not isinstance(relation, Relation) or not isinstance(change, Insert | Update | Delete | Truncate):
         raise ProtocolViolation("a raw row holds no relation with its change")
-    return with_type_names(relation, type_names or {}), change
+    return relation, change

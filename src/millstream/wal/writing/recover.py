@@ -72,10 +72,6 @@ class RecoveredShard:
     shard: ShardId
     end_offset: Offset
     last_footer_hash: bytes
-    last_base: Offset
-    """Base offset of the last segment (0 if there is none)."""
-    last_byte_end: int
-    """End of the frames of the last segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -480,18 +476,14 @@ def _seal_tail(files: Files, tail: _Tail) -> RecoveredShard:
         if tail.sealed is not None:
             _write_footer_again(files, tail)
         files.sync_dir(tail.folder)
-        base = Offset(0) if tail.sealed is None else tail.sealed.base_offset
-        return RecoveredShard(tail.shard, tail.sealed_end, tail.previous_hash, base, tail.sealed_byte_end)
+        return RecoveredShard(tail.shard, tail.sealed_end, tail.previous_hash)
     _keep_torn(files, tail)
     if not tail.frames:
         files.remove(tail.open.path)
         files.sync_dir(tail.folder)
-        base = tail.open.base_offset if tail.sealed is None else tail.sealed.base_offset
-        return RecoveredShard(tail.shard, tail.sealed_end, tail.previous_hash, base, tail.sealed_byte_end)
+        return RecoveredShard(tail.shard, tail.sealed_end, tail.previous_hash)
     footer = _rewrite(files, tail)
-    return RecoveredShard(
-        tail.shard, tail.end_offset, SegmentFooter.encoded_hash(footer), tail.open.base_offset, tail.byte_end
-    )
+    return RecoveredShard(tail.shard, tail.end_offset, SegmentFooter.encoded_hash(footer))
 
 
 def _write_footer_again(files: Files, tail: _Tail) -> None:
