@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -31,6 +32,8 @@ BLOCK: Final = 7
 """Slots that share one exploring budget."""
 DECIMALS: Final = 9
 """Digits of a draw that count, so that the last bits of a build of scipy don't."""
+TABLES_KEPT: Final = 16
+"""Quadratures that are kept: a user without trials, and a feed of another seed, have known ones. Each is up to a megabyte."""
 EVER: Final = 1 << 62
 """More impressions than any arm has."""
 TRIALS_TO_EXPLORE: Final = 3
@@ -132,6 +135,12 @@ class Draws:
         return int(np.argmax(np.round(betaincinv(a, b, uniform), DECIMALS)))
 
 
+@lru_cache(maxsize=TABLES_KEPT)
+def odds_of(a: bytes, b: bytes) -> GreatestOfBetas:
+    """Return the chances of arms, given their parameters as the bytes of arrays."""
+    return GreatestOfBetas(np.frombuffer(a), np.frombuffer(b))
+
+
 class Table:
     """The arms while a feed is filled: items that are left, slots that each arm has taken."""
 
@@ -147,7 +156,7 @@ class Table:
         """First parameter of each arm's Beta distribution."""
         self.b: Final[Floats] = np.array([1 + arm.losses for arm in arms], np.float64)
         """Second parameter."""
-        self._odds: Final = GreatestOfBetas(self.a, self.b)
+        self._odds: Final = odds_of(self.a.tobytes(), self.b.tobytes())
 
     def exploring_slots(self, block: int, budget: int) -> int:
         """Return how many of a block's next slots explore: none or all of them if only one kind of arm is left."""

@@ -319,7 +319,7 @@ class Ranked(Sequence[int]):
             return rows
         vectors, centroids = self._items.embeddings.values, confirmed.astype(np.float32)
         parts = [rows[begin : begin + MULTIPLIED_AT_ONCE] for begin in range(0, len(rows), MULTIPLIED_AT_ONCE)]
-        rough = np.concatenate([(centroids @ vectors[part].T).max(axis=0) for part in parts])
+        rough = np.concatenate([(centroids @ vectors.take(part, axis=0).T).max(axis=0) for part in parts])
         least = np.partition(rough, -self._limit)[-self._limit]
         near: Ints = rows[rough >= least - SINGLE_PRECISION]
         return near
