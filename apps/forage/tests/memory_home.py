@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cache
+from itertools import count
 from typing import Any
 
 import pyarrow as pa
@@ -84,17 +85,29 @@ class MemoryHome:
 
 
 class MemorySession:
-    """A session that never repeats a write."""
+    """A session, which appends what has one number once."""
 
     def __init__(self, home: MemoryHome, stream: str) -> None:
         self._home = home
         self._stream = stream
+        self._next = count(1)
+        self._durable: set[int] = set()
 
-    def append_all(self, tables: Mapping[str, pa.Table]) -> AppendedTables:
+    def append_all(self, tables: Mapping[str, pa.Table], *, number: int | None = None) -> AppendedTables:
         if self._home.expire_sessions:
             self._home.expire_sessions = False
             raise SessionExpired("the session hasn't written for days")
-        return self._home.append_all(self._stream, tables)
+        given = next(self._next) if number is None else number
+        if given in self._durable:
+            tables = {}
+        before = self._home.end
+        try:
+            return self._home.append_all(self._stream, tables)
+        except AppendOutcomeUnknown as error:
+            raise AppendOutcomeUnknown(error.message, number=given) from None
+        finally:
+            if self._home.end > before:
+                self._durable.add(given)
 
 
 class MemoryRegion(MemoryHome):

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 from apps.forage.tests.memory_home import MemoryHome, SetClock, engine_on
 
+from millstream.errors import AppendOutcomeUnknown
 from millstream_forage.clock import DAY_NS, MINUTE_NS
 from millstream_forage.corpus import default_corpus
 from millstream_forage.embedding import DIMENSIONS
@@ -390,6 +391,24 @@ def test_a_forgotten_session_is_replaced(engine: ForageEngine, home: MemoryHome)
     engine.hide(USER, 1)
     assert not home.expire_sessions
     assert not shows(engine, 1)
+
+
+@pytest.mark.parametrize("is_durable", [False, True])
+def test_an_engine_goes_on_once_the_outcome_of_an_append_is_known(
+    engine: ForageEngine, home: MemoryHome, is_durable: bool
+):
+    """It used to answer nothing more until it was opened again."""
+    home.lose_next, home.silence_next = not is_durable, is_durable
+    with pytest.raises(AppendOutcomeUnknown):
+        engine.signal(USER, 1, "save", idempotency_key="k")
+    home.lose_next = not is_durable
+    if home.lose_next:
+        with pytest.raises(AppendOutcomeUnknown):
+            engine.items()
+    again = engine.signal(USER, 1, "save", idempotency_key="k")
+    assert (again.signal_id, again.duplicate) == (1, True)
+    assert engine.signal(USER, 2, "save").signal_id == 2
+    assert [row["id"] for row in home.rows("signals")] == [1, 2]
 
 
 def test_a_closed_engine_answers_nothing(engine: ForageEngine):

@@ -63,11 +63,11 @@ class KeyReused(ForageError):
 
 
 class EngineFailed(ForageError):
-    """An earlier append has an unknown outcome, so the engine no longer has the state of its log."""
+    """The engine is closed."""
 
     code = "engine_failed"
     status = 503
-    default_hint = "Close the engine and open it again: it reads its state from the log."
+    default_hint = "Open it again: it reads its state from the log."
 
 
 class SourceUnreadable(ForageError):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from millstream import AppendedTables, OpenHome, StreamToken
-from millstream.errors import AppendOutcomeUnknown, SessionExpired, UnknownStream, UnknownTable
+from millstream.errors import AppendOutcomeUnknown, DedupWindowExpired, SessionExpired, UnknownStream, UnknownTable
 from millstream_forage.errors import EngineFailed
 from millstream_forage.state import State
 from millstream_forage.tables import SCHEMAS, STREAM
@@ -42,7 +43,8 @@ class FoldedLog:
         self._others: Final = [f"{STREAM}@{region}" for region in regions]
         # A session sends an append again if the process that writes the log ends before it answers.
         self._session = home.session(STREAM)
-        self._failed = False
+        # Rows of an append whose outcome is unknown, with its number in the session.
+        self._unknown: tuple[Mapping[str, pa.Table], int] | None = None
         self._closed = False
         self.state: Final = State()
         self.at: StreamToken = home.append_all(STREAM, {}).token
@@ -61,15 +63,22 @@ class FoldedLog:
         self._closed = True
 
     def catch_up(self) -> None:
-        """Fold what other processes have appended.
+        """Fold what other processes have appended, after the outcome of an earlier append is known.
 
         Raises:
-            EngineFailed: the log is closed, or the outcome of an earlier append is unknown.
+            EngineFailed: the log is closed.
+            AppendOutcomeUnknown: the outcome of an earlier append is still unknown.
+            MillstreamError: the log can't be read or written.
         """
         if self._closed:
             raise EngineFailed("the engine is closed")
-        if self._failed:
-            raise EngineFailed("the outcome of an append is unknown")
+        if self._unknown is not None:
+            # Under the same number, the rows are in the log once, whether they were before or not. Until then an id of theirs
+            # must not be handed out again.
+            tables, number = self._unknown
+            with suppress(DedupWindowExpired):  # it was durable long ago
+                self._appended(tables, number)
+            self._unknown = None
         token = self._home.token(STREAM)
         if token != self.at:
             self._fold_upto(token)
@@ -81,8 +90,7 @@ class FoldedLog:
         """Append rows of several tables as one operation, and fold them once they are durable.
 
         Raises:
-            AppendOutcomeUnknown: they may or may not be durable. From then on `catch_up` fails: a new fold of the log
-                has the outcome.
+            AppendOutcomeUnknown: they may or may not be durable. The next `catch_up` appends them if they aren't.
             MillstreamError: nothing was appended.
         """
         tables = {name: pa.RecordBatch.from_pylist(part, schema=SCHEMAS[name]) for name, part in rows.items() if part}
@@ -92,14 +100,16 @@ class FoldedLog:
         if not self._fold_own(tables, ack):
             self._fold_upto(ack.token)
 
-    def _appended(self, tables: Mapping[str, pa.Table]) -> AppendedTables:
+    def _appended(self, tables: Mapping[str, pa.Table], number: int | None = None) -> AppendedTables:
+        """Append; with a number, what was sent under it before."""
         try:
-            return self._session.append_all(tables)
-        except SessionExpired:  # after days without an append
-            self._session = self._home.session(STREAM)
-            return self._session.append_all(tables)
-        except AppendOutcomeUnknown:
-            self._failed = True
+            try:
+                return self._session.append_all(tables, number=number)
+            except SessionExpired:  # after days without an append
+                self._session = self._home.session(STREAM)
+                return self._session.append_all(tables)
+        except AppendOutcomeUnknown as error:
+            self._unknown = tables, error.details["number"]
             raise
 
     def _fold_own(self, tables: Mapping[str, pa.RecordBatch], ack: AppendedTables) -> bool:
