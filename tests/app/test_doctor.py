@@ -10,7 +10,7 @@ import pytest
 from tests.cli.in_process import command
 
 from millstream.app import doctor as doctors
-from millstream.app.alerts.kept import Kept
+from millstream.app.alerts.alert_file import Kept
 from millstream.app.doctor import Diagnosis, examine
 from millstream.app.status import held_scope
 from millstream.catalog import TableState

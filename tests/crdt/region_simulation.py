@@ -46,7 +46,7 @@ from millstream.model.positions import Seq
 from millstream.model.replication import NodeName
 from millstream.protocol.replication.promises import Lineage, Promise
 from millstream.regions.ends import still_says
-from millstream.wal.writing.times import GroupTimes
+from millstream.wal.writing.hybrid_times import GroupTimes
 
 _BEGAN_NS = 1_700_000_000 * 10**9
 _LASTS_S = 3.0

@@ -15,7 +15,7 @@ from millstream.leadership.role_files import Roles
 from millstream.model.replication import Document, NodeName
 from millstream.nodes.backfill import fill
 from millstream.nodes.follower_state import FollowerState
-from millstream.nodes.stores import store_of
+from millstream.nodes.object_stores import store_of
 from millstream.protocol.replication.promises import SESSIONS, Role, RoleFact
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME

@@ -20,8 +20,8 @@ from millstream.errors import LinkLost, StoreUnavailable
 from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId
 from millstream.model.positions import Seq
 from millstream.model.replication import Document, Hello, NodeName
+from millstream.nodes.object_stores import FetchedStream, fetch, lineage_document, stored_lineage
 from millstream.nodes.restoring import restore_stream
-from millstream.nodes.stores import FetchedStream, fetch, lineage_document, stored_lineage
 from millstream.protocol.replication.promises import SESSIONS, UNPROMISED, Promise, Rank, RoleFact
 from millstream.protocol.replication.shipping import Heard, StoredUpto
 from millstream.replication.archiver import WalArchiver

@@ -22,7 +22,7 @@ from millstream.testing.files import Crash
 from millstream.wal.mending.inspect import verify
 from millstream.wal.reader import StreamReader
 from millstream.wal.retain import drop_segments
-from millstream.wal.writing.commit import GroupCommitter
+from millstream.wal.writing.group_commit import GroupCommitter
 
 
 @dataclass

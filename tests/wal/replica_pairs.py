@@ -11,7 +11,7 @@ from millstream.testing.files import MemoryFiles
 from millstream.wal.reader import StreamReader
 from millstream.wal.replica.log import ReplicaLog
 from millstream.wal.replica.shipping import ShipSource
-from millstream.wal.writing.commit import GroupCommitter
+from millstream.wal.writing.group_commit import GroupCommitter
 from millstream.wal.writing.options import LogOptions
 
 Rows = dict[tuple[int, int, int], str]

@@ -38,7 +38,7 @@ from millstream.wal.reader import StreamReader
 from millstream.wal.replica.log import ReplicaLog
 from millstream.wal.replica.shipping import ShipSource
 from millstream.wal.retain import drop_segments
-from millstream.wal.writing.commit import GroupCommitter
+from millstream.wal.writing.group_commit import GroupCommitter
 
 Rows = dict[tuple[int, int, int], str]
 

@@ -19,7 +19,7 @@ from millstream.testing.sequencing import MemorySequenceStore
 from millstream.wal.reader import StreamReader
 from millstream.wal.replica.shipping import durable_marks
 from millstream.wal.shard_locks import lock_shards
-from millstream.wal.writing.commit import GroupCommitter
+from millstream.wal.writing.group_commit import GroupCommitter
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.own_shards import WriterIdentity
 from millstream.wal.writing.sequence_allocator import SharedNumbers

@@ -29,7 +29,7 @@ from millstream.testing.log import MemoryReservations, plain_operations, plain_r
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader
 from millstream.wal.table_records import TableRecords
-from millstream.wal.writing.commit import GroupCommitter
+from millstream.wal.writing.group_commit import GroupCommitter
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.own_shards import WriterIdentity
 from millstream.wal.writing.sequence_allocator import BlockNumbers

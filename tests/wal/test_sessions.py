@@ -32,8 +32,8 @@ from millstream.testing.files import Crash, FaultPlan, MemoryFiles, keep_any, lo
 from millstream.testing.log import MemoryReservations, plain_rows, plain_table
 from millstream.wal.reader import StreamReader
 from millstream.wal.retain import SESSIONS_HOLDER, Sweep, drop_segments
-from millstream.wal.writing.commit import GroupCommitter, WriterIdentity
 from millstream.wal.writing.deduplication import DeduplicatedCommits
+from millstream.wal.writing.group_commit import GroupCommitter, WriterIdentity
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.sequence_allocator import BlockNumbers
 from millstream.wal.writing.session_file import covered_upto, read_copy, session_path

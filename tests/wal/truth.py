@@ -12,7 +12,7 @@ from millstream.testing.clock import ManualClock
 from millstream.testing.files import MemoryFiles
 from millstream.testing.log import MemoryReservations, plain_ops, plain_spilled, plain_table
 from millstream.wal.reader import StreamReader
-from millstream.wal.writing.commit import GroupCommitter
+from millstream.wal.writing.group_commit import GroupCommitter
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.own_shards import WriterIdentity
 from millstream.wal.writing.sequence_allocator import BlockNumbers

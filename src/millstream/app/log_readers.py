@@ -9,7 +9,7 @@ from millstream.model.ids import parse_region_log_name
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
-    from millstream.wal.index import OnDamage
+    from millstream.wal.frame_index import OnDamage
     from millstream.wal.reader import StreamReader
 
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from millstream.app.alerts.kept import delivery_facts, found_conditions
+from millstream.app.alerts.alert_file import delivery_facts, found_conditions
 from millstream.app.local_client import home_consumers
 from millstream.errors import ConfigError, Fenced, LogError, MillstreamError, ReadOnly
 from millstream.home.home import Home

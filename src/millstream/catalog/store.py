@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Self
 
 from millstream.catalog.adoption import Adoption
-from millstream.catalog.copies import Copies
 from millstream.catalog.database import BUSY_TIMEOUT_S, CatalogDatabase
 from millstream.catalog.facts import Facts
 from millstream.catalog.holders import Holders
 from millstream.catalog.sources import Sources
 from millstream.catalog.streams import Streams
+from millstream.catalog.table_copies import Copies
 from millstream.catalog.tables import Tables
 from millstream.catalog.tokens import Tokens
 from millstream.catalog.values import HomeIdentity

@@ -21,9 +21,9 @@ from millstream.ingest.increments import NAMED, unnamed
 from millstream.ingest.one_operation import check_one_place, not_one_operation
 from millstream.ingest.requests import check_batch, operations_of, part_of, without_tables
 from millstream.ingest.schemas import FITTED_BYTES_MAX, TableRules, fitted, fitted_bytes, grown
+from millstream.ingest.signals import check_weights
 from millstream.ingest.uninterruptible import uninterruptible
 from millstream.ingest.valid_rows import Refusals, ValidPart, valid_part, without_clashes
-from millstream.ingest.weights import check_weights
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId, WriterId
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.operations import (

@@ -28,7 +28,7 @@ from millstream.ingest.columns import Rows, check_names, column_of, kind_of, tab
 from millstream.ingest.increments import NAMED, NO_INCREMENTS, as_increments, rejected_as_increments, takes, type_of
 from millstream.ingest.requests import said
 from millstream.ingest.schemas import WriteRules, fits, grown
-from millstream.ingest.weights import weight_faults
+from millstream.ingest.signals import weight_faults
 from millstream.model.operations import Appended, RejectedRow
 from millstream.model.schema import TableSchema
 from millstream.model.writes import AppendBatch

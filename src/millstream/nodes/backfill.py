@@ -16,7 +16,7 @@ from millstream.leadership.role_files import Roles
 from millstream.model.positions import Seq
 from millstream.model.replication import AckKind, AckLevel
 from millstream.nodes.follower_state import FollowerState
-from millstream.nodes.stores import FetchedStream, fetch, stored_lineage
+from millstream.nodes.object_stores import FetchedStream, fetch, stored_lineage
 from millstream.protocol.replication.promises import LINEAGE, SESSIONS, Role, RoleFact
 from millstream.wal.replica.log import ReplicaLog
 from millstream.wal.writing.session_file import covered_in

@@ -42,8 +42,8 @@ from millstream.model.ids import RegionId, region_log_name
 from millstream.model.replication import Hello, NodeName, region_node
 from millstream.nodes.backfill import fill, has_log
 from millstream.nodes.follower_state import FollowerState
-from millstream.nodes.instances import instance_of
-from millstream.nodes.stores import store_of
+from millstream.nodes.home_identity import instance_of
+from millstream.nodes.object_stores import store_of
 from millstream.processes.catalog_watch import watched_catalog
 from millstream.processes.control import ControlServer
 from millstream.processes.locks import LOCK_PATIENCE_S, RoleLock, holder, nobody_writes

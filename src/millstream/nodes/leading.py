@@ -209,7 +209,7 @@ class _StreamShipping:
     @contextlib.contextmanager
     def _archiving(self, fact: RoleFact, shipper: WalShipper, documents: _Documents | _Kept) -> Iterator[WalArchiver]:
         """Ship to the object store during the block."""
-        from millstream.nodes.stores import lineage_document, store_of
+        from millstream.nodes.object_stores import lineage_document, store_of
 
         archiver = WalArchiver(
             self._name,

@@ -12,7 +12,7 @@ from millstream.leadership.node_calls import state_of_node, this_node
 from millstream.leadership.promotion_check import two_leaders
 from millstream.leadership.role_files import Roles
 from millstream.model.replication import region_node
-from millstream.nodes.instances import instance_of
+from millstream.nodes.home_identity import instance_of
 from millstream.protocol.replication.promises import Role
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _disagreement(home: Home, node: str, stream: str, state: NodeState) -> Mills
 
 
 def _store(home: Home, stream: str, url: str) -> NodeFinding:
-    from millstream.nodes.stores import store_of, stored_lineage
+    from millstream.nodes.object_stores import store_of, stored_lineage
 
     check = f"object store of {stream}"
     try:

@@ -10,7 +10,7 @@ from millstream.leadership.node_calls import NodeState, address_of, promise_in, 
 from millstream.leadership.role_files import Roles
 from millstream.model.ids import GroupNumber
 from millstream.model.positions import Seq
-from millstream.nodes.instances import instance_of
+from millstream.nodes.home_identity import instance_of
 from millstream.nodes.staleness import has_followed_since_boot
 from millstream.processes.locks import holder, once_let_go
 from millstream.protocol.replication.promises import Promise, Role

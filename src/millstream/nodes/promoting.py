@@ -276,7 +276,7 @@ class _Attempt:
         return Answered(node, _report(state))
 
     def _claim(self, promise: Promise) -> Event:
-        from millstream.nodes.stores import store_of, stored_lineage
+        from millstream.nodes.object_stores import store_of, stored_lineage
 
         try:
             with contextlib.closing(store_of(self._home, self._stream)) as store:
@@ -310,7 +310,7 @@ class _Attempt:
     def _fill(self) -> Event:
         """Fetch what the object store has and this node lacks."""
         from millstream.nodes.backfill import fill
-        from millstream.nodes.stores import store_of
+        from millstream.nodes.object_stores import store_of
 
         with contextlib.closing(store_of(self._home, self._stream)) as store:
             once_let_go(lambda: fill(self._home, self._stream, store, tell=self._tell), _STEPS_ASIDE_S)

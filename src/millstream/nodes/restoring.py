@@ -19,7 +19,7 @@ from millstream.model.ids import Epoch, GroupNumber, RegionId, check_stream_name
 from millstream.model.positions import Seq
 from millstream.nodes.catalog_document import CATALOG, adopt_catalog
 from millstream.nodes.consumers_document import take_consumers
-from millstream.nodes.stores import FetchedStream, fetch
+from millstream.nodes.object_stores import FetchedStream, fetch
 from millstream.private_files import make_folder, replace_file
 from millstream.protocol.replication.promises import CONSUMERS, SESSIONS, RoleFact
 from millstream.replication.object_store import ObjectStoreTransport

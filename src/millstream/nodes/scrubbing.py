@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from millstream.errors import UnknownStream
 from millstream.model.addresses import mask_address
-from millstream.nodes.stores import store_of
+from millstream.nodes.object_stores import store_of
 from millstream.wal.reader import StreamReader
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from millstream.leadership.role_files import Roles, replication_folder
 from millstream.model.durations import duration_s
 from millstream.model.ids import RegionId, parse_region_log_name, region_log_name
 from millstream.model.region_ages import RegionAge
-from millstream.nodes.instances import boot_id
+from millstream.nodes.home_identity import boot_id
 from millstream.private_files import replace_file
 from millstream.protocol.replication.promises import Role
 

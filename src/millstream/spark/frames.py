@@ -24,7 +24,7 @@ import pyarrow as pa
 from millstream.model.ids import SchemaVersion, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableKind, TableSchema
-from millstream.wal.index import SchemaPlace
+from millstream.wal.frame_index import SchemaPlace
 from millstream.wal.reader import LogSpan, StreamReader, TablePart, TableRecords
 
 MARKER: Final = TableId(0)

@@ -10,8 +10,8 @@ Rules:
   recognised, however the rows are then divided into tasks. If its rows differ (because of a clock
   or randomness), the rows in the log stay. Under an `idempotency_id` the batch is rejected, because
   it may be another query's.
-- A micro-batch of up to `staged.PART_BYTES` is one operation: readers see it whole or not at all. A
-  larger one is several operations, each with a key of its own (see `millstream.spark.staged`).
+- A micro-batch of up to `staged_rows.PART_BYTES` is one operation: readers see it whole or not at all. A
+  larger one is several operations, each with a key of its own (see `millstream.spark.staged_rows`).
 
 Options: see `SinkOptions`.
 """
@@ -54,7 +54,7 @@ import millstream
 from millstream import failpoints
 from millstream.errors import DedupWindowExpired, EngineError, IdempotencyKeyReused, UsageError
 from millstream.model.replication import AckLevel
-from millstream.spark.staged import Staged, forget_abandoned, parts_of, stage
+from millstream.spark.staged_rows import Staged, forget_abandoned, parts_of, stage
 
 if TYPE_CHECKING:
     from millstream.client.protocol import HomeCalls

@@ -16,7 +16,7 @@ from millstream.model.ids import ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
-from millstream.wal.index import OnDamage
+from millstream.wal.frame_index import OnDamage
 from millstream.wal.layout import MARK_NAME, SegmentFile, list_segments, list_shards, shard_folder
 from millstream.wal.mark import is_mark_damaged, missing_shards, read_dropped, read_mark, read_readable, stream_cut
 from millstream.wal.segment_scan import ScannedFrame, scan_segment

@@ -24,7 +24,7 @@ from millstream.ports import Files
 from millstream.wal.commit_moments import numbers_around
 from millstream.wal.decoded_frames import DecodedFrames
 from millstream.wal.files import RealFiles
-from millstream.wal.index import (
+from millstream.wal.frame_index import (
     OnDamage,
     SchemaPlace,
     ShardIndex,
@@ -35,7 +35,6 @@ from millstream.wal.index import (
 )
 from millstream.wal.layout import SegmentFile, shard_folder
 from millstream.wal.mark import writer_cuts
-from millstream.wal.merging import Place, by_shard_or_group, group_records
 from millstream.wal.readable_range import ReadableRange
 from millstream.wal.salvage import KnownSchemas
 from millstream.wal.segment_reader import (
@@ -47,6 +46,7 @@ from millstream.wal.segment_reader import (
     whole_before,
 )
 from millstream.wal.segment_scan import ScannedFrame
+from millstream.wal.shard_merge import Place, by_shard_or_group, group_records
 from millstream.wal.table_records import TablePart, TableRecords, sum_of_parts, within_offsets
 from millstream.wal.truncation_watch import HistoryWatch, TruncationWatch
 

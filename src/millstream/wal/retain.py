@@ -31,7 +31,7 @@ from millstream.protocol.retention import (
     oldest_of,
 )
 from millstream.wal.files import RealFiles, SystemClock
-from millstream.wal.index import damage, read_header
+from millstream.wal.frame_index import damage, read_header
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
 from millstream.wal.mark import MarkFile, read_dropped, read_mark, read_readable
 from millstream.wal.misplacement import REPLACED

@@ -18,7 +18,7 @@ from millstream.ports import Files
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SegmentFile, list_shards, segment_path, shard_folder
 from millstream.wal.mark import missing_shards, read_dropped, read_mark
-from millstream.wal.mending.placing import Move, place_segments
+from millstream.wal.mending.misplaced_segments import Move, place_segments
 from millstream.wal.misplacement import stream_of
 from millstream.wal.salvage import CheckedFrame, KnownSchemas, Salvaged, salvage_segment
 from millstream.wal.segment_scan import NO_STREAM, Loss, ReadAhead, ends_of, footer_of, header_of, read_frame, reader_of

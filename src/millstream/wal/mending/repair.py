@@ -32,7 +32,7 @@ from millstream.ports import Clock, Files
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.layout import list_shards, shard_folder
 from millstream.wal.mark import MarkFile
-from millstream.wal.mending.placing import move_segments
+from millstream.wal.mending.misplaced_segments import move_segments
 from millstream.wal.mending.plan import AcceptedRange, RepairPlan, SegmentPlan, plan_repair, span_of
 from millstream.wal.mending.rewrite import Rewriter
 from millstream.wal.salvage import CheckedFrame, KnownSchemas

@@ -43,8 +43,8 @@ from millstream.wal.mark import MarkFile, read_dropped, read_mark, stream_cut
 from millstream.wal.replica.groups import GroupEnds, PartialGroups
 from millstream.wal.replica.marks import NOBODY, check_mark, is_newer, moves, placeholder
 from millstream.wal.replica.recovery import fresh_shard, note_sealed, recover_replica
-from millstream.wal.replica.shown import ReplicaShown
 from millstream.wal.replica.verify import ArrivingShard, WholeFrame, footer_start
+from millstream.wal.replica.visibility import ReplicaShown
 from millstream.wal.shard_locks import lock_follower, lock_shards
 from millstream.wal.startup_progress import StartupProgress
 

@@ -20,7 +20,7 @@ from millstream.model.marks import DroppedMark, DurableMark
 from millstream.model.positions import Offset
 from millstream.model.replication import ByteEnd
 from millstream.ports import Files
-from millstream.wal.index import damage, read_header
+from millstream.wal.frame_index import damage, read_header
 from millstream.wal.layout import SegmentFile, list_segments
 from millstream.wal.misplacement import REPLACED
 from millstream.wal.replica.verify import ArrivingShard, WholeFrame

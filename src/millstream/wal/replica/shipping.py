@@ -29,7 +29,7 @@ from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd, ReplicaPosition, SegmentPart, Shipment
 from millstream.ports import Clock, Files
 from millstream.wal.files import RealFiles, SystemClock
-from millstream.wal.index import damage, read_header, unreadable
+from millstream.wal.frame_index import damage, read_header, unreadable
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, segment_path, shard_folder
 from millstream.wal.mark import missing_shards, read_dropped, read_mark, read_marks, stream_cut
 from millstream.wal.misplacement import REPLACED

@@ -29,7 +29,7 @@ from millstream.model.positions import Seq
 from millstream.model.replication import LOCAL, AckKind, AckLevel, Holdings, Reach
 from millstream.ports import HighWater
 from millstream.wal.writing.admission_queue import AdmissionQueue
-from millstream.wal.writing.commit import GroupCommitter
+from millstream.wal.writing.group_commit import GroupCommitter
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.waiters import Outcome, Waiting, answer
 from millstream.workers import Worker

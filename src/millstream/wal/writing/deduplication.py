@@ -31,7 +31,7 @@ from millstream.protocol.deduplication.other_regions import OtherRegions
 from millstream.protocol.deduplication.sessions import SessionLimits, Sessions
 from millstream.wal.reader import StreamReader
 from millstream.wal.startup_progress import StartupProgress
-from millstream.wal.writing.commit import GroupCommitter
+from millstream.wal.writing.group_commit import GroupCommitter
 from millstream.wal.writing.session_file import read_copy, remove_copy, write_copy
 from millstream.workers import Worker
 

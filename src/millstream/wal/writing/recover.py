@@ -42,7 +42,7 @@ from millstream.model.marks import DurableMark
 from millstream.model.positions import Lsn, Offset, Seq
 from millstream.ports import Files
 from millstream.wal.files import NO_SPACE, put_in_place, replacing
-from millstream.wal.index import damage, unreadable
+from millstream.wal.frame_index import damage, unreadable
 from millstream.wal.layout import SPARE_NAME, SegmentFile, list_segments, shard_folder
 from millstream.wal.mark import read_dropped, read_mark
 from millstream.wal.misplacement import REPLACED, misplacement

@@ -30,7 +30,7 @@ from millstream.ports import Files, WritableFile
 from millstream.process_metrics import FSYNC_SECONDS
 from millstream.wal.files import NO_SPACE, check_is_at, create_temporary, put_in_place
 from millstream.wal.layout import SPARE_NAME, segment_path
-from millstream.wal.writing.grouping import FramePlan
+from millstream.wal.writing.frame_plan import FramePlan
 
 
 class WriteFailed(Exception):

@@ -5,7 +5,7 @@ starts it as soon as that fsync returns. If a caller of `append` finds an empty 
 writer, it writes its own group: that saves two thread switches and moving the rows from one core's
 cache to another's.
 
-`commit` has the steps of a group, `queue` the queue and its bounds, `waiters` the ways to answer
+`group_commit` has the steps of a group, `admission_queue` the queue and its bounds, `waiters` the ways to answer
 callers. Callers that ask for more than this machine wait in `ack_levels`. Durable before readable,
 durable before acknowledged, always.
 """
@@ -36,8 +36,8 @@ from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.readable_range import ReadableRange
 from millstream.wal.writing.ack_levels import NOTHING, Awaiting, LevelsOfWriter, check_level
 from millstream.wal.writing.admission_queue import AdmissionQueue
-from millstream.wal.writing.commit import GroupCommitter
 from millstream.wal.writing.deduplication import DeduplicatedCommits
+from millstream.wal.writing.group_commit import GroupCommitter
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.own_shards import WriterIdentity
 from millstream.wal.writing.sequence_allocator import BlockNumbers, SharedNumbers
