@@ -65,10 +65,15 @@ class MemoryHome:
 
     def append(self, name: str, batch: pa.RecordBatch) -> None:
         seqs = pa.array(range(self.end + 1, self.end + 1 + batch.num_rows), pa.int64())
-        numbered = batch.append_column("__seq", seqs)
+        times = pa.array([self.time()] * batch.num_rows, pa.timestamp("us", "UTC"))
+        numbered = batch.append_column("__seq", seqs).append_column("__commit_ts", times)
         named = numbered.replace_schema_metadata({"millstream.table": f'{{"name": "{name}"}}'})
         self.log.append((name, self.end + 1, named))
         self.end += batch.num_rows
+
+    def time(self) -> int:
+        """Return the time of the next commit."""
+        return self.end
 
     def read(
         self, _stream: str, *, table: str | None = None, after: StreamToken | str, upto: StreamToken
@@ -118,14 +123,18 @@ class MemoryRegion(MemoryHome):
         self.region = region
         self.others: dict[str, MemoryHome] = {}
         self._times = times
+        self._time = 0
         self.hybrid: dict[int, int] = {}
         """Hybrid time of each record of this region's log, by its number."""
 
     def append(self, name: str, batch: pa.RecordBatch) -> None:
         first = self.end + 1
         super().append(name, batch)
-        time = next(self._times)
-        self.hybrid |= dict.fromkeys(range(first, self.end + 1), time)
+        self.hybrid |= dict.fromkeys(range(first, self.end + 1), self._time)
+
+    def time(self) -> int:
+        self._time = next(self._times)
+        return self._time
 
     def hear(self, other: MemoryRegion, end: int) -> None:
         """Copy another region's log up to a number, or as far as the copy goes already."""

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from millstream_forage.corpus import default_corpus
 from millstream_forage.engine import ForageEngine
 from millstream_forage.errors import UnknownImpression, UnknownItem
+from millstream_forage.export import RecordedLog, Selection
 from millstream_forage.tables import REGION_BITS, home_config
 
 USERS = st.integers(1, 2)
@@ -98,6 +99,10 @@ class Partitions(RuleBasedStateMachine):
         on_impressions = {(row["impression"], row["kind"]) for home in WORLD.values() for row in home.rows("signals")}
         signals = [item.signals for item in self.engines[1].items(limit=1000).items]
         assert sum(sum(counts.values()) for counts in signals) == len(on_impressions)
+        for region, home in WORLD.items():
+            others = [other for other in WORLD if other != region]
+            log = RecordedLog(home, others)  # type: ignore[arg-type]
+            assert len(list(log.signals(Selection()))) == len(on_impressions)
 
     def answers(self, region: int) -> Any:
         engine = self.engines[region]
@@ -138,3 +143,32 @@ def test_a_region_takes_what_another_hid_from_its_log(tmp_path: Path):
     with ForageEngine.open(homes[2]) as two:
         again = {item.item_id for seed in range(8) for item in two.feed(1, 50, seed).items}
     assert feed.items[0].item_id in everything | again
+
+
+def test_an_export_has_the_signals_of_all_regions_once() -> None:
+    """A region's own log alone lacks the impressions that others showed, and with them its own signals of those."""
+    times = count(1)
+    WORLD.clear()
+    WORLD.update({region: MemoryRegion(region, times) for region in (1, 2)})
+    one, two = (engine_on(home, SetClock()) for home in WORLD.values())
+    for item in CORPUS[:9]:
+        one.add_item(item)
+    shown = one.feed(1, seed=1).items
+    WORLD[2].hear(WORLD[1], WORLD[1].end)
+    two.signal(1, shown[0].item_id, "save", impression_id=shown[0].impression_id)
+    two.hide(1, shown[1].item_id)
+    two.hide(1, shown[0].item_id)
+    one.signal(1, shown[0].item_id, "save", impression_id=shown[0].impression_id)
+    one.signal(1, shown[2].item_id, "view", impression_id=shown[2].impression_id)
+    WORLD[1].hear(WORLD[2], WORLD[2].end)
+    WORLD[2].hear(WORLD[1], WORLD[1].end)
+    ignored = [item.item_id for item in shown[3:]]
+    for region in (1, 2):
+        log = RecordedLog(WORLD[region], [3 - region])  # type: ignore[arg-type]
+        found = log.signals(Selection(), with_impressions=True)
+        assert {(row["entity_id"], row["signal_type"], row["slot"]) for row in found} == {
+            (shown[0].item_id, "save", 1),
+            (shown[2].item_id, "view", 3),
+        }
+        pairs = [(pair["rejected"], pair["reason"]) for pair in log.pairs(Selection())]
+        assert pairs == [(shown[1].item_id, "hide"), *((item_id, "ignored") for item_id in ignored)]

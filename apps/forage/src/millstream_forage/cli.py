@@ -17,7 +17,8 @@ import millstream
 from millstream import MillstreamError
 from millstream_forage.clock import InvalidTime, clock_of, parse_ns
 from millstream_forage.errors import ForageError
-from millstream_forage.tables import ID_MAX, KINDS
+from millstream_forage.homes import CONFIG_FILE
+from millstream_forage.tables import ID_MAX, KINDS, other_regions
 
 DEFAULT_HOME: Final = Path("forage-home")
 PORT: Final = 4242
@@ -105,7 +106,7 @@ def export(
 
     selection = Selection(since, until, user, kinds, limit)
     with millstream.open(home) as opened:
-        log = RecordedLog(opened)
+        log = RecordedLog(opened, other_regions((opened.path / CONFIG_FILE).read_text()))
     rows = log.pairs(selection) if pairs else log.signals(selection, with_impressions=with_impressions)
     for row in rows:
         sys.stdout.write(json.dumps(row) + "\n")

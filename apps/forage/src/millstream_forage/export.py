@@ -1,30 +1,38 @@
 """Training data for models, in the order of the log: signals, and preferences between items of one feed.
 
 A process of its own reads the log and folds it. It appends nothing, so it works while a server has the home.
+
+If the home follows other regions, their logs are read too: first the own log, then the others by region. So a signal is
+there wherever its impression was shown, and counts once over all regions.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from datetime import datetime
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from millstream import OpenHome
-from millstream.errors import UnknownTable
 from millstream_forage.columns import Index, Ints
+from millstream_forage.folded_log import ends_of, log_of, whole_table
 from millstream_forage.state import DWELL, KIND_CODES, NO_ROW, State
 from millstream_forage.tables import KINDS, SCHEMAS, STREAM
 
 CHOSEN_DWELL_MS: Final = 30_000
 """The least dwell by which a reader chose an item."""
 CHOOSING: Final = [KIND_CODES["save"], KIND_CODES["share"]]
-_SHOWN: Final = ["__seq", "id", "slot", "propensity", "policy"]
+_SHOWN: Final = ["__commit_ts", "__seq", "id", "slot", "propensity", "policy"]
 """Columns of impressions that the state doesn't keep."""
+
+Moment: TypeAlias = tuple[datetime, int]
+"""Time of a record's commit, by which logs compare, and its number, which orders one log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,31 +51,33 @@ class Selection:
 
 
 class RecordedLog:
-    """The log as it was at one token. Nothing of it changes while it is exported."""
+    """The logs as they were at one moment. Nothing of them changes while they are exported."""
 
-    def __init__(self, home: OpenHome) -> None:
-        """Read it.
+    def __init__(self, home: OpenHome, regions: Iterable[int] = ()) -> None:
+        """Read them.
 
         Args:
             home: an open home with the stream.
+            regions: the other regions that the home follows.
 
         Raises:
             UnknownStream: the home has no log of Forage.
             OffsetExpired: a part of the log is gone, and with it signals that decide which ones count.
         """
         self._state: Final = State()
-        token = home.token(STREAM)
+        logs = {STREAM: home.token(STREAM)} | ends_of(home, map(log_of, regions))
         shown, hides = [], []
         for table in SCHEMAS:
-            try:
-                for batch in home.read(STREAM, table=table, after=f"{token.stream}.s0", upto=token):
-                    self._state.apply(table, batch)
+            before = 0
+            for name, token in logs.items():
+                for batch in whole_table(home, name, table, token):
+                    numbered = renumbered(batch, before)
+                    self._state.apply(table, numbered)
                     if table == "impressions":
-                        shown.append(batch.select(_SHOWN))
+                        shown.append(numbered.select(_SHOWN))
                     elif table == "hides":
-                        hides.append(batch)
-            except UnknownTable:
-                continue  # nothing was appended to it yet
+                        hides.append(numbered)
+                before += int(token.minimum)
         self._shown: Final = pa.Table.from_batches(shown) if shown else None
         ids = np.zeros(0, np.int64) if self._shown is None else self._shown["id"].to_numpy()
         self._shown_order: Final = np.argsort(ids, kind="stable")
@@ -172,7 +182,7 @@ class RecordedLog:
         found = []
         for row, at in zip(rows.tolist(), self._shown_at(rows).tolist(), strict=True):
             user, item = int(shown.users.values[row]), int(shown.items.values[row])
-            seq = self._shown["__seq"][at].as_py()
+            moment = self._shown["__commit_ts"][at].as_py(), self._shown["__seq"][at].as_py()
             targets = (
                 ("item", str(items.ids.values[item])),
                 ("source", items.arm_names[items.arms.values[item]][1]),
@@ -181,7 +191,7 @@ class RecordedLog:
             after = [
                 rejection
                 for target, value in targets
-                if (rejection := first_after(self._rejections.get((user, target, value), []), seq)) is not None
+                if (rejection := first_after(self._rejections.get((user, target, value), []), moment)) is not None
             ]
             if after:
                 found.append((row, min(after)[1]))
@@ -193,18 +203,26 @@ class RecordedLog:
         return int(self._state.items.ids.values[self._state.impressions.items.values[impression]])
 
 
-def rejections(hides: list[pa.RecordBatch]) -> dict[tuple[int, str, str], list[tuple[int, str]]]:
-    """Return the number and the kind of each record that hides a target, by user and target, in order."""
-    found: dict[tuple[int, str, str], list[tuple[int, str]]] = defaultdict(list)
+def renumbered(batch: pa.RecordBatch, before: int) -> pa.RecordBatch:
+    """Return records with numbers that continue after those of the logs before."""
+    at = batch.schema.get_field_index("__seq")
+    return batch.set_column(at, "__seq", pc.add(batch["__seq"], before)) if before else batch
+
+
+def rejections(hides: list[pa.RecordBatch]) -> dict[tuple[int, str, str], list[tuple[Moment, str]]]:
+    """Return the moment and the kind of each record that hides a target, by user and target, in order."""
+    found: dict[tuple[int, str, str], list[tuple[Moment, str]]] = defaultdict(list)
     for batch in hides:
         for record in batch.to_pylist():
             if record["hidden"]:
                 key = (record["user"], record["target"], record["value"])
-                found[key].append((record["__seq"], record["kind"]))
+                found[key].append(((record["__commit_ts"], record["__seq"]), record["kind"]))
+    for records in found.values():
+        records.sort()
     return found
 
 
-def first_after(records: list[tuple[int, str]], seq: int) -> tuple[int, str] | None:
-    """Return the first of numbered records that comes after a number."""
-    at = bisect_right(records, seq, key=lambda record: record[0])
+def first_after(records: list[tuple[Moment, str]], moment: Moment) -> tuple[Moment, str] | None:
+    """Return the first of the records that comes after a moment."""
+    at = bisect_right(records, moment, key=lambda record: record[0])
     return records[at] if at < len(records) else None

@@ -40,7 +40,7 @@ class FoldedLog:
             MillstreamError: a log can't be read or written.
         """
         self._home: Final = home
-        self._others: Final = [f"{STREAM}@{region}" for region in regions]
+        self._others: Final = [log_of(region) for region in regions]
         # A session sends an append again if the process that writes the log ends before it answers.
         self._session = home.session(STREAM)
         # Rows of an append whose outcome is unknown, with its number in the session.
@@ -142,11 +142,7 @@ class FoldedLog:
 
     def _news(self) -> Iterator[tuple[str, StreamToken]]:
         """Yield the logs of other regions that have more than is folded, with their ends."""
-        for name in self._others:
-            try:
-                token = self._home.token(name)
-            except UnknownStream:
-                continue
+        for name, token in ends_of(self._home, self._others).items():
             if token != self._others_at.get(name):
                 yield name, token
 
@@ -168,22 +164,35 @@ class FoldedLog:
         """Fold the logs table by table: whole tables fold much faster than the small batches of their order."""
         self._others_at = dict(self._news())
         for table in SCHEMAS:
-            for batch in self._whole(STREAM, table, self.at):
+            for batch in whole_table(self._home, STREAM, table, self.at):
                 self.state.apply(table, batch)
             for name, token in self._others_at.items():
                 if table != "hides":
-                    for batch in self._whole(name, table, token):
+                    for batch in whole_table(self._home, name, table, token):
                         self.state.apply(table, foreign(batch))
-                elif any(True for _ in self._whole(name, table, token)):
+                elif any(True for _ in whole_table(self._home, name, table, token)):
                     self._merge_hides()
         self.state.index()
 
-    def _whole(self, name: str, table: str, token: StreamToken) -> Iterator[pa.RecordBatch]:
-        """Yield a whole table up to a token; nothing if the log has none of it."""
-        try:
-            yield from self._home.read(name, table=table, after=beginning(token), upto=token)
-        except UnknownTable:
-            return
+
+def log_of(region: int) -> str:
+    """Return the name of the log that another region writes, as this home keeps it."""
+    return f"{STREAM}@{region}"
+
+
+def ends_of(home: OpenHome, logs: Iterable[str]) -> dict[str, StreamToken]:
+    """Return the end of each log, without those that haven't come yet."""
+    ends = {}
+    for name in logs:
+        with suppress(UnknownStream):
+            ends[name] = home.token(name)
+    return ends
+
+
+def whole_table(home: OpenHome, log: str, table: str, token: StreamToken) -> Iterator[pa.RecordBatch]:
+    """Yield a whole table of a log up to a token; nothing if the log has none of it."""
+    with suppress(UnknownTable):
+        yield from home.read(log, table=table, after=beginning(token), upto=token)
 
 
 def beginning(token: StreamToken) -> str:
