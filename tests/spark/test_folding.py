@@ -15,14 +15,17 @@ from tests.spark.lake_run import config_of
 
 from millstream.catalog.rebuilds import Rebuilds
 from millstream.lake.history import append_history
+from millstream.lake.layout import TableCommit
 from millstream.lake.snapshots import commit_cut
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.spark.complete_copies import CompleteCopies
 from millstream.spark.folding import FoldThread
+from millstream.spark.landing import TendAnswer, TendTask, tend_one
 from millstream.spark.pipeline import PipelineConfig
 from millstream.spark.pipeline_tables import PipelineTables
 from millstream.spark.session import SparkOptions
+from millstream.spark.upkeep import Upkeep
 
 
 @dataclass
@@ -85,3 +88,55 @@ def test_with_manual_folds_a_table_is_folded_only_on_request(home: Home) -> None
     folding.run()
     assert folding.tables.cut.tables["public.items"].current >= 0
     assert requests.outcome(items.table_id) == {"current": {"state": "done", "rows": 1, "aside": None}}
+
+
+def test_a_restart_repeats_no_fold_that_the_cut_has(home: Home) -> None:
+    """Each start folded every table again, to find that there was nothing to fold."""
+    items, other = home.table("items", id=pa.int64()), home.table("other", id=pa.int64())
+    n = home.commit(insert(items, id=1), insert(other, id=1))
+    landed(home, items, n)
+    landed(home, other, n)
+    Folding.of(home).run()
+    again = Folding.of(home)
+    waiting = [entry.name for entry in again.tables.tables.values() if entry.waiting_since_s is not None]
+    assert waiting == []
+    n = home.commit(insert(other, id=2))
+    landed(home, other, n)
+    later = Folding.of(home)
+    assert [e.name for e in later.tables.tables.values() if e.waiting_since_s is not None] == ["public.other"]
+
+
+def test_tables_that_are_never_folded_keep_few_notes(home: Home) -> None:
+    """A note a batch stayed for ever."""
+    items = home.table("items", id=pa.int64())
+    landed(home, items, home.commit(insert(items, id=1)))
+    for views, most in ((("history",), 0), (("current", "history"), 1000)):
+        tables = Folding.of(home, views=views).tables
+        for n in range(2, 3000):
+            commit = TableCommit(items.table_id, "public.items", "public.items", "history", n, 2, Seq(n))
+            tables.appended([commit], {items.table_id: items.version})
+        entry = tables.tables[items.table_id]
+        assert len(entry.waiting) == most
+        assert sum(rows for _, rows in entry.waiting) == (2 * 2998 if most else 0)
+
+
+def test_upkeep_looks_at_what_was_written_since_and_leaves_idle_tables(home: Home) -> None:
+    items, idle = home.table("items", id=pa.int64()), home.table("idle", id=pa.int64())
+    n = home.commit(insert(items, id=1), insert(idle, id=1))
+    landed(home, items, n)
+    landed(home, idle, n)
+    folding = Folding.of(home)
+    looked: list[TendTask] = []
+
+    def tend(tasks: list[TendTask]) -> list[TendAnswer]:
+        looked.extend(tasks)
+        return [tend_one(task) for task in tasks]
+
+    upkeep = Upkeep(folding.config, home.catalog, folding.tables, tend, threading.Lock(), lambda: None)
+    assert upkeep.tend() == 2, "an earlier run may have left work"
+    assert upkeep.tend() == 0
+    commit = TableCommit(items.table_id, "public.items", "public.items", "history", 1, 1, n)
+    folding.tables.appended([commit], {items.table_id: items.version})
+    looked.clear()
+    assert upkeep.tend() == 1
+    assert [TableSchema.from_arrow(pa.ipc.read_schema(pa.py_buffer(task.schema))).name for task in looked] == ["items"]

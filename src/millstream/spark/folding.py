@@ -12,8 +12,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from datetime import UTC, datetime, timedelta
+from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeVar, cast
 
 from py4j.protocol import Py4JError
@@ -26,12 +25,9 @@ from millstream.catalog.rebuilds import Rebuilds
 from millstream.errors import EngineError, MillstreamError, Retry
 from millstream.lake.data_files import NewFile
 from millstream.lake.folded.current import FoldPlan
-from millstream.lake.folded.versions import has_versions
-from millstream.lake.layout import View, has_current
-from millstream.lake.maintenance import tend_cuts
+from millstream.lake.layout import View
 from millstream.lake.rebuild import make_way
-from millstream.lake.retain import HistoryBound
-from millstream.model.ids import SchemaVersion, TableId
+from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.spark.complete_copies import CompleteCopies
@@ -41,6 +37,7 @@ from millstream.spark.landing import (
     FoldTask,
     PartsTask,
     TableError,
+    TendAnswer,
     TendTask,
     commit_fold,
     start_fold,
@@ -50,7 +47,8 @@ from millstream.spark.landing import (
 from millstream.spark.pipeline import PipelineConfig
 from millstream.spark.pipeline_tables import PipelineTable, PipelineTables, held_scope, request_retry
 from millstream.spark.schedule import SMALL_BYTES, FoldHistory, fold_is_due
-from millstream.wal.reader import StreamReader
+from millstream.spark.table_views import CutByTable, TableViews
+from millstream.spark.upkeep import Upkeep
 from millstream.workers import Worker
 
 _ROUND_S: Final = 1.0
@@ -76,7 +74,7 @@ class FoldThread:
     ) -> None:
         self._config = config
         self._catalog = catalog
-        self._log = StreamReader(str(config.wal_folder))
+        self._views = TableViews(config, catalog)
         self._pipeline_tables = pipeline_tables
         self._spark = spark
         self._folded = folded
@@ -85,43 +83,46 @@ class FoldThread:
         self._rebuilds = Rebuilds(catalog, config.stream_id, config.pipeline)
         self._wanted_folds = Rebuilds(catalog, config.stream_id, config.pipeline, "fold")
         self._copies = copies
-        self._schemas: dict[tuple[TableId, SchemaVersion], TableSchema] = {}
-        self._tended_s = time.monotonic()
+        self._rebuilding = threading.Lock()
+        """Held while a table is rebuilt or moved out of the way, and while tables are tended."""
+        self._upkeep = Upkeep(config, catalog, pipeline_tables, self._tended, self._rebuilding, folded)
         self._news = threading.Event()
         self._stopped = threading.Event()
         self._worker = Worker("millstream-fold", self._loop, on_failure=lambda _: folded())
 
     def start(self) -> None:
-        """Start folding, next to the query."""
+        """Start folding and upkeep, next to the query."""
         self._worker.start()
+        self._upkeep.worker.start()
 
     def wake(self) -> None:
         """Look for due folds again, after a cut was committed. Any thread."""
         self._news.set()
 
     def stop(self) -> None:
-        """End the thread after its current round."""
-        self._stopped.set()
-        self._news.set()
+        """End the threads after their current rounds."""
+        self.abandon()
         self._worker.join()
+        self._upkeep.worker.join()
 
     @property
     def failure(self) -> BaseException | None:
-        """The error that ended the thread, if it failed."""
-        return self._worker.failure
+        """The error that ended one of the threads, if it failed."""
+        return self._worker.failure or self._upkeep.worker.failure
 
     def abandon(self) -> None:
-        """Let the thread end on its own, without waiting for it: the engine may be gone."""
+        """Let the threads end on their own, without waiting for them: the engine may be gone."""
         self._stopped.set()
+        self._upkeep.stopped.set()
         self._news.set()
 
     def fold_all(self) -> None:
         """Fold every table to the last cut, whatever its schedule.
 
-        Tables that fail are left as they are, with the error. Only while the thread isn't running.
+        Tables that fail are left as they are, with the error. Only while the threads aren't running.
         """
         self._fold_all()
-        self._tend(at_once=True)
+        self._upkeep.tend(at_once=True)
 
     def _fold_all(self) -> None:
         failures = 0
@@ -161,7 +162,6 @@ class FoldThread:
             try:
                 if tasks:
                     self._round(tasks)
-                self._tend()
                 backoff.reset()
             except (Py4JError, PySparkException):
                 # The job failed as a whole: a worker was killed, or the JVM is gone (which the driver detects).
@@ -198,20 +198,21 @@ class FoldThread:
         if not waiting:
             return []
         # The cut was committed before this: a copy that begins from here on has nothing in it.
-        self._copies.observe(self._log.persisted_upto)
+        self._copies.observe(self._views.log.persisted_upto)
         unfinished = self._copies.unfinished(cut.n)
+        index = CutByTable.of(cut)
         tasks = []
         for entry in waiting:
-            schema = self._schema(entry)
-            views = () if schema is None else self._folded_views(schema)
+            schema = self._views.schema(entry)
+            views = () if schema is None else self._views.folded(schema)
             if schema is None or not views:
-                entry.waiting_since_s = None
+                self._pipeline_tables.waits_no_longer(entry)
                 continue
             if entry.table_id in unfinished:
                 continue
             encoded = schema.to_arrow().serialize().to_pybytes()
             anew = asked.get(entry.table_id, ())
-            spared = self._spared(entry)
+            spared = index.spared(entry.table_id)
             large = entry.fold.live_bytes >= SMALL_BYTES
             tasks += [
                 FoldTask(
@@ -233,11 +234,11 @@ class FoldThread:
         """Move damaged tables out of the way of requested copies. No fold of them runs, because their copies wait."""
         for request in self._rebuilds.waiting():
             entry = self._pipeline_tables.tables.get(request.table_id)
-            schema = None if entry is None else self._schema(entry)
+            schema = None if entry is None else self._views.schema(entry)
             if not request.before_copy or schema is None or self._pipeline_tables.cut is None:
                 continue
-            # No batch may be appended during this.
-            with self._batches:
+            # No batch may be appended during this, and no file tended.
+            with self._batches, self._rebuilding:
                 held = self._pipeline_tables.held.get(request.table_id)
                 # The columns can't follow the source's: rows from before the copy don't fit the new ones.
                 forget = held is not None and held.code == "lake_schema_conflict"
@@ -254,93 +255,6 @@ class FoldThread:
             return _failed(TableError.of(error))
         return {"state": "done", "aside": aside}
 
-    def _folded_views(self, schema: TableSchema) -> tuple[View, ...]:
-        """Return the views of a table that are folded from its history."""
-        wanted = self._config.views
-        views: list[View] = ["current"] if "current" in wanted and has_current(schema) else []
-        return (*views, "scd2") if "scd2" in wanted and has_versions(schema) else tuple(views)
-
-    def _schema(self, entry: PipelineTable) -> TableSchema | None:
-        """Return the schema of the newest records in the lake, whose name is the table's name there."""
-        key = (entry.table_id, entry.version)
-        if key not in self._schemas:
-            stream = self._config.stream_id
-            self._schemas = self._catalog.schemas(stream)
-            newest = self._catalog.latest_schemas(stream) or self._log.schemas()
-            self._schemas |= {(table_id, SchemaVersion(0)): schema for table_id, schema in newest.items()}
-        return self._schemas.get(key)
-
-    def _tend(self, *, at_once: bool = False) -> None:
-        """At intervals, compact small files and delete those that no reader needs, in tables that were written to.
-
-        Args:
-            at_once: tend whatever this run has appended to, before it ends: it may have been too short for an interval.
-        """
-        rules = self._config.upkeep
-        if not at_once and time.monotonic() - self._tended_s < rules.interval_s:
-            return
-        self._tended_s = time.monotonic()
-        tasks = []
-        cut = self._pipeline_tables.cut
-        placed = set() if cut is None else {table.table_id for table in cut.tables.values()}
-        for entry in list(self._pipeline_tables.tables.values()):
-            if entry.table_id not in placed:
-                continue  # another table has taken over its name, and tends the files there
-            lately = entry.rows > 0 if at_once else time.monotonic() - entry.written_s < rules.watch_s
-            schema = self._schema(entry) if lately else None
-            if schema is not None:
-                views: tuple[View, ...] = ("history", *self._folded_views(schema))
-                tasks.append(
-                    TendTask(
-                        self._config.layout,
-                        schema.to_arrow().serialize().to_pybytes(),
-                        views,
-                        self._spared(entry),
-                        rules,
-                        self._droppable(entry, schema),
-                    )
-                )
-        if tasks:
-            for answer in self._map(tend_one, tasks):
-                self._pipeline_tables.tended(answer)
-            with contextlib.suppress(MillstreamError, OSError):
-                tend_cuts(
-                    self._config.layout,
-                    now_ms=time.time_ns() // 1_000_000,
-                    keep_s=rules.keep_s,
-                    log_retention_s=rules.log_retention_s,
-                    kept_s=self._config.history_retention_s,
-                )
-
-    def _droppable(self, entry: PipelineTable, schema: TableSchema) -> HistoryBound | None:
-        """Return what may be dropped from a table's history.
-
-        It is what the configuration doesn't keep, and what the table's folds in the last cut cover.
-        """
-        cut, kept_s = self._pipeline_tables.cut, self._config.history_retention_s
-        folded = self._folded_views(schema)
-        unnamed = "history" not in self._config.views and bool(folded)
-        if cut is None or (kept_s is None and not unnamed):
-            return None
-        upto = cut.n
-        for view in folded:
-            tables = [table for table in cut.tables.values() if table.table_id == entry.table_id]
-            reached = [table.current_n if view == "current" else table.scd2_n for table in tables]
-            upto = min([upto, *reached]) if reached else Seq(0)
-        if unnamed:
-            return HistoryBound(upto)
-        assert kept_s is not None, "said above"
-        return HistoryBound(upto, (datetime.now(UTC) - timedelta(seconds=kept_s)).date())
-
-    def _spared(self, entry: PipelineTable) -> Mapping[View, int]:
-        """Return, by view, the table's version that the last cut names, because queries read it."""
-        cut = self._pipeline_tables.cut
-        named = [] if cut is None else [table for table in cut.tables.values() if table.table_id == entry.table_id]
-        versions: dict[View, int] = {}
-        for table in named:
-            versions |= {"history": table.history, "current": table.current, "scd2": table.scd2}
-        return {view: version for view, version in versions.items() if version >= 0}
-
     def _map(
         self, function: Callable[[_Task], _Answer], tasks: list[_Task], *, every_core: bool = False
     ) -> list[_Answer]:
@@ -353,8 +267,9 @@ class FoldThread:
     def _round(self, tasks: list[FoldTask]) -> None:
         """Fold the tables, small ones in one job and large ones in parts; then commit a cut with their new versions."""
         started = time.monotonic()
-        begun = self._map(start_fold, tasks)
-        answers = self._finished(begun, started)
+        with self._rebuilding if any(task.anew for task in tasks) else contextlib.nullcontext():
+            begun = self._map(start_fold, tasks)
+            answers = self._finished(begun, started)
         self._note(answers, started)
         self._pipeline_tables.commit(None, [answer.commit for answer in answers if answer.commit is not None])
         self._settle(tasks, begun, answers)
@@ -410,6 +325,9 @@ class FoldThread:
             *(FoldAnswer(table_id, error=error) for table_id, error in errors.items()),
             *(self._map(commit_fold, ready) if ready else ()),
         ]
+
+    def _tended(self, tasks: list[TendTask]) -> list[TendAnswer]:
+        return self._map(tend_one, tasks)
 
     def _shared_out(self, plan: FoldPlan) -> list[PartsTask]:
         """Return a plan's parts as tasks.

@@ -19,7 +19,7 @@ from millstream import process_metrics
 from millstream.backoff import Backoff
 from millstream.catalog import Catalog
 from millstream.lake.layout import TableCommit
-from millstream.lake.snapshots import Cut
+from millstream.lake.snapshots import Cut, CutTable
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
 from millstream.model.rates import Rate
@@ -32,6 +32,8 @@ RETRY_HELD_S_MIN: Final = 30.0
 RETRY_HELD_S_MAX: Final = 600.0
 """The first and the maximum pause before a table that was quarantined is retried. A person's repair takes
 minutes, and each attempt reads up to a batch of the log."""
+_NOTES_MAX: Final = 1000
+"""Number of appends to a table that are noted one by one until a fold covers them; later ones share a note."""
 _NO_VERSION: Final = SchemaVersion(0)
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -55,6 +57,8 @@ class PipelineTable:
     """Size in bytes of everything in `current`'s folder when it was last tended."""
     written_s: float = field(default_factory=time.monotonic)
     """When it was last written to; initially, when this run began."""
+    tended_s: float = float("-inf")
+    """When its files were last tended in this run."""
     history_n: Seq = Seq(0)
     current_n: Seq | None = None
     scd2_n: Seq | None = None
@@ -121,14 +125,14 @@ class PipelineTables:
         if self.cut is not None:
             now = time.monotonic()
             for table in self.cut.tables.values():
-                # Work that an earlier run left unfolded; a fold of a table with nothing to fold costs little.
+                # Work that an earlier run left unfolded.
                 self.tables[table.table_id] = PipelineTable(
                     table.table_id,
                     table.name,
                     history_n=self.cut.n,
                     current_n=table.current_n,
                     scd2_n=table.scd2_n,
-                    waiting_since_s=now if config.folds else None,
+                    waiting_since_s=now if _lacks_folds(config, table) else None,
                 )
         for fact in catalog.facts(self._scope).values():
             held = HeldTable.from_fact(fact)
@@ -159,11 +163,26 @@ class PipelineTables:
                 entry.rows += commit.rows
                 process_metrics.LANDED_ROWS.of(stream, entry.name).add(commit.rows)
                 entry.rate.add(commit.rows, now)
-                entry.waiting.append((commit.n, commit.rows))
+                self._wait(entry, commit)
                 self.rows += commit.rows
                 entry.history_n = max(entry.history_n, commit.n)
                 if entry.waiting_since_s is None and self._config.folds:
                     entry.waiting_since_s = now
+
+    def _wait(self, entry: PipelineTable, commit: TableCommit) -> None:
+        """Note that records wait for a fold. A table that is never folded keeps a bounded number of notes."""
+        if not self._config.folds:
+            return
+        rows = commit.rows
+        if len(entry.waiting) >= _NOTES_MAX:
+            rows += entry.waiting.pop()[1]
+        entry.waiting.append((commit.n, rows))
+
+    def waits_no_longer(self, entry: PipelineTable) -> None:
+        """Record that nothing of a table is folded. Any thread."""
+        with self._lock:
+            entry.waiting_since_s = None
+            entry.waiting.clear()
 
     def folded(
         self,
@@ -322,6 +341,12 @@ class PipelineTables:
 
     def _holder(self, table_id: TableId) -> str:
         return f"{self._config.pipeline}/{table_id}"
+
+
+def _lacks_folds(config: PipelineConfig, table: CutTable) -> bool:
+    """Whether a view lacks records that history has, as the cut shows."""
+    reached = {"current": table.current_n, "scd2": table.scd2_n}
+    return any(n < table.history_n for view, n in reached.items() if view in config.views)
 
 
 def held_scope(config: PipelineConfig) -> str:
