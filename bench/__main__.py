@@ -7,6 +7,7 @@ import signal
 import sys
 
 from bench import (  # noqa: F401 - they register their figures
+    aged,
     buffers,
     callers,
     capture,

@@ -68,13 +68,20 @@ class Lake:
         self.rows = rows
         self.fold()
 
-    def append(self, op: str | Sequence[str], ids: Ids, *, cut: bool = False) -> TableCommit:
-        """Append a record a key to history, one commit."""
+    def append(
+        self, op: str | Sequence[str], ids: Ids, *, cut: bool = False, at: datetime | None = None
+    ) -> TableCommit:
+        """Append a record a key to history, one commit; `at` is the time of the records and of the cut."""
         batch = records(op, ids, after=int(self.n))
+        if at is not None:
+            place = batch.schema.get_field_index("__commit_date")
+            days = pa.repeat(pa.scalar(at.date(), pa.date32()), len(ids))
+            batch = batch.set_column(place, batch.schema.field(place), days)
         self.n = Seq(self.n + len(ids))
         commit = append_history(self.layout, ACCOUNTS, [batch], self.n)
         if cut:
-            commit_cut(self.layout, self.n, [commit], committed_at=datetime.now(UTC))
+            moment = at or datetime.now(UTC)
+            commit_cut(self.layout, self.n, [commit], committed_at=moment, commit_ts_max=at)
         return commit
 
     def fold(self) -> float:
