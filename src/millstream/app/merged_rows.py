@@ -39,7 +39,7 @@ class HomeMergedTables:
 
     def names(self) -> Sequence[str]:
         """Return the tables whose merge is declared and that a region has written."""
-        from millstream.regions.region_table import declared_tables
+        from millstream.regions.region_logs import declared_tables
 
         return declared_tables(self._home, self._stream)
 

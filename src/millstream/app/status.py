@@ -379,7 +379,7 @@ def _retention(
     from millstream.home.retention import bounds_of, moved_us, tracker_of
     from millstream.protocol.retention import HolderKind
     from millstream.regions.holders import merge_needs
-    from millstream.regions.region_table import KeptVectors
+    from millstream.regions.kept_states import KeptVectors
     from millstream.wal.retain import hold_for_sessions, oldest_sealed
 
     positions = catalog.pipelines(stream)

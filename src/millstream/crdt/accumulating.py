@@ -16,10 +16,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.crdt.columns import Codes
+from millstream.crdt.columns import Codes, Mask
 from millstream.errors import InvalidValue
 
-Mask = npt.NDArray[np.bool_]
 _DIGITS_MAX: Final = 38
 _PLAIN_MAX: Final = 2.0**62
 """Whole numbers whose sum of absolute values is below have no total beyond 64 bits."""

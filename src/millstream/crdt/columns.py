@@ -20,6 +20,7 @@ from millstream.crdt.declared import TableMerge
 from millstream.errors import InvalidValue
 
 Codes: TypeAlias = npt.NDArray[np.int64]
+Mask: TypeAlias = npt.NDArray[np.bool_]
 _ROOM: Final = 2**62
 _INT32: Final = 2**31 - 1
 _SPREAD: Final = 4
@@ -56,6 +57,12 @@ class Grouped:
     order of their log. None: there are no records, so that the newest row has it all."""
     states: int = 0
     """Number of rows that are states; records come after them."""
+
+    @property
+    def subtracted(self) -> Mask:
+        """The rows that are subtracted: repeats, which stand in a region's sum already; see `tables`."""
+        found: Mask = self.column("__region").to_numpy() < 0
+        return found
 
     @property
     def is_distinct(self) -> bool:
@@ -135,32 +142,39 @@ def greatest(column: pa.Array, codes: Codes, groups: int) -> pa.Array:
     return whole_column(found.column("value_max")).cast(column.type)
 
 
-def sums(column: pa.Array, codes: Codes, groups: int) -> pa.Array:
+def sums(column: pa.Array, codes: Codes, groups: int, *, less: Mask | None = None) -> pa.Array:
     """Return the sum of each group's values; null if it has none, ascending by code.
 
     Values of a group are added in their order in the column.
+
+    Args:
+        column: the values.
+        codes: each value's group.
+        groups: the number of groups.
+        less: which values are subtracted; None: none of them.
 
     Raises:
         InvalidValue: a sum is beyond its type.
     """
     valid = np.asarray(column.is_valid())
     there = np.bincount(codes[valid], minlength=groups) > 0
+    signs = np.where(np.zeros(len(codes), bool) if less is None else less, -1, 1)
     if pa.types.is_decimal(column.type):
-        return _decimal_sums(column, codes, there)
+        return _decimal_sums(column, codes, there, signs)
     if pa.types.is_integer(column.type):
         values = column.cast(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False)
         total = np.zeros(groups, np.int64)
-        np.add.at(total, codes, values)
-        about = np.bincount(codes, values.astype(np.float64), groups)
-        if len(about) and float(np.abs(about).max()) >= 2.0**62:
+        np.add.at(total, codes, values * signs)
+        about = np.bincount(codes, np.abs(values.astype(np.float64)), groups)
+        if len(about) and float(about.max()) >= 2.0**62:
             # Near the limit of the type: add Python integers, which have none.
             exact = [0] * groups
-            for code, value in zip(codes.tolist(), values.tolist(), strict=True):
-                exact[code] += value
+            for code, value, sign in zip(codes.tolist(), values.tolist(), signs.tolist(), strict=True):
+                exact[code] += sign * value
             if not all(-(2**63) <= value < 2**63 for value in exact):
                 raise InvalidValue("a counter's sum over the regions has more than 64 bits")
         return pa.array(total, mask=~there)
-    floats = column.cast(pa.float64()).fill_null(0.0).to_numpy(zero_copy_only=False)
+    floats = column.cast(pa.float64()).fill_null(0.0).to_numpy(zero_copy_only=False) * signs
     return pa.array(_float_sums(floats[valid], codes[valid], groups), mask=~there)
 
 
@@ -176,14 +190,14 @@ def _float_sums(values: npt.NDArray[np.float64], codes: Codes, groups: int) -> n
     return total
 
 
-def _decimal_sums(column: pa.Array, codes: Codes, there: npt.NDArray[np.bool_]) -> pa.Array:
+def _decimal_sums(column: pa.Array, codes: Codes, there: Mask, signs: Codes) -> pa.Array:
     exact: list[Decimal | None] = [Decimal(0) if has else None for has in there.tolist()]
     with localcontext() as context:
         context.prec = 80
-        for code, value in zip(codes.tolist(), column.to_pylist(), strict=True):
+        for code, value, sign in zip(codes.tolist(), column.to_pylist(), signs.tolist(), strict=True):
             held = exact[code]
             if value is not None and held is not None:
-                exact[code] = held + value
+                exact[code] = held + sign * value
     try:
         return pa.array(exact, pa.decimal128(38, column.type.scale))
     except pa.ArrowInvalid as error:

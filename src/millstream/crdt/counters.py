@@ -111,7 +111,7 @@ class GCounter:
     @staticmethod
     def merge_column(rows: Grouped, name: str) -> dict[str, pa.Array]:
         """Return the sum of the regions' totals."""
-        return {name: sums(rows.column(name), rows.codes, rows.count)}
+        return {name: sums(rows.column(name), rows.codes, rows.count, less=rows.subtracted)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class PNCounter:
     @staticmethod
     def merge_column(rows: Grouped, name: str) -> dict[str, pa.Array]:
         """Return the sum of the regions' totals."""
-        return {name: sums(rows.column(name), rows.codes, rows.count)}
+        return {name: sums(rows.column(name), rows.codes, rows.count, less=rows.subtracted)}
 
 
 def _totals(rows: Grouped, name: str) -> dict[str, pa.Array]:

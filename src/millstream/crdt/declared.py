@@ -85,6 +85,11 @@ class ColumnMerge:
         """The kind's word; of a counter that takes increments with `(increments)`."""
         return f"{self.kind}{INCREMENTS if self.increments else ''}"
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether the column takes events that are added up."""
+        return self.increments or self.kind is MergeKind.SIGNAL
+
 
 _COUNTERS: Final = (MergeKind.G_COUNTER, MergeKind.PN_COUNTER)
 LAST_WRITE: Final = ColumnMerge(MergeKind.LWW)
@@ -115,7 +120,7 @@ class TableMerge:
     @property
     def accumulates(self) -> bool:
         """Whether a column takes events that are added up: then a row's state depends on all records before it."""
-        return any(how.kind is MergeKind.SIGNAL or how.increments for how in self.columns.values())
+        return any(how.accumulates for how in self.columns.values())
 
     @property
     def is_partial(self) -> bool:

@@ -335,10 +335,14 @@ class SignalState:
         moments = np.full(rows.count, rows.at_ns, np.int64)
         np.maximum.at(moments, rows.codes, lasts)
         left = pa.array(decays(moments[rows.codes] - lasts, rows.merge.of(name).half_life_ns))
-        found = {name: sums(pc.multiply(score, left), rows.codes, rows.count)}
-        flat = {MINUTE_NS: _flat(minutes, rows.codes), HOUR_NS: _flat(hours, rows.codes)}
+        subtracted = rows.subtracted
+        found = {name: sums(pc.multiply(score, left), rows.codes, rows.count, less=subtracted)}
+        places = np.arange(len(rows.codes))
+        flat = {MINUTE_NS: _flat(minutes, places), HOUR_NS: _flat(hours, places)}
         for column, (width_ns, count) in zip(window_columns(name), WINDOWS.values(), strict=True):
-            of, buckets, events = flat[width_ns]
+            row, buckets, events = flat[width_ns]
+            of = rows.codes[row]
+            events = np.where(subtracted[row], -events, events)
             ages = moments[of] // width_ns - buckets
             within = (ages >= 0) & (ages < count)
             total = np.zeros(rows.count, np.int64)

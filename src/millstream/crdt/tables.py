@@ -10,6 +10,10 @@ record:
 - a counter with increments: their sum, in the column itself. In a table with one a record says nothing about columns
   that it doesn't name: those of `lww`, `or_set` and `pn_counter` keep number and time of the newest record that named them.
 
+A write that two regions have counts once. The rows of the repeated one stand among the region rows a second time, each as
+a *subtraction*: a region row of its own, with a number below 0 in place of its region (`subtractions`). It takes away what
+the record has added to columns that accumulate, and says nothing about others.
+
 `fold` is the join: it makes region rows of any rows of the same table, states of any number of replicas, and of records
 that follow on such states. It is commutative, associative and idempotent, row for row and byte for byte, because a
 region's records are ordered by their numbers alone, and no two have the same. Columns that accumulate take each record
@@ -46,6 +50,8 @@ STATE_PREFIX: Final = (REGION, SEQ, WALL)
 # Not by `pa.array`: that looks for pandas, whose import takes longer than everything else that a node needs to begin.
 _OPS: Final = pa.StringArray.from_buffers(3, pa.py_buffer(np.arange(4, dtype=np.int32)), pa.py_buffer(b"cur"))
 """The operations that add a row, or replace it."""
+_REGION_STEP: Final = np.uint64(0x9E3779B97F4A7C15)
+"""Odd, and far from 0 in its multiples by the numbers of regions: the golden ratio of 2^64."""
 
 
 class ColumnRule(Protocol):
@@ -146,6 +152,25 @@ def lift(
     return pa.table(list(made.values()), schema=state_schema(columns, merge))
 
 
+def subtractions(rows: pa.Table, key: Sequence[str], merge: TableMerge) -> pa.Table:
+    """Return the region rows that subtract some records, which are rows of `lift`.
+
+    Each record gets a number below 0 as its region, the same in every state.
+    """
+    regions, seqs = (whole_column(rows.column(one.name)).to_numpy() for one in (REGION, SEQ))
+    apart = rows.set_column(0, REGION, pa.array(subtracting_region(regions, seqs)))
+    return fold(apart.slice(0, 0), key, merge, records=apart)
+
+
+def subtracting_region(regions: Codes, seqs: Codes) -> Codes:
+    """Return the number below 0 that stands in place of the region in the subtractions of records.
+
+    Two records of a key don't share one: their numbers would differ by about 2^62 otherwise.
+    """
+    mixed = seqs.astype(np.uint64) + regions.astype(np.uint64) * _REGION_STEP
+    return -1 - (mixed & np.uint64(2**63 - 1)).astype(np.int64)
+
+
 def fold(rows: pa.Table, key: Sequence[str], merge: TableMerge, *, records: pa.Table | None = None) -> pa.Table:
     """Return one region row for each key and region, ordered by key, then region.
 
@@ -219,16 +244,27 @@ def merged(rows: pa.Table, key: Sequence[str], merge: TableMerge, *, at_ns: int 
     target = merged_schema(own_columns(rows.schema), merge)
     if not rows.num_rows:
         return target.empty_table()
+    at = newest_event_ns(rows, merge) if at_ns is None else at_ns
+    written = pc.greater_equal(rows.column(REGION.name), 0)
+    if pc.all(written).as_py():
+        said = added = _by_key(rows, key, merge, at)
+    else:
+        said = _by_key(rows.filter(written), key, merge, at)
+        added = _by_key(of_keys(rows, rows.filter(written), key), key, merge, at)
+    found: dict[str, pa.Array] = {}
+    for name in own_columns(rows.schema).names:
+        how = merge.of(name)
+        found |= RULES[how.kind].merge_column(added if how.accumulates else said, name)
+    return pa.table([found[one.name].cast(one.type) for one in target], schema=target)
+
+
+def _by_key(rows: pa.Table, key: Sequence[str], merge: TableMerge, at_ns: int) -> Grouped:
+    """Return region rows in groups of a key."""
     columns = {name: whole_column(rows.column(name)) for name in rows.schema.names}
     codes = codes_of([columns[name] for name in key])
     regions, seqs, walls = (columns[one.name].to_numpy() for one in STATE_PREFIX)
     newest = pa.array(last_of_each(codes, walls, seqs, regions))
-    at = newest_event_ns(rows, merge) if at_ns is None else at_ns
-    groups = Grouped(columns.__getitem__, codes, len(newest), newest, merge, at)
-    found: dict[str, pa.Array] = {}
-    for name in own_columns(rows.schema).names:
-        found |= RULES[merge.of(name).kind].merge_column(groups, name)
-    return pa.table([found[one.name].cast(one.type) for one in target], schema=target)
+    return Grouped(columns.__getitem__, codes, len(newest), newest, merge, at_ns)
 
 
 def newest_event_ns(rows: pa.Table, merge: TableMerge) -> int:

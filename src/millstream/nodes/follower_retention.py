@@ -27,7 +27,7 @@ from millstream.wal.writing.session_file import HEAD_BYTES, covered_in
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
-    from millstream.regions.region_table import KeptVectors
+    from millstream.regions.kept_states import KeptVectors
 
 logger = structlog.get_logger("millstream.retention")
 
@@ -45,7 +45,7 @@ class CopyRetention:
         if self._region is not None:
             # Few logs are another region's: the followers of others start sooner without the merge
             # imports.
-            from millstream.regions.region_table import KeptVectors
+            from millstream.regions.kept_states import KeptVectors
 
             self._kept = KeptVectors(home)
         self._looked_s: float | None = None

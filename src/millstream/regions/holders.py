@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from millstream.catalog import Catalog
     from millstream.config.model import StreamConfig
     from millstream.config.replication_model import ReplicationConfig
-    from millstream.regions.region_table import KeptVectors
+    from millstream.regions.kept_states import KeptVectors
     from millstream.wal.reader import StreamReader
 
 logger = structlog.get_logger("millstream.retention")

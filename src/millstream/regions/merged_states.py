@@ -17,6 +17,7 @@ from millstream.crdt.reconcile import Missing, ReconciliationEngine, RegionState
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.regions.region_logs import merge_of, region_logs
 from millstream.regions.region_table import RegionTable
+from millstream.regions.repeated_writes import RepeatedWrites
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -48,6 +49,7 @@ class MergedStates:
     def __init__(self, bytes_max: int = BYTES_MAX) -> None:
         self._bytes_max = bytes_max
         self._held: OrderedDict[_Key, _Held] = OrderedDict()
+        self._repeated: dict[tuple[Path, str], RepeatedWrites] = {}
         self._lock = threading.Lock()
 
     def read(
@@ -59,9 +61,10 @@ class MergedStates:
         with self._lock:
             held = self._held.setdefault(key, _Held())
             self._held.move_to_end(key)
+            repeated = self._repeated.setdefault(key[:2], RepeatedWrites())
         with held.lock:
             try:
-                engine, state = self._read(held, home, stream, name, bytes_max)
+                engine, state = self._read(held, home, stream, name, bytes_max, repeated)
             except BaseException:
                 held.table = held.state = None
                 raise
@@ -69,15 +72,23 @@ class MergedStates:
         return engine.value(state, at_ns=at_ns)
 
     def _read(
-        self, held: _Held, home: Home, stream: str, name: str, bytes_max: int | None
+        self,
+        held: _Held,
+        home: Home,
+        stream: str,
+        name: str,
+        bytes_max: int | None,
+        repeated: RepeatedWrites,
     ) -> tuple[ReconciliationEngine, RegionState]:
         state: RegionState | None = None
         if held.table is not None and held.state is not None and _is_as_configured(held.table, home, stream):
             state = held.table.advanced(held.state)
             if state is None:
-                held.table, state = _read_on(held.state, held.table.engine, home, stream, name, bytes_max)
+                new = RegionTable(home, stream, name, bytes_max=bytes_max, with_kept=False, repeated=repeated)
+                state = _read_on(held.state, held.table.engine, new)
+                held.table = new
         if state is None:
-            held.table = RegionTable(home, stream, name, bytes_max=bytes_max)
+            held.table = RegionTable(home, stream, name, bytes_max=bytes_max, repeated=repeated)
             held.table.watch()
             state = held.table.merged_state()
         assert held.table is not None, "it was read by it"
@@ -95,16 +106,13 @@ class MergedStates:
                 left -= size
 
 
-def _read_on(
-    state: RegionState, engine: ReconciliationEngine, home: Home, stream: str, name: str, bytes_max: int | None
-) -> tuple[RegionTable | None, RegionState | None]:
+def _read_on(state: RegionState, engine: ReconciliationEngine, table: RegionTable) -> RegionState | None:
     """Return the state with what follows, by new readers and in new columns; None if the logs don't continue it."""
-    table = RegionTable(home, stream, name, bytes_max=bytes_max, with_kept=False)
     table.watch()
     news = table.state_after(state.vector, state.ends, known=table.known_in(state.rows))
     if news is None or table.engine != engine:
-        return None, None
-    return table, table.widened(engine.apply(state, Missing(news.rows, news.vector, news.ends)))
+        return None
+    return table.widened(engine.apply(state, Missing(news.rows, news.vector, news.ends)))
 
 
 def _is_as_configured(table: RegionTable, home: Home, stream: str) -> bool:

@@ -29,6 +29,7 @@ from millstream.model.positions import Seq
 from millstream.model.schema import TableKind
 from millstream.regions.region_logs import region_logs
 from millstream.regions.region_table import RegionTable
+from millstream.regions.repeated_writes import RepeatedWrites
 from millstream.spark.schedule import DISK_FACTOR, FOLD_INTERVAL_S, FoldHistory, fold_is_due
 from millstream.wal.reader import StreamReader
 from millstream.workers import Worker
@@ -99,6 +100,7 @@ class MergedViews:
         self._rules = rules
         self._tables: dict[str, _Table] = {}
         self._readers: dict[RegionId, StreamReader] = {}
+        self._repeated = RepeatedWrites()
         self._learned: dict[RegionId, Seq] = {}
         """Ends of the logs when they were last looked at for tables."""
         self._tended_s = time.monotonic()
@@ -202,7 +204,7 @@ class MergedViews:
 
     def _folded(self, name: str, table: _Table, *, is_last: bool) -> MergedOutcome | None:
         """Fold one table; None if there was nothing to write."""
-        rows = RegionTable(self._home, self._stream, name, with_kept=False)
+        rows = RegionTable(self._home, self._stream, name, with_kept=False, repeated=self._repeated)
         own = rows.own_schema
         folder = folder_name(*parse_qualified_name(name)) if own is None else folder_of(own)
         table.place = MergedPlace(self._layout, folder, rows.name)
@@ -226,7 +228,7 @@ class MergedViews:
 
     def _replaced(self, name: str, fold: MergedFold) -> MergedOutcome:
         """Build the view from the kept state and the logs: it is new, or the logs don't continue what it has."""
-        return fold.replace(RegionTable(self._home, self._stream, name).merged_state())
+        return fold.replace(RegionTable(self._home, self._stream, name, repeated=self._repeated).merged_state())
 
     def _tend(self, *, at_once: bool = False) -> None:
         """At intervals, delete files that no reader needs, of tables that were folded lately."""

@@ -14,7 +14,7 @@ from millstream.crdt.hlc import HLC
 from millstream.crdt.reconcile import HeardEnd
 from millstream.errors import IngestError, LogError, MillstreamError, OtherRegion, PositionError, UnknownStream
 from millstream.model.ids import RegionId, StreamId
-from millstream.model.names import parse_qualified_name
+from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.regions.ends import end_at, still_says
@@ -52,6 +52,22 @@ def region_logs(home: HomePaths, stream: str, config: StreamConfig | None) -> di
             hint=f"Set `region` in [streams.{stream}] to a number of this home's own, or move the folder away.",
         )
     return {region: str(home.wal_folder(name)) for region, name in ({own: stream} | names).items()}
+
+
+def declared_tables(home: Home, stream: str) -> list[str]:
+    """Return the names of the tables whose merge the configuration declares, and that a region has written.
+
+    Raises:
+        OtherRegion, LogError: as `RegionTable`.
+    """
+    config = home.config.streams.get(stream) if home.config_file.exists() else None
+    declared = {parse_qualified_name(name) for name in (() if config is None else config.merge)}
+    written = {
+        (schema.namespace, schema.name)
+        for reader in (region_readers(home, stream, config).values() if declared else ())
+        for schema in reader.schema_versions().values()
+    }
+    return sorted(qualified_name(*name) for name in declared & written)
 
 
 def merge_of(config: StreamConfig | None, table: str) -> TableMerge:

@@ -8,13 +8,9 @@ retention has kept the logs.
 from __future__ import annotations
 
 import contextlib
-import mmap
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
-from urllib.parse import quote
 
 import numpy as np
 import pyarrow as pa
@@ -30,18 +26,26 @@ from millstream.crdt.reconcile import (
     RegionState,
     Vector,
     behind,
-    heard_in,
     table_in,
     vector_of,
     widened,
 )
-from millstream.crdt.tables import REGION, SEQ, WALL, fold, lift, of_keys, own_columns, state_schema
+from millstream.crdt.tables import (
+    REGION,
+    SEQ,
+    WALL,
+    fold,
+    lift,
+    of_keys,
+    own_columns,
+    state_schema,
+    subtracting_region,
+    subtractions,
+)
 from millstream.errors import (
     LogError,
     LogTruncated,
     LostTailMerged,
-    MergeStateUnreadable,
-    MillstreamError,
     OffsetExpired,
     OtherStream,
     PositionError,
@@ -50,20 +54,20 @@ from millstream.errors import (
     TokenFromFuture,
     UnknownTable,
 )
-from millstream.model.ids import RegionId, SchemaVersion, TableId, region_log_name
+from millstream.model.ids import RegionId, SchemaVersion, TableId
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.positions import Seq, StreamToken, short_stream_id
 from millstream.model.schema import TableKind, TableSchema
 from millstream.private_files import make_folder, replacing
 from millstream.regions.ends import end_at, still_says
-from millstream.regions.region_logs import check_forms, check_region, merge_of, region_logs, region_readers
+from millstream.regions.kept_states import mapped, merge_file
+from millstream.regions.region_logs import check_forms, check_region, merge_of, region_logs
+from millstream.regions.repeated_writes import RepeatedWrites, is_repeat, spans_of
 from millstream.wal.reader import StreamReader, TableRecords
 from millstream.wal.truncation_watch import HistoryWatch
 
 if TYPE_CHECKING:
-    from millstream.config.model import StreamConfig
     from millstream.home.home import Home
-    from millstream.home.paths import HomePaths
 
 _FOLD_ROWS: Final = 250_000
 """Number of records to read before folding them, or as many as there are rows already, so that no row is
@@ -116,6 +120,7 @@ class RegionTable:
             aren't folded yet; None for no limit.
         with_kept: whether to use the kept state, which takes time to open. Without it, only `state_after`
             and `advanced` may be called.
+        repeated: the writes known so far that regions have twice, to read only on; None to read all of them.
 
     Raises:
         QueryBound (`query_memory_full`): the kept state alone is larger.
@@ -125,11 +130,19 @@ class RegionTable:
     """
 
     def __init__(
-        self, home: Home, stream: str, table: str, *, bytes_max: int | None = None, with_kept: bool = True
+        self,
+        home: Home,
+        stream: str,
+        table: str,
+        *,
+        bytes_max: int | None = None,
+        with_kept: bool = True,
+        repeated: RepeatedWrites | None = None,
     ) -> None:
         config = home.config.streams.get(stream) if home.config_file.exists() else None
         self._file: Final = merge_file(home, stream, table)
         self._bytes_max = bytes_max
+        self._repeated = repeated or RepeatedWrites()
         with contextlib.suppress(FileNotFoundError):
             self._check_fits(self._file.stat().st_size, table)
         self._folders: Final = region_logs(home, stream, config)
@@ -294,6 +307,7 @@ class RegionTable:
         if state is None:
             self._check_can_begin_anew()
             state = self.empty
+        before = state.vector
         for region in self.regions:
             reader = self._readers[region]
             after = self._heard(state, region, reader)
@@ -306,7 +320,7 @@ class RegionTable:
             is_anew = not self._still_says(state, region)
             if is_anew:
                 state, heard = self._without_lost_tail(state, region)
-                after, lost = behind(state.vector, region), None
+                after, lost, before = behind(state.vector, region), None, {}
             lacking = self.engine.missing(heard, state.vector)
             del heard
             if take is not None:
@@ -316,7 +330,21 @@ class RegionTable:
             state = self.engine.apply(state, lacking)
             del lacking
             self._check_fits(state.rows.nbytes, self.name)
-        return self.widened(state)
+        return self.widened(self._without_repeats(before, state))
+
+    def _without_repeats(self, before: Vector, state: RegionState) -> RegionState:
+        """Return a state that subtracts the writes that regions have twice, of those received after a vector."""
+        if not self.engine.merge.accumulates or len(self.regions) < 2:
+            return state
+        rows = []
+        for region, repeats in self._repeated.between(self._readers, before, state.vector).items():
+            for part in (one for span in spans_of(repeats) for one in self._parts(region, *span)):
+                new = lift(part.batch, part.hybrid_ns, region, self.columns, self.engine.merge, table=self.name)
+                rows.append(new.filter(pa.array(is_repeat(repeats, whole_column(new.column(SEQ.name)).to_numpy()))))
+        if not rows:
+            return state
+        less = subtractions(pa.concat_tables(rows), self.engine.key, self.engine.merge)
+        return self.engine.apply(state, Missing(less, state.vector, state.ends))
 
     def states_apart(self) -> dict[RegionId, RegionState]:
         """Return the state of each region alone, the home's own first. Raises as `merged_state`."""
@@ -364,9 +392,9 @@ class RegionTable:
                 if not self._still_says(before, region):
                     return None
                 state = self.engine.apply(state, Missing(heard.rows, heard.vector, heard.ends))
+            return self._without_repeats(vector, state)
         except OffsetExpired:
             return None
-        return state
 
     def watch(self) -> None:
         """Begin to watch the logs for cuts, before the read of the first state for `advanced`."""
@@ -384,6 +412,7 @@ class RegionTable:
             None if the logs can't simply be read on: one may have been cut back since, or it has new columns, or
             retention has dropped what follows.
         """
+        before = state.vector
         try:
             for region in self.regions:
                 after, upto = behind(state.vector, region), self._end_of(region)
@@ -399,6 +428,10 @@ class RegionTable:
                     return None
                 state = self.engine.apply(state, self.engine.missing(heard, state.vector))
                 self._check_fits(state.rows.nbytes, self.name)
+            if state.vector != before:
+                state = self._without_repeats(before, state)
+                if any(self._is_other(region) for region in self.regions):
+                    return None
         except (LogError, PositionError):
             return None
         return state
@@ -455,6 +488,10 @@ class RegionTable:
                 table=self.name,
                 region=int(region),
             )
+        # Subtractions whose records the logs have are found again.
+        for other, reader in self._readers.items():
+            at = regions == subtracting_region(np.full(len(seqs), int(other)), seqs)
+            lost |= at & (seqs >= (first if other == region else reader.first_seq()))
         return self.engine.without(state, region, lost), rebuilt
 
     def known_in(self, rows: pa.Table) -> Known | None:
@@ -495,7 +532,7 @@ class RegionTable:
     def _check_can_begin_anew(self) -> None:
         """Refuse to rebuild an unusable kept state if the logs have less."""
         try:
-            heard = vector_of(_mapped(self._file))
+            heard = vector_of(mapped(self._file))
         except FileNotFoundError:
             return
         for region, reader in self._readers.items():
@@ -513,83 +550,14 @@ class RegionTable:
     def _kept_table(self) -> tuple[tuple[str, ...], pa.Schema] | None:
         """Return the key and the columns of the kept state; None if there is none."""
         try:
-            return table_in(_mapped(self._file))
+            return table_in(mapped(self._file))
         except FileNotFoundError:
             return None
 
     def _kept(self) -> RegionState | None:
         """Return the kept state; None if there is none, or if columns merge differently now."""
         try:
-            data = _mapped(self._file)
+            data = mapped(self._file)
         except FileNotFoundError:
             return None
         return self.engine.decode(data)
-
-
-def merge_file(home: HomePaths, stream: str, table: str) -> Path:
-    """Return the file of a table's merged state; `UsageError` if the text is no table's name."""
-    name = qualified_name(*parse_qualified_name(table))
-    return home.data / "regions" / stream / f"{quote(name, safe='')}.state"
-
-
-def _mapped(file: Path) -> memoryview:
-    """Map a file into memory: the kept state is replaced, never overwritten. `FileNotFoundError` if there is none."""
-    with file.open("rb") as opened:
-        if not os.fstat(opened.fileno()).st_size:
-            return memoryview(b"")
-        return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
-
-
-class KeptVectors:
-    """The positions in the regions' logs up to which a home's merged tables are kept.
-
-    Each file is read once, and again when it has changed; not for several threads.
-    """
-
-    def __init__(self, home: Home) -> None:
-        self._home = home
-        self._known: dict[Path, tuple[tuple[int, int, int], tuple[Vector, Ends]]] = {}
-
-    def of(self, stream: str, config: StreamConfig, table: str, region: RegionId) -> StreamToken | None:
-        """Return the kept position of a region's log; None without usable state, or if the log was cut back since."""
-        vector, ends = self._kept(stream, config, table)
-        token = vector.get(region)
-        if token is None:
-            return None
-        name = stream if region == config.region else region_log_name(stream, region)
-        try:
-            reader = StreamReader(str(self._home.wal_folder(name)))
-            # Nothing was taken of a log that was recreated.
-            is_this = token.stream == short_stream_id(reader.stream_id)
-            return token if is_this and still_says(reader, token.linear(), ends.get(region)) else None
-        except (MillstreamError, OSError):
-            return None
-
-    def _kept(self, stream: str, config: StreamConfig, table: str) -> tuple[Vector, Ends]:
-        file = merge_file(self._home, stream, table)
-        try:
-            stat = file.stat()
-            seen = stat.st_ino, stat.st_mtime_ns, stat.st_size
-            known = self._known.get(file)
-            if known is None or known[0] != seen:
-                found = heard_in(_mapped(file), key_of(config, table), merge_of(config, table))
-                known = self._known[file] = seen, found or ({}, {})
-        except (FileNotFoundError, MergeStateUnreadable):
-            return {}, {}
-        return known[1]
-
-
-def declared_tables(home: Home, stream: str) -> list[str]:
-    """Return the names of the tables whose merge the configuration declares, and that a region has written.
-
-    Raises:
-        OtherRegion, LogError: as `RegionTable`.
-    """
-    config = home.config.streams.get(stream) if home.config_file.exists() else None
-    declared = {parse_qualified_name(name) for name in (() if config is None else config.merge)}
-    written = {
-        (schema.namespace, schema.name)
-        for reader in (region_readers(home, stream, config).values() if declared else ())
-        for schema in reader.schema_versions().values()
-    }
-    return sorted(qualified_name(*name) for name in declared & written)

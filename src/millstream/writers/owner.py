@@ -40,8 +40,8 @@ from millstream.processes.child_process import Lifeline
 from millstream.processes.control import ControlServer
 from millstream.processes.locks import LOCK_PATIENCE_S, RoleLock, writer_role
 from millstream.regions.holders import expect_followers, merge_needs
+from millstream.regions.kept_states import KeptVectors
 from millstream.regions.region_logs import RegionClocks
-from millstream.regions.region_table import KeptVectors
 from millstream.workers import Worker, watching
 from millstream.writers.appending import append_socket
 from millstream.writers.buffer_consumer import BufferTaking
