@@ -84,6 +84,11 @@ class KnownLayouts:
             self._catalog.put_fact(self._scope, str(id_), value)
             self._known[str(id_)] = value
 
+    def forget(self, id_: TableId) -> None:
+        """Delete what is recorded of a table that is gone: a relation that comes back is a new table."""
+        if self._known.pop(str(id_), None) is not None:
+            self._catalog.drop_fact(self._scope, str(id_))
+
 
 def _sent(table: SourceTable) -> list[AttributeFacts]:
     """Return the table's columns, except generated ones that aren't sent."""

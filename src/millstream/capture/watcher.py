@@ -176,6 +176,7 @@ class WatchedTables:
                 logger.info("table gone", table=qualified_name(row.namespace, row.name))
                 reason = "it was dropped at the source, or the configuration leaves it out"
                 self._catalog.set_state(row.id, TableState.GONE, reason)
+                self._layouts.forget(row.id)
                 del self._leaving[row.relation_oid]
 
 
