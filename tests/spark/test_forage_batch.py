@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from click.testing import CliRunner
 from deltalake import DeltaTable
 
 import millstream
 from millstream_forage.bandit import Arm, fill
+from millstream_forage.cli import main
 from millstream_forage.clock import DAY_NS
 from millstream_forage.engine import ForageEngine
 from millstream_forage.tables import KINDS, SCHEMAS, STREAM, home_config
@@ -93,9 +95,11 @@ def test_the_tables_agree_with_the_engine_and_estimate_other_policies(home: Path
         assert values["loved"][estimate] > values["uniform"][estimate] > values["others"][estimate]
     assert values["loved"]["self_normalized_ips"] == pytest.approx(1)
 
-    again = run_batch(spark, home)
-    assert [table.rows for table in again][:3] == [table.rows for table in landed][:3]
-    assert [row["policy"] for row in rows_of(again[3].folder)] == ["uniform"]
+    again = CliRunner().invoke(main, ["batch", "--home", str(home)])
+    assert again.output.splitlines()[:3] == [
+        f"{table.name}: {table.rows} rows in {table.folder}" for table in landed[:3]
+    ]
+    assert [row["policy"] for row in rows_of(landed[3].folder)] == ["uniform"]
 
 
 def simulated(home: Path, seed: int) -> None:

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from apps.forage.tests.bodies import ENTRY
 from click.testing import CliRunner
 
-from millstream_forage.cli import main
+from millstream_forage.cli import main, policies_of
+from millstream_forage.errors import InvalidField
 
 COMMAND = [sys.executable, "-c", "from millstream_forage.cli import main; main()"]
 NOW = "2026-03-01T12:00:00Z"
@@ -117,3 +119,27 @@ def test_errors_are_1_with_their_code(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         code, output = run("serve", "--home", str(tmp_path), "--port", str(taken.getsockname()[1]))
     assert (code, "error[address_in_use]" in output) == (1, True)
+
+
+def test_sources_are_read_by_the_command(tmp_path: Path) -> None:
+    (tmp_path / "items.json").write_text(json.dumps([ENTRY, ENTRY | {"url": "https://tides.example/5", "words": 0}]))
+    sources = tmp_path / "sources.toml"
+    sources.write_text('[[sources]]\nname = "Tides"\njson = "items.json"\ncategory = "sea"\n')
+    code, output = run("discover", str(sources), "--home", str(tmp_path / "home"))
+    assert (code, output.splitlines()[-1]) == (0, "added 1, known 0, refused 1")
+    assert "refused https://tides.example/5 of Tides: " in output
+    code, output = run("discover", str(tmp_path / "none.toml"), "--home", str(tmp_path / "home"))
+    assert (code, "error[source_unreadable]" in output) == (1, True)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"a": 1}', '{"a": {"sea/Tides": "x"}}', '{"a": {"sea/Tides": 2}}'])
+def test_policies_that_do_not_fit_are_refused_before_spark_starts(tmp_path: Path, text: str) -> None:
+    (tmp_path / "policies.json").write_text(text)
+    with pytest.raises(InvalidField, match="policies"):
+        policies_of(tmp_path / "policies.json")
+
+
+def test_the_batch_side_names_the_extra_that_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyspark.sql", None)
+    code, output = run("batch", "--home", str(tmp_path))
+    assert (code, "error[spark_missing]" in output, "millstream-forage[spark]" in output) == (1, True, True)

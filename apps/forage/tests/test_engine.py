@@ -93,6 +93,7 @@ def test_a_feed_appends_its_impressions_as_one_operation_before_it_is_answered(e
             "token": before,
             "now": feed.now,
             "__seq": row["__seq"],
+            "__commit_ts": row["__commit_ts"],
         }
 
 

@@ -1,4 +1,4 @@
-"""The command `millstream-forage`: serve a feed, and export what was learned from.
+"""The command `millstream-forage`: serve a feed, bring items into it, and export and evaluate what was learned from.
 
 Exit codes: 0, 1 for an error, 2 for a wrong use of the command.
 """
@@ -16,7 +16,7 @@ import click
 import millstream
 from millstream import MillstreamError
 from millstream_forage.clock import InvalidTime, clock_of, parse_ns
-from millstream_forage.errors import ForageError
+from millstream_forage.errors import ForageError, InvalidField, SparkMissing
 from millstream_forage.homes import CONFIG_FILE
 from millstream_forage.tables import ID_MAX, KINDS, other_regions
 
@@ -110,3 +110,58 @@ def export(
     rows = log.pairs(selection) if pairs else log.signals(selection, with_impressions=with_impressions)
     for row in rows:
         sys.stdout.write(json.dumps(row) + "\n")
+
+
+@main.command()
+@click.argument("registry", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--home", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder of the home.")
+def discover(*, registry: Path, home: Path) -> None:
+    """Read each source of a registry once, and add the items that keep the rules. No server may have the home."""
+    from millstream_forage.discovery import discover as run
+    from millstream_forage.engine import ForageEngine
+    from millstream_forage.sources import Registry
+
+    sources = Registry.load(registry)
+    with ForageEngine.open(home) as engine:
+        outcome = run(engine, sources)
+    for refused in outcome.refused:
+        click.echo(f"refused {refused.entry or 'the source'} of {refused.source}: {refused.reason}", err=True)
+    click.echo(f"added {outcome.added}, known {outcome.known}, refused {len(outcome.refused)}")
+
+
+@main.command()
+@click.option("--home", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder of the home.")
+@click.option(
+    "--policies",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help='Policies to estimate, as JSON: {"name": {"category/source": probability}}.',
+)
+def batch(*, home: Path, policies: Path | None) -> None:
+    """Write features, the yield of exploring and estimates of policies to lake tables, on Spark; also next to a server."""
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    try:
+        from pyspark.sql import SparkSession
+
+        from millstream_forage.batch import run_batch
+    except ModuleNotFoundError as error:
+        raise SparkMissing(f"the batch side needs {error.name}") from error
+    others = {} if policies is None else policies_of(policies)
+    for table in run_batch(SparkSession.builder.getOrCreate(), home, policies=others):
+        click.echo(f"{table.name}: {table.rows} rows in {table.folder}")
+
+
+def policies_of(path: Path) -> dict[str, dict[str, float]]:
+    """Return the policies of a file."""
+    try:
+        policies = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise InvalidField("policies", f"{path} is no JSON: {error}") from None
+    is_map = isinstance(policies, dict) and all(isinstance(arms, dict) for arms in policies.values())
+    if not is_map or not all(is_probability(chance) for arms in policies.values() for chance in arms.values()):
+        raise InvalidField("policies", "must name for each policy the probability of each arm, from 0 to 1")
+    return dict(policies)
+
+
+def is_probability(value: object) -> bool:
+    """Return whether a value of JSON is a number from 0 to 1."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1

@@ -76,3 +76,10 @@ class SourceUnreadable(ForageError):
     code = "source_unreadable"
     status = 502
     default_hint = "Check the source's path or address in the registry."
+
+
+class SparkMissing(ForageError):
+    """The batch side's packages aren't installed."""
+
+    code = "spark_missing"
+    default_hint = "Install millstream-forage[spark]."
