@@ -92,6 +92,7 @@ def test_status_needs_no_running_process(home: Home) -> None:
         with RoleLock.take(home.run_folder, "serve") if is_served else nullcontext():
             shown = CliRunner().invoke(cli, ["--home", str(home.path), "status"]).output
             assert f"stream shop: {state}, writer epoch 1, no source" in shown
+            assert collect_status(Home(home.path))["streams"][0]["state"] == ("running" if is_served else "stopped")
 
 
 def test_a_node_tells_what_its_own_lake_has_and_not_what_the_leader_before_had_landed(home: Home) -> None:

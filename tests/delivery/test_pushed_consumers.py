@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -156,10 +157,41 @@ def test_a_command_gets_lines(deployment: Deployment, tmp_path: Path) -> None:
         assert sorted(line["record"]["row"]["id"] for line in lines) == list(range(20))
 
 
+def test_another_package_delivers_as_the_guide_describes(
+    deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guide = (Path(__file__).parents[2] / "docs/how-to/write-a-sink.md").read_text()
+    module, entry_point, _ = re.findall(r"```(?:python|toml)\n(.*?)```", guide, re.DOTALL)
+    (tmp_path / "file_sink.py").write_text(module)
+    target = re.search(r'file = "(.*)"', entry_point)
+    package, out = tmp_path / "file_sink-1.dist-info", tmp_path / "out"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: file_sink\nVersion: 1\n")
+    assert target is not None
+    (package / "entry_points.txt").write_text(f"[millstream.push_sinks]\nfile = {target[1]}\n")
+    head = '[streams.web.consumers.search]\nstart = "earliest"\n'
+    with deployment.run(f'{head}sink = {{ kind = "file", path = "{out}" }}') as missing:
+        missing.start()
+        missing.append("orders", *range(20))
+        wait_for(lambda: "'file'" in str(missing.call("show")["error"]), what=lambda: missing.call("show"))
+    monkeypatch.syspath_prepend(tmp_path)
+    with deployment.run(f'{head}sink = {{ kind = "file", path = "{out}", mode = 1 }}') as wrong:
+        wrong.start()
+        wait_for(lambda: "setting path" in str(wrong.call("show")["error"]), what=lambda: wrong.call("show"))
+    with deployment.run(f'{head}sink = {{ kind = "file", path = "{out}" }}') as run:
+        run.start()
+        wait_settled(run, 20)
+        lines = [json.loads(line) for line in out.read_text().splitlines()]
+        assert [line["record"]["row"]["id"] for line in lines] == list(range(20))
+        shown = run.call("show")
+        assert (shown["sink"], shown["error"]) == ({"kind": "file", "path": "***"}, None)
+
+
 @pytest.mark.parametrize(
     ("sink", "field"),
     [
         ({"command": {"argv": ["true"]}}, "command"),
+        ({"sink": {"kind": "file"}}, "sink"),
         ({"webhook": {"url": "http://127.0.0.1/x", "secret": SECRET}}, "webhook.url"),
         ({"webhook": {"url": "https://example.com", "secret": SECRET, "allow_private": True}}, "webhook.allow_private"),
         ({"webhook": {"url": "https://example.com"}}, "webhook.secret"),

@@ -150,11 +150,12 @@ def _stream(
     writer = next((one for one in writers if one.name == _own_name(home)), writers[-1] if writers else None)
     shared = writer_facts(home, catalog, stream)
     is_written = capture is not None or bool(holder(home.run_folder, writer_role(_own_name(home))))
+    has_source, is_served = _has_source(home, name), bool(holder(home.run_folder, "serve"))
     source = catalog.current_source(stream)
     return {
         "name": name,
         "id": str(stream),
-        "state": "running" if is_written else "stopped",
+        "state": "running" if is_written or (is_served and not has_source) else "stopped",
         "writer": None
         if writer is None
         else {
@@ -170,7 +171,7 @@ def _stream(
             "database": source.database if source else None,
             "timeline": source.timeline if source else None,
             "slot_dropped": bool(catalog.fact(f"capture/{stream}", "slot_dropped")),
-            "configured": _has_source(home, name),
+            "configured": has_source,
             "slot": _slot(home, name),
             "mode": captured.get("mode"),
             "received": _lsn_text(captured.get("received")),

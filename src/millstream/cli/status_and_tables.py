@@ -200,7 +200,8 @@ def _behind_words(lag: dict[str, Any]) -> str:
 
 
 def _state_words(stream: dict[str, Any], processes: Mapping[str, int | None]) -> str:
-    if stream["state"] == "stopped" and not stream["source"]["configured"] and processes.get("serve") is not None:
+    is_idle = stream["state"] == "running" and not (stream["writer"] or {}).get("alive")
+    if is_idle and processes.get("serve") is not None:
         return "nothing appended since `serve` began"
     return str(stream["state"])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, JsonValue, field_validator
 
 from millstream.config.section import Duration, Section
 
@@ -171,6 +171,12 @@ class ConsumerConfig(Section):
     kafka: KafkaSection | None = Field(default=None, description="Deliver to topics of Kafka.")
     redis: RedisSection | None = Field(default=None, description="Deliver to Redis streams.")
     command: CommandSection | None = Field(default=None, description="Deliver to a command.")
+    sink: dict[str, JsonValue] | None = Field(
+        default=None,
+        repr=False,
+        description="Deliver by another package: `kind` is the name of its entry point in the group `millstream.push_sinks`, "
+        "and the package takes the other settings. Possible only here.",
+    )
 
     @field_validator("group_by", mode="before")
     @classmethod

@@ -138,7 +138,7 @@ class Definition:
             "max_deliver": self.max_deliver,
             "max_ack_pending": self.max_ack_pending,
             "backfill": self.backfill,
-            **({} if self.sink is None else {self.sink.kind: self.sink.shown if masked else self.sink.settings}),
+            **({} if self.sink is None else self.sink.as_fields(masked=masked)),
         }
 
     def differences(self, other: Definition) -> list[str]:

@@ -12,14 +12,17 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
-from importlib.metadata import entry_points
+from functools import cached_property, partial
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, NamedTuple, Protocol
 
 import pyarrow as pa
+import structlog
 
-from millstream.errors import DeliveryError
+from millstream.errors import DeliveryError, MillstreamError
 from millstream.model.schema import TableSchema
+
+logger = structlog.get_logger("millstream.delivery")
 
 ENTRY_POINTS: Final = "millstream.push_sinks"
 OURS: Final = ("webhook", "kafka", "redis", "command")
@@ -222,8 +225,7 @@ def _factory(kind: str) -> SinkFactory:
     others = entry_points(group=ENTRY_POINTS)
     for entry_point in others:
         if entry_point.name == kind:
-            factory: SinkFactory = entry_point.load()
-            return factory
+            return partial(_of_package, entry_point)
     known = sorted({*OURS, *others.names})
     raise DeliveryError(
         f"no push sink is of kind {kind[:80]!r}",
@@ -231,3 +233,16 @@ def _factory(kind: str) -> SinkFactory:
         hint=f"Use one of {', '.join(known)}, or install a package with an entry point of {ENTRY_POINTS}.",
         field=kind[:80],
     )
+
+
+def _of_package(entry_point: EntryPoint, settings: Mapping[str, Any], *, stream: str, consumer: str) -> PushSink:
+    try:
+        sink: PushSink = entry_point.load()(settings, stream=stream, consumer=consumer)
+        return sink
+    except MillstreamError:
+        raise
+    except Exception as error:  # a fault of the package must not stop the other consumers
+        logger.exception("a package's push sink can't be opened", kind=entry_point.name)
+        problem = f"the push sink {entry_point.name} of another package raised {type(error).__name__}"
+        hint = "Read the process's log, then mend the settings or the package."
+        raise DeliveryError(problem, code="invalid_consumer", hint=hint, field=entry_point.name) from error
