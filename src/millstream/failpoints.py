@@ -9,7 +9,8 @@ If `MILLSTREAM_FAILPOINTS_DIR` names a folder, a point kills only while the fold
 the point's name, and creates one when it kills. So a supervised process is killed once and then
 restarts undisturbed. A test counts the kills, and arms the point again by removing the file.
 
-Names are `<room>.<moment>`; they are listed where they are hit.
+Names are `<room>.<moment>`; they are listed where they are hit. A point of `is_asked` kills nothing: the code itself
+fails there. `capture.decode.<schema>.<table>` makes capture unable to decode the table's next changes.
 """
 
 from __future__ import annotations
@@ -58,6 +59,18 @@ def hit(name: str) -> None:
         if count > 1 or not _leave_witness(name):
             return
     os.kill(os.getpid(), sent)
+
+
+def is_asked(name: str) -> bool:
+    """Return whether the environment asks the code to fail at a point, which counts as a hit."""
+    if not _left:
+        return False
+    with _lock:
+        count, sent = _left.get(name, (0, signal.SIGKILL))
+        if count <= 0:
+            return False
+        _left[name] = count - 1, sent
+        return count == 1
 
 
 def _leave_witness(name: str) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from millstream.errors import MillstreamError
+from millstream.model.column_rules import SourceRules
 from millstream.model.ids import ShardId
 from millstream.model.operations import FIRST_SHARD
 from millstream.model.positions import Lsn
@@ -81,6 +82,7 @@ class CaptureConfig:
         on_moment: called at named moments, with facts about them, on the thread that passes them, which waits for it and
             raises what it raises. Tests delay and fail steps there.
         slot_lag_bytes: WAL from which on `doctor` reports that the slot holds it.
+        rules: columns whose values never leave the source.
     """
 
     stream: str
@@ -115,6 +117,7 @@ class CaptureConfig:
     reads_socket: bool = True
     on_moment: Callable[[str, Mapping[str, Any]], None] = no_moment
     slot_lag_bytes: int = 4 << 30
+    rules: SourceRules = field(default_factory=SourceRules)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ Such a table is copied again. PostgreSQL sends nothing of these changes:
 - An enum value is renamed, or a row type gains or loses a field. Rows hold numbers, which are printed by
   today's names and fields.
 - A publication's column list gains a column, or its row filter changes.
+- A column's rule changes (exclude, hash, redact), or the key of the hashes.
 
 A changed key has the table copied again too: the log's deletes carry the old key.
 
@@ -36,6 +37,7 @@ from typing import Any
 from millstream.capture.publication import Restriction
 from millstream.capture.source import AttributeFacts, PartitionFacts, SourceTable
 from millstream.catalog import Catalog
+from millstream.model.column_rules import Rule, SourceRules
 from millstream.model.ids import StreamId, TableId
 from millstream.model.records import log_names
 from millstream.model.schema import ReplicaIdentity
@@ -44,8 +46,9 @@ from millstream.model.schema import ReplicaIdentity
 class KnownLayouts:
     """The columns, key and partitions of each table as the log's rows, or those of the running copy, have them."""
 
-    def __init__(self, catalog: Catalog, stream: StreamId) -> None:
+    def __init__(self, catalog: Catalog, stream: StreamId, rules: SourceRules) -> None:
         self._catalog = catalog
+        self._rules = rules
         self._scope = f"capture/{stream}/layout"
         self._known: dict[str, Any] = catalog.facts(self._scope)
 
@@ -57,6 +60,7 @@ class KnownLayouts:
         columns = list(_news_of_columns(known, table))
         told = [*columns, *_news_of_key(known, table), *_news_of_partitions(known, table)]
         told += [*_news_of_types(known, table), *_news_of_restriction(known, table, sent)]
+        told += self._news_of_rules(known, table)
         # A column's new type rewrites partitions as well.
         told += [] if columns else _news_of_files(known, table)
         return "; ".join(told) or None
@@ -76,6 +80,7 @@ class KnownLayouts:
             "parts": {str(c.number): dict(c.parts) for c in columns if c.parts},
             "listed": _listed(table, sent),
             "condition": sent.condition,
+            "rules": self._rules_by_number(table),
             "key": _key(table),
             "key_constraint": table.key_constraint,
             "partitions": {str(p.oid): [p.name, p.attached_by, p.relfilenode] for p in table.partitions},
@@ -88,6 +93,31 @@ class KnownLayouts:
         """Delete what is recorded of a table that is gone: a relation that comes back is a new table."""
         if self._known.pop(str(id_), None) is not None:
             self._catalog.drop_fact(self._scope, str(id_))
+
+    def raw_columns(self, table: SourceTable, id_: TableId) -> list[str]:
+        """Return the columns that have a rule, or another one, while older records have their values."""
+        known = self._known.get(str(id_))
+        before, now = ({}, {}) if known is None else (known["rules"], self._rules_by_number(table))
+        numbers = {str(number) for number, *_ in known["columns"]} if known is not None else set()
+        names = {str(column.number): column.name for column in table.layout}
+        return sorted(names[n] for n in now if n in numbers and before.get(n) != now[n])
+
+    def _news_of_rules(self, known: dict[str, Any], table: SourceTable) -> Iterator[str]:
+        before, now = known["rules"], self._rules_by_number(table)
+        names = {str(column.number): column.name for column in table.layout}
+        for number, *_ in known["columns"]:
+            number_text = str(number)
+            if before.get(number_text) != now.get(number_text) and number_text in names:
+                yield f"the rule of column {names[number_text]} is another one"
+
+    def _rules_by_number(self, table: SourceTable) -> dict[str, str]:
+        """Return what stands for the rule of each column that has one; of a hash it shows the key's change, not the key."""
+        key = self._rules.hashed(b"").decode()[:16] if Rule.HASH in table.rules.values() else ""
+        return {
+            str(c.number): rule.value + (f" {key}" if rule is Rule.HASH else "")
+            for c in table.layout
+            if (rule := table.rules.get(c.name)) is not None
+        }
 
 
 def _sent(table: SourceTable) -> list[AttributeFacts]:

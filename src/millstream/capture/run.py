@@ -19,10 +19,12 @@ import structlog
 from psycopg import sql
 
 from millstream.backoff import Backoff
+from millstream.capture.column_rules import ColumnRules
 from millstream.capture.config import CaptureConfig, CaptureOutcome, CaptureProgress
 from millstream.capture.connection import connect_replication, pinned, take_bytes_as_they_are
 from millstream.capture.copying.repair import CopiesAndRepairs, Repairs
 from millstream.capture.copying.table_copies import UNFINISHED, TableCopies
+from millstream.capture.enforced_rules import check_rules, rule_messages
 from millstream.capture.publication import pgoutput_options
 from millstream.capture.schema_registry import SchemaRegistry
 from millstream.capture.slot import (
@@ -50,6 +52,7 @@ from millstream.capture.stream.barrier import StreamBarrier
 from millstream.capture.stream.chunks import ChunkWire, open_chunks
 from millstream.capture.stream.receiver import Receiver
 from millstream.capture.stream.replication_connection import Wire, start_replication
+from millstream.capture.stream.rule_messages import RuleMessages
 from millstream.capture.stream.spill import SpillFolder
 from millstream.capture.timeline import TimelineWatch, follows, read_history
 from millstream.capture.watcher import WatchedTables, Watcher
@@ -125,7 +128,7 @@ class _CaptureSession:
     tables: WatchedTables
     copies: CopiesAndRepairs
     chunks: ChunkWire | None
-    """The receiver's wire, if the session reads chunks."""
+    rules: RuleMessages | None
 
 
 class _Capture:
@@ -149,6 +152,7 @@ class _Capture:
         self._clock = clock
         self._stream: StreamId = catalog.stream(config.stream).id
         self._scope = f"capture/{self._stream}"
+        self._rules = ColumnRules(catalog, self._stream, config.rules)
         self._spill = SpillFolder(config.spill_dir, config.free_bytes)
         self._target: Lsn | None = None
         self._records = 0
@@ -247,10 +251,11 @@ class _Capture:
             check_standby(identity)
             check_origin(identity, config.origin)
             slot = read_slot(control, config.slot)
+            check_rules(self._rules, control, config, at_start=not self._ever)
             source = self._source_to_follow(identity, replication, control, slot)
             reached = self._reached(source)
-            directory = SchemaRegistry(self._catalog, self._stream, source, config)
-            tables = WatchedTables(config, self._catalog, directory)
+            directory = SchemaRegistry(self._catalog, self._stream, source, config, self._rules)
+            tables = WatchedTables(config, self._catalog, directory, self._rules)
             tables.look(control, Lsn(0))
             if not tables.facts:
                 raise SourceError(
@@ -322,12 +327,14 @@ class _Capture:
             copies.see(directory.refresh())  # before the first change: a copy that was begun has to see every change
             self._connected = self._ever = True
             logger.info(str(self._choice.mode), slot=config.slot, source=source, after=format_lsn(reached))
-            return self._stream_until_done(_CaptureSession(applier, receiver, watcher, tables, copies, chunks), control)
+            rules = rule_messages(self._rules, directory, config, identity, copies.set_aside)
+            session = _CaptureSession(applier, receiver, watcher, tables, copies, chunks, rules)
+            return self._stream_until_done(session, control)
 
     def _stream_until_done(self, session: _CaptureSession, control: Connection) -> CaptureOutcome | None:
         applier, receiver = session.applier, session.receiver
         begun = applier.durable
-        receiver.start()
+        receiver.start(session.rules)
         session.watcher.start()
         session.copies.start()
         told_at = asked_at = 0.0

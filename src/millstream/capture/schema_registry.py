@@ -13,10 +13,15 @@ from typing import Final
 
 import structlog
 
+from millstream.capture.column_rules import RULES, ColumnRules
 from millstream.capture.config import CaptureConfig
+from millstream.capture.raw_past import RawPast
 from millstream.capture.source import KeyColumn, SourceTable
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.codec.pgoutput import MESSAGES_COLUMNS, Relation, raw_schema, table_schema
+from millstream.codec.pgoutput.rows import undecodable
+from millstream.errors import ConfigError
+from millstream.failpoints import is_asked
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId
 from millstream.model.names import TablePatterns, qualified_name
 from millstream.model.operations import FIRST_SHARD
@@ -41,8 +46,12 @@ class SchemaRegistry:
     Concurrency: the decoding thread reads; `learn` and `forget` may be called from others.
     """
 
-    def __init__(self, catalog: Catalog, stream: StreamId, source: SourceId, config: CaptureConfig) -> None:
+    def __init__(
+        self, catalog: Catalog, stream: StreamId, source: SourceId, config: CaptureConfig, rules: ColumnRules
+    ) -> None:
         self._catalog = catalog
+        self.rules = rules
+        self.raw_past = RawPast(catalog, stream)
         self.stream = stream
         self._source = source
         self._config = config
@@ -103,7 +112,10 @@ class SchemaRegistry:
         return self._row(facts.oid, facts.namespace, facts.name, has_identity=facts.usable)
 
     def schema_for(self, relation: Relation) -> TableSchema | None:
-        """Return the table's schema under this relation: kind TABLE, or RAW if it is quarantined; None: not captured."""
+        """Return the table's schema under this relation: kind TABLE, or RAW if it is quarantined; None: not captured.
+
+        A quarantined table with rules isn't captured: nothing of it is stored undecoded.
+        """
         with self._lock:
             row, facts = self._rows.get(relation.oid), self._facts.get(relation.oid)
             known = self._answers.get(relation.oid)
@@ -151,6 +163,26 @@ class SchemaRegistry:
         self.refresh()
         return row.id
 
+    def refuse(self, oid: int, namespace: str, name: str, error: ConfigError) -> None:
+        """Quarantine a table whose rules can't be applied: none of its changes enter the log."""
+        with self._lock:
+            row = self._rows.get(oid)
+        row = row or self._row(oid, namespace, name, has_identity=True)
+        reason = f"{error.code}: {error.message}"
+        if row.state is not TableState.QUARANTINED or row.reason != reason:
+            logger.warning(
+                "table quarantined", table=qualified_name(namespace, name), code=error.code, reason=error.message
+            )
+            details = {"cause": RULES, "code": error.code, "hint": error.hint}
+            self._catalog.set_state(row.id, TableState.QUARANTINED, reason, details=details)
+            self.refresh()
+
+    def is_set_aside(self, oid: int) -> bool:
+        """Return whether a table is quarantined, as last refreshed."""
+        with self._lock:
+            row = self._rows.get(oid)
+        return row is not None and row.state is TableState.QUARANTINED
+
     def rows(self) -> list[TableRow]:
         """Return the captured tables, as last refreshed."""
         with self._lock:
@@ -190,9 +222,13 @@ class SchemaRegistry:
             row = self._row(relation.oid, relation.namespace, relation.name, has_identity=usable)
         elif (row.namespace, row.name) != (relation.namespace, relation.name):
             row = self._row(relation.oid, relation.namespace, relation.name, has_identity=True)
+        if row.state is TableState.QUARANTINED and self.rules.concern(row.relation_oid, row.namespace, row.name):
+            return None
         if row.state is TableState.QUARANTINED:
             plain = raw_schema(relation, source=self._source, table_id=row.id, version=SchemaVersion(0))
             return self._catalog.put_schema(self.stream, plain)
+        if is_asked(f"capture.decode.{row.namespace}.{row.name}"):
+            raise undecodable(relation, "a failpoint asks for it")
         key = self._key(relation, facts)
         if row.state is TableState.HISTORY_ONLY:
             key = ()

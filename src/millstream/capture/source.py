@@ -6,14 +6,16 @@ written are in the stream's relation messages only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 import psycopg
 
 from millstream.capture.connection import connect, translated
 from millstream.codec.pgoutput import Relation, RelationColumn
-from millstream.errors import SourceError
+from millstream.errors import ConfigError, SourceError
+from millstream.model.column_rules import Rule
 from millstream.model.names import TablePatterns, qualified_name
 from millstream.model.pgtypes import builtin_name
 from millstream.model.positions import Lsn, format_lsn, parse_lsn
@@ -122,6 +124,17 @@ class SourceTable:
     key_constraint: int
     """OID of the primary key's constraint, which REINDEX keeps; 0 without a primary key."""
     partitions: tuple[PartitionFacts, ...]
+    rules: Mapping[str, Rule] = field(default_factory=dict)
+    """Rules of the columns that have one, by name, once they are applied.
+
+    `relation` then lacks excluded columns, and hashed and redacted ones are text."""
+    refusal: ConfigError | None = None
+    """Why its rules can't be applied: nothing of the table may be stored."""
+
+    @property
+    def key_is_hashed(self) -> bool:
+        """Whether a column of the key has a rule, so that rows can't be looked up by the log's keys."""
+        return any(column.name in self.rules for column in self.key)
 
     @property
     def full_name(self) -> str:
@@ -133,7 +146,7 @@ class SourceTable:
 
         def without_sizes(table: SourceTable) -> SourceTable:
             parts = tuple(replace(partition, empty=False) for partition in table.partitions)
-            return replace(table, row_estimate=0, size_bytes=0, partitions=parts)
+            return replace(table, row_estimate=0, size_bytes=0, partitions=parts, refusal=None)
 
         return without_sizes(self) == without_sizes(other)
 

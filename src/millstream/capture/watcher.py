@@ -21,6 +21,7 @@ from typing import Final
 
 import structlog
 
+from millstream.capture.column_rules import RULES, ColumnRules
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import translated
 from millstream.capture.publication import (
@@ -58,13 +59,14 @@ logger = structlog.get_logger("millstream.capture")
 class WatchedTables:
     """The source's tables and their rows in the catalog, which `look` updates."""
 
-    def __init__(self, config: CaptureConfig, catalog: Catalog, directory: SchemaRegistry) -> None:
+    def __init__(self, config: CaptureConfig, catalog: Catalog, directory: SchemaRegistry, rules: ColumnRules) -> None:
         self._config = config
+        self._rules = rules
         self._catalog = catalog
         self._directory = directory
         self._patterns = TablePatterns.parse(config.tables)
         self._leaving: dict[int, Lsn] = {}
-        self._layouts = KnownLayouts(catalog, catalog.stream(config.stream).id)
+        self._layouts = KnownLayouts(catalog, catalog.stream(config.stream).id, config.rules)
         self.facts: dict[int, SourceTable] = {}
         self.seen_at = Lsn(0)
         """LSN at or above every change that led to `facts`."""
@@ -87,7 +89,8 @@ class WatchedTables:
             publish_generated(connection, self._config.publication)
         except SourceError as error:
             logger.warning("generated columns couldn't be published yet", code=error.code, error=error.message)
-        tables = list_published(connection, self._patterns, self._config.publication)
+        published = list_published(connection, self._patterns, self._config.publication)
+        tables = [self._rules.applied(table) for table in published]
         self.facts = {table.oid: table for table in tables}
         self.seen_at = insert_lsn(connection)
         self._directory.learn(self.facts)
@@ -111,6 +114,9 @@ class WatchedTables:
         sent = restrictions(connection, self.coverage.publications)
         for table in tables:
             row = self._directory.table_row(table)
+            if table.refusal is not None:
+                self._directory.refuse(table.oid, table.namespace, table.name, table.refusal)
+                continue
             self._settle_layout(table, row, sent.get((table.namespace, table.name)))
             self._settle(table, row)
         self._notice_leaving(connection, known.values(), passed)
@@ -121,6 +127,9 @@ class WatchedTables:
         if table.oid not in self.coverage.oids:
             why = self.coverage.refused.get(table.oid, f"no publication sends it ({self._config.publication})")
             self._set_unsent_aside(table, row, why)
+        elif row.state is TableState.QUARANTINED and row.details.get("cause") == RULES:
+            if row.details.get("code") != "layout_unclear":
+                self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "its rules can be applied now")
         elif row.state is TableState.QUARANTINED and row.details.get("cause") == NOT_PUBLISHED:
             if table.usable:
                 self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "a publication sends it now")
@@ -151,6 +160,8 @@ class WatchedTables:
             copied = [TableState.STREAMING, TableState.COPYING]
             if self._catalog.set_state(row.id, TableState.COPY_REQUESTED, reason, only_from=copied):
                 logger.warning("table is copied again", table=table.full_name, reason=reason)
+        if raw := self._layouts.raw_columns(table, row.id):
+            self._directory.raw_past.begin(row.id, raw)
         self._layouts.remember(table, row.id, sent)
 
     def _settle_truncates(self, table: SourceTable, row: TableRow) -> None:

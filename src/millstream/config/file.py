@@ -36,6 +36,7 @@ from millstream.config.quantities import disk_bytes
 from millstream.config.region_checks import clashes_of_regions
 from millstream.config.replication_checks import clashes_of_level
 from millstream.config.routing_checks import clashes_of_routing
+from millstream.config.rule_checks import clashes_of_rules
 from millstream.config.serving_model import HttpConfig
 from millstream.config.toml_lines import KeyPath, key_lines
 from millstream.errors import ConfigError, MillstreamError, UsageError
@@ -172,6 +173,7 @@ class _Mistake:
     line: int | None = None
     variable: str | None = None
     """The environment variable that would fix it."""
+    code: str = "config"
 
     def __str__(self) -> str:
         return f"{self.place}: {self.key}: {self.what}" if self.key else f"{self.place}: {self.what}"
@@ -185,6 +187,7 @@ def _config_error(file: Path, mistakes: list[_Mistake]) -> ConfigError:
         hints.append(f"Mend {file}; `millstream config show` prints the configuration once it is right.")
     return ConfigError(
         "\n".join(map(str, mistakes)),
+        code=first.code,
         hint="\n".join(hints),
         file=str(file),
         line=first.line,
@@ -234,6 +237,9 @@ class _Loader:
         if config is not None and not self._mistakes:
             for path, what in _clashes(config, disk_bytes(self._file.parent)):
                 self._note(path, what)
+            for name, stream in config.streams.items():
+                for path, code, what in clashes_of_rules(("streams", name), stream):
+                    self._note(path, what, code=code)
         if self._mistakes:
             raise _config_error(self._file, list(self._mistakes.values()))
         assert config is not None
@@ -263,7 +269,7 @@ class _Loader:
         try:
             return (interpolate_dsn if is_database(path, value) else interpolate)(value, self._environ)
         except MissingVariable as error:
-            may_wait = is_database(path, value) or path == _NODE_TOKEN or _is_of_consumer(path)
+            may_wait = is_database(path, value) or path == _NODE_TOKEN or _is_of_consumer(path) or _is_hash_key(path)
             if self._needs_source or not may_wait or error.name is None:
                 self._note(path, str(error), variable=error.name)
             else:
@@ -293,14 +299,27 @@ class _Loader:
                     self._note(path, _say(path, dict(mistake)))
             return None
 
-    def _note(self, path: KeyPath, what: str, *, place: str | None = None, variable: str | None = None) -> None:
+    def _note(
+        self,
+        path: KeyPath,
+        what: str,
+        *,
+        place: str | None = None,
+        variable: str | None = None,
+        code: str = "config",
+    ) -> None:
         line = None
         if place is None:
             setting = next((n for p, n in self._variables.items() if p == path[: len(p)]), None)
             nearest = next((self._lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self._lines), None)
             line = None if setting else nearest
             place = f"env {setting}" if setting else f"{self._file.name}:{nearest or 1}"
-        self._mistakes.setdefault(path, _Mistake(place, key_text(path), what, line, variable))
+        self._mistakes.setdefault(path, _Mistake(place, key_text(path), what, line, variable, code))
+
+
+def _is_hash_key(path: KeyPath) -> bool:
+    """Return whether a key is the one that hashes of columns are made with."""
+    return path[0] == "streams" and path[2:] == ("source", "hash_key")
 
 
 def _is_of_consumer(path: KeyPath) -> bool:

@@ -94,6 +94,29 @@ class SourceConfig(Section):
         default="32MiB",
         description="Bytes of undecoded changes held in memory. Larger transactions spill to disk, and the source waits.",
     )
+    hash_key: str | None = Field(
+        default=None,
+        repr=False,
+        description="Key of the hashes in columns with the rule `hash`, at least 16 bytes; best a variable, "
+        '`"${HASH_KEY}"`. Another key gives other hashes: every table with such a column is copied again.',
+    )
+
+
+class TableConfig(Section):
+    """Rules for columns of a captured table whose values never leave the source.
+
+    Capture and table copies apply them before anything is stored.
+    """
+
+    exclude: list[str] = Field(default=[], description="Columns that are left out.")
+    hash: list[str] = Field(
+        default=[],
+        description="Columns whose values become HMAC-SHA-256 of their text, as 64 hexadecimal digits, under the source's "
+        "`hash_key`. Equal values have equal hashes. NULL stays NULL.",
+    )
+    redact: list[str] = Field(
+        default=[], description="Columns whose values become the text `[redacted]`. NULL stays NULL."
+    )
 
 
 class LakeConfig(Section):
@@ -366,6 +389,11 @@ class StreamConfig(Section):
     source: SourceConfig | None = Field(
         default=None,
         description="The PostgreSQL database that the stream captures. Without one, the stream holds only appended rows.",
+    )
+    tables: dict[str, TableConfig] = Field(
+        default={},
+        description='Rules for columns of captured tables, by exact name: `[streams.S.tables."public.users"]`. A changed '
+        "rule has the table copied again.",
     )
     ingest: IngestConfig = Field(default_factory=IngestConfig, description="Rules for rows that applications append.")
     buffer: BufferConfig | None = Field(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 import pyarrow as pa
 
 from millstream.app.status import held_tables
+from millstream.capture.column_rules import rules_scope
 from millstream.capture.copying.snapshot import SourceSnapshot
 from millstream.capture.source import check_same
 from millstream.catalog import TableState
@@ -227,7 +228,8 @@ def diff_stream(
                 published = published_tables(connection, TablePatterns.parse(capture.tables), capture.publication)
                 hash_name = pick_hash(connection)
             by_oid = {found.table.oid: found for found in published}
-            comparison = _Comparison(snapshot, hash_name, limit, on_progress)
+            bound = catalog.facts(rules_scope(stream_id)) if capture.rules else {}
+            comparison = _Comparison(snapshot, hash_name, limit, on_progress, frozenset(map(int, bound)))
             with _session_at(layout, n) as session:
                 for row in sorted(asked or first.rows.values(), key=lambda row: _size(row, by_oid)):
                     done = _compare_one(comparison, session, row, first, by_oid)
@@ -316,6 +318,10 @@ def _compare_one(
     published = by_oid.get(row.relation_oid)
     if published is None:
         return TableDiff(name, Compared.NOT_COMPARED, "the source has it no more, or the configuration leaves it out")
+    if row.relation_oid in comparison.with_rules:
+        return TableDiff(
+            name, Compared.NOT_COMPARED, "its columns have rules ([streams.S.tables]): diff can't compare it"
+        )
     began = time.monotonic()
     done = TableDiff(name, Compared.EQUAL)
     try:
@@ -333,6 +339,8 @@ class _Comparison:
     hash_name: HashName
     limit: int
     on_progress: Callable[[Progress], None]
+    with_rules: frozenset[int]
+    """OIDs of tables with rules of columns: the lake lacks the values that the source has."""
 
     def compare(self, session: LakeSession, row: TableRow, published: PublishedTable, done: TableDiff) -> None:
         """Fill in the outcome for a table."""

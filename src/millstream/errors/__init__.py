@@ -109,6 +109,44 @@ class ConfigError(UsageError):
 
     code = "config"
     retry = Retry.OPERATOR
+    codes: ClassVar[Mapping[str, Code]] = {
+        "hash_key_missing": Code(
+            "A column is to be hashed, but its stream's source has no `hash_key`.",
+            Retry.OPERATOR,
+            'Set hash_key = "${NAME}" in [streams.S.source], and the variable to at least 16 random bytes.',
+            exit_code=2,
+        ),
+        "key_not_excludable": Code(
+            "A column of a table's key is to be excluded or redacted; details: table, column.",
+            Retry.OPERATOR,
+            "Hash the column instead: rows are told apart by their key.",
+            exit_code=2,
+        ),
+        "rule_clash": Code(
+            "A column has two rules, or a rule and a type in `[streams.S.types]`.",
+            Retry.OPERATOR,
+            "Keep one of them.",
+            exit_code=2,
+        ),
+        "unknown_column": Code(
+            "A rule names a column that its table never had; details: table, column.",
+            Retry.OPERATOR,
+            "Correct the column's name in [streams.S.tables].",
+            exit_code=2,
+        ),
+        "rule_not_captured": Code(
+            "A rule is for a table that applications write.",
+            Retry.OPERATOR,
+            "Remove the rule: applications decide what they append.",
+            exit_code=2,
+        ),
+        "layout_unclear": Code(
+            "The stream has a table with rules in a form that none of its known definitions explains; details: table.",
+            Retry.OPERATOR,
+            "Run `millstream tables retry T`: the table is copied again.",
+            exit_code=2,
+        ),
+    }
 
 
 class HomeBusy(MillstreamError):

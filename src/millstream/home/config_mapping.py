@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: ShardId = FIRST_SHARD) -> CaptureConfig:
     """Return capture's parameters; `first_shard` is the writer's. `ConfigError` for a stream without a source."""
     from millstream.capture import CaptureConfig
+    from millstream.config.rule_checks import rules_of
+    from millstream.model.column_rules import SourceRules
     from millstream.protocol.catching_up import CatchUpMode
 
     source = stream.source
@@ -63,6 +65,7 @@ def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: 
         failover=source.failover,
         origin=source.origin,
         slot_lag_bytes=size_bytes(home.config.alerts.slot_lag),
+        rules=SourceRules(rules_of(stream), (source.hash_key or "").encode()),
     )
 
 

@@ -49,7 +49,7 @@ _LONE_USER: Final = frozenset({"postgres", "postgresql", "abfs", "abfss", "wasb"
 _PATHS: Final = {"postgres": r"/[^/:\s]*", "postgresql": r"/[^/:\s]*", "redis": r"/\d*", "rediss": r"/\d*"}
 
 _SECRET_KEY: Final = re.compile(
-    r"pass(word|wd|phrase)?$|secret|token|credential|(access|account|private)[_.]?key|key[_.]pem|[_.]sas(?!l)|jaas|user[_.]info"
+    r"pass(word|wd|phrase)?$|secret|token|credential|(access|account|private|hash)[_.]?key|key[_.]pem|[_.]sas(?!l)|jaas|user[_.]info"
     r"|oauthbearer[_.]config|connection[_.]?string",
     re.IGNORECASE,
 )

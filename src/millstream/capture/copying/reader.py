@@ -16,8 +16,10 @@ from typing import Final
 import psycopg
 from psycopg import pq, sql
 
+from millstream.capture.column_rules import ColumnRules
 from millstream.capture.connection import translate_result, translated
 from millstream.capture.copying.copy_output import CopyText, Text, copy_out, copy_pieces
+from millstream.capture.copying.masked_columns import check_numbers, hasher, read_columns
 from millstream.capture.copying.snapshot import SourceSnapshot
 from millstream.capture.copying.text import CopiedRows, last_key, read_copied
 from millstream.capture.publication import restriction
@@ -137,12 +139,16 @@ class ChunkReader:
         connection: pinned as `connect` pins it; its search path and planner settings are changed.
         source: the source's number, for schemas.
         publications: publications whose column lists and row filters apply.
+        rules: the stream's rules of columns.
     """
 
-    def __init__(self, connection: Connection, source: SourceId, publications: Sequence[str]) -> None:
+    def __init__(
+        self, connection: Connection, source: SourceId, publications: Sequence[str], rules: ColumnRules
+    ) -> None:
         self._connection = connection
         self._source = source
         self._publications = tuple(publications)
+        self._rules = rules
         self.not_before = Lsn(0)
         """Commits below this LSN must be visible to the next chunk; an ordinary snapshot sees every commit."""
         with translated():
@@ -201,6 +207,7 @@ class ChunkReader:
         Raises:
             TableGone: the table no longer exists.
             TableChanged: the table's key has changed.
+            ConfigError: its rules can't be applied.
             MillstreamError: PostgreSQL refused; the transaction is over.
         """
         connection = self._connection
@@ -208,7 +215,8 @@ class ChunkReader:
             schema = table_of(found, self._source, table_id)
             query = _copy_query(found, schema.key, bounds, condition, rows_max)
             self._take_any_bytes()
-            copied = copy_out(connection, query.as_bytes(connection), bytes_max=bytes_max)
+            mask = hasher(found, self._rules.rules.hashed)
+            copied = mask(copy_out(connection, query.as_bytes(connection), bytes_max=bytes_max))
         return FetchedRows(
             text=copied.text,
             row_count=copied.row_count,
@@ -253,8 +261,9 @@ class ChunkReader:
             connection.execute("SET LOCAL enable_seqscan = on")
             self._take_any_bytes()
             with closing(copy_pieces(connection, query.as_bytes(connection), piece_bytes=piece_bytes)) as pieces:
+                mask = hasher(found, self._rules.rules.hashed)
                 for piece in pieces:
-                    take(piece)
+                    take(mask(piece))
 
     @contextmanager
     def _reading(self, table: SourceTable, under: SourceSnapshot | None) -> Iterator[tuple[SourceTable, str, Moment]]:
@@ -276,7 +285,11 @@ class ChunkReader:
                 self._check_files(found)
             else:
                 self._check_not_rewritten(found)
-            yield *self._as_published(found), moment
+            published, condition = self._as_published(found)
+            if published.key_is_hashed != table.key_is_hashed:
+                raise TableChanged(f"the key of table {table.full_name} changed", table=table.full_name)
+            check_numbers(connection, published)
+            yield published, condition, moment
 
     def _take_any_bytes(self) -> None:
         """Make a database without an encoding send its text unchanged; later answers no longer come in ours."""
@@ -352,9 +365,16 @@ class ChunkReader:
         return found
 
     def _as_published(self, table: SourceTable) -> tuple[SourceTable, str]:
-        """Return the table with the columns that are sent, and its row filter."""
+        """Return the table with the columns that are sent and its rules applied, and its row filter.
+
+        Raises:
+            ConfigError: its rules can't be applied.
+        """
         found = restriction(self._connection, self._publications, table)
-        return found.applied_to(table), found.condition
+        published = self._rules.applied(found.applied_to(table))
+        if published.refusal is not None:
+            raise published.refusal
+        return published, found.condition
 
     def _widen_search_path(self, table: SourceTable) -> None:
         """Set the search path so that comparison operators of the key's types are found.
@@ -382,7 +402,7 @@ def _copy_query(
 
     Bounds are in the index's column order. `bounds.keys` are in the schema's: `key_names`, as the log has them.
     """
-    columns = sql.SQL(", ").join(sql.Identifier(c.name) for c in table.relation.columns)
+    columns = sql.SQL(", ").join(read_columns(table))
     only = sql.SQL("") if table.partitioned else sql.SQL("ONLY ")
     query = sql.SQL("SELECT {} FROM {}{}").format(columns, only, sql.Identifier(table.namespace, table.name))
     conditions: list[sql.Composable] = [sql.SQL("({})").format(sql.SQL(condition))] if condition else []
@@ -391,7 +411,7 @@ def _copy_query(
     names = [named.get(c.name, c.name) for c in table.key]
     types = {name: sql.SQL(c.type) for name, c in zip(names, table.key, strict=True)}
     compared = {name: _as_compared(c) for name, c in zip(names, table.key, strict=True)}
-    key = _row(list(compared.values())) if table.key else None
+    key = _row(list(compared.values())) if table.key and not table.key_is_hashed else None
     if key is not None:
         if bounds.keys:
             wanted = sql.SQL(", ").join(_literals(one, key_names, types) for one in bounds.keys)

@@ -24,13 +24,13 @@ from millstream.capture.config import CaptureConfig
 from millstream.capture.copying.conflicting_keys import touches_of, touches_of_spilled
 from millstream.capture.copying.reader import ChunkBounds, ChunkReader, RowChunk, TableChanged, TableGone, table_of
 from millstream.capture.copying.repair_request import RepairChunk, repair_chunks, repair_scope
-from millstream.capture.copying.standby import StandbyChunkReader, StandbySnapshots
+from millstream.capture.copying.standby import StandbySnapshots, reader_on
 from millstream.capture.copying.state import Stage
 from millstream.capture.copying.table_copies import TableCopies
 from millstream.capture.copying.text import chunk_operation
 from millstream.capture.copying.workers import ChunkWorkers, Work
 from millstream.capture.schema_registry import SchemaRegistry
-from millstream.capture.source import Connection, SourceIdentity, SourceTable, connect_same
+from millstream.capture.source import SourceIdentity, SourceTable, connect_same
 from millstream.capture.watcher import WatchedTables
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.errors import MillstreamError
@@ -130,7 +130,7 @@ class Repairs:
             "repair",
             1,
             connect=lambda purpose: connect_same(config.dsn, identity, purpose=purpose),
-            reader=self._reader_on,
+            reader=lambda on: reader_on(on, directory, tables.coverage.publications, self._snapshots),
             wanted=lambda repair: self._repairs.get(repair.row.id) is repair,
             gone=lambda repair: repair.row.relation_oid not in tables.facts,
             failed=self._failed,
@@ -298,10 +298,6 @@ class Repairs:
         self._queue(repair, lambda _: self._note_done(repair, found))
 
     # --- on the worker -----------------------------------------------------------------------------------------
-
-    def _reader_on(self, connection: Connection) -> ChunkReader:
-        on = (connection, self._directory.source, self._tables.coverage.publications)
-        return ChunkReader(*on) if self._snapshots is None else StandbyChunkReader(*on, self._snapshots)
 
     def _queue(self, repair: _Repair, work: Work, *, after_s: float = 0.0) -> None:
         self._workers.queue(repair, work, after_s=after_s)
@@ -484,4 +480,9 @@ class CopiesAndRepairs:
     def discard(self, relation_oid: int) -> None:
         """End copy and repair of a table that was quarantined."""
         self._copies.discard(relation_oid)
+        self._repairs.discard(relation_oid)
+
+    def set_aside(self, relation_oid: int, quarantine: Callable[[], None]) -> None:
+        """Quarantine a table; no copy of it that has begun before goes on. Any thread."""
+        self._copies.discard(relation_oid, quarantine)
         self._repairs.discard(relation_oid)

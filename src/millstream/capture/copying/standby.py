@@ -16,8 +16,10 @@ from typing import Final
 import psycopg
 from psycopg import sql
 
+from millstream.capture.column_rules import ColumnRules
 from millstream.capture.copying.reader import AGAIN, ChunkReader, Moment
 from millstream.capture.copying.snapshot import SourceSnapshot
+from millstream.capture.schema_registry import SchemaRegistry
 from millstream.capture.source import Connection, SourceTable
 from millstream.errors import SnapshotWaits, SourceError
 from millstream.model.ids import SourceId
@@ -90,9 +92,14 @@ class StandbyChunkReader(ChunkReader):
     """Reads chunks on a standby: as on a primary, under the snapshots of slots."""
 
     def __init__(
-        self, connection: Connection, source: SourceId, publications: Sequence[str], snapshots: StandbySnapshots
+        self,
+        connection: Connection,
+        source: SourceId,
+        publications: Sequence[str],
+        rules: ColumnRules,
+        snapshots: StandbySnapshots,
     ) -> None:
-        super().__init__(connection, source, publications)
+        super().__init__(connection, source, publications, rules)
         self._snapshots = snapshots
 
     def running_bound(self) -> int:
@@ -108,3 +115,14 @@ class StandbyChunkReader(ChunkReader):
         except SourceError:
             self._snapshots.renew()
             raise
+
+
+def reader_on(
+    connection: Connection,
+    directory: SchemaRegistry,
+    publications: Sequence[str],
+    snapshots: StandbySnapshots | None,
+) -> ChunkReader:
+    """Return a reader of chunks over a connection: on a standby with its snapshots, else None."""
+    on = (connection, directory.source, publications, directory.rules)
+    return ChunkReader(*on) if snapshots is None else StandbyChunkReader(*on, snapshots)

@@ -200,8 +200,8 @@ class Copy:
 
     @property
     def keyed(self) -> bool:
-        """Whether its rows have a key."""
-        return bool(self.table.key)
+        """Whether its rows can be looked up by the key that the log has."""
+        return bool(self.table.key) and not self.table.key_is_hashed
 
     @property
     def whole(self) -> bool:

@@ -26,18 +26,18 @@ from millstream.capture.copying.copied_file import CopiedFile
 from millstream.capture.copying.keyless_tables import STANDBY_PATIENCE_S, KeylessReads
 from millstream.capture.copying.reader import ChunkBounds, ChunkReader, FetchedRows, TableChanged, TableGone
 from millstream.capture.copying.schemas import CopySchemas
-from millstream.capture.copying.standby import StandbyChunkReader, StandbySnapshots
+from millstream.capture.copying.standby import StandbySnapshots, reader_on
 from millstream.capture.copying.state import FIRST_KEYS_RANGE, OPEN_CHUNKS_MAX, Copy, OpenChunk, Range, Stage
 from millstream.capture.copying.text import CopiedRows, chunk_operation
 from millstream.capture.copying.throttle import AIM_BYTES, CUT_AT, ChunkSizes, CopyRate, OpenBytes
 from millstream.capture.copying.workers import ChunkWorkers, Work
 from millstream.capture.schema_registry import SchemaRegistry
-from millstream.capture.source import Connection, SourceIdentity, SourceTable, connect_same
+from millstream.capture.source import SourceIdentity, SourceTable, connect_same
 from millstream.capture.stream.barrier import StreamBarrier
 from millstream.capture.stream.spill import SpillFolder
 from millstream.capture.watcher import WatchedTables
 from millstream.catalog import Catalog, TableRow, TableState
-from millstream.errors import CodecError, DiskFull, MillstreamError, NoFreeSlot, SourceError
+from millstream.errors import CodecError, ConfigError, DiskFull, MillstreamError, NoFreeSlot, SourceError
 from millstream.failpoints import hit
 from millstream.model.ids import StreamId, TableId
 from millstream.model.operations import SpilledOp, TableRows, WriteOps
@@ -54,7 +54,6 @@ _SPLIT_CHUNKS: Final = 4
 """Chunks above which a table is split between the workers."""
 _WAIT_S: Final = 0.1
 _LATER_S: Final = 1.0
-_RATE_LOOK_S: Final = 1.0
 
 Entry = tuple[WriteOps | SpilledOp, Callable[[], None]]
 
@@ -118,7 +117,7 @@ class TableCopies:
             "copy",
             max(1, config.copy_workers),
             connect=lambda purpose: connect_same(config.dsn, identity, purpose=purpose),
-            reader=self._reader_on,
+            reader=lambda on: reader_on(on, directory, tables.coverage.publications, self._snapshots),
             wanted=lambda copy: self._copies.get(copy.row.id) is copy,
             gone=lambda copy: copy.row.relation_oid not in tables.facts,
             failed=self._failed,
@@ -212,7 +211,7 @@ class TableCopies:
         elif row.state in UNFINISHED:
             copy_id = f"{time.time_ns() // 1000:x}"
             # Before its first copy the log may have only inserts of it: it was in history only.
-            marked = bool(row.copy_id) or bool(row.schema_version) or not table.key
+            marked = bool(row.copy_id) or bool(row.schema_version) or not table.key or table.key_is_hashed
             begins_at = self._tables.seen_at if marked else Lsn(0)
             self._copies[row.id] = Copy(row, table, copy_id, fresh=True, marked=marked, begins_at=begins_at)
         if (copy := self._copies.get(row.id)) is not None:
@@ -272,9 +271,10 @@ class TableCopies:
         """Note that everything that committed at or below `lsn` has been submitted."""
         self._passed = lsn
 
-    def discard(self, relation_oid: int) -> None:
-        """End the copy of a table that was quarantined."""
+    def discard(self, relation_oid: int, set_aside: Callable[[], None] = lambda: None) -> None:
+        """End the copy of a table that was quarantined, or that `set_aside` quarantines. Any thread."""
         with self._lock:
+            set_aside()
             for copy in list(self._copies.values()):
                 if copy.row.relation_oid == relation_oid:
                     self._forget(copy)
@@ -307,6 +307,7 @@ class TableCopies:
                 # Once ranges are in the catalog, this record is in the log: a resumed copy doesn't repeat it.
                 self._config.on_moment("copy.begin", {"table": copy.table})
                 void = self._schemas.voiding(copy.table, copy.row.id, copy.copy_id, self._passed)
+                self._directory.raw_past.end(copy.row.id)
                 yield void, lambda: self._queue(copy, lambda reader: self._prepare(copy, reader))
             else:
                 self._queue(copy, lambda reader: self._prepare(copy, reader))
@@ -319,10 +320,10 @@ class TableCopies:
                 yield from self._enter(copy, chunk, chunk.read, chunk.rows)
 
     def _enter_whole(self, copy: Copy, chunk: OpenChunk, file: CopiedFile) -> Iterator[Entry]:
-        operation = self._whole.enter(copy, chunk, file)
-        if operation is None:
+        if (operation := self._whole.enter(copy, chunk, file)) is None:
             self._go_back(copy, chunk)
         else:
+            self._directory.raw_past.end(copy.row.id)
             yield operation, lambda: self._chunk_durable(copy, chunk)
 
     def _enter(self, copy: Copy, chunk: OpenChunk, read: FetchedRows, rows: CopiedRows) -> Iterator[Entry]:
@@ -380,15 +381,12 @@ class TableCopies:
         """Let a worker save the progress: the chunk is in the log."""
         if isinstance(chunk.read, CopiedFile):
             chunk.read.remove()
+            self._directory.raw_past.store(copy.row.id)
         with self._lock:
             chunk.durable = True
             self._queue(copy, lambda _: self._save(copy, chunk.range))
 
     # --- on the workers ----------------------------------------------------------------------------------------
-
-    def _reader_on(self, connection: Connection) -> ChunkReader:
-        on = (connection, self._directory.source, self._tables.coverage.publications)
-        return ChunkReader(*on) if self._snapshots is None else StandbyChunkReader(*on, self._snapshots)
 
     def _queue(self, copy: Copy, work: Work, *, after_s: float = 0.0) -> None:
         self._workers.queue(copy, work, after_s=after_s)
@@ -417,6 +415,8 @@ class TableCopies:
             logger.info("copy begins again: the table's key changed", table=copy.name)
             self._catalog.set_state(copy.row.id, TableState.COPY_REQUESTED, "its key changed during the copy")
             self._directory.look_wanted.set()
+        elif isinstance(error, ConfigError):
+            self._directory.refuse(copy.row.relation_oid, copy.row.namespace, copy.row.name, error)
         else:
             logger.warning("table quarantined", table=copy.name, reason=error.message)
             self._catalog.set_state(
@@ -431,10 +431,10 @@ class TableCopies:
             self._queue(copy, lambda again: self._prepare(copy, again), after_s=_WAIT_S)
             return
         if not any(number < FIRST_KEYS_RANGE for number in copy.ranges):
-            table = copy.table
-            rows = max(table.row_estimate, table.size_bytes // 200)
+            rows = max(copy.table.row_estimate, copy.table.size_bytes // 200)
             parts = self._config.copy_workers if copy.keyed and rows > _SPLIT_CHUNKS * self._config.chunk_rows else 1
-            planned = Range.cut_at(reader.split(table, parts) if parts > 1 else [])
+            planned = Range.cut_at(reader.split(copy.table, parts) if parts > 1 else [])
+            self._directory.raw_past.store(copy.row.id, when=copy.keyed)
             self._catalog.put_chunks([part.saved(copy.row.id, copy.copy_id) for part in planned])
             with self._lock:
                 copy.ranges |= {part.number: part for part in planned}
@@ -560,7 +560,7 @@ class TableCopies:
     def _wait_s(self, expected: int) -> float:
         """Return how long memory or rate forbid reading: a short time, because the rate may change."""
         if owed_s := self._rate.wait_s(time.monotonic()):
-            return min(owed_s, _RATE_LOOK_S)
+            return min(owed_s, _LATER_S)
         held = sum(chunk.memory_bytes for copy in self._copies.values() for chunk in copy.open_chunks())
         return 0.0 if self._open_bytes.reserve(expected, held=held) else _WAIT_S
 

@@ -15,7 +15,7 @@ import structlog
 
 from millstream.capture.copying.reader import ChunkReader
 from millstream.capture.source import Connection
-from millstream.errors import CodecError, MillstreamError, Retry, SourceError
+from millstream.errors import CodecError, ConfigError, MillstreamError, Retry, SourceError
 from millstream.workers import Worker
 
 logger = structlog.get_logger("millstream.capture")
@@ -143,7 +143,7 @@ class ChunkWorkers(Generic[S]):
 
     def _on_error(self, subject: S, work: Work, attempt: int, error: BaseException) -> None:
         """End the subject if the source or a value causes the error; raise any other, which ends the session."""
-        if not isinstance(error, SourceError | CodecError) and not (
+        if not isinstance(error, SourceError | CodecError | ConfigError) and not (
             isinstance(error, MillstreamError) and error.retry is Retry.BACKOFF
         ):
             raise error

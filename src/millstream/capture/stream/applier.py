@@ -231,6 +231,7 @@ class Applier:
         if ops.operations.num_rows and ops.tables:
             ops = replace(ops, tables=self._on_shards(ops.tables))
             self._let_copies_in(Lsn(ops.operations.column("commit_lsn")[0].as_py()))
+            ops = self._directory.raw_past.applied_to_run(ops)
             self._copies.note(ops)
             self._submit(ops, end, None)
         else:
@@ -248,6 +249,7 @@ class Applier:
         else:
             op = self._spilled_on_shards(op)
             self._let_copies_in(facts.commit_lsn)
+            op = self._directory.raw_past.applied_to_spilled(op)
             self._copies.note(op)
             self._submit(op, facts.commit_end_lsn, item.file.remove)
         self._pass(facts.commit_end_lsn)

@@ -25,6 +25,7 @@ from millstream.capture.stream.frames import KEEPALIVE, Block
 from millstream.capture.stream.large_transactions import COMMIT_FIELDS, LargeItem, LargeTransactions
 from millstream.capture.stream.message_kinds import COMMIT, MARKS, MAY_END, NOT_ORDINARY, Marks, next_marked
 from millstream.capture.stream.replication_connection import Wire
+from millstream.capture.stream.rule_messages import RuleMessages
 from millstream.capture.stream.spill import SpillFolder
 from millstream.codec.pgoutput import MessageRun
 from millstream.errors import ProtocolViolation
@@ -93,6 +94,7 @@ class Receiver:
         status_s: float,
     ) -> None:
         self._wire = wire
+        self._rules: RuleMessages | None = None
         self._large = LargeTransactions(spill, self._put)
         self._buffer_bytes_max = buffer_bytes_max
         self._run_bytes_max = run_bytes_max
@@ -127,8 +129,9 @@ class Receiver:
 
     # --- for other threads --------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Begin to read."""
+    def start(self, rules: RuleMessages | None = None) -> None:
+        """Begin to read; apply the rules of columns, if there are any, before anything else."""
+        self._rules = rules
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._worker.start()
@@ -286,6 +289,8 @@ class Receiver:
     # --- messages -----------------------------------------------------------------------------------------------
 
     def _on_block(self, block: Block) -> None:
+        if self._rules is not None:
+            block = self._rules.applied(block)
         if block.begins_anew:
             self._hand_over()
             self._large.restart_streamed()

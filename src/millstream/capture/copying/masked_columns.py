@@ -1,0 +1,91 @@
+"""Rules of columns in a table copy: what is read in their place, and the hashing of COPY's text.
+
+Excluded columns aren't read, and PostgreSQL itself returns the constant for redacted ones. Hashed columns are replaced
+in the text as soon as it has come, before anything decodes or keeps it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+from psycopg import pq, sql
+
+from millstream.capture.connection import translate_result
+from millstream.capture.copying.copy_output import CopyText, Text
+from millstream.capture.source import Connection, SourceTable
+from millstream.codec.pgoutput import Relation
+from millstream.errors import SourceError
+from millstream.model.column_rules import REDACTED, Rule
+
+_NULL: Final = b"\\N"
+_ESCAPE: Final = re.compile(rb"\\(.)", re.DOTALL)
+_ESCAPES: Final = {b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v"}
+
+
+def read_columns(table: SourceTable) -> list[sql.Composable]:
+    """Return the expressions that a table's columns are read by, in the order of its relation."""
+    found: list[sql.Composable] = []
+    for column in table.relation.columns:
+        named = sql.Identifier(column.name)
+        if table.rules.get(column.name) is Rule.REDACT:
+            # IS NULL is also true of a row of nulls, which is sent as a value.
+            found.append(sql.SQL("CASE WHEN num_nulls({}) = 0 THEN {} END").format(named, sql.Literal(REDACTED)))
+        else:
+            found.append(named)
+    return found
+
+
+def check_numbers(connection: Connection, table: SourceTable) -> None:
+    """Check that the names of a table with rules mean the columns whose numbers its rules were decided by.
+
+    A snapshot shows the catalogs of an earlier moment, while PostgreSQL resolves names by the present ones.
+
+    Raises:
+        SourceError: a column was renamed since; read the table again.
+    """
+    if not table.rules:
+        return
+    names = [column.name for column in table.relation.columns]
+    query = sql.SQL("SELECT {} FROM {} LIMIT 0").format(
+        sql.SQL(", ").join(map(sql.Identifier, names)), sql.Identifier(table.namespace, table.name)
+    )
+    result = connection.pgconn.exec_(query.as_bytes(connection))
+    if result.status != pq.ExecStatus.TUPLES_OK:
+        raise translate_result(result)
+    numbers = {column.name: column.number for column in table.layout}
+    if [result.ftablecol(place) for place in range(len(names))] != [numbers[name] for name in names]:
+        raise SourceError(f"the columns of table {table.full_name} were renamed during the read", sqlstate="40001")
+
+
+def hasher(table: SourceTable, hashed: Callable[[bytes], bytes]) -> Callable[[CopyText], CopyText]:
+    """Return a function that hashes the columns of a table's text that have the rule."""
+    places = hashed_places(table.relation, table)
+    if not places:
+        return lambda piece: piece
+    return lambda piece: CopyText(hash_text(piece.text, places, hashed), piece.row_count, piece.whole)
+
+
+def hashed_places(relation: Relation, table: SourceTable) -> list[int]:
+    """Return the places of the hashed columns in a relation."""
+    return [n for n, column in enumerate(relation.columns) if table.rules.get(column.name) is Rule.HASH]
+
+
+def hash_text(text: Text, places: Sequence[int], hashed: Callable[[bytes], bytes]) -> Text:
+    """Return COPY's text of whole rows with the values at some places hashed."""
+    lines = []
+    for line in text.tobytes().split(b"\n")[:-1]:
+        values = line.split(b"\t")
+        for place in places:
+            if values[place] != _NULL:
+                values[place] = hashed(_plain(values[place]))
+        lines.append(b"\t".join(values))
+    lines.append(b"")
+    return np.frombuffer(bytearray(b"\n".join(lines)), np.uint8)
+
+
+def _plain(value: bytes) -> bytes:
+    """Return a value as PostgreSQL prints it, without COPY's escapes."""
+    return _ESCAPE.sub(lambda found: _ESCAPES.get(found[1], found[1]), value) if b"\\" in value else value
