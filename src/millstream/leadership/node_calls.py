@@ -134,6 +134,7 @@ def told_by(address: LeaderAddress, node: str, error: MillstreamError) -> Millst
     if isinstance(error, AccessError):
         return type(error)(
             f"node {node} refuses this one: {error.message}",
+            code=error.code,
             hint=f"[replication] token has to be one that {node} knows, with the right to admin the stream: `millstream token create --all admin` there.",
             **error.details,
         )
