@@ -138,5 +138,9 @@ def test_a_reader_of_committed_messages_sees_each_record_once_through_kills(
             )
             sent = next(numbers)
     found = topic_of(kafka, topic)
-    assert [json.loads(message.value or b"")["row"]["id"] for message in found] == list(range(sent))
+    ids = [json.loads(message.value or b"")["row"]["id"] for message in found]
+    if ids != list(range(sent)):
+        kept = {message.id for message in received(kafka.servers, topic, isolation="read_uncommitted")}
+        lacking = sorted(set(range(sent)) - set(ids))
+        pytest.fail(f"{len(lacking)} lack, from {lacking[:1]}; {len(kept)} of {sent} are there, committed or not")
     assert len({message.id for message in found}) == len(found)

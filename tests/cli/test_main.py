@@ -253,6 +253,31 @@ def test_run_refuses_a_configuration_that_is_wrong(tmp_path: Path, text: str, co
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("rule", "code"),
+    [
+        ('[streams.s.tables."public.users"]\nexclude = ["nothing"]', "unknown_column"),
+        ('[streams.s.tables."public.users"]\nredact = ["id"]', "key_not_excludable"),
+        ('[streams.s.tables."public.others"]\nexclude = ["note"]', "unknown_table"),
+    ],
+)
+def test_run_refuses_what_the_source_shows_to_be_wrong(
+    tmp_path: Path, postgres: Database, rule: str, code: str
+) -> None:
+    with postgres.connect() as source:
+        source.execute("CREATE TABLE users (id int PRIMARY KEY, note text)")
+    (tmp_path / "millstream.toml").write_text(
+        f"[streams.s.source]\ndsn = {json.dumps(postgres.dsn)}\ntables = ['public.users']\n{rule}\n"
+    )
+    done = millstream("--home", str(tmp_path), "run", "--until-caught-up")
+    assert (done.returncode, f"[{code}]" in done.stderr) == (2, True), done.stderr
+    with postgres.connect() as source:
+        assert source.execute(
+            "SELECT count(*) FROM pg_replication_slots WHERE database = current_database()"
+        ).fetchone() == (0,)
+
+
 def test_a_home_of_a_newer_format_is_refused_by_every_command(tmp_path: Path) -> None:
     (tmp_path / "millstream.toml").write_text("[streams.s]\nsource.dsn='x'\n")
     (tmp_path / "data").mkdir()

@@ -23,9 +23,9 @@ class Received(NamedTuple):
         return self.headers["millstream-id"].decode()
 
 
-def received(servers: str, prefix: str) -> list[Received]:
+def received(servers: str, prefix: str, *, isolation: str = "read_committed") -> list[Received]:
     """Return all committed messages of the topics with a prefix: by topic, each in its order."""
-    from confluent_kafka import Consumer, IsolationLevel, TopicPartition
+    from confluent_kafka import Consumer, IsolationLevel, KafkaError, TopicPartition
     from confluent_kafka.admin import AdminClient
     from confluent_kafka.admin._listoffsets import OffsetSpec
 
@@ -45,9 +45,9 @@ def received(servers: str, prefix: str) -> list[Received]:
         "group.id": "test",
         "enable.auto.commit": False,
         "fetch.wait.max.ms": 20,
-        "isolation.level": "read_committed",
+        "isolation.level": isolation,
     }
-    reader = Consumer({**client, **own, "enable.partition.eof": True, "auto.offset.reset": "earliest"})
+    reader = Consumer({**client, **own, "enable.partition.eof": True, "auto.offset.reset": "error"})
     found: dict[tuple[str, int], list[Received]] = {(at.topic, at.partition): [] for at in partitions}
     left = {place for place, end in ends.items() if end}
     deadline_s = time.monotonic() + 90
@@ -59,7 +59,9 @@ def received(servers: str, prefix: str) -> list[Received]:
                 topic, partition = str(message.topic()), message.partition()
                 assert partition is not None
                 place = (topic, partition)
-                if message.error() is not None:
+                error = message.error()
+                if error is not None:
+                    assert error.code() == KafkaError._PARTITION_EOF, error
                     if (message.offset() or 0) >= ends[place]:  # else an open transaction stands before the end
                         left.discard(place)
                     continue

@@ -388,6 +388,8 @@ def test_each_message_is_there_once_and_in_order_through_kills_of_the_broker(
     def push() -> int:
         sink, done, settled = stage.open(stage.place), 0, set[str]()
         while not is_over.is_set():
+            while push_message(done).id in settled:
+                done += 1
             batch = [push_message(number) for number in range(done, done + chance.randint(1, 20))]
             batch = [message for message in batch if message.id not in settled]
             outcome = sink.deliver(batch)
@@ -401,21 +403,25 @@ def test_each_message_is_there_once_and_in_order_through_kills_of_the_broker(
                 settled.difference_update(message.id for message in batch)
                 sink.close()
                 sink = stage.open(stage.place)
-            while push_message(done).id in settled:
-                done += 1
         return done
+
+    def wait_for_one() -> None:
+        deadline_s = time.monotonic() + 90
+        while not accepted.acquire(timeout=1):
+            assert not pushing.done(), pushing.result()
+            assert time.monotonic() < deadline_s
 
     with ThreadPoolExecutor(1) as pool:  # a broker ends with the thread that started it
         pushing = pool.submit(push)
         try:
             for _ in range(rounds):
-                assert accepted.acquire(timeout=90)
+                wait_for_one()
                 time.sleep(chance.uniform(0.0, 0.3))
                 own_kafka.kill()
                 own_kafka.start()
                 while accepted.acquire(blocking=False):
                     pass
-            assert accepted.acquire(timeout=90)
+            wait_for_one()
         finally:
             is_over.set()
         done = pushing.result(120)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from millstream.cli.context import Invocation, SuggestingGroup, note, on_terminal, pass_invocation, say
+from millstream.errors import ConfigError
 
 if TYPE_CHECKING:
     from millstream.processes.logs import LogFormat
@@ -40,7 +41,7 @@ def run(invocation: Invocation, until_caught_up: bool, log_format: LogFormat) ->
     A process that dies is started again. One that can't start is reported, and the others continue.
     With --until-caught-up the command exits when everything is durable in the log, landed in the
     lake and folded; it serves no HTTP. It fails (exit code 1) if a table was quarantined or its copy
-    is paused, once the others are done.
+    is paused, once the others are done. If what is wrong is the configuration, the exit code is 2.
     """
     from millstream.cli.progress import JsonReport, RunReport
     from millstream.processes.run import run_home
@@ -55,8 +56,11 @@ def run(invocation: Invocation, until_caught_up: bool, log_format: LogFormat) ->
     if until_caught_up:
         if outcome.interrupted:
             sys.exit(130)
-        sys.exit(0 if outcome.caught_up and not outcome.quarantined and not outcome.paused else 1)
-    sys.exit(1 if outcome.errors.keys() & {"capture", "pipeline"} else 0)
+        if outcome.caught_up and not outcome.quarantined and not outcome.paused:
+            sys.exit(0)
+    elif not outcome.errors.keys() & {"capture", "pipeline"}:
+        sys.exit(0)
+    sys.exit(ConfigError.exit_code if outcome.is_refused else 1)
 
 
 @click.group(cls=SuggestingGroup)

@@ -65,7 +65,7 @@ class Lifeline:
             if self._failure is not None:
                 raise self._failure
         except MillstreamError as error:
-            self.tell("error", error.as_dict())
+            self.tell("error", {**error.as_dict(), "exit_code": error.exit_code})
             if self.supervised:
                 # The supervisor reports it, so that it isn't reported twice.
                 raise SystemExit(error.exit_code) from error

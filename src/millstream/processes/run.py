@@ -33,6 +33,11 @@ class RunOutcome:
     slots: dict[str, int | None] = field(default_factory=dict)
     """Bytes of WAL that each slot holds at the source, by slot."""
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether a part refused the configuration, which only the source could show to be wrong."""
+        return any(facts.get("exit_code") == ConfigError.exit_code for facts in self.errors.values())
+
 
 def part_command(home: HomePaths, *words: str) -> list[str]:
     """Return the command that starts a part of a home: with this very Python, whatever PATH contains."""
