@@ -36,7 +36,10 @@ LARGE = {1: "1" * 5000, 4: "4" * 5000, 5: "five" * 5000}
 
 def merge(older: Message, newer: Message) -> Message:
     assert isinstance(older.origin, Origin)
-    return merged(older, older.origin.record, newer)
+    assert isinstance(newer.origin, Origin)
+    if not newer.origin.is_partial:
+        return newer
+    return merged(older.origin.update or older.origin.record, newer, newer.origin)
 
 
 def received(consumer: LatestConsumer, folder: Path, **fields: Any) -> list[dict[str, Any]]:

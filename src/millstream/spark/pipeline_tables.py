@@ -13,20 +13,23 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any, Final
 
 from millstream import process_metrics
 from millstream.backoff import Backoff
 from millstream.catalog import Catalog
-from millstream.lake.layout import TableCommit
+from millstream.lake.layout import TableCommit, View
 from millstream.lake.snapshots import Cut, CutTable
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
 from millstream.model.rates import Rate
+from millstream.model.schema import TableSchema
 from millstream.protocol.retention import HolderKind
 from millstream.spark.landing import TableError, TendAnswer
 from millstream.spark.pipeline import PipelineConfig, TableProgress
 from millstream.spark.schedule import FoldHistory
+from millstream.spark.sinks import LakeOfFiles
 
 RETRY_HELD_S_MIN: Final = 30.0
 RETRY_HELD_S_MAX: Final = 600.0
@@ -123,7 +126,7 @@ class PipelineTables:
         """By table quarantined, when to retry it; at once if this run hasn't yet."""
         self._pause_s: dict[TableId, float] = {}
         if self.cut is not None:
-            now = time.monotonic()
+            now, schemas = time.monotonic(), catalog.latest_schemas(config.stream_id)
             for table in self.cut.tables.values():
                 # Work that an earlier run left unfolded.
                 self.tables[table.table_id] = PipelineTable(
@@ -132,7 +135,7 @@ class PipelineTables:
                     history_n=self.cut.n,
                     current_n=table.current_n,
                     scd2_n=table.scd2_n,
-                    waiting_since_s=now if _lacks_folds(config, table) else None,
+                    waiting_since_s=now if _lacks_folds(config, table, schemas.get(table.table_id)) else None,
                 )
         for fact in catalog.facts(self._scope).values():
             held = HeldTable.from_fact(fact)
@@ -343,10 +346,16 @@ class PipelineTables:
         return f"{self._config.pipeline}/{table_id}"
 
 
-def _lacks_folds(config: PipelineConfig, table: CutTable) -> bool:
-    """Whether a view lacks records that history has, as the cut shows."""
-    reached = {"current": table.current_n, "scd2": table.scd2_n}
-    return any(n < table.history_n for view, n in reached.items() if view in config.views)
+def _lacks_folds(config: PipelineConfig, table: CutTable, schema: TableSchema | None) -> bool:
+    """Whether a view lacks records that history has, as the cut shows, or its folder was deleted."""
+    reached: dict[View, Seq] = {"current": table.current_n, "scd2": table.scd2_n}
+    wanted = {view: n for view, n in reached.items() if view in config.views}
+    if schema is None or any(n < table.history_n for n in wanted.values()):
+        return True
+    layout = config.sink.layout if isinstance(config.sink, LakeOfFiles) else None
+    if layout is None or "://" in layout.location:  # a request a table at each start would be too many
+        return False
+    return not all(Path(layout.table_path(view, schema)).is_dir() for view in wanted)
 
 
 def held_scope(config: PipelineConfig) -> str:
