@@ -161,7 +161,7 @@ def test_another_package_delivers_as_the_guide_describes(
     deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guide = (Path(__file__).parents[2] / "docs/how-to/write-a-sink.md").read_text()
-    module, entry_point, _ = re.findall(r"```(?:python|toml)\n(.*?)```", guide, re.DOTALL)
+    module, entry_point, _ = re.findall(r"```(?:python|ini|toml)\n(.*?)```", guide, re.DOTALL)
     (tmp_path / "file_sink.py").write_text(module)
     target = re.search(r'file = "(.*)"', entry_point)
     package, out = tmp_path / "file_sink-1.dist-info", tmp_path / "out"
