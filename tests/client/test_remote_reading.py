@@ -318,3 +318,15 @@ def test_without_httpx_it_says_what_to_install() -> None:
     script = "import sys; sys.modules['httpx'] = None\nimport millstream\ntry:\n    millstream.connect('http://127.0.0.1:1')\nexcept millstream.errors.UsageError as error: print(error.code, error.details['extra'])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("missing_extra client\n", "")
+
+
+def test_an_answer_that_fails_amid_a_piece_has_its_error() -> None:
+    batch = pa.record_batch({"text": ["x" * 1000] * 1000})
+    first, *rest = piece([batch], batch.schema)
+    assert rest
+    with pytest.raises(OffsetExpired):
+        list(Pieces().feed(first + failed(GONE)))
+    with pytest.raises(AnswerUnreadable, match="lacks its last part"):
+        list(Pieces().feed(first + END))
+    (table,) = Pieces().feed(first + b"".join(rest) + END)
+    assert table.to_batches() == [batch]

@@ -1,8 +1,9 @@
 """The transport of answers with many batches: pieces that can each be read alone, and an unmistakable end.
 
-A piece is a little-endian u32 length and an Arrow IPC stream of that many bytes; a length of 0 ends the
-answer. `FAILED` in place of a length reports that the rest isn't available; a length and a JSON object
-with the error follow. An answer that just stops was cut off.
+A piece is an Arrow IPC stream in parts: each is a little-endian u32 length, whose highest bit is set if another part
+of the piece follows, and that many bytes. A length of 0 ends the answer. `FAILED` in place of a length, also between
+the parts of a piece, reports that the rest isn't available; a length and a JSON object with the error follow. An answer
+that just stops was cut off.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ PART_BYTES: Final = 256 << 10
 """Size in bytes of one part: the server holds a part in memory until its caller takes it."""
 _LENGTH: Final = struct.Struct("<I")
 _FAILED: Final = 0xFFFF_FFFF
+_MORE: Final = 0x8000_0000
+"""Bit of a length: another part of the piece follows."""
 END: Final = _LENGTH.pack(0)
 
 _TOKEN: Final = b"millstream.token"
@@ -36,10 +39,10 @@ def piece(batches: list[pa.RecordBatch], schema: pa.Schema) -> Iterator[bytes]:
         for batch in batches:
             out.write_batch(batch)
     encoded = sink.getvalue()
-    assert 0 < encoded.size < _FAILED, "batches are far smaller"
-    yield _LENGTH.pack(encoded.size)
     for begin in range(0, encoded.size, PART_BYTES):
-        yield bytes(memoryview(encoded)[begin : begin + PART_BYTES])
+        part = memoryview(encoded)[begin : begin + PART_BYTES]
+        is_last = begin + PART_BYTES >= encoded.size
+        yield _LENGTH.pack(len(part) if is_last else len(part) | _MORE) + part
 
 
 def failed(error: MillstreamError) -> bytes:
@@ -94,6 +97,8 @@ class Pieces:
 
     def __init__(self) -> None:
         self._held = bytearray()
+        self._parts = bytearray()
+        """The parts of a piece that isn't whole."""
         self.ended = False
         """Whether the end has come: an answer without it was cut off."""
 
@@ -109,27 +114,42 @@ class Pieces:
             yield _table_of(whole)
 
     def _next(self) -> bytes | None:
+        while (found := self._part()) is not None:
+            part, has_more = found
+            self._parts += part
+            if not has_more:
+                whole = bytes(self._parts)
+                self._parts.clear()
+                return whole
+        return None
+
+    def _part(self) -> tuple[bytes, bool] | None:
+        """Return the next part if it is there, and whether another one of its piece follows."""
         held = self._held
         if self.ended and held:
             raise AnswerUnreadable(f"{len(held)} bytes stand behind an answer's end")
         if len(held) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(held)
-        begins = _LENGTH.size
-        if length == _FAILED:
+        begins, has_failed, has_more = _LENGTH.size, length == _FAILED, bool(length & _MORE)
+        if has_failed:
             if len(held) < 2 * _LENGTH.size:
                 return None
             begins, (length,) = 2 * _LENGTH.size, _LENGTH.unpack_from(held, _LENGTH.size)
+        elif has_more:
+            length &= ~_MORE
         if len(held) < begins + length:
             return None
-        whole = bytes(memoryview(held)[begins : begins + length])
+        part = bytes(memoryview(held)[begins : begins + length])
         del held[: begins + length]
-        if begins > _LENGTH.size:
-            raise error_of(_facts_of(whole))
+        if has_failed:
+            raise error_of(_facts_of(part))
         if length == 0:
+            if has_more or self._parts:
+                raise AnswerUnreadable("a piece of an answer lacks its last part")
             self.ended = True
-            return self._next()
-        return whole
+            return self._part()
+        return part, has_more
 
 
 def _facts_of(said: bytes) -> Mapping[str, Any]:
