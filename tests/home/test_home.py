@@ -6,6 +6,8 @@ import os
 import struct
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -143,6 +145,23 @@ def test_sockets_have_a_short_private_folder_that_the_home_links_to(
     other.prepare()
     assert other.make_socket_folder() != folder
     folder.rmdir()
+
+
+def test_threads_that_open_a_home_at_once_share_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    for number in range(20):
+        home = make(tmp_path / f"home{number}")
+        home.prepare()
+        together = threading.Barrier(4)
+
+        def opened(home: Home = home, together: threading.Barrier = together) -> Path:
+            together.wait(60)
+            return home.make_socket_folder()
+
+        with ThreadPoolExecutor(4) as pool:
+            folders = {future.result() for future in [pool.submit(opened) for _ in range(4)]}
+        assert folders == {home.socket_folder()}
+        assert [path.name for path in home.run_folder.iterdir() if "sockets" in path.name] == ["sockets"]
 
 
 def test_a_role_is_had_by_one_process_and_freed_by_its_death(tmp_path: Path) -> None:

@@ -381,10 +381,11 @@ class Home(HomePaths):
         return None
 
     def _link_sockets(self, folder: Path) -> None:
+        if self.socket_folder() == folder:
+            return
         link = self.run_folder / "sockets"
-        fresh = self.run_folder / f".sockets-{os.getpid()}"
-        with contextlib.suppress(FileNotFoundError):
-            fresh.unlink()
+        # Threads of one process may open the home at once: each renames a link of its own.
+        fresh = self.run_folder / f".sockets-{uuid4().hex}"
         fresh.symlink_to(folder)
         fresh.rename(link)
 
