@@ -13,10 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from confluent_kafka import KafkaError, Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.admin._config import AlterConfigOpType, ConfigEntry, ConfigResource
 from confluent_kafka.admin._resource import ResourceType
 from confluent_kafka.cimpl import NewTopic
+from tests.app.homes import wait_for
 from tests.delivery.kafka_topics import Received, received
 from tests.delivery.test_debezium import ORDERS, records
 
@@ -72,9 +74,27 @@ class KafkaStage:
     def break_down(self) -> None:
         # A marker of the end of a transaction has 78 bytes: with a lower bound, none could be aborted.
         self.configure("public.orders", **{"max.message.bytes": "100"})
+        self.wait_until_large_messages_are(KafkaError.MSG_SIZE_TOO_LARGE)
 
     def mend(self) -> None:
         self.configure("public.orders", **{"max.message.bytes": "1048588"})
+        self.wait_until_large_messages_are(None)
+
+    def wait_until_large_messages_are(self, expected: int | None) -> None:
+        """Wait for the broker, which applies a change of settings some time after it has confirmed it."""
+        results: list[int | None] = []
+        settings: Any = {"bootstrap.servers": self.server.servers, "logger": SILENT}
+        producer = Producer(settings)
+        wait_for(lambda: self._probed(producer, results) == expected)
+
+    def _probed(self, producer: Producer, results: list[int | None]) -> int | None:
+        producer.produce(
+            f"{self.stream}.public.orders",
+            key=b"k" * 200,
+            on_delivery=lambda error, _: results.append(error.code() if error else None),
+        )
+        assert producer.flush(60) == 0
+        return results[-1]
 
     def close(self) -> None:
         for sink in self.opened:
