@@ -14,7 +14,7 @@ from typing import Any, Self
 from uuid import uuid4
 
 import millstream
-from millstream import BufferItem, BufferMeta, BufferOffset, PlacedReader, ShardId, WriteOps, errors
+from millstream import BufferedOp, BufferMeta, BufferOffset, PlacedReader, ShardId, WriteOps, errors
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS buffer (one INTEGER PRIMARY KEY CHECK (one = 1), identity TEXT NOT NULL, shards INTEGER NOT NULL);
@@ -154,7 +154,7 @@ class SqliteReader(PlacedReader):
         self._identity = buffer.identity()
         self.seek_earliest()
 
-    def next_item(self, wait_s: float) -> BufferItem | None:
+    def next_op(self, wait_s: float) -> BufferedOp | None:
         deadline = time.monotonic() + wait_s
         while True:
             found = self._rows.query(
@@ -163,7 +163,7 @@ class SqliteReader(PlacedReader):
             )
             if found:
                 stored_us, data = found[0]
-                return BufferItem(self.place, data, stored_us)
+                return self.op_of(self.place, data, stored_us)
             # Nothing lies at the place: check whether that is the end.
             if self._rows.identity() != self._identity:
                 raise errors.WriteBufferError(

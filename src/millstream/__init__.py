@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from millstream.client.following import Following as Following
     from millstream.client.protocol import Latest as Latest
     from millstream.client.protocol import Session as Session
-    from millstream.codec.buffer_reading import BufferItem as BufferItem
     from millstream.codec.buffer_reading import PlacedReader as PlacedReader
     from millstream.codec.buffered_op import decode_op as decode_op
     from millstream.codec.buffered_op import encode_op as encode_op
@@ -43,7 +42,6 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "Appended": ("millstream.model.operations", "Appended"),
     "AppendedTables": ("millstream.model.operations", "AppendedTables"),
-    "BufferItem": ("millstream.codec.buffer_reading", "BufferItem"),
     "BufferMeta": ("millstream.model.buffers", "BufferMeta"),
     "BufferOffset": ("millstream.model.buffers", "BufferOffset"),
     "BufferedOp": ("millstream.model.buffers", "BufferedOp"),

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.buffers.kafka_errors import SILENT, error_of_kafka, moving, unknown_here, unreachable
-from millstream.codec.buffer_reading import BufferItem, PlacedReader
+from millstream.codec.buffer_reading import PlacedReader
 from millstream.errors import BufferUnavailable, WriteBufferError
-from millstream.model.buffers import BufferOffset
+from millstream.model.buffers import BufferedOp, BufferOffset
 from millstream.model.ids import ShardId
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ class KafkaReader(PlacedReader):
             self.close()
             raise
 
-    def next_item(self, wait_s: float) -> BufferItem | None:
-        """See `PlacedReader.next_item`."""
+    def next_op(self, wait_s: float) -> BufferedOp | None:
+        """See `PlacedReader.next_op`."""
         message = self._consumer.poll(wait_s)
         if message is None:
             if self._lost is not None:
@@ -80,7 +80,7 @@ class KafkaReader(PlacedReader):
         offset = message.offset()
         assert offset is not None
         self._lost = None
-        return BufferItem(BufferOffset(offset), bytes(message.value() or b""), message.timestamp()[1] * 1000)
+        return self.op_of(BufferOffset(offset), bytes(message.value() or b""), message.timestamp()[1] * 1000)
 
     def go_to(self, offset: BufferOffset) -> None:
         """See `PlacedReader.go_to`."""

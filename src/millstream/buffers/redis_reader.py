@@ -7,9 +7,9 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.buffers.redis_server import RedisKeys, translated
-from millstream.codec.buffer_reading import BufferItem, PlacedReader, replaced
+from millstream.codec.buffer_reading import PlacedReader, replaced
 from millstream.errors import BufferMissing, BufferRefused
-from millstream.model.buffers import BufferOffset
+from millstream.model.buffers import BufferedOp, BufferOffset
 from millstream.model.ids import ShardId
 
 if TYPE_CHECKING:
@@ -37,14 +37,14 @@ class RedisReader(PlacedReader):
         self._client = client
         self._keys = keys
         self._identity = identity
-        self._fetched: deque[BufferItem] = deque()
-        """Fetched items from the current position on, without gaps."""
+        self._fetched: deque[tuple[BufferOffset, bytes, int]] = deque()
+        """Fetched items from the current position on, without gaps, as `op_of` takes them."""
         self._count = 1
         """Number of entries to fetch at a time: about `_FETCH_BYTES`."""
         self.seek_earliest()
 
-    def next_item(self, wait_s: float) -> BufferItem | None:
-        """See `PlacedReader.next_item`."""
+    def next_op(self, wait_s: float) -> BufferedOp | None:
+        """See `PlacedReader.next_op`."""
         deadline = time.monotonic() + wait_s
         while not self._fetched:
             self._fetch()
@@ -54,7 +54,7 @@ class RedisReader(PlacedReader):
             if left_s <= 0:
                 return None
             self._wait(min(left_s, _BLOCK_S))
-        return self._fetched.popleft()
+        return self.op_of(*self._fetched.popleft())
 
     def extent(self) -> tuple[BufferOffset, BufferOffset]:
         """See `PlacedReader.extent`."""
@@ -87,7 +87,7 @@ class RedisReader(PlacedReader):
                 break  # raised when its turn comes
             data, stored_at_us = _content_of(entry)
             size += len(data)
-            self._fetched.append(BufferItem(offset, data, stored_at_us))
+            self._fetched.append((offset, data, stored_at_us))
         if self._fetched:
             each = max(1, size // len(self._fetched))
             self._count = max(1, min(_FETCH_ITEMS_MAX, _FETCH_BYTES // each, self._count * 8))

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
 
 from millstream.codec.buffered_op import decode_op
 from millstream.errors import (
@@ -23,19 +22,10 @@ from millstream.model.buffers import BUFFER_START, BufferedOp, BufferMeta, Buffe
 from millstream.model.ids import ShardId
 
 
-class BufferItem(NamedTuple):
-    """An item that a buffer has stored at an offset."""
-
-    offset: BufferOffset
-    data: bytes
-    stored_at_us: int
-    """When it was stored, in microseconds since 1970 (UTC)."""
-
-
 class PlacedReader(ABC):
     """A reader of one shard of a write buffer, with its own position: see `ports.ShardReader`.
 
-    A subclass implements `next_item` and `extent`, and calls `seek_earliest` when it is
+    A subclass implements `next_op` and `extent`, and calls `seek_earliest` when it is
     constructed.
 
     Args:
@@ -51,15 +41,33 @@ class PlacedReader(ABC):
         """Whether it has raised `BufferOffsetGone`."""
 
     @abstractmethod
-    def next_item(self, wait_s: float) -> BufferItem | None:
-        """Return the item at the position, or the first behind it if offsets have gaps; None if none came in time.
+    def next_op(self, wait_s: float) -> BufferedOp | None:
+        """Return the operation at the position, or the first behind it if offsets have gaps; None if none came in time.
 
-        Raises as `check_place`, or the buffer's own errors.
+        A subclass makes it by `op_of`. Raises as `op_of` and `check_place`, or the buffer's own errors.
         """
 
     @abstractmethod
     def extent(self) -> tuple[BufferOffset, BufferOffset]:
         """Return the smallest offset available and the end, of one moment. Without an item both are the end."""
+
+    def op_of(self, offset: BufferOffset, data: bytes, stored_at_us: int) -> BufferedOp:
+        """Return what the buffer has stored at an offset as an operation, and move behind it.
+
+        Args:
+            offset: the place.
+            data: the stored bytes.
+            stored_at_us: when they were stored, in microseconds since 1970 (UTC).
+
+        Raises:
+            BufferedOpUndecodable: the bytes are no operation; the position has moved all the same.
+        """
+        self._place = BufferOffset(offset + 1)  # before decoding, so that a faulty item isn't read twice
+        try:
+            op = decode_op(data, self._shard)
+        except (CodecError, UnsupportedFormat) as error:
+            raise undecodable(self._buffer, self._shard, offset, error) from error
+        return BufferedOp(BufferMeta(self._shard, offset, stored_at_us, len(data)), op)
 
     def go_to(self, offset: BufferOffset) -> None:
         """Read from that offset on, and discard what was fetched."""
@@ -89,15 +97,8 @@ class PlacedReader(ABC):
         """See `ports.ShardReader.read`."""
         if self._ended:
             return ReadPause.ENDED
-        item = self.next_item(wait_s)
-        if item is None:
-            return ReadPause.PENDING
-        self._place = BufferOffset(item.offset + 1)  # before decoding, so that a faulty item isn't read twice
-        meta = BufferMeta(self._shard, item.offset, item.stored_at_us, len(item.data))
-        try:
-            return BufferedOp(meta, decode_op(item.data, self._shard))
-        except (CodecError, UnsupportedFormat) as error:
-            raise undecodable(self._buffer, self._shard, item.offset, error) from error
+        op = self.next_op(wait_s)
+        return ReadPause.PENDING if op is None else op
 
     def seek(self, offset: BufferOffset) -> None:
         """See `ports.ShardReader.seek`."""

@@ -15,7 +15,7 @@ from typing import Final, Self
 from uuid import uuid4
 
 from millstream.buffers.answers import answered, no_answer
-from millstream.codec.buffer_reading import BufferItem, PlacedReader, replaced, unknown_shard
+from millstream.codec.buffer_reading import PlacedReader, replaced, unknown_shard
 from millstream.codec.buffered_op import encode_op
 from millstream.errors import (
     BufferMissing,
@@ -24,7 +24,7 @@ from millstream.errors import (
     RowsTooLarge,
     WriterClosed,
 )
-from millstream.model.buffers import BufferMeta, BufferOffset
+from millstream.model.buffers import BufferedOp, BufferMeta, BufferOffset
 from millstream.model.ids import ShardId
 from millstream.model.operations import WriteOps
 
@@ -254,8 +254,8 @@ class MemoryReader(PlacedReader):
         self._identity = server.describe(name)[0]
         self.seek_earliest()
 
-    def next_item(self, wait_s: float) -> BufferItem | None:
-        """See `PlacedReader.next_item`."""
+    def next_op(self, wait_s: float) -> BufferedOp | None:
+        """See `PlacedReader.next_op`."""
         found = self._server.fetch(self._buffer, self._shard, self._place, wait_s)
         identity = self._server.describe(self._buffer)[0]
         if identity != self._identity:
@@ -264,7 +264,7 @@ class MemoryReader(PlacedReader):
             self.check_place(*self.extent())
             return None
         data, stored_at_us = found
-        return BufferItem(self._place, data, stored_at_us)
+        return self.op_of(self._place, data, stored_at_us)
 
     def extent(self) -> tuple[BufferOffset, BufferOffset]:
         """See `PlacedReader.extent`."""

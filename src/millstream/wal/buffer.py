@@ -23,7 +23,6 @@ import pyarrow as pa
 
 from millstream.backoff import Backoff
 from millstream.codec.buffer_reading import (
-    BufferItem,
     PlacedReader,
     gone,
     replaced,
@@ -46,7 +45,7 @@ from millstream.errors import (
     StaleEpoch,
     WriterClosed,
 )
-from millstream.model.buffers import BufferMeta, BufferOffset
+from millstream.model.buffers import BufferedOp, BufferMeta, BufferOffset
 from millstream.model.ids import Epoch, SchemaVersion, ShardId, SourceId, StreamId, TableId
 from millstream.model.operations import (
     FIRST_SHARD,
@@ -283,12 +282,12 @@ class LogBufferReader(PlacedReader):
         super().__init__(folder, shard)
         self._identity = identity
         self._reader = StreamReader(_folder(folder, shard))
-        self._fetched: list[BufferItem] = []
-        """Fetched items after the current position, the next one last."""
+        self._fetched: list[tuple[BufferOffset, bytes, int]] = []
+        """Fetched items from the current position on, as `op_of` takes them, the next one last."""
         self.seek_earliest()
 
-    def next_item(self, wait_s: float) -> BufferItem | None:
-        """See `PlacedReader.next_item`."""
+    def next_op(self, wait_s: float) -> BufferedOp | None:
+        """See `PlacedReader.next_op`."""
         deadline, pause = time.monotonic() + wait_s, Backoff(*_POLL_S, factor=1.5, jitter=0)
         while not self._fetched:
             self._fetch()
@@ -298,7 +297,7 @@ class LogBufferReader(PlacedReader):
             if left_s <= 0:
                 return None
             time.sleep(min(pause.next_s(), left_s))
-        return self._fetched.pop()
+        return self.op_of(*self._fetched.pop())
 
     def extent(self) -> tuple[BufferOffset, BufferOffset]:
         """See `PlacedReader.extent`."""
@@ -337,10 +336,7 @@ class LogBufferReader(PlacedReader):
         offsets = found.batch.column("__offset").to_pylist()
         moments = found.batch.column("__commit_ts").cast(pa.int64()).to_pylist()
         items = found.batch.column("op").to_pylist()
-        fetched = [
-            BufferItem(BufferOffset(o), data or b"", at or 0)
-            for o, data, at in zip(offsets, items, moments, strict=True)
-        ]
+        fetched = [(BufferOffset(o), data or b"", at or 0) for o, data, at in zip(offsets, items, moments, strict=True)]
         self._fetched = fetched[::-1]
 
     def _check_identity(self) -> None:
