@@ -2,7 +2,7 @@
 
 The holders of a log are in the leader's catalog, which a promoted node takes over: what they need has to
 be here then. Records that only this home needs are held here: writes of sessions that the received copy
-lacks, and what `millstream reconcile` hasn't taken from another region's log.
+lacks, and what merged tables lack of another region's log.
 """
 
 from __future__ import annotations

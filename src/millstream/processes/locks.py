@@ -22,7 +22,7 @@ WriterRole = NewType("WriterRole", str)
 Role = Literal["run", "owner", "pipeline", "serve", "follow", "promote", "reconcile", "replay", "delivery", "alerts"]
 """`run`: the supervisor. `owner`: capture, the streams' writer. `pipeline`: the Spark driver. `serve`: HTTP
 and Flight. `follow`: copies the streams that other nodes lead. `promote`: makes this node a leader.
-`reconcile`: merges regions' tables. `replay`: writes a range of records into a table of its own.
+`reconcile`: merges regions' tables, as the owner also does for a while before retention. `replay`: writes a range of records into a table of its own.
 `delivery`: has the state of the streams' consumers. `alerts`: looks for conditions to report, and sends them."""
 
 _HELD: Final[weakref.WeakSet[RoleLock]] = weakref.WeakSet()
@@ -34,7 +34,7 @@ _WORDS: Final[dict[str, str]] = {
     "serve": "`millstream serve`",
     "follow": "`millstream follow`",
     "promote": "`millstream promote`",
-    "reconcile": "`millstream reconcile`",
+    "reconcile": "the reconciliation",
     "replay": "`millstream pipeline replay`",
     "delivery": "the process that delivers to consumers",
     "alerts": "the process that sends alerts",

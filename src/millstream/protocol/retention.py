@@ -122,6 +122,10 @@ class RetentionBounds:
         if self.bytes_max < self.size_bytes:
             raise AssertionError(f"{self.bytes_max} bytes at most are below {self.size_bytes}")
 
+    def is_due(self, segment: SealedSegment, *, now_ns: int, log_bytes: int) -> bool:
+        """Return whether a segment that no holder needs is dropped: it is old, or the log is large."""
+        return now_ns - segment.sealed_ns >= self.age_s * 1e9 or log_bytes > self.size_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Drop:
@@ -255,8 +259,7 @@ class Retention:
             return Keep()
         names = self.needed_by(segment)
         if not names:
-            is_old = now_ns - segment.sealed_ns >= bounds.age_s * 1e9
-            return Drop(segment) if is_old or log_bytes > bounds.size_bytes else Keep(segment)
+            return Drop(segment) if bounds.is_due(segment, now_ns=now_ns, log_bytes=log_bytes) else Keep(segment)
         if log_bytes <= bounds.bytes_max or not all(self._holders[name].kind.can_be_cut_off for name in names):
             return Keep(segment, names)
         holder = self._holders.pop(names[0])

@@ -1,6 +1,6 @@
 """The holders of a log for the regions that write a stream together: the other regions, and the merged tables here.
 
-Records that another region hasn't followed yet, and records that `millstream reconcile` hasn't taken yet,
+Records that another region has not followed yet, and records that a merged table lacks,
 exist nowhere else: both hold the log.
 
 - A region is a follower like any other, at the position it has acknowledged. A configured region that has

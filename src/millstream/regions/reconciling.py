@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from millstream.errors import LostTailMerged, UsageError
 from millstream.model.ids import RegionId
-from millstream.processes.locks import RoleLock
+from millstream.processes.locks import LOCK_PATIENCE_S, RoleLock
 from millstream.regions.region_table import Reconciled, RegionTable
 
 if TYPE_CHECKING:
@@ -63,7 +63,13 @@ class Reconciliation:
 
 
 def reconcile_stream(
-    home: Home, stream: str | None, tables: Sequence[str] = (), *, dry_run: bool = False, limit: int = 1000
+    home: Home,
+    stream: str | None,
+    tables: Sequence[str] = (),
+    *,
+    dry_run: bool = False,
+    limit: int = 1000,
+    bytes_max: int | None = None,
 ) -> Reconciliation:
     """Merge the tables of a stream's regions, and keep the outcome.
 
@@ -74,8 +80,10 @@ def reconcile_stream(
         dry_run: keep nothing, and report the differences between the home's own region and each other one
             instead.
         limit: lines of a dry run, per table and region.
+        bytes_max: see `RegionTable`.
 
     Raises:
+        QueryBound (`query_memory_full`): a table is larger than `bytes_max`.
         UsageError: no table is named, and the configuration merges none.
         UnknownStream, UnknownTable, ReplicationError (`merge_unsuitable`), OtherRegion, OtherStream, OffsetExpired,
         MergeStateUnreadable: see `OpenHome.merged`; tables already done stay so.
@@ -86,13 +94,18 @@ def reconcile_stream(
         # The process that began first would overwrite the other's state with less, and retention has
         # already gone by the other's.
         home.prepare()
-        with RoleLock.take(home.run_folder, "reconcile"):
-            return _reconciled(home, stream, tables)
-    return _reconciled(home, stream, tables, rows_max=limit)
+        with RoleLock.take(home.run_folder, "reconcile", patience_s=LOCK_PATIENCE_S):
+            return _reconciled(home, stream, tables, bytes_max=bytes_max)
+    return _reconciled(home, stream, tables, rows_max=limit, bytes_max=bytes_max)
 
 
 def _reconciled(
-    home: Home, stream: str | None, tables: Sequence[str], *, rows_max: int | None = None
+    home: Home,
+    stream: str | None,
+    tables: Sequence[str],
+    *,
+    rows_max: int | None = None,
+    bytes_max: int | None = None,
 ) -> Reconciliation:
     """Reconcile as `reconcile_stream`; a dry run if `rows_max` is given."""
     name = home.pick_stream(stream)
@@ -106,7 +119,7 @@ def _reconciled(
     found = []
     failed: LostTailMerged | None = None
     for one in names:
-        table = RegionTable(home, name, one)
+        table = RegionTable(home, name, one, bytes_max=bytes_max)
         regions = len(table.regions)
         if rows_max is not None:
             (_, local), *others = table.states_apart().items()

@@ -158,6 +158,23 @@ def oldest_sealed(folder: str, *, files: Files | None = None) -> SealedSegment |
     return oldest_of(_oldest(files, front) for front in fronts if front.sealed)
 
 
+def oldest_due(
+    folder: str, bounds: RetentionBounds, *, files: Files | None = None, clock: Clock | None = None
+) -> SealedSegment | None:
+    """Return the segment that retention would drop first, if it would be dropped now unless a holder needs it.
+
+    Raises:
+        CorruptWal: a footer or header that must be read is damaged.
+    """
+    files = RealFiles() if files is None else files
+    clock = SystemClock() if clock is None else clock
+    segment = oldest_sealed(folder, files=files)
+    if segment is None:
+        return None
+    log_bytes = sum(_front(files, folder, shard).size_bytes for shard in list_shards(files, folder))
+    return segment if bounds.is_due(segment, now_ns=clock.now_ns(), log_bytes=log_bytes) else None
+
+
 def _front(files: Files, folder: str, shard: ShardId) -> _Front:
     shard_dir = shard_folder(folder, shard)
     mark = read_mark(files, shard_dir)

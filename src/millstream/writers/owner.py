@@ -39,6 +39,7 @@ from millstream.processes.catalog_watch import watched_catalog
 from millstream.processes.child_process import Lifeline
 from millstream.processes.control import ControlServer
 from millstream.processes.locks import LOCK_PATIENCE_S, RoleLock, writer_role
+from millstream.regions.folds import MergedFolds
 from millstream.regions.holders import expect_followers, merge_needs
 from millstream.regions.kept_states import KeptVectors
 from millstream.regions.region_logs import RegionClocks
@@ -103,6 +104,7 @@ class OwnedStream:
         self._well_since_s: float | None = None
         """When capture began to make progress, on the monotonic clock."""
         self._kept = KeptVectors(home)
+        self._folds = MergedFolds(home, name, config, self._kept)
         self._clocks = RegionClocks(home, name, config)
         self._unheard: str | None = None
         """Message of the last logged error about a region's log."""
@@ -313,6 +315,12 @@ class OwnedStream:
             return self.taking.facts()
         return {"name": buffer_name(self.name, self.config.buffer), "role": self.config.buffer.role}
 
+    def fold_merged_tables(self) -> None:
+        """Fold the merged tables for which retention keeps segments."""
+        writer = self.writer
+        if writer is not None:
+            self._folds.look(self.catalog, writer.stream)
+
     def drop_old_segments(self) -> None:
         """Drop segments that are no longer needed and are too old or too many."""
         writer = self.writer
@@ -494,6 +502,7 @@ def _wait_for(workers: list[Worker], streams: list[OwnedStream], lifeline: Lifel
 
 def _keep_retention(stream: OwnedStream) -> bool:
     try:
+        stream.fold_merged_tables()
         stream.drop_old_segments()
     except MillstreamError as error:
         logger.warning("retention waits", stream=stream.name, code=error.code, error=error.message)
