@@ -134,6 +134,24 @@ def test_a_job_does_not_wait_for_a_paused_copy_and_says_so(tmp_path: Path, postg
     assert table(home, "public.slow")["state"] == "streaming"
 
 
+def test_a_job_names_a_table_whose_copy_is_held_and_its_command(tmp_path: Path, postgres: Database) -> None:
+    with postgres.connect() as connection:
+        connection.execute("CREATE TABLE large (id int PRIMARY KEY, body text)")
+        connection.execute("INSERT INTO large SELECT i, repeat('x', 100) FROM generate_series(1, 200) i")
+    home = make_home(tmp_path / "shop", config(postgres.dsn, None) + 'copy_again_above = "8KiB"\n')
+    done(home, "capture", "run", "--until-caught-up")
+    with postgres.connect() as connection:
+        connection.execute("ALTER TABLE large ADD note text DEFAULT 'none'")
+    ended = run(home, "capture", "run", "--until-caught-up")
+    assert ended.returncode == 1
+    assert "copy_held" in ended.stderr
+    assert "shop: public.large: column note was added with a value for existing rows" in ended.stderr
+    assert table(home, "public.large")["state"] == "copy_held"
+    done(home, "tables", "copy", "public.large")
+    done(home, "capture", "run", "--until-caught-up")
+    assert table(home, "public.large")["state"] == "streaming"
+
+
 @pytest.mark.parametrize("workers", [2, 12])
 @pytest.mark.siege
 def test_wide_rows_are_copied_in_bounded_memory(workers: int, tmp_path: Path, postgres: Database) -> None:

@@ -122,6 +122,27 @@ def test_a_table_that_has_not_landed_is_not_answered_by_one_of_other_capitals(
         session.query('FROM "ORDERS"')
 
 
+def test_tables_whose_copy_is_held_are_told_once_a_query_may_have_named_them(
+    layout: LakeLayout, orders: TableSchema, records: Records
+) -> None:
+    other = replace(orders, table_id=TableId(9), name="items")
+    land(
+        layout, 2, {orders: records(orders, ("c", 1, {"id": 1})), other: records(other, ("c", 2, {"id": 2}))}, fold=True
+    )
+    known = [
+        KnownTable(TableId(3), "public", "orders", orders, held="its key is another one"),
+        KnownTable(TableId(9), "public", "items", other),
+    ]
+    with LakeSession(layout, known=lambda: known) as session:
+        session.query("FROM items")
+        assert session.copies_held == {}
+        session.query("FROM orders")
+        assert session.copies_held == {"public.orders": "its key is another one"}
+    with LakeSession(layout) as session:
+        session.query("FROM orders")
+        assert session.copies_held == {}
+
+
 def test_of_two_names_that_differ_by_case_each_has_its_own_folder_and_rows(
     layout: LakeLayout, orders: TableSchema, records: Records
 ) -> None:

@@ -45,6 +45,7 @@ tables = {tables}    # "!" in front leaves out: "!public.audit_*"
 # slot = "millstream_{stream}"
 # copy_workers = 2    # connections that copy existing rows side by side
 # copy_rate = "20MiB" # bytes a second that they may read together; taken while capture runs
+# copy_again_above = "10GiB"    # a larger table whose definition changed is copied again by `tables copy` alone
 # catch_up = "auto"    # a large backlog is read in chunks where that is faster; "never", "always"
 """
 

@@ -103,7 +103,9 @@ def _known(home: Home, stream: str, stream_id: StreamId) -> list[KnownTable]:
         return "the pipeline hasn't landed it" if row.id in logged else ""
 
     return [
-        KnownTable(row.id, row.namespace, row.name, schemas.get(row.id), waits(row))
+        KnownTable(
+            row.id, row.namespace, row.name, schemas.get(row.id), waits(row), row.reason if row.is_copy_held else ""
+        )
         for row in rows
         if row.kind is TableKind.TABLE
     ]

@@ -508,11 +508,13 @@ def table_facts(
     """Return the facts of one table.
 
     Its state is `quarantined` if capture or the lake has quarantined it, and the reason names which; `paused`
-    if its copy is. A table that the lake retries keeps its state, with the reason.
+    or `copy_held` if its copy is. A table that the lake retries keeps its state, with the reason.
     """
     name = qualified_name(row.namespace, row.name)
     state, reason = row.state.value, row.reason
-    if paused and state in {"copy_requested", "copying"}:
+    if row.is_copy_held:
+        state = "copy_held"
+    elif paused and state in {"copy_requested", "copying"}:
         state, reason = "paused", "its copy waits for `millstream tables resume`"
     again = (trying or {}).get(name) or (trying or {}).get(f"{row.namespace}.{row.name}")
     reason = f"lake: tried again: {again}" if again else reason

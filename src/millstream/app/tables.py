@@ -121,9 +121,14 @@ def resume_table(catalog: Catalog, stream: StreamId, table: str) -> str:
 
     Raises:
         UnknownTable: the stream has none of that name.
-        UsageError: it isn't paused.
+        UsageError: it isn't paused, or is held.
     """
     row = catalog.find_table(stream, *parse_qualified_name(table))
+    if row.is_copy_held:
+        raise UsageError(
+            f"the copy of {table} is held, not paused: {row.reason}",
+            hint=f"Run `millstream tables copy {table}` when the source can bear it.",
+        )
     if not catalog.resume_copy(stream, row.id):
         raise UsageError(f"the copy of {table} is not paused", hint="`millstream tables` shows states.")
     return "its copy goes on by the running capture, or when it runs next"

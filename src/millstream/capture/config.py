@@ -59,6 +59,7 @@ class CaptureConfig:
         copy_workers: number of connections that read existing rows in parallel.
         chunk_rows: most rows in a chunk of a table copy.
         copy_rate: bytes a second that all copies together may read; None: as fast as possible. Called every second.
+        copy_again_above: size in bytes of a table above which another copy of it waits for an operator; None: never.
         buffer_bytes_max: undecoded bytes held in memory; the source waits beyond it.
         heartbeat_s: how often an idle source gets a heartbeat message.
         look_s: how often the source's catalogs and the states of tables are read.
@@ -95,6 +96,7 @@ class CaptureConfig:
     copy_workers: int = 2
     chunk_rows: int = CHUNK_ROWS
     copy_rate: Callable[[], int | None] = no_limit
+    copy_again_above: int | None = None
     buffer_bytes_max: int = BUFFER_BYTES_MAX
     heartbeat_s: float = 10.0
     look_s: float = 3.0
@@ -156,6 +158,8 @@ class CaptureOutcome:
     """Tables captured, `schema.name`."""
     paused: tuple[str, ...] = ()
     """Tables whose copies are paused: capture didn't wait for them."""
+    copies_held: Mapping[str, str] = field(default_factory=dict)
+    """Tables whose copies wait for `millstream tables copy`, each with the reason."""
     quarantined: Mapping[str, str] = field(default_factory=dict)
     """Quarantined tables, each with its reason."""
     slot: str = ""

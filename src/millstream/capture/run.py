@@ -578,6 +578,7 @@ class _Capture:
         except MillstreamError as error:
             logger.info("the slot couldn't be asked at the end", code=error.code, error=error.message)
         rows = [row for row in self._catalog.tables(self._stream) if row.is_captured]
+        named = [(qualified_name(row.namespace, row.name), row) for row in rows]
         paused = self._catalog.paused_copies(self._stream)
         self._tell(session)
         self._records += session.applier.records
@@ -586,15 +587,10 @@ class _Capture:
             caught_up=self._target is not None
             and session.applier.confirmed >= self._target
             and not self._stop.is_set(),
-            tables=tuple(qualified_name(row.namespace, row.name) for row in rows),
-            paused=tuple(
-                qualified_name(row.namespace, row.name) for row in rows if row.state in UNFINISHED and row.id in paused
-            ),
-            quarantined={
-                qualified_name(row.namespace, row.name): row.reason
-                for row in rows
-                if row.state is TableState.QUARANTINED
-            },
+            tables=tuple(name for name, _ in named),
+            paused=tuple(name for name, row in named if row.state in UNFINISHED and row.id in paused),
+            copies_held={name: row.reason for name, row in named if row.is_copy_held},
+            quarantined={name: row.reason for name, row in named if row.state is TableState.QUARANTINED},
             slot=name,
             slot_holds_bytes=held,
         )

@@ -17,7 +17,7 @@ from millstream.capture.column_rules import RULES, ColumnRules
 from millstream.capture.config import CaptureConfig
 from millstream.capture.raw_past import RawPast
 from millstream.capture.source import KeyColumn, SourceTable
-from millstream.catalog import Catalog, TableRow, TableState
+from millstream.catalog import COPY_HELD, Catalog, TableRow, TableState
 from millstream.codec.pgoutput import MESSAGES_COLUMNS, Relation, raw_schema, table_schema
 from millstream.codec.pgoutput.rows import undecodable
 from millstream.errors import ConfigError
@@ -128,6 +128,26 @@ class SchemaRegistry:
                 self._answers[relation.oid] = _CachedSchema(asked, schema)
         return schema
 
+    def request_copy_again(self, row: TableRow, facts: SourceTable | None, news: str) -> None:
+        """Request another copy of a copied table, whose rows changed with its definition.
+
+        The copy of a table above `copy_again_above` is held: it waits until an operator asks for it.
+        """
+        bound = self._config.copy_again_above
+        held = bound is not None and facts is not None and facts.size_bytes > bound
+        amount = "its rows" if facts is None else _amount(facts)
+        table = qualified_name(row.namespace, row.name)
+        if held:
+            reason = f"{news}: {amount} wait for `millstream tables copy {table}`"
+        else:
+            reason = f"{news}: {amount} are copied again"
+        copied = [TableState.STREAMING, TableState.COPYING]
+        details = {"cause": COPY_HELD} if held else None
+        if self._catalog.set_state(row.id, TableState.COPY_REQUESTED, reason, details=details, only_from=copied):
+            logger.warning(
+                "the copy of a table is held" if held else "table is copied again", table=table, reason=reason
+            )
+
     def note_key(self, schema: TableSchema) -> None:
         """Note that from here on a table's records in the log have this key, and none before counts.
 
@@ -234,10 +254,10 @@ class SchemaRegistry:
             key = ()
         schema = table_schema(relation, source=self._source, key=key, table_id=row.id)
         if row.state is not TableState.HISTORY_ONLY:
-            self._settle_key(row, schema)
+            self._settle_key(row, schema, facts)
         return self._catalog.put_schema(self.stream, schema)
 
-    def _settle_key(self, row: TableRow, schema: TableSchema) -> None:
+    def _settle_key(self, row: TableRow, schema: TableSchema, facts: SourceTable | None) -> None:
         """Request another copy of a table whose records have another key from here on.
 
         Deletes and moves under the old key can't be matched by the new one. This comes before the first record under
@@ -245,10 +265,8 @@ class SchemaRegistry:
         """
         before = self._keys.get(row.id, schema.key)
         if before != schema.key:
-            reason = f"its key was {_spoken(before)} and is {_spoken(schema.key)}: its rows are copied again"
-            copied = [TableState.STREAMING, TableState.COPYING]
-            if self._catalog.set_state(row.id, TableState.COPY_REQUESTED, reason, only_from=copied):
-                logger.warning("table is copied again", table=qualified_name(row.namespace, row.name), reason=reason)
+            news = f"its key was {_spoken(before)} and is {_spoken(schema.key)}"
+            self.request_copy_again(row, facts, news)
             self.refresh()
             self.look_wanted.set()
         self._keys[row.id] = schema.key
@@ -261,6 +279,12 @@ class SchemaRegistry:
         names = {c.name for c in relation.columns}
         primary = tuple(c.name for c in facts.key)
         return primary if set(primary) <= names else ()
+
+
+def _amount(table: SourceTable) -> str:
+    """Return how much a copy of a table reads, by the source's estimate."""
+    size = f"{table.size_bytes / (1 << 20):,.1f} MiB"
+    return f"its rows ({size})" if table.row_estimate <= 0 else f"its about {table.row_estimate:,} rows ({size})"
 
 
 def _spoken(key: tuple[str, ...]) -> str:

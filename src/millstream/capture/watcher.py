@@ -156,10 +156,7 @@ class WatchedTables:
         sent = sent or Restriction()
         news = self._layouts.news(table, row.id, sent)
         if news is not None:
-            reason = f"{news}: its rows are copied again"
-            copied = [TableState.STREAMING, TableState.COPYING]
-            if self._catalog.set_state(row.id, TableState.COPY_REQUESTED, reason, only_from=copied):
-                logger.warning("table is copied again", table=table.full_name, reason=reason)
+            self._directory.request_copy_again(row, table, news)
         if raw := self._layouts.raw_columns(table, row.id):
             self._directory.raw_past.begin(row.id, raw)
         self._layouts.remember(table, row.id, sent)

@@ -12,6 +12,7 @@ the mark file are enough for them.
 from millstream.catalog.database import CatalogFacts, examine_catalog
 from millstream.catalog.store import Catalog
 from millstream.catalog.values import (
+    COPY_HELD,
     AccessToken,
     ChunkState,
     CopyChunk,
@@ -25,6 +26,7 @@ from millstream.catalog.values import (
 )
 
 __all__ = [
+    "COPY_HELD",
     "AccessToken",
     "Catalog",
     "CatalogFacts",

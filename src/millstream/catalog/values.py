@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 from millstream.model.access import Rights
 from millstream.model.ids import Epoch, SchemaVersion, ShardId, SourceId, StreamId, TableId, WriterId
@@ -29,6 +29,10 @@ class TableState(StrEnum):
     """It failed; its changes enter the log undecoded until it is retried. The reason names the cause."""
     GONE = "gone"
     """Dropped at the source or left out by the configuration; its records stay."""
+
+
+COPY_HELD: Final = "copy_held"
+"""Cause in the details of a table whose requested copy waits until an operator asks for it."""
 
 
 class ChunkState(StrEnum):
@@ -114,6 +118,11 @@ class TableRow:
     def is_captured(self) -> bool:
         """Whether its rows come from PostgreSQL; otherwise applications write them, or it has a source's messages."""
         return self.kind is TableKind.TABLE and self.source != 0
+
+    @property
+    def is_copy_held(self) -> bool:
+        """Whether its copy waits until an operator asks for it: see `COPY_HELD`."""
+        return self.state is TableState.COPY_REQUESTED and self.details.get("cause") == COPY_HELD
 
 
 @dataclass(frozen=True, slots=True)

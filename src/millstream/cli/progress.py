@@ -16,7 +16,7 @@ from millstream.cli.main import say_error
 from millstream.model.readable import readable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from millstream.processes.run import RunOutcome
     from millstream.processes.supervise import Event
@@ -125,6 +125,7 @@ class RunReport:
                 }
             )
         _say_paused(outcome.paused)
+        _say_held(outcome.copies_held)
         if outcome.caught_up:
             note(f"caught up in {human_seconds(time.monotonic() - self._since_s)}")
         for slot, held in outcome.slots.items():
@@ -188,19 +189,23 @@ class PartReport:
     def conclude(self, outcome: dict[str, Any], *, must_catch_up: bool) -> int:
         """Print how it ended; return the exit code."""
         self._line.clear()
-        quarantined = {
-            f"{stream}: {table}": reason
-            for stream, facts in outcome.items()
-            for table, reason in facts.get("quarantined", {}).items()
-        }
+        quarantined, copies_held = (
+            {
+                f"{stream}: {table}": reason
+                for stream, facts in outcome.items()
+                for table, reason in facts.get(what, {}).items()
+            }
+            for what in ("quarantined", "copies_held")
+        )
         for table, reason in sorted(quarantined.items()):
             say_error({"code": "table_quarantined", "message": f"{table}: {reason}", "hint": ""})
         paused = [f"{stream}: {table}" for stream, facts in outcome.items() for table in facts.get("paused", ())]
         _say_paused(paused)
+        _say_held(copies_held)
         if not must_catch_up:
             return 0
         caught_up = bool(outcome) and all(facts.get("caught_up") for facts in outcome.values())
-        return 0 if caught_up and not quarantined and not paused else 1
+        return 0 if caught_up and not quarantined and not paused and not copies_held else 1
 
 
 def _say_paused(tables: Sequence[str]) -> None:
@@ -210,6 +215,17 @@ def _say_paused(tables: Sequence[str]) -> None:
                 "code": "copy_paused",
                 "message": f"{table}: its copy is paused; this run didn't wait for it",
                 "hint": "Run `millstream tables resume T` to continue it.",
+            }
+        )
+
+
+def _say_held(tables: Mapping[str, str]) -> None:
+    for table, reason in sorted(tables.items()):
+        say_error(
+            {
+                "code": "copy_held",
+                "message": f"{table}: {reason}",
+                "hint": "Run `millstream tables copy T` when the source can bear it.",
             }
         )
 

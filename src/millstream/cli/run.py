@@ -41,7 +41,7 @@ def run(invocation: Invocation, until_caught_up: bool, log_format: LogFormat) ->
     A process that dies is started again. One that can't start is reported, and the others continue.
     With --until-caught-up the command exits when everything is durable in the log, landed in the
     lake and folded; it serves no HTTP. It fails (exit code 1) if a table was quarantined or its copy
-    is paused, once the others are done. If what is wrong is the configuration, the exit code is 2.
+    is paused or held, once the others are done. If what is wrong is the configuration, the exit code is 2.
     """
     from millstream.cli.progress import JsonReport, RunReport
     from millstream.processes.run import run_home
@@ -56,7 +56,7 @@ def run(invocation: Invocation, until_caught_up: bool, log_format: LogFormat) ->
     if until_caught_up:
         if outcome.interrupted:
             sys.exit(130)
-        if outcome.caught_up and not outcome.quarantined and not outcome.paused:
+        if outcome.caught_up and not outcome.waits_for_operator:
             sys.exit(0)
     elif not outcome.errors.keys() & {"capture", "pipeline"}:
         sys.exit(0)

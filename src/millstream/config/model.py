@@ -79,6 +79,11 @@ class SourceConfig(Section):
         description="Bytes of rows (as text) that all copies of the stream together read in a second, at most, such as "
         "`20MiB`. Unset: no limit. A running capture applies a new value within seconds.",
     )
+    copy_again_above: SizeAboveZero = Field(
+        default="10GiB",
+        description="Size of a table at the source, without TOAST, above which another copy of it, which a change of its "
+        "definition requires, waits until you run `millstream tables copy T`. The first copy of a table never waits.",
+    )
     heartbeat_interval: Duration = Field(
         default="10s",
         description="Interval between the heartbeat messages that are written to an idle source, so that its slot advances.",

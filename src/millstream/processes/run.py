@@ -28,10 +28,17 @@ class RunOutcome:
     """Tables that were quarantined (`stream: schema.table`), each with its reason."""
     paused: list[str] = field(default_factory=list)
     """Tables whose copies are paused (`stream: schema.table`): the run didn't wait for them."""
+    copies_held: dict[str, str] = field(default_factory=dict)
+    """Tables whose copies wait for `tables copy` (`stream: schema.table`), each with the reason."""
     errors: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The error for which each part was given up, by part."""
     slots: dict[str, int | None] = field(default_factory=dict)
     """Bytes of WAL that each slot holds at the source, by slot."""
+
+    @property
+    def waits_for_operator(self) -> bool:
+        """Whether the lake lacks rows of a table until an operator acts."""
+        return bool(self.quarantined or self.paused or self.copies_held)
 
     @property
     def is_refused(self) -> bool:
@@ -124,12 +131,15 @@ class _Conductor:
             name: list(parts[name].outcome.get("streams", {}).items()) if name in parts else []
             for name in ("capture", "pipeline")
         }
-        quarantined = {
-            f"{stream}: {table}": str(reason)
-            for told in streams.values()
-            for stream, facts in told
-            for table, reason in facts.get("quarantined", {}).items()
-        }
+        quarantined, copies_held = (
+            {
+                f"{stream}: {table}": str(reason)
+                for told in streams.values()
+                for stream, facts in told
+                for table, reason in facts.get(what, {}).items()
+            }
+            for what in ("quarantined", "copies_held")
+        )
         errors = {
             name: running.error or {"message": "it could not be started"}
             for name, running in parts.items()
@@ -142,4 +152,5 @@ class _Conductor:
         )
         slots = {facts["slot"]: facts.get("slot_holds_bytes") for _, facts in streams["capture"] if facts.get("slot")}
         paused = [f"{stream}: {table}" for stream, facts in streams["capture"] for table in facts.get("paused", ())]
-        return RunOutcome(caught_up, self.supervisor.interruptions > 0, quarantined, paused, errors, slots)
+        interrupted = self.supervisor.interruptions > 0
+        return RunOutcome(caught_up, interrupted, quarantined, paused, copies_held, errors, slots)

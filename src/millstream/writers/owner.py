@@ -69,6 +69,7 @@ _NOTHING_CAPTURED: Final[dict[str, Any]] = {
     "tables": [],
     "quarantined": {},
     "paused": [],
+    "copies_held": {},
     "slot": "",
     "slot_holds_bytes": None,
 }
@@ -519,6 +520,7 @@ def _outcome_facts(outcome: CaptureOutcome) -> dict[str, Any]:
         "tables": list(outcome.tables),
         "quarantined": dict(outcome.quarantined),
         "paused": list(outcome.paused),
+        "copies_held": dict(outcome.copies_held),
         "slot": outcome.slot,
         "slot_holds_bytes": outcome.slot_holds_bytes,
     }

@@ -7,7 +7,7 @@ go on from. A list of keys to be read again is a range of its own, of one chunk.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Final
@@ -192,6 +192,10 @@ class Copy:
         if self.row.changed_us != row.changed_us:
             return False
         return self.stage is not Stage.WAITING or (table is not None and self.table.same_definition(table))
+
+    def waits_for_operator(self, paused: Container[TableId]) -> bool:
+        """Return whether it was paused or is held."""
+        return self.row.is_copy_held or self.row.id in paused
 
     def look_at(self, facts: Mapping[int, SourceTable]) -> None:
         """Update the table as last seen: it may have another name. If it has another key, the bounds mean nothing."""

@@ -141,7 +141,7 @@ class TableCopies:
 
     @property
     def all_done(self) -> bool:
-        """Whether every table is copied, except those that are paused."""
+        """Whether every table is copied, except those that are paused or held."""
         paused = self._catalog.paused_copies(self._stream)
         with self._lock:
             # Pauses count as of the last look: one that was lifted or asked for since has no effect so far.
@@ -149,7 +149,7 @@ class TableCopies:
             return (
                 self._seen
                 and all(copy.paused and copy.stage is Stage.WAITING for copy in self._copies.values())
-                and all(row.id in paused for row in left)
+                and all(row.id in paused or row.is_copy_held for row in left)
             )
 
     @property
@@ -192,7 +192,7 @@ class TableCopies:
                 if row.id in self._copies or table is None or row.relation_oid not in self._tables.coverage.oids:
                     continue
                 self._take(row, table)
-            turned = [copy for copy in self._copies.values() if copy.paused is not (copy.row.id in paused)]
+            turned = [copy for copy in self._copies.values() if copy.paused is not copy.waits_for_operator(paused)]
             for copy in turned:
                 copy.paused = not copy.paused
                 logger.info("copy paused" if copy.paused else "copy resumed", table=copy.name)
@@ -216,7 +216,7 @@ class TableCopies:
             self._copies[row.id] = Copy(row, table, copy_id, fresh=True, marked=marked, begins_at=begins_at)
         if (copy := self._copies.get(row.id)) is not None:
             width = table.size_bytes / table.row_estimate if table.row_estimate else 0.0
-            copy.sizes = ChunkSizes(self._config.chunk_rows, width)
+            copy.sizes, copy.paused = ChunkSizes(self._config.chunk_rows, width), row.is_copy_held
 
     def _rest(self, copy: Copy) -> None:
         """Put a paused copy aside once nothing of it is in flight: untracked, so that days of changes aren't remembered.

@@ -1,0 +1,78 @@
+"""Another copy of a large table, which a change of its definition requires, waits until an operator asks for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.capture.capture_stage import Stage
+
+from millstream.app.tables import copy_table, list_tables, resume_table
+from millstream.catalog import TableState
+from millstream.errors import UsageError
+from millstream.model.ids import StreamId
+
+TABLES = (
+    "CREATE TABLE orders (id int PRIMARY KEY, item text)",
+    "INSERT INTO orders SELECT i, repeat('x', 100) FROM generate_series(1, 200) i",
+    "CREATE TABLE small (id int PRIMARY KEY)",
+    "INSERT INTO small VALUES (1)",
+    "ANALYZE",
+)
+
+
+def shop(stage: Stage) -> StreamId:
+    return stage.catalog.stream("shop").id
+
+
+def copied(stage: Stage) -> int:
+    return sum(chr(row["__op"]) == "r" for _, _, row in stage.log.records())
+
+
+def begun(stage: Stage) -> None:
+    stage.sql(*TABLES)
+    stage.config = replace(stage.config, copy_again_above=10_000)
+    outcome = stage.catch_up()
+    assert (copied(stage), dict(outcome.copies_held)) == (201, {}), "the first copy of a table never waits"
+
+
+def test_the_copy_of_a_large_table_waits_while_its_changes_enter(stage: Stage) -> None:
+    begun(stage)
+    stage.sql("ALTER TABLE orders ADD note text DEFAULT 'none'", "ALTER TABLE small ADD note text DEFAULT 'none'")
+    stage.sql("UPDATE orders SET note = 'changed' WHERE id = 7", "DELETE FROM orders WHERE id = 8")
+    for _ in range(2):
+        outcome = stage.catch_up()
+        reason = outcome.copies_held["public.orders"]
+        assert outcome.caught_up
+        assert outcome.paused == ()
+        assert reason.startswith("column note was added with a value for existing rows: its about 200 rows (")
+        assert reason.endswith("MiB) wait for `millstream tables copy public.orders`")
+    assert copied(stage) == 202, "the small table is copied again at once"
+    assert {chr(row["__op"]) for _, _, row in stage.log.records()} >= {"u", "d"}
+    found = {table["name"]: (table["state"], table["reason"]) for table in list_tables(stage.catalog, shop(stage))}
+    assert found == {"public.orders": ("copy_held", reason), "public.small": ("streaming", "")}
+    with pytest.raises(UsageError, match="is held, not paused") as refused:
+        resume_table(stage.catalog, shop(stage), "public.orders")
+    assert refused.value.hint is not None
+    assert "`millstream tables copy public.orders`" in refused.value.hint
+
+    copy_table(stage.catalog, shop(stage), "public.orders")
+    assert dict(stage.catch_up().copies_held) == {}
+    assert stage.state("public.orders") is TableState.STREAMING
+    assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
+
+
+def test_so_does_that_of_a_table_with_another_key_and_one_that_changes_while_it_waits(stage: Stage) -> None:
+    begun(stage)
+    stage.sql(
+        "ALTER TABLE orders DROP CONSTRAINT orders_pkey, ALTER item SET NOT NULL, ADD PRIMARY KEY (id, item)",
+        "INSERT INTO orders VALUES (1, 'y')",
+    )
+    first = stage.catch_up().copies_held["public.orders"]
+    assert "key" in first
+    stage.sql("ALTER TABLE orders ADD note text DEFAULT 'none'")
+    assert stage.catch_up().copies_held["public.orders"] == first
+    assert copied(stage) == 201
+    copy_table(stage.catalog, shop(stage), "public.orders")
+    stage.catch_up()
+    assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id", "item"])
