@@ -198,7 +198,7 @@ def _grown(path: Path, rows: int, *, file_rows: int, changes: int) -> Lake:
         opened = open_table(lake.layout, str(root), app)
         assert opened is not None
         opened.table.create_write_transaction(
-            adds, "append", opened.table.schema(), ["__commit_date"], commit_properties=opened.commit(lake.n)
+            adds, "append", opened.table.schema(), ["__commit_month"], commit_properties=opened.commit(lake.n)
         )
     DeltaTable(str(root)).create_checkpoint()
     for number in range(10):
@@ -215,11 +215,11 @@ def _added(action: dict[str, object], name: str, after: int, rows: int) -> AddAc
     for column in ("__seq", "id"):
         bounds["min"][column], bounds["max"][column] = after + 1, after + rows
     stats = {"numRecords": rows, "minValues": bounds["min"], "maxValues": bounds["max"], "nullCount": {}}
-    date = str(action.get("partition.__commit_date") or "2026-01-01")
+    month = str(action.get("partition.__commit_month") or "2026-01")
     return AddAction(
         path=name,
         size=int(str(action["size_bytes"])),
-        partition_values={"__commit_date": date},
+        partition_values={"__commit_month": month},
         modification_time=int(time.time() * 1000),
         data_change=True,
         stats=json.dumps(stats),

@@ -107,7 +107,7 @@ def test_the_table_says_what_it_is(layout: LakeLayout, orders: TableSchema, reco
     facts = DeltaTable(layout.table_path("history", orders)).metadata()
     assert "public.orders" in facts.description
     assert "Millstream" in facts.description
-    assert facts.partition_columns == ["__commit_date"]
+    assert facts.partition_columns == ["__commit_month"]
 
 
 @pytest.mark.parametrize("mode", ["append", "overwrite"])

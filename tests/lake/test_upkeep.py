@@ -7,14 +7,17 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from deltalake import DeltaTable
 
+from millstream import failpoints
 from millstream.errors import LakeConflict, LakeError
+from millstream.lake import maintenance
 from millstream.lake.delta import open_table
 from millstream.lake.folded.current import Fold, begin_fold, fold_table
 from millstream.lake.folder import history_from
@@ -55,13 +58,13 @@ def test_small_files_become_few_and_replaced_ones_go_once_readers_are_done(
 
     done = tend_table(layout, "history", orders, now_ms=now_ms(), compact_files=20)
     assert done.files_compacted == 30
-    assert len(DeltaTable(layout.table_path("history", orders)).file_uris()) == 2
+    assert len(DeltaTable(layout.table_path("history", orders)).file_uris()) == 1
     write(layout, orders, records, 31, 33)
 
     in_a_while = now_ms() + 301_000
     assert tend_table(layout, "current", orders, now_ms=in_a_while).files_deleted >= 30
     assert tend_table(layout, "current", orders, now_ms=in_a_while).files_deleted == 0
-    assert tend_table(layout, "history", orders, now_ms=in_a_while).files_deleted == 30
+    assert tend_table(layout, "history", orders, now_ms=in_a_while).files_deleted == 33
     assert files(layout, "current", orders) == 1
     write(layout, orders, records, 33, 35)
     for view in ("history", "current"):
@@ -161,16 +164,126 @@ def test_files_that_a_kept_cut_names_stay_however_old_they_are(
         opened.to_pyarrow_table()
 
 
-def test_compaction_keeps_records_in_order_of_their_numbers_and_days_apart(
+def test_compaction_keeps_records_in_order_of_their_numbers_and_recent_days_apart(
     layout: LakeLayout, orders: TableSchema, records: Records
 ):
     write(layout, orders, records, 1, 12)
-    tend_table(layout, "history", orders, now_ms=now_ms(), compact_files=4)
+    march_third = int(datetime(2026, 3, 3, 12, tzinfo=UTC).timestamp() * 1000)
+    tend_table(layout, "history", orders, now_ms=march_third, compact_files=4)
+    assert bounds(layout, orders) == [(1, 11), (2, 10)], "the second is yesterday, the first is over"
     table = DeltaTable(layout.table_path("history", orders))
-    found = pa.table(table.get_add_actions(flatten=True)).to_pylist()
-    assert sorted((f["min.__seq"], f["max.__seq"]) for f in found) == [(1, 11), (2, 10)]
     assert table.to_pyarrow_table().num_rows == 11
     assert not [action for action in pa.table(table.get_add_actions()).to_pylist() if action["num_records"] is None]
+
+
+def bounds(layout: LakeLayout, schema: TableSchema) -> list[tuple[int, int]]:
+    """The lowest and the greatest number in each file of history."""
+    found = pa.table(DeltaTable(layout.table_path("history", schema)).get_add_actions(flatten=True)).to_pylist()
+    return sorted((f["min.__seq"], f["max.__seq"]) for f in found)
+
+
+def at_noon(day: date) -> int:
+    return int(datetime(day.year, day.month, day.day, 12, tzinfo=UTC).timestamp() * 1000)
+
+
+def append_daily(
+    layout: LakeLayout, schema: TableSchema, records: Records, first: date, last: date, **values: object
+) -> int:
+    """Append a record a day and look at the table each day, as a pipeline does; return the greatest number of files."""
+    opened = open_table(layout, layout.table_path("history", schema), layout.app_id("history", schema.table_id))
+    n = 0 if opened is None or opened.n is None else int(opened.n)
+    most = 0
+    for number in range((last - first).days + 1):
+        n, day = n + 1, first + timedelta(days=number)
+        append_history(layout, schema, [records(schema, ("c", n, {"id": n, "__commit_date": day, **values}))], Seq(n))
+        tend_table(layout, "history", schema, now_ms=at_noon(day))
+        most = max(most, len(bounds(layout, schema)))
+    return most
+
+
+def test_a_small_table_gets_a_file_a_month(layout: LakeLayout, orders: TableSchema, records: Records):
+    most = append_daily(layout, orders, records, date(2026, 1, 1), date(2026, 3, 2))
+    assert most <= 1 + 12, "a month's file and those of days that wait"
+    append_daily(layout, orders, records, date(2026, 3, 3), date(2026, 3, 3))
+    files_now = bounds(layout, orders)
+    assert files_now[:2] == [(1, 31), (32, 59)], "January and February"
+    rows = DeltaTable(layout.table_path("history", orders)).to_pyarrow_table()
+    assert sorted(rows.column("__seq").to_pylist()) == list(range(1, 63))
+    assert [f"{day:%Y-%m}" for day in rows["__commit_date"].to_pylist()] == rows["__commit_month"].to_pylist()
+
+
+def test_a_large_day_keeps_files_of_its_own(
+    layout: LakeLayout, orders: TableSchema, records: Records, monkeypatch: pytest.MonkeyPatch
+):
+    append_daily(layout, orders, records, date(2026, 1, 1), date(2026, 1, 4))
+    path = layout.table_path("history", orders)
+    sizes = pa.table(DeltaTable(path).get_add_actions(flatten=True)).column("size_bytes").to_pylist()
+    # Nine appends make the fifth a large day.
+    monkeypatch.setattr(maintenance, "_SMALL_BYTES", 3 * max(sizes))
+    fifth = [records(orders, ("c", n, {"id": n, "__commit_date": date(2026, 1, 5)})) for n in range(5, 14)]
+    for batch in fifth:
+        append_history(layout, orders, [batch], Seq(batch.column("__seq")[0].as_py()))
+    append_history(layout, orders, [records(orders, ("c", 14, {"id": 14, "__commit_date": date(2026, 1, 6)}))], Seq(14))
+    tend_table(layout, "history", orders, now_ms=at_noon(date(2026, 2, 20)))
+    assert bounds(layout, orders) == [(1, 14), (5, 13)]
+
+
+def test_readers_filter_by_day_in_files_that_have_many(layout: LakeLayout, orders: TableSchema, records: Records):
+    append_daily(layout, orders, records, date(2026, 1, 1), date(2026, 1, 31))
+    undated = records(orders, ("c", 40, {"id": 40, "__commit_date": None}), ("c", 41, {"id": 41}))
+    append_history(layout, orders, [undated], Seq(41))
+    tend_table(layout, "history", orders, now_ms=at_noon(date(2026, 2, 3)))
+    table = DeltaTable(layout.table_path("history", orders))
+    dataset = table.to_pyarrow_dataset()
+    day = pc.field("__commit_date") == date(2026, 1, 17)
+    assert dataset.to_table(filter=day).column("__seq").to_pylist() == [17]
+    assert len(list(dataset.get_fragments(filter=day))) == 1
+    assert dataset.to_table(filter=pc.field("__commit_date").is_null()).column("__seq").to_pylist() == [40]
+    assert len(list(dataset.get_fragments(filter=pc.field("__commit_month") == "2026-03"))) == 1
+
+
+def test_a_month_is_dropped_whole_once_its_last_day_is_old(layout: LakeLayout, orders: TableSchema, records: Records):
+    append_daily(layout, orders, records, date(2026, 1, 1), date(2026, 2, 3))
+    assert bounds(layout, orders)[0] == (1, 31)
+    assert drop_history(layout, orders, HistoryBound(Seq(34), date(2026, 1, 31))) == 0
+    assert drop_history(layout, orders, HistoryBound(Seq(30), date(2026, 2, 1))) == 0, "a record isn't in current yet"
+    assert drop_history(layout, orders, HistoryBound(Seq(34), date(2026, 2, 1))) == 1
+    opened = open_table(layout, layout.table_path("history", orders), layout.app_id("history", orders.table_id))
+    assert opened is not None
+    assert history_from(opened) == 31
+    assert bounds(layout, orders)[0] == (32, 32)
+
+
+def test_a_merge_that_is_killed_or_overtaken_changes_no_row(
+    layout: LakeLayout, orders: TableSchema, records: Records, monkeypatch: pytest.MonkeyPatch
+):
+    append_daily(layout, orders, records, date(2026, 1, 1), date(2026, 1, 8))
+    before = bounds(layout, orders)
+    later = at_noon(date(2026, 2, 3))
+
+    def killed(place: str) -> None:
+        if place == "lake.before_compaction_commit":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(failpoints, "hit", killed)
+        with pytest.raises(KeyboardInterrupt):
+            tend_table(layout, "history", orders, now_ms=later)
+    assert bounds(layout, orders) == before
+
+    def overtaken(place: str) -> None:
+        if place == "lake.before_compaction_commit":
+            monkeypatch.undo()
+            assert tend_table(layout, "history", orders, now_ms=later).files_compacted == 8
+            batch = records(orders, ("c", 9, {"id": 9, "__commit_date": date(2026, 1, 9)}))
+            append_history(layout, orders, [batch], Seq(9))
+            fold_table(layout, orders, Seq(9))
+
+    monkeypatch.setattr(failpoints, "hit", overtaken)
+    assert tend_table(layout, "history", orders, now_ms=later).files_compacted == 0, "another merge came first"
+    assert bounds(layout, orders) == [(1, 8), (9, 9)]
+    rows = DeltaTable(layout.table_path("current", orders)).to_pyarrow_table()
+    assert sorted(rows.column("id").to_pylist()) == list(range(1, 10))
 
 
 def commits(layout: LakeLayout, view: View, schema: TableSchema) -> list[int]:

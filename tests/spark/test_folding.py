@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime, timedelta
 from typing import Any, cast
 
 import pyarrow as pa
+import pytest
 from pyspark.sql import SparkSession
 from tests.spark.hand_made import Home, insert
 from tests.spark.lake_run import config_of
@@ -19,13 +20,13 @@ from millstream.lake.layout import TableCommit
 from millstream.lake.snapshots import commit_cut
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
+from millstream.spark import upkeep
 from millstream.spark.complete_copies import CompleteCopies
 from millstream.spark.folding import FoldThread
 from millstream.spark.landing import TendAnswer, TendTask, tend_one
 from millstream.spark.pipeline import PipelineConfig
 from millstream.spark.pipeline_tables import PipelineTables
 from millstream.spark.session import SparkOptions
-from millstream.spark.upkeep import Upkeep
 
 
 @dataclass
@@ -132,11 +133,31 @@ def test_upkeep_looks_at_what_was_written_since_and_leaves_idle_tables(home: Hom
         looked.extend(tasks)
         return [tend_one(task) for task in tasks]
 
-    upkeep = Upkeep(folding.config, home.catalog, folding.tables, tend, threading.Lock(), lambda: None)
-    assert upkeep.tend() == 2, "an earlier run may have left work"
-    assert upkeep.tend() == 0
+    tending = upkeep.Upkeep(folding.config, home.catalog, folding.tables, tend, threading.Lock(), lambda: None)
+    assert tending.tend() == 2, "an earlier run may have left work"
+    assert tending.tend() == 0
     commit = TableCommit(items.table_id, "public.items", "public.items", "history", 1, 1, n)
     folding.tables.appended([commit], {items.table_id: items.version})
     looked.clear()
-    assert upkeep.tend() == 1
+    assert tending.tend() == 1
     assert [TableSchema.from_arrow(pa.ipc.read_schema(pa.py_buffer(task.schema))).name for task in looked] == ["items"]
+
+
+def test_a_retention_of_history_has_idle_tables_looked_at_once_a_day(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An idle table kept its old records until the next write."""
+    idle = home.table("idle", id=pa.int64())
+    landed(home, idle, home.commit(insert(idle, id=1)))
+    today = date(2026, 3, 1)
+    monkeypatch.setattr(upkeep, "_today", lambda: today)
+    for retention, looks in ((86_400.0, 1), (None, 0)):
+        folding = Folding.of(home, history_retention_s=retention)
+        tending = upkeep.Upkeep(
+            folding.config, home.catalog, folding.tables, lambda _tasks: [], threading.Lock(), lambda: None
+        )
+        assert tending.tend() == 1
+        assert tending.tend() == 0
+        today += timedelta(days=1)
+        assert tending.tend() == looks
+        assert tending.tend() == 0

@@ -157,8 +157,8 @@ class LakeConfig(Section):
     )
     history_retention: Duration | None = Field(
         default=None,
-        description="Retention of history, in whole days. Older records are dropped once `current` includes them. Unset: "
-        "unlimited. `--as-of` works within this time.",
+        description="Retention of history, in whole days. A file is dropped once all its records are older and `current` "
+        "includes them: a large table by days, a small one by months. Unset: unlimited. `--as-of` works within this time.",
     )
     fold: Literal["auto", "manual"] = Field(
         default="auto",
@@ -193,7 +193,8 @@ class LakeConfig(Section):
     compact_files: int = Field(
         default=200,
         ge=2,
-        description="Number of small files in one day of a table's history that triggers their compaction.",
+        description="Number of small files in one day of a table's history that triggers their compaction. Days and months "
+        "that are over need fewer.",
     )
     storage_options: dict[str, str] = Field(
         default={},

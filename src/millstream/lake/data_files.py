@@ -28,9 +28,9 @@ from deltalake.exceptions import DeltaError
 from deltalake.fs import DeltaStorageHandler
 from deltalake.transaction import AddAction, RemoveAction
 
-from millstream.errors import LakeUnavailable
+from millstream.errors import LakeConflict, LakeUnavailable
 from millstream.lake.bounds import ColumnBounds
-from millstream.lake.delta import OpenTable, lake_errors, live_files
+from millstream.lake.delta import OpenTable, lake_errors, live_files, open_table
 from millstream.lake.layout import LakeLayout
 from millstream.model.addresses import mask_address
 from millstream.model.ids import TableId
@@ -38,6 +38,7 @@ from millstream.model.ids import TableId
 ROW_GROUP_ROWS: Final = 1 << 16
 """Small enough that a look-up by key reads little, large enough to compress well."""
 _SAMPLE_ROWS: Final = 4096
+_REPLACE_TRIES: Final = 20
 _SLASH: Final = "/"
 _TABLE: Final = re.compile(r"(?:part|v[0-9]{20})-t([0-9]+)-")
 
@@ -308,6 +309,38 @@ def swap(
             post_commithook_properties=PostCommitHookProperties(create_checkpoint=True),
         )
         opened.table.update_incremental()
+
+
+def replace_files(
+    layout: LakeLayout,
+    opened: OpenTable,
+    *,
+    add: Sequence[NewFile],
+    remove: Sequence[str],
+    partition_by: Sequence[str] = (),
+) -> bool:
+    """Commit that some files take the place of others, and no row changes; return False if one of those is gone.
+
+    delta-rs (1.6) doesn't refuse a commit that removes files which a later commit than the handle's has removed:
+    their rows would be there twice. So each try goes by the list of live files in the version right before it.
+
+    Raises:
+        LakeConflict: other commits came first at every try.
+    """
+    for remaining in reversed(range(_REPLACE_TRIES)):
+        try:
+            swap(
+                opened, opened.upkeep(exact=True), add=add, remove=remove, partition_by=partition_by, data_change=False
+            )
+            return True
+        except LakeConflict:
+            if not remaining:
+                raise
+        again = open_table(layout, opened.path, opened.app)
+        if again is None or not set(remove) <= set(live_files(again).column("path").to_pylist()):
+            return False
+        opened = again
+    return False
 
 
 def _encodings(schema: pa.Schema, sample: pa.RecordBatch | None) -> dict[str, Any]:

@@ -1,10 +1,9 @@
-"""A folder of history: its files, each with one table's records of a day."""
+"""A folder of history: its files, each with one table's records of a month."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import date
 from typing import Final
 
 import pyarrow as pa
@@ -17,49 +16,50 @@ from millstream.lake.schema_history import first_of, table_of
 from millstream.lake.types import conform
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
+from millstream.model.records import MONTH_COLUMN
 
 _HISTORY_FROM_PROPERTY: Final = "millstream.history_from_seq"
 """Followed by `.` and a table id: that table's records at or below this `seq` may be gone; their effects are in
 `current`."""
 HISTORY_BEGUN_PROPERTY: Final = "millstream.history_begun_seq"
 """The position at which a history began in place of a lost one."""
-PARTITION: Final = "__commit_date"
-BOUNDED: Final = ("__seq",)
-"""The column whose bounds are recorded with each file. Every record has it, so that files can be skipped safely by its
-bounds."""
-_NO_DAY: Final = "__HIVE_DEFAULT_PARTITION__"
+DATE: Final = "__commit_date"
+BOUNDED: Final = ("__seq", DATE)
+"""The columns whose bounds are recorded with each file. Every record has a number, and a file with a null date has
+null dates only, so that files can be skipped safely by these bounds."""
+_NO_MONTH: Final = "__HIVE_DEFAULT_PARTITION__"
 _BATCH_ROWS: Final = 1 << 16
 
 
-def write_days(files: TableFiles, rows: pa.Table, table: TableId) -> list[NewFile]:
-    """Write one table's records as files of history, one for each of their days; not yet committed."""
-    days = rows.column(PARTITION)
-    rows = rows.drop_columns([PARTITION])
+def write_months(files: TableFiles, rows: pa.Table, table: TableId) -> list[NewFile]:
+    """Write one table's records as files of history, one for each of their months; not yet committed."""
+    months = pc.strftime(rows.column(DATE), "%Y-%m")
+    rows = rows.drop_columns([MONTH_COLUMN])
     written = []
-    for day in pc.unique(days).to_pylist():
-        some = rows.filter(pc.is_null(days) if day is None else pc.equal(days, pa.scalar(day, pa.date32())))
-        file = files.write(some, some.schema, new_name(table=table), partition=day_folder(day))
-        written.append(in_day(file, day))
+    for month in pc.unique(months).to_pylist():
+        some = rows.filter(pc.is_null(months) if month is None else pc.equal(months, month))
+        file = files.write(some, some.schema, new_name(table=table), partition=month_folder(month))
+        written.append(in_month(file, month))
     return written
 
 
-def day_folder(day: date | None) -> str:
-    """Return the folder of a day's files."""
-    return f"{PARTITION}={_NO_DAY if day is None else day.isoformat()}"
+def month_folder(month: str | None) -> str:
+    """Return the folder of a month's files; None: of the records without a date."""
+    return f"{MONTH_COLUMN}={_NO_MONTH if month is None else month}"
 
 
-def in_day(file: NewFile, day: date | None) -> NewFile:
-    """Return a file as a file of a day."""
-    return replace(file, partition={PARTITION: None if day is None else day.isoformat()})
+def in_month(file: NewFile, month: str | None) -> NewFile:
+    """Return a file as a file of a month."""
+    return replace(file, partition={MONTH_COLUMN: month})
 
 
-def files_by_day(opened: OpenTable) -> list[tuple[str, date | None]]:
-    """Return a history's live files, each with its day."""
+def files_by_month(opened: OpenTable) -> list[tuple[str, str | None]]:
+    """Return a history's live files, each with its month."""
     files = live_files(opened)
     if not files.num_rows:
         return []
-    days = files.column(f"partition.{PARTITION}").to_pylist()
-    return list(zip(files.column("path").to_pylist(), days, strict=True))
+    months = files.column(f"partition.{MONTH_COLUMN}").to_pylist()
+    return list(zip(files.column("path").to_pylist(), months, strict=True))
 
 
 def records_in(

@@ -1,4 +1,4 @@
-"""History: every record of a table, appended exactly once, partitioned by the day of its commit.
+"""History: every record of a table, appended exactly once, partitioned by the month of its commit.
 
 Runs in executors, with only the core package and deltalake. A table's records go into history in order of `seq`.
 The Delta table keeps the union of all versions' columns, and in its properties the schemas of its records (`eras`).
@@ -21,10 +21,9 @@ from millstream.lake.folded.accumulating import lacking_named
 from millstream.lake.folder import (
     BOUNDED,
     HISTORY_BEGUN_PROPERTY,
-    PARTITION,
     history_from_property,
     reopened,
-    write_days,
+    write_months,
 )
 from millstream.lake.layout import LakeLayout, TableCommit, folder_of
 from millstream.lake.renames import Places, bring_records, places_of, records_elsewhere
@@ -32,11 +31,11 @@ from millstream.lake.scan import read_history
 from millstream.lake.schema_evolution import union_schema, widened
 from millstream.lake.schema_history import SINCE_PROPERTY, Eras, eras_in, owned_since, schema_property, told_properties
 from millstream.lake.snapshots import last_cut
-from millstream.lake.types import conform, lake_columns, to_lake
+from millstream.lake.types import HISTORY_PREFIX, conform, lake_columns, to_lake
 from millstream.model.ids import TableId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
-from millstream.model.records import RECORD_PREFIX, record_schema
+from millstream.model.records import MONTH_COLUMN, RECORD_PREFIX, record_schema
 from millstream.model.schema import TableKind, TableSchema
 
 _END: Final = Seq(2**63 - 1)
@@ -93,9 +92,9 @@ def append_history(
         # another commit.
         raise LakeConflict(f"another task appended to {path} at the same time", path=path)
     files = TableFiles(layout, path, BOUNDED)
-    written = write_days(files, conform(rows, ready.schema()), schema.table_id)
+    written = write_months(files, conform(rows, ready.schema()), schema.table_id)
     failpoints.hit("lake.before_history_commit")
-    swap(ready, ready.commit(n), add=written, partition_by=[PARTITION])
+    swap(ready, ready.commit(n), add=written, partition_by=[MONTH_COLUMN])
     failpoints.hit("lake.after_history_commit")
     return _commit(schema, path, ready, rows.num_rows, n)
 
@@ -150,7 +149,7 @@ def begin_history(layout: LakeLayout, schema: TableSchema, n: Seq) -> OpenTable:
     told = (history_from_property(schema.table_id), HISTORY_BEGUN_PROPERTY)
     set_properties(opened, dict.fromkeys(told, str(int(n))))
     if opened.n is None:
-        swap(opened, opened.commit(n), add=[], partition_by=[PARTITION])
+        swap(opened, opened.commit(n), add=[], partition_by=[MONTH_COLUMN])
     return opened
 
 
@@ -194,10 +193,10 @@ def _create(
         layout,
         path,
         app,
-        pa.schema([*RECORD_PREFIX, *lake_columns(schema, layout.types)]),
+        pa.schema([*HISTORY_PREFIX, *lake_columns(schema, layout.types)]),
         description=f"Every change of {name}, written by Millstream (stream {layout.stream_name}). Append-only; don't write here.",
         bounded=BOUNDED,
-        partition_by=[PARTITION],
+        partition_by=[MONTH_COLUMN],
         properties=properties,
     )
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from millstream.lake.types import lake_columns
+from millstream.lake.types import HISTORY_PREFIX, lake_columns
 from millstream.model.ids import TableId
 from millstream.model.names import DEFAULT_SCHEMA, parse_qualified_name, qualified_name
-from millstream.model.records import RECORD_PREFIX
 from millstream.model.schema import TableSchema
 
 
@@ -42,7 +41,7 @@ def empty_rows(schema: TableSchema, types: Mapping[str, str]) -> pa.Table:
 
 def empty_records(schema: TableSchema, types: Mapping[str, str]) -> pa.Table:
     """Return a table's empty records; raises as `empty_rows`."""
-    return pa.schema([*RECORD_PREFIX, *lake_columns(schema, types)]).empty_table()
+    return pa.schema([*HISTORY_PREFIX, *lake_columns(schema, types)]).empty_table()
 
 
 def is_meant(said: str, full_name: str) -> bool:

@@ -9,25 +9,26 @@ name has passed, any other once it is too old for a write in progress.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, timedelta
 from functools import partial
-from typing import Any, Final
+from typing import Final, TypeVar
 
 import pyarrow as pa
 
 from millstream import failpoints
 from millstream.errors import LakeConflict
-from millstream.lake.data_files import NewFile, TableFiles, new_name, remove_folder, swap, table_in, version_in
+from millstream.lake.data_files import NewFile, TableFiles, new_name, remove_folder, replace_files, table_in, version_in
 from millstream.lake.delta import OpenTable, bounded_columns, lake_errors, live_files, open_table
 from millstream.lake.delta_log import CHECKPOINT_S, LOG_RETENTION_S, log_files, trim_log
 from millstream.lake.folded.scd2 import ENDED_FOLDER, IS_CURRENT
-from millstream.lake.folder import BOUNDED, PARTITION, day_folder, in_day
+from millstream.lake.folder import BOUNDED, DATE, in_month, month_folder
 from millstream.lake.layout import BESIDE, LakeLayout, View
 from millstream.lake.snapshot_upkeep import compact_cuts
 from millstream.lake.types import conform
 from millstream.model.ids import TableId
+from millstream.model.records import MONTH_COLUMN
 from millstream.model.schema import TableSchema
 
 KEEP_S: Final = 300.0
@@ -35,11 +36,15 @@ KEEP_S: Final = 300.0
 COMPACT_FILES: Final = 200
 """Number of a day's small files that are compacted to one: rare enough, and folds still open few files."""
 _COMPACT_FILES_PAST: Final = 8
-"""The same number for a day that is over."""
+"""The same number for days that are over."""
+_COMPACT_FILES_MONTH: Final = 2
+"""The same number for a month that is over."""
 _TARGET_BYTES: Final = 64 << 20
 _SMALL_BYTES: Final = 16 << 20
+"""Smaller files are compacted. A day with fewer bytes shares files with other days of its month, once it is over."""
 _WRITE_S_MAX: Final = 3_600.0
 """No write of ours keeps a file uncommitted for as long."""
+_Group = TypeVar("_Group", bound=Hashable)
 _CLOCK_MS: Final = 2_000
 """The storage's clock and the clock that stamps commits may differ by this much."""
 
@@ -142,30 +147,66 @@ def tend_files(
 
 
 def _compact(layout: LakeLayout, opened: OpenTable, compact_files: int, today: date) -> int:
-    """Merge small files of history, those of one table and day; return how many there were."""
+    """Merge small files of history, those of one table and day, or of its small days of a month; return how many."""
     done = 0
-    for (day, table), small in _small_files(opened, PARTITION).items():
-        past = day is not None and day < today - timedelta(days=1)
-        if len(small) < (min(compact_files, _COMPACT_FILES_PAST) if past else compact_files):
+    for (table, month, day), small in _small_files(opened, _days_together(opened, today)).items():
+        is_recent = month is None or (day is not None and day >= _recent_from(today))
+        is_over = day is None and month is not None and month < f"{_recent_from(today):%Y-%m}"
+        least = compact_files if is_recent else _COMPACT_FILES_MONTH if is_over else _COMPACT_FILES_PAST
+        if len(small) < min(compact_files, least):
             continue
         files = TableFiles(layout, opened.path, BOUNDED)
         name = new_name(table=table)
-        if _merge(opened, files, small, PARTITION, day_folder(day), name, partial(in_day, day=day)):
+        if _merge(
+            layout, opened, files, small, MONTH_COLUMN, month_folder(month), name, partial(in_month, month=month)
+        ):
             done += len(small)
     return done
 
 
+def _recent_from(today: date) -> date:
+    """Return the first day that may still get files: late records and long transactions have a grace of a day."""
+    return today - timedelta(days=1)
+
+
+def _days_together(opened: OpenTable, today: date) -> dict[str, tuple[TableId | None, str | None, date | None]]:
+    """Return which files of history may be merged: the table, month and day of each; a day of None is any of the month.
+
+    Recent days and large ones stay apart. Files that have several days aren't divided.
+    """
+    files = live_files(opened)
+    names = ("path", "size_bytes", f"partition.{MONTH_COLUMN}", f"min.{DATE}", f"max.{DATE}")
+    if not set(names) <= set(files.column_names):
+        return {}
+    rows = [(row, table_in(row["path"])) for row in files.select(names).to_pylist()]
+    sizes: dict[tuple[TableId | None, date | None], int] = {}
+    for row, table in rows:
+        if row[f"min.{DATE}"] == row[f"max.{DATE}"]:
+            of = table, row[f"max.{DATE}"]
+            sizes[of] = sizes.get(of, 0) + int(row["size_bytes"])
+    together: dict[str, tuple[TableId | None, str | None, date | None]] = {}
+    for row, table in rows:
+        first, last = row[f"min.{DATE}"], row[f"max.{DATE}"]
+        is_apart = last is not None and (
+            last >= _recent_from(today) or (first == last and sizes[table, last] >= _SMALL_BYTES)
+        )
+        together[row["path"]] = table, row[f"partition.{MONTH_COLUMN}"], last if is_apart else None
+    return together
+
+
 def _compact_ended(layout: LakeLayout, opened: OpenTable, compact_files: int) -> int:
     """Merge small files of ended versions; return how many there were. Folds keep open versions in shape."""
-    small = _small_files(opened, IS_CURRENT.name).get((False, None), [])
+    paths, current = (live_files(opened).column(name).to_pylist() for name in ("path", f"partition.{IS_CURRENT.name}"))
+    small = _small_files(opened, dict(zip(paths, current, strict=True))).get(False, [])
     files = TableFiles(layout, opened.path, bounded_columns(opened))
-    merged = partial(_merge, opened, files, small, IS_CURRENT.name, ENDED_FOLDER, new_name(), lambda file: file)
+    merged = partial(_merge, layout, opened, files, small, IS_CURRENT.name, ENDED_FOLDER, new_name(), lambda file: file)
     if len(small) < compact_files or not merged():
         return 0
     return len(small)
 
 
 def _merge(
+    layout: LakeLayout,
     opened: OpenTable,
     files: TableFiles,
     paths: Sequence[str],
@@ -180,28 +221,29 @@ def _merge(
     merged = files.write(rows, shape, name, partition=folder)
     failpoints.hit("lake.before_compaction_commit")
     try:
-        swap(opened, opened.upkeep(), add=[placed(merged)], remove=paths, partition_by=[partition], data_change=False)
+        return replace_files(layout, opened, add=[placed(merged)], remove=paths, partition_by=[partition])
     except LakeConflict:
         return False
-    return True
 
 
-def _small_files(opened: OpenTable, partition: str) -> dict[tuple[Any, TableId | None], list[str]]:
-    """Return small files by their partition's value and the table in their name, as many of each as make one file.
+def _small_files(opened: OpenTable, together: Mapping[str, _Group]) -> dict[_Group, list[str]]:
+    """Return small files by their group, as many of each as make one file, ordered by `seq`.
 
-    They are ordered by `seq`.
+    Args:
+        opened: the table.
+        together: each live file's group, by path.
     """
     actions = live_files(opened)
     if "min.__seq" not in actions.column_names:
         return {}
-    found: dict[tuple[Any, TableId | None], list[str]] = {}
-    sizes: dict[tuple[Any, TableId | None], int] = {}
-    held = actions.select(["path", "size_bytes", "min.__seq", f"partition.{partition}"])
+    found: dict[_Group, list[str]] = {}
+    sizes: dict[_Group, int] = {}
+    held = actions.select(["path", "size_bytes", "min.__seq"])
     for row in held.sort_by("min.__seq").to_pylist():
-        value, size = (row[f"partition.{partition}"], table_in(row["path"])), int(row["size_bytes"])
-        if size < _SMALL_BYTES and sizes.get(value, 0) + size <= _TARGET_BYTES:
-            found.setdefault(value, []).append(row["path"])
-            sizes[value] = sizes.get(value, 0) + size
+        group, size = together[row["path"]], int(row["size_bytes"])
+        if size < _SMALL_BYTES and sizes.get(group, 0) + size <= _TARGET_BYTES:
+            found.setdefault(group, []).append(row["path"])
+            sizes[group] = sizes.get(group, 0) + size
     return found
 
 

@@ -18,12 +18,11 @@ from millstream.lake.data_files import TableFiles, folders_in, new_name, swap, t
 from millstream.lake.delta import OpenTable, open_table, set_properties
 from millstream.lake.folder import (
     BOUNDED,
-    PARTITION,
-    day_folder,
-    files_by_day,
+    files_by_month,
     history_from,
     history_from_property,
-    in_day,
+    in_month,
+    month_folder,
     records_in,
     reopened,
 )
@@ -35,7 +34,7 @@ from millstream.lake.types import lake_columns
 from millstream.model.ids import TableId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
-from millstream.model.records import RECORD_COLUMNS
+from millstream.model.records import MONTH_COLUMN, RECORD_COLUMNS
 from millstream.model.schema import TableKind, TableSchema
 
 
@@ -162,13 +161,13 @@ def bring_records(layout: LakeLayout, schema: TableSchema, opened: OpenTable, so
     set_properties(ready, told | {history_from_property(schema.table_id): str(int(gone))})
     if ready.n != opened.n:
         raise LakeConflict(f"another task appended to {opened.path} at the same time", path=opened.path)
-    shape = pa.schema([column for column in ready.schema() if column.name != PARTITION])
+    shape = pa.schema([column for column in ready.schema() if column.name != MONTH_COLUMN])
     theirs, files = TableFiles(layout, source.path), TableFiles(layout, ready.path, BOUNDED)
     written = []
-    for path, day in files_by_day(source):
+    for path, month in files_by_month(source):
         if table_in(path) == schema.table_id:
             rows = records_in(theirs, path, shape, after=after, upto=source.n)
-            file = files.write(rows, shape, new_name(table=schema.table_id), partition=day_folder(day))
-            written += [in_day(file, day)] if file.rows else []
-    swap(ready, ready.commit(source.n), add=written, partition_by=[PARTITION])
+            file = files.write(rows, shape, new_name(table=schema.table_id), partition=month_folder(month))
+            written += [in_month(file, month)] if file.rows else []
+    swap(ready, ready.commit(source.n), add=written, partition_by=[MONTH_COLUMN])
     return reopened(layout, ready)

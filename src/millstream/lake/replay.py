@@ -27,6 +27,7 @@ from millstream.lake.scan import scan_history
 from millstream.lake.snapshots import Cut, CutTable
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
+from millstream.model.records import MONTH_COLUMN
 
 REPLAYS: Final = "replays"
 REPLAY_PROPERTY: Final = "millstream.replay"
@@ -95,13 +96,14 @@ def replay_range(layout: LakeLayout, cut: Cut, name: str, *, after: Seq, upto: S
     asked = {"stream": str(layout.stream_id), "table": int(table.table_id), "after": int(after), "upto": int(upto)}
     opened = _opened(layout, path, app)
     already = opened is not None
+    columns = pa.schema([column for column in history.schema() if column.name != MONTH_COLUMN])
     if opened is None:
         _clear(layout, path)
         opened = create_table(
             layout,
             path,
             app,
-            history.schema(),
+            columns,
             description=f"Changes of {name} in ({after}, {upto}] of stream {layout.stream_name}, written by Millstream.",
             bounded=BOUNDED,
             properties={REPLAY_PROPERTY: json.dumps(asked)},
@@ -112,7 +114,7 @@ def replay_range(layout: LakeLayout, cut: Cut, name: str, *, after: Seq, upto: S
         already = False
         _clear(layout, path)
         only = None if folder == MESSAGES else table.table_id
-        scan = scan_history(history, after=after, upto=upto, table=only)
+        scan = scan_history(history, after=after, upto=upto, columns=columns.names, table=only)
         with lake_errors(path):
             write_deltalake(
                 opened.table,

@@ -1,4 +1,4 @@
-"""Dropping of old records from history: whole files, once the views folded from them cover their records.
+"""Dropping of old records from history: whole files, once all their days are old and once the views folded from them cover their records.
 
 First the table records from where on its history is complete, then the files are deleted. If interrupted in
 between, it claims nothing that is gone. The rows that dropped records made are in `current`; earlier moments can no
@@ -13,10 +13,11 @@ from datetime import date
 from millstream import failpoints
 from millstream.lake.data_files import swap, table_in
 from millstream.lake.delta import live_files, open_table, set_properties
-from millstream.lake.folder import PARTITION, history_from_property
+from millstream.lake.folder import DATE, history_from_property
 from millstream.lake.layout import LakeLayout
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
+from millstream.model.records import MONTH_COLUMN
 from millstream.model.schema import TableSchema
 
 
@@ -44,12 +45,13 @@ def drop_history(layout: LakeLayout, schema: TableSchema, bound: HistoryBound) -
     files = live_files(opened)
     if "max.__seq" not in files.column_names:
         return 0
+    days = files.column(f"max.{DATE}").to_pylist() if f"max.{DATE}" in files.column_names else [None] * files.num_rows
     dropped: list[str] = []
     gone: dict[TableId, int] = {}
     for name, last, day in zip(
         files.column("path").to_pylist(),
         files.column("max.__seq").to_pylist(),
-        files.column(f"partition.{PARTITION}").to_pylist(),
+        days,
         strict=True,
     ):
         of_age = bound.before is not None and day is not None and day < bound.before
@@ -69,5 +71,5 @@ def drop_history(layout: LakeLayout, schema: TableSchema, bound: HistoryBound) -
     if told:
         set_properties(opened, told)
     failpoints.hit("lake.before_history_drop")
-    swap(opened, opened.upkeep(), add=(), remove=dropped, partition_by=[PARTITION])
+    swap(opened, opened.upkeep(), add=(), remove=dropped, partition_by=[MONTH_COLUMN])
     return len(dropped)

@@ -13,9 +13,10 @@ import pyarrow as pa
 from millstream.errors import LakeError
 from millstream.lake.data_files import TableFiles, new_name, swap, table_in
 from millstream.lake.delta import OpenTable, add_columns, with_features
-from millstream.lake.folder import BOUNDED, PARTITION, day_folder, files_by_day, in_day, records_in, reopened
+from millstream.lake.folder import BOUNDED, files_by_month, in_month, month_folder, records_in, reopened
 from millstream.lake.layout import LakeLayout
 from millstream.lake.types import is_local_time, same_type
+from millstream.model.records import MONTH_COLUMN
 
 _INTEGER_DIGITS: Final = {pa.int8(): 3, pa.int16(): 5, pa.int32(): 10, pa.int64(): 19}
 
@@ -119,10 +120,10 @@ def _rewrite(layout: LakeLayout, opened: OpenTable, union: pa.Schema) -> None:
     """
     opened = with_features(layout, opened, union)
     files = TableFiles(layout, opened.path, BOUNDED)
-    shape = pa.schema([column for column in union if column.name != PARTITION])
+    shape = pa.schema([column for column in union if column.name != MONTH_COLUMN])
     written = []
-    for path, day in files_by_day(opened):
+    for path, month in files_by_month(opened):
         name = new_name(table=table_in(path))
-        file = files.write(records_in(files, path, shape), shape, name, partition=day_folder(day))
-        written.append(in_day(file, day))
-    swap(opened, opened.upkeep(exact=True), add=written, mode="overwrite", schema=union, partition_by=[PARTITION])
+        file = files.write(records_in(files, path, shape), shape, name, partition=month_folder(month))
+        written.append(in_month(file, month))
+    swap(opened, opened.upkeep(exact=True), add=written, mode="overwrite", schema=union, partition_by=[MONTH_COLUMN])

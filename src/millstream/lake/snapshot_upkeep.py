@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from millstream import failpoints
-from millstream.lake.data_files import TableFiles, new_name, swap
+from millstream.lake.data_files import TableFiles, new_name, replace_files
 from millstream.lake.delta import OpenTable, open_table
 from millstream.lake.layout import LakeLayout
 from millstream.lake.snapshots import CUT_BOUNDS, CUT_SCHEMA, CutFile, cut_files
@@ -115,5 +115,6 @@ def _rewrite(
     kept = rows.filter(pa.array(rule.kept(rows, needed)))
     written = files.write(kept.to_batches(max_chunksize=_GROUP_ROWS), CUT_SCHEMA, new_name())
     failpoints.hit("lake.before_compaction_commit")
-    swap(opened, opened.upkeep(), add=[written], remove=sorted(paths), data_change=False)
+    if not replace_files(layout, opened, add=[written], remove=sorted(paths)):
+        return 0
     return int(rows.num_rows - kept.num_rows)

@@ -17,11 +17,13 @@ import pyarrow.compute as pc
 from millstream.errors import LakeError
 from millstream.model.pgtext import INEXACT, array_of, storage_values, text_parser, text_renderer
 from millstream.model.pgtypes import lake_type
-from millstream.model.records import RECORD_PREFIX, TEXT_BY_COLUMN
+from millstream.model.records import MONTH_COLUMN, RECORD_PREFIX, TEXT_BY_COLUMN
 from millstream.model.schema import TableSchema
 
 EXACT: Final = pa.field("__exact", TEXT_BY_COLUMN)
 """The column for values that their lake columns can't hold: PostgreSQL's text, by column."""
+HISTORY_PREFIX: Final = (*RECORD_PREFIX, pa.field(MONTH_COLUMN, pa.string()))
+"""The columns of history before the table's own."""
 _INTEGERS: Final = (pa.int8(), pa.int16(), pa.int32(), pa.int64())
 
 
@@ -37,7 +39,7 @@ def lake_columns(schema: TableSchema, types: Mapping[str, str] = MappingProxyTyp
         LakeError (`lake_schema_conflict`): two columns' names differ only by case (Delta can't distinguish them), or a column has the
             name of a record's own column.
     """
-    seen = {field.name: field.name for field in RECORD_PREFIX}
+    seen = {field.name: field.name for field in HISTORY_PREFIX}
     for column in schema.columns:
         other = seen.setdefault(column.name.lower(), column.name)
         if other is not column.name:

@@ -78,7 +78,11 @@ RECORD_PREFIX: Final = (
 then comes first)."""
 
 RECORD_COLUMNS: Final = frozenset(field.name for field in RECORD_PREFIX)
-RESERVED_COLUMNS: Final = RECORD_COLUMNS | {field.name for field in LOG_ROW_PREFIX} | {OPERATION_ORDINAL.name}
+MONTH_COLUMN: Final = "__commit_month"
+"""Partition column of history in a lake of files: the month of `__commit_date`, as `2026-03`. The log has none."""
+RESERVED_COLUMNS: Final = (
+    RECORD_COLUMNS | {MONTH_COLUMN} | {field.name for field in LOG_ROW_PREFIX} | {OPERATION_ORDINAL.name}
+)
 """Names that a table's own column can't have in any case, because they would collide with these
 columns. See `log_names`."""
 RECORD_OFFSET: Final = pa.field("__offset", pa.int64(), nullable=False)

@@ -1,7 +1,8 @@
 """Upkeep of a pipeline's tables in a thread of its own, so that folds don't wait for it.
 
 A table is looked at after it was written to, and then twice more: when the files that its last
-commit replaced may go, and when its log's older commits may. Idle tables cost nothing.
+commit replaced may go, and when its log's older commits may. Idle tables cost nothing, except one
+look a day if history has a retention.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from typing import Final
 
 from py4j.protocol import Py4JError
@@ -62,6 +63,7 @@ class Upkeep:
         self._rebuilding = rebuilding
         self._views = TableViews(config, catalog)
         self._failures = 0
+        self._day = _today()
         self.stopped: Final = threading.Event()
         self.worker: Final = Worker(
             "millstream-upkeep",
@@ -94,11 +96,14 @@ class Upkeep:
         index = CutByTable.of(cut)
         rules = self._config.upkeep
         now = time.monotonic()
+        is_next_day = self._config.history_retention_s is not None and _today() > self._day
+        self._day = _today()
         tasks = []
         for entry in list(self._tables.tables.values()):
             if entry.table_id not in index.tables:
                 continue  # another table has taken over its name, and tends the files there
             due = entry.rows > 0 if at_once else upkeep_is_due(entry.written_s, entry.tended_s, now, rules)
+            due = due or is_next_day
             schema = self._views.schema(entry) if due else None
             if schema is None:
                 continue
@@ -146,3 +151,7 @@ class Upkeep:
         if kept_s is None or unnamed:
             return HistoryBound(upto)
         return HistoryBound(upto, (datetime.now(UTC) - timedelta(seconds=kept_s)).date())
+
+
+def _today() -> date:
+    return datetime.now(UTC).date()

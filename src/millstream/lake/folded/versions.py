@@ -62,7 +62,7 @@ from millstream.lake.snapshots import cut_at, cuts_between
 from millstream.lake.types import EXACT, conform, same_type
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
-from millstream.model.records import INSTANT, RECORD_COLUMNS
+from millstream.model.records import INSTANT, MONTH_COLUMN, RECORD_COLUMNS
 from millstream.model.schema import TableSchema
 
 _CLOSED_ROWS: Final = 1 << 20
@@ -569,7 +569,7 @@ class _Ended:
 
 def _own_columns(schema: TableSchema, history: OpenTable) -> pa.Schema:
     """Return the columns that history keeps of the table, key first, including dropped ones of older versions."""
-    columns = [column for column in history.schema() if column.name not in RECORD_COLUMNS]
+    columns = [column for column in history.schema() if column.name not in {*RECORD_COLUMNS, MONTH_COLUMN}]
     ours = {column.name for column in VERSION_COLUMNS}
     clash = [column.name for column in columns if column.name.lower() in ours]
     if clash:
