@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from millstream.ingest.requests import one_request, sole_outcome
 from millstream.ingest.schemas import SchemaOnWrite, WriteRules, fitted, grown
 from millstream.ingest.valid_rows import REJECTED_MAX, columns_for, table_of_valid, valid_part
 from millstream.model.ids import SchemaVersion, SourceId, TableId
-from millstream.model.operations import Appended
+from millstream.model.operations import Appended, RejectedRow, all_rejected
 from millstream.model.schema import Column, TableSchema
 from millstream.model.writes import AppendBatch
 from millstream.writers.appending import HomeAppender
@@ -48,9 +49,9 @@ def home(tmp_path: Path) -> Iterator[HomeAppender]:
 
 
 def append(home: HomeAppender, table: str, rows: list[dict[str, Any]], *, keep_valid_rows: bool = False) -> Appended:
-    valid = columns_for(rows, keep_valid_rows=keep_valid_rows)
-    request = one_request(table, valid.table, None, keep_valid_rows=keep_valid_rows)
-    return valid.told(sole_outcome(home.append_batch("web", request, deadline_s=5)))
+    columns, rejected = columns_for(rows, keep_valid_rows=keep_valid_rows)
+    request = one_request(table, columns, None, keep_valid_rows=keep_valid_rows)
+    return sole_outcome(home.append_batch("web", request, deadline_s=5)).with_rejected(rejected)
 
 
 def rows_of(home: HomeAppender, table: str) -> list[dict[str, Any]]:
@@ -186,17 +187,26 @@ def test_exactly_the_rows_that_fit_alone_are_kept(rows: list[dict[str, Any]]) ->
     ],
 )
 def test_values_of_another_kind_than_most_are_left_out(values: list[Any], kept: list[int]) -> None:
-    found = table_of_valid([{"n": i, "v": value} for i, value in enumerate(values)])
-    assert found.table.column("n").to_pylist() == list(found.places) == kept
-    assert [row.row for row in found.rejected] == [i for i in range(len(values)) if i not in kept]
-    assert {row.column for row in found.rejected} == {"v"}
+    table, rejected = table_of_valid([{"n": i, "v": value} for i, value in enumerate(values)])
+    assert table.column("n").to_pylist() == kept
+    assert [row.row for row in rejected] == [i for i in range(len(values)) if i not in kept]
+    assert {row.column for row in rejected} == {"v"}
+
+
+@given(st.lists(st.sampled_from(["before", "later", "kept"]), max_size=30))
+def test_rejected_rows_are_named_by_their_places_among_all_rows(fates: list[str]) -> None:
+    rows = [RejectedRow(place, "invalid_value", f"row {place}") for place in range(len(fates))]
+    before = [row for row, fate in zip(rows, fates, strict=True) if fate == "before"]
+    appended = [row for row, fate in zip(rows, fates, strict=True) if fate != "before"]
+    later = [replace(row, row=at) for at, row in enumerate(appended) if fates[row.row] == "later"]
+    assert list(all_rejected(before, later)) == [row for row, fate in zip(rows, fates, strict=True) if fate != "kept"]
 
 
 def test_rows_without_a_clash_are_made_columns_as_ever() -> None:
     rows = [{"a": 1, "b": "x"}, {"a": 2}]
-    assert table_of_valid(rows).table == table_of(rows)
-    assert table_of_valid(table_of(rows)).rejected == ()
-    assert table_of_valid({"a": 1}).table.num_rows == 1
+    assert table_of_valid(rows) == (table_of(rows), ())
+    assert table_of_valid(table_of(rows))[1] == ()
+    assert table_of_valid({"a": 1})[0].num_rows == 1
     with pytest.raises(InvalidValue):
         table_of_valid([1, 2])  # type: ignore[list-item]
 
@@ -213,8 +223,8 @@ def test_values_may_lie_in_each_other_so_deep_and_no_deeper() -> None:
         table_of([{"v": nested(NESTING_MAX + 1)}])
     with pytest.raises(InvalidValue, match="deep"):
         table_of([{"v": nested(100_000)}])
-    found = table_of_valid([{"v": nested(2)}, {"v": nested(NESTING_MAX + 1)}, {"v": nested(4)}])
-    assert ([row.row for row in found.rejected], found.table.num_rows) == ([1], 2)
+    table, rejected = table_of_valid([{"v": nested(2)}, {"v": nested(NESTING_MAX + 1)}, {"v": nested(4)}])
+    assert ([row.row for row in rejected], table.num_rows) == ([1], 2)
 
 
 def of_lists(item: pa.DataType) -> TableSchema:

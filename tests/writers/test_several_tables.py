@@ -268,22 +268,24 @@ location = "../mirror"
 def test_another_process_that_writes_takes_them_as_one_operation(home: Path) -> None:
     appender = home_appender(Home(home))
     try:
-        valid = tables_for({"b": [{"n": 1}], "users": [{"id": 1, "n": 2}, {"id": None, "n": 3}]}, keep_valid_rows=True)
+        rows = {"b": [{"n": 1}], "users": [{"id": 1, "n": 2}, {"id": None, "n": 3}]}
+        kept, rejected = tables_for(rows, keep_valid_rows=True)
+        first, _ = tables_for({"b": [{"n": 0}]}, keep_valid_rows=False)
         appender.append_batch(
-            "web",
-            tables_for({"b": [{"n": 0}]}, keep_valid_rows=False).batch(None, keep_valid_rows=False, acks=None),
-            deadline_s=5,
+            "web", AppendBatch.of_request(first, None, keep_valid_rows=False, acks=None), deadline_s=5
         )
         client = AppendClient(append_socket(Home(home), None))
-        (outcome,) = client.append_batch("web", valid.batch(None, keep_valid_rows=True, acks=None), deadline_s=5)
+        (outcome,) = client.append_batch(
+            "web", AppendBatch.of_request(kept, None, keep_valid_rows=True, acks=None), deadline_s=5
+        )
         assert not isinstance(outcome, MillstreamError)
-        told = valid.told(outcome)
+        told = AppendedTables.of(outcome, rejected)
         assert {name: (part.first, part.rows, len(part.rejected)) for name, part in told.tables.items()} == {
             "public.b": (2, 1, 0),
             "public.users": (3, 1, 1),
         }
         (empty,) = client.append_batch(
-            "web", tables_for({}, keep_valid_rows=False).batch(None, keep_valid_rows=False, acks=None), deadline_s=5
+            "web", AppendBatch.of_request({}, None, keep_valid_rows=False, acks=None), deadline_s=5
         )
         assert not isinstance(empty, MillstreamError)
         assert empty.token == told.token

@@ -40,13 +40,15 @@ from millstream.errors import WriterClosed
 from millstream.export.stretches import FollowedTables, follow_steps, position_of
 from millstream.home.home import Home
 from millstream.ingest.requests import one_request, sole_outcome
+from millstream.model.operations import AppendedTables
+from millstream.model.writes import AppendBatch
 from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from millstream.ingest.columns import Rows
-    from millstream.model.operations import Appended, AppendedTables
+    from millstream.model.operations import Appended
     from millstream.model.positions import StreamToken
     from millstream.model.writes import SessionFacts
     from millstream.writers.appending import HomeAppender
@@ -177,10 +179,11 @@ class AsyncOpenHome:
         """Append as `OpenHome.append`. If it is cancelled, the rows may or may not be appended."""
         check_deadline(deadline_s)
         write_id = write_id_of(session, number, idempotency_key)
-        valid = await valid_columns(rows, keep_valid_rows=keep_valid_rows)
-        batch = one_request(table, valid.table, write_id, keep_valid_rows, level_of(acks))
+        columns, rejected = await valid_columns(rows, keep_valid_rows=keep_valid_rows)
+        batch = one_request(table, columns, write_id, keep_valid_rows, level_of(acks))
         appender = self._appender if self._appender is not None and not self._closed else await self._made()
-        return valid.told(sole_outcome(await appender.append_batch_async(stream, batch, deadline_s=deadline_s)))
+        appended = sole_outcome(await appender.append_batch_async(stream, batch, deadline_s=deadline_s))
+        return appended.with_rejected(rejected)
 
     async def append_all(
         self,
@@ -197,10 +200,11 @@ class AsyncOpenHome:
         """Append as `OpenHome.append_all`. If it is cancelled, the rows may or may not be appended."""
         check_deadline(deadline_s)
         write_id = write_id_of(session, number, idempotency_key)
-        valid = await valid_tables(tables, keep_valid_rows=keep_valid_rows)
-        batch = valid.batch(write_id, keep_valid_rows=keep_valid_rows, acks=level_of(acks))
+        kept, rejected = await valid_tables(tables, keep_valid_rows=keep_valid_rows)
+        batch = AppendBatch.of_request(kept, write_id, keep_valid_rows=keep_valid_rows, acks=level_of(acks))
         appender = self._appender if self._appender is not None and not self._closed else await self._made()
-        return valid.told(sole_outcome(await appender.append_batch_async(stream, batch, deadline_s=deadline_s)))
+        appended = sole_outcome(await appender.append_batch_async(stream, batch, deadline_s=deadline_s))
+        return AppendedTables.of(appended, rejected)
 
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> AsyncSession:
         """Return as `OpenHome.session`."""

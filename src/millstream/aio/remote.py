@@ -179,22 +179,19 @@ class AsyncRemoteHome:
         acks: str | None = None,
     ) -> Appended:
         """Append as `RemoteHome.append`. If it is cancelled, the rows may or may not be appended."""
-        valid = await valid_columns(rows, keep_valid_rows=keep_valid_rows)
+        columns, rejected = await valid_columns(rows, keep_valid_rows=keep_valid_rows)
         call = append_call(
             stream,
             table,
-            valid.table,
+            columns,
             session=session,
             number=number,
             idempotency_key=idempotency_key,
             keep_valid_rows=keep_valid_rows,
             acks=acks,
         )
-        return valid.told(
-            await run_async(
-                appended(call, Appended, url=self._url, deadline_s=deadline_s, now=time.monotonic), self._do
-            )
-        )
+        steps = appended(call, Appended, url=self._url, deadline_s=deadline_s, now=time.monotonic)
+        return (await run_async(steps, self._do)).with_rejected(rejected)
 
     async def append_all(
         self,
@@ -209,10 +206,10 @@ class AsyncRemoteHome:
         acks: str | None = None,
     ) -> AppendedTables:
         """Append as `RemoteHome.append_all`. If it is cancelled, the rows may or may not be appended."""
-        valid = await valid_tables(tables, keep_valid_rows=keep_valid_rows)
+        kept, rejected = await valid_tables(tables, keep_valid_rows=keep_valid_rows)
         call = append_all_call(
             stream,
-            valid.kept,
+            kept,
             session=session,
             number=number,
             idempotency_key=idempotency_key,
@@ -220,7 +217,7 @@ class AsyncRemoteHome:
             acks=acks,
         )
         steps = appended(call, AppendedTables, url=self._url, deadline_s=deadline_s, now=time.monotonic)
-        return valid.told(await run_async(steps, self._do))
+        return AppendedTables.of(await run_async(steps, self._do), rejected)
 
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> AsyncSession:
         """Return as `OpenHome.session`."""

@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Final
 
 from millstream.client.protocol import APPEND_DEADLINE_S, Attempts, NumberedWrites
 from millstream.errors import UsageError
-from millstream.ingest.several_tables import TablesOfRows, tables_for
-from millstream.ingest.valid_rows import ValidTable, columns_for
+from millstream.ingest.several_tables import tables_for
+from millstream.ingest.valid_rows import columns_for
+from millstream.model.operations import AppendedTables
 from millstream.model.steps import run_async
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from millstream.aio.local_client import AsyncOpenHome
     from millstream.aio.remote import AsyncRemoteHome
     from millstream.ingest.columns import Rows
-    from millstream.model.operations import Appended, AppendedTables
+    from millstream.model.operations import Appended, RejectedRow
 
 SMALL_ROWS: Final = 1000
 """Number of rows up to which columns are made on the loop's own thread: handing them to another takes longer."""
@@ -62,12 +65,13 @@ class AsyncSession(NumberedWrites):
 
         If it is cancelled, it may have been appended, and its number isn't reused.
         """
-        valid = await valid_columns(rows, keep_valid_rows=keep_valid_rows)
+        columns, rejected = await valid_columns(rows, keep_valid_rows=keep_valid_rows)
         if number is None and not self._numbers.is_known:
             await self.resume()
-        write = partial(self._home.append, self._stream, table, valid.table)
+        write = partial(self._home.append, self._stream, table, columns)
         steps = self._steps(write, Attempts(deadline_s), number, keep_valid_rows=keep_valid_rows, acks=acks)
-        return valid.told(await run_async(steps, lambda call: call()))
+        appended: Appended = await run_async(steps, lambda call: call())
+        return appended.with_rejected(rejected)
 
     async def append_all(
         self,
@@ -82,22 +86,24 @@ class AsyncSession(NumberedWrites):
 
         If it is cancelled, it may have been appended, and its number isn't reused.
         """
-        valid = await valid_tables(tables, keep_valid_rows=keep_valid_rows)
+        kept, rejected = await valid_tables(tables, keep_valid_rows=keep_valid_rows)
         if number is None and not self._numbers.is_known:
             await self.resume()
-        write = partial(self._home.append_all, self._stream, valid.kept)
+        write = partial(self._home.append_all, self._stream, kept)
         steps = self._steps(write, Attempts(deadline_s), number, keep_valid_rows=keep_valid_rows, acks=acks)
-        return valid.told(await run_async(steps, lambda call: call()))
+        return AppendedTables.of(await run_async(steps, lambda call: call()), rejected)
 
 
-async def valid_columns(rows: Rows, *, keep_valid_rows: bool) -> ValidTable:
+async def valid_columns(rows: Rows, *, keep_valid_rows: bool) -> tuple[pa.Table, tuple[RejectedRow, ...]]:
     """Return as `columns_for`; many rows are converted on a thread, while other tasks go on."""
     if _is_small(rows):
         return columns_for(rows, keep_valid_rows=keep_valid_rows)
     return await asyncio.to_thread(columns_for, rows, keep_valid_rows=keep_valid_rows)
 
 
-async def valid_tables(tables: Mapping[str, Rows], *, keep_valid_rows: bool) -> TablesOfRows:
+async def valid_tables(
+    tables: Mapping[str, Rows], *, keep_valid_rows: bool
+) -> tuple[dict[str, pa.Table], dict[str, tuple[RejectedRow, ...]]]:
     """Return as `tables_for`; many rows are converted on a thread, while other tasks go on."""
     given: object = tables
     if not isinstance(given, Mapping) or (len(given) <= _SMALL_TABLES and all(map(_is_small, given.values()))):

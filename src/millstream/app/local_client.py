@@ -32,7 +32,7 @@ from millstream.home.home import Home
 from millstream.home.time_parsing import microseconds
 from millstream.model.positions import StreamToken
 from millstream.model.replication import AckLevel
-from millstream.model.writes import SessionFacts, WriteId
+from millstream.model.writes import AppendBatch, SessionFacts, WriteId
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -321,9 +321,10 @@ class OpenHome:
         from millstream.ingest.requests import one_request, sole_outcome
         from millstream.ingest.valid_rows import columns_for
 
-        valid = columns_for(rows, keep_valid_rows=keep_valid_rows, accumulates=increments_of(self._home, stream, table))
-        batch = one_request(table, valid.table, write_id, keep_valid_rows, level)
-        return valid.told(sole_outcome(appender.append_batch(stream, batch, deadline_s=deadline_s)))
+        increments = increments_of(self._home, stream, table)
+        columns, rejected = columns_for(rows, keep_valid_rows=keep_valid_rows, accumulates=increments)
+        batch = one_request(table, columns, write_id, keep_valid_rows, level)
+        return sole_outcome(appender.append_batch(stream, batch, deadline_s=deadline_s)).with_rejected(rejected)
 
     def append_all(
         self,
@@ -363,11 +364,13 @@ class OpenHome:
         appender, level = self._home_appender(), level_of(acks)
         from millstream.ingest.requests import sole_outcome
         from millstream.ingest.several_tables import tables_for
+        from millstream.model.operations import AppendedTables
 
         increments = partial(increments_of, self._home, stream)
-        valid = tables_for(tables, keep_valid_rows=keep_valid_rows, accumulates=increments)
-        batch = valid.batch(write_id, keep_valid_rows=keep_valid_rows, acks=level)
-        return valid.told(sole_outcome(appender.append_batch(stream, batch, deadline_s=deadline_s)))
+        kept, rejected = tables_for(tables, keep_valid_rows=keep_valid_rows, accumulates=increments)
+        batch = AppendBatch.of_request(kept, write_id, keep_valid_rows=keep_valid_rows, acks=level)
+        appended = sole_outcome(appender.append_batch(stream, batch, deadline_s=deadline_s))
+        return AppendedTables.of(appended, rejected)
 
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> Session:
         """Return a session: it numbers writes to a stream, so that each may be resent without being appended twice.

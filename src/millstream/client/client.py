@@ -193,20 +193,19 @@ class RemoteHome:
 
         Resent until the deadline if no answer came, or the server has no room just now.
         """
-        valid = columns_for(rows, keep_valid_rows=keep_valid_rows)
+        columns, rejected = columns_for(rows, keep_valid_rows=keep_valid_rows)
         call = append_call(
             stream,
             table,
-            valid.table,
+            columns,
             session=session,
             number=number,
             idempotency_key=idempotency_key,
             keep_valid_rows=keep_valid_rows,
             acks=acks,
         )
-        return valid.told(
-            run(appended(call, Appended, url=self._url, deadline_s=deadline_s, now=time.monotonic), self._do)
-        )
+        steps = appended(call, Appended, url=self._url, deadline_s=deadline_s, now=time.monotonic)
+        return run(steps, self._do).with_rejected(rejected)
 
     def append_all(
         self,
@@ -221,10 +220,10 @@ class RemoteHome:
         acks: str | None = None,
     ) -> AppendedTables:
         """Append as `OpenHome.append_all`; resent as `append`."""
-        valid = tables_for(tables, keep_valid_rows=keep_valid_rows)
+        kept, rejected = tables_for(tables, keep_valid_rows=keep_valid_rows)
         call = append_all_call(
             stream,
-            valid.kept,
+            kept,
             session=session,
             number=number,
             idempotency_key=idempotency_key,
@@ -232,7 +231,7 @@ class RemoteHome:
             acks=acks,
         )
         steps = appended(call, AppendedTables, url=self._url, deadline_s=deadline_s, now=time.monotonic)
-        return valid.told(run(steps, self._do))
+        return AppendedTables.of(run(steps, self._do), rejected)
 
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> Session:
         """Return as `OpenHome.session`."""

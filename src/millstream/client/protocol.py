@@ -490,12 +490,13 @@ class Session(NumberedWrites):
         """
         from millstream.ingest.valid_rows import columns_for
 
-        valid = columns_for(rows, keep_valid_rows=keep_valid_rows)
+        columns, rejected = columns_for(rows, keep_valid_rows=keep_valid_rows)
         if number is None and not self._numbers.is_known:
             self.resume()
-        write = partial(self._home.append, self._stream, table, valid.table)
+        write = partial(self._home.append, self._stream, table, columns)
         steps = self._steps(write, Attempts(deadline_s), number, keep_valid_rows=keep_valid_rows, acks=acks)
-        return valid.told(run(steps, lambda call: call()))
+        appended: Appended = run(steps, lambda call: call())
+        return appended.with_rejected(rejected)
 
     def append_all(
         self,
@@ -508,13 +509,14 @@ class Session(NumberedWrites):
     ) -> AppendedTables:
         """Append as `append_all` of the home: one write of the session. Arguments and errors as `append`."""
         from millstream.ingest.several_tables import tables_for
+        from millstream.model.operations import AppendedTables
 
-        valid = tables_for(tables, keep_valid_rows=keep_valid_rows)
+        kept, rejected = tables_for(tables, keep_valid_rows=keep_valid_rows)
         if number is None and not self._numbers.is_known:
             self.resume()
-        write = partial(self._home.append_all, self._stream, valid.kept)
+        write = partial(self._home.append_all, self._stream, kept)
         steps = self._steps(write, Attempts(deadline_s), number, keep_valid_rows=keep_valid_rows, acks=acks)
-        return valid.told(run(steps, lambda call: call()))
+        return AppendedTables.of(run(steps, lambda call: call()), rejected)
 
 
 def still_unknown(error: AppendOutcomeUnknown | BufferOutcomeUnknown, number: int) -> AppendOutcomeUnknown:

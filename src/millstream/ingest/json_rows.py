@@ -24,7 +24,8 @@ from millstream.ingest.columns import NESTING_MAX, ROWS_BYTES_MAX, check_depth, 
 from millstream.ingest.increments import with_named
 from millstream.ingest.log_types import NOT_A_VALUE, no_value, stored
 from millstream.ingest.schemas import FITTED_BYTES_MAX
-from millstream.ingest.valid_rows import ValidTable, table_of_valid
+from millstream.ingest.valid_rows import table_of_valid
+from millstream.model.operations import RejectedRow
 
 ROWS_MAX: Final = 1_000_000
 _VALUE_BYTES: Final = 5
@@ -185,13 +186,13 @@ def columns_of(rows: Sequence[Row], counts: Sequence[int] = ()) -> pa.Table:
     return with_named(found, rows)
 
 
-def valid_columns_of(rows: Sequence[Row], *, may_be_empty: bool = False) -> ValidTable:
-    """Return as `columns_of`, without rows whose values differ in kind from most of their column.
+def valid_columns_of(rows: Sequence[Row], *, may_be_empty: bool = False) -> tuple[pa.Table, tuple[RejectedRow, ...]]:
+    """Return as `columns_of`, without rows whose values differ in kind from most of their column; and those.
 
     Raises as `table_of_valid`.
     """
     try:
-        return ValidTable(columns_of(rows), range(len(rows)), ())
+        return columns_of(rows), ()
     except InvalidValue:
         for row in rows:
             for name, value in row.items():

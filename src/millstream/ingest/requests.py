@@ -39,7 +39,7 @@ def one_request(
     parse_qualified_name(table)
     if not rows.num_rows:
         raise InvalidValue("an append needs at least one row", hint="Don't call it without rows.")
-    return AppendBatch.of_table(table, rows, (rows.num_rows,), (write_id,), keep_valid_rows=keep_valid_rows, acks=acks)
+    return AppendBatch.of_request({table: rows}, write_id, keep_valid_rows=keep_valid_rows, acks=acks)
 
 
 def sole_outcome(outcomes: Sequence[Appended | MillstreamError]) -> Appended:

@@ -1,60 +1,28 @@
-"""The rows of one operation over several tables: as columns, as a batch, and its result by table."""
+"""The rows of one operation over several tables, as columns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sized
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 
 from millstream.errors import InvalidValue
 from millstream.ingest.columns import ROWS_BYTES_MAX, Rows, too_large
-from millstream.ingest.increments import NO_INCREMENTS, as_increments
+from millstream.ingest.increments import NO_INCREMENTS, as_increments, rejected_as_increments
 from millstream.ingest.requests import check_tables
-from millstream.ingest.valid_rows import ValidTable, columns_for, refusal_of_all
-from millstream.model.operations import AppendedTables, TableAppended
-from millstream.model.writes import AppendBatch, TableBatch
-
-if TYPE_CHECKING:
-    from millstream.model.operations import Appended
-    from millstream.model.replication import AckLevel
-    from millstream.model.writes import WriteId
-
-
-@dataclass(frozen=True, slots=True)
-class TablesOfRows:
-    """The rows of one operation by the full name of their table, as columns, without the invalid ones."""
-
-    tables: Mapping[str, ValidTable]
-
-    @property
-    def kept(self) -> Mapping[str, pa.Table]:
-        """The rows of the tables that have any."""
-        return {name: valid.table for name, valid in self.tables.items() if valid.table.num_rows}
-
-    def batch(self, write_id: WriteId | None, *, keep_valid_rows: bool, acks: AckLevel | None) -> AppendBatch:
-        """Return the operation as a batch of one."""
-        tables = [TableBatch(name, rows, (rows.num_rows,)) for name, rows in self.kept.items()]
-        return AppendBatch(tables, (write_id,), keep_valid_rows, acks)
-
-    def told(self, appended: Appended | AppendedTables) -> AppendedTables:
-        """Return the result of appending `kept`: by all tables, with rejected rows named by their places among all rows."""
-        tables = {}
-        for name, valid in self.tables.items():
-            part = appended.tables.get(name) or TableAppended(None, 0)
-            tables[name] = TableAppended(part.first, part.rows, valid.all_rejected(part.rejected))
-        return AppendedTables(appended.token, appended.duplicate, tables)
+from millstream.ingest.valid_rows import columns_for, refusal_of_all
+from millstream.model.operations import RejectedRow
 
 
 def tables_for(
     tables: Mapping[str, Any],
     *,
     keep_valid_rows: bool,
-    make: Callable[[Any], ValidTable] | None = None,
+    make: Callable[[Any], tuple[pa.Table, tuple[RejectedRow, ...]]] | None = None,
     accumulates: Callable[[str], Mapping[str, str]] = lambda _table: NO_INCREMENTS,
-) -> TablesOfRows:
-    """Return the rows of several tables as columns.
+) -> tuple[dict[str, pa.Table], dict[str, tuple[RejectedRow, ...]]]:
+    """Return the valid rows of the tables that have any, as columns, and each table's rejected rows; by full names.
 
     Args:
         tables: each table's rows, as `table_of` takes them; possibly none.
@@ -74,28 +42,34 @@ def tables_for(
         )
     if make is None:
 
-        def make(rows: Rows) -> ValidTable:
+        def make(rows: Rows) -> tuple[pa.Table, tuple[RejectedRow, ...]]:
             return columns_for(rows, keep_valid_rows=keep_valid_rows, may_be_empty=keep_valid_rows)
 
-    found: dict[str, ValidTable] = {}
+    kept: dict[str, pa.Table] = {}
+    rejected: dict[str, tuple[RejectedRow, ...]] = {}
     for name, rows in zip(check_tables(list(tables)), tables.values(), strict=True):
         try:
-            found[name] = _columns(rows, make).of_increments(accumulates(name))
+            columns, left_out = _columns(rows, make)
         except InvalidValue as error:
             error.details.setdefault("table", name)
             raise as_increments(error, accumulates(name)) from error
-    size = sum(valid.table.nbytes for valid in found.values())
+        rejected[name] = rejected_as_increments(left_out, accumulates(name)) if left_out else ()
+        if columns.num_rows:
+            kept[name] = columns
+    size = sum(columns.nbytes for columns in kept.values())
     if size > ROWS_BYTES_MAX:
         raise too_large("its rows' bytes", size, ROWS_BYTES_MAX)
-    rejected = [(name, row) for name, valid in found.items() for row in valid.rejected]
-    if rejected and not any(valid.table.num_rows for valid in found.values()):
-        raise refusal_of_all([row for _, row in rejected], [name for name, _ in rejected])
-    return TablesOfRows(found)
+    gone = [(name, row) for name, left_out in rejected.items() for row in left_out]
+    if gone and not kept:
+        raise refusal_of_all([row for _, row in gone], [name for name, _ in gone])
+    return kept, rejected
 
 
-def _columns(rows: Any, make: Callable[[Any], ValidTable]) -> ValidTable:
+def _columns(
+    rows: Any, make: Callable[[Any], tuple[pa.Table, tuple[RejectedRow, ...]]]
+) -> tuple[pa.Table, tuple[RejectedRow, ...]]:
     if isinstance(rows, Iterable) and not isinstance(rows, Sized | Mapping) and not hasattr(rows, "__arrow_c_stream__"):
         rows = list(rows)
     if isinstance(rows, Sized) and not isinstance(rows, Mapping | str | bytes) and len(rows) == 0:
-        return ValidTable(pa.table({}), (), ())
+        return pa.table({}), ()
     return make(rows)

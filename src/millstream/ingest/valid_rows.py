@@ -29,7 +29,7 @@ from millstream.ingest.increments import NAMED, NO_INCREMENTS, as_increments, re
 from millstream.ingest.requests import said
 from millstream.ingest.schemas import WriteRules, fits, grown
 from millstream.ingest.signals import weight_faults
-from millstream.model.operations import Appended, RejectedRow
+from millstream.model.operations import RejectedRow
 from millstream.model.schema import TableSchema
 from millstream.model.writes import AppendBatch
 
@@ -261,38 +261,10 @@ def _refusal(gone: Sequence[RejectedRow], count: int, tables: Sequence[str] = ()
 # --- rows as dicts -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ValidTable:
-    """Rows as columns, without the invalid ones."""
-
-    table: pa.Table
-    places: Sequence[int]
-    """Each row's place among all rows."""
-    rejected: tuple[RejectedRow, ...]
-    """The invalid rows."""
-
-    def of_increments(self, accumulates: Mapping[str, str]) -> ValidTable:
-        """Return it with the codes of increments for values of another kind in columns that take increments."""
-        return replace(self, rejected=rejected_as_increments(self.rejected, accumulates)) if self.rejected else self
-
-    def told(self, appended: Appended) -> Appended:
-        """Return the result of appending `table`, with rejected rows named by their places among all rows."""
-        if not self.rejected:
-            return appended
-        return replace(appended, rejected=self.all_rejected(appended.rejected))
-
-    def all_rejected(self, later: Sequence[RejectedRow]) -> tuple[RejectedRow, ...]:
-        """Return all invalid rows by their places among all rows; `later` are those that the writer found in `table`."""
-        if not self.rejected:
-            return tuple(later)
-        named = (replace(row, row=self.places[row.row]) for row in later)
-        return tuple(sorted((*self.rejected, *named), key=lambda row: row.row))
-
-
 def columns_for(
     rows: Rows, *, keep_valid_rows: bool, may_be_empty: bool = False, accumulates: Mapping[str, str] = NO_INCREMENTS
-) -> ValidTable:
-    """Return `table_of_valid` if `keep_valid_rows` is set, otherwise `table_of`.
+) -> tuple[pa.Table, tuple[RejectedRow, ...]]:
+    """Return `table_of_valid` if `keep_valid_rows` is set, otherwise `table_of` and no rejected row.
 
     Args:
         rows: as there.
@@ -302,15 +274,15 @@ def columns_for(
     """
     try:
         if keep_valid_rows:
-            return table_of_valid(rows, may_be_empty=may_be_empty).of_increments(accumulates)
-        table = table_of(rows)
+            table, rejected = table_of_valid(rows, may_be_empty=may_be_empty)
+            return table, rejected_as_increments(rejected, accumulates)
+        return table_of(rows), ()
     except InvalidValue as error:
         raise as_increments(error, accumulates) from error
-    return ValidTable(table, range(table.num_rows), ())
 
 
-def table_of_valid(rows: Rows, *, may_be_empty: bool = False) -> ValidTable:
-    """Return as `table_of`, without rows whose values have another kind than most of their column, or none.
+def table_of_valid(rows: Rows, *, may_be_empty: bool = False) -> tuple[pa.Table, tuple[RejectedRow, ...]]:
+    """Return as `table_of`, without rows whose values have another kind than most of their column, or none; and those.
 
     Args:
         rows: as there.
@@ -328,11 +300,10 @@ def table_of_valid(rows: Rows, *, may_be_empty: bool = False) -> ValidTable:
         and not hasattr(rows, "__arrow_c_array__")
     )
     if not of_dicts:
-        table = table_of(rows)
-        return ValidTable(table, range(table.num_rows), ())
+        return table_of(rows), ()
     listed: list[Any] = list(rows)  # type: ignore[arg-type]
     try:
-        return ValidTable(table_of(listed), range(len(listed)), ())
+        return table_of(listed), ()
     except InvalidValue:
         pass
     clashes: dict[int, Clash] = {}
@@ -349,12 +320,10 @@ def table_of_valid(rows: Rows, *, may_be_empty: bool = False) -> ValidTable:
         values = [row.get(name) if place not in clashes else None for place, row in enumerate(listed)]
         clashes |= dict(_clashing_values(name, values))
     rejected = tuple(RejectedRow(place, *clash) for place, clash in sorted(clashes.items()))
-    places = [place for place in range(len(listed)) if place not in clashes]
-    if len(rejected) > REJECTED_MAX or not (places or may_be_empty):
+    kept = [row for place, row in enumerate(listed) if place not in clashes]
+    if len(rejected) > REJECTED_MAX or not (kept or may_be_empty):
         raise _refusal(rejected, len(listed))
-    if not places:
-        return ValidTable(pa.table({}), (), rejected)
-    return ValidTable(table_of([listed[place] for place in places]), places, rejected)
+    return table_of(kept) if kept else pa.table({}), rejected
 
 
 def _clashing_values(name: str, values: list[Any]) -> list[tuple[int, Clash]]:

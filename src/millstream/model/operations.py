@@ -7,6 +7,7 @@ one that is too large for memory. Both are immutable and can be read again.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -351,6 +352,20 @@ class RejectedRow:
         return cls(int(facts["row"]), str(facts["code"]), str(facts["reason"]), facts.get("column"))
 
 
+def all_rejected(before: Sequence[RejectedRow], later: Sequence[RejectedRow]) -> tuple[RejectedRow, ...]:
+    """Return all rejected rows of a request, by their places in it.
+
+    Args:
+        before: the rows left out before the others were appended, by their places, ascending.
+        later: rows rejected by the writer, by their places among those others.
+    """
+    if not before:
+        return tuple(later)
+    kept_before = [row.row - number for number, row in enumerate(before)]
+    named = (replace(row, row=row.row + bisect_right(kept_before, row.row)) for row in later)
+    return tuple(sorted((*before, *named), key=lambda row: row.row))
+
+
 @dataclass(frozen=True, slots=True)
 class TableAppended:
     """One table's part of an append."""
@@ -394,6 +409,20 @@ class AppendedTables:
     tables: Mapping[str, TableAppended]
     """Each table's part, by its full name, in the order of the call."""
 
+    @classmethod
+    def of(cls, appended: Appended | AppendedTables, rejected: Mapping[str, Sequence[RejectedRow]]) -> Self:
+        """Return the result of a call over several tables.
+
+        Args:
+            appended: the result of appending its valid rows.
+            rejected: each table's rows left out before, by its full name, in the order of the call.
+        """
+        tables = {}
+        for name, before in rejected.items():
+            part = appended.tables.get(name) or TableAppended(None, 0)
+            tables[name] = TableAppended(part.first, part.rows, all_rejected(before, part.rejected))
+        return cls(appended.token, appended.duplicate, tables)
+
     @property
     def row_count(self) -> int:
         """Number of rows appended."""
@@ -436,6 +465,10 @@ class Appended:
     def row_count(self) -> int:
         """Number of rows appended."""
         return self.seqs.count
+
+    def with_rejected(self, before: Sequence[RejectedRow]) -> Appended:
+        """Return the result for a caller some of whose rows were left out before the others were appended."""
+        return replace(self, rejected=all_rejected(before, self.rejected)) if before else self
 
     def as_dict(self) -> dict[str, object]:
         """Return JSON-able facts."""

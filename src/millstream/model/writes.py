@@ -90,6 +90,14 @@ class AppendBatch:
         """Return a batch of requests for one table."""
         return cls((TableBatch(table, rows, counts),), write_ids, keep_valid_rows, acks)
 
+    @classmethod
+    def of_request(
+        cls, tables: Mapping[str, pa.Table], write_id: WriteId | None, *, keep_valid_rows: bool, acks: AckLevel | None
+    ) -> Self:
+        """Return a batch of one request, with its rows by table."""
+        parts = [TableBatch(name, rows, (rows.num_rows,)) for name, rows in tables.items()]
+        return cls(parts, (write_id,), keep_valid_rows, acks)
+
     @property
     def row_count(self) -> int:
         """Rows of all requests in all tables."""

@@ -19,7 +19,7 @@ import structlog
 from millstream.errors import HttpError, InvalidValue, MillstreamError, RowsTooLarge, UnknownStream
 from millstream.home.config_mapping import increments_of
 from millstream.ingest.arrow_rows import rows_of_arrow
-from millstream.ingest.increments import as_increments, with_nulls_unnamed
+from millstream.ingest.increments import as_increments, rejected_as_increments, with_nulls_unnamed
 from millstream.ingest.json_rows import (
     Row,
     columns_of,
@@ -30,10 +30,10 @@ from millstream.ingest.json_rows import (
     valid_columns_of,
 )
 from millstream.ingest.several_tables import tables_for
-from millstream.ingest.valid_rows import ValidTable
 from millstream.model.access import Right
 from millstream.model.durations import duration_s
 from millstream.model.names import parse_qualified_name
+from millstream.model.operations import AppendedTables
 from millstream.serving.memory_budget import ClientGoneError, Held, Intake, Receive, read_body
 from millstream.serving.paths import ROWS_PARAMETERS, check_parameters, unknown_path
 from millstream.serving.problems import encoded, headers_of, plain_problem
@@ -56,8 +56,7 @@ from millstream.workers import call_in_thread
 if TYPE_CHECKING:
     from millstream.home.home import Home
     from millstream.ingest.lines import TableLines
-    from millstream.ingest.several_tables import TablesOfRows
-    from millstream.model.operations import Appended, AppendedTables
+    from millstream.model.operations import Appended, RejectedRow
     from millstream.model.writes import WriteId
     from millstream.serving.access import Access
 
@@ -140,15 +139,15 @@ class Writes:
         with Held(self.intake) as held:
             body = await read_body(receive, headers, self.intake, held)
             try:
-                rows = await self._rows(kind, body, held, keep_valid_rows=target.keep_valid_rows)
+                rows, rejected = await self._rows(kind, body, held, keep_valid_rows=target.keep_valid_rows)
                 size_bytes = len(body)
                 del body
-                if not isinstance(rows, ValidTable):
-                    return await self.groups.append(target, (rows,), size_bytes=size_bytes, write_id=write_id)
+                appended = await self.groups.append(target, (rows,), size_bytes=size_bytes, write_id=write_id)
             except InvalidValue as error:
                 raise as_increments(error, increments_of(self._home, stream, table)) from error
-            appended = await self.groups.append(target, (rows.table,), size_bytes=size_bytes, write_id=write_id)
-            return rows.of_increments(increments_of(self._home, stream, table)).told(appended)
+        if not rejected:
+            return appended
+        return appended.with_rejected(rejected_as_increments(rejected, increments_of(self._home, stream, table)))
 
     def _said(
         self, scope: Scope, stream: str, tables: tuple[str, ...]
@@ -181,19 +180,20 @@ class Writes:
             size_bytes = len(body)
             self.weigh(held, size_bytes * _JSON_FACTOR if size_bytes < _LARGE_BYTES else held_bytes(body))
             keep = target.keep_valid_rows
-            valid = await self.read(size_bytes, lambda: self._tables(stream, body, keep_valid_rows=keep))
-            target = target._replace(tables=tuple(valid.kept))
-            rows = list(valid.kept.values())
-            return valid.told(await self.groups.append(target, rows, size_bytes=size_bytes, write_id=write_id))
+            kept, rejected = await self.read(size_bytes, lambda: self._tables(stream, body, keep_valid_rows=keep))
+            target = target._replace(tables=tuple(kept))
+            appended = await self.groups.append(target, list(kept.values()), size_bytes=size_bytes, write_id=write_id)
+            return AppendedTables.of(appended, rejected)
 
-    def _tables(self, stream: str, body: bytes, *, keep_valid_rows: bool) -> TablesOfRows:
-        def make(rows: list[Row] | str) -> ValidTable:
+    def _tables(
+        self, stream: str, body: bytes, *, keep_valid_rows: bool
+    ) -> tuple[dict[str, pa.Table], dict[str, tuple[RejectedRow, ...]]]:
+        def make(rows: list[Row] | str) -> tuple[pa.Table, tuple[RejectedRow, ...]]:
             if isinstance(rows, str):
-                table = rows_of_arrow(_from_base64(rows), rows_max=self._rows_max)
-                return ValidTable(table, range(table.num_rows), ())
+                return rows_of_arrow(_from_base64(rows), rows_max=self._rows_max), ()
             if keep_valid_rows:
                 return valid_columns_of(rows, may_be_empty=True)
-            return ValidTable(columns_of(rows), range(len(rows)), ())
+            return columns_of(rows), ()
 
         tables = tables_of_json(body, rows_max=self._rows_max)
         return tables_for(
@@ -205,19 +205,19 @@ class Writes:
 
     async def _rows(
         self, kind: str, body: bytes, held: Held, *, keep_valid_rows: bool
-    ) -> list[Row] | pa.Table | ValidTable:
-        """Return a body's rows: small JSON bodies unconverted, for the group that they go with."""
+    ) -> tuple[list[Row] | pa.Table, tuple[RejectedRow, ...]]:
+        """Return a body's rows, and those left out: small JSON bodies unconverted, for the group that they go with."""
         if kind == ARROW_TYPE:
             self.weigh(held, len(body) * _ARROW_FACTOR)
-            return await self.read(len(body), lambda: rows_of_arrow(body, rows_max=self._rows_max))
+            return await self.read(len(body), lambda: rows_of_arrow(body, rows_max=self._rows_max)), ()
         decode = rows_of_json if kind == JSON_TYPE else rows_of_lines
         is_small = len(body) < _LARGE_BYTES
         self.weigh(held, len(body) * _JSON_FACTOR if is_small else held_bytes(body))
         if keep_valid_rows:
             return await self.read(len(body), lambda: valid_columns_of(decode(body, rows_max=self._rows_max)))
         if is_small:
-            return decode(body, rows_max=self._rows_max)
-        return await self.read(len(body), lambda: columns_of(decode(body, rows_max=self._rows_max)))
+            return decode(body, rows_max=self._rows_max), ()
+        return await self.read(len(body), lambda: columns_of(decode(body, rows_max=self._rows_max))), ()
 
     def lines_as_rows(self, stream: str, lines: TableLines) -> pa.Table:
         """Return a measurement's rows, with the columns that each line names if its table takes increments."""
