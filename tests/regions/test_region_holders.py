@@ -19,7 +19,7 @@ from millstream.home.home import Home
 from millstream.home.paths import PIPELINE
 from millstream.model.positions import Seq
 from millstream.model.replication import OBJECT_STORE, Document, follower_holder
-from millstream.nodes.follower_retention import CopyRetention
+from millstream.nodes.follower_log_retention import CopyRetention
 from millstream.nodes.follower_state import FollowerState
 from millstream.nodes.session_document import SESSIONS
 from millstream.protocol.retention import HolderKind

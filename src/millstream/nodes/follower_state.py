@@ -18,7 +18,7 @@ from millstream.model.ids import GroupNumber
 from millstream.model.positions import Seq
 from millstream.model.replication import Document
 from millstream.nodes.aside_report import REPORT, write_report
-from millstream.nodes.follower_retention import CopyRetention
+from millstream.nodes.follower_log_retention import CopyRetention
 from millstream.nodes.staleness import note_age
 from millstream.private_files import make_folder, replace_file
 from millstream.protocol.replication.follower import Lag
