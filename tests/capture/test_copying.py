@@ -16,7 +16,7 @@ import pytest
 from tests.capture.beside import DEADLINE_S, Beside, until_done, wait_until
 from tests.capture.capture_stage import Stage
 
-from millstream.capture.copying.reader import ChunkBounds
+from millstream.capture.copying.chunk_reader import ChunkBounds
 from millstream.catalog import TableState
 from millstream.errors import CatalogError
 from millstream.model.operations import OperationKind, SpilledOp, WriteOps

@@ -2,7 +2,7 @@
 
 A *session* lies between two connections. It starts at X, the position up to which the log has everything (or the
 catalog, if only keepalives moved it), and drops every transaction that ends at or below X. A session reads the stream
-or, if the backlog is large, chunks (`capture.stream.chunks`); a change between them begins another session.
+or, if the backlog is large, chunks (`capture.stream.backlog_chunks`); a change between them begins another session.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from millstream.capture.source import (
     insert_lsn,
 )
 from millstream.capture.stream.applier import Applier
+from millstream.capture.stream.backlog_chunks import ChunkWire, open_chunks
 from millstream.capture.stream.barrier import StreamBarrier
-from millstream.capture.stream.chunks import ChunkWire, open_chunks
 from millstream.capture.stream.receiver import Receiver
 from millstream.capture.stream.replication_connection import Wire, start_replication
 from millstream.capture.stream.rule_messages import RuleMessages

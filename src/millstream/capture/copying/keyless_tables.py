@@ -26,9 +26,9 @@ from typing import Final
 import structlog
 
 from millstream.capture.config import CaptureConfig
+from millstream.capture.copying.chunk_reader import AGAIN, Begun, ChunkBounds, ChunkReader
 from millstream.capture.copying.copied_file import CopiedFile
 from millstream.capture.copying.copy_output import CopyText
-from millstream.capture.copying.reader import AGAIN, Begun, ChunkBounds, ChunkReader
 from millstream.capture.copying.snapshot import SourceSnapshot
 from millstream.capture.copying.state import Copy, OpenChunk, Range
 from millstream.capture.copying.text import read_copied

@@ -21,8 +21,15 @@ import pyarrow as pa
 import structlog
 
 from millstream.capture.config import CaptureConfig
+from millstream.capture.copying.chunk_reader import (
+    ChunkBounds,
+    ChunkReader,
+    RowChunk,
+    TableChanged,
+    TableGone,
+    table_of,
+)
 from millstream.capture.copying.conflicting_keys import touches_of, touches_of_spilled
-from millstream.capture.copying.reader import ChunkBounds, ChunkReader, RowChunk, TableChanged, TableGone, table_of
 from millstream.capture.copying.repair_request import RepairChunk, repair_chunks, repair_scope
 from millstream.capture.copying.standby import StandbySnapshots, reader_on
 from millstream.capture.copying.state import Stage

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from millstream.capture.copying.reader import table_of
+from millstream.capture.copying.chunk_reader import table_of
 from millstream.capture.copying.text import chunk_operation, truncate_rows
 from millstream.capture.schema_registry import SchemaRegistry
 from millstream.capture.source import SourceTable

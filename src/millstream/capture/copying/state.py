@@ -13,8 +13,8 @@ from enum import Enum, auto
 from typing import Any, Final
 
 from millstream.capture.config import CHUNK_ROWS
+from millstream.capture.copying.chunk_reader import ChunkBounds, FetchedRows, decode_key, encode_key
 from millstream.capture.copying.copied_file import CopiedFile
-from millstream.capture.copying.reader import ChunkBounds, FetchedRows, decode_key, encode_key
 from millstream.capture.copying.text import CopiedRows
 from millstream.capture.copying.throttle import ChunkSizes
 from millstream.capture.source import SourceTable

@@ -21,10 +21,10 @@ from typing import Any, Final
 import structlog
 
 from millstream.capture.config import CaptureConfig
+from millstream.capture.copying.chunk_reader import ChunkBounds, ChunkReader, FetchedRows, TableChanged, TableGone
 from millstream.capture.copying.conflicting_keys import touches_of, touches_of_spilled
 from millstream.capture.copying.copied_file import CopiedFile
 from millstream.capture.copying.keyless_tables import STANDBY_PATIENCE_S, KeylessReads
-from millstream.capture.copying.reader import ChunkBounds, ChunkReader, FetchedRows, TableChanged, TableGone
 from millstream.capture.copying.schemas import CopySchemas
 from millstream.capture.copying.standby import StandbySnapshots, reader_on
 from millstream.capture.copying.state import FIRST_KEYS_RANGE, OPEN_CHUNKS_MAX, Copy, OpenChunk, Range, Stage
