@@ -11,10 +11,11 @@ from typing import Protocol, Self, TypeAlias
 
 from millstream.errors import MillstreamError
 from millstream.model.buffers import BufferedOp, BufferMeta, BufferOffset, ReadPause
+from millstream.model.high_water_mark import Holdings
 from millstream.model.ids import Epoch, GroupNumber, ShardId, SourceId, WriterId
 from millstream.model.operations import Ack, Submitted, WriteOps
 from millstream.model.positions import Lsn, Seq, SeqRange
-from millstream.model.replication import AckLevel, Acknowledgement, Hello, Holdings, Shipment
+from millstream.model.replication import AckLevel, Acknowledgement, Hello, Shipment
 from millstream.model.writes import SessionFacts
 from millstream.protocol.sequencer import Announcement, Drawn, LedgerView, Registration, WriterEntry
 

@@ -28,6 +28,8 @@ from millstream.errors import (
     RoleUnreadable,
     ShipmentUnreadable,
 )
+from millstream.model.high_water_mark import Holding as HeldBy
+from millstream.model.high_water_mark import Holdings
 from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, StreamId, WriterId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
@@ -38,14 +40,10 @@ from millstream.model.replication import (
     ByteEnd,
     Document,
     Hello,
-    Holdings,
     NodeName,
     ReplicaPosition,
     SegmentPart,
     Shipment,
-)
-from millstream.model.replication import (
-    Holding as HeldBy,
 )
 from millstream.protocol.replication import (
     LINEAGE,

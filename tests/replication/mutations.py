@@ -15,8 +15,9 @@ from tests.mutations import Mutation, main
 from tests.replication.model_log import ModelLog, Write
 from tests.replication.simulation import Node, World
 
+from millstream.model.high_water_mark import Holding, Holdings
 from millstream.model.ids import Epoch, GroupNumber
-from millstream.model.replication import AckLevel, Acknowledgement, Holding, Holdings
+from millstream.model.replication import AckLevel, Acknowledgement
 from millstream.protocol.replication import (
     NOBODY,
     Follower,

@@ -20,16 +20,10 @@ from millstream.leadership.leaders import note_leaders
 from millstream.leadership.promotion_check import hearing_of_promotions
 from millstream.leadership.role_files import LOOK_EVERY_S, Roles, replication_folder
 from millstream.model.durations import duration_s
+from millstream.model.high_water_mark import Holdings
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq
-from millstream.model.replication import (
-    Document,
-    Holdings,
-    NodeName,
-    ReplicaPosition,
-    follower_holder,
-    region_node,
-)
+from millstream.model.replication import Document, NodeName, ReplicaPosition, follower_holder, region_node
 from millstream.nodes.catalog_document import CatalogDocument
 from millstream.nodes.consumers_document import ConsumersDocuments
 from millstream.nodes.follower_state import FollowerState

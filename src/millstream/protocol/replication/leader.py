@@ -47,19 +47,11 @@ from millstream.errors import (
     OtherStream,
     ReplicationError,
 )
+from millstream.model.high_water_mark import Holding, Holdings
 from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
-from millstream.model.replication import (
-    OBJECT_STORE,
-    Acknowledgement,
-    ByteEnd,
-    Hello,
-    Holding,
-    Holdings,
-    NodeName,
-    ReplicaPosition,
-)
+from millstream.model.replication import OBJECT_STORE, Acknowledgement, ByteEnd, Hello, NodeName, ReplicaPosition
 from millstream.protocol.replication.promises import NOBODY, Lineage, Promise, RoleFact, fenced_error
 from millstream.protocol.replication.shipping import (
     Acked,

@@ -22,9 +22,9 @@ from typing import Final
 
 from millstream.codec.checksums import crc32c
 from millstream.errors import LogError, UsageError
+from millstream.model.high_water_mark import Holding, Holdings
 from millstream.model.ids import Epoch, GroupNumber, StreamId
 from millstream.model.positions import Seq
-from millstream.model.replication import Holding, Holdings
 from millstream.ports import Files
 
 FOLLOWERS_MAX: Final = 64
