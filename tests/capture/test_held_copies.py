@@ -46,7 +46,7 @@ def test_the_copy_of_a_large_table_waits_while_its_changes_enter(stage: Stage) -
         assert outcome.caught_up
         assert outcome.paused == ()
         assert reason.startswith("column note was added with a value for existing rows: its about 200 rows (")
-        assert reason.endswith("MiB) wait for `millstream tables copy public.orders`")
+        assert reason.endswith("KiB) wait for `millstream tables copy public.orders`")
     assert copied(stage) == 202, "the small table is copied again at once"
     assert {chr(row["__op"]) for _, _, row in stage.log.records()} >= {"u", "d"}
     found = {table["name"]: (table["state"], table["reason"]) for table in list_tables(stage.catalog, shop(stage))}

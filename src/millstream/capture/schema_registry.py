@@ -25,6 +25,7 @@ from millstream.failpoints import is_asked
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId
 from millstream.model.names import TablePatterns, qualified_name
 from millstream.model.operations import FIRST_SHARD
+from millstream.model.readable import human_bytes
 from millstream.model.schema import ReplicaIdentity, TableKind, TableSchema
 
 NO_IDENTITY: Final = (
@@ -283,7 +284,7 @@ class SchemaRegistry:
 
 def _amount(table: SourceTable) -> str:
     """Return how much a copy of a table reads, by the source's estimate."""
-    size = f"{table.size_bytes / (1 << 20):,.1f} MiB"
+    size = human_bytes(table.size_bytes)
     return f"its rows ({size})" if table.row_estimate <= 0 else f"its about {table.row_estimate:,} rows ({size})"
 
 

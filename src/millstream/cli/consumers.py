@@ -15,7 +15,6 @@ import click
 from millstream.cli.context import (
     Invocation,
     SuggestingGroup,
-    human_bytes,
     human_seconds,
     json_option,
     note,
@@ -25,6 +24,7 @@ from millstream.cli.context import (
     say,
     stream_option,
 )
+from millstream.model.readable import human_bytes
 
 if TYPE_CHECKING:
     from millstream.client.consumers import Consumers

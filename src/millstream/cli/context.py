@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from millstream.model.readable import readable
+from millstream.model.readable import human_bytes, readable
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
@@ -129,17 +129,6 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right:
     say(line(columns), bold=True)
     for row in cells:
         say(line(row))
-
-
-def human_bytes(count: float | None) -> str:
-    """Return a size for people."""
-    if count is None:
-        return "unknown"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def human_seconds(seconds: float | None) -> str:

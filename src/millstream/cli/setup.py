@@ -214,8 +214,8 @@ def slot_drop(invocation: Invocation, stream: str | None, yes: bool) -> None:
     Later changes are not captured; the next run copies every table again.
     """
     from millstream.capture import drop_slot
-    from millstream.cli.context import human_bytes
     from millstream.home.config_mapping import capture_config
+    from millstream.model.readable import human_bytes
     from millstream.writers.trouble import forget_given_up
 
     home = invocation.home()

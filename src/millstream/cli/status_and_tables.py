@@ -11,7 +11,6 @@ from millstream.cli.context import (
     Invocation,
     SuggestingGroup,
     copy_words,
-    human_bytes,
     human_seconds,
     json_option,
     note,
@@ -21,6 +20,7 @@ from millstream.cli.context import (
     say,
     stream_option,
 )
+from millstream.model.readable import human_bytes
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog

@@ -13,7 +13,6 @@ import click
 from millstream.cli.context import (
     Invocation,
     SuggestingGroup,
-    human_bytes,
     json_option,
     note,
     pass_invocation,
@@ -26,6 +25,7 @@ from millstream.cli.context import (
 from millstream.cli.export_and_import import Damage, export, import_, open_past_damage
 from millstream.cli.formatting import TableWords, say_loss
 from millstream.cli.wal_repairing import repair
+from millstream.model.readable import human_bytes
 
 if TYPE_CHECKING:
     from millstream.home.home import Home

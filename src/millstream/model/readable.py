@@ -1,4 +1,4 @@
-"""Text from outside made safe to show: names and values may hold characters that a terminal acts on."""
+"""Text for people: text from outside made safe to show, since a terminal acts on some characters, and sizes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,17 @@ def readable(text: str) -> str:
     get JSON or CSV.
     """
     return _CONTROL.sub(_escape, text)
+
+
+def human_bytes(count: float | None) -> str:
+    """Return a size for people."""
+    if count is None:
+        return "unknown"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
 
 
 def _escape(found: re.Match[str]) -> str:
