@@ -128,6 +128,17 @@ def test_a_changed_form_of_a_column_that_has_rows_is_refused(tmp_path: Path, bef
             home.merged("shop", "posts")
 
 
+def test_text_is_proposed_for_a_long_number_only_if_the_column_may_hold_it(home: OpenHome) -> None:
+    for long in (2**64, -(2**70)):
+        with pytest.raises(InvalidValue) as caught:
+            home.append("shop", "posts", {"id": 1, "likes": long})
+        assert caught.value.code == "increment_unsuitable"
+        assert "text" not in f"{caught.value.message} {caught.value.hint}"
+    with pytest.raises(InvalidValue, match="64 bits") as caught:
+        home.append("shop", "posts", {"id": 1, "title": 2**64})
+    assert "text" in (caught.value.hint or "")
+
+
 def test_the_name_of_the_bitmap_is_no_columns(home: OpenHome) -> None:
     for rows in (
         {"id": 1, "__named": 1},

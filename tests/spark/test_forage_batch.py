@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +101,36 @@ def test_the_tables_agree_with_the_engine_and_estimate_other_policies(home: Path
         f"{table.name}: {table.rows} rows in {table.folder}" for table in landed[:3]
     ]
     assert [row["policy"] for row in rows_of(landed[3].folder)] == ["uniform"]
+
+
+def test_the_tables_are_of_all_regions_that_the_home_follows(spark: SparkSession, tmp_path: Path):
+    from millstream_forage.batch import TOKEN_KEY, run_batch
+
+    one, two = tmp_path / "one", tmp_path / "two"
+    for region, home in ((1, one), (2, two)):
+        home.mkdir()
+        other = f'\n[replication]\nnode = "n{region}"\nregions = {{ {3 - region} = "grpc://127.0.0.1:9" }}\n'
+        (home / "millstream.toml").write_text(home_config(region) + other)
+    with ForageEngine.open(one, clock=lambda: NOW_NS) as engine:
+        engine.seed_default_corpus()
+        shown = engine.feed(1, 7, 1).items
+        engine.signal(1, shown[0].item_id, "save", impression_id=shown[0].impression_id)
+        engine.hide(1, shown[5].item_id)
+        engine.hide(1, shown[6].item_id)
+    shutil.copytree(one / "data/wal/forage", two / "data/wal/forage@1")
+    with ForageEngine.open(two, clock=lambda: NOW_NS) as engine:
+        engine.signal(1, shown[0].item_id, "save", impression_id=shown[0].impression_id)
+        engine.signal(1, shown[1].item_id, "share", impression_id=shown[1].impression_id)
+        engine.unhide(1, shown[5].item_id)
+        engine.feed(2, 7, 2)
+    landed = run_batch(spark, two)
+    items = {row["item"]: row for row in rows_of(landed[0].folder)}
+    assert len(items) == 100
+    assert sum(row["impressions"] for row in items.values()) == 14
+    assert (items[shown[0].item_id]["saves"], items[shown[1].item_id]["shares"]) == (1, 1), "the repeat counts once"
+    assert [item for item, row in items.items() if row["hidden_by"]] == [shown[6].item_id]
+    recorded = DeltaTable(landed[0].folder).history(1)[0]
+    assert {TOKEN_KEY, "forage@1.token"} <= recorded.keys()
 
 
 def simulated(home: Path, seed: int) -> None:

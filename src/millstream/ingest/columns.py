@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from millstream.errors import InvalidValue, RowsTooLarge
 from millstream.ingest.increments import NAMED, with_named, without_named
-from millstream.ingest.log_types import NOT_A_VALUE, json_of, no_value, stored, text_of
+from millstream.ingest.log_types import NOT_A_VALUE, json_of, no_value, stored, text_of, too_long_number
 from millstream.ingest.nested import TextRoom
 from millstream.model.names import NAME_BYTES_MAX, name_fault
 from millstream.model.pgtypes import DECIMAL_DIGITS_MAX
@@ -183,7 +183,7 @@ def column_of(name: str, values: list[Any]) -> pa.Array:
         if Decimal in kinds:
             return found.cast(_roomy(found.type))
     except OverflowError as error:
-        raise no_value(name, "a whole number has more than 64 bits; a Decimal or text may hold it") from error
+        raise too_long_number(name) from error
     except NOT_A_VALUE as error:
         raise no_value(name, str(error)) from error
     return found

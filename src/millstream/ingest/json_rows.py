@@ -22,7 +22,7 @@ import pyarrow as pa
 from millstream.errors import HttpError, InvalidValue
 from millstream.ingest.columns import NESTING_MAX, ROWS_BYTES_MAX, check_depth, check_names, column_of, too_large
 from millstream.ingest.increments import with_named
-from millstream.ingest.log_types import NOT_A_VALUE, no_value, stored
+from millstream.ingest.log_types import NOT_A_VALUE, no_value, stored, too_long_number
 from millstream.ingest.schemas import FITTED_BYTES_MAX
 from millstream.ingest.valid_rows import table_of_valid
 from millstream.model.operations import RejectedRow
@@ -249,7 +249,7 @@ def _column(name: str, values: list[Any], counts: Sequence[int]) -> pa.Array:
         elif kinds == {int, float}:
             return pa.array(values)
     except OverflowError as error:
-        raise no_value(name, "a whole number has more than 64 bits; text may hold it") from error
+        raise too_long_number(name) from error
     except NOT_A_VALUE as error:
         raise no_value(name, str(error)) from error
     check_depth(name, values)

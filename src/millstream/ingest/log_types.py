@@ -201,3 +201,15 @@ def _json_scalar(value: object) -> str:
 def no_value(name: str, why: str) -> InvalidValue:
     """Return the error of a column with unsupported values."""
     return InvalidValue(f"column {name} can't be taken: {why}", column=name)
+
+
+def too_long_number(name: str) -> InvalidValue:
+    """Return the error of a column with a whole number of more than 64 bits.
+
+    Its hint doesn't hold for a column that takes increments, which gets an error of its own (`increments.as_increments`).
+    """
+    return InvalidValue(
+        f"column {name} can't be taken: a whole number has more than 64 bits",
+        hint="Send it as text, or as a Decimal from Python.",
+        column=name,
+    )

@@ -1,6 +1,7 @@
 """The batch side: features, the yield of exploring, and estimates of other policies, by Spark from the log to lake tables.
 
-`run_batch` reads the log with `format("millstream")` and writes Delta tables:
+`run_batch` reads the log with `format("millstream")` and writes Delta tables. If the home follows other regions, their logs
+are read too, and what is hidden is merged from all of them.
 
 | table | a row is |
 | --- | --- |
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import pyarrow as pa
 from deltalake import CommitProperties, write_deltalake
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
@@ -27,14 +29,15 @@ from pyspark.sql.pandas.types import from_arrow_schema
 
 import millstream
 from millstream import OpenHome, StreamToken
-from millstream.errors import UnknownTable
-from millstream_forage.tables import KINDS, SCHEMAS, STREAM
+from millstream_forage.folded_log import ends_of, log_of, whole_table
+from millstream_forage.homes import CONFIG_FILE
+from millstream_forage.tables import KINDS, SCHEMAS, STREAM, other_regions
 
 LAKE_FOLDER: Final = Path("lake", "forage-batch")
 """Where the tables of a home are, in its folder."""
 DAY_NS: Final = 86_400_000_000_000
-TOKEN_KEY: Final = "forage.token"  # noqa: S105 - the key of a position
-"""Key of the log's position in the metadata of each commit."""
+TOKEN_KEY: Final = f"{STREAM}.token"
+"""Key of the log's position in the metadata of each commit. The position in the log of region 2 is under `forage@2.token`."""
 READ: Final = ("items", "impressions", "signals", "hides")
 
 COUNTED: Final = """
@@ -132,7 +135,7 @@ def run_batch(
 ) -> list[Landed]:
     """Compute every table from the log as it is now, and replace the lake's tables by them.
 
-    All tables are as of one token, which each commit records. An estimate is unbiased if each arm of its policy might have
+    All tables are as of one token of each log, which each commit records; what other regions hide is as of now. An estimate is unbiased if each arm of its policy might have
     got each slot. Then `support`, the mean ratio of the chances, is about 1. Far below 1 the log can't answer for the policy:
     slots had to explore, or the policy's arms were hardly ever shown.
 
@@ -151,16 +154,25 @@ def run_batch(
         PySparkException: Spark couldn't read the log.
     """
     with millstream.open(home) as opened:
-        token = opened.token(STREAM)
-        known = {table for table in READ if has_records(opened, table, token)}
+        others = other_regions((opened.path / CONFIG_FILE).read_text())
+        logs = {STREAM: opened.token(STREAM)} | ends_of(opened, map(log_of, others))
+        known = {
+            (log, table) for table in READ for log, token in logs.items() if has_records(opened, log, table, token)
+        }
+        merged = opened.merged(STREAM, "hides") if len(logs) > 1 and {(log, "hides") for log in logs} & known else None
     for table in READ:
-        if table in known:
-            read = spark.read.format("millstream").options(path=str(home), stream=STREAM, table=f"public.{table}")
-            records = read.option("ending", str(token)).load()
-        else:
-            empty = spark.createDataFrame([], from_arrow_schema(SCHEMAS[table]))
-            records = empty.withColumn("__seq", f.lit(0).cast("long"))
-        records.createOrReplaceTempView(table)
+        columns = [*SCHEMAS[table].names, "__seq"]
+        found = spark.createDataFrame([], from_arrow_schema(SCHEMAS[table].append(pa.field("__seq", pa.int64()))))
+        for log, token in logs.items():
+            if (log, table) in known and not (table == "hides" and merged is not None):
+                read = spark.read.format("millstream").options(path=str(home), stream=log, table=f"public.{table}")
+                found = found.unionByName(
+                    read.option("ending", str(token)).load().select(columns), allowMissingColumns=True
+                )
+        if table == "hides" and merged is not None:
+            rows = merged.select(SCHEMAS[table].names).replace_schema_metadata()
+            found = spark.createDataFrame(rows).withColumn("__seq", f.lit(0).cast("long"))
+        found.createOrReplaceTempView(table)
     for name, statement in VIEWS.items():
         spark.sql(statement).createOrReplaceTempView(name)
     targets(spark, policies or {}).createOrReplaceTempView("targets")
@@ -168,18 +180,15 @@ def run_batch(
     for name, statement in RESULTS.items():
         rows = spark.sql(statement).toArrow()
         folder = home / LAKE_FOLDER / name
-        properties = CommitProperties(custom_metadata={TOKEN_KEY: str(token)})
+        properties = CommitProperties(custom_metadata={f"{log}.token": str(token) for log, token in logs.items()})
         write_deltalake(folder, rows, mode="overwrite", schema_mode="overwrite", commit_properties=properties)
         landed.append(Landed(name, folder, rows.num_rows))
     return landed
 
 
-def has_records(home: OpenHome, table: str, token: StreamToken) -> bool:
-    """Return whether a table has a record up to a token."""
-    try:
-        return any(batch.num_rows for batch in home.read(STREAM, table=table, after=f"{token.stream}.s0", upto=token))
-    except UnknownTable:
-        return False
+def has_records(home: OpenHome, log: str, table: str, token: StreamToken) -> bool:
+    """Return whether a table has a record in a log up to a token."""
+    return any(batch.num_rows for batch in whole_table(home, log, table, token))
 
 
 def targets(spark: SparkSession, policies: Mapping[str, Mapping[str, float]]) -> DataFrame:
