@@ -13,6 +13,7 @@ import pytest
 from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage
 
+from millstream.capture import check_source
 from millstream.catalog import TableState
 from millstream.errors import ConfigError, MillstreamError, UnknownTable
 from millstream.model.column_rules import Rule, SourceRules
@@ -278,3 +279,15 @@ def test_partitions_have_their_root_s_rules(stage: Stage) -> None:
     texts = repr(records(stage))
     assert "secret" not in texts
     assert all(digest(f"secret{n}") in texts for n in range(1, 5))
+
+
+def test_doctor_names_generated_columns_over_a_column_with_a_rule(stage: Stage) -> None:
+    stage.sql(
+        "CREATE TABLE users (id int PRIMARY KEY, ssn text, name text,"
+        " short text GENERATED ALWAYS AS (left(ssn, 3)) STORED, kept text GENERATED ALWAYS AS (upper(ssn)) STORED,"
+        " other text GENERATED ALWAYS AS (lower(name)) STORED)"
+    )
+    ruled(stage, {"ssn": Rule.EXCLUDE, "kept": Rule.HASH})
+    (found,) = (f for f in check_source(stage.config) if f.code == "column_derived")
+    assert found.message == "public.users.short has no rule and is generated from ssn, which has one"
+    assert (found.table, found.blocks) == ("public.users", "nothing")

@@ -19,6 +19,7 @@ from millstream.capture.source import Connection, SourceTable, on_standby
 from millstream.catalog import Catalog
 from millstream.codec.pgoutput import relation_columns
 from millstream.errors import MillstreamError
+from millstream.model.column_rules import SourceRules
 from millstream.model.names import TablePatterns, quote_ident
 from millstream.model.pgtypes import NUMERIC_OID, is_text_for_want_of_better
 from millstream.model.records import log_names
@@ -125,6 +126,7 @@ def _check_tables(connection: Connection, config: CaptureConfig) -> list[Finding
             )
         ]
     findings = [finding for table in tables for finding in _check_table(connection, table)]
+    findings += [finding for table in tables for finding in _check_derived(connection, table, config.rules)]
     where = " at the primary" if on_standby(connection) else ""
     for lack in find_lacks(connection, config.publication, tables):
         blocks = "source" if lack.table is None else "table" if lack.stops else "nothing"
@@ -225,6 +227,36 @@ def _check_generated(connection: Connection, table: SourceTable) -> list[Finding
         fix += f"; a query can compute {', '.join(computed)}." if computed else "."
     told = f"{', '.join(lost)} {'is' if len(lost) == 1 else 'are'} generated and won't be captured"
     return [Finding("column_generated", f"{table.full_name}: {told}", "nothing", table.full_name, fix)]
+
+
+def _check_derived(connection: Connection, table: SourceTable, rules: SourceRules) -> list[Finding]:
+    """Report generated columns without a rule whose expressions use a column with a rule: they may show its values."""
+    asked = rules.tables.get((table.namespace, table.name), {})
+    if not asked:
+        return []
+    with translated():
+        # Up to 14, the generated column itself depends on the others; from 15 on, its expression does.
+        rows = connection.execute(
+            "SELECT g.attname, string_agg(DISTINCT a.attname, ', ' ORDER BY a.attname)"
+            " FROM pg_attrdef e JOIN pg_attribute g ON g.attrelid = e.adrelid AND g.attnum = e.adnum AND g.attgenerated <> ''"
+            " JOIN pg_depend d ON (d.classid = 'pg_attrdef'::regclass AND d.objid = e.oid)"
+            " OR (d.classid = 'pg_class'::regclass AND d.objid = e.adrelid AND d.objsubid = e.adnum)"
+            " JOIN pg_attribute a ON a.attrelid = d.refobjid AND a.attnum = d.refobjsubid AND a.attnum <> g.attnum"
+            " WHERE e.adrelid = %s AND d.refclassid = 'pg_class'::regclass AND d.refobjid = e.adrelid"
+            " AND a.attname = ANY (%s) GROUP BY g.attname ORDER BY g.attname",
+            [table.oid, list(asked)],
+        ).fetchall()
+    return [
+        Finding(
+            "column_derived",
+            f"{table.full_name}.{quote_ident(name)} has no rule and is generated from {used}, which has one",
+            "nothing",
+            table.full_name,
+            f"Exclude, hash or redact {name} too, unless its values may leave the source.",
+        )
+        for name, used in rows
+        if name not in asked
+    ]
 
 
 def _generated_unsent(table: SourceTable) -> dict[str, str]:

@@ -96,7 +96,7 @@ class RunReport:
         elif what == "given_up":
             self._line.clear()
             say_error({**facts, "message": f"{name}: {facts.get('message', '')}"})
-            self._line.say(f"{name}: given up; {self._given_up}")
+            self._line.say(f"{name}: given up; {'the run ends' if facts.get('ends_run') else self._given_up}")
         elif what == "stream_failed":
             self._line.clear()
             say_error({**facts, "message": f"{name}, stream {facts.get('stream')}: {facts.get('message', '')}"})

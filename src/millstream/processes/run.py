@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -43,7 +43,12 @@ class RunOutcome:
     @property
     def is_refused(self) -> bool:
         """Whether a part refused the configuration, which only the source could show to be wrong."""
-        return any(facts.get("exit_code") == ConfigError.exit_code for facts in self.errors.values())
+        return any(map(_is_refusal, self.errors.values()))
+
+
+def _is_refusal(error: Mapping[str, Any]) -> bool:
+    """Return whether a part's error says that the configuration is wrong."""
+    return error.get("exit_code") == ConfigError.exit_code
 
 
 def part_command(home: HomePaths, *words: str) -> list[str]:
@@ -110,14 +115,16 @@ class _Conductor:
         self.supervisor: Final = Supervisor(parts, on_event=self._heard)
 
     def _heard(self, event: Event) -> None:
-        self._on_event(event)
-        name, what, _ = event
+        name, what, facts = event
+        # A refused configuration ends the run: nothing was captured, and nothing will be until it is corrected.
+        is_refused = (name, what) == ("capture", "given_up") and not self._captures and _is_refusal(facts)
+        self._on_event((name, what, facts | {"ends_run": True}) if is_refused else event)
         if (name, what) == ("capture", "progress"):
             self._captures = True
         if what not in {"ended", "given_up"}:
             return
         capture, pipeline = self.supervisor.parts["capture"], self.supervisor.parts["pipeline"]
-        if capture.over and pipeline.over:
+        if is_refused or (capture.over and pipeline.over):
             self.supervisor.stop()
         elif name == "capture" and self._until_caught_up:
             # The pipeline lands everything durable, whether capture reached its goal or not; not if it
