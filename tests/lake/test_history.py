@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
@@ -19,13 +20,15 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
 
-from millstream.errors import LakeConflict, LakeError, LakeTableForeign, LakeUnavailable
+from millstream.errors import BeyondRetention, LakeConflict, LakeError, LakeTableForeign, LakeUnavailable
+from millstream.lake import schema_history
 from millstream.lake.delta import open_table
 from millstream.lake.folded.current import FoldSizes, fold_table
 from millstream.lake.folded.versions import fold_into_versions
 from millstream.lake.history import append_history, open_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.maintenance import tend_table
+from millstream.lake.query.sql import LakeSession
 from millstream.lake.scan import fold_step
 from millstream.lake.schema_history import Eras, era_at, newest_schema
 from millstream.lake.snapshots import commit_cut
@@ -479,3 +482,56 @@ def test_folds_in_steps_get_on_beside_compacted_files_and_cuts_of_other_tables(
     step = fold_step(layout, history, after=Seq(20), upto=Seq(86), rows_max=2, table=orders.table_id)
     assert step == 46, "the last cut with two records more"
     assert fold_step(layout, history, after=Seq(20), upto=Seq(86), rows_max=6, table=orders.table_id) == 86
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_bound_on_schemas_changes_no_owner_and_no_beginning(
+    orders: TableSchema, monkeypatch: pytest.MonkeyPatch, seed: int
+):
+    monkeypatch.setattr(schema_history, "ERAS_MAX", 5)
+    chance = random.Random(seed)
+    whole = bounded = Eras("public.orders", ())
+    table, name = 3, "orders"
+    for start in range(1, 120):
+        if chance.random() < 0.1:
+            table, name = chance.choice([3, 9]), chance.choice(["orders", "orders_old"])
+        schema = replace(orders, table_id=TableId(table), name=name, version=SchemaVersion(start))
+        whole, bounded = whole.having(Seq(start), schema), bounded.having(Seq(start), schema).bounded()
+    assert len(bounded.told) < len(whole.told) / 2
+    assert bounded.told[-5:] == whole.told[-5:]
+    assert (bounded.since, bounded.taken_since, bounded.taken_over) == (
+        whole.since,
+        whole.taken_since,
+        whole.taken_over,
+    )
+    for n in map(Seq, range(121)):
+        assert bounded.owner_at(n) == whole.owner_at(n)
+        for owner in (TableId(3), TableId(9)):
+            assert bounded.of_table(owner)[:1] == whole.of_table(owner)[:1]
+            if n >= bounded.complete_from:
+                assert bounded.schema_at(owner, n) == whole.schema_at(owner, n)
+
+
+def test_the_schemas_in_the_properties_are_bounded_and_an_older_moment_is_refused(
+    layout: LakeLayout, orders: TableSchema, records: Records, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(schema_history, "ERAS_MAX", 4)
+    sizes = []
+    for n in range(1, 31):
+        schema = replace(orders, version=SchemaVersion(n))
+        landed = append_history(layout, schema, [records(schema, ("c", n, {"id": n}))], Seq(n))
+        commit_cut(layout, Seq(n), [landed], committed_at=datetime(2026, 3, n, tzinfo=UTC))
+        opened = open_history(layout, orders)
+        sizes.append(sum(len(name) + len(value or "") for name, value in opened.properties.items()))
+    assert max(sizes[6:]) < 1.1 * sizes[5]
+    eras = Eras.of(opened)
+    assert [start for start, _ in eras.told] == [1, 27, 28, 29, 30]
+    assert eras.complete_from == 27
+    for n, rows in ((30, 30), (27, 27)):
+        with LakeSession(layout, as_of=Seq(n)) as session:
+            assert session.query("SELECT count(*) AS c FROM public.orders").to_pylist() == [{"c": rows}]
+    with (
+        LakeSession(layout, as_of=Seq(26)) as session,
+        pytest.raises(BeyondRetention, match="changed more than"),
+    ):
+        session.query("SELECT count(*) FROM public.orders")

@@ -29,7 +29,7 @@ from millstream.lake.layout import LakeLayout, TableCommit, folder_of
 from millstream.lake.renames import Places, bring_records, places_of, records_elsewhere
 from millstream.lake.scan import read_history
 from millstream.lake.schema_evolution import union_schema, widened
-from millstream.lake.schema_history import SINCE_PROPERTY, Eras, eras_in, owned_since, schema_property, told_properties
+from millstream.lake.schema_history import SINCE_PROPERTY, Eras, owned_since, schema_property
 from millstream.lake.snapshots import last_cut
 from millstream.lake.types import HISTORY_PREFIX, conform, lake_columns, to_lake
 from millstream.model.ids import TableId
@@ -188,7 +188,7 @@ def _create(
     if schema.kind is TableKind.TABLE:
         name = f"{schema.namespace}.{schema.name}"
         eras = _begun(Eras(folder_of(schema), ()), batches, Seq(0))
-        properties |= told_properties(eras.told) | {SINCE_PROPERTY: str(int(eras.since or n))}
+        properties |= eras.bounded().properties() | {SINCE_PROPERTY: str(int(eras.since or n))}
     return create_table(
         layout,
         path,
@@ -213,8 +213,7 @@ def _ready(
     if begun == eras:
         return ready
     begun = _given_back(ready, eras, begun)
-    before = dict(eras.told) if eras_in(ready) else {}
-    properties = told_properties([(start, era) for start, era in begun.told if start not in before])
+    properties = begun.bounded().properties()
     if begun.native:
         properties |= schema_property(begun.native[-1][1]) | {SINCE_PROPERTY: str(int(begun.since))}
     set_properties(ready, properties)

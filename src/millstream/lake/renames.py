@@ -9,7 +9,7 @@ are. If another table has taken over the name since, the folders themselves say 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
@@ -28,7 +28,7 @@ from millstream.lake.folder import (
 )
 from millstream.lake.layout import BESIDE, MESSAGES, LakeLayout, has_current
 from millstream.lake.schema_evolution import widened
-from millstream.lake.schema_history import Eras, eras_in, told_properties
+from millstream.lake.schema_history import Eras, has_eras
 from millstream.lake.snapshots import Cut
 from millstream.lake.types import lake_columns
 from millstream.model.ids import TableId
@@ -151,23 +151,33 @@ def bring_records(layout: LakeLayout, schema: TableSchema, opened: OpenTable, so
     """
     assert source.n is not None, "it was chosen for its records"
     after = opened.n or Seq(0)
-    eras = Eras.of(source).of_table(schema.table_id)
-    mine = {name for _, era in eras for name in lake_columns(era, layout.types).names} | RECORD_COLUMNS
+    theirs = Eras.of(source)
+    mine = {
+        name for _, era in theirs.of_table(schema.table_id) for name in lake_columns(era, layout.types).names
+    } | RECORD_COLUMNS
     columns = pa.schema([column for column in source.schema() if column.name in mine])
     ready = widened(layout, opened, f"{schema.namespace}.{schema.name}", columns)
     gone = history_from(source)
     gone = max(gone if gone > after else Seq(0), history_from(ready) if ready.n is not None else Seq(0))
-    told = told_properties(eras) if eras_in(source) and eras_in(ready) else {}
+    told = _eras_with(Eras.of(ready), theirs, schema) if has_eras(source) and has_eras(ready) else {}
     set_properties(ready, told | {history_from_property(schema.table_id): str(int(gone))})
     if ready.n != opened.n:
         raise LakeConflict(f"another task appended to {opened.path} at the same time", path=opened.path)
     shape = pa.schema([column for column in ready.schema() if column.name != MONTH_COLUMN])
-    theirs, files = TableFiles(layout, source.path), TableFiles(layout, ready.path, BOUNDED)
+    left, files = TableFiles(layout, source.path), TableFiles(layout, ready.path, BOUNDED)
     written = []
     for path, month in files_by_month(source):
         if table_in(path) == schema.table_id:
-            rows = records_in(theirs, path, shape, after=after, upto=source.n)
+            rows = records_in(left, path, shape, after=after, upto=source.n)
             file = files.write(rows, shape, new_name(table=schema.table_id), partition=month_folder(month))
             written += [in_month(file, month)] if file.rows else []
     swap(ready, ready.commit(source.n), add=written, partition_by=[MONTH_COLUMN])
     return reopened(layout, ready)
+
+
+def _eras_with(eras: Eras, theirs: Eras, schema: TableSchema) -> dict[str, str]:
+    """Return the properties of a folder to which a table brings its eras from another folder."""
+    for start, era in theirs.of_table(schema.table_id):
+        eras = eras.having(start, era)
+    complete_from = max(eras.complete_from, theirs.complete_from)
+    return replace(eras, complete_from=complete_from).bounded().properties()

@@ -10,21 +10,25 @@ brought from an earlier folder lie between the others' by number. Two things tel
   there on. The newest of these eras names the folder's owner. Numbers decide, never the greater table id or
   schema version: a table may take over a name from a younger one, and a name that comes back has its old
   version again.
+
+The number of eras is bounded. From `ERAS_MAX` on, the oldest go, except the first and the last of each time that
+a table had a name. They are the ones that decide ownership and beginnings.
 """
 
 from __future__ import annotations
 
 import base64
+import struct
 import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from operator import itemgetter
 from typing import Final
 
 import pyarrow as pa
 
-from millstream.errors import LakeTableForeign
+from millstream.errors import BeyondRetention, LakeTableForeign
 from millstream.lake.delta import OpenTable
 from millstream.lake.layout import folder_of
 from millstream.model.ids import TableId
@@ -35,8 +39,12 @@ SCHEMA_PROPERTY: Final = "millstream.schema"
 """The schema of the newest record of the folder's owner."""
 SINCE_PROPERTY: Final = "millstream.since_seq"
 """Position from which the owner has had the name, without another table or another name in between."""
-ERA_PROPERTY: Final = "millstream.schema.at."
-"""Prefix of an era's property, followed by a `seq`: the schema of its table's records from there on."""
+_ERAS_PROPERTY: Final = "millstream.schemas"
+"""All eras of a folder, compressed together, because they differ little."""
+ERAS_MAX: Final = 200
+"""A folder keeps at least as many of its newest eras."""
+_FROM: Final = struct.Struct("<q")
+_ERA: Final = struct.Struct("<qI")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +63,8 @@ class Eras:
     folder: str
     told: tuple[tuple[Seq, TableSchema], ...]
     """Schemas by the number at which each begins, ascending."""
+    complete_from: Seq = Seq(0)
+    """Position below which some schemas aren't recorded any more."""
 
     @classmethod
     def of(cls, opened: OpenTable) -> Eras:
@@ -63,12 +73,36 @@ class Eras:
         Raises:
             LakeTableForeign: the table's properties don't hold its schema.
         """
-        told = [(start, decode(encoded)) for start, encoded in eras_in(opened).items()]
-        return cls(opened.path.rsplit("/", 1)[1], tuple(told) or ((Seq(0), newest_schema(opened)),))
+        folder, encoded = opened.path.rsplit("/", 1)[1], opened.properties.get(_ERAS_PROPERTY)
+        if encoded is None:
+            return cls(folder, ((Seq(0), newest_schema(opened)),))
+        complete_from, told = _unpacked(encoded)
+        return cls(folder, told, complete_from)
 
     def having(self, start: Seq, schema: TableSchema) -> Eras:
         """Return these eras and one more."""
-        return Eras(self.folder, tuple(sorted([*self.told, (start, schema)], key=itemgetter(0))))
+        told = {**dict(self.told), start: schema}
+        return replace(self, told=tuple(sorted(told.items(), key=itemgetter(0))))
+
+    def bounded(self) -> Eras:
+        """Return the eras without the oldest ones above the bound."""
+        owners = [(schema.table_id, folder_of(schema)) for _, schema in self.told]
+        kept, complete_from = list(self.told[:1]), self.complete_from
+        for place, era in enumerate(self.told[1:], 1):
+            is_old = place < len(self.told) - ERAS_MAX
+            if is_old and owners[place - 1] == owners[place] == owners[place + 1]:
+                complete_from = self.told[place + 1][0]
+            else:
+                kept.append(era)
+        return replace(self, told=tuple(kept), complete_from=complete_from)
+
+    def properties(self) -> dict[str, str]:
+        """Return the property that records the eras."""
+        packed = [_FROM.pack(self.complete_from)]
+        for start, schema in self.told:
+            raw = schema.to_arrow().serialize().to_pybytes()
+            packed += [_ERA.pack(start, len(raw)), raw]
+        return {_ERAS_PROPERTY: base64.b64encode(zlib.compress(b"".join(packed), 9)).decode()} if self.told else {}
 
     def is_native(self, schema: TableSchema) -> bool:
         """Return whether a schema has the folder's own name."""
@@ -146,10 +180,19 @@ def era_at(opened: OpenTable, n: Seq) -> Era | None:
     """Return the schema at `n` of the table that had the name; None if no record is that old.
 
     If no table had the name at `n`, take the handle's table.
+
+    Raises:
+        BeyondRetention: the schema at `n` isn't recorded any more.
     """
     eras = Eras.of(opened)
     owner = eras.owner_at(n) or table_of(opened)
     schema = eras.schema_at(owner, n)
+    if schema is not None and n < eras.complete_from:
+        raise BeyondRetention(
+            f"the columns of {schema.full_name} changed more than {ERAS_MAX} times since then, and aren't recorded any more",
+            hint="Query a later time.",
+            first=int(eras.complete_from),
+        )
     return None if schema is None else Era(schema, eras.of_table(owner)[0][0])
 
 
@@ -159,32 +202,30 @@ def first_of(opened: OpenTable, table: TableId) -> Seq:
     return mine[0][0] if mine else Seq(0)
 
 
-def eras_in(opened: OpenTable) -> dict[Seq, str]:
-    """Return the encoded eras in the properties, by the position at which each begins, ascending."""
-    found = {
-        Seq(int(name.removeprefix(ERA_PROPERTY))): value
-        for name, value in opened.properties.items()
-        if name.startswith(ERA_PROPERTY) and value is not None
-    }
-    return dict(sorted(found.items()))
+def has_eras(opened: OpenTable) -> bool:
+    """Return whether a history's properties record eras; not before its first record."""
+    return opened.properties.get(_ERAS_PROPERTY) is not None
 
 
-def told_properties(told: Iterable[tuple[Seq, TableSchema]]) -> dict[str, str]:
-    """Return the properties that record eras."""
-    return {f"{ERA_PROPERTY}{start}": _encode(schema) for start, schema in told}
-
-
-def _encode(schema: TableSchema) -> str:
-    """Return a schema as a property; compressed, because each change of columns adds one permanently."""
-    return "z" + base64.b64encode(zlib.compress(schema.to_arrow().serialize().to_pybytes(), 9)).decode()
+@lru_cache(maxsize=1024)
+def _unpacked(encoded: str) -> tuple[Seq, tuple[tuple[Seq, TableSchema], ...]]:
+    packed = zlib.decompress(base64.b64decode(encoded))
+    told, place = list[tuple[Seq, TableSchema]](), _FROM.size
+    while place < len(packed):
+        start, size = _ERA.unpack_from(packed, place)
+        place += _ERA.size + size
+        told.append((Seq(start), _schema_in(packed[place - size : place])))
+    return Seq(_FROM.unpack_from(packed)[0]), tuple(told)
 
 
 @lru_cache(maxsize=4096)
 def decode(encoded: str) -> TableSchema:
-    """Return the schema that a property holds."""
-    packed = encoded.startswith("z")  # which no Arrow message begins with in base64
-    raw = base64.b64decode(encoded[1:] if packed else encoded)
-    return TableSchema.from_arrow(pa.ipc.read_schema(pa.py_buffer(zlib.decompress(raw) if packed else raw)))
+    """Return the schema that the owner's property holds."""
+    return _schema_in(base64.b64decode(encoded))
+
+
+def _schema_in(raw: bytes) -> TableSchema:
+    return TableSchema.from_arrow(pa.ipc.read_schema(pa.py_buffer(raw)))
 
 
 def schema_property(schema: TableSchema) -> dict[str, str]:
