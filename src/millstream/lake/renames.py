@@ -8,8 +8,11 @@ are. If another table has taken over the name since, the folders themselves say 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Final
 
 import pyarrow as pa
 
@@ -47,6 +50,8 @@ class RecordFolder:
     """Position that the commits there have reached at least."""
 
 
+_CHANGED_MIN: Final = 16
+_CHANGED_SHARE: Final = 8
 Places = Mapping[TableId, RecordFolder]
 """Places of the tables that the last cut names, by table id."""
 
@@ -54,6 +59,35 @@ Places = Mapping[TableId, RecordFolder]
 def places_of(cut: Cut | None) -> Places:
     """Return the place of each table's records according to a cut."""
     return {} if cut is None else {t.table_id: RecordFolder(folder, t.history_n) for folder, t in cut.tables.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPlaces:
+    """Places in a form that tasks receive at little cost: those of all tables at some moment, and those that differ."""
+
+    base: bytes = b"{}"
+    """JSON: folder and position by table id."""
+    changed: Mapping[TableId, RecordFolder | None] = field(default_factory=dict)
+    """Places that differ from these; None: the table has none any more."""
+
+    def unpacked(self) -> Places:
+        """Return the places. A process parses a base once."""
+        places: dict[TableId, RecordFolder | None] = {**_parsed(self.base), **self.changed}
+        return {table: place for table, place in places.items() if place is not None}
+
+    def followed_by(self, places: Places) -> PackedPlaces:
+        """Return other places in this form, with the same base if few differ from it."""
+        base = _parsed(self.base)
+        changed: dict[TableId, RecordFolder | None] = {t: p for t, p in places.items() if base.get(t) != p}
+        changed |= dict.fromkeys(base.keys() - places.keys())
+        if len(changed) <= max(_CHANGED_MIN, len(places) // _CHANGED_SHARE):
+            return PackedPlaces(self.base, changed)
+        return PackedPlaces(json.dumps({int(t): [p.folder, int(p.n)] for t, p in places.items()}).encode())
+
+
+@lru_cache(maxsize=8)
+def _parsed(base: bytes) -> Mapping[TableId, RecordFolder]:
+    return {TableId(int(table)): RecordFolder(folder, Seq(n)) for table, (folder, n) in json.loads(base).items()}
 
 
 def lost_records(layout: LakeLayout, schema: TableSchema, opened: OpenTable | None, places: Places) -> str | None:

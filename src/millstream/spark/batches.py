@@ -29,6 +29,7 @@ from millstream.backoff import Backoff
 from millstream.catalog import Catalog
 from millstream.errors import EngineError, Retry
 from millstream.lake.layout import TableCommit
+from millstream.lake.renames import PackedPlaces, places_of
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
 from millstream.spark.complete_copies import CompleteCopies
@@ -79,6 +80,7 @@ class BatchLander:
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while a batch lands or a table catches up."""
     closed: bool = False
+    _places: PackedPlaces = field(default_factory=PackedPlaces)
     _last: tuple[Landed, float, float | None] | None = None
     """The last batch, how long it took, and the age of its newest record when it had landed."""
     _trying: Mapping[str, str] = field(default_factory=dict)
@@ -197,7 +199,9 @@ class BatchLander:
         """Run the job; `start` is where its records begin, or earlier."""
         self.copies.observe(self.log.persisted_upto)
         copies = self.copies
-        around = Around(self.pipeline_tables.cut, held, copies.unfinished(start), copies.live, copies.history_only)
+        cut = self.pipeline_tables.cut
+        self._places = self._places.followed_by(places_of(cut))
+        around = Around(cut, self._places, held, copies.unfinished(start), copies.live, copies.history_only)
         answers = self.config.sink.land(batch, around)
         if not answers:
             return None

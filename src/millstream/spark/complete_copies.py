@@ -37,15 +37,15 @@ class CompleteCopies:
         Returns:
             The position.
         """
-        rows = self._catalog.tables(self._stream)
+        states = self._catalog.states(self._stream)
         upto = position()
-        self.live = frozenset(row.id for row in rows)
-        self.history_only = frozenset(row.id for row in rows if row.state is TableState.HISTORY_ONLY)
-        for row in rows:
-            if row.state in COPYING:
-                self._whole_at.pop(row.id, None)
+        self.live = frozenset(states)
+        self.history_only = frozenset(table for table, state in states.items() if state is TableState.HISTORY_ONLY)
+        for table, state in states.items():
+            if state in COPYING:
+                self._whole_at.pop(table, None)
             else:
-                self._whole_at.setdefault(row.id, upto)
+                self._whole_at.setdefault(table, upto)
         return upto
 
     def unfinished(self, at: Seq) -> frozenset[TableId]:

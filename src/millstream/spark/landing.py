@@ -30,7 +30,7 @@ from millstream.lake.maintenance import Upkeep, UpkeepRules, delete_unneeded, te
 from millstream.lake.postgres.land import LandedTable, Loaded, land
 from millstream.lake.postgres.target import PostgresTarget
 from millstream.lake.rebuild import prepare_rebuild
-from millstream.lake.renames import Places
+from millstream.lake.renames import PackedPlaces
 from millstream.lake.retain import HistoryBound, drop_history
 from millstream.lake.snapshots import Cut
 from millstream.model.ids import TableId
@@ -88,7 +88,7 @@ class TableError:
         return cls(facts["code"], facts["message"], facts["hint"], Retry(facts["retry"]))
 
 
-def table_writer(layout: LakeLayout, held: frozenset[TableId], places: Places) -> Callable[[pa.Table], pa.Table]:
+def table_writer(layout: LakeLayout, held: frozenset[TableId], places: PackedPlaces) -> Callable[[pa.Table], pa.Table]:
     """Return the function that Spark applies to each table's rows of a batch; tables in `held` are skipped.
 
     Nothing may be appended to a table that failed before: its next batch would leave a gap.
@@ -104,7 +104,7 @@ def table_writer(layout: LakeLayout, held: frozenset[TableId], places: Places) -
                 # Also for a skipped table: a cut's time covers everything that was committed up to it.
                 schema, batches = group.load()
                 if group.table_id not in held:
-                    commit = append_history(layout, schema, batches, group.upto, places=places)
+                    commit = append_history(layout, schema, batches, group.upto, places=places.unpacked())
             except Exception as failure:  # noqa: BLE001 - whatever it is, it is this table's alone
                 error = None if group.table_id in held else failure
         spare_the_collector("append")
@@ -119,6 +119,8 @@ class Around:
 
     cut: Cut | None
     """The last cut."""
+    places: PackedPlaces
+    """Places of its tables."""
     held: frozenset[TableId] = frozenset()
     """Tables that are quarantined."""
     unfinished: frozenset[TableId] = frozenset()
@@ -131,7 +133,9 @@ class Around:
 
 def database_writer(target: PostgresTarget, around: Around) -> Callable[[pa.Table], pa.Table]:
     """Return the function that Spark applies to all rows of a batch: one transaction of a database."""
-    held, cut = around.held, Seq(0) if around.cut is None else around.cut.n
+    cut = Seq(0) if around.cut is None else around.cut.n
+    # Tasks receive what they use, not the tables of the cut.
+    held, copying, live, history_only = around.held, around.unfinished, around.live, around.history_only
 
     def write(rows: pa.Table) -> pa.Table:
         ids = [TableId(found) for found in pc.unique(rows.column("table_id")).to_pylist()]
@@ -144,9 +148,9 @@ def database_writer(target: PostgresTarget, around: Around) -> Callable[[pa.Tabl
             asked,
             upto,
             cut=cut,
-            copying=around.unfinished,
-            live=around.live,
-            history_only=around.history_only,
+            copying=copying,
+            live=live,
+            history_only=history_only,
         )
         for found in held & groups.keys():
             with contextlib.suppress(MillstreamError):

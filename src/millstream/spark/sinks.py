@@ -20,7 +20,6 @@ from millstream.lake.layout import LakeLayout, TableCommit
 from millstream.lake.postgres import cuts
 from millstream.lake.postgres.land import begin
 from millstream.lake.postgres.target import PostgresTarget
-from millstream.lake.renames import places_of
 from millstream.lake.snapshots import Cut
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
@@ -106,7 +105,7 @@ class LakeOfFiles:
 
     def land(self, batch: DataFrame, around: Around) -> list[Row]:
         """See `Sink`."""
-        writer = table_writer(self.layout, around.held, places_of(around.cut))
+        writer = table_writer(self.layout, around.held, around.places)
         return batch.groupBy("table_id").applyInArrow(writer, ANSWER_COLUMNS).collect()
 
 

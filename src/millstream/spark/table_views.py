@@ -28,7 +28,11 @@ class TableViews:
     def schema(self, entry: PipelineTable) -> TableSchema | None:
         """Return the schema of the newest records in the lake, whose name is the table's name there."""
         key = (entry.table_id, entry.version)
-        if key not in self._schemas:
+        if key not in self._schemas and self._schemas and entry.version:
+            schema = self._catalog.schema(*key)
+            if schema is not None:
+                self._schemas[key] = schema
+        elif key not in self._schemas:
             stream = self._config.stream_id
             self._schemas = self._catalog.schemas(stream)
             newest = self._catalog.latest_schemas(stream) or self.log.schemas()
