@@ -18,11 +18,13 @@ from tests.regions.two_homes import follow, made
 import millstream
 from millstream.crdt import tables
 from millstream.home.home import Home
+from millstream.model.ids import RegionId
 from millstream.model.writes import WriteId
-from millstream.regions import region_table, repeated_writes
+from millstream.regions import region_table
 from millstream.regions.merged_states import MergedStates
 from millstream.regions.reconciling import reconcile_stream
-from millstream.regions.repeated_writes import Repeat, RepeatedWrites
+from millstream.wal import repeated_writes
+from millstream.wal.repeated_writes import Repeat, RepeatedWrites
 from millstream.wal.writing.deduplication import writes_of
 
 CONFIG = """
@@ -131,6 +133,22 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 def test_regions_count_a_write_once_wherever_it_was_repeated(world: World) -> None:
     world.check()
+
+
+def test_a_dry_run_counts_a_write_once_in_the_merged_value(tmp_path: Path) -> None:
+    homes = {region: made(tmp_path / str(region), region, CONFIG) for region in (1, 2)}
+    for region, home in homes.items():
+        with millstream.open(home) as opened:
+            opened.append("shop", "posts", {"id": 1, "likes": 5, "heat": 2.0}, idempotency_key="twice")
+            opened.append("shop", "posts", {"id": 1, "likes": region})
+    follow(homes[1], homes[2], 2)
+    (table,) = reconcile_stream(Home(homes[1]), "shop", dry_run=True).tables
+    lines = {line["column"]: line for line in table.differences[RegionId(2)].to_pylist()}
+    assert [lines["likes"][side] for side in ("local", "remote", "merged")] == ["6", "7", "8"]
+    with millstream.open(homes[1]) as opened:
+        (row,) = opened.merged("shop", "posts").to_pylist()
+    assert (row["likes"], row["heat__1h"]) == (8, 1)
+    assert "heat__1h" not in lines, "each has one event, and so have both together"
 
 
 @pytest.mark.siege

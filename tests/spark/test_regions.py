@@ -141,3 +141,38 @@ def test_spark_sums_increments_of_regions_and_keeps_what_rows_do_not_name(tmp_pa
     )
     found = merged_regions(records, ["id"], table.engine.merge, table.columns).orderBy("id")
     assert [row.asDict() for row in found.collect()] == expected.to_pylist()
+
+
+def test_spark_counts_writes_once_that_two_regions_have(tmp_path: Path, spark: SparkSession) -> None:
+    merges = (
+        'likes = "pn_counter(increments)"\nscore = "pn_counter(increments)"\nheat = "signal(1h)"\nviews = "g_counter"\n'
+    )
+    homes = {region: tmp_path / str(region) for region in (1, 2)}
+    chance = np.random.default_rng(3)
+    rows = [
+        {"id": int(chance.integers(0, 4)), "likes": number - 9, "score": float(chance.random()), "heat": 1 + float(chance.random()),
+         "views": number}
+        for number in range(30)
+    ]  # fmt: skip
+    for region, folder in homes.items():
+        folder.mkdir()
+        (folder / "millstream.toml").write_text(
+            f'[streams.shop]\nregion = {region}\n[streams.shop.log]\ndisk_used_max = 1.0\n[streams.shop.keys]\n"public.posts" = ["id"]\n'
+            f'[streams.shop.merge."public.posts"]\n{merges}'
+        )
+        with millstream.open(folder) as home:
+            for number, row in enumerate(rows):
+                if number % 3 != region:  # every third row is in both
+                    home.append("shop", "posts", row, idempotency_key=f"row {number}")
+    shutil.copytree(homes[2] / "data/wal/shop", homes[1] / "data/wal/shop@2")
+    table = RegionTable(Home(homes[1]), "shop", "posts")
+    expected = table.engine.value(table.merged_state())
+    assert sum(expected.column("likes").to_pylist()) == sum(row["likes"] for row in rows)
+    records = region_records(spark, table.folders, "public.posts")
+    found = merged_regions(records, ["id"], table.engine.merge, table.columns).orderBy("id").toArrow()
+    for name in expected.column_names:
+        assert list(map(repr, found.column(name).to_pylist())) == list(map(repr, expected.column(name).to_pylist())), (
+            name
+        )
+    without = merged_regions(records.drop("__repeats"), ["id"], table.engine.merge, table.columns)
+    assert sum(row["likes"] for row in without.collect()) > sum(row["likes"] for row in rows), "the rows repeat"

@@ -187,16 +187,23 @@ class ReconciliationEngine:
         """Return the table that readers see; see `tables.merged`."""
         return merged(state.rows, self.key, self.merge, at_ns=at_ns)
 
-    def dry_run(self, local: RegionState, remote: RegionState, *, rows_max: int = 10_000) -> pa.Table:
+    def dry_run(
+        self, local: RegionState, remote: RegionState, *, rows_max: int = 10_000, joined: RegionState | None = None
+    ) -> pa.Table:
         """Return what reconciling changes: a row for each value that the sides don't share, or that merging changes.
+
+        Args:
+            local: one side.
+            remote: the other.
+            rows_max: limit of the rows.
+            joined: the state of both together, if it isn't just their join: it subtracts what both have.
 
         Returns:
             `key`, `column`, the values as `local` and `remote` have them now and as both will (`merged`), and which
             side has the row (`known_to`: `local`, `remote`, `both`). Rows are ordered by key, then column, at most
             `rows_max` of them. Signals are taken as of one moment.
         """
-        plan = self.plan(local, remote)
-        joined = self.apply(local, plan.to_local)
+        joined = joined or self.apply(local, self.plan(local, remote).to_local)
         at_ns = newest_event_ns(joined.rows, self.merge)
         target = joined.rows.schema
         sides = [self.value(RegionState(widened(state.rows, target)), at_ns=at_ns) for state in (local, remote, joined)]

@@ -14,8 +14,8 @@ from millstream.errors import MergeStateUnreadable, MillstreamError
 from millstream.model.ids import RegionId, region_log_name
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.positions import StreamToken, short_stream_id
-from millstream.regions.ends import still_says
 from millstream.regions.region_logs import merge_of
+from millstream.wal.log_ends import still_says
 from millstream.wal.reader import StreamReader
 
 if TYPE_CHECKING:

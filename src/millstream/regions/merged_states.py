@@ -17,7 +17,7 @@ from millstream.crdt.reconcile import Missing, ReconciliationEngine, RegionState
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.regions.region_logs import merge_of, region_logs
 from millstream.regions.region_table import RegionTable
-from millstream.regions.repeated_writes import RepeatedWrites
+from millstream.wal.repeated_writes import RepeatedWrites
 
 if TYPE_CHECKING:
     import pyarrow as pa

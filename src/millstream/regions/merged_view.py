@@ -29,9 +29,9 @@ from millstream.model.positions import Seq
 from millstream.model.schema import TableKind
 from millstream.regions.region_logs import region_logs
 from millstream.regions.region_table import RegionTable
-from millstream.regions.repeated_writes import RepeatedWrites
 from millstream.spark.schedule import DISK_FACTOR, FOLD_INTERVAL_S, FoldHistory, fold_is_due
 from millstream.wal.reader import StreamReader
+from millstream.wal.repeated_writes import RepeatedWrites
 from millstream.workers import Worker
 
 if TYPE_CHECKING:

@@ -123,7 +123,10 @@ def _reconciled(
         regions = len(table.regions)
         if rows_max is not None:
             (_, local), *others = table.states_apart().items()
-            differences = {other: table.engine.dry_run(local, remote, rows_max=rows_max) for other, remote in others}
+            differences = {
+                other: table.engine.dry_run(local, remote, rows_max=rows_max, joined=table.together(local, remote))
+                for other, remote in others
+            }
             found.append(ReconciledTable(table.name, regions, differences=differences, unwritten=table.unwritten))
             continue
         taken: list[Reconciled] = []

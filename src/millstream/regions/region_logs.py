@@ -17,7 +17,7 @@ from millstream.model.ids import RegionId, StreamId
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
-from millstream.regions.ends import end_at, still_says
+from millstream.wal.log_ends import end_at, still_says
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.deduplication import writes_of
 

@@ -59,11 +59,11 @@ from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.positions import Seq, StreamToken, short_stream_id
 from millstream.model.schema import TableKind, TableSchema
 from millstream.private_files import make_folder, replacing
-from millstream.regions.ends import end_at, still_says
 from millstream.regions.kept_states import mapped, merge_file
 from millstream.regions.region_logs import check_forms, check_region, merge_of, region_logs
-from millstream.regions.repeated_writes import RepeatedWrites, is_repeat, spans_of
+from millstream.wal.log_ends import end_at, still_says
 from millstream.wal.reader import StreamReader, TableRecords
+from millstream.wal.repeated_writes import RepeatedWrites, is_repeat, spans_of
 from millstream.wal.truncation_watch import HistoryWatch
 
 if TYPE_CHECKING:
@@ -360,6 +360,11 @@ class RegionTable:
             )
             for region in self.regions
         }
+
+    def together(self, one: RegionState, other: RegionState) -> RegionState:
+        """Return the state of two regions together, each as `states_apart` returns it: a write that both have counts once."""
+        joined = self.engine.apply(one, self.engine.plan(one, other).to_local)
+        return self._without_repeats({}, joined)
 
     def widened(self, state: RegionState) -> RegionState:
         """Return a state with all columns that the table has now."""

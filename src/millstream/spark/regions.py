@@ -1,7 +1,7 @@
 """Tables that several regions write, merged by Spark: the same rows as `crdt.tables` returns, to the bit.
 
 The merge uses only Spark's own aggregates, which run where its other aggregates do: no row goes
-through Python. Operations that round are done in one order, and only by sums and products, on both
+through Python. Writes that two regions have are found as `regions` finds them (`wal.repeated_writes`). Operations that round are done in one order, and only by sums and products, on both
 sides (`crdt.signals`).
 """
 
@@ -16,16 +16,18 @@ import pyarrow as pa
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as Spark's own pages write it
 
+from millstream.crdt.columns import whole_column
 from millstream.crdt.declared import MergeKind, TableMerge, union_of
-from millstream.crdt.tables import REGION, SEQ, STATE_PREFIX, WALL, lift, merged_schema
+from millstream.crdt.tables import REGION, SEQ, STATE_PREFIX, WALL, lift, merged_schema, subtracting_region
 from millstream.errors import UnknownTable
 from millstream.model.conforming import conform
 from millstream.model.ids import RegionId, TableId
 from millstream.model.names import parse_qualified_name
-from millstream.model.positions import Seq
+from millstream.model.positions import Seq, StreamToken
 from millstream.spark.columns import arrow_schema, spark_schema
-from millstream.spark.signals import SignalColumns, column_of
+from millstream.spark.signals import REPEATS, SignalColumns, column_of
 from millstream.wal.reader import StreamReader
+from millstream.wal.repeated_writes import Repeat, RepeatedWrites, is_repeat
 from millstream.wal.table_records import TableRecords
 
 _SPAN_BYTES: Final = 16 << 20
@@ -33,10 +35,14 @@ _HINT: Final = "A column of this table has another type in some version of it."
 _NEWEST: Final = (MergeKind.LWW, MergeKind.PN_COUNTER, MergeKind.OR_SET)
 """Kinds for which a region's newest record that names the column is sufficient."""
 _UNCHANGED: Final = pa.field("__unchanged", pa.list_(pa.string()))
+_REPEATS: Final = pa.field(REPEATS, pa.int64())
+"""The number below 0 that stands in place of the region in the subtraction of a repeat; null for any other record."""
 
 
 def region_records(spark: SparkSession, logs: Mapping[RegionId, str], table: str) -> DataFrame:
     """Return one table's records in the logs of several regions: `__region`, `__seq`, `__wall_ns`, the table's columns.
+
+    `__repeats` marks the records of a write that an earlier one in another region repeats, so that it counts once.
 
     Args:
         spark: the session.
@@ -63,12 +69,16 @@ def region_records(spark: SparkSession, logs: Mapping[RegionId, str], table: str
         raise UnknownTable(f"no region has records of {table}", table=table)
     own = union_of(table, columns)
     tasks = []
+    readers = {region: reader for region, reader in readers.items() if schemas[region]}
+    ends = {region: StreamToken.scalar(reader.stream_id, reader.persisted_upto()) for region, reader in readers.items()}
+    repeats = RepeatedWrites().between(readers, {}, ends) if len(readers) > 1 else {}
     for region, reader in readers.items():
         tables = frozenset(schema.table_id for schema in schemas[region])
         if tables:
-            spans = reader.spans(Seq(reader.first_seq() - 1), reader.persisted_upto(), bytes_target=_SPAN_BYTES)
-            tasks += [(pickle.dumps((logs[region], span, int(region), tables)),) for span in spans]
-    target = spark_schema(pa.schema([*STATE_PREFIX, _UNCHANGED, *own]))
+            spans = reader.spans(Seq(reader.first_seq() - 1), ends[region].linear(), bytes_target=_SPAN_BYTES)
+            own_repeats = repeats.get(region, [])
+            tasks += [(pickle.dumps((logs[region], span, int(region), tables, own_repeats)),) for span in spans]
+    target = spark_schema(pa.schema([*STATE_PREFIX, _UNCHANGED, _REPEATS, *own]))
     if not tasks:
         return spark.createDataFrame([], target)
     shape = arrow_schema(target)
@@ -82,13 +92,22 @@ def region_records(spark: SparkSession, logs: Mapping[RegionId, str], table: str
 
 
 def _read_span(task: bytes, own: pa.Schema, shape: pa.Schema, table: str) -> Iterator[pa.RecordBatch]:
-    folder, span, region, tables = pickle.loads(task)  # noqa: S301 - made by the driver, a few lines above
+    folder, span, region, tables, repeats = pickle.loads(task)  # noqa: S301 - made by the driver, a few lines above
     wanted: frozenset[TableId] = tables
     for part in StreamReader(folder).read_span(span, tables=wanted):
         rows = lift(part.batch, part.hybrid_ns, RegionId(region), own, TableMerge(), table=table)
         rows = rows.append_column(_UNCHANGED, _unnamed(part, own))
+        rows = rows.append_column(_REPEATS, _repeats_in(rows, repeats))
         for batch in rows.to_batches():
             yield conform(batch, shape, hint=_HINT)
+
+
+def _repeats_in(rows: pa.Table, repeats: list[Repeat]) -> pa.Array:
+    """Return the values of `__repeats` for records of one region."""
+    if not repeats:
+        return pa.nulls(rows.num_rows, _REPEATS.type)
+    regions, seqs = (whole_column(rows.column(one.name)).to_numpy() for one in (REGION, SEQ))
+    return pa.array(subtracting_region(regions, seqs), mask=~is_repeat(repeats, seqs))
 
 
 def _unnamed(part: TableRecords, own: pa.Schema) -> pa.Array:
@@ -112,7 +131,8 @@ def merged_regions(
     """Return the merge of all regions: one row a key, as `crdt.tables.merged` of the same records.
 
     Args:
-        records: as `region_records` returns them, in any order, with any repetitions.
+        records: as `region_records` returns them, in any order, with any repetitions. Without the column `__repeats`, no
+            write counts as a repeat.
         key: names of the columns that identify the table's rows.
         merge: how they merge.
         columns: the table's own, of `records`, as Arrow has them.
@@ -123,6 +143,8 @@ def merged_regions(
         ReplicationError (`merge_unsuitable`): a column can't merge so.
     """
     merge.check("the table", columns, key)
+    if REPEATS not in records.columns:
+        records = records.withColumn(REPEATS, F.lit(None).cast("bigint"))
     names = [name for name in columns.names if name not in key]
     signals = SignalColumns(columns, merge)
     if at_ns is None and signals.names:
@@ -183,7 +205,7 @@ class _RegionColumns:
             for name in self.summed:
                 column, kind = column_of(name), self._merge.of(name).kind
                 if self._merge.of(name).increments:
-                    added = F.struct(F.col(SEQ.name), column.alias("value"))
+                    added = F.struct(F.col(SEQ.name).alias("at"), column.alias("value"))
                     yield F.collect_set(F.when(here & column.isNotNull(), added)).alias(
                         self._own(name, region, "added")
                     )
@@ -194,6 +216,11 @@ class _RegionColumns:
                     yield F.max(F.when(here & column, moment)).alias(self._own(name, region, "hidden"))
                     yield F.max(F.when(here & ~column, moment)).alias(self._own(name, region, "shown"))
         for name in self.summed:
+            if self._merge.of(name).increments:
+                column = column_of(name)
+                twice = F.struct(F.col(REPEATS).alias("at"), column.alias("value"))
+                is_twice = F.col(REPEATS).isNotNull() & column.isNotNull()
+                yield F.collect_set(F.when(is_twice, twice)).alias(self._own(name, "all", "twice"))
             if self._merge.of(name).kind is MergeKind.UNION_SET:
                 yield F.collect_set(column_of(name)).alias(self._own(name, "all"))
 
@@ -212,7 +239,8 @@ class _RegionColumns:
         how = self._merge.of(name)
         if how.increments:
             added = [F.col(self._own(name, region, "added")) for region in self._regions]
-            return _sum([F.when(F.size(one) > 0, F.aggregate(F.array_sort(one), _zero(arrow), partial(_added, arrow))) for one in added], arrow)  # fmt: skip
+            sums = [F.when(F.size(one) > 0, F.aggregate(F.array_sort(one), _zero(arrow), partial(_added, arrow))) for one in added]  # fmt: skip
+            return _sum(sums, arrow, twice=F.col(self._own(name, "all", "twice")))
         if how.kind is MergeKind.LWW:
             return _greatest(
                 F.when(
@@ -290,12 +318,17 @@ def _added(arrow: pa.DataType, total: Column, added: Column) -> Column:
     return (total + added.getField("value").cast(_wide(arrow))).cast(_wide(arrow))
 
 
-def _sum(values: Sequence[Column], arrow: pa.DataType) -> Column:
+def _subtracted(arrow: pa.DataType, total: Column, twice: Column) -> Column:
+    return (total - twice.getField("value").cast(_wide(arrow))).cast(_wide(arrow))
+
+
+def _sum(values: Sequence[Column], arrow: pa.DataType, *, twice: Column | None = None) -> Column:
     """Return the sum in the order of the regions, from 0, because rounding depends on it.
 
-    Null if no region has a value.
+    Null if no region has a value. Values of repeats come first, and are subtracted.
     """
     wide, nothing = _wide(arrow), _zero(arrow)
+    begin = nothing if twice is None else F.aggregate(F.array_sort(twice), nothing, partial(_subtracted, arrow))
     # Cast back at each step: a sum of decimals would gain a digit, and finally lose one behind the point.
-    total = reduce(lambda total, value: (total + F.coalesce(value.cast(wide), nothing)).cast(wide), values, nothing)
+    total = reduce(lambda total, value: (total + F.coalesce(value.cast(wide), nothing)).cast(wide), values, begin)
     return F.when(reduce(lambda held, value: held | value, [value.isNotNull() for value in values]), total)

@@ -18,6 +18,8 @@ from millstream.crdt.declared import WINDOWS, MergeKind, TableMerge, window_colu
 from millstream.crdt.signals import DECAY_TERMS, HALVINGS_MAX, SUM_MAX
 from millstream.crdt.tables import REGION, SEQ, WALL
 
+REPEATS: Final = "__repeats"
+"""The column that marks repeats; see `spark.regions.region_records`."""
 _MICROSECONDS_MAX: Final = (2**63 - 1) // 1000
 
 
@@ -36,15 +38,17 @@ class SignalColumns:
 
     def newest(self) -> Column:
         """Return the aggregate that gives the time of the newest event of all signals; null if there is none."""
-        moments = [F.max(self._event(name).getField("at")) for name in self.names]
+        moments = [F.max(self._event(name, SEQ.name).getField("at")) for name in self.names]
         return F.greatest(*moments) if len(moments) > 1 else moments[0]
 
     def events(self, regions: Sequence[int]) -> Iterator[Column]:
-        """Yield the aggregates for grouping records: each region's events."""
+        """Yield the aggregates for grouping records: each region's events, and those of repeats."""
         for number, name in enumerate(self.names):
             for region in regions:
-                event = F.when(F.col(REGION.name) == region, self._event(name))
+                event = F.when(F.col(REGION.name) == region, self._event(name, SEQ.name))
                 yield F.collect_set(event).alias(f"__events_{region}_{number}")
+            twice = F.when(F.col(REPEATS).isNotNull(), self._event(name, REPEATS))
+            yield F.collect_set(twice).alias(f"__twice_{number}")
 
     def sums(self, regions: Sequence[int]) -> Iterator[Column]:
         """Yield each region's sum as of its newest event, and that event's time; the time is -1 if there is none."""
@@ -63,7 +67,8 @@ class SignalColumns:
             at = F.greatest(F.lit(at_ns), *(node.getField("at") for node in nodes))
             half_life_ns = self._merge.of(name).half_life_ns
             has_events = reduce(lambda held, node: held | (node.getField("at") >= 0), nodes, F.lit(False))
-            total = F.lit(0.0)
+            twice = F.col(f"__twice_{number}")
+            total = F.aggregate(F.array_sort(twice), F.lit(0.0), partial(_without, half_life_ns, at))
             for node in nodes:
                 left = decay(at - F.greatest(node.getField("at"), F.lit(0)), half_life_ns)
                 total = total + node.getField("sum") * left
@@ -71,12 +76,13 @@ class SignalColumns:
             for window, (width_ns, count) in zip(window_columns(name), WINDOWS.values(), strict=True):
                 is_within = partial(_is_since, _begin(at, width_ns) - F.lit((count - 1) * width_ns))
                 counts = [F.size(F.filter(F.col(f"__events_{region}_{number}"), is_within)) for region in regions]
-                yield reduce(lambda total, size: total + size, counts, F.lit(0)).cast("bigint").alias(window)
+                repeated = F.size(F.filter(twice, is_within))
+                yield reduce(lambda total, size: total + size, counts, -repeated).cast("bigint").alias(window)
 
-    def _event(self, name: str) -> Column:
-        """Return a record's event: its number, time and weight; null if it has no weight."""
+    def _event(self, name: str, number: str) -> Column:
+        """Return a record's event: a number that orders it, its time and its weight; null if it has no weight."""
         how, weight = self._merge.of(name), column_of(name).cast("double")
-        event = F.struct(F.col(SEQ.name).alias("seq"), self._moment(how.at).alias("at"), weight.alias("weight"))
+        event = F.struct(F.col(number).alias("seq"), self._moment(how.at).alias("at"), weight.alias("weight"))
         # NaN is above all numbers in Spark.
         return F.when((weight >= 0.0) & (weight < float("inf")), event)
 
@@ -120,6 +126,11 @@ def _added(half_life_ns: int, held: Column, event: Column) -> Column:
     kept = F.when(is_first, F.lit(0.0)).when(is_late, F.lit(1.0)).otherwise(left)
     total = held.getField("sum") * kept + F.when(is_late, weight * left).otherwise(weight)
     return F.struct(F.least(total, F.lit(SUM_MAX)).alias("sum"), F.greatest(at, before).alias("at"))
+
+
+def _without(half_life_ns: int, at: Column, total: Column, event: Column) -> Column:
+    """Return a sum as of a moment without one event, as merging subtracts a repeat's row."""
+    return total - event.getField("weight") * decay(at - event.getField("at"), half_life_ns)
 
 
 def _is_since(begin: Column, event: Column) -> Column:

@@ -25,7 +25,7 @@ from millstream.crdt.reconcile import HeardEnd, Vector, behind
 from millstream.errors import LogError, LogTruncated, TokenFromFuture
 from millstream.model.ids import RegionId, StreamId
 from millstream.model.positions import Seq
-from millstream.regions.ends import end_at, still_says
+from millstream.wal.log_ends import end_at, still_says
 from millstream.wal.writing.deduplication import writes_of
 
 if TYPE_CHECKING:
