@@ -88,7 +88,7 @@ def rebuild_table(
         stream: its stream; None if the home has only one.
         origin: `history`: from the records in the lake. `source`: by a copy of the table's rows; damaged
             tables are moved aside first, history included.
-        views: `current`, `scd2`; if empty, those that the stream's `views` name.
+        views: `current`, `scd2`, `merged`; if empty, those of the first two that the stream's `views` name.
         say: called with progress messages.
 
     Raises:
@@ -99,6 +99,8 @@ def rebuild_table(
     """
     home.prepare()
     name, config = home.stream_config(stream)
+    if "merged" in views:
+        return _merged(home, name, config, table, views, origin, say)
     with home.open_catalog() as catalog:
         place = _find(home, catalog, name, config, table)
         wanted = _views(place, config, views)
@@ -204,6 +206,37 @@ def _views(place: _Place, config: StreamConfig, asked: Sequence[str]) -> tuple[s
             hint="Give the table a primary key, or REPLICA IDENTITY FULL.",
         )
     return wanted
+
+
+def _merged(
+    home: Home,
+    stream: str,
+    config: StreamConfig,
+    table: str,
+    views: Sequence[str],
+    origin: From,
+    say: Callable[[str], None],
+) -> list[RebuiltView]:
+    """Rebuild `merged`, which comes from the logs of all regions, and then the other views."""
+    if "merged" not in config.lake.shown:
+        raise UsageError(
+            f"the lake of {stream} has no merged", hint=f'Add "merged" to `views` in [streams.{stream}.lake].'
+        )
+    if origin == "source":
+        raise UsageError(
+            f"merged comes from the regions' logs, and {table} has no source for it", hint="Leave --from out."
+        )
+    from millstream.regions.landed_state import rebuild_landed
+
+    with home.open_catalog() as catalog:
+        layout = lake_layout(home, stream, config, catalog.stream(stream).id)
+    say("merged is built")
+    rows, aside = rebuild_landed(home, stream, layout, table)
+    others = [view for view in views if view != "merged"]
+    return [
+        *(rebuild_table(home, table, stream=stream, views=others, say=say) if others else []),
+        RebuiltView("merged", rows, aside),
+    ]
 
 
 def _from_source(place: _Place, table: str, views: Sequence[str], say: Callable[[str], None]) -> list[RebuiltView]:

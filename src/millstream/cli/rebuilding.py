@@ -49,9 +49,10 @@ def fold(invocation: Invocation, tables: tuple[str, ...], stream: str | None, as
 @click.option(
     "--view",
     "views",
-    type=click.Choice(["current", "scd2"]),
+    type=click.Choice(["current", "scd2", "merged"]),
     multiple=True,
-    help="The view to rebuild. [default: all in the stream's `views`]",
+    help="The view to rebuild; `merged` from the logs of all regions. [default: current and scd2, if in the stream's "
+    "`views`]",
 )
 @stream_option
 @json_option

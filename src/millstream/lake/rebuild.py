@@ -79,7 +79,7 @@ def prepare_rebuild(layout: LakeLayout, view: View, schema: TableSchema) -> str 
     try:
         open_table(layout, layout.table_path(view, schema), layout.app_id(view, schema.table_id))
     except (LakeFilesGone, LakeTableForeign, LakeUnavailable):
-        return set_aside(layout, view, schema)
+        return set_aside(layout.table_path(view, schema))
     return None
 
 
@@ -99,13 +99,12 @@ def rebuild_view(
     return fold_table(layout, schema, upto, sizes=sizes, anew=True)
 
 
-def set_aside(layout: LakeLayout, view: View, schema: TableSchema) -> str | None:
-    """Move a view's folder out of the way; return its new path, None if there was none.
+def set_aside(path: str) -> str | None:
+    """Move a table's folder out of the way; return its new path, None if there was none.
 
     Raises:
         LakeError: the lake is in an object store, where folders can't be moved.
     """
-    path = layout.table_path(view, schema)
     if "://" in path:
         raise LakeError(
             f"{path} must be moved away, and an object store can't move it",
@@ -142,7 +141,7 @@ def make_way(layout: LakeLayout, view: View, schema: TableSchema, n: Seq, *, for
     if view == "history":
         return restart_history(layout, schema, n, forget=forget)
     goes = (forget and view == "scd2") or damage_of(layout, view, schema) is not None
-    return set_aside(layout, view, schema) if goes else None
+    return set_aside(layout.table_path(view, schema)) if goes else None
 
 
 def restart_history(layout: LakeLayout, schema: TableSchema, n: Seq, *, forget: bool = False) -> str | None:
@@ -153,6 +152,6 @@ def restart_history(layout: LakeLayout, schema: TableSchema, n: Seq, *, forget: 
     """
     if damage_of(layout, "history", schema) is None and not forget:
         return None
-    aside = set_aside(layout, "history", schema)
+    aside = set_aside(layout.table_path("history", schema))
     begin_history(layout, schema, n)
     return aside

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 from millstream.config.region_checks import key_of
 from millstream.crdt.reconcile import Missing, ReconciliationEngine, RegionState
 from millstream.model.names import parse_qualified_name, qualified_name
+from millstream.regions.landed_state import landed_state
 from millstream.regions.region_logs import merge_of, region_logs
 from millstream.regions.region_table import RegionTable
 from millstream.wal.repeated_writes import RepeatedWrites
@@ -90,7 +91,7 @@ class MergedStates:
         if state is None:
             held.table = RegionTable(home, stream, name, bytes_max=bytes_max, repeated=repeated)
             held.table.watch()
-            state = held.table.merged_state()
+            state = landed_state(home, stream, held.table) or held.table.merged_state()
         assert held.table is not None, "it was read by it"
         held.state = state
         return held.table.engine, state

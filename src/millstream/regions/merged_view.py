@@ -21,12 +21,12 @@ from millstream.crdt.reconcile import RegionState
 from millstream.errors import LakeTableForeign, LogError, MillstreamError
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes
 from millstream.lake.folded.merged import MERGED, REGIONS, MergedFold, MergedOutcome, MergedPlace
-from millstream.lake.layout import folder_name, folder_of
 from millstream.lake.maintenance import UpkeepRules, tend_files
 from millstream.model.ids import RegionId
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.positions import Seq
 from millstream.model.schema import TableKind
+from millstream.regions.landed_state import place_of
 from millstream.regions.region_logs import region_logs
 from millstream.regions.region_table import RegionTable
 from millstream.spark.schedule import DISK_FACTOR, FOLD_INTERVAL_S, FoldHistory, fold_is_due
@@ -205,9 +205,7 @@ class MergedViews:
     def _folded(self, name: str, table: _Table, *, is_last: bool) -> MergedOutcome | None:
         """Fold one table; None if there was nothing to write."""
         rows = RegionTable(self._home, self._stream, name, with_kept=False, repeated=self._repeated)
-        own = rows.own_schema
-        folder = folder_name(*parse_qualified_name(name)) if own is None else folder_of(own)
-        table.place = MergedPlace(self._layout, folder, rows.name)
+        table.place = place_of(self._layout, rows)
         fold = MergedFold(table.place, rows.engine, sizes=self._rules.sizes)
         received = fold.received
         if received is None or fold.head is None:

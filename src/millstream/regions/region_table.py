@@ -54,7 +54,7 @@ from millstream.errors import (
     TokenFromFuture,
     UnknownTable,
 )
-from millstream.model.ids import RegionId, SchemaVersion, TableId
+from millstream.model.ids import RegionId, SchemaVersion, StreamId, TableId
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.positions import Seq, StreamToken, short_stream_id
 from millstream.model.schema import TableKind, TableSchema
@@ -141,7 +141,7 @@ class RegionTable:
     ) -> None:
         config = home.config.streams.get(stream) if home.config_file.exists() else None
         self._file: Final = merge_file(home, stream, table)
-        self._bytes_max = bytes_max
+        self.bytes_max: Final = bytes_max
         self._repeated = repeated or RepeatedWrites()
         with contextlib.suppress(FileNotFoundError):
             self._check_fits(self._file.stat().st_size, table)
@@ -190,6 +190,11 @@ class RegionTable:
     def folders(self) -> Mapping[RegionId, str]:
         """Return the folders of the regions' logs."""
         return self._folders
+
+    @property
+    def stream_id(self) -> StreamId:
+        """Return the id of the stream in the home's own region."""
+        return self._readers[self._own].stream_id
 
     @property
     def regions(self) -> tuple[RegionId, ...]:
@@ -243,15 +248,19 @@ class RegionTable:
         return RegionState(rows, vector, {} if end is None else {region: end})
 
     def _is_much(self, waiting: list[pa.Table]) -> bool:
-        return self._bytes_max is not None and sum(one.nbytes for one in waiting) > self._bytes_max
+        return self.bytes_max is not None and sum(one.nbytes for one in waiting) > self.bytes_max
+
+    def check_fits(self, state: RegionState) -> None:
+        """Raise `QueryBound` if a state has more bytes than may be held."""
+        self._check_fits(state.rows.nbytes, self.name)
 
     def _check_fits(self, size: int, table: str) -> None:
-        if self._bytes_max is not None and size > self._bytes_max:
+        if self.bytes_max is not None and size > self.bytes_max:
             raise QueryBound(
-                f"{table}, merged, has more than {self._bytes_max} bytes",
+                f"{table}, merged, has more than {self.bytes_max} bytes",
                 code="query_memory_full",
                 hint="Read it on the home's machine (`millstream.open`), or raise `[http] query_memory_bytes_max` there.",
-                size_max=self._bytes_max,
+                size_max=self.bytes_max,
             )
 
     def _open(self, region: RegionId) -> StreamReader:

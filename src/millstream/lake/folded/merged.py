@@ -137,6 +137,19 @@ class MergedFold:
         assert self._regions is not None, "there is a state"
         return self._read(self._regions, Keys.of(records, self._key))
 
+    @property
+    def state_bytes(self) -> int:
+        """Size in bytes of the state's files."""
+        return 0 if self._regions is None else Leaves(self._regions, self._key, partition=_ROWS).size_bytes
+
+    @property
+    def state(self) -> RegionState | None:
+        """The state with all its rows; None as `received`."""
+        received = self.received
+        if received is None or self._regions is None:
+            return None
+        return RegionState(self._read(self._regions, None), received.vector, received.ends)
+
     def fits(self, columns: pa.Schema) -> bool:
         """Return whether keys without news may keep their rows.
 
