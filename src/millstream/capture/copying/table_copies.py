@@ -24,10 +24,11 @@ from millstream.capture.config import CaptureConfig
 from millstream.capture.copying.chunk_reader import ChunkBounds, ChunkReader, FetchedRows, TableChanged, TableGone
 from millstream.capture.copying.conflicting_keys import touches_of, touches_of_spilled
 from millstream.capture.copying.copied_file import CopiedFile
+from millstream.capture.copying.key_ranges import FIRST_KEYS_RANGE, OpenChunk, Range
 from millstream.capture.copying.keyless_tables import STANDBY_PATIENCE_S, KeylessReads
 from millstream.capture.copying.schemas import CopySchemas
 from millstream.capture.copying.standby import StandbySnapshots, reader_on
-from millstream.capture.copying.state import FIRST_KEYS_RANGE, OPEN_CHUNKS_MAX, Copy, OpenChunk, Range, Stage
+from millstream.capture.copying.state import Copy, Stage
 from millstream.capture.copying.text import CopiedRows, chunk_operation
 from millstream.capture.copying.throttle import AIM_BYTES, CUT_AT, ChunkSizes, CopyRate, OpenBytes
 from millstream.capture.copying.workers import ChunkWorkers, Work
@@ -392,9 +393,7 @@ class TableCopies:
         self._workers.queue(copy, work, after_s=after_s)
 
     def _queue_range(self, copy: Copy, part: Range, *, after_s: float = 0.0) -> None:
-        if copy.paused:
-            return
-        if not part.reading and not part.all_read and len(part.open) < OPEN_CHUNKS_MAX:
+        if not copy.paused and part.takes_next:
             part.reading = True
             self._queue(copy, self._reading_of(copy, part), after_s=after_s)
 

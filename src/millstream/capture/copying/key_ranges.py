@@ -1,0 +1,136 @@
+"""The key ranges that a table copy is cut into, and the bounds of each range's next chunk.
+
+A range is read from its lowest key to its highest, one chunk after the other; its row in the catalog has the key to
+continue from. A list of keys to be read again is a range of its own, with one chunk.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from millstream.capture.copying.chunk_reader import ChunkBounds, FetchedRows, decode_key, encode_key
+from millstream.capture.copying.copied_file import CopiedFile
+from millstream.capture.copying.text import CopiedRows
+from millstream.catalog import ChunkState, CopyChunk
+from millstream.model.ids import TableId
+from millstream.protocol.copy_fence import Key
+
+OPEN_CHUNKS_MAX: Final = 4
+"""Chunks of a range in memory: some wait to be decoded, for the stream or for the disk while the next is read."""
+FIRST_KEYS_RANGE: Final = 1_000_000
+"""Numbers from here on are ranges of keys asked for by name."""
+KEYS_MAX: Final = 1000
+"""Keys in such a range: they are in one query, and in one row of the catalog."""
+
+
+@dataclass(slots=True)
+class OpenChunk:
+    """A chunk from its reading until it is durable."""
+
+    range: Range
+    ticket: int
+    bounds: ChunkBounds
+    """The keys that it covers; when read again, it covers the same."""
+    read: FetchedRows | CopiedFile
+    rows: CopiedRows | None = None
+    """None: not decoded so far. Rows of a file never are."""
+    durable: bool = False
+    rows_entered: int = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """Size of the text that it holds."""
+        return len(self.read.text) if isinstance(self.read, FetchedRows) else 0
+
+
+@dataclass(slots=True)
+class Range:
+    """A part of the table by its key."""
+
+    number: int
+    after: Key | None = None
+    """Key up to which everything is durable."""
+    upto: Key | None = None
+    keys: tuple[Key, ...] = ()
+    read_after: Key | None = None
+    """Key up to which everything is read."""
+    all_read: bool = False
+    reading: bool = False
+    row_count: int = 0
+    size_bytes: int = 0
+    open: deque[OpenChunk] = field(default_factory=deque)
+    finished: bool = False
+
+    @classmethod
+    def cut_at(cls, cuts: Sequence[Key]) -> list[Range]:
+        """Return the ranges of a table that is cut at some keys."""
+        bounds = [None, *cuts, None]
+        return [cls(n, bounds[n], bounds[n + 1], read_after=bounds[n]) for n in range(len(bounds) - 1)]
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no worker reads it, has read of it or is about to."""
+        return not (self.reading or self.all_read or self.open or self.finished)
+
+    @property
+    def takes_next(self) -> bool:
+        """Whether its next chunk may be read now."""
+        return not (self.reading or self.all_read) and len(self.open) < OPEN_CHUNKS_MAX
+
+    def bounds(self) -> ChunkBounds:
+        """Return the bounds of the next chunk."""
+        return ChunkBounds(keys=self.keys) if self.keys else ChunkBounds(after=self.read_after, upto=self.upto)
+
+    def note_read(self, chunk: OpenChunk) -> None:
+        """Note a chunk that was read after those before it."""
+        self.open.append(chunk)
+        self.read_after = chunk.bounds.upto
+        is_last = isinstance(chunk.read, CopiedFile) or chunk.read.last
+        self.all_read = self.all_read or is_last or bool(self.keys)
+
+    def advance(self) -> bool:
+        """Remove durable chunks from the front; return whether there were any."""
+        moved = False
+        while self.open and self.open[0].durable:
+            chunk = self.open.popleft()
+            self.after = chunk.bounds.upto if chunk.bounds.upto is not None else self.after
+            self.row_count += chunk.rows_entered
+            self.size_bytes += chunk.read.size_bytes
+            moved = True
+        if self.all_read and not self.open:
+            self.finished = moved = True
+        return moved
+
+    def saved(self, table: TableId, copy_id: str) -> CopyChunk:
+        """Return the catalog's row."""
+        facts: dict[str, Any] = {"keys": [list(key) for key in self.keys]} if self.keys else {}
+        return CopyChunk(
+            table=table,
+            copy_id=copy_id,
+            number=self.number,
+            lower=encode_key(self.after),
+            upper=encode_key(self.upto),
+            state=ChunkState.DURABLE if self.finished else ChunkState.PLANNED,
+            snapshot=None,
+            row_count=self.row_count,
+            size_bytes=self.size_bytes,
+            facts=facts,
+        )
+
+    @classmethod
+    def loaded(cls, row: CopyChunk) -> Range:
+        """Return the range of a catalog's row."""
+        after = decode_key(row.lower)
+        return cls(
+            number=row.number,
+            after=after,
+            upto=decode_key(row.upper),
+            keys=tuple(tuple(key) for key in row.facts.get("keys", ())),
+            read_after=after,
+            row_count=row.row_count,
+            size_bytes=row.size_bytes,
+            finished=row.state is ChunkState.DURABLE,
+        )
