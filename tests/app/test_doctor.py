@@ -130,6 +130,43 @@ def test_without_such_tables_nothing_is_wrong_with_them(home: Home, tmp_path: Pa
     assert not Home(tmp_path / "new").has_catalog(), "nothing is made"
 
 
+def test_a_consumer_s_sink_that_no_package_has_is_a_note_with_the_entry_point_to_install(home: Home) -> None:
+    sink = '[streams.shop.consumers.copy.sink]\nkind = "nowhere"\npath = "s3cret"\n'
+    (home.path / "millstream.toml").write_text(f"[streams.shop]\n{sink}")
+    found = _of(json.loads(doctor(home, "--json")[1]), "sink of consumer copy of shop")
+    assert (found["code"], found["blocks"]) == ("invalid_consumer", "nothing")
+    assert found["message"] == "no push sink is of kind 'nowhere'"
+    assert "install a package with an entry point of millstream.push_sinks" in found["fix"]
+    assert "s3cret" not in doctor(home)[1]
+
+
+def test_a_consumer_s_sink_that_refuses_its_settings_is_a_note(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "odd_sink.py").write_text(
+        "from millstream.errors import DeliveryError\n"
+        "class Sink:\n"
+        "    def close(self):\n"
+        "        pass\n"
+        "def open_odd(settings, *, stream, consumer):\n"
+        "    if 'path' not in settings:\n"
+        "        raise DeliveryError('path is missing', code='invalid_consumer', hint='Set path.')\n"
+        "    return Sink()\n"
+    )
+    package = tmp_path / "odd_sink-1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: odd_sink\nVersion: 1\n")
+    (package / "entry_points.txt").write_text("[millstream.push_sinks]\nodd = odd_sink:open_odd\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    sink = '[streams.shop.consumers.copy.sink]\nkind = "odd"\n'
+    (home.path / "millstream.toml").write_text(f"[streams.shop]\n{sink}")
+    found = _of(json.loads(doctor(home, "--json")[1]), "sink of consumer copy of shop")
+    assert (found["message"], found["fix"]) == ("path is missing", "Set path.")
+    (home.path / "millstream.toml").write_text(f'[streams.shop]\n{sink}path = "here"\n')
+    findings = json.loads(doctor(home, "--json")[1])["findings"]
+    assert not [found for found in findings if found["check"].startswith("sink of")]
+
+
 def _of(told: dict[str, Any], check: str) -> dict[str, Any]:
     return next(found for found in told["findings"] if found["check"] == check)
 

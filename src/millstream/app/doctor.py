@@ -92,6 +92,7 @@ def examine(home: Home, say: Callable[[str], None]) -> Iterator[Diagnosis]:
         yield from _given_up(home, name)
         if home.delivery_folder(name).exists() or stream.consumers:
             yield from _one(f"consumers of {name}", partial(_consumers, home, name))
+            yield from _sinks(home, name)
         if stream.region or stream.merge or home.regions_on_disk(name):
             yield from _one(f"regions of {name}", partial(_regions, home, name, stream))
         yield from _tables(home, name)
@@ -269,6 +270,27 @@ def _consumers(home: Home, name: str) -> str:
     check_unmade(home, name)
     count = len(stored_names(home.delivery_folder(name)))
     return f"the state of {count} consumer{'s' * (count != 1)} can be read"
+
+
+def _sinks(home: Home, name: str) -> Iterator[Diagnosis]:
+    """Yield each consumer of `millstream.toml` whose sink is another package's and can't be opened here.
+
+    It delivers nothing; everything else runs.
+    """
+    from millstream.delivery.sinks import OURS, open_sink
+    from millstream.writers.consuming import configured_consumers
+
+    try:
+        sinks = {consumer: wanted.sink for consumer, wanted in configured_consumers(home, name).items()}
+    except MillstreamError:
+        return  # the check of the consumers reports it
+    for consumer, sink in sinks.items():
+        if sink is None or sink.kind in OURS:
+            continue
+        try:
+            open_sink(sink.kind, sink.settings, stream=name, consumer=consumer).close()
+        except MillstreamError as error:
+            yield _failed(f"sink of consumer {consumer} of {name}", error, "nothing")
 
 
 def _given_up(home: Home, name: str) -> Iterator[Diagnosis]:
