@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.delivery.receivers import Receiver, Request, answer
@@ -26,6 +27,7 @@ from millstream.delivery.sinks import (
     failed,
     open_sink,
 )
+from millstream.errors import MillstreamError
 
 SECRET = "whsec_AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA"
 Judge = Callable[[Sequence[PushMessage]], Outcome]
@@ -381,6 +383,49 @@ def test_a_part_that_wasn_t_judged_is_repeated_apart_without_a_failure() -> None
     assert source.deliveries["m0"] == 1
     assert list(source.dead) == ["m1"]
     assert source.shown[-1] is None
+
+
+@pytest.mark.parametrize("failing", ["ack", "hold"])
+def test_nothing_is_sent_while_the_consumer_s_state_can_t_be_kept_and_all_is_sent_once_it_can(
+    monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """A full disk ended the thread that pushes, and the consumer stood still until a restart."""
+    monkeypatch.setattr(pushing, "_KEPT_AGAIN_S", 0.01)
+    source, sink = Source(messages_of(30)), Sink(lambda _: ACCEPTED)
+    is_full, tries = threading.Event(), threading.Semaphore(0)
+    is_full.set()
+    done = getattr(source, failing)
+
+    def check() -> None:
+        if is_full.is_set():
+            tries.release()
+            raise MillstreamError("the disk is full")
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        found = done(*arguments, **options)
+        if len(source.acked) in {10, 20}:
+            check()
+        return found
+
+    def give_back(messages: Sequence[PushMessage], *, error: str, is_dead: bool) -> None:
+        assert (error, is_dead) == ("some of its messages were taken back", False)
+        assert {message.id for message in messages} <= set(source.acked)
+
+    monkeypatch.setattr(source, failing, noted)
+    monkeypatch.setattr(source, "sync", check)
+    if failing == "ack":
+        monkeypatch.setattr(source, "nack", give_back)
+        # The consumer has noted in memory what is settled.
+        monkeypatch.setattr(source, "hold", lambda messages, *_, **__: messages[0].id not in source.acked)
+    with pushing_to(sink, source) as pusher:
+        for _ in range(4):
+            assert tries.acquire(timeout=30)
+        assert (len(sink.sent), source.shown, pusher.is_running) == (1, ["the disk is full"], True)
+        is_full.clear()
+        source.wait_until(lambda: source.is_settled)
+        source.wait_until(lambda: source.shown[-1] is None)
+    assert source.acked == [f"m{number}" for number in range(30)]
+    assert [id_ for batch in sink.sent for id_, _ in batch] == source.acked
 
 
 def test_acknowledgements_are_durable_before_the_next_batch_if_the_sink_needs_it() -> None:

@@ -12,6 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
@@ -19,11 +20,13 @@ import structlog
 
 from millstream.backoff import Backoff
 from millstream.delivery.sinks import Outcome, PushMessage, PushSink, Verdict, failed
+from millstream.errors import MillstreamError
 from millstream.workers import Worker
 
 _SPREAD: Final = 0.2
 """The part of a wait by which chance makes it longer or shorter."""
 _RECEIVE_S: Final = 1.0
+_KEPT_AGAIN_S: Final = 0.5
 _MARGIN_S: Final = 30.0
 """Time for which messages are held in addition to what their delivery takes. It is renewed while they wait."""
 
@@ -32,6 +35,8 @@ logger = structlog.get_logger("millstream")
 
 class PushSource(Protocol):
     """A consumer, as the pusher uses it. The pusher returns the message objects that it received.
+
+    A method may raise `MillstreamError`: what it did counts, and `sync` returns once it is kept.
 
     Concurrency: any number of threads.
     """
@@ -165,12 +170,25 @@ class Pusher:
     def _step(self) -> bool:
         batch = self._next()
         if batch is not None:
-            while batch.messages and not self._stopping.is_set():
-                wait_s = self._send(batch)
-                if wait_s is not None and self._set_aside(batch, wait_s):
-                    return True
-            self._give_back(batch, "the consumer's delivery was stopped")
+            try:
+                while batch.messages and not self._stopping.is_set():
+                    wait_s = self._send(batch)
+                    if wait_s is not None and self._set_aside(batch, wait_s):
+                        return True
+                self._give_back(batch, "the consumer's delivery was stopped")
+            except MillstreamError as error:
+                self._wait_until_kept(batch, error)
         return not self._stopping.is_set()
+
+    def _wait_until_kept(self, batch: _Batch, error: MillstreamError) -> None:
+        """Send nothing until the consumer's state can be kept, for example on a full disk; then go on with the batch."""
+        self._show(error.message)
+        while not self._stopping.wait(_KEPT_AGAIN_S):
+            with suppress(MillstreamError):
+                self._source.sync()
+                self._set_aside(batch, 0.0)
+                self._show(None)
+                return
 
     def _next(self) -> _Batch | None:
         """Return a batch that is due, or a new one; None if there is none."""
@@ -287,7 +305,8 @@ class Pusher:
         with self._lock:
             aside = [batch.messages for *_, batch in self._aside]
         for messages in aside:
-            self._source.hold(messages, self._hold_s, is_retry=False)
+            with suppress(MillstreamError):  # noted in memory, though the state can't be kept now
+                self._source.hold(messages, self._hold_s, is_retry=False)
         return not self._stopping.is_set()
 
     def _set_aside(self, batch: _Batch, wait_s: float) -> bool:
