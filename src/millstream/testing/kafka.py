@@ -35,6 +35,8 @@ transaction.state.log.replication.factor=1
 transaction.state.log.min.isr=1
 auto.create.topics.enable=true
 group.initial.rebalance.delay.ms=0
+# Retention runs at each start. A clock that jumps must not delete what a test reads back.
+log.retention.ms=-1
 # A broker that was killed is let in again at once.
 broker.session.timeout.ms=1000
 broker.heartbeat.interval.ms=200
