@@ -42,7 +42,7 @@ def test_a_token_is_told_from_a_time_by_its_form() -> None:
     assert parse_as_of("now", STREAM, now=NOW) == NOW
     with pytest.raises(InvalidToken):
         parse_as_of(str(StreamToken.scalar(StreamId(UUID(int=1 << 100)), Seq(7))), STREAM, now=NOW)
-    for text in ("", "soon", "2026-13-01", "10 parsecs ago", "1000000d ago", "ago"):
+    for text in ("", "soon", "2026-13-01", "10 parsecs ago", "1000000d ago", "10ms ago", "2hs ago", "ago"):
         with pytest.raises(PositionError, check=coded("invalid_time")) as caught:
             parse_as_of(text, STREAM, now=NOW)
         assert "2026-03-01" in caught.value.hint

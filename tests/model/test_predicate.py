@@ -91,5 +91,5 @@ def test_one_that_is_nested_without_end_is_refused() -> None:
 
 @pytest.mark.parametrize("text", ["id = 'x'", "kind = 1", "ok = 1", "id = true", "day = 'never'", "score > 'a'"])
 def test_a_literal_of_another_kind_than_its_column_is_refused_by_name(text: str) -> None:
-    with pytest.raises(RoutingError, check=coded("invalid_route"), match="can't be followed"):
+    with pytest.raises(RoutingError, check=coded("invalid_route"), match="can't be evaluated"):
         Predicate.parse(text).matches(ROWS)

@@ -346,7 +346,8 @@ def tls_of(verify: bool | str, cert: str | tuple[str, str] | None) -> ssl.SSLCon
 
     if verify is False:
         raise UsageError(
-            "a server that proves nothing isn't taken", hint="Pass the file of its certificate: verify='server.pem'."
+            "verification of the server's certificate can't be turned off",
+            hint="Pass the file of its certificate: verify='server.pem'.",
         )
     if verify is True and cert is None:
         return True
@@ -428,7 +429,7 @@ def lost_of(error: httpx.RequestError, url: str) -> Lost:
         hint = "Name the file of its certificate, or of the authority that signed it: verify='server.pem'."
         return Lost(why, sent=False, hint=hint)
     if "CERTIFICATE_REQUIRED" in why:
-        return Lost(why, sent=False, hint="It hears who shows a certificate: cert=('client.pem', 'client.key').")
+        return Lost(why, sent=False, hint="The server accepts only callers with a client certificate: pass cert=('client.pem', 'client.key').")
     return Lost(why, sent=not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout))
 
 

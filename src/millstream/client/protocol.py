@@ -479,12 +479,12 @@ class Session(NumberedWrites):
             acks: as there.
 
         Raises:
-            AppendOutcomeUnknown: still; details: number.
+            AppendOutcomeUnknown: the outcome is unknown even at the deadline; details: number.
             NotEnoughReplicas: it is durable, but others didn't confirm by the deadline that they have it;
                 details: number.
             SessionExpired: the session hasn't written for too long: continue under another name.
             IdempotencyKeyReused: another client writes under this name.
-            DedupWindowExpired: it is durable, since an earlier call.
+            DedupWindowExpired: an earlier call appended it; its position is no longer known.
             MillstreamError: as `append` of the home. Nothing was appended, and the next write has this
                 number.
         """

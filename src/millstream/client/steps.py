@@ -275,7 +275,9 @@ def _stream_of(columns: pa.Table) -> bytes:
 def appended(
     call: Call, kind: type[_Written], *, url: str, deadline_s: float, now: Callable[[], float]
 ) -> Steps[_Written]:
-    """Return the answer to an append as its kind of result, which is resent until the deadline if none came, or there was no room.
+    """Send an append until it is answered, or its deadline is over; return its result as `kind`.
+
+    It is sent again if no answer came, or the server had no room.
 
     Raises:
         AppendOutcomeUnknown: the final outcome is unknown.

@@ -3,7 +3,7 @@
     from millstream.crdt import Actor, PNCounter
 
     here, there = PNCounter().add(Actor(1), 5), PNCounter().add(Actor(2), -2)
-    here.join(there).value()  # 3
+    here.join(there).value  # 3
 
 A state is an immutable value. Each kind is a join semilattice: `join` is commutative, associative and idempotent, and
 its result holds everything that either side held. Deliveries may come in any order, twice, or many at once; processes

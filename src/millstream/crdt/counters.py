@@ -200,5 +200,5 @@ def _totals(rows: Grouped, name: str) -> dict[str, pa.Array]:
 
 def _positive(count: int) -> int:
     if count < 0:
-        raise InvalidValue(f"{count} can't be counted up by: entries of counters only grow")
+        raise InvalidValue(f"a counter can't grow by {count}")
     return count

@@ -130,5 +130,5 @@ def decoded(kind: StateKind, data: bytes, parse: Callable[[Cursor], L]) -> L:
     except (ValueError, IndexError, ArithmeticError, struct.error, TypeError, RecursionError) as error:
         raise MergeStateUnreadable(f"the bytes of a state make no sense: {error}") from error
     if canonical != data:
-        raise MergeStateUnreadable("the bytes of a state aren't as a state's are written")
+        raise MergeStateUnreadable("the bytes aren't the canonical encoding of the state")
     return state

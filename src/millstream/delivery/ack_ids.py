@@ -45,7 +45,7 @@ class AckIds:
     def read(self, text: str) -> DeliveryId | None:
         """Return the delivery of a text; None if it isn't one of this consumer's.
 
-        A delivery that counts no longer by the bounds has a generation before all others.
+        A delivery that the bounds exclude is returned with generation -1, so that it counts as rewound.
         """
         if len(text) != _LENGTH or text[-1] not in _LAST:  # else two texts would have the same bytes
             return None

@@ -1,4 +1,4 @@
-"""Names of destinations by a template: Redis streams, or a broker's topics."""
+"""Names of Redis streams by a template; Kafka's settings check theirs by `template_fault`, too."""
 
 from __future__ import annotations
 

@@ -79,10 +79,10 @@ def _key_alone(facts: Mapping[str, Any], key: Sequence[str], old: Mapping[str, A
 
 
 def gone(predicate: Predicate, schema: TableSchema, batch: pa.RecordBatch, matches: Bools) -> Bools:
-    """Return which records that don't match `where` say that their row may have matched before.
+    """Return which records don't match `where` now, though their row may have matched before.
 
-    An update does, unless `before` shows that the old row didn't match either. So does an application's record, since a
-    row of a key that exists replaces it. A row that was inserted or copied is new.
+    An update is such a record, unless `before` shows that the old row didn't match either. So is an application's
+    record, since it replaces the row of its key. A row that was inserted or copied is new.
 
     Args:
         predicate: the consumer's `where`.

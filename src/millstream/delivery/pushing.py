@@ -71,7 +71,7 @@ class PushSource(Protocol):
         Args:
             messages: messages that were received.
             error: the reason.
-            is_dead: whether they have failed for the last time. Otherwise it isn't a failed delivery.
+            is_dead: True: this was their last failure. False: they are returned, and no failure is counted.
         """
 
     def show(self, error: str | None) -> None:
@@ -200,7 +200,7 @@ class Pusher:
         return self._begun(messages) if messages else None
 
     def _begun(self, messages: Sequence[PushMessage]) -> _Batch:
-        """Return a batch of messages that were received. One with fewer failures than its neighbours pays for none of theirs."""
+        """Return a batch of messages that were received. It starts from the fewest failures of its messages."""
         failures = min(message.failures for message in messages)
         return _Batch(messages, self._waits(), failures, is_split=self._is_over(failures))
 

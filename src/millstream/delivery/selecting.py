@@ -23,7 +23,7 @@ _DELETE: Final = Op.DELETE.letter
 
 
 def selected(definition: Definition, schema: TableSchema, batch: pa.RecordBatch) -> tuple[Bools, Bools | None]:
-    """Return which records of a part a definition selects, and those of them that don't match: their rows are gone."""
+    """Return two masks: the records to deliver, and those of them whose row has left `where` (sent as `d`)."""
     if not definition.takes(schema):
         return np.zeros(batch.num_rows, dtype=bool), None
     if definition.predicate is None or schema.kind is TableKind.RAW:

@@ -191,7 +191,7 @@ class PositionError(MillstreamError):
         "invalid_time": Code(
             "The text is neither a time nor a token.",
             hint=(
-                "Write an ISO time (2026-03-01, 2026-03-01T12:30, 2026-03-01T12:30:00+01:00), an age (10m ago) or a "
+                "Write an ISO time (2026-03-01, 2026-03-01T12:30, 2026-03-01T12:30:00+01:00), an age (10m ago), now or a "
                 "token."
             ),
             exit_code=2,

@@ -11,7 +11,7 @@ from millstream.model.ids import StreamId
 from millstream.model.positions import StreamToken
 
 _TOKEN: Final = re.compile(r"[0-9a-f]{8}\.[sm]")
-_AGE: Final = re.compile(r"(\d+)\s*(s|sec|m|min|h|d|w|second|minute|hour|day|week)s?\s+ago\Z", re.IGNORECASE)
+_AGE: Final = re.compile(r"(\d+)\s*(s|m|h|d|w|(?:sec|min|second|minute|hour|day|week)s?)\s+ago\Z", re.IGNORECASE)
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _UNITS: Final = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
@@ -21,11 +21,11 @@ def parse_moment(text: str, *, now: datetime) -> datetime:
 
     Args:
         text: as in `2026-03-01`, `2026-03-01T12:30`, `2026-03-01 12:30:00+01:00`, `10m ago`, `2 hours
-            ago`.
+            ago`, `now`.
         now: with a time zone; ages are counted from it.
 
     Raises:
-        PositionError (`invalid_time`): it is none.
+        PositionError (`invalid_time`): the text names no moment.
     """
     text = text.strip()
     if text.lower() == "now":
@@ -37,7 +37,7 @@ def parse_moment(text: str, *, now: datetime) -> datetime:
         found = datetime.fromisoformat(text)
         return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
     except (ValueError, OverflowError) as error:
-        raise PositionError(f"{text!r} is neither a time nor a token", code="invalid_time") from error
+        raise PositionError(f"{text!r} is not a time", code="invalid_time") from error
 
 
 def is_token(text: str) -> bool:

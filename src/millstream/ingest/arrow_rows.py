@@ -132,7 +132,7 @@ class _BatchHead:
         kind = self._field(message, 1)
         header = self._field(message, 2)
         if kind is None or header is None:
-            raise ValueError("a message without a head")
+            raise ValueError("a message without a header")
         self.is_dictionary = metadata[kind] == _DICTIONARY_BATCH
         batch: int | None = self._follow(header)
         if self.is_dictionary:
@@ -146,13 +146,13 @@ class _BatchHead:
         length = self._field(batch, 0)
         self.rows = 0 if length is None else self._long(length)
         if self.rows < 0:
-            raise ValueError("a batch of fewer rows than none")
+            raise ValueError("a batch with a negative row count")
 
     def lengths(self) -> Iterator[int]:
         """Yield the number of values of each array, including nested ones."""
         for place in self._structs(1):
             if (length := self._long(place)) < 0:
-                raise ValueError("an array of fewer values than none")
+                raise ValueError("an array with a negative number of values")
             yield length
 
     def size_bytes(self) -> int:
@@ -211,7 +211,7 @@ def _check_unfolded(field: pa.Field, column: pa.ChunkedArray) -> int:
     if pa.types.is_nested(kind) and not is_shared(kind):
         if not is_countable(kind, NESTING_MAX):
             raise InvalidValue(
-                f"column {field.name}: its types lie in each other more than {NESTING_MAX} deep, or one of them may use a value many times "
+                f"column {field.name}: its types are nested more than {NESTING_MAX} deep, or one of them may use a value many times "
                 "(a view, a union, a dictionary, runs)",
                 hint="Cast nested columns to structs, maps, lists and plain types before sending them.",
                 column=field.name,

@@ -235,8 +235,8 @@ def check_names(names: Sequence[str]) -> None:
 
 def _reserved(name: str) -> InvalidValue:
     return InvalidValue(
-        f"{name} is the name of a column that each record has",
-        hint="Rename the column: names that begin with __ are reserved.",
+        f"{name} is a name that Millstream keeps for itself",
+        hint="Rename the column.",
         column=name,
     )
 
@@ -257,7 +257,7 @@ def check_name(name: str, what: Literal["table", "schema", "column"]) -> None:
 def check_depth(name: str, values: Sequence[Any]) -> None:
     """Raise `InvalidValue` if a value's lists and objects nest deeper than `NESTING_MAX`."""
     if not all(_is_within(value, NESTING_MAX) for value in values):
-        raise no_value(name, f"lists and objects lie in each other more than {NESTING_MAX} deep")
+        raise no_value(name, f"lists and objects are nested more than {NESTING_MAX} deep")
 
 
 def _is_within(value: object, depth: int) -> bool:

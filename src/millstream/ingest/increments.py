@@ -184,7 +184,7 @@ def without_named(table: pa.Table) -> tuple[pa.Table, pa.ChunkedArray | None]:
     if found.type != pa.binary((table.num_columns + 6) // 8) or found.null_count:
         raise InvalidValue(
             f"{NAMED} is the name of a column that rows may have on their way to the writer",
-            hint="Rename the column: names that begin with __ are reserved.",
+            hint="Rename the column.",
             column=NAMED,
         )
     return table.remove_column(place), found

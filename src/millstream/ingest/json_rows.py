@@ -145,7 +145,7 @@ def _refuse(body: bytes, error: Exception, *, lines: bool) -> NoReturn:
     said = str(error)
     place: int | None = None
     if isinstance(error, RecursionError):
-        said = f"lists and objects lie in each other more than {NESTING_MAX} deep"
+        said = f"lists and objects are nested more than {NESTING_MAX} deep"
     elif (found := _AT_BYTE.search(said)) is not None:
         place = int(found[1])
     elif isinstance(error, msgspec.DecodeError) and not isinstance(error, msgspec.ValidationError):

@@ -174,7 +174,7 @@ def _merge_changed(known: TableSchema, column: Column, rules: WriteRules) -> Ing
 def _check_key(table: str, types: dict[str, pa.DataType], key: Sequence[str]) -> None:
     missing = [name for name in key if name not in types]
     if not types or missing:
-        what = f"no {', '.join(missing)}, which is of its key" if missing else "nulls alone"
+        what = f"no {', '.join(missing)}, which is part of its key" if missing else "nulls alone"
         raise InvalidValue(
             f"{table} can't be made of rows that have {what}",
             hint="Send a value that is not null in the column's first rows.",
@@ -217,7 +217,7 @@ def fitted(schema: TableSchema, rows: pa.Table) -> list[pa.Array]:
         values = None if place < 0 else rows.column(place)
         if column.name in schema.key and (values is None or values.null_count):
             raise InvalidValue(
-                f"column {column.name} of {schema.full_name} is of its key, and a row has none",
+                f"column {column.name} is part of the key of {schema.full_name}, and a row has no value for it",
                 hint="Send the key columns in every row, or write to a table without a key.",
                 table=schema.full_name,
                 column=column.name,

@@ -83,7 +83,7 @@ def valid_part(known: TableSchema, rows: pa.Table, rules: WriteRules) -> ValidPa
         place = rows.schema.get_field_index(column.name)
         values = pa.nulls(rows.num_rows) if place < 0 else rows.column(place).combine_chunks()
         if column.name in wanted.key and values.null_count:
-            reason = f"column {column.name} of {wanted.full_name} is of its key, and the row has none"
+            reason = f"column {column.name} is part of the key of {wanted.full_name}, and the row has no value for it"
             _note(clashes, values.is_null(), Clash(InvalidValue.code, reason, column.name))
         if pa.types.is_null(values.type):
             continue
@@ -244,11 +244,11 @@ def refusal_of_all(gone: Sequence[RejectedRow], tables: Sequence[str]) -> Invali
 
 def _refusal(gone: Sequence[RejectedRow], count: int, tables: Sequence[str] = ()) -> InvalidValue:
     """Return the error of a request whose rows are refused; `tables` names each one's table, if there are several."""
-    many = "none of its rows has" if len(gone) == count else f"{len(gone)} of its {count} rows have"
+    many = "none of its rows fits" if len(gone) == count else f"{len(gone)} of its {count} rows don't fit"
     told = [row.as_dict() for row in gone[:_TOLD_MAX]]
     codes = {row.code for row in gone}
     return InvalidValue(
-        f"{many} {'a' if len(gone) == count else 'no'} place in the table: {gone[0].reason}",
+        f"{many} the table: {gone[0].reason}",
         hint="Mend the rows that the details name."
         if len(gone) <= REJECTED_MAX
         else "Mend them, or send them in several calls.",
@@ -282,7 +282,7 @@ def columns_for(
 
 
 def table_of_valid(rows: Rows, *, may_be_empty: bool = False) -> tuple[pa.Table, tuple[RejectedRow, ...]]:
-    """Return as `table_of`, without rows whose values have another kind than most of their column, or none; and those.
+    """Return as `table_of`, but leave out rows with a value of another kind than most of its column; return those, too.
 
     Args:
         rows: as there.

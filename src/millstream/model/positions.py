@@ -29,7 +29,7 @@ SEQ_MAX: Final = Seq(2**63 - 1)
 
 
 def format_lsn(lsn: Lsn) -> str:
-    """Return PostgreSQL's own text, such as `16/B374D848`."""
+    """Return the text of an LSN, such as `16/0374D848`: the second half has eight digits, as PostgreSQL 19 prints it."""
     return f"{lsn >> 32:X}/{lsn & 0xFFFFFFFF:08X}"
 
 

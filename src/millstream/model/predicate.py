@@ -1,4 +1,4 @@
-"""Predicates of rules: a small part of SQL over a row's columns.
+"""Conditions on rows (`where` of rules, consumers and tails): a small part of SQL over a row's columns.
 
 `status = 'bot' and (score >= 0.5 or country in ('de', 'fr')) and not note is null`
 
@@ -151,7 +151,7 @@ class _PredicateParser:
                 return _COMPARED[mark](own, _literal_of(value, own.type))
             except (pa.ArrowException, TypeError, ValueError) as error:
                 raise RoutingError(
-                    f"the rule where {self._text[:_SHOWN_MAX]} can't be followed: column {column} is {own.type}, and {value!r} is none",
+                    f"`{self._text[:_SHOWN_MAX]}` can't be evaluated: column {column} is {own.type}, and {value!r} isn't a value of that type",
                     code="invalid_route",
                     column=column,
                 ) from error

@@ -1,4 +1,4 @@
-"""States of merged tables that a process holds in memory, so that a table that is read again is only read on.
+"""States of merged tables that a process holds in memory, so that a second read starts where the first ended.
 
 A state is as good as one that is read from the beginning: what it was read from is checked at each read. Whatever
 can't simply be read on is read as `RegionTable` reads it.

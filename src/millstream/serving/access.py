@@ -310,7 +310,7 @@ def token_said(authorization: str) -> str | None:
     """Return the token of an `Authorization` header: `Bearer …`, InfluxDB's `Token …`, or the password of `Basic …`.
 
     Returns:
-        None if the header has no such form; text that is no token unchanged.
+        None if the header has another form. A text that isn't a token is returned as it is.
     """
     scheme, _, rest = authorization.strip().partition(" ")
     rest = rest.strip()

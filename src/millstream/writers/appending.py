@@ -213,7 +213,7 @@ class HomeAppender:
     def _way(self) -> AppendClient | _OwnWriter:
         with self._lock:
             if self._closed:
-                raise WriterClosed("the home was closed meanwhile; nothing of it was appended")
+                raise WriterClosed("the home was closed before the append began; nothing was appended")
             if self._own is not None and self._own.has_ended:
                 self._own = None
             if self._own is not None:

@@ -187,7 +187,7 @@ class HomeConsumers:
             return None
         with self._lock:
             if self._is_closed:
-                raise WriterClosed("the home was closed meanwhile")
+                raise WriterClosed("the home is closed")
             if self._own is None:
                 self._home.prepare()
                 with suppress(HomeBusy):

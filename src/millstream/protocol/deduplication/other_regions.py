@@ -47,7 +47,7 @@ class OtherRegions:
         Args:
             region: the region.
             writes: each one's id, digest, result there, and time in microseconds since 1970.
-            place: where the part that they end begins; the caller's, for `place`.
+            place: where the part of its log that was read so far ends; the method `place` returns it.
         """
         received = self._of.setdefault(region, _Received(Sessions(self.limits)))
         for write_id, digest, given, now_us in writes:

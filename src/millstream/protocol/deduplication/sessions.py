@@ -12,7 +12,7 @@ Premises
 4. The session that has been idle longest is forgotten, by age or if there are too many; so is a key. Its hash is
    remembered, so that it isn't taken for a new one. In an unknown session a number above `AHEAD_MAX` can't be new
    either. At least the last `expired_max` hashes are kept: a name that is older is taken for new.
-5. If operations are gone that the copy lacks, sessions that lack numbers below others are forgotten likewise.
+5. If the log has lost operations that the copy doesn't cover, sessions with gaps in their numbers are forgotten, too.
 
 The answer to a write:
 
@@ -54,8 +54,8 @@ RESULTS_KEPT: Final = 16
 _HOT_MAX: Final = 1024
 """Number of sessions kept as objects."""
 _SWEEP: Final = 256
-"""Number of sessions to forget at a time: removing them one by one from the front of a dict costs by those removed
-before."""
+"""Number of sessions to forget at a time: each removal from the front of a dict scans the slots of all entries removed
+before it."""
 _RECENT_MAX: Final = 4096
 _SESSION: Final = struct.Struct("<qqH")
 """mark, last use (µs since 1970), number of results that follow."""

@@ -42,7 +42,8 @@ The life of a message:
     | ack of its last delivery           | settled                 | settled                         | -        | gone         |
     | nack of its last delivery          | waits for the delay     | waiting, with its group's later | -        | -            |
     | extension of its last delivery     | in flight               | in flight until then            | -        | -            |
-    | ack, nack, extension of an earlier | superseded              | superseded                      | -        | dead         |
+    | ack of an earlier delivery         | superseded              | superseded                      | -        | gone         |
+    | nack, extension of an earlier      | superseded              | superseded                      | -        | dead         |
     | expiry                             | -                       | waiting, with its group's later | -        | -            |
     | its failure number `max_deliver`   | dead                    | dead                            | -        | -            |
     | retry                              | -                       | -                               | -        | waiting      |

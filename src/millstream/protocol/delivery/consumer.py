@@ -537,7 +537,7 @@ class Consumer(Pushed):
         return [(id_, found.pop(id_, None) is not None) for id_ in wanted]
 
     def adopt(self, letter: DeadLetter) -> None:
-        """Take a message that died elsewhere as a dead letter, older than all records.
+        """Take a message that died in a backfill as a dead letter, older than all records.
 
         A dead letter of its id is replaced. A message of its id that is being retried stays, and the letter isn't taken.
         """

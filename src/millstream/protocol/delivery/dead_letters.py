@@ -8,7 +8,8 @@ from typing import Final
 from millstream.protocol.delivery.messages import DeadLetter, position_of
 
 _AT_ONCE_BITS: Final = 20
-"""Positions of messages that died elsewhere in one ms. They go by time, so that a kill brings none of them back."""
+"""Each millisecond has 2^20 positions for messages that died in a backfill. Positions follow the time, so that none is
+given twice, even after a kill."""
 
 
 class DeadLetters:
@@ -24,7 +25,7 @@ class DeadLetters:
         self.retried = retried
         self._ids = {(letter.message.position, letter.generation): id_ for id_, letter in dead.items()}
         self._least = 0
-        """The least position of a letter from elsewhere: a later one takes none of theirs, though they are gone."""
+        """Lowest position given to an adopted letter, so that none is given twice, even after its letter is gone."""
 
     @property
     def last(self) -> int:
@@ -45,7 +46,7 @@ class DeadLetters:
         self._ids[letter.message.position, letter.generation] = id_
 
     def adopt(self, letter: DeadLetter, generation: int) -> DeadLetter:
-        """Add a message that died elsewhere, with a position that no record has; return it with that."""
+        """Add a message that died in a backfill; return its letter, with a position that no record has."""
         known = (*self.dead.values(), *self.retried.values())
         least = min([self._least, *(one.message.position for one in known)])
         self._least = min(least - 1, -(letter.died << _AT_ONCE_BITS))

@@ -402,7 +402,7 @@ class LatestConsumer(Consumer):
     # --- steering ----------------------------------------------------------------------------------------------------
 
     def adopt(self, letter: DeadLetter) -> None:
-        """Take a message that died elsewhere as a dead letter; see `Consumer`."""
+        """Take a message that died in a backfill as a dead letter; see `Consumer`."""
         super().adopt(letter)
         self._note_dead(self._letters.dead[letter.message.id])
 

@@ -25,7 +25,7 @@ class Pushed(ABC):
     def redeliver(self, ids: Iterable[DeliveryId], now: int, ack_wait_ms: int) -> bool:
         """Count a failure and another delivery of messages in flight, which stay in flight under the same ids.
 
-        The failures make no message dead here: the caller reads them from `Delivery.failures` after a restart, and buries.
+        This makes no message dead: the caller compares `Delivery.failures` with `max_deliver`, and calls `bury`.
 
         Args:
             ids: the deliveries that failed.

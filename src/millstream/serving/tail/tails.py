@@ -66,7 +66,7 @@ class Tail:
     def __init__(self, wanted: TailFilter, position: Seq) -> None:
         self.wanted: Final = wanted
         self.position = position
-        """Everything up to it was made into events, unless some are being made."""
+        """Events were made of everything up to it; while `events` is set, those up to `goal` are being made."""
         self.events: Iterator[bytes] | None = None
         """Makes the events up to `goal`."""
         self.goal = position
