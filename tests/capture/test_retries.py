@@ -137,7 +137,7 @@ def test_a_name_that_applications_write(stage: Stage) -> None:
     stage.sql("CREATE TABLE bad (id int PRIMARY KEY); INSERT INTO bad VALUES (1)")
     for number in range(2, 4):
         assert "applications write" in stage.catch_up().quarantined["public.bad"]
-        with pytest.raises(UsageError, match="they would be one in the lake"):
+        with pytest.raises(UsageError, match="both would have one name in the lake"):
             retry_table(stage.catalog, stream, "public.bad")
         stage.sql(f"INSERT INTO orders VALUES ({number}, 'y')")
     assert stage.log.replay()["public.orders"].keys() == {("1",), ("2",)}

@@ -160,7 +160,7 @@ def test_a_certificate_stands_for_the_token_that_the_configuration_says(access: 
     _, other = catalog.create_access_token(Rights.parse(["*=admin"]), name="ops")
     assert access.caller(Credentials(certificate="loader.example.com")).name == "loader"
     assert access.caller(Credentials(other, "loader.example.com")).name == "ops"
-    with pytest.raises(Unauthenticated, match="stands for no access token"):
+    with pytest.raises(Unauthenticated, match="isn't mapped to an access token"):
         access.caller(Credentials(certificate="other.example.com"))
     with pytest.raises(Unauthenticated):
         access.caller(Credentials("mst_wrong", "loader.example.com"))

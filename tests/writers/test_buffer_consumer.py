@@ -427,7 +427,7 @@ def test_a_held_table_is_asked_for_by_name_while_the_reader_runs_or_before(home:
                 home.put(NORTH, f"v{number}", name="visits")
                 home.put(NORTH, f"c{number}")
                 wait_for(lambda: set(taking.progress.held) == {"public.visits"})
-                assert "held anew" in retry("public.visits")
+                assert "held again" in retry("public.visits")
                 wait_for(lambda: not taking._is_asked_again())  # it was tried, in vain
                 wait_for(lambda: set(taking.progress.held) == {"public.visits"})
                 home.keys["visits"] = ("id",)

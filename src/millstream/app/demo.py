@@ -281,7 +281,7 @@ def _await(condition: Callable[[], bool], seconds: float, what: str) -> None:
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
-            raise MillstreamError(f"waited {seconds:.0f} s for {what}, in vain", code="demo_failed")
+            raise MillstreamError(f"waited {seconds:.0f} s for {what}, without success", code="demo_failed")
         time.sleep(0.2)
 
 

@@ -62,9 +62,7 @@ def fold_tables(
         stream_id = catalog.stream(name).id
         pipeline = pipeline_config(home, name, config, stream_id)
         if not pipeline.folds:
-            raise UsageError(
-                f"{name} has no views that are folded", hint='Set `views` of the lake to ["current", "history"].'
-            )
+            raise UsageError(f"{name} has no views to fold", hint='Set `views` of the lake to ["current", "history"].')
         cut = last_cut(pipeline.layout)
         landed = {} if cut is None else {table.table_id: table for table in cut.tables.values()}
         if tables:

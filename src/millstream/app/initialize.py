@@ -229,7 +229,7 @@ class _Dsn:
             raise UsageError("--source is no address of a PostgreSQL database", hint=ADDRESS_HINT)
         if mask_address(plain) == MASK:
             raise UsageError(
-                "the address in --source can't be parsed, or can be read in two ways: it can't be told where its password ends",
+                "the address in --source can't be parsed, or is ambiguous: the end of its password can't be found",
                 hint=_HOW,
             )
         url = split_url(text) or split_url(plain)
@@ -239,14 +239,15 @@ class _Dsn:
             written += [value for key, value in pairs if key == "password" and value]
             passwords = list(map(unquote, written))
             if any(re.search(r"%(?![0-9A-Fa-f]{2})", password) for password in written):
-                raise UsageError("the password in --source has a % that stands for no character", hint=_HOW)
+                raise UsageError("the password in --source has a % without two hex digits behind it", hint=_HOW)
         else:
             pairs = [(pair.key, pair.value) for pair in split_keywords(text) or []]
             passwords = [value for key, value in pairs if key == "password" and value]
         for key, value in pairs:
             if is_secret_key(key) and key not in _MAY_STAND and value and not _VARIABLE.search(value):
                 raise UsageError(
-                    f"{key} in --source would stand in the file", hint=f"Write a variable for it: {key}=${{NAME}}."
+                    f"{key} in --source is a secret, and would be written to the file",
+                    hint=f"Write a variable for it: {key}=${{NAME}}.",
                 )
         if len(passwords) > 1:
             raise UsageError("--source has more than one password", hint="Leave one of them.")

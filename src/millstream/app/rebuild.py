@@ -202,7 +202,7 @@ def _views(place: _Place, config: StreamConfig, asked: Sequence[str]) -> tuple[s
     wanted = tuple(asked) or tuple(named)
     if not wanted:
         raise UsageError(
-            f"{place.schema.namespace}.{place.schema.name} has history only, which nothing is built from again",
+            f"{place.schema.namespace}.{place.schema.name} has history only: no view is built from it",
             hint="Give the table a primary key, or REPLICA IDENTITY FULL.",
         )
     return wanted

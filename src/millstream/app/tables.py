@@ -50,7 +50,7 @@ def retry_table(catalog: Catalog, stream: StreamId, table: str, *, buffer: str |
     done = []
     if buffer is not None and ask_again(catalog, facts_scope(stream, buffer), table):
         done.append(
-            "what it lacks is taken from the write buffer, or it is held anew: within seconds, or when the reader runs next"
+            "its missing rows are read from the write buffer within seconds, or when the reader runs next; if that fails, it is held again"
         )
     # A table dropped at the source may wait in the lake under a name that another table has now.
     rows = [row for row in shown_tables(catalog, stream, held) if (row.namespace, row.name) == name]
@@ -58,7 +58,7 @@ def retry_table(catalog: Catalog, stream: StreamId, table: str, *, buffer: str |
         rows = [catalog.find_table(stream, *name)]
     if any(row.is_captured for row in rows) and any(row.source == 0 for row in rows):
         raise UsageError(
-            f"applications write a table {table} too: they would be one in the lake",
+            f"applications write a table {table}, too: both would have one name in the lake",
             hint="Rename the table at the source; it is captured under its new name.",
         )
     for row in rows:

@@ -49,8 +49,8 @@ def create_token(
     found = Rights.parse([*rights, *(f"{ALL_STREAMS}={right}" for right in on_all)])
     if not found.of:
         raise UsageError(
-            "a token without a right opens nothing",
-            hint=f"--stream S=RIGHT or --all RIGHT; rights are {', '.join(right.value for right in Right)}.",
+            "a token needs a right",
+            hint=f"Pass --stream S=RIGHT or --all RIGHT; rights are {', '.join(right.value for right in Right)}.",
         )
     unknown = sorted(found.of.keys() - {ALL_STREAMS} - home.config.streams.keys())
     if unknown:
@@ -90,9 +90,7 @@ def _interval_us(text: str) -> int:
     except ValueError as error:
         raise UsageError(f"--expires: {error}") from error
     if not 0 < interval_us <= _EXPIRES_MAX_US:
-        raise UsageError(
-            f"--expires: {text} is no time for a token to hold", hint="Name one such as 30d, up to 36500d."
-        )
+        raise UsageError(f"--expires: a token can't be valid for {text}", hint="Name one such as 30d, up to 36500d.")
     return interval_us
 
 

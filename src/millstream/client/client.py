@@ -429,7 +429,11 @@ def lost_of(error: httpx.RequestError, url: str) -> Lost:
         hint = "Name the file of its certificate, or of the authority that signed it: verify='server.pem'."
         return Lost(why, sent=False, hint=hint)
     if "CERTIFICATE_REQUIRED" in why:
-        return Lost(why, sent=False, hint="The server accepts only callers with a client certificate: pass cert=('client.pem', 'client.key').")
+        return Lost(
+            why,
+            sent=False,
+            hint="The server accepts only callers with a client certificate: pass cert=('client.pem', 'client.key').",
+        )
     return Lost(why, sent=not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout))
 
 

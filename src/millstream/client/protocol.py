@@ -284,7 +284,7 @@ class Numbers:
         """Continue after the log's last number, gaps first. `SessionExpired` if it no longer knows the session."""
         if facts.expired:
             raise SessionExpired(
-                f"session {self._name} isn't known any more: it hasn't written for too long", session=self._name
+                f"session {self._name} was forgotten: it hasn't written for too long", session=self._name
             )
         with self._lock:
             if self._next is None:

@@ -443,7 +443,7 @@ def _unknown(why: str, call: Call, url: str) -> AppendOutcomeUnknown:
 def _doubt(
     error: MillstreamError, before: AppendOutcomeUnknown | NotEnoughReplicas | None, call: Call, url: str
 ) -> AppendOutcomeUnknown | NotEnoughReplicas:
-    """Return the knowledge after an uncertain try: once reported durable, it stays so, whatever later tries report."""
+    """Return the outcome known after an uncertain try: once it is reported durable, later tries don't change that."""
     if not isinstance(error, NotEnoughReplicas):
         return before if isinstance(before, NotEnoughReplicas) else _unknown(error.message, call, url)
     if "Idempotency-Key" in call.headers:
@@ -454,7 +454,7 @@ def _doubt(
 def _no_answer(answer: HttpAnswer, url: str) -> AnswerUnreadable:
     said = answer.body[:200].decode(errors="replace")
     return AnswerUnreadable(
-        f"{url} answered {answer.status}, but not with an answer of Millstream: {said!r}", url=url, status=answer.status
+        f"{url} answered {answer.status}, but the answer isn't Millstream's: {said!r}", url=url, status=answer.status
     )
 
 

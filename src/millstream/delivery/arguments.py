@@ -49,7 +49,7 @@ def settling(how: str, body: Any) -> Settling:
         delay_ms, has_failed = _number(fields, "delay_ms", 0, 0, _DELAY_MS_MAX), fields.get("failed", True)
         if not isinstance(has_failed, bool) or (delay_ms and not has_failed):
             raise InvalidValue(
-                "failed is neither true nor false, or false with a delay",
+                "failed must be true or false, and true if there is a delay",
                 hint="Leave failed out for messages that the consumer couldn't handle.",
             )
         return Settling(ids, delay_ms, has_failed)

@@ -197,7 +197,7 @@ class Definition:
                 f"table {keyless[0]} has no key, so a consumer of kind latest can't follow it",
                 "tables",
                 f'Leave it out (`"!{keyless[0]}"`), or use kind `changes`. A table of the source can be given a primary '
-                "key at any time, one that applications write only before its first row.",
+                "key at any time; a table that applications write, only before its first row.",
             )
         matching = [schema for schema in schemas if schema.kind is not TableKind.MESSAGES and self.takes(schema)]
         if not matching:

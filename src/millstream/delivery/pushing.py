@@ -297,7 +297,7 @@ class Pusher:
         """Keep a batch in flight; give it back if the consumer has taken a part of it back."""
         if self._source.hold(batch.messages, self._hold_s, is_retry=is_retry):
             return True
-        self._give_back(batch, "some of its messages were taken back")
+        self._give_back(batch, "the consumer has taken back some messages of the batch")
         return False
 
     def _renew(self) -> bool:

@@ -284,13 +284,13 @@ class Access:
             return Unauthenticated("the call has no access token")
         if token is None:
             return Unauthenticated(
-                f"the client certificate of {certificate} stands for no access token",
+                f"the client certificate of {certificate} isn't mapped to an access token",
                 hint=f'Map the certificate to a token, [http.clients] "{certificate}" = "…" in millstream.toml, or send a '
                 "token too.",
                 certificate=certificate,
             )
         return Unauthenticated(
-            f"the client certificate of {certificate} stands for access token {token}, which doesn't exist or was "
+            f"the client certificate of {certificate} is mapped to access token {token}, which doesn't exist or was "
             "revoked",
             hint=f"`millstream token create --name {token} …` makes it.",
             certificate=certificate,

@@ -270,7 +270,7 @@ class Connection(asyncio.Protocol):
             self._base[CERTIFICATE] = name
         self.server.enter(self)
         if len(self.server.connections) > self.bounds.connections_max:
-            self.refuse(plain_problem(503, f"{self.bounds.connections_max} connections are open, as many as may be"))
+            self.refuse(plain_problem(503, f"{self.bounds.connections_max} connections are open, which is the limit"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the application that its client is gone; see asyncio.Protocol."""
@@ -327,7 +327,7 @@ class Connection(asyncio.Protocol):
         self._beside_bytes += len(data)
         self._parse(data)
         if self._head_bytes is None and self._beside_bytes > HEAD_BYTES_MAX + len(data):
-            self.refuse(plain_problem(431, f"a body has more than {HEAD_BYTES_MAX} bytes beside its chunks"))
+            self.refuse(plain_problem(431, f"a body has more than {HEAD_BYTES_MAX} bytes outside its chunks"))
         # If a header begins within or after this data, the rest of the data isn't part of it; at most one
         # read's worth.
         if self._head_bytes is not None and not self._begun_here:

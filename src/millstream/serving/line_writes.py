@@ -151,7 +151,7 @@ class LineWrites:
                     await wrap_future(self._parser)
             except TimeoutError:
                 raise HttpError(
-                    "the parser of lines is being compiled: nothing of these was taken",
+                    "the parser of lines is being compiled; no line was appended",
                     code="server_busy",
                     hint="Send them again in a moment.",
                 ) from None

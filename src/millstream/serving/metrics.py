@@ -106,12 +106,12 @@ def _series(status: dict[str, Any], measure: Counter | Histogram) -> Iterable[tu
 def _nodes(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
     """Yield metrics of nodes: followers' own lag, which grows while their link is dead, and leaders' followers."""
     yield _gauge(
-        streams, "millstream_node_leads", "1 where this node leads.", lambda s: s["replication"]["role"] == "leads"
+        streams, "millstream_node_leads", "1 if this node leads.", lambda s: s["replication"]["role"] == "leads"
     )
     yield _gauge(
         streams,
         "millstream_replica_age_seconds",
-        "How old what this follower shows is at most.",
+        "Greatest age of the data that this follower shows.",
         lambda s: s["replication"]["age_s"],
     )
     for unit in ("records", "bytes"):
@@ -234,11 +234,11 @@ def _retention(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
         yield family
     needed_by = GaugeMetricFamily(
         "millstream_log_oldest_needed_by",
-        "1 for everybody who needs the oldest sealed segment.",
+        "1 for each holder that needs the oldest sealed segment.",
         labels=["stream", "holder"],
     )
     cut_off = GaugeMetricFamily(
-        "millstream_log_cut_off", "1 for everybody who was cut off.", labels=["stream", "holder", "kind"]
+        "millstream_log_cut_off", "1 for each holder that was cut off.", labels=["stream", "holder", "kind"]
     )
     for stream in streams:
         for holder in (stream["log"]["oldest"] or {"needed_by": []})["needed_by"]:
@@ -347,7 +347,9 @@ def _consumers(streams: list[dict[str, Any]]) -> Iterable[Metric]:
         for stream, consumer in found:
             counter.add_metric([stream, consumer["name"]], float(consumer[key]))
         yield counter
-    states = GaugeMetricFamily("millstream_consumer_state", "1 for a consumer's state.", labels=[*labels, "state"])
+    states = GaugeMetricFamily(
+        "millstream_consumer_state", "1 for the state that a consumer is in.", labels=[*labels, "state"]
+    )
     errors = GaugeMetricFamily(
         "millstream_consumer_error",
         "1 for a consumer that fails or waits, with the reason.",

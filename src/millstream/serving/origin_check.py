@@ -83,7 +83,7 @@ class Origins:
         # Behind a proxy the request may name the server as the proxy knows it.
         if not (same or (page[0] in self._proxies and not _is_this_machine(page[0]))):
             raise AccessError(
-                f"a page of {origin[:100]} has made the request, which isn't of this server",
+                f"the request comes from a page of {origin[:100]}, which isn't this server",
                 code="foreign_origin",
                 origin=origin[:100],
             )

@@ -111,7 +111,7 @@ class BulkAppend:
                     refused = Piece(rows, place, 0, None), error
                     break
                 if closing.is_set():
-                    raise WriterClosed("the server ends; batches that it hasn't told of weren't appended")
+                    raise WriterClosed("the server ends; batches without an acknowledgement weren't appended")
                 if self._failure is not None:
                     break
         finally:
