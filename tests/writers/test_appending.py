@@ -342,8 +342,8 @@ def test_a_socket_takes_what_is_no_request_without_harm(home: Path) -> None:
 def test_a_caller_that_does_not_read_or_sends_by_halves_holds_nobody_up(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millstream.ingest.local._DRAIN_S", 1.0)
-    monkeypatch.setattr("millstream.ingest.local._SENDING_S", 2.0)
+    monkeypatch.setattr("millstream.ingest.append_server._DRAIN_S", 1.0)
+    monkeypatch.setattr("millstream.ingest.append_server._SENDING_S", 2.0)
     head = json.dumps({"stream": "web", "table": "x" * 900_000, "deadline_s": 1, "counts": [1]}).encode()
     with millstream.open(home) as opened, ExitStack() as connections:
         opened.append("web", "clicks", {"number": 0})

@@ -19,8 +19,8 @@ import structlog
 from millstream.errors import HomeBusy, MillstreamError, WriterClosed
 from millstream.home.config_mapping import place_compiled_code
 from millstream.ingest.append_client import AppendClient, AsyncAppendClient
+from millstream.ingest.append_server import AppendServer
 from millstream.ingest.appender import Appender
-from millstream.ingest.local import AppendServer
 from millstream.ingest.uninterruptible import uninterruptible
 from millstream.leadership.role_files import Roles
 from millstream.processes.control import ControlServer, have_done

@@ -32,7 +32,7 @@ from millstream.errors import (
 from millstream.home.config_mapping import capture_config, place_compiled_code
 from millstream.home.home import Home
 from millstream.home.retention import is_for_sessions, sweep
-from millstream.ingest.local import AppendServer
+from millstream.ingest.append_server import AppendServer
 from millstream.leadership.role_files import Roles
 from millstream.model.ids import StreamId
 from millstream.processes.catalog_watch import watched_catalog
