@@ -18,8 +18,8 @@ import millstream
 from bench.figures import Figure, asked, measures, reported, say
 from bench.homes import Home
 from bench.places import folder
-from millstream.app.local_client import OpenHome
-from millstream.client.client import RemoteHome
+from millstream.app.open_home import OpenHome
+from millstream.client.remote_home import RemoteHome
 from millstream.errors import MillstreamError
 from millstream.testing._servers.ports import free_port
 

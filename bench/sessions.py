@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from bench.figures import Figure, asked, compared, measures, reported, say
 from bench.places import folder
-from millstream.app.local_client import home_appender
+from millstream.app.open_home import home_appender
 from millstream.home.home import Home
 from millstream.model.ids import ShardId
 from millstream.model.operations import Ack

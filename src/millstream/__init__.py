@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from millstream import errors as errors
-    from millstream.app.local_client import OpenHome as OpenHome
-    from millstream.app.local_client import open as open  # noqa: A004 - `millstream.open` is the name of the thing
-    from millstream.client.client import RemoteHome as RemoteHome
-    from millstream.client.client import connect as connect
+    from millstream.app.open_home import OpenHome as OpenHome
+    from millstream.app.open_home import open as open  # noqa: A004 - `millstream.open` is the name of the thing
     from millstream.client.following import Following as Following
     from millstream.client.protocol import Latest as Latest
     from millstream.client.protocol import Session as Session
+    from millstream.client.remote_home import RemoteHome as RemoteHome
+    from millstream.client.remote_home import connect as connect
     from millstream.codec.buffer_reading import PlacedReader as PlacedReader
     from millstream.codec.buffered_op import decode_op as decode_op
     from millstream.codec.buffered_op import encode_op as encode_op
@@ -49,9 +49,9 @@ _PUBLIC = {
     "Latest": ("millstream.client.protocol", "Latest"),
     "Guard": ("millstream.serving.guard", "Guard"),
     "MillstreamError": ("millstream.errors", "MillstreamError"),
-    "OpenHome": ("millstream.app.local_client", "OpenHome"),
+    "OpenHome": ("millstream.app.open_home", "OpenHome"),
     "PlacedReader": ("millstream.codec.buffer_reading", "PlacedReader"),
-    "RemoteHome": ("millstream.client.client", "RemoteHome"),
+    "RemoteHome": ("millstream.client.remote_home", "RemoteHome"),
     "ReadPause": ("millstream.model.buffers", "ReadPause"),
     "Session": ("millstream.client.protocol", "Session"),
     "ShardId": ("millstream.model.ids", "ShardId"),
@@ -59,11 +59,11 @@ _PUBLIC = {
     "StreamToken": ("millstream.model.positions", "StreamToken"),
     "WriteBuffer": ("millstream.ports", "WriteBuffer"),
     "WriteOps": ("millstream.model.operations", "WriteOps"),
-    "connect": ("millstream.client.client", "connect"),
+    "connect": ("millstream.client.remote_home", "connect"),
     "decode_op": ("millstream.codec.buffered_op", "decode_op"),
     "encode_op": ("millstream.codec.buffered_op", "encode_op"),
     "errors": ("millstream.errors", None),
-    "open": ("millstream.app.local_client", "open"),
+    "open": ("millstream.app.open_home", "open"),
     "problem_of": ("millstream.serving.problems", "problem_of"),
 }
 

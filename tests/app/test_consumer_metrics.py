@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.app.homes import make_home, wait_for
 from tests.cli.in_process import command
 
-from millstream.app.local_client import OpenHome
+from millstream.app.open_home import OpenHome
 from millstream.app.status import collect_status
 from millstream.home.home import Home
 from millstream.process_metrics import CONSUMER_REQUEST_SECONDS

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from tests.app.homes import run
 from tests.commands import Command
 
-from millstream.app.local_client import open_other
+from millstream.app.open_home import open_other
 from millstream.app.status import collect_status, held_scope
 from millstream.app.tables import copy_table, list_tables, retry_table
 from millstream.catalog import TableState

@@ -20,9 +20,9 @@ from tests.app.landed import LandedHome
 from tests.app.served import serving
 
 import millstream
-from millstream.app.local_client import OpenHome
-from millstream.client.client import RemoteHome
+from millstream.app.open_home import OpenHome
 from millstream.client.pieces import END, Pieces, failed, piece
+from millstream.client.remote_home import RemoteHome
 from millstream.errors import (
     AnswerCutOff,
     AnswerUnreadable,

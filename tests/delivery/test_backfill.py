@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.app.homes import make_home, wait_for
 
-from millstream.app.local_client import OpenHome
+from millstream.app.open_home import OpenHome
 from millstream.delivery.service import StreamConsumers
 from millstream.errors import DeliveryError, InvalidValue, LakeBehind
 from millstream.home.home import Home

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.app.homes import make_home
 
-from millstream.app.local_client import OpenHome
+from millstream.app.open_home import OpenHome
 from millstream.delivery.backfill.rows import OpenLake, Rows, Stopped, Wanted, tables_of, write_rows
 from millstream.delivery.definition import Definition
 from millstream.errors import LakeBehind

@@ -12,7 +12,7 @@ import pytest
 from tests.app.homes import make_home, run, wait_for
 from tests.serving.serving_process import served
 
-from millstream.app.local_client import OpenHome
+from millstream.app.open_home import OpenHome
 from millstream.config.file import load_config
 from millstream.errors import ConfigError, DeliveryError
 from millstream.home.home import Home

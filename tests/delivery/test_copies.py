@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.app.homes import make_home
 
-from millstream.app.local_client import OpenHome
+from millstream.app.open_home import OpenHome
 from millstream.delivery.copies import CopiedConsumers, adopt_consumers, packed
 from millstream.delivery.service import StreamConsumers
 from millstream.delivery.state_log import whole

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.app.homes import make_home, wait_for
 
-from millstream.app.local_client import OpenHome
+from millstream.app.open_home import OpenHome
 from millstream.delivery.service import StreamConsumers
 from millstream.errors import CursorExpired
 from millstream.home.home import Home

@@ -12,7 +12,7 @@ import pytest
 from tests.app.homes import make_home
 
 import millstream
-from millstream.app.local_client import OpenHome
+from millstream.app.open_home import OpenHome
 from millstream.errors import IngestError, InvalidValue
 from millstream.testing.errors import coded
 

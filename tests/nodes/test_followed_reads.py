@@ -14,8 +14,8 @@ from tests.app.served import serving
 from tests.serving.tail_client import refusal, tailing
 
 import millstream
-from millstream.app.local_client import OpenHome
-from millstream.client.client import RemoteHome
+from millstream.app.open_home import OpenHome
+from millstream.client.remote_home import RemoteHome
 from millstream.errors import InvalidQuery, ReplicaTooStale
 from millstream.home.home import Home
 from millstream.leadership.role_files import Roles, replication_folder

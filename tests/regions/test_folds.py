@@ -14,7 +14,7 @@ from tests.commands import Command
 from tests.regions.test_region_holders import MERGES, configure, let_go, write
 
 import millstream
-from millstream.app.local_client import open_other
+from millstream.app.open_home import open_other
 from millstream.cli.main import cli
 from millstream.home.home import Home
 from millstream.home.paths import PIPELINE

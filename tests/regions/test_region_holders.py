@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 import millstream
-from millstream.app.local_client import open_other
+from millstream.app.open_home import open_other
 from millstream.app.status import collect_status
 from millstream.cli.main import cli
 from millstream.errors import FollowerBehindRetention, OffsetExpired, UnknownStream

@@ -21,8 +21,8 @@ from tests.app.homes import done, make_home, wait_for
 from tests.serving.servers import Authority, served
 
 import millstream
-from millstream.app.local_client import home_appender
 from millstream.app.log_readers import open_reader
+from millstream.app.open_home import home_appender
 from millstream.errors import InvalidValue, MillstreamError
 from millstream.home.home import Home
 from millstream.ingest.bulk import Cutter, GetRequest, PutRequest

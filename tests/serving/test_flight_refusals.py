@@ -11,7 +11,7 @@ import pyarrow.flight as fl
 import pytest
 from tests.app.homes import make_home
 
-from millstream.app.local_client import home_appender
+from millstream.app.open_home import home_appender
 from millstream.errors import InvalidValue, RowsTooLarge
 from millstream.home.home import Home
 from millstream.ingest.bulk import Cutter, PutRequest

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from tests.app.homes import make_home
 
-from millstream.app.local_client import home_appender
+from millstream.app.open_home import home_appender
 from millstream.errors import (
     AppendOutcomeUnknown,
     InvalidValue,

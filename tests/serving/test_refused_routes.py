@@ -15,7 +15,7 @@ from tests.app.homes import make_home, wait_for
 from tests.app.served import serving
 
 import millstream
-from millstream.app.local_client import home_appender
+from millstream.app.open_home import home_appender
 from millstream.errors import RoutingError
 from millstream.home.home import Home
 from millstream.serving.access import Access

@@ -142,7 +142,7 @@ def test_a_url_without_the_client_is_refused_when_the_query_starts(
     options = SinkOptions.parse({"url": "http://127.0.0.1:1", "stream": "web", "table": "t"})
     schema = t.StructType([t.StructField("id", t.LongType())])
     writer(options, schema, overwrite=False)
-    monkeypatch.delitem(sys.modules, "millstream.client.client")
+    monkeypatch.delitem(sys.modules, "millstream.client.remote_home")
     monkeypatch.delitem(vars(millstream), "connect")
     monkeypatch.setitem(sys.modules, "httpx", None)
     with pytest.raises(UsageError, check=coded("missing_extra")) as refused:

@@ -37,7 +37,7 @@ NOBODY = 65534
 AS_ANOTHER = """
 import json, os, sys
 from uuid import UUID
-import millstream.cli.wal, millstream.wal.mending.repair, millstream.app.local_client
+import millstream.cli.wal, millstream.wal.mending.repair, millstream.app.open_home
 from millstream.errors import MillstreamError
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.positions import Seq

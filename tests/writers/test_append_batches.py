@@ -18,7 +18,7 @@ import pytest
 from tests.app.homes import make_home
 
 import millstream
-from millstream.app.local_client import home_appender
+from millstream.app.open_home import home_appender
 from millstream.errors import IngestError, InvalidValue, MillstreamError, RowsTooLarge
 from millstream.home.home import Home
 from millstream.ingest.append_client import AppendClient, AsyncAppendClient

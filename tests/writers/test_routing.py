@@ -22,7 +22,7 @@ from tests.app.served import serving
 from tests.commands import SCRIPT, Command, run_command
 
 import millstream
-from millstream.app.local_client import home_appender
+from millstream.app.open_home import home_appender
 from millstream.app.route_explain import explain_route
 from millstream.catalog.eras import RingEras
 from millstream.errors import ConfigError, PartialWrite, PositionError, RoutingError, UnknownStream, UsageError
@@ -297,7 +297,7 @@ def test_a_crash_amid_a_change_leaves_one_ring_in_force_and_every_row_where_it_s
     script = (
         "import sys, threading, millstream, datetime as dt\n"
         "from millstream.home.home import Home\n"
-        "from millstream.app.local_client import home_appender\n"
+        "from millstream.app.open_home import home_appender\n"
         "from tests.writers.test_routing import click\n"
         "opened = millstream.open(sys.argv[1])\n"
         "def load():\n"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.app.homes import make_home
 
 import millstream
-from millstream.app.local_client import home_appender
+from millstream.app.open_home import home_appender
 from millstream.errors import IdempotencyKeyReused, InvalidValue, MillstreamError, RowsTooLarge, UsageError
 from millstream.home.home import Home
 from millstream.ingest.append_client import AppendClient

@@ -13,28 +13,28 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from millstream.aio.local_client import AsyncOpenHome as AsyncOpenHome
-    from millstream.aio.local_client import open as open  # noqa: A004 - `millstream.aio.open` is the name of the thing
-    from millstream.aio.remote import AsyncRemoteHome as AsyncRemoteHome
-    from millstream.aio.remote import connect as connect
+    from millstream.aio.open_home import AsyncOpenHome as AsyncOpenHome
+    from millstream.aio.open_home import open as open  # noqa: A004 - `millstream.aio.open` is the name of the thing
+    from millstream.aio.remote_home import AsyncRemoteHome as AsyncRemoteHome
+    from millstream.aio.remote_home import connect as connect
     from millstream.aio.session import AsyncSession as AsyncSession
     from millstream.client.following import AsyncFollowing as AsyncFollowing
 
 _PUBLIC = {
     "AsyncFollowing": "millstream.client.following",
-    "AsyncOpenHome": "millstream.aio.local_client",
-    "AsyncRemoteHome": "millstream.aio.remote",
+    "AsyncOpenHome": "millstream.aio.open_home",
+    "AsyncRemoteHome": "millstream.aio.remote_home",
     "AsyncSession": "millstream.aio.session",
-    "connect": "millstream.aio.remote",
-    "open": "millstream.aio.local_client",
+    "connect": "millstream.aio.remote_home",
+    "open": "millstream.aio.open_home",
 }
 
 
 def __getattr__(name: str) -> object:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'millstream.aio' has no attribute {name!r}")
-    if _PUBLIC[name] == "millstream.aio.remote":
-        importlib.import_module("millstream.client.client")  # names the package to install if httpx is missing
+    if _PUBLIC[name] == "millstream.aio.remote_home":
+        importlib.import_module("millstream.client.remote_home")  # names the package to install if httpx is missing
     value = getattr(importlib.import_module(_PUBLIC[name]), name)
     globals()[name] = value
     return value

@@ -17,8 +17,8 @@ from millstream.model.steps import run_async
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.aio.local_client import AsyncOpenHome
-    from millstream.aio.remote import AsyncRemoteHome
+    from millstream.aio.open_home import AsyncOpenHome
+    from millstream.aio.remote_home import AsyncRemoteHome
     from millstream.ingest.columns import Rows
     from millstream.model.operations import Appended, RejectedRow
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from millstream.app.alerts.alert_file import delivery_facts, found_conditions
-from millstream.app.local_client import home_consumers
+from millstream.app.open_home import home_consumers
 from millstream.errors import ConfigError, Fenced, LogError, MillstreamError, ReadOnly
 from millstream.home.home import Home
 from millstream.home.paths import PIPELINE, HomePaths

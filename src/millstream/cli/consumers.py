@@ -326,7 +326,7 @@ def dead_drop(
 
 @contextlib.contextmanager
 def _consumers(invocation: Invocation, stream: str | None) -> Iterator[Consumers]:
-    from millstream.app.local_client import OpenHome
+    from millstream.app.open_home import OpenHome
 
     home = invocation.home(needs_source=False)
     name, _ = home.stream_config(stream)

@@ -136,7 +136,7 @@ def reshard(invocation: Invocation, shards: int, stream: str | None = None, as_j
     order. The command works while `millstream run` or an application writes the home; otherwise
     this process does the change. `millstream status` shows the cut.
     """
-    from millstream.app.local_client import home_appender
+    from millstream.app.open_home import home_appender
 
     home = invocation.home(needs_source=False)
     name, _ = home.stream_config(stream)

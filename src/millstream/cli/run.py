@@ -75,7 +75,7 @@ def capture() -> None:
 def capture_run(invocation: Invocation, until_caught_up: bool, log_format: LogFormat) -> None:
     """Capture every configured stream, as the owner of their logs."""
     from millstream.app.alerts.watch import watched_alerts
-    from millstream.app.local_client import open_other
+    from millstream.app.open_home import open_other
     from millstream.cli.progress import PartReport
     from millstream.processes.child_process import Lifeline
     from millstream.processes.logs import configure_logs

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from millstream import __version__
-from millstream.app.local_client import home_appender
+from millstream.app.open_home import home_appender
 from millstream.config.quantities import size_bytes
 from millstream.errors import AccessError, MillstreamError, UsageError
 from millstream.home.config_mapping import place_compiled_code

@@ -22,8 +22,8 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field, ValidationError
 from starlette.types import Message, Receive, Scope, Send
 
-from millstream.app.local_client import OpenHome
 from millstream.app.merged_rows import FOLDED_TIMES
+from millstream.app.open_home import OpenHome
 from millstream.client.pieces import ARROW_TYPE, END, PIECES_TYPE, change_piece, failed, latest_piece, piece
 from millstream.client.protocol import LATEST_ROWS_MAX
 from millstream.config.quantities import size_bytes

@@ -15,7 +15,7 @@ from tests.delivery.receivers import Receiver, answer
 from tests.serving.serving_process import served
 
 from millstream.app.alerts.watch import Watch, watched_alerts
-from millstream.app.local_client import OpenHome
+from millstream.app.open_home import OpenHome
 from millstream.app.status import collect_status
 from millstream.delivery.webhook_settings import WebhookSettings
 from millstream.delivery.webhooks import webhook_of

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 from millstream.aio.consumers import AsyncConsumers, AsyncConsumption
 from millstream.aio.session import AsyncSession, valid_columns, valid_tables
 from millstream.app.lake_sessions import open_lake
-from millstream.app.local_client import (
+from millstream.app.log_readers import open_reader
+from millstream.app.open_home import (
     OpenHome,
     check_stream,
     home_appender,
@@ -24,7 +25,6 @@ from millstream.app.local_client import (
     level_of,
     write_id_of,
 )
-from millstream.app.log_readers import open_reader
 from millstream.client.consumers import Ask, Flow, with_records
 from millstream.client.following import LOCAL_POLL_S, AsyncFollowing, Step
 from millstream.client.protocol import (

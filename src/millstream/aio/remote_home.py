@@ -17,7 +17,11 @@ import pyarrow as pa
 
 from millstream.aio.consumers import AsyncConsumers, AsyncConsumption
 from millstream.aio.session import AsyncSession, valid_columns, valid_tables
-from millstream.client.client import (
+from millstream.client.consumers import Ask, Flow, answer_of_call, call_of
+from millstream.client.following import REMOTE_POLL_S, AsyncFollowing, Step
+from millstream.client.pieces import Pieces, change_of, latest_of
+from millstream.client.protocol import APPEND_DEADLINE_S, CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest, session_of
+from millstream.client.remote_home import (
     TIMEOUT_S,
     answer_of,
     client_settings,
@@ -26,10 +30,6 @@ from millstream.client.client import (
     request_of,
     tls_of,
 )
-from millstream.client.consumers import Ask, Flow, answer_of_call, call_of
-from millstream.client.following import REMOTE_POLL_S, AsyncFollowing, Step
-from millstream.client.pieces import Pieces, change_of, latest_of
-from millstream.client.protocol import APPEND_DEADLINE_S, CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest, session_of
 from millstream.client.steps import (
     Call,
     HttpAnswer,

@@ -556,6 +556,6 @@ def open_other(place: str | Path, token: str | None) -> HomeCalls:
     """Open another home for a sink: behind an address, by its token, or in a folder. Raises as `open` and `connect`."""
     if isinstance(place, Path):
         return open(place)
-    from millstream.client.client import connect
+    from millstream.client.remote_home import connect
 
     return connect(place, token=token)
