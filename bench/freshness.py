@@ -294,7 +294,7 @@ def driver_back() -> Iterator[Figure]:
         with home.running("run", "--log-format", "json") as run, millstream.open(str(home.path)) as opened:
 
             def shows(number: int) -> bool:
-                found = opened.query("SELECT n FROM public.accounts WHERE id = 1", stream="bench")
+                found = opened.query("SELECT n FROM public.accounts WHERE id = 1", stream="bench", lake_only=True)
                 return bool(found.column("n").to_pylist() == [number])
 
             for number in range(runs + 1):

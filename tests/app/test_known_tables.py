@@ -58,8 +58,11 @@ def test_what_capture_knows_and_the_lake_lacks(postgres: Database, tmp_path: Pat
         source.execute("UPDATE articles SET note = 'b' WHERE id = 1")
         source.execute("INSERT INTO things VALUES (1, 2.5)")
     home.capture()
-    with millstream_open(home.home.path) as opened, pytest.raises(InvalidQuery, match="landed"):
-        opened.query("FROM public.things")
+    with millstream_open(home.home.path) as opened:
+        with pytest.raises(InvalidQuery, match="landed"):
+            opened.query("FROM public.things", lake_only=True)
+        assert opened.query("SELECT id FROM public.things").to_pylist() == [{"id": 1}]
+        assert opened.query("SELECT count(*) AS n FROM public.articles WHERE note = 'a'").to_pylist() == [{"n": 6}]
     home.land()
     with millstream_open(home.home.path) as opened:
         assert opened.query("SELECT count(*) AS n FROM public.articles WHERE note = 'a'").to_pylist() == [{"n": 6}]

@@ -167,6 +167,13 @@ def test_the_log_itself_is_looked_at_whatever_its_age(follower: Path, tmp_path: 
 def test_who_asks_for_tables_where_none_land_is_told_where_they_do(follower: Path) -> None:
     grown(follower, 0.0)
     with millstream.open(follower) as home, pytest.raises(InvalidQuery) as refused:
-        home.query("select * from public.t")
+        home.query("select * from public.t", lake_only=True)
     assert "a (grpc://127.0.0.1:1) leads the stream" in refused.value.hint
     assert "millstream run" not in refused.value.hint
+
+
+def test_a_followers_copy_of_the_log_answers_before_anything_has_landed_where_it_can_be_read(follower: Path) -> None:
+    grown(follower, 0.0)
+    with millstream.open(follower) as home:
+        assert home.query('SELECT count(*) AS n FROM history."public.t"').to_pylist() == [{"n": 10}]
+        assert home.lake().token == home.token("web")

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from millstream.app.log_readers import open_reader
+from millstream.app.log_tail import HomeLogTail
 from millstream.app.merged_rows import FOLDED_TIMES, HomeMergedTables
 from millstream.errors import LogError
 from millstream.home.time_parsing import parse_as_of
@@ -43,21 +44,24 @@ def open_lake(
     Args:
         home: the home.
         stream: its name; None if the home has only one.
-        as_of: a token, a moment (UTC if it has no zone), or the text of either; None for the newest cut.
+        as_of: a token, a moment (UTC if it has no zone), or the text of either; None for the newest position.
         lake_only: whether to read nothing of the log, so that `merged` tables, which are read from it, are unknown.
         bounds: the session's limits; None for no limit.
 
     Raises:
         PositionError (`invalid_time`), InvalidToken: the text is neither.
-        BeyondRetention, PositionError (`time_from_future`), TokenFromFuture: the lake no longer has it, or doesn't have it
-            yet.
+        BeyondRetention, PositionError (`time_from_future`), TokenFromFuture: the lake no longer has it, or the log
+            doesn't have it yet.
+        LakeBehind: the log has more records up to it than a query merges.
     """
     from millstream.home.config_mapping import lake_layout
     from millstream.lake.query.sql import LakeSession
 
     name, config = home.stream_config(stream)
+    log: HomeLogTail | None = None
     try:
-        stream_id = open_reader(home, name).stream_id
+        reader = open_reader(home, name)
+        stream_id, log = reader.stream_id, None if lake_only else HomeLogTail(reader)
     except LogError:
         # The log may be elsewhere, or gone; the catalog has the stream too.
         with home.open_catalog() as catalog:
@@ -79,6 +83,7 @@ def open_lake(
         else HomeMergedTables(
             home, name, bytes_max=None if bounds is None else max(1, bounds.memory_bytes // FOLDED_TIMES)
         ),
+        log=log,
         bounds=bounds,
     )
 

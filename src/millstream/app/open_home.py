@@ -458,7 +458,9 @@ class OpenHome:
         as_of: StreamToken | datetime | str | None = None,
         lake_only: bool = False,
     ) -> pa.Table:
-        """Return the result of SQL over a stream's lake tables, all at one token; see `millstream query`.
+        """Return the result of SQL over a stream's tables, all at one token; see `millstream query`.
+
+        Records that haven't landed are read from the log, unless it has too many of them (64 MiB).
 
         Args:
             sql: one statement; tables are named schema.table.
@@ -470,6 +472,7 @@ class OpenHome:
             InvalidQuery: the SQL fails; the message is DuckDB's.
             PositionError (`invalid_time`), InvalidToken, BeyondRetention, PositionError (`time_from_future`), TokenFromFuture: `as_of` is
                 invalid or unavailable.
+            LakeBehind: too many records up to `as_of` haven't landed.
         """
         with self.lake(stream, as_of=as_of, lake_only=lake_only) as lake:
             return lake.query(sql)

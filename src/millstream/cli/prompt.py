@@ -1,6 +1,6 @@
 r"""The prompt of `query`: statements until `;`, with history and completion, and a few backslash commands.
 
-Each statement sees the newest cut, unless `\as-of` holds the prompt at one. Rows go to stdout, everything
+Each statement sees the newest position, unless `\as-of` holds the prompt at one. Rows go to stdout, everything
 else to stderr.
 """
 
@@ -64,7 +64,7 @@ class Prompt:
         Args:
             home: the home.
             stream: its name; None if the home has only one.
-            as_of: where to hold it; None for always the newest cut.
+            as_of: where to hold it; None for always the newest position.
             lake_only: whether to read nothing of the log.
             style: how rows are printed. An Arrow stream is for programs: `table` instead.
         """
@@ -163,7 +163,7 @@ class Prompt:
         note(f"at {moved.token}")
 
     def _newest(self) -> LakeSession:
-        """Return a session at the newest cut, or where the prompt is held."""
+        """Return a session at the newest position, or where the prompt is held."""
         if self._as_of is None and not self._lake.is_newest():
             fresh = open_lake(self._home, self._stream, lake_only=self._lake_only)
             self._lake.close()

@@ -28,6 +28,8 @@ def answer(lake: LakeSession, sql: str, style: Style) -> int:
     Ctrl-C ends the query in DuckDB too, and raises KeyboardInterrupt.
     """
     count = _cancellable(lake, lambda: _print(lake, sql, style))
+    if lake.left_out:
+        note(f"the log's newest records are left out: {lake.left_out}")
     for name, reason in lake.missing.items():
         note(f"not readable: {name}: {reason}")
     for name, reason in lake.held_back.items():

@@ -201,8 +201,9 @@ class TableFiles:
 
     @contextmanager
     def open(self, path: str) -> Iterator[pq.ParquetFile]:
-        """Open one file for reading."""
-        with lake_errors(self._path), self._storage.open_input_file(path) as handle, pq.ParquetFile(handle) as file:
+        """Open one file for reading; an absolute path is that of a tail (`OpenTable.tail`)."""
+        storage = pafs.LocalFileSystem() if path.startswith(_SLASH) else self._storage
+        with lake_errors(self._path), storage.open_input_file(path) as handle, pq.ParquetFile(handle) as file:
             yield file
 
     def read(self, path: str) -> pa.Table:

@@ -50,6 +50,23 @@ WRITER: Final = WriterProperties(compression="ZSTD", compression_level=1)
 
 
 @dataclass(frozen=True, slots=True)
+class Tail:
+    """One table's records that its history lacks: a file of a query's own, and the changes that their commit would make."""
+
+    path: str
+    """Absolute path of a Parquet file on this machine, with a name as of a file of history."""
+    rows: int
+    size_bytes: int
+    seqs: tuple[int, int]
+    """The least and the greatest `__seq`."""
+    schema: pa.Schema
+    """The history's columns, those of these records included."""
+    properties: Mapping[str, str]
+    folder: str
+    """Name of the folder in which the records will land."""
+
+
+@dataclass(frozen=True, slots=True)
 class OpenTable:
     """A table opened for one write: the handle, and this app's last commit when it was opened."""
 
@@ -58,6 +75,13 @@ class OpenTable:
     app: str
     n: Seq | None
     """The app's last transaction version; None before its first."""
+    tail: Tail | None = None
+    """Records that a query reads as if they had landed; a table with some is never written."""
+
+    @property
+    def folder(self) -> str:
+        """Name of the table's folder."""
+        return self.path.rsplit("/", 1)[1] if self.tail is None else self.tail.folder
 
     @property
     def version(self) -> int:
@@ -67,11 +91,12 @@ class OpenTable:
     @property
     def properties(self) -> Mapping[str, str | None]:
         """The table's configuration."""
-        return dict(self.table.metadata().configuration)
+        found = dict(self.table.metadata().configuration)
+        return found if self.tail is None else found | dict(self.tail.properties)
 
     def schema(self) -> pa.Schema:
         """Return the table's columns in Arrow."""
-        return pa.schema(self.table.schema().to_arrow())
+        return pa.schema(self.table.schema().to_arrow()) if self.tail is None else self.tail.schema
 
     def commit(self, n: Seq, *, exact: bool = False, holds: bool = False) -> CommitProperties:
         """Return the properties of a data commit at `n` through this handle.
@@ -106,14 +131,25 @@ class OpenTable:
 
 
 def live_files(opened: OpenTable) -> pa.Table:
-    """Return the table's live files from its log.
+    """Return the table's live files from its log, and its tail's.
 
     The columns are flat: path, size_bytes, num_records, min.…, max.…, null_count.…, partition.…
     """
     with lake_errors(opened.path):
         found: Any = opened.table.get_add_actions(flatten=True)
         # Not by `pa.table`, which checks for a DataFrame and imports pandas for that.
-        return pa.RecordBatchReader.from_stream(found).read_all()
+        files = pa.RecordBatchReader.from_stream(found).read_all()
+    if (tail := opened.tail) is None:
+        return files
+    low, high = tail.seqs
+    facts = {
+        "path": tail.path,
+        "size_bytes": tail.size_bytes,
+        "num_records": tail.rows,
+        "min.__seq": low,
+        "max.__seq": high,
+    }
+    return pa.concat_tables([files, pa.Table.from_pylist([facts])], promote_options="permissive")
 
 
 @contextmanager

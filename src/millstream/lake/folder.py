@@ -33,7 +33,7 @@ _BATCH_ROWS: Final = 1 << 16
 
 def write_months(files: TableFiles, rows: pa.Table, table: TableId) -> list[NewFile]:
     """Write one table's records as files of history, one for each of their months; not yet committed."""
-    months = pc.strftime(rows.column(DATE), "%Y-%m")
+    months = months_of(rows)
     rows = rows.drop_columns([MONTH_COLUMN])
     written = []
     for month in pc.unique(months).to_pylist():
@@ -41,6 +41,11 @@ def write_months(files: TableFiles, rows: pa.Table, table: TableId) -> list[NewF
         file = files.write(some, some.schema, new_name(table=table), partition=month_folder(month))
         written.append(in_month(file, month))
     return written
+
+
+def months_of(rows: pa.Table) -> pa.ChunkedArray:
+    """Return the month of each record; null for those without a date."""
+    return pc.strftime(rows.column(DATE), "%Y-%m")
 
 
 def month_folder(month: str | None) -> str:

@@ -7,26 +7,30 @@ The Delta table keeps the union of all versions' columns, and in its properties 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from millstream import failpoints
 from millstream.errors import LakeConflict, LakeUnavailable
-from millstream.lake.data_files import TableFiles, swap
-from millstream.lake.delta import OpenTable, create_table, open_table, set_properties
+from millstream.lake.data_files import ROW_GROUP_ROWS, TableFiles, new_name, swap
+from millstream.lake.delta import OpenTable, Tail, create_table, open_table, set_properties
 from millstream.lake.folded.accumulating import lacking_named
 from millstream.lake.folder import (
     BOUNDED,
     HISTORY_BEGUN_PROPERTY,
     history_from_property,
+    months_of,
     reopened,
     write_months,
 )
 from millstream.lake.layout import LakeLayout, TableCommit, folder_of
-from millstream.lake.renames import Places, bring_records, places_of, records_elsewhere
+from millstream.lake.renames import Places, bring_records, columns_of, places_of, records_elsewhere
 from millstream.lake.scan import read_history
 from millstream.lake.schema_evolution import union_schema, widened
 from millstream.lake.schema_history import SINCE_PROPERTY, Eras, owned_since, schema_property
@@ -97,6 +101,67 @@ def append_history(
     swap(ready, ready.commit(n), add=written, partition_by=[MONTH_COLUMN])
     failpoints.hit("lake.after_history_commit")
     return _commit(schema, path, ready, rows.num_rows, n)
+
+
+def tailed_history(
+    layout: LakeLayout,
+    schema: TableSchema,
+    batches: Sequence[pa.RecordBatch],
+    n: Seq,
+    *,
+    places: Places,
+    rivals: Sequence[pa.RecordBatch],
+    scratch: str,
+) -> OpenTable:
+    """Return a table's history as `append_history` would leave it, for a query: nothing is written to the lake.
+
+    A renamed table's records are read from the folder that they still lie in.
+
+    Args:
+        layout: where the lake is.
+        schema: as of `append_history`, as is all else.
+        batches: the records; those that the history has by now are left out.
+        n: the position that they end at.
+        places: of the last cut.
+        rivals: the records of other tables that land in the same folder first: the name may have gone to and fro.
+        scratch: a folder of the query's own, which keeps the records.
+
+    Raises:
+        LakeError (`lake_schema_conflict`, `lake_history_lost`), LakeTableForeign, LakeUnavailable.
+    """
+    path, app = layout.table_path("history", schema), layout.app_id("history", schema.table_id)
+    opened = open_table(layout, path, app)
+    source = records_elsewhere(layout, schema, opened, places) if schema.kind is TableKind.TABLE else None
+    opened = source or opened
+    if schema.source == 0:
+        schema, batches = under_the_newest(schema, batches, opened)
+    if opened is None:
+        own = replace(layout, location=scratch, storage_options={})
+        opened = _create(own, schema, own.table_path("history", schema), app, batches, n)
+    after = opened.n or Seq(0)
+    have = opened.schema() if source is None else columns_of(layout, schema.table_id, source)
+    rows = _rows(schema, have, batches, layout.types, after=after, upto=n)
+    if not rows.num_rows:
+        return opened
+    rows = rows.drop_columns([MONTH_COLUMN] if MONTH_COLUMN in rows.column_names else [])
+    rows = rows.append_column(MONTH_COLUMN, months_of(rows))
+    properties = dict[str, str]()
+    if schema.kind is TableKind.TABLE:
+        eras = replace(Eras.of(opened), folder=folder_of(schema))
+        properties = _told(_begun(eras, [*batches, *rivals], Seq(0)))
+    file = f"{scratch}/{new_name(table=schema.table_id)}"
+    pq.write_table(rows, file, compression="none", row_group_size=ROW_GROUP_ROWS)
+    bounds = pc.min_max(rows.column("__seq")).as_py()
+    tail = Tail(
+        file,
+        rows.num_rows,
+        Path(file).stat().st_size,
+        (bounds["min"], bounds["max"]),
+        rows.schema,
+        properties,
+        folder_of(schema),
+    )
+    return replace(opened, n=n, tail=tail)
 
 
 def under_the_newest(
@@ -212,12 +277,16 @@ def _ready(
     begun = _begun(eras, batches, ready.n or Seq(0))
     if begun == eras:
         return ready
-    begun = _given_back(ready, eras, begun)
+    set_properties(ready, _told(_given_back(ready, eras, begun)))
+    return reopened(layout, ready)
+
+
+def _told(begun: Eras) -> dict[str, str]:
+    """Return the properties that record a history's eras."""
     properties = begun.bounded().properties()
     if begun.native:
         properties |= schema_property(begun.native[-1][1]) | {SINCE_PROPERTY: str(int(begun.since))}
-    set_properties(ready, properties)
-    return reopened(layout, ready)
+    return properties
 
 
 def _begun(eras: Eras, batches: Sequence[pa.RecordBatch], after: Seq) -> Eras:

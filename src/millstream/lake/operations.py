@@ -46,6 +46,20 @@ def whole_upto(layout: LakeLayout, n: Seq) -> Seq:
     return n if operation is None else stretch.last_before(operation, n)
 
 
+def upto_moment(layout: LakeLayout, cut: Cut | None, above: Cut, moment: datetime) -> Seq:
+    """Return the end of the last operation before the first one between two cuts that committed after a moment.
+
+    Args:
+        layout: where the lake is.
+        cut: the last one that holds nothing committed after the moment; None for the lake's beginning.
+        above: the next one with more records.
+        moment: with a time zone.
+    """
+    below = Seq(0) if cut is None else cut.n
+    first = _Stretch.open(layout, below, above).first_after(moment)
+    return below if first is None else max(below, whole_upto(layout, Seq(first - 1)))
+
+
 @dataclass(frozen=True, slots=True)
 class _OperationFacts:
     """The common facts of an operation's records."""
@@ -118,6 +132,16 @@ class _Stretch:
             if low is not None and (first is None or low < first):
                 first, found = low, _OperationFacts.of(folder, batch, pc.index(seqs, low).as_py())
         return found
+
+    def first_after(self, moment: datetime) -> Seq | None:
+        """Return the first record that committed after a moment; None if none did."""
+        first: int | None = None
+        for _, batch in self._batches(Seq(self.after + 1), None):
+            seqs, times = batch.column(_SEQ), batch.column("__commit_ts")
+            later = pc.and_(pc.greater(times, pa.scalar(moment, times.type)), pc.greater(seqs, int(self.after)))
+            found = pc.min(seqs.filter(later)).as_py()
+            first = found if first is None or (found is not None and found < first) else first
+        return None if first is None else Seq(first)
 
     def last_before(self, operation: _OperationFacts, n: Seq) -> Seq:
         """Return `n` if no record of the operation lies at or below it; else the last record before the operation."""

@@ -176,6 +176,13 @@ def open_left_behind(layout: LakeLayout, schema: TableSchema) -> OpenTable | Non
     return None if opened is None or opened.n is None else opened
 
 
+def columns_of(layout: LakeLayout, table: TableId, source: OpenTable) -> pa.Schema:
+    """Return those columns of a history that one table's records have had."""
+    eras = Eras.of(source).of_table(table)
+    mine = {name for _, era in eras for name in lake_columns(era, layout.types).names} | RECORD_COLUMNS
+    return pa.schema([column for column in source.schema() if column.name in mine])
+
+
 def bring_records(layout: LakeLayout, schema: TableSchema, opened: OpenTable, source: OpenTable) -> OpenTable:
     """Copy the records that a table's folder lacks from another folder, and commit at the position reached there.
 
@@ -186,11 +193,7 @@ def bring_records(layout: LakeLayout, schema: TableSchema, opened: OpenTable, so
     assert source.n is not None, "it was chosen for its records"
     after = opened.n or Seq(0)
     theirs = Eras.of(source)
-    mine = {
-        name for _, era in theirs.of_table(schema.table_id) for name in lake_columns(era, layout.types).names
-    } | RECORD_COLUMNS
-    columns = pa.schema([column for column in source.schema() if column.name in mine])
-    ready = widened(layout, opened, f"{schema.namespace}.{schema.name}", columns)
+    ready = widened(layout, opened, f"{schema.namespace}.{schema.name}", columns_of(layout, schema.table_id, source))
     gone = history_from(source)
     gone = max(gone if gone > after else Seq(0), history_from(ready) if ready.n is not None else Seq(0))
     told = _eras_with(Eras.of(ready), theirs, schema) if has_eras(source) and has_eras(ready) else {}

@@ -54,14 +54,34 @@ def scan_history(
         only: if given, only records for which it holds.
     """
     with lake_errors(opened.path):
-        files = opened.table.to_pyarrow_dataset(file_pruning_predicate=f"__seq > {int(after)} AND __seq <= {int(upto)}")
-        names = None if columns is None else [name for name in columns if name in files.schema.names]
+        mine = records_of(opened, table=table, within=f"__seq > {int(after)} AND __seq <= {int(upto)}")
+        names = None if columns is None else [name for name in columns if name in mine.schema.names]
         wanted = (pc.field("__seq") > int(after)) & (pc.field("__seq") <= int(upto))
         wanted = wanted if only is None else wanted & only
-        mine = files if table is None else _of_table(files, table)
         return mine.scanner(
             columns=names, filter=wanted, batch_size=_SCAN_ROWS, batch_readahead=4, fragment_readahead=2
         )
+
+
+def records_of(opened: OpenTable, *, table: TableId | None = None, within: str | None = None) -> ds.Dataset:
+    """Return a history's records, those of its tail included.
+
+    Args:
+        opened: the history table.
+        table: if given, only records of this table, not of others that have had its name.
+        within: a condition on the bounds of committed files, in SQL: other files may be left out.
+    """
+    import pyarrow.dataset as ds
+
+    with lake_errors(opened.path):
+        files = opened.table.to_pyarrow_dataset(file_pruning_predicate=within)
+        mine = files if table is None else _of_table(files, table)
+        if opened.tail is None or (table is not None and table_in(opened.tail.path) != table):
+            return mine
+        shape, fragments = opened.tail.schema, list(mine.get_fragments())
+        # Not by `replace_schema`, which refuses wider types.
+        landed = ds.FileSystemDataset(fragments, shape, mine.format, mine.filesystem)
+        return ds.dataset([landed, ds.dataset(opened.tail.path, schema=shape, format="parquet")])
 
 
 def _of_table(files: ds.FileSystemDataset, table: TableId) -> ds.FileSystemDataset:

@@ -73,11 +73,11 @@ class Eras:
         Raises:
             LakeTableForeign: the table's properties don't hold its schema.
         """
-        folder, encoded = opened.path.rsplit("/", 1)[1], opened.properties.get(_ERAS_PROPERTY)
+        encoded = opened.properties.get(_ERAS_PROPERTY)
         if encoded is None:
-            return cls(folder, ((Seq(0), newest_schema(opened)),))
+            return cls(opened.folder, ((Seq(0), newest_schema(opened)),))
         complete_from, told = _unpacked(encoded)
-        return cls(folder, told, complete_from)
+        return cls(opened.folder, told, complete_from)
 
     def having(self, start: Seq, schema: TableSchema) -> Eras:
         """Return these eras and one more."""

@@ -23,9 +23,10 @@ import pyarrow as pa
 
 from millstream.model.ids import SchemaVersion, StreamId, TableId
 from millstream.model.positions import Seq
-from millstream.model.schema import TableKind, TableSchema
+from millstream.model.schema import TableSchema
 from millstream.wal.frame_index import SchemaPlace
 from millstream.wal.reader import LogSpan, StreamReader, TablePart, TableRecords
+from millstream.wal.table_batches import one_batch, table_batches
 
 MARKER: Final = TableId(0)
 """The catalog numbers tables from 1."""
@@ -49,9 +50,6 @@ FRAMES_SCHEMA: Final = pa.schema(
 INLINE_BYTES_MAX: Final = 1 << 20
 """Maximum log bytes of a table and stretch that are stored in the row. Up to it, opening the segment
 again costs more than carrying the bytes."""
-
-_TOGETHER_ROWS: Final = 1 << 15
-"""A batch of this many rows, plus one frame, is large enough."""
 
 PACKED_BYTES: Final = 16 << 20
 """Approximate size of the Arrow data in one row. Large enough that a busy table's small frames become
@@ -120,35 +118,12 @@ def records_in(table_id: TableId, ipc: pa.Buffer, span: str) -> Iterator[tuple[T
     places = tuple(SchemaPlace(*place) for place in facts.pop("schema_frames"))
     stream = StreamId(UUID(facts.pop("stream")))
     stretch = LogSpan(**facts, schema_frames=places, stream=stream)
-    held: list[TableRecords] = []
-    rows = 0
-    for piece in StreamReader(folder).read_span(stretch, tables=[table_id], moments=True):
-        if is_raw(piece.schema):
-            continue
-        if held and (piece.schema.version != held[0].schema.version or rows >= _TOGETHER_ROWS):
-            yield held[0].schema, _one_batch(held)
-            held, rows = [], 0
-        held.append(piece)
-        rows += piece.batch.num_rows
-    if held:
-        yield held[0].schema, _one_batch(held)
-
-
-def _one_batch(pieces: list[TableRecords]) -> pa.RecordBatch:
-    """Return many small frames as one batch: every later step has a cost per batch."""
-    if len(pieces) == 1:
-        return pieces[0].batch
-    return pa.concat_batches([piece.batch for piece in pieces])
-
-
-def is_raw(schema: TableSchema) -> bool:
-    """Whether the records are of a table that was quarantined: bytes of the protocol, which no lake table takes."""
-    return schema.kind is TableKind.RAW
+    yield from table_batches(StreamReader(folder), stretch, table_id)
 
 
 def _pack_one(pieces: list[TableRecords], after: Seq, upto: Seq) -> pa.RecordBatch:
     schema = pieces[0].schema
-    batch = _one_batch(pieces)
+    batch = one_batch(pieces)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)

@@ -56,10 +56,11 @@ from millstream.model.records import record_schema
 from millstream.model.schema import TableKind, TableSchema
 from millstream.spark.columns import arrow_schema, spark_schema
 from millstream.spark.envelope import ENVELOPE_SCHEMA, envelopes
-from millstream.spark.frames import FRAMES_SCHEMA, INLINE_BYTES_MAX, is_raw, marker, pack, refer
+from millstream.spark.frames import FRAMES_SCHEMA, INLINE_BYTES_MAX, marker, pack, refer
 from millstream.spark.merged_source import MergedReader, MergedTable
 from millstream.spark.workers import spare_the_collector
 from millstream.wal.reader import LogSpan, StreamReader, TablePart, TableRecords
+from millstream.wal.table_batches import is_raw
 
 PARTITION_BYTES: Final = 16 << 20
 """Log bytes of a partition: about a quarter of a second's work for a Python worker, several times what a task costs."""

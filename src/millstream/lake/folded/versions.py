@@ -125,7 +125,7 @@ def rebuild_versions(
 
 
 def unfolded_versions(
-    layout: LakeLayout, schema: TableSchema, opened: OpenTable, upto: Seq
+    layout: LakeLayout, schema: TableSchema, opened: OpenTable, history: OpenTable, upto: Seq
 ) -> tuple[Versions | None, pa.Schema]:
     """Return the effect of later records on a table's versions, for a reader to overlay, and the table's own columns.
 
@@ -134,7 +134,6 @@ def unfolded_versions(
     Raises:
         LakeTableForeign, LakeUnavailable, LakeError: as `fold_into_versions`.
     """
-    history = open_history(layout, schema)
     if not opened.held:
         raise LakeError(f'scd2."{schema.namespace}.{schema.name}" is being folded for the first time')
     fold = _Fold(layout, schema, upto, DEFAULT_SIZES, opened, history, _own_columns(schema, history), opened.path)

@@ -7,18 +7,20 @@ folder among the machine's files.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
 from millstream.errors import InvalidQuery, LakeError, LakeUnavailable, MillstreamError, UsageError
-from millstream.lake.delta import OpenTable, lake_errors
+from millstream.lake.delta import OpenTable, lake_errors, live_files
 from millstream.lake.query.bounds import QueryBounds, QueryWatch
 from millstream.lake.query.files import PREFIX, READ_ONLY_HINT, HandedFiles, file_system
+from millstream.lake.scan import records_of
 from millstream.model.names import DEFAULT_SCHEMA
 from millstream.workers import call_in_thread
 
@@ -229,9 +231,10 @@ class Engine:
 
         if "://" in opened.path:
             with lake_errors(opened.path):
-                dataset = opened.table.to_pyarrow_dataset()
+                dataset = records_of(opened)
             return self.register(dataset), [name for name in needed if name in dataset.schema.names]
-        files = [f"{opened.path}/{path}" for path in (_paths(opened) if paths is None else paths)]
+        # A tail's file has an absolute path.
+        files = [os.path.join(opened.path, path) for path in (_paths(opened) if paths is None else paths)]  # noqa: PTH118
         if not files:
             return "", []
         if alike is not None:
@@ -302,6 +305,4 @@ def _connect(scratch: str, bounds: QueryBounds | None, files: HandedFiles) -> du
 
 
 def _paths(opened: OpenTable) -> list[str]:
-    with lake_errors(opened.path):
-        found: Any = opened.table.get_add_actions(flatten=True)
-        return [str(path) for path in pa.RecordBatchReader.from_stream(found).read_all().column("path").to_pylist()]
+    return [str(path) for path in live_files(opened).column("path").to_pylist()]

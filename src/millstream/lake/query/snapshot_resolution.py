@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Protocol
 
-from millstream.errors import BeyondRetention, LakeBehind, LakeUnavailable, PositionError, TokenFromFuture
+import pyarrow as pa
+
+from millstream.errors import (
+    BeyondRetention,
+    InvalidQuery,
+    LakeBehind,
+    LakeUnavailable,
+    OffsetExpired,
+    PositionError,
+    TokenFromFuture,
+)
 from millstream.lake.delta import OpenTable, open_table
-from millstream.lake.known_tables import KnownTable
+from millstream.lake.folder import history_begun, history_from
+from millstream.lake.known_tables import KnownTable, is_meant
 from millstream.lake.layout import MESSAGES, LakeLayout, folder_of
-from millstream.lake.operations import whole_upto
+from millstream.lake.operations import upto_moment, whole_upto
 from millstream.lake.schema_history import era_at
 from millstream.lake.snapshots import Cut, CutTable, cut_at, cut_at_time, cut_from, first_cut, last_cut
 from millstream.model.ids import TableId
@@ -17,41 +30,146 @@ from millstream.model.positions import Seq, StreamToken
 from millstream.model.schema import TableSchema
 
 
-def standing_at(layout: LakeLayout, as_of: Seq | datetime | None) -> tuple[Seq, Cut | None]:
-    """Return the position to show, which splits no operation, and the last cut at or below it.
+@dataclass(frozen=True, slots=True)
+class TailPart:
+    """A table's records in a stretch of the log, of one schema version."""
+
+    schema: TableSchema
+    first: Seq
+    """A lower bound of their numbers."""
+    last: Seq
+    """An upper bound of them."""
+
+
+class LogTail(Protocol):
+    """The stream's log, to read records that haven't landed. Every method raises `CorruptWal` if it is damaged."""
+
+    def end(self) -> Seq:
+        """Return the readable end."""
+        ...
+
+    def whole_upto(self, n: Seq) -> Seq:
+        """Return the greatest position at or below `n` that splits no operation."""
+        ...
+
+    def upto_moment(self, after: Seq, moment: datetime) -> Seq:
+        """Return the end of the last operation before the first one above `after` that committed after a moment.
+
+        It is the readable end if none did. Raises as `parts`.
+        """
+        ...
+
+    def parts(self, after: Seq, upto: Seq) -> Sequence[TailPart]:
+        """Return the contents of `(after, upto]`, without quarantined tables.
+
+        Raises:
+            LakeBehind: it is larger than a query may merge.
+            OffsetExpired: retention has deleted part of it.
+        """
+        ...
+
+    def records(self, after: Seq, upto: Seq, table: TableId) -> list[pa.RecordBatch]:
+        """Return one table's records of `(after, upto]`, in `record_schema`; raises `OffsetExpired`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A session's position, which splits no operation."""
+
+    n: Seq
+    cut: Cut | None
+    """The last cut at or below it."""
+    tail: Sequence[TailPart] = ()
+    """The log's records between the two; empty if the lake has them all."""
+    left_out: str = ""
+    """The reason why the log's newest records are left out; empty if none are."""
+
+
+def standing_at(layout: LakeLayout, as_of: Seq | datetime | None, log: LogTail | None = None) -> Standing:
+    """Return the position to show.
 
     Raises:
-        TokenFromFuture, PositionError (`time_from_future`), BeyondRetention: as `LakeSession`.
+        TokenFromFuture, PositionError (`time_from_future`), BeyondRetention, LakeBehind: as `LakeSession`.
     """
+    cut = last_cut(layout)
+    while True:
+        try:
+            return _standing(layout, cut, as_of, log)
+        except OffsetExpired as error:
+            # Retention deletes only what has landed since, unless the log is another node's copy.
+            before, cut = cut, last_cut(layout)
+            if cut == before:
+                gone = LakeBehind(f"the log no longer has all records after {_token(layout, cut)}: {error.message}")
+                if as_of is not None:
+                    raise gone from error
+                return _left_out(cut, gone)
+
+
+def _standing(layout: LakeLayout, cut: Cut | None, as_of: Seq | datetime | None, log: LogTail | None) -> Standing:
+    landed = Seq(0) if cut is None else cut.n
     if as_of is None:
-        cut = last_cut(layout)
-        return (Seq(0), None) if cut is None else (cut.n, cut)
+        try:
+            return _in_tail(cut, landed if log is None else log.end(), log)
+        except LakeBehind as error:
+            return _left_out(cut, error)
     if isinstance(as_of, datetime):
-        now = datetime.now(UTC)
-        if as_of > now:
-            raise PositionError(
-                f"{as_of.isoformat()} lies in the future",
-                code="time_from_future",
-                hint=f"Use a time up to now, {now.isoformat()}.",
-            )
-        cut = cut_at_time(layout, as_of)
-        if cut is None:
-            raise _before(layout, as_of.isoformat())
-        return cut.n, cut
-    last = last_cut(layout)
-    reached = Seq(0) if last is None else last.n
-    if as_of > reached:
-        token, asked = (StreamToken.scalar(layout.stream_id, n) for n in (reached, as_of))
+        return _at_moment(layout, cut, as_of, log)
+    if as_of <= landed:
+        below = cut_at(layout, as_of)
+        first = None if below is not None else first_cut(layout)
+        if first is not None and first.number > 1:
+            raise _before(layout, str(StreamToken.scalar(layout.stream_id, as_of)))
+        return Standing(whole_upto(layout, as_of), below)
+    end = landed if log is None else max(landed, log.end())
+    if as_of > end or log is None:
+        token, asked = (StreamToken.scalar(layout.stream_id, n) for n in (end, as_of))
         raise TokenFromFuture(
-            f"the lake has records only up to {token}, not {asked}",
-            hint=f"Query at {token} or earlier; `millstream status` shows the records still to land.",
-            reached=int(reached),
+            f"the {'lake has' if log is None else 'lake and the log have'} records only up to {token}, not {asked}",
+            hint=f"Query at {token} or earlier"
+            + ("; `millstream status` shows the records still to land." if log is None else "."),
+            reached=int(end),
         )
-    cut = cut_at(layout, as_of)
-    first = None if cut is not None else first_cut(layout)
-    if first is not None and first.number > 1:
-        raise _before(layout, str(StreamToken.scalar(layout.stream_id, as_of)))
-    return whole_upto(layout, as_of), cut
+    return _in_tail(cut, log.whole_upto(as_of), log)
+
+
+def _at_moment(layout: LakeLayout, last: Cut | None, moment: datetime, log: LogTail | None) -> Standing:
+    now = datetime.now(UTC)
+    if moment > now:
+        raise PositionError(
+            f"{moment.isoformat()} lies in the future",
+            code="time_from_future",
+            hint=f"Use a time up to now, {now.isoformat()}.",
+        )
+    cut = None if last is None else cut_at_time(layout, moment)
+    reached = Seq(0) if cut is None else cut.n
+    above = None if last is None else cut_from(layout, Seq(reached + 1))
+    if above is not None:
+        if cut is None and above.number > 1:
+            raise _before(layout, moment.isoformat())
+        n = upto_moment(layout, cut, above, moment)
+        found = Standing(n, cut_at(layout, n))
+    else:
+        found = _in_tail(cut, reached if log is None else log.upto_moment(reached, moment), log)
+    if not found.n:
+        raise _before(layout, moment.isoformat())
+    return found
+
+
+def _in_tail(cut: Cut | None, n: Seq, log: LogTail | None) -> Standing:
+    """Return a position at or behind the last cut."""
+    landed = Seq(0) if cut is None else cut.n
+    if log is None or n <= landed:
+        return Standing(landed, cut)
+    return Standing(n, cut, log.parts(landed, n))
+
+
+def _left_out(cut: Cut | None, error: LakeBehind) -> Standing:
+    return Standing(Seq(0) if cut is None else cut.n, cut, left_out=error.message)
+
+
+def _token(layout: LakeLayout, cut: Cut | None) -> StreamToken:
+    return StreamToken.scalar(layout.stream_id, Seq(0) if cut is None else cut.n)
 
 
 def add_since_the_cut(layout: LakeLayout, n: Seq, tables: dict[str, CutTable]) -> None:
@@ -68,6 +186,32 @@ def add_since_the_cut(layout: LakeLayout, n: Seq, tables: dict[str, CutTable]) -
             del tables[old]
 
 
+def known_later(layout: LakeLayout, n: Seq, said: str, tables: Iterable[CutTable]) -> InvalidQuery | None:
+    """Return the error for a table that wasn't there, or so named, at a position; None if the lake has none so named.
+
+    Args:
+        layout: where the lake is.
+        n: the position.
+        said: the table's name, as `unknown_table` returns it.
+        tables: the tables at the position.
+    """
+    last, token = last_cut(layout), StreamToken.scalar(layout.stream_id, n)
+    for folder, table in ({} if last is None else last.tables).items():
+        if folder == MESSAGES or not is_meant(said, table.name):
+            continue
+        had = next((one.name for one in tables if one.table_id == table.table_id), None)
+        if had is not None and had != table.name:
+            return InvalidQuery(f"there was no table {table.name} at {token}: it was called {had} then")
+        history = open_history(layout, folder, table.table_id)
+        era = None if last is None else era_at(history, last.n)
+        first = None if era is None or not era.first else StreamToken.scalar(layout.stream_id, era.first)
+        return InvalidQuery(
+            f"there was no table {table.name} at {token}: it didn't exist yet",
+            hint=f"Query a later time.{'' if first is None else f' Its first record is at {first}.'}",
+        )
+    return None
+
+
 def open_history(layout: LakeLayout, folder: str, table_id: TableId) -> OpenTable:
     """Open a table's history; `LakeUnavailable` if it is gone."""
     path = f"{layout.root}/history/{folder}"
@@ -79,7 +223,39 @@ def open_history(layout: LakeLayout, folder: str, table_id: TableId) -> OpenTabl
     return opened
 
 
-def beyond(layout: LakeLayout, schema: TableSchema, n: Seq, gone: Seq, *, anew: bool) -> BeyondRetention:
+def check_beginning(
+    layout: LakeLayout,
+    schema: TableSchema,
+    history: OpenTable,
+    after: Seq,
+    n: Seq,
+    *,
+    known: Callable[[], Iterable[KnownTable]] | None,
+) -> None:
+    """Check that a table's history has the records between a position from which it is read and a session's.
+
+    Args:
+        layout: where the lake is.
+        schema: the table.
+        history: its history.
+        after: the position from which it is read.
+        n: the session's position.
+        known: returns the source's tables, as of `LakeSession`; None if the session stands at an earlier position.
+
+    Raises:
+        BeyondRetention: it lacks some.
+        LakeBehind: the table is being rebuilt from its source.
+    """
+    gone = history_from(history)
+    if after >= gone or after >= n:
+        return
+    anew = history_begun(history) == gone
+    if anew and known is not None:
+        raise _rebuilding(schema, known())
+    raise _beyond(layout, schema, n, gone, anew=anew)
+
+
+def _beyond(layout: LakeLayout, schema: TableSchema, n: Seq, gone: Seq, *, anew: bool) -> BeyondRetention:
     """Return the error for a table that can't be shown at a position.
 
     Its records up to another position were dropped, or its history was begun again.
@@ -97,7 +273,7 @@ def beyond(layout: LakeLayout, schema: TableSchema, n: Seq, gone: Seq, *, anew: 
     )
 
 
-def rebuilding(schema: TableSchema, known: Iterable[KnownTable]) -> LakeBehind:
+def _rebuilding(schema: TableSchema, known: Iterable[KnownTable]) -> LakeBehind:
     """Return the error for a table whose history was begun again, and whose first copy hasn't landed.
 
     `known` gives what the copy waits for.

@@ -33,19 +33,26 @@ from millstream.errors import (
 )
 from millstream.lake.delta import OpenTable, open_table
 from millstream.lake.folded.current import current_columns
-from millstream.lake.folder import history_begun, history_from
 from millstream.lake.known_tables import KnownTable, empty_records, empty_rows, is_meant, unknown_table
 from millstream.lake.layout import MESSAGES, LakeLayout, has_current
 from millstream.lake.query.bounds import QueryBounds
 from millstream.lake.query.engine import Engine, quote
+from millstream.lake.query.log_tail import TailTables
 from millstream.lake.query.merged_rows import MergedTables, MergedViews
 from millstream.lake.query.namesakes import Namesakes
 from millstream.lake.query.overlay import SEQ
 from millstream.lake.query.rows import RecordRange, bag_sql, built_sql, keyed_sql, left_sql
-from millstream.lake.query.snapshot_resolution import add_since_the_cut, beyond, open_history, rebuilding, standing_at
+from millstream.lake.query.snapshot_resolution import (
+    LogTail,
+    add_since_the_cut,
+    check_beginning,
+    known_later,
+    standing_at,
+)
 from millstream.lake.query.version_rows import versions_sql
 from millstream.lake.query.words import CATALOG_WORDS, LIST, LISTED, words_to_quote
 from millstream.lake.renames import open_left_behind
+from millstream.lake.scan import records_of
 from millstream.lake.schema_history import Era, era_at, newest_schema
 from millstream.lake.snapshots import Cut, CutTable, last_cut
 from millstream.model.ids import TableId
@@ -80,26 +87,31 @@ class LakeSession:
         known: Callable[[], Sequence[KnownTable]] | None = None,
         landed_by: str | None = None,
         merged: MergedTables | None = None,
+        log: LogTail | None = None,
         bounds: QueryBounds | None = None,
     ) -> None:
         """Open a session.
 
         Args:
             layout: where the lake is.
-            as_of: an earlier position, or a moment (with a time zone): the last cut that holds nothing committed after
-                it. Tables then have their columns of that time. None for the last cut. A position inside an operation
-                means the position before the operation.
+            as_of: an earlier position, or a moment (with a time zone): the last operation before the first one that
+                committed after it. Tables then have their columns of that time. None for the newest position. A
+                position inside an operation means the position before the operation.
             held: returns the tables that are quarantined, by name, with the reason. Called at most once, and only if a
                 table of a query has received nothing lately: the call may take longer than the query.
             known: returns the source's tables as capture knows them. Called at most once, if a query names a table that
                 the lake lacks, or may list all. Tables without a record are then empty; renamed ones have new names.
             landed_by: the other node that lands the stream's tables, for messages; None if this one does.
             merged: reads the tables that several regions write; None if there are none.
+            log: reads the log's records that the lake lacks, which the session shows as if they had landed, up to the
+                readable end; None for the lake alone.
             bounds: the session's bounds; None for none.
 
         Raises:
             UsageError (`missing_extra`): DuckDB isn't installed.
-            TokenFromFuture: the lake hasn't reached `as_of`.
+            TokenFromFuture: neither the lake nor the log has reached `as_of`.
+            LakeBehind: the log has more records up to `as_of` than a query merges. Without `as_of` it then leaves them
+                out (`left_out`).
             PositionError (`time_from_future`): the clock hasn't reached `as_of`.
             BeyondRetention: the lake begins after `as_of`.
             LakeTableForeign: another program wrote into `_commits`.
@@ -112,25 +124,28 @@ class LakeSession:
         self.landed_by: Final = landed_by
         """The other node that lands the tables; None if this one does."""
         try:
-            self._n, self._cut = standing_at(layout, as_of)
+            self._standing = standing_at(layout, as_of, log)
+            self._n, self._cut = self._standing.n, self._standing.cut
+            self.left_out: Final = self._standing.left_out
+            """The reason why the log's newest records aren't merged; empty if they are, and if the log isn't read."""
             moved = as_of is not None and not isinstance(as_of, datetime) and as_of != self._n
             self._asked = cast("Seq", as_of) if moved else None
-            self._tables: dict[str, CutTable] = {} if self._cut is None else dict(self._cut.tables)
+            self._held, self._asked_held = held, dict[str, str]()
+            self._log = log
+            self._tail = TailTables(layout, log, self._standing, self._scratch.name, self._quarantined)
+            self._tables = self._tail.tables()
             if self._past and (self._cut is None or self._cut.n < self._n):
                 add_since_the_cut(layout, self._n, self._tables)
         except BaseException:
             self.close()
             raise
-        self._held, self._asked_held = held, dict[str, str]()
         self._known, self._asked_known = known, list[KnownTable]()
         self._learned = known is None
         self._namesakes = Namesakes(self._engine)
         self._merged = MergedViews(self._engine, merged, past=self._past)
         self._old_versions = True
         """Whether `current` may be read at versions that aren't the newest: their files may go at any time."""
-        self._rows_left = set(self._tables)
-        self._records_left = set(self._tables)
-        self._versions_left = set(self._tables)
+        self._rows_left, self._records_left, self._versions_left = (set(self._tables) for _ in range(3))
         self._behind: dict[str, Seq] = {}
         """Tables that queries may have named and whose history ends below the token, with its end."""
         self._failures: dict[str, MillstreamError] = {}
@@ -164,8 +179,10 @@ class LakeSession:
         return self._cut
 
     def is_newest(self) -> bool:
-        """Whether a new session would give the same rows: no cut has come, and no merged rows were read."""
-        return not self._merged.has_rows and last_cut(self._layout) == self._cut
+        """Whether a new session would give the same rows: nothing new has come, and no merged rows were read."""
+        if self._merged.has_rows or last_cut(self._layout) != self._cut:
+            return False
+        return self._log is None or bool(self.left_out) or self._log.end() <= self._n
 
     @property
     def regions(self) -> tuple[RegionAge, ...]:
@@ -194,12 +211,11 @@ class LakeSession:
     @property
     def held_back(self) -> Mapping[str, str]:
         """Tables that queries may have named and that are quarantined, with the reason and their rows' position."""
-        if self._behind and self._held is not None:
-            self._asked_held, self._held = dict(self._held()), None
+        held = self._tail.left_out | (self._quarantined() if self._behind else {})
         return {
-            name: f"{self._asked_held[name]}; its rows stand at {StreamToken.scalar(self._layout.stream_id, at)}"
+            name: f"{held[name]}; its rows stand at {StreamToken.scalar(self._layout.stream_id, at)}"
             for name, at in self._behind.items()
-            if name in self._asked_held
+            if name in held
         }
 
     @property
@@ -209,6 +225,12 @@ class LakeSession:
         return {
             known.full_name: known.held for known in self._capture_knows() if known.held and known.table_id in named
         }
+
+    def _quarantined(self) -> dict[str, str]:
+        """Return the tables that are quarantined, asked for once."""
+        if self._held is not None:
+            self._asked_held, self._held = dict(self._held()), None
+        return self._asked_held
 
     def query(self, sql: str) -> pa.Table:
         """Return the result of one SQL statement.
@@ -302,8 +324,7 @@ class LakeSession:
             self._engine.take_failure()
         # Upkeep came first: read everything from history, then.
         self._engine.forget_views()
-        self._rows_left, self._records_left = set(self._tables), set(self._tables)
-        self._versions_left = set(self._tables)
+        self._rows_left, self._records_left, self._versions_left = (set(self._tables) for _ in range(3))
         self._old_versions = False
         self._prepare(sql)
         return self._reader(sql, batch_rows)
@@ -344,7 +365,7 @@ class LakeSession:
                 table, name
             ):
                 return failure
-        if self._past and (later := self._later(table)) is not None:
+        if self._past and (later := known_later(self._layout, self._n, table, self._tables.values())) is not None:
             return later
         for name in [found.name for found in self._tables.values() if is_meant(table, found.name)]:
             if name in self._failures:
@@ -357,27 +378,6 @@ class LakeSession:
         # In our words, because DuckDB's suggestions are its own tables.
         others = same_bare(table.partition(".")[2], [parse_qualified_name(name) for name in self.tables])
         return InvalidQuery(f"there is no table {table} in the lake", hint=name_in_full(others) or self._hint())
-
-    def _later(self, said: str) -> InvalidQuery | None:
-        """Return the error for a table in the lake that wasn't there, or so named, at the token; None for any other."""
-        last = last_cut(self._layout)
-        for folder, table in ({} if last is None else last.tables).items():
-            if folder == MESSAGES or not is_meant(said, table.name):
-                continue
-            had = self.name_of(table.table_id)
-            if had is not None and had != table.name:
-                return InvalidQuery(f"there was no table {table.name} at {self.token}: it was called {had} then")
-            history = open_history(self._layout, folder, table.table_id)
-            era = None if last is None else era_at(history, last.n)
-            begins = "" if era is None or not era.first else f" Its first record is at {self._token(era.first)}."
-            return InvalidQuery(
-                f"there was no table {table.name} at {self.token}: it didn't exist yet",
-                hint=f"Query a later time.{begins}",
-            )
-        return None
-
-    def _token(self, n: Seq) -> StreamToken:
-        return StreamToken.scalar(self._layout.stream_id, n)
 
     def _hint(self) -> str:
         if self._failures:
@@ -502,7 +502,7 @@ class LakeSession:
         return re.search(rf"(?<!\w){re.escape(bare)}(?!\w)", text) is not None
 
     def _history(self, folder: str) -> OpenTable:
-        return open_history(self._layout, folder, self._tables[folder].table_id)
+        return self._tail.history(self._tables[folder].table_id, self._tables[folder].name, folder)
 
     def _era(self, folder: str, history: OpenTable) -> Era:
         """Return the table's schema and start at the token."""
@@ -521,15 +521,18 @@ class LakeSession:
         schema = self._era(folder, history).schema
         name = MESSAGES if folder == MESSAGES else f"{schema.namespace}.{schema.name}"
         # A dataset, because the partition's column isn't in the files.
-        source = self._engine.register(history.table.to_pyarrow_dataset())
-        self._engine.view(HISTORY, name, f"SELECT * FROM {source} WHERE {SEQ} <= {int(self._n)}")
+        moved = None if history.tail is None or history.path.endswith(f"/{folder}") else schema.table_id
+        sources = [records_of(history, table=moved), *self._tail.more_records(history)]
+        records = " UNION ALL BY NAME ".join(f"FROM {self._engine.register(source)}" for source in sources)
+        self._engine.view(HISTORY, name, f"SELECT * FROM ({records}) WHERE {SEQ} <= {int(self._n)}")
 
     def _make_versions(self, folder: str) -> None:
         """Make `scd2."schema.table"`: every version of the table's rows up to the token."""
         table = self._tables[folder]
         if folder == MESSAGES or table.scd2 < 0:
             return  # the lake keeps no versions of it
-        schema = newest_schema(self._history(folder))
+        history = self._history(folder)
+        schema = newest_schema(history)
         if self._past:
             raise LakeError(
                 "its versions hold every moment: without --as-of, ask for those "
@@ -544,7 +547,7 @@ class LakeSession:
         self._engine.view(
             SCD2,
             f"{schema.namespace}.{schema.name}",
-            versions_sql(self._engine, self._layout, schema, opened, self._n),
+            versions_sql(self._engine, self._layout, schema, opened, history, self._n),
         )
 
     def _make_rows(self, folder: str) -> None:
@@ -552,8 +555,9 @@ class LakeSession:
         if folder == MESSAGES:
             return
         history = self._history(folder)
-        if history.n is None or history.n < self._n:
-            self._behind[self._tables[folder].name] = history.n or Seq(0)
+        name, landed = self._tables[folder].name, self._n if self._cut is None else min(self._n, self._cut.n)
+        if history.n is None or history.n < landed or name in self._tail.left_out:
+            self._behind[name] = history.n or Seq(0)
         era = self._era(folder, history)
         schema = era.schema
         if not has_current(schema):
@@ -561,12 +565,9 @@ class LakeSession:
         columns = current_columns(self._layout, schema, history)
         base = self._base(folder, schema)
         after = Seq(max(int(era.first) - 1, 0 if base is None or base.n is None else int(base.n)))
-        gone = history_from(history)
-        if after < gone and after < self._n:
-            anew = history_begun(history) == gone
-            if anew and not self._past:
-                raise rebuilding(schema, self._capture_knows())
-            raise beyond(self._layout, schema, self._n, gone, anew=anew)
+        check_beginning(
+            self._layout, schema, history, after, self._n, known=None if self._past else self._capture_knows
+        )
         run = RecordRange(self._engine, self._layout, history, schema, after, self._n)
         if not schema.key:
             sql = bag_sql(self._engine, run, base, schema, columns)

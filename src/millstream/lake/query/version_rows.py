@@ -16,9 +16,11 @@ from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 
 
-def versions_sql(engine: Engine, layout: LakeLayout, schema: TableSchema, opened: OpenTable, upto: Seq) -> str:
+def versions_sql(
+    engine: Engine, layout: LakeLayout, schema: TableSchema, opened: OpenTable, history: OpenTable, upto: Seq
+) -> str:
     """Return a SELECT of a table's versions, with its columns, the version columns, and `__exact` if a row needs it."""
-    found, columns = unfolded_versions(layout, schema, opened, upto)
+    found, columns = unfolded_versions(layout, schema, opened, history, upto)
     have = opened.schema()
     shown = [name for name in have.names if name != EXACT.name]
     shown += [name for name in columns.names if name not in shown]
