@@ -54,7 +54,7 @@ def batch_cost_aged() -> Iterator[Figure]:
             note=f"{days} days of {BATCHES_A_DAY} batches of {_CHANGED} updates, a fold and maintenance a day, made by the product's writers"
             f" under an injected clock; a table of {_ROWS:,} rows, {ACCOUNTS_SHAPE}; timed: append of {_CHANGED} updates with its cut, fold with its"
             " cut, opening of the last cut and of history, a point query; the peer is a young lake with equal rows."
-            f" Medians in ms: {_said(parts)}",
+            f" Processor time in ms, medians with least and greatest: {_said(parts)}",
         )
 
 
@@ -82,20 +82,23 @@ def _tend(lake: Lake) -> None:
 
 
 def _batch_ms(lake: Lake, parts: dict[str, list[float]], side: str) -> float:
-    """Return the milliseconds of one round; `parts` gets those of each step."""
+    """Return the milliseconds of one round; `parts` gets the processor time of each step."""
     ids: Ids = uniform(_ROWS, _CHANGED, seed=int(lake.n))
-    total = 0.0
+    total = whole = 0.0
     for name, step in (
         ("append", lambda: lake.append("u", ids, cut=True)),
         ("fold", lake.fold),
         ("open", lambda: (last_cut(lake.layout), open_history(lake.layout, ACCOUNTS))),
         ("query", lambda: _asked(lake, int(ids[0]))),
     ):
-        began_at = time.perf_counter()
+        began_at, cpu_at = time.perf_counter(), time.process_time()
         step()
         took = (time.perf_counter() - began_at) * 1000
-        parts.setdefault(f"{name} {side}", []).append(took)
+        cpu = (time.process_time() - cpu_at) * 1000
+        whole += cpu
+        parts.setdefault(f"{name} {side}", []).append(cpu)
         total += took
+    parts.setdefault(f"all {side}", []).append(whole)
     return total
 
 
@@ -105,7 +108,10 @@ def _asked(lake: Lake, key: int) -> None:
 
 
 def _said(parts: dict[str, list[float]]) -> str:
-    return ", ".join(f"{name} {float(np.median(values)):.0f}" for name, values in sorted(parts.items()))
+    return ", ".join(
+        f"{name} {float(np.median(values)):.0f} ({min(values):.0f}–{max(values):.0f})"
+        for name, values in sorted(parts.items())
+    )
 
 
 @measures("tables_1000_idle")

@@ -73,15 +73,19 @@ def test_a_look_at_tables_that_are_as_before_writes_nothing(stage: Stage) -> Non
     running.stop()
 
 
-def test_a_dropped_table_leaves_no_layout_in_the_catalog(stage: Stage) -> None:
+def test_a_dropped_table_leaves_no_layout_and_no_chunks_in_the_catalog(stage: Stage) -> None:
     """The facts of tables that come and go, such as temporary copies, stayed for ever."""
     stage.sql("CREATE TABLE stays (id int PRIMARY KEY)", "CREATE TABLE goes (id int PRIMARY KEY)")
+    stage.sql("INSERT INTO goes VALUES (1)")
     running = stage.start()
     wait_until(lambda: stage.state("public.goes") is TableState.STREAMING, "it runs")
     scope = f"capture/{stage.catalog.stream(stage.config.stream).id}/layout"
     wait_until(lambda: len(stage.catalog.facts(scope)) == 2, "both are known")
+    goes = stage.table("public.goes")
+    assert stage.catalog.chunks(goes.id, goes.copy_id)
     stage.sql("DROP TABLE goes")
-    wait_until(lambda: len(stage.catalog.facts(scope)) == 1, "the dropped one is forgotten")
+    wait_until(lambda: stage.catalog.table(goes.id).state is TableState.GONE, "the dropped one is forgotten")
+    assert stage.catalog.chunks(goes.id, goes.copy_id) == []
     running.stop()
     assert list(stage.catalog.facts(scope)) == [str(stage.table("public.stays").id)]
 

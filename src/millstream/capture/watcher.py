@@ -183,8 +183,11 @@ class WatchedTables:
             elif passed >= self._leaving[row.relation_oid]:
                 logger.info("table gone", table=qualified_name(row.namespace, row.name))
                 reason = "it was dropped at the source, or the configuration leaves it out"
-                self._catalog.set_state(row.id, TableState.GONE, reason)
+                # The state comes last: if this is interrupted, the next look deletes what is left.
                 self._layouts.forget(row.id)
+                self._catalog.drop_chunks(row.id)
+                self._catalog.resume_copy(self._catalog.stream(self._config.stream).id, row.id)
+                self._catalog.set_state(row.id, TableState.GONE, reason)
                 del self._leaving[row.relation_oid]
 
 

@@ -68,7 +68,7 @@ class PackedPlaces:
     base: bytes = b"{}"
     """JSON: folder and position by table id."""
     changed: Mapping[TableId, RecordFolder | None] = field(default_factory=dict)
-    """Places that differ from these; None: the table has none any more."""
+    """Places that differ from these; None: the table has no place now."""
 
     def unpacked(self) -> Places:
         """Return the places. A process parses a base once."""

@@ -64,7 +64,7 @@ class Eras:
     told: tuple[tuple[Seq, TableSchema], ...]
     """Schemas by the number at which each begins, ascending."""
     complete_from: Seq = Seq(0)
-    """Position below which some schemas aren't recorded any more."""
+    """Position below which some schemas are no longer recorded."""
 
     @classmethod
     def of(cls, opened: OpenTable) -> Eras:
@@ -182,14 +182,14 @@ def era_at(opened: OpenTable, n: Seq) -> Era | None:
     If no table had the name at `n`, take the handle's table.
 
     Raises:
-        BeyondRetention: the schema at `n` isn't recorded any more.
+        BeyondRetention: the schema at `n` is no longer recorded.
     """
     eras = Eras.of(opened)
     owner = eras.owner_at(n) or table_of(opened)
     schema = eras.schema_at(owner, n)
     if schema is not None and n < eras.complete_from:
         raise BeyondRetention(
-            f"the columns of {schema.full_name} changed more than {ERAS_MAX} times since then, and aren't recorded any more",
+            f"the columns of {schema.full_name} changed more than {ERAS_MAX} times since then, and are no longer recorded",
             hint="Query a later time.",
             first=int(eras.complete_from),
         )
