@@ -46,7 +46,7 @@ class Log:
         self.rows_max = 1 << 30
         self._next = 1
 
-    async def append(self, stream: str, batch: AppendBatch, deadline_s: float) -> list[Appended | MillstreamError]:
+    async def append(self, stream: str, batch: AppendBatch, *, deadline_s: float) -> list[Appended | MillstreamError]:
         assert (stream, deadline_s) == ("web", 1.0)
         self.batches.append(batch)
         await self.going.wait()
@@ -172,7 +172,7 @@ def test_a_bug_is_told_to_whoever_waits() -> None:
     async def story(log: Log, groups: Groups) -> None:
         del log
 
-        async def fails(*_: object) -> list[Appended | MillstreamError]:
+        async def fails(*_: object, **__: object) -> list[Appended | MillstreamError]:
             raise ZeroDivisionError
 
         groups._append = fails
@@ -194,7 +194,7 @@ def test_company_changes_nothing_of_what_a_request_is(tmp_path: Path) -> None:
     sole_outcome(appender.append_batch("web", first, deadline_s=5))
 
     async def story() -> None:
-        groups = Groups(lambda stream, batch, deadline: appender.append_batch_async(stream, batch, deadline_s=deadline))
+        groups = Groups(appender.append_batch_async)
 
         def sent(table: str, rows: list[dict[str, Any]], key: str) -> asyncio.Future[Appended]:
             target = BatchTarget("web", (table,), 5.0, keep_valid_rows=False)

@@ -232,7 +232,6 @@ def test_the_next_writer_knows_what_the_log_has(every_bytes: int) -> None:
             assert told.setdefault(write_id, given(ack.each[0])) == given(ack.each[0])
         assert keyed.facts("a") == SessionFacts(5, (7,))
         keyed.close()
-        committer.close()
         assert covered_upto(files, FOLDER) == StreamReader(FOLDER, files=files).persisted_upto()
         if every_bytes > 1:
             files.remove(session_path(FOLDER))  # a missing copy is made from the log
@@ -264,7 +263,6 @@ def play(life: Life, files: MemoryFiles, told: dict[WriteId, Ack]) -> None:
         keyed.after_group()
         if i == len(WRITES) // 2:
             keyed.close()
-            committer.close()
             committer, keyed = life.open(files)
     committer.abandon()
 
@@ -336,7 +334,6 @@ def test_retention_keeps_what_the_copy_lacks() -> None:
     swept = retain(files)
     assert swept.dropped == ()
     keyed.close()
-    committer.close()
     swept = retain(files)
     assert swept.dropped
     committer, keyed = life.open(files)
@@ -397,19 +394,17 @@ def test_without_its_copy_a_session_of_which_retention_dropped_a_part_is_forgott
     They were kept one by one, until there were too many for a copy.
     """
     files, life = MemoryFiles(), Life(every_bytes=1 << 30)
-    committer, keyed = life.open_with_segments(files)
+    _, keyed = life.open_with_segments(files)
     keyed.commit([write((s(30), 1), (s(1, "begun later"), 1), (WriteId(key="k"), 1))])
     keyed.close()
-    committer.close()
     assert retain(files).dropped
     files.remove(session_path(FOLDER))
     for _ in range(2):
-        committer, keyed = life.open(files)
+        _, keyed = life.open(files)
         assert keyed.facts("s") == SessionFacts(0, expired=True)
         (ack,) = keyed.commit([write((s(31), 1), (s(1, "begun later"), 1), (WriteId(key="k"), 1))])
         assert kinds(ack) == [SessionExpired, REPEATED, REPEATED]
         keyed.close()
-        committer.close()
 
 
 def test_a_copy_that_knows_more_than_the_log_is_gone_before_the_log_grows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,7 +419,6 @@ def test_a_copy_that_knows_more_than_the_log_is_gone_before_the_log_grows(monkey
     keyed.commit([write((s(2), 1))])
     keyed.close()
     copy = files.read(session_path(FOLDER))
-    committer.abandon()
     earlier.remove(session_path(FOLDER))
     file = earlier.create(session_path(FOLDER))
     file.pwrite(copy, 0)
@@ -467,10 +461,9 @@ def test_without_a_copy_each_group_tries_to_make_one(monkeypatch: pytest.MonkeyP
 
 def test_a_damaged_copy_is_told_and_no_other_streams_is_taken() -> None:
     files, life = MemoryFiles(), Life()
-    committer, keyed = life.open(files)
+    _, keyed = life.open(files)
     keyed.commit([write((s(1), 5))])
     keyed.close()
-    committer.close()
     with pytest.raises(CorruptWal):
         read_copy(files, FOLDER, StreamId(UUID(int=6)))
     size = files.size(session_path(FOLDER))

@@ -40,8 +40,6 @@ from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
-    from millstream.model.operations import Appended
-    from millstream.model.writes import AppendBatch
 
 logger = structlog.get_logger("millstream.serve")
 
@@ -66,7 +64,7 @@ class Application:
         self.health: Final = Health(home)
         self.appender: Final = home_appender(home)
         self.intake: Final = Intake(size_bytes(http.inflight_bytes_max), size_bytes(http.body_bytes_max))
-        self.groups: Final = Groups(self._append)
+        self.groups: Final = Groups(self.appender.append_batch_async)
         self.reading: Final = Reading(home, self.intake)
         self.consumers: Final = Consumers(home, self.intake)
         self.tails: Final = Tails(home)
@@ -78,9 +76,6 @@ class Application:
             b"/write": LineWrites(self._writes, "v1", self.parser),
             b"/api/v2/write": LineWrites(self._writes, "v2", self.parser),
         }
-
-    async def _append(self, stream: str, batch: AppendBatch, deadline_s: float) -> list[Appended | MillstreamError]:
-        return await self.appender.append_batch_async(stream, batch, deadline_s=deadline_s)
 
     def close(self) -> None:
         """Stop writing the home, if this process did."""

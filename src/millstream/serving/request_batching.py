@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import pyarrow as pa
 import structlog
@@ -32,8 +32,12 @@ BATCH_REQUESTS_MAX: Final = 4096
 IN_FLIGHT_MAX: Final = 2
 """Batches of one table: while one is written, the next is made. With more they would be smaller."""
 
-AppendBatches = Callable[[str, AppendBatch, float], Coroutine[Any, Any, "list[Appended | MillstreamError]"]]
-"""Appends a stream's batch with a deadline; returns an outcome for each of its requests."""
+
+class AppendBatches(Protocol):
+    """The call that appends a stream's batch."""
+
+    async def __call__(self, stream: str, batch: AppendBatch, *, deadline_s: float) -> list[Appended | MillstreamError]:
+        """Append within the deadline; return an outcome for each of the batch's requests."""
 
 
 class BatchTarget(NamedTuple):
@@ -159,7 +163,9 @@ class Groups:
         )
         self.batches += 1
         try:
-            outcomes: Sequence[Appended | MillstreamError] = await self._append(target.stream, batch, target.deadline_s)
+            outcomes: Sequence[Appended | MillstreamError] = await self._append(
+                target.stream, batch, deadline_s=target.deadline_s
+            )
         except (IngestError, InvalidValue, UsageError) as error:
             # An error of the whole batch: together they may be too large.
             await self._append_each(target, group, error)

@@ -14,8 +14,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import pyarrow as pa
@@ -100,35 +101,38 @@ class Awaiting:
     """Names of the followers, or of the object store, that lack what it waits for."""
 
 
-class LevelWaits:
-    """The appends that wait for more than this machine.
+class AckLevels:
+    """The acknowledgement levels of a writer's callers: the appends that wait for more than this machine.
+
+    Its thread starts with the first such append, so a log whose callers ask for `local` alone has none.
 
     Args:
-        high_water: reports what the others hold.
-        default: the stream's level.
         committer: makes groups durable; with a level other than local it hides them.
         queue: holds the room of what waits.
-        stream: its name or id, for messages.
-        shown_upto: returns the number up to which readers see the log, whichever writer wrote it.
+        options: the stream's level, its reach and the writer's patience.
+        stream: for messages.
+        high_water: reports what the others hold; None: no level beyond `local` is available.
 
-    Concurrency: `hold` by the thread that writes; the others by any.
+    Concurrency: `acknowledge` by the thread that writes, `close` once; the others by any.
     """
 
     def __init__(
         self,
-        high_water: HighWater,
-        default: AckLevel,
         committer: GroupCommitter,
         queue: AdmissionQueue,
-        stream: str,
-        shown_upto: Callable[[], Seq],
+        options: LogOptions,
+        stream: StreamId,
+        high_water: HighWater | None,
     ) -> None:
         self._high_water = high_water
-        self._shown_upto = shown_upto
-        self._default = default
+        self._default = options.acks
+        self._reach = options.reach
+        self._patience_s = options.acks_patience_s
         self._committer = committer
         self._queue = queue
-        self._stream = stream
+        self._stream = str(stream)
+        self.ends_as = "the log was closed"
+        """Reason given to callers that still wait at `close`."""
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._held: dict[AckLevel, deque[_Held]] = {}
@@ -144,24 +148,58 @@ class LevelWaits:
         self._holdings = Holdings()
         self._told_s = 0.0
         self._unreadable = False
-        high_water.begin(committer.group)
-        self._look()
-        self._show()
-        self._worker = Worker("wal-levels", self._run).start()
+        self._starting = threading.Lock()
+        self._worker: Worker | None = None
+        """Polls the others' holdings; None until an append asks for more than this machine."""
+        if self._default != LOCAL:
+            self._start()
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._worker is None:
+                check_level(self._default, self._high_water, self._reach, shared=False)
+                assert self._high_water is not None
+                self._high_water.begin(self._committer.group)
+                self._look(self._high_water)
+                self._show()
+                self._worker = Worker("wal-levels", partial(self._run, self._high_water)).start()
+
+    def awaits(self, acks: AckLevel | None) -> bool:
+        """Return whether an append that asks for this level waits for other machines."""
+        return self._default != LOCAL or (acks is not None and not LOCAL.covers(acks))
+
+    def require(self, waiting: Waiting, acks: AckLevel | None, deadline_s: float | None) -> None:
+        """Set the level that a submission waits for, its own or the stream's, unless that is this machine alone.
+
+        Raises:
+            ReplicationError (`ack_level_unavailable`): the level can't be observed here, or can never be reached.
+        """
+        if not self.awaits(acks):
+            return
+        level = self._default
+        if acks is not None and not level.covers(acks):
+            check_level(acks, self._high_water, self._reach, shared=self._committer.is_shared)
+            level = acks
+        self._start()
+        waiting.level = level
+        waiting.until_s = None if deadline_s is None else time.monotonic() + deadline_s
 
     # --- for the thread that writes ----------------------------------------------------------------------------------
 
-    def hold(self, group: Iterable[tuple[Waiting, Ack]]) -> None:
-        """Take a commit group that is durable here: answer appends that ask for nothing more, and hold the others."""
+    def acknowledge(self, group: Sequence[Waiting], acks: Sequence[Ack]) -> None:
+        """Answer the callers of a commit group that is durable here; hold those that wait until others have it."""
+        if self._worker is None:
+            answer(zip(group, acks, strict=True))
+            return
         now = time.monotonic()
         newest = self._committer.group
-        told: list[tuple[Waiting, Outcome]] = []
+        ready: list[tuple[Waiting, Outcome]] = []
         with self._lock:
             size = 0
-            for waiting, ack in group:
+            for waiting, ack in zip(group, acks, strict=True):
                 level = waiting.level
                 if level is None:
-                    told.append((waiting, ack))
+                    ready.append((waiting, ack))
                     continue
                 size += waiting.size_bytes
                 upto = _repeated_upto(ack)
@@ -175,7 +213,7 @@ class LevelWaits:
             if self._asleep and self._has_work():
                 self._asleep = False
                 self._work.notify_all()
-        answer(told)
+        answer(ready)
 
     # --- for any thread ----------------------------------------------------------------------------------------------
 
@@ -193,14 +231,14 @@ class LevelWaits:
                 self._behind(first),
             )
 
-    def close(self, patience_s: float, why: str) -> None:
-        """Wait for so long, then answer the remaining appends: other machines lack them. Nothing more may come.
+    def close(self) -> None:
+        """Wait within the writer's patience, then answer the remaining appends: other machines lack them.
 
-        Args:
-            patience_s: how long to wait.
-            why: the reason in that answer.
+        Nothing more may come.
         """
-        end = time.monotonic() + patience_s
+        if self._worker is None:
+            return
+        end = time.monotonic() + self._patience_s
         with self._lock:
             while self._any_held() and (left := end - time.monotonic()) > 0:
                 self._work.wait(min(left, _LOOK_LATE_S))
@@ -211,11 +249,11 @@ class LevelWaits:
             left_over = [one for kept in self._all() for one in kept]
             self._held, self._repeats = {}, {}
         self._let_go(left_over)
-        answer([(one.waiting, self._missing(one, why)) for one in left_over])
+        answer([(one.waiting, self._missing(one, self.ends_as)) for one in left_over])
 
     # --- the thread that looks ---------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, high_water: HighWater) -> None:
         pause = Backoff(_LOOK_FIRST_S, jitter=0)
         while True:
             with self._lock:
@@ -226,15 +264,15 @@ class LevelWaits:
                 self._asleep = False
                 if self._closing:
                     return
-            if self._step():
+            if self._step(high_water):
                 pause.reset()
             pause.most_s = _LOOK_LATE_S if self._is_late() else _LOOK_MAX_S
             if not self._closing:
                 time.sleep(pause.next_s())
 
-    def _step(self) -> bool:
+    def _step(self, high_water: HighWater) -> bool:
         """Poll once; return whether that changed anything."""
-        shown, failure = self._look(), None
+        shown, failure = self._look(high_water), None
         try:
             moved = shown and self._show()
         except OSError as error:
@@ -255,11 +293,11 @@ class LevelWaits:
         self._say_who_is_missing(now)
         return moved or bool(ready)
 
-    def _look(self) -> bool:
+    def _look(self, high_water: HighWater) -> bool:
         """Read what the others hold; return whether it changed."""
         before = self._holdings
         try:
-            self._holdings = self._high_water.look()
+            self._holdings = high_water.look()
             self._unreadable = False
         except (LogError, OSError) as error:
             if not self._unreadable:
@@ -372,95 +410,6 @@ def _too_few(level: AckLevel, holdings: Holdings) -> str:
         return "no object store has taken anything yet"
     known = [place.name for place in holdings.places if not place.is_store]
     return f"no more followers have come than {', '.join(known)}" if known else "no follower has come yet"
-
-
-class LevelsOfWriter:
-    """The acknowledgement levels of a writer's callers. If no caller asks for more than this machine, it does nothing.
-
-    Args:
-        committer, queue: the writer's.
-        options: its level, and its patience.
-        stream: for messages.
-        high_water: reports what the others hold; None: no level beyond `local` is available.
-        shown_upto: returns the number up to which readers see the log, whichever writer wrote it.
-
-    Concurrency: `tell` by the thread that writes, `close` once; the others by any.
-    """
-
-    def __init__(
-        self,
-        committer: GroupCommitter,
-        queue: AdmissionQueue,
-        options: LogOptions,
-        stream: StreamId,
-        high_water: HighWater | None,
-        shown_upto: Callable[[], Seq],
-    ) -> None:
-        self._committer = committer
-        self._queue = queue
-        self._options = options
-        self._stream = str(stream)
-        self._high_water = high_water
-        self._shown_upto = shown_upto
-        self.ends_as = "the log was closed"
-        """Reason given to callers that still wait at `close`."""
-        self._beginning = threading.Lock()
-        self._waits: LevelWaits | None = None
-        self.is_asked = options.acks != LOCAL
-        """Whether every append has to be held elsewhere too."""
-        if self.is_asked:
-            self._begun()
-
-    def _begun(self) -> LevelWaits:
-        with self._beginning:
-            if self._waits is None:
-                check_level(self._options.acks, self._high_water, self._options.reach, shared=False)
-                assert self._high_water is not None
-                self._waits = LevelWaits(
-                    self._high_water,
-                    self._options.acks,
-                    self._committer,
-                    self._queue,
-                    self._stream,
-                    self._shown_upto,
-                )
-            return self._waits
-
-    def awaits(self, acks: AckLevel | None) -> bool:
-        """Return whether an append that asks for this level waits for other machines."""
-        return self.is_asked or (acks is not None and not LOCAL.covers(acks))
-
-    def require(self, waiting: Waiting, acks: AckLevel | None, deadline_s: float | None) -> None:
-        """Set the level that a submission waits for, its own or the stream's, unless that is this machine alone.
-
-        Raises:
-            ReplicationError (`ack_level_unavailable`): the level can't be observed here, or can never be reached.
-        """
-        if not self.awaits(acks):
-            return
-        level = self._options.acks
-        if acks is not None and not level.covers(acks):
-            check_level(acks, self._high_water, self._options.reach, shared=self._committer.is_shared)
-            level = acks
-        self._begun()
-        waiting.level = level
-        waiting.until_s = None if deadline_s is None else time.monotonic() + deadline_s
-
-    def tell(self, group: Sequence[Waiting], acks: Sequence[Ack]) -> None:
-        """Answer a commit group that is durable here, or hold it until others have it."""
-        if self._waits is None:
-            answer(zip(group, acks, strict=True))
-        else:
-            self._waits.hold(zip(group, acks, strict=True))
-
-    def awaited(self) -> Awaiting:
-        """See `LevelWaits.awaited`."""
-        return Awaiting() if self._waits is None else self._waits.awaited()
-
-    def close(self) -> None:
-        """Answer every append that waits: with an error if it doesn't reach its level within the writer's patience."""
-        if self._waits is not None:
-            self._waits.close(self._options.acks_patience_s, self.ends_as)
 
 
 def _repeated_upto(ack: Ack) -> Seq | None:

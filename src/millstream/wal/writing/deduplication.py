@@ -194,13 +194,16 @@ class DeduplicatedCommits:
     # --- copies ----------------------------------------------------------------------------------------------------
 
     def after_group(self) -> None:
-        """Make a copy if enough was written since the last, or if there is none.
+        """Do the committer's part; then make a copy if enough was written since the last, or if there is none.
 
         Without a copy, retention keeps nothing for it. If little is written, segments are sealed by
         age, and retention waits for a copy that covers them. So a copy is also made some time after
         a seal.
         """
+        self._committer.after_group()
         counts = self._committer.counts
+        if self._committer.failure is not None:
+            return
         if (
             self._upto is None
             or counts.bytes_written - self._written_at >= max(self._every_bytes, _LARGE_COPIES * self._copy_bytes)
@@ -224,11 +227,12 @@ class DeduplicatedCommits:
             self._copy(beside=self._in_background)
 
     def close(self) -> None:
-        """Make a last copy, before the locks are released."""
+        """Make a last copy, then close the committer, which releases the locks."""
         if self._copying is not None:
             self._copying.join()
         if self._committer.failure is None and self._committer.persisted_upto != self._upto:
             self._copy(beside=False)
+        self._committer.close()
 
     def _copy(self, *, beside: bool) -> None:
         if self._copying is not None and self._copying.is_alive:

@@ -296,6 +296,11 @@ class GroupCommitter:
         ):
             raise StaleEpoch("another incarnation of this writer has taken its shards", epoch=int(self._identity.epoch))
 
+    def after_group(self) -> None:
+        """Do what is due between two groups: seal large or old segments. Nothing after a failure."""
+        if self.failure is None:
+            self.roll()
+
     def roll(self) -> None:
         """Seal segments that are large or old enough, and begin the next. The next append raises any error."""
         self.uninterrupted(self._roll)

@@ -5,9 +5,10 @@ starts it as soon as that fsync returns. If a caller of `append` finds an empty 
 writer, it writes its own group: that saves two thread switches and moving the rows from one core's
 cache to another's.
 
-`group_commit` has the steps of a group, `admission_queue` the queue and its bounds, `waiters` the ways to answer
-callers. Callers that ask for more than this machine wait in `ack_levels`. Durable before readable,
-durable before acknowledged, always.
+The writer is a stack. `group_commit` makes groups durable, in order; `deduplication` has the same
+calls (`CommitGroups`) and leaves out the writes that the log has. Above them are this module's queue
+(`admission_queue`) and thread; `ack_levels` answers the callers (`waiters`) of a durable group, or
+lets them wait for other machines. Durable before readable, durable before acknowledged, always.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
 from millstream.crdt.hlc import HLC
 from millstream.errors import LogError, MillstreamError, SessionsNeedOneWriter, WriterClosed
@@ -34,7 +35,7 @@ from millstream.protocol.deduplication.sessions import SessionLimits
 from millstream.protocol.sequencer import LedgerView
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.readable_range import ReadableRange
-from millstream.wal.writing.ack_levels import NOTHING, Awaiting, LevelsOfWriter, check_level
+from millstream.wal.writing.ack_levels import NOTHING, AckLevels, Awaiting, check_level
 from millstream.wal.writing.admission_queue import AdmissionQueue
 from millstream.wal.writing.deduplication import DeduplicatedCommits
 from millstream.wal.writing.group_commit import GroupCommitter
@@ -78,6 +79,19 @@ class WriterStats:
     """Submissions that are durable here and wait for other machines before they are acknowledged."""
 
 
+class CommitGroups(Protocol):
+    """The commit groups of one writer, for the thread that writes; a layer stands on another one."""
+
+    def commit(self, submitted: Sequence[Submitted]) -> list[Ack]:
+        """Make a group durable and readable; return one ack for each submission. See `GroupCommitter.commit`."""
+
+    def after_group(self) -> None:
+        """Do what is due between two groups."""
+
+    def close(self) -> None:
+        """Seal the segments and release the locks, after the last group."""
+
+
 class LogWriter:
     """Appends to all shards of one writer; see `ports.LogAppender`. `open` makes one.
 
@@ -108,10 +122,10 @@ class LogWriter:
         self._place_anew: Callable[[WriteOps], WriteOps] | None = None
         """Places operations again that were placed under another era's ring; None before the first era."""
         self._delays = options.group_commit_delay_s > 0
-        self._commits = committer if keyed is None else keyed
+        self._commits: CommitGroups = committer if keyed is None else keyed
         self._queue = self._empty_queue()
         self._shown_upto, self._seen_upto = shown_upto, Seq(0)
-        self._levels = LevelsOfWriter(committer, self._queue, options, stream, high_water, shown_upto)
+        self._levels = AckLevels(committer, self._queue, options, stream, high_water)
         self._worker = Worker(f"wal-writer-{stream.hex[:8]}", self._run).start()
         _OPEN_HERE.add(self)
 
@@ -473,9 +487,7 @@ class LogWriter:
                     self._write()
             with self._writing:
                 self._levels.close()
-                if self._keyed is not None:
-                    self._keyed.close()
-                self._committer.close()
+                self._commits.close()
         finally:
             self._refuse_the_rest()
 
@@ -500,10 +512,7 @@ class LogWriter:
             self._after_group()
 
     def _after_group(self) -> None:
-        if self._committer.failure is None:
-            self._committer.roll()
-            if self._keyed is not None:
-                self._keyed.after_group()
+        self._commits.after_group()
         if self._committer.failure is not None:
             self._refuse_the_rest()
 
@@ -523,7 +532,7 @@ class LogWriter:
         else:
             if self._place_anew is not None:
                 acks = [_ack_of(ack, was.ops, ops) for ack, was, ops in zip(acks, group, written, strict=True)]
-            self._levels.tell(group, acks)
+            self._levels.acknowledge(group, acks)
 
     def _refuse_the_rest(self) -> None:
         """Refuse what is still queued: the writer takes no more, and none of it was written."""
