@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from millstream.client.steps import Call, HttpAnswer, Lost, Nap, append_call, appended
+from millstream.client.steps import Call, HttpAnswer, Lost, Nap, append_call, appended, identity_of
 from millstream.errors import (
     AppendOutcomeUnknown,
     Fenced,
@@ -29,7 +29,7 @@ def calls_of(
     answers: list[HttpAnswer | Lost], *, key: str | None, deadline_s: float = 0.0
 ) -> tuple[list[Call], MillstreamError]:
     """Return the calls, one for each answer, and the final error."""
-    call = append_call("web", "t", [{"x": 1}], session=None, number=None, idempotency_key=key, keep_valid_rows=False)
+    call = append_call("web", "t", [{"x": 1}], identity_of(None, None, key), keep_valid_rows=False)
     steps = appended(call, Appended, url="http://there", deadline_s=deadline_s, now=lambda: 0.0)
     asked = []
     wish = next(steps)

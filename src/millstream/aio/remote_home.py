@@ -43,6 +43,7 @@ from millstream.client.steps import (
     changes_call,
     check_name,
     check_url,
+    identity_of,
     json_of,
     merged_call,
     of_stream,
@@ -180,16 +181,8 @@ class AsyncRemoteHome:
     ) -> Appended:
         """Append as `RemoteHome.append`. If it is cancelled, the rows may or may not be appended."""
         columns, rejected = await valid_columns(rows, keep_valid_rows=keep_valid_rows)
-        call = append_call(
-            stream,
-            table,
-            columns,
-            session=session,
-            number=number,
-            idempotency_key=idempotency_key,
-            keep_valid_rows=keep_valid_rows,
-            acks=acks,
-        )
+        identity = identity_of(session, number, idempotency_key, acks)
+        call = append_call(stream, table, columns, identity, keep_valid_rows=keep_valid_rows)
         steps = appended(call, Appended, url=self._url, deadline_s=deadline_s, now=time.monotonic)
         return (await run_async(steps, self._do)).with_rejected(rejected)
 
@@ -207,15 +200,8 @@ class AsyncRemoteHome:
     ) -> AppendedTables:
         """Append as `RemoteHome.append_all`. If it is cancelled, the rows may or may not be appended."""
         kept, rejected = await valid_tables(tables, keep_valid_rows=keep_valid_rows)
-        call = append_all_call(
-            stream,
-            kept,
-            session=session,
-            number=number,
-            idempotency_key=idempotency_key,
-            keep_valid_rows=keep_valid_rows,
-            acks=acks,
-        )
+        identity = identity_of(session, number, idempotency_key, acks)
+        call = append_all_call(stream, kept, identity, keep_valid_rows=keep_valid_rows)
         steps = appended(call, AppendedTables, url=self._url, deadline_s=deadline_s, now=time.monotonic)
         return AppendedTables.of(await run_async(steps, self._do), rejected)
 

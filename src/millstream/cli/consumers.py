@@ -15,6 +15,7 @@ import click
 from millstream.cli.context import (
     Invocation,
     SuggestingGroup,
+    confirm,
     human_seconds,
     json_option,
     note,
@@ -215,10 +216,7 @@ def rm(invocation: Invocation, name: str, yes: bool, stream: str | None) -> None
     """Remove a consumer, with its position and its dead letters."""
     with _consumers(invocation, stream) as consumers:
         consumers.get(name)
-        if not yes:
-            if not sys.stdin.isatty():
-                raise click.UsageError("there is no terminal to confirm on: pass --yes")
-            click.confirm(f"Remove consumer {name}, with its position and its dead letters?", abort=True)
+        confirm(f"Remove consumer {name}, with its position and its dead letters?", yes=yes)
         consumers.delete(name)
     say(f"consumer {name} is removed")
 

@@ -142,6 +142,18 @@ def human_seconds(seconds: float | None) -> str:
     return f"{seconds / 3600:.1f} h" if seconds < 86400 else f"{seconds / 86400:.1f} d"
 
 
+def confirm(question: str, *, yes: bool) -> None:
+    """Ask on the terminal and end the command unless the answer is yes; ask nothing if `yes` is set.
+
+    Raises `click.UsageError` without a terminal.
+    """
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise click.UsageError("there is no terminal to confirm on: pass --yes")
+    click.confirm(readable(question), abort=True, err=True)
+
+
 def on_terminal() -> bool:
     """Return whether stderr is a terminal."""
     return sys.stderr.isatty()

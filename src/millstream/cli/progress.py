@@ -66,7 +66,6 @@ class RunReport:
         self._line = StatusLine(terminal=terminal)
         self._given_up = "the run will fail" if until_caught_up else "the other parts continue"
         self._parts: dict[str, dict[str, dict[str, Any]]] = {"capture": {}, "pipeline": {}}
-        self._failed: set[str] = set()
         self._since_s = time.monotonic()
 
     def __enter__(self) -> Self:

@@ -13,6 +13,7 @@ import click
 from millstream.cli.context import (
     Invocation,
     SuggestingGroup,
+    confirm,
     json_option,
     note,
     pass_invocation,
@@ -21,7 +22,6 @@ from millstream.cli.context import (
     say,
     stream_option,
 )
-from millstream.model.readable import readable
 
 
 @click.command()
@@ -221,14 +221,7 @@ def slot_drop(invocation: Invocation, stream: str | None, yes: bool) -> None:
     home = invocation.home()
     name, stream_config = home.stream_config(stream)
     capture = capture_config(home, name, stream_config)
-    if not yes:
-        if not sys.stdin.isatty():
-            raise click.UsageError("there is no terminal to confirm on: pass --yes")
-        click.confirm(
-            readable(f"Drop the slot {capture.slot}? The next run will copy every table of {name} again"),
-            abort=True,
-            err=True,
-        )
+    confirm(f"Drop the slot {capture.slot}? The next run will copy every table of {name} again", yes=yes)
     home.prepare()
     with home.open_catalog() as catalog:
         row = catalog.resolve_stream(name)

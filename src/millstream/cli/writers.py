@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 
 from millstream.cli.context import (
     Invocation,
     SuggestingGroup,
+    confirm,
     json_option,
     note,
     pass_invocation,
@@ -17,7 +16,6 @@ from millstream.cli.context import (
     say,
     stream_option,
 )
-from millstream.model.readable import readable
 
 
 @click.group(cls=SuggestingGroup, invoke_without_command=True)
@@ -74,14 +72,7 @@ def forget(invocation: Invocation, name: str, stream: str | None, yes: bool) -> 
     """
     from millstream.writers.writer_facts import forget_writer
 
-    if not yes:
-        if not sys.stdin.isatty():
-            raise click.UsageError("there is no terminal to confirm on: pass --yes")
-        click.confirm(
-            readable(f"Give up the undecided records of writer {name}? Its log must no longer be needed"),
-            abort=True,
-            err=True,
-        )
+    confirm(f"Give up the undecided records of writer {name}? Its log must no longer be needed", yes=yes)
     upto, recovered = forget_writer(invocation.home(needs_source=False), stream, name)
     what = f"recovered the records of {name}, because its log is here" if recovered else f"forgot {name}"
     note(f"{what}: linear readers may read up to {upto:,}")

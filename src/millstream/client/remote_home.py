@@ -32,6 +32,7 @@ from millstream.client.steps import (
     changes_call,
     check_name,
     check_url,
+    identity_of,
     json_of,
     merged_call,
     of_stream,
@@ -194,16 +195,8 @@ class RemoteHome:
         Resent until the deadline if no answer came, or the server has no room just now.
         """
         columns, rejected = columns_for(rows, keep_valid_rows=keep_valid_rows)
-        call = append_call(
-            stream,
-            table,
-            columns,
-            session=session,
-            number=number,
-            idempotency_key=idempotency_key,
-            keep_valid_rows=keep_valid_rows,
-            acks=acks,
-        )
+        identity = identity_of(session, number, idempotency_key, acks)
+        call = append_call(stream, table, columns, identity, keep_valid_rows=keep_valid_rows)
         steps = appended(call, Appended, url=self._url, deadline_s=deadline_s, now=time.monotonic)
         return run(steps, self._do).with_rejected(rejected)
 
@@ -221,15 +214,8 @@ class RemoteHome:
     ) -> AppendedTables:
         """Append as `OpenHome.append_all`; resent as `append`."""
         kept, rejected = tables_for(tables, keep_valid_rows=keep_valid_rows)
-        call = append_all_call(
-            stream,
-            kept,
-            session=session,
-            number=number,
-            idempotency_key=idempotency_key,
-            keep_valid_rows=keep_valid_rows,
-            acks=acks,
-        )
+        identity = identity_of(session, number, idempotency_key, acks)
+        call = append_all_call(stream, kept, identity, keep_valid_rows=keep_valid_rows)
         steps = appended(call, AppendedTables, url=self._url, deadline_s=deadline_s, now=time.monotonic)
         return AppendedTables.of(run(steps, self._do), rejected)
 

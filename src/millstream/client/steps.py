@@ -195,48 +195,46 @@ def append_call(
     stream: str,
     table: str,
     rows: Rows,
+    identity: Mapping[str, str],
     *,
-    session: str | None,
-    number: int | None,
-    idempotency_key: str | None,
     keep_valid_rows: bool,
-    acks: str | None = None,
 ) -> Call:
-    """Return an append as a request; one without an identity gets a key.
+    """Return an append as a request; one whose `identity_of` is empty gets a key.
 
     Raises:
         InvalidValue, RowsTooLarge: as `table_of`.
-        UsageError: it has two identities, or half of one; the table has no name, or `acks` is no level.
+        UsageError: the table has no name.
     """
     parse_qualified_name(table)
     columns = rows if isinstance(rows, pa.Table) else table_of(rows)
     path = of_stream(stream, f"tables/{quote(table, safe='')}")
-    identity = _identity(session, number, idempotency_key, acks)
     return _append_of(path, identity, ARROW_TYPE, _stream_of(columns), keep_valid_rows=keep_valid_rows)
 
 
 def append_all_call(
     stream: str,
     tables: Mapping[str, pa.Table],
+    identity: Mapping[str, str],
     *,
-    session: str | None,
-    number: int | None,
-    idempotency_key: str | None,
     keep_valid_rows: bool,
-    acks: str | None = None,
 ) -> Call:
     """Return an append to several tables as a request: each table's rows are an Arrow stream, in base64 within JSON.
 
     So they keep their types. Raises as `append_call`.
     """
-    identity = _identity(session, number, idempotency_key, acks)
     rows = {name: b64encode(_stream_of(columns)).decode() for name, columns in tables.items()}
     body = json.dumps({"tables": rows}).encode()
     return _append_of(of_stream(stream, "tables"), identity, JSON_TYPE, body, keep_valid_rows=keep_valid_rows)
 
 
-def _identity(session: str | None, number: int | None, idempotency_key: str | None, acks: str | None) -> dict[str, str]:
-    """Return the headers that identify an append, and name its level."""
+def identity_of(
+    session: str | None, number: int | None, idempotency_key: str | None, acks: str | None = None
+) -> dict[str, str]:
+    """Return the headers that identify an append, and name its level.
+
+    Raises:
+        UsageError: they are two identities, or half of one; or `acks` is no level.
+    """
     if (session is None) != (number is None) or (session is not None and idempotency_key is not None):
         raise UsageError(
             "an append has either a session and its number in it, or an idempotency key",

@@ -39,7 +39,6 @@ _PIECE_ROWS: Final = 256
 _PIECE_FRAMES: Final = 64
 """Received records, or frames, from which on a piece is whole: more would save little, and keep other calls waiting."""
 _TRUNCATE: Final = Op.TRUNCATE.letter
-_DELETE: Final = Op.DELETE.letter
 
 
 @dataclass(slots=True)
