@@ -234,7 +234,7 @@ def small_disk(home: Path) -> Iterator[Path]:
 def test_a_consumer_whose_disk_is_full_while_it_pushes_goes_on_once_there_is_room(
     home: Path, small_disk: Path, postgres: Database, kafka_server: EmbeddedKafka, topic: str, is_killed: bool
 ) -> None:
-    """What was committed to Kafka before the disk was full isn't sent again, though its acknowledgement isn't durable."""
+    """Messages that Kafka had committed aren't sent again, though their acknowledgements aren't durable."""
     ballast = small_disk / "ballast"
     with running(home, postgres, kafka_server, topic) as shop:
         shop.create()

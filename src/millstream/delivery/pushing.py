@@ -222,7 +222,9 @@ class Pusher:
         sent = batch.next
         if not self._hold(batch):
             return None
-        outcome = self._deliver([replace(message, deliveries=message.deliveries + batch.repeats) for message in sent])
+        again = batch.repeats  # mostly 0, and a copy of a message takes 4 us
+        numbered = [replace(one, deliveries=one.deliveries + again) for one in sent] if again else sent
+        outcome = self._deliver(numbered)
         for messages, part in outcome.parts:
             self._judge_apart(batch, messages, part)
         if outcome.parts:
