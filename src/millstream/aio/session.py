@@ -41,7 +41,9 @@ class AsyncSession(NumberedWrites):
         `UsageError` before `resume` or the first write, unless one was given.
         """
         if not self._numbers.is_known:
-            raise UsageError("nobody has asked the log yet", hint="Ask it: await session.resume().")
+            raise UsageError(
+                "the session's next number isn't known yet", hint="Ask the log for it: await session.resume()."
+            )
         return self._numbers.next
 
     async def resume(self) -> int:

@@ -198,7 +198,7 @@ class Application:
         @app.get(
             "/readyz",
             tags=["health"],
-            summary="200 while writes are taken; 503 while the server ends, or nobody takes them yet.",
+            summary="200 while writes are taken; 503 while the server ends, or no writer takes them yet.",
             responses=unready,
         )
         async def get_readiness(request: Request) -> Response:
@@ -229,7 +229,7 @@ class Application:
             status_code=204,
             response_model=None,
             tags=["write"],
-            summary="InfluxDB's: whether somebody listens.",
+            summary="204 if the server answers, as InfluxDB's clients ask for it.",
         )
         def get_ping() -> Response:
             return Response(status_code=204, headers=influx)

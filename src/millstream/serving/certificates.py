@@ -116,7 +116,9 @@ class Certificates:
             _check_readable(file)
 
         def no_passphrase() -> str:
-            raise _unusable(self.key, "has a passphrase", hint="Give it one without: nobody is there to type it.")
+            raise _unusable(
+                self.key, "has a passphrase", hint="Use a key without a passphrase: the server can't ask for one."
+            )
 
         try:
             context.load_cert_chain(self.certificate, self.key, no_passphrase)

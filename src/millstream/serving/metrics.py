@@ -140,7 +140,7 @@ def _behind_of_own(key: str, stream: dict[str, Any]) -> Any:
 def _errors(streams: list[dict[str, Any]]) -> GaugeMetricFamily:
     """Return one series, with the cause, for each part of a stream that makes no progress."""
     names = ["stream", "part", "code", "reason", "hint", "gave_up"]
-    text = "1 for what keeps a stream from getting on; gave_up: whether it isn't tried again by itself."
+    text = "1 for each error that stops a part of a stream; gave_up: whether the part isn't tried again automatically."
     family = GaugeMetricFamily("millstream_stream_error", text, labels=names)
     for stream in streams:
         for part, error in stream["errors"].items():
@@ -209,8 +209,8 @@ def _replays(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
 def _held(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
     """Yield metrics of held segments: a constantly growing one has a holder that makes no progress."""
     for key, text in (
-        ("bytes", "Bytes of the log that somebody still needs."),
-        ("seconds", "Age of the oldest record that somebody needs."),
+        ("bytes", "Bytes of the log that a holder still needs."),
+        ("seconds", "Age of the oldest record that a holder still needs."),
     ):
         family = GaugeMetricFamily(f"millstream_log_held_{key}", text, labels=["stream", "holder", "kind"])
         for stream in streams:
@@ -248,7 +248,7 @@ def _retention(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
     yield needed_by
     yield cut_off
     for key, text in (
-        ("bytes", "Size of the log from which on its oldest segments go that nobody needs."),
+        ("bytes", "Size of the log above which its oldest segments are deleted if no holder needs them."),
         ("bytes_max", "Size of the log past which followers are cut off."),
     ):
         family = GaugeMetricFamily(f"millstream_log_retention_{key}", text, labels=["stream"])
