@@ -2,7 +2,8 @@
 
 A rule names a column, and is bound to the number that PostgreSQL has given the column, which never changes. Bindings
 are kept in the catalog. So a rule holds after a rename of the column or the table, and also for a column that is added
-later under one of the names. The catalog keeps numbers and names, never values.
+later under one of the names. The OIDs of a table's partitions are kept, too: a partition that is detached still has the
+values, and goes on under the rules. The catalog keeps numbers and names, never values.
 
 A Relation message of the stream has names and no numbers, and may be older than the catalogs. `numbers_of` finds the
 numbers. Columns are sent in the order of their numbers, and a column that exists today existed whenever one with a
@@ -54,18 +55,25 @@ class _Binding:
     """Names that each column with a rule had, by its number."""
     layout: list[list[Any]] = field(default_factory=list)
     """Number, name and type of each column, when last seen."""
+    partitions: set[int] | None = None
+    """OIDs of all partitions that were seen below the table; None if it isn't partitioned."""
 
     @classmethod
     def loaded(cls, facts: Mapping[str, Any]) -> _Binding:
         columns = {int(number): set(names) for number, names in facts["columns"].items()}
-        return cls(set(facts["tables"]), columns, facts["layout"])
+        partitions = facts.get("partitions")
+        return cls(set(facts["tables"]), columns, facts["layout"], None if partitions is None else set(partitions))
 
     def copy(self) -> _Binding:
-        return _Binding(set(self.tables), {n: set(names) for n, names in self.columns.items()}, self.layout)
+        columns = {n: set(names) for n, names in self.columns.items()}
+        return _Binding(
+            set(self.tables), columns, self.layout, None if self.partitions is None else set(self.partitions)
+        )
 
     def stored(self) -> dict[str, Any]:
         columns = {str(number): sorted(names) for number, names in sorted(self.columns.items())}
-        return {"tables": sorted(self.tables), "columns": columns, "layout": self.layout}
+        partitions = None if self.partitions is None else sorted(self.partitions)
+        return {"tables": sorted(self.tables), "columns": columns, "layout": self.layout, "partitions": partitions}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +103,8 @@ class ColumnRules:
         self._stream = stream
         self._scope = rules_scope(stream)
         self._lock = threading.RLock()
+        self._met: set[int] = set()
+        """Relations without rules for which the partitions of all tables with rules were read again."""
         self._bindings = {int(oid): _Binding.loaded(facts) for oid, facts in catalog.facts(self._scope).items()}
 
     def __bool__(self) -> bool:
@@ -126,8 +136,11 @@ class ColumnRules:
                 hint="Correct the name in [streams.S.tables], or add the table to `tables` of the stream's source.",
                 table=full,
             )
+        named = {qualified_name(*name) for name in self.rules.tables}
         for table in found:
-            self._bind(table, self._binding(table.oid).copy())
+            # A detached partition has its root's rules. If they don't fit, it is quarantined, and stops no other table.
+            if named & (self._binding(table.oid).tables | {table.full_name}):
+                self._bind(table, self._binding(table.oid).copy())
 
     def applied(self, table: SourceTable) -> SourceTable:
         """Return a table with its rules applied, and bind them; with `refusal` set if they can't be applied."""
@@ -157,7 +170,7 @@ class ColumnRules:
         Raises:
             ConfigError: the rules can't be applied, or the message's columns can't be identified (`layout_unclear`).
         """
-        if not self.concern(relation.oid, relation.namespace, relation.name):
+        if not self._concern_after_look(relation, look):
             return None
         found = look(relation.oid)
         with self._lock:
@@ -186,14 +199,31 @@ class ColumnRules:
             )
         return next(iter(decided))
 
+    def _concern_after_look(self, relation: Relation, look: Callable[[int], tuple[SourceTable, int] | None]) -> bool:
+        """Return whether a relation's table has rules; it may be a partition that was made since the last look."""
+        asked = relation.oid, relation.namespace, relation.name
+        if self.concern(*asked) or relation.oid in self._met:
+            return self.concern(*asked)
+        for root in [oid for oid, binding in self._bindings.items() if binding.partitions is not None]:
+            if (found := look(root)) is not None:
+                self.applied(found[0])
+        self._met.add(relation.oid)
+        return self.concern(*asked)
+
     def _binding(self, oid: int) -> _Binding:
         return self._bindings.get(oid) or _Binding()
 
     def _asked(self, oid: int, namespace: str, name: str) -> dict[str, Rule]:
-        """Return the rules that the configuration has for a table, under its present name and earlier ones."""
+        """Return the rules that the configuration has for a table, under its present name and earlier ones.
+
+        A partition has its root's rules, also after it was detached, and if a publication sends it under its own name.
+        """
         if not self.rules:
             return {}
         names = self._binding(oid).tables | {qualified_name(namespace, name)}
+        for binding in list(self._bindings.values()):
+            if oid in (binding.partitions or ()):
+                names |= binding.tables
         found: dict[str, Rule] = {}
         for (asked_namespace, asked_name), columns in self.rules.tables.items():
             if qualified_name(asked_namespace, asked_name) in names:
@@ -226,6 +256,8 @@ class ColumnRules:
         bound = BoundRules(by_number, by_name)
         if asked:
             binding.tables.add(table.full_name)
+            if table.partitioned:
+                binding.partitions = (binding.partitions or set()) | {p.oid for p in table.partitions}
             binding.layout = [[c.number, c.name, c.type_oid] for c in _sent(table)]
             check_key(table, bound)
         return bound

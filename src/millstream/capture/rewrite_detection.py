@@ -95,12 +95,14 @@ class KnownLayouts:
             self._catalog.drop_fact(self._scope, str(id_))
 
     def raw_columns(self, table: SourceTable, id_: TableId) -> list[str]:
-        """Return the columns that have a rule, or another one, while older records have their values."""
+        """Return the log's names of columns that have a rule, or another one, while older records have their values."""
         known = self._known.get(str(id_))
         before, now = ({}, {}) if known is None else (known["rules"], self._rules_by_number(table))
         numbers = {str(number) for number, *_ in known["columns"]} if known is not None else set()
-        names = {str(column.number): column.name for column in table.layout}
-        return sorted(names[n] for n in now if n in numbers and before.get(n) != now[n])
+        sent = [column.name for column in table.relation.columns]
+        logged = dict(zip(sent, log_names(sent), strict=True))  # without excluded columns, which no later record has
+        names = {str(column.number): logged.get(column.name) for column in table.layout}
+        return sorted(name for n in now if n in numbers and before.get(n) != now[n] and (name := names[n]) is not None)
 
     def _news_of_rules(self, known: dict[str, Any], table: SourceTable) -> Iterator[str]:
         before, now = known["rules"], self._rules_by_number(table)

@@ -1,0 +1,90 @@
+"""Values that rules keep at the source, searched for in every byte that capture stores, where they might slip through."""
+
+from __future__ import annotations
+
+import pytest
+from tests.capture.beside import wait_until
+from tests.capture.capture_stage import Stage
+from tests.capture.test_column_rules import TABLE, digest, holds, records, ruled
+
+from millstream.catalog import TableState
+from millstream.model.column_rules import Rule
+
+SECRET = "canary-7c1f"
+ROOT = (
+    "CREATE TABLE users (id int PRIMARY KEY, ssn text) PARTITION BY RANGE (id)",
+    "CREATE TABLE low PARTITION OF users FOR VALUES FROM (0) TO (10)",
+    "CREATE TABLE high PARTITION OF users FOR VALUES FROM (10) TO (20)",
+    f"INSERT INTO users VALUES (1, '{SECRET}-1'), (11, '{SECRET}-2')",
+)
+
+
+def nothing_leaked(stage: Stage) -> None:
+    assert SECRET not in repr([(rows.schema, row) for rows, _, row in stage.log.records()])
+    assert not holds(stage.folder, SECRET)
+    assert SECRET not in repr(
+        [(row.reason, row.details) for row in stage.catalog.tables(stage.catalog.stream("shop").id)]
+    )
+
+
+@pytest.mark.parametrize("rule", [Rule.HASH, Rule.EXCLUDE])
+def test_a_detached_partition_keeps_its_root_s_rules(stage: Stage, rule: Rule) -> None:
+    stage.sql(*ROOT)
+    ruled(stage, {"ssn": rule})
+    stage.catch_up()
+    stage.sql("ALTER TABLE users DETACH PARTITION low", f"INSERT INTO low VALUES (2, '{SECRET}-3')")
+    stage.catch_up()
+    stage.sql(f"INSERT INTO low VALUES (3, '{SECRET}-4')", f"UPDATE low SET ssn = '{SECRET}-5' WHERE id = 1")
+    stage.catch_up()
+    nothing_leaked(stage)
+    assert stage.state("public.low") is TableState.STREAMING
+    assert {row["id"] for row in records(stage, "low")} >= {"1", "2", "3"}
+    if rule is Rule.HASH:
+        assert digest(f"{SECRET}-5") in repr(records(stage, "low"))
+
+
+def test_a_publication_of_partitions_sends_no_values(stage: Stage) -> None:
+    stage.sql(*ROOT)
+    stage.sql(f"CREATE PUBLICATION {stage.config.publication} FOR TABLE users")
+    ruled(stage, {"ssn": Rule.HASH})
+    stage.catch_up()
+    stage.sql(f"INSERT INTO users VALUES (2, '{SECRET}-3')", f"INSERT INTO low VALUES (3, '{SECRET}-4')")
+    stage.catch_up()
+    nothing_leaked(stage)
+
+
+def test_a_large_transaction_with_subtransactions_that_abort_spills_nothing(stage: Stage) -> None:
+    stage.sql(TABLE, "ALTER TABLE users REPLICA IDENTITY FULL")
+    ruled(stage, buffer_bytes_max=64 << 10)
+    running = stage.start()
+    wait_until(lambda: stage.state("public.users") is not None, "the table")
+    with stage.connect() as connection, connection.transaction():
+        connection.execute("SET LOCAL logical_decoding_work_mem = '64kB'")
+        for n in range(4):
+            with connection.transaction(force_rollback=n % 2 == 0):
+                connection.execute(
+                    f"INSERT INTO users SELECT n, '{SECRET}-a', '{SECRET}-b', '{SECRET}-c', n"
+                    f" FROM generate_series({n * 3000}, {n * 3000 + 2999}) n"
+                )
+        connection.execute(f"UPDATE users SET email = '{SECRET}-d' WHERE id % 100 = 0")
+        connection.execute("DELETE FROM users WHERE id % 7 = 0")
+    running.stop()
+    stage.catch_up()
+    assert digest(f"{SECRET}-d") in repr(records(stage))
+    nothing_leaked(stage)
+
+
+def test_a_column_named_as_one_of_ours_is_not_filled_from_its_raw_past(stage: Stage) -> None:
+    stage.sql(
+        'CREATE TABLE users (id int PRIMARY KEY, "__seq" text, age int)',
+        'ALTER TABLE users ALTER "__seq" SET STORAGE EXTERNAL',
+        f"INSERT INTO users VALUES (1, repeat('{SECRET}', 900), 1)",
+    )
+    stage.catch_up()
+    stage.sql("UPDATE users SET age = 2")
+    before = len(records(stage))
+    ruled(stage, {"__seq": Rule.HASH})
+    stage.catch_up()
+    later = records(stage)[before:]
+    assert later
+    assert all(not row["__unchanged"] for row in later)
