@@ -249,3 +249,15 @@ def test_floats_in_lists_are_not_rounded() -> None:
     assert list(valid_part(schema, rows, WriteRules(SchemaOnWrite.CREATE, ())).clashes) == [1]
     with pytest.raises(InvalidValue, match="more digits"):
         fitted(schema, rows)
+
+
+def test_a_table_of_columns_made_here_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = table_of([{"id": 1, "name": "x"}])
+    given = pa.table({"id": [1], "at": pa.array([1], pa.time64("ns"))})
+    checked = table_of(given)
+    with monkeypatch.context() as patch:
+        patch.setattr("millstream.ingest.columns.stored", lambda *_: pytest.fail("it was checked twice"))
+        assert table_of(made) is made
+        assert table_of(checked) is checked
+    assert table_of(given).schema.field("at").type == pa.string(), "only what was made here needs no check"
+    assert table_of(made.slice(0, 0)) is not made

@@ -8,6 +8,7 @@ nested.
 from __future__ import annotations
 
 import datetime as dt
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from itertools import chain
@@ -59,6 +60,10 @@ Rows: TypeAlias = Mapping[str, Any] | Iterable[Mapping[str, Any]] | ArrowStream 
 """One row, several, or a frame."""
 
 
+_MADE: Final[weakref.WeakValueDictionary[int, pa.Table]] = weakref.WeakValueDictionary()
+"""Tables that `table_of` has returned, by identity: a session makes columns of its rows, and then calls its home with them."""
+
+
 def table_of(rows: Rows) -> pa.Table:
     """Return rows as columns in the log's types; a column that has only nulls has Arrow's null type.
 
@@ -73,6 +78,8 @@ def table_of(rows: Rows) -> pa.Table:
         RowsTooLarge: the rows take more than `ROWS_BYTES_MAX`, also as text, or have more columns than
             `COLUMNS_MAX`, or a name is too long.
     """
+    if isinstance(rows, pa.Table) and _MADE.get(id(rows)) is rows:
+        return rows
     table, named = without_named(_arrow(rows))
     check_names(table.column_names)
     if table.nbytes > ROWS_BYTES_MAX:
@@ -80,7 +87,10 @@ def table_of(rows: Rows) -> pa.Table:
     room = TextRoom(ROWS_BYTES_MAX)
     columns = [stored(name, column, room) for name, column in zip(table.column_names, table.columns, strict=True)]
     found = pa.table(columns, names=table.column_names)
-    return found if named is None else found.append_column(NAMED, named)
+    if named is not None:
+        found = found.append_column(NAMED, named)
+    _MADE[id(found)] = found
+    return found
 
 
 def _arrow(rows: Rows) -> pa.Table:
