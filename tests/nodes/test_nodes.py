@@ -51,7 +51,9 @@ def test_a_follower_has_the_leaders_bytes_and_says_whom_to_write_to(tmp_path: Pa
         with pytest.raises(ReadOnly) as refused:
             append(b, 5)
         assert refused.value.details["leader"] == "a"
-        asked = b.ask("query", "from public.orders")  # `millstream run` on b wouldn't land the tables either
+        asked = b.ask(
+            "query", "--lake-only", "from public.orders"
+        )  # `millstream run` on b wouldn't land the tables either
         assert re.search(r"hint: .* a\b.* leads the stream, and does", asked.stderr), asked
         (of_a,) = a.answer("replicas")["streams"]
         assert [one["node"] for one in of_a["followers"]] == ["b"]
