@@ -111,7 +111,7 @@ def examine(home: Home, say: Callable[[str], None]) -> Iterator[Diagnosis]:
 
 
 def repair_script(home: Home) -> tuple[str, list[Diagnosis]]:
-    """Return one SQL script for a DBA, for all streams, and the sources that couldn't be asked and aren't in it.
+    """Return one SQL script for a DBA, for all streams; and the sources that it lacks, since they couldn't be asked.
 
     The script is empty if SQL can fix nothing.
     """

@@ -77,7 +77,7 @@ def rebuild_table(
     views: Sequence[str] = (),
     say: Callable[[str], None] = lambda _text: None,
 ) -> list[RebuiltView]:
-    """Rebuild views of a table, and return when they are done; from the source, when the copy has been requested.
+    """Rebuild views of a table and return when they are done; a rebuild from the source returns once its copy is requested.
 
     Readers see the old table until one commit replaces it; from the source, that commit comes when the
     copy is complete.

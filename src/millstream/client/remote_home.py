@@ -399,7 +399,7 @@ def answer_of(response: httpx.Response, body: bytes, opened: object) -> HttpAnsw
 
 
 def lost_of(error: httpx.RequestError, url: str) -> Lost:
-    """Report that no answer came, whether the request may have arrived, and what to change if it never will.
+    """Return the loss of an answer: whether the request may have arrived, and what to change if it never can.
 
     Blocks for up to two seconds.
     """

@@ -1,4 +1,4 @@
-"""A consumer by its name, for one call at a time; and the errors of calls that name none, or no place of the log."""
+"""A consumer by its name, for one call at a time; and the errors of calls that name no consumer, or no place of the log."""
 
 from __future__ import annotations
 

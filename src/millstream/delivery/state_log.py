@@ -1,4 +1,4 @@
-"""The bytes of `consumers.log`: a mark, then frames. Damage is told from an end that a power cut has torn.
+"""The bytes of `consumers.log`: a mark, then frames. Damage is distinguished from an end torn by a power cut.
 
     0    8 bytes  MAGIC
     8    u64      the durable end: everything below it was durable when the mark was written

@@ -127,7 +127,7 @@ class Watch:
         self._kept.write(self._home)
 
     def _look_at_slots(self, status: Mapping[str, Any], seen: Observations) -> None:
-        """Ask the sources that capture doesn't read now; of one that can't be asked, the last answer stands."""
+        """Ask the sources that capture doesn't read now. If a source can't be asked, its last answer is kept."""
         from millstream.capture import look_at_slot
 
         for stream in status["streams"]:

@@ -164,7 +164,7 @@ class Deliveries:
         return found
 
     def find(self, text: str, numbers: Iterable[int]) -> tuple[int, DeliveryId] | None:
-        """Return the number of the backfill that a delivery belongs to, and the delivery; None if it is of none of them."""
+        """Return the number of the backfill that a delivery belongs to, and the delivery; None if it belongs to no backfill."""
         for number in numbers:
             delivery = self.of(number).read(text)
             if delivery is not None:

@@ -22,7 +22,7 @@ from millstream.protocol.delivery.messages import (
 )
 from millstream.protocol.delivery.order import Order
 from millstream.protocol.delivery.pending import Pending
-from millstream.protocol.delivery.pushed import Pushed
+from millstream.protocol.delivery.push_redelivery import Pushed
 from millstream.protocol.delivery.state import Fact, State
 from millstream.protocol.delivery.timers import Timer, Timers
 from millstream.protocol.delivery.unread import Unread
