@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.lake.test_scd2 import STORIES, schemas, told_by
 
-from millstream.errors import BeyondRetention, InvalidQuery, LakeBehind, OffsetExpired, TokenFromFuture
+from millstream.errors import BeyondRetention, CorruptWal, InvalidQuery, LakeBehind, OffsetExpired, TokenFromFuture
 from millstream.lake.folded.current import fold_table
 from millstream.lake.folded.versions import fold_into_versions, has_versions
 from millstream.lake.history import append_history
@@ -364,6 +364,20 @@ def test_a_session_reads_from_the_lake_what_retention_deletes_while_it_is_open(
         assert str(session.token).endswith(".s7")
     with pytest.raises(LakeBehind):
         LakeSession(layout, as_of=Seq(9), log=log)
+
+
+def test_a_damaged_log_leaves_the_answer_to_the_lake(layout: LakeLayout, orders: TableSchema, records: Records):
+    class Damaged(MemoryLog):
+        def parts(self, after: Seq, upto: Seq) -> list[TailPart]:
+            raise CorruptWal(f"a frame between {after} and {upto} is damaged")
+
+    log = Damaged([inserts(records, orders, 1, 2, 3)])
+    land(layout, log.batches, 2)
+    with LakeSession(layout, log=log) as session:
+        assert session.left_out == "a frame between 2 and 3 is damaged"
+        assert session.query("SELECT count(*) AS n FROM public.orders").to_pylist() == [{"n": 2}]
+    with pytest.raises(CorruptWal):
+        LakeSession(layout, as_of=Seq(3), log=log)
 
 
 def test_a_log_behind_the_lake_adds_nothing(layout: LakeLayout, orders: TableSchema, records: Records):

@@ -11,9 +11,11 @@ import pyarrow as pa
 
 from millstream.errors import (
     BeyondRetention,
+    CorruptWal,
     InvalidQuery,
     LakeBehind,
     LakeUnavailable,
+    MillstreamError,
     OffsetExpired,
     PositionError,
     TokenFromFuture,
@@ -111,7 +113,7 @@ def _standing(layout: LakeLayout, cut: Cut | None, as_of: Seq | datetime | None,
     if as_of is None:
         try:
             return _in_tail(cut, landed if log is None else log.end(), log)
-        except LakeBehind as error:
+        except (LakeBehind, CorruptWal) as error:
             return _left_out(cut, error)
     if isinstance(as_of, datetime):
         return _at_moment(layout, cut, as_of, log)
@@ -164,7 +166,7 @@ def _in_tail(cut: Cut | None, n: Seq, log: LogTail | None) -> Standing:
     return Standing(n, cut, log.parts(landed, n))
 
 
-def _left_out(cut: Cut | None, error: LakeBehind) -> Standing:
+def _left_out(cut: Cut | None, error: MillstreamError) -> Standing:
     return Standing(Seq(0) if cut is None else cut.n, cut, left_out=error.message)
 
 
