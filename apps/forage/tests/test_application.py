@@ -74,6 +74,13 @@ def test_hides_are_answered_with_a_token_and_count_at_once(client: TestClient) -
     assert source not in {item["source"] for item in shown}
 
 
+def test_a_field_that_is_given_twice_is_named(client: TestClient) -> None:
+    body = b'{"user_id": 1, "item_id": 1, "signal_type": "save", "user_id": 2}'
+    assert problem(client.post("/signal", content=body), 422)["field"] == "user_id"
+    body = b'{"user_id": 1, "target": {"item": 1, "item": 2}, "kind": "hide"}'
+    assert problem(client.post("/hide", content=body), 422)["field"] == "item"
+
+
 def test_items_are_added_once_and_listed_by_pages(client: TestClient) -> None:
     added = client.post("/items", json=ITEM)
     assert (added.status_code, added.json()["duplicate"]) == (201, False)

@@ -8,11 +8,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
 from apps.forage.tests.memory_home import WORLD, MemoryRegion, SetClock, engine_on
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from millstream.errors import OtherRegion
 from millstream_forage.corpus import default_corpus
 from millstream_forage.engine import ForageEngine
 from millstream_forage.errors import UnknownImpression, UnknownItem
@@ -143,6 +145,23 @@ def test_a_region_takes_what_another_hid_from_its_log(tmp_path: Path):
     with ForageEngine.open(homes[2]) as two:
         again = {item.item_id for seed in range(8) for item in two.feed(1, 50, seed).items}
     assert feed.items[0].item_id in everything | again
+
+
+def test_a_home_with_the_number_of_this_region_is_refused(tmp_path: Path) -> None:
+    """Both hand out the same ids, so a signal of the one would count for an item of the other."""
+    homes = [tmp_path / name for name in ("a", "b")]
+    for home in homes:
+        home.mkdir()
+        config = f'\n[replication]\nnode = "{home.name}"\nregions = {{ 2 = "grpc://127.0.0.1:9" }}\n'
+        (home / "millstream.toml").write_text(home_config(1) + config)
+        with ForageEngine.open(home) as engine:
+            engine.add_item(CORPUS[0])
+    with ForageEngine.open(homes[0]) as engine:
+        shutil.copytree(homes[1] / "data/wal/forage", homes[0] / "data/wal/forage@2")
+        with pytest.raises(OtherRegion):
+            engine.feed(1)
+    with pytest.raises(OtherRegion):
+        ForageEngine.open(homes[0])
 
 
 def test_an_export_has_the_signals_of_all_regions_once() -> None:

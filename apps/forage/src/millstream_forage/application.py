@@ -227,15 +227,24 @@ def json_object(body: bytes) -> Fields:
 
     Raises:
         MalformedBody: it is no JSON.
-        InvalidField: it is JSON, and no object.
+        InvalidField: it is JSON, and no object, or a field is given twice.
     """
     try:
-        value = json.loads(body.decode(), parse_int=whole, parse_constant=no_number)
+        value = json.loads(body.decode(), parse_int=whole, parse_constant=no_number, object_pairs_hook=once_each)
     except (ValueError, RecursionError) as error:  # a text that isn't UTF-8 is a ValueError, too
         raise MalformedBody(f"the body is no JSON: {error}") from None
     if not isinstance(value, dict):
         raise InvalidField("body", "must be an object")
     return value
+
+
+def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; of two fields of one name another reader might take the other one."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise InvalidField(next(name for name in found if names.count(name) > 1)[:100], "is given twice")
+    return found
 
 
 def whole(text: str) -> int | float:

@@ -19,10 +19,17 @@ import numpy as np
 import pyarrow as pa
 
 from millstream import AppendedTables, OpenHome, StreamToken
-from millstream.errors import AppendOutcomeUnknown, DedupWindowExpired, SessionExpired, UnknownStream, UnknownTable
+from millstream.errors import (
+    AppendOutcomeUnknown,
+    DedupWindowExpired,
+    OtherRegion,
+    SessionExpired,
+    UnknownStream,
+    UnknownTable,
+)
 from millstream_forage.errors import EngineFailed
 from millstream_forage.state import State
-from millstream_forage.tables import SCHEMAS, STREAM
+from millstream_forage.tables import REGION_BITS, SCHEMAS, STREAM
 
 
 class FoldedLog:
@@ -36,6 +43,7 @@ class FoldedLog:
             regions: the other regions that the home follows. A log that hasn't come yet is waited for.
 
         Raises:
+            OtherRegion: see `check_region`.
             OffsetExpired: a part of a log is gone. Its records decide what is hidden, so nothing goes without them.
             MillstreamError: a log can't be read or written.
         """
@@ -152,6 +160,7 @@ class FoldedLog:
         for batch in self._home.read(name, after=self._others_at.get(name, beginning(token)), upto=token):
             table = table_of(batch)
             has_hides |= table == "hides"
+            check_region(batch, name)
             if table != "hides":
                 self.state.apply(table, foreign(batch))
         self._others_at[name] = token
@@ -190,9 +199,28 @@ def ends_of(home: OpenHome, logs: Iterable[str]) -> dict[str, StreamToken]:
 
 
 def whole_table(home: OpenHome, log: str, table: str, token: StreamToken) -> Iterator[pa.RecordBatch]:
-    """Yield a whole table of a log up to a token; nothing if the log has none of it."""
+    """Yield a whole table of a log up to a token; nothing if the log has none of it. Raises as `check_region`."""
     with suppress(UnknownTable):
-        yield from home.read(log, table=table, after=beginning(token), upto=token)
+        for batch in home.read(log, table=table, after=beginning(token), upto=token):
+            check_region(batch, log)
+            yield batch
+
+
+def check_region(batch: pa.RecordBatch, log: str) -> None:
+    """Check that the records of another region's log have ids that this region hands out.
+
+    Raises:
+        OtherRegion: two homes have one region's number, so that an id of theirs means two records.
+    """
+    region = log.partition("@")[2]
+    if region and "id" in batch.schema.names and batch.num_rows:
+        found = set((batch.column("id").to_numpy() >> REGION_BITS).tolist()) - {int(region)}
+        if found:
+            raise OtherRegion(
+                f"the log {log} has ids of region {min(found)}",
+                found=min(found),
+                expected=int(region),
+            )
 
 
 def beginning(token: StreamToken) -> str:
