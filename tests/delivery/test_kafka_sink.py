@@ -23,7 +23,7 @@ from tests.delivery.kafka_topics import Received, received
 from tests.delivery.test_debezium import ORDERS, records
 
 from millstream.buffers.kafka_errors import SILENT
-from millstream.delivery.kafka.ledger import Committed
+from millstream.delivery.kafka.ledger import Committed, Recent
 from millstream.delivery.sinks import ACCEPTED, LoggedRow, Outcome, Place, PushMessage, PushSink, Verdict, open_sink
 from millstream.errors import DeliveryError
 from millstream.testing.errors import coded
@@ -326,6 +326,21 @@ def test_another_process_accepts_what_was_committed_without_sending_it(once: Kaf
     assert [message.id for message in once.messages()] == [f"shop-0-1-{number}" for number in range(12)]
 
 
+def test_a_promoted_follower_accepts_what_was_committed_in_the_last_seconds_without_sending_it(
+    once: KafkaStage,
+) -> None:
+    """A follower has the acknowledgements a second later. The ledger named the last transaction alone."""
+    batches = [[push_message(first + number) for number in range(3)] for first in range(0, 12, 3)]
+    leader = once.open(once.place)
+    for batch in batches[:3]:
+        assert leader.deliver(batch) == ACCEPTED
+    promoted = once.open(once.place)
+    assert promoted.deliver(batches[3]) == ACCEPTED
+    assert promoted.deliver([message for batch in batches[:3] for message in batch]) == ACCEPTED
+    assert once.open(once.place).deliver([message for batch in batches for message in batch]) == ACCEPTED
+    assert [message.id for message in once.messages()] == [f"shop-0-1-{number}" for number in range(12)]
+
+
 def test_a_committed_message_that_another_one_of_its_group_holds_is_not_sent_again(once: KafkaStage) -> None:
     """A sink forgot messages that came back in a batch that failed, and sent them again in the next one."""
     assert once.open(once.place).deliver([push_message(6)]) == ACCEPTED
@@ -450,6 +465,26 @@ def test_each_message_is_there_once_and_in_order_through_kills_of_the_broker(
     assert ids[:done] == [f"shop-0-1-{number}" for number in range(done)]
     assert ids == [f"shop-0-1-{number}" for number in range(len(ids))]  # the last acknowledgement may not have counted
     stage.close()
+
+
+def test_the_ledger_names_transactions_of_the_last_seconds_within_a_bound() -> None:
+    now_s = 0.0
+    recent = Recent(lambda: now_s)
+
+    def named(generation: int = 0) -> list[str]:
+        return sorted(Committed.from_bytes(Committed(generation).to_bytes(recent.of(generation))).earlier)
+
+    recent.add(Committed(0, frozenset({"shop-0-1-1", "x"}), frozenset({"shop-0-1-0"})))
+    now_s = 3.0
+    recent.add(Committed(0, frozenset({"shop-0-1-2"})))
+    assert named() == ["shop-0-1-0", "shop-0-1-1", "shop-0-1-2", "x"]
+    now_s = 5.5
+    assert named() == ["shop-0-1-2"]
+    assert named(1) == []
+    for first in range(0, 1_000_000, 50_000):
+        recent.add(Committed(1, frozenset(f"shop-0-1-{number}" for number in range(first, first + 50_000))))
+    assert len(b"".join(recent.of(1))) <= 256 << 10
+    assert "shop-0-1-999999" in named(1)
 
 
 # --- settings --------------------------------------------------------------------------------------------------------

@@ -3,13 +3,17 @@
 Each transaction of a sink writes the ids of its messages as one record to the compacted topic `TOPIC`, under the
 consumer's identity. The acknowledgements of a transaction are durable before the next one begins. So a process that
 takes over finds in the last record every message that is committed and that its consumer may still deliver.
+
+A follower has the acknowledgements later, and may be promoted without the newest. So a record also has the ids of the
+transactions of the last seconds.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,6 +29,10 @@ if TYPE_CHECKING:
 TOPIC: Final = "_millstream_consumers"
 _OPTIONS: Final = {"cleanup.policy": "compact", "segment.bytes": str(16 << 20), "max.message.bytes": str(16 << 20)}
 _NUMBERED: Final = re.compile(r"(.*?)(0|[1-9]\d*)\Z", re.DOTALL)
+_KEPT_S: Final = 5.0
+"""How long records name an earlier transaction: a follower gets the acknowledgements within a second or two."""
+_KEPT_BYTES_MAX: Final = 256 << 10
+"""Size of these names: 128,000 messages. A record goes with each transaction."""
 _READ: Final = 1000
 _WAIT_S: Final = 0.05
 
@@ -36,9 +44,19 @@ class Committed:
     generation: int = 0
     """Number of the consumer's rewinds before them."""
     ids: frozenset[str] = frozenset()
+    earlier: frozenset[str] = frozenset()
+    """Messages of the transactions of the seconds before."""
 
-    def to_bytes(self) -> bytes:
-        """Return the record's value: JSON, with the numbers at the ends of ids as differences."""
+    def to_bytes(self, earlier: tuple[bytes, ...] = ()) -> bytes:
+        """Return the record's value: JSON, with the numbers at the ends of ids as differences.
+
+        Args:
+            earlier: the ids of earlier transactions of the generation, each as `packed` returns them.
+        """
+        return b'{"generation":%d,"ids":%b,"earlier":[%b]}' % (self.generation, self.packed(), b",".join(earlier))
+
+    def packed(self) -> bytes:
+        """Return the ids alone."""
         numbers: dict[str, list[int]] = {}
         for id_ in self.ids:
             found = _NUMBERED.match(id_)
@@ -48,19 +66,54 @@ class Committed:
         for prefix, some in numbers.items():
             some.sort()
             packed[prefix] = [number - before for before, number in zip([0, *some], some, strict=False)]
-        return msgspec.json.encode({"generation": self.generation, "ids": packed})
+        return msgspec.json.encode(packed)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Committed:
         """Return the messages of a record's value."""
         value: dict[str, Any] = msgspec.json.decode(data)
-        ids = []
-        for prefix, differences in value["ids"].items():
-            number = 0
-            for difference in differences:
-                number += difference
-                ids.append(prefix if number < 0 else f"{prefix}{number}")
-        return cls(value["generation"], frozenset(ids))
+        earlier = frozenset(id_ for packed in value.get("earlier", ()) for id_ in _unpacked(packed))
+        return cls(value["generation"], frozenset(_unpacked(value["ids"])), earlier)
+
+
+class Recent:
+    """The transactions of the last seconds, for the next record.
+
+    Args:
+        now_s: returns a time that never steps back.
+    """
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self._generation = 0
+        self._kept: deque[tuple[float, bytes]] = deque()
+        self._size_bytes = 0
+
+    def of(self, generation: int) -> tuple[bytes, ...]:
+        """Return the ids of each transaction of a generation; those of another one are forgotten."""
+        while self._kept and (
+            generation != self._generation
+            or self._kept[0][0] < self._now_s() - _KEPT_S
+            or self._size_bytes > _KEPT_BYTES_MAX
+        ):
+            self._size_bytes -= len(self._kept.popleft()[1])
+        return tuple(packed for _, packed in self._kept)
+
+    def add(self, committed: Committed) -> None:
+        """Note messages that were committed: those of a transaction, or of an earlier process."""
+        self.of(committed.generation)
+        packed = Committed(ids=committed.ids | committed.earlier).packed()
+        self._generation = committed.generation
+        self._kept.append((self._now_s(), packed))
+        self._size_bytes += len(packed)
+
+
+def _unpacked(packed: Mapping[str, list[int]]) -> Iterator[str]:
+    for prefix, differences in packed.items():
+        number = 0
+        for difference in differences:
+            number += difference
+            yield prefix if number < 0 else f"{prefix}{number}"
 
 
 def make_ledger(admin: AdminClient, *, timeout_s: float) -> None:

@@ -19,7 +19,7 @@ from millstream.buffers.kafka_server import check_right_to_write, make_topic
 from millstream.delivery.kafka.debezium import DebeziumEncoder, KafkaMessage
 from millstream.delivery.kafka.from_json import records_of
 from millstream.delivery.kafka.ledger import TOPIC as LEDGER
-from millstream.delivery.kafka.ledger import Committed, make_ledger, read_committed
+from millstream.delivery.kafka.ledger import Committed, Recent, make_ledger, read_committed
 from millstream.delivery.kafka.settings import ANSWERS_WITHIN_S, KafkaSettings
 from millstream.delivery.sinks import ACCEPTED, LoggedRow, Outcome, Pacing, Place, PushMessage, Verdict, apart, failed
 from millstream.errors import WriteBufferError
@@ -91,6 +91,7 @@ class KafkaSink:
         self._left = Committed()
         """Messages that an earlier producer committed and that may be delivered again."""
         self._left_until_s = 0.0
+        self._recent = Recent()
 
     @property
     def pacing(self) -> Pacing:
@@ -135,7 +136,8 @@ class KafkaSink:
         left = self._left_of(generation)
         sendings = [_Sending(message) for message in messages]
         for sending in sendings:
-            sending.is_known = sending.message.generation == generation and sending.message.id in left
+            id_ = sending.message.id
+            sending.is_known = sending.message.generation == generation and (id_ in left.ids or id_ in left.earlier)
         self._encode([sending for sending in sendings if not sending.is_known])
         self._make_topics(admin, sendings)
         deadline_s = time.monotonic() + 3 * ANSWERS_WITHIN_S
@@ -150,18 +152,18 @@ class KafkaSink:
             if time.monotonic() > deadline_s:
                 raise _NotNow("Kafka doesn't take the batch in time")
             if self._settings.transactions:
-                ledger = self._ledger(sendings, left, generation)
+                ledger = self._ledger(sendings, left.ids, generation)
                 suspects = self._transact(self._ready()[1], going, suspects, ledger)
             else:
                 suspects = self._send(producer, going, suspects, {})
         settled = {sending.message.id for sending in sendings if sending.error is None}
-        self._left = Committed(generation, left - settled)
+        self._left = Committed(generation, left.ids - settled, left.earlier)
         return _outcome(sendings)
 
-    def _left_of(self, generation: int) -> frozenset[str]:
+    def _left_of(self, generation: int) -> Committed:
         """Return the messages of this generation that an earlier producer committed."""
         is_over = self._left.generation != generation or time.monotonic() > self._left_until_s
-        return frozenset() if is_over else self._left.ids
+        return Committed(generation) if is_over else self._left
 
     def _ledger(self, sendings: Iterable[_Sending], left: frozenset[str], generation: int) -> Committed:
         """Return what is committed, once this transaction is. A message that is held now may have been committed before."""
@@ -187,8 +189,10 @@ class KafkaSink:
                 sending.is_sent = False
             return following
         if self._place.identity:
-            producer.produce(LEDGER, ledger.to_bytes(), self._place.identity.encode(), partition=0)
+            record = ledger.to_bytes(self._recent.of(ledger.generation))
+            producer.produce(LEDGER, record, self._place.identity.encode(), partition=0)
         producer.commit_transaction(ANSWERS_WITHIN_S)
+        self._recent.add(ledger)
         return following
 
     def _send(
@@ -355,6 +359,7 @@ class KafkaSink:
                         self._admin, self._client, self._place.identity, timeout_s=ANSWERS_WITHIN_S
                     )
                     self._left_until_s = time.monotonic() + _LEFT_KEPT_S
+                    self._recent.add(self._left)
             self._producer = producer
         return self._admin, self._producer
 
