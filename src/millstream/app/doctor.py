@@ -25,6 +25,7 @@ from millstream.errors import MillstreamError, UnknownStream
 from millstream.home.config_mapping import capture_config, place_compiled_code
 from millstream.home.home import Home
 from millstream.home.paths import HomePaths
+from millstream.home.raw_values import until_words
 from millstream.leadership.role_files import Roles
 from millstream.model.addresses import mask_address
 from millstream.model.ids import StreamId
@@ -339,6 +340,14 @@ def _alerts(home: Home) -> Iterator[Diagnosis]:
     except (MillstreamError, OSError) as error:
         yield _failed("conditions", error, "nothing")
         return
+    for stream, table in ((s["name"], t) for s in status["streams"] for t in s.get("tables", ()) if t["raw_values"]):
+        yield Diagnosis(
+            f"tables of {stream}",
+            "raw_values_kept",
+            f"{table['name']}: {until_words(table['raw_values'])}",
+            fix="Lower retention_age or set history_retention if the values have to go earlier.",
+            table=table["name"],
+        )
     for condition in status["conditions"]:
         if condition["kind"] not in _CHECKED_ELSEWHERE:
             yield Diagnosis(

@@ -16,7 +16,7 @@ from millstream.app.open_home import home_consumers
 from millstream.errors import ConfigError, Fenced, LogError, MillstreamError, ReadOnly
 from millstream.home.home import Home
 from millstream.home.paths import PIPELINE, HomePaths
-from millstream.model.ids import StreamId
+from millstream.model.ids import StreamId, TableId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Lsn, Seq, StreamToken, format_lsn
 from millstream.model.schema import TableKind
@@ -196,7 +196,14 @@ def _stream(
         "ring": _ring(catalog, stream, problems),
         "sinks": {},
         "log": _log(home, name, problems) | _retention(home, catalog, name, stream, counted, problems),
-        "tables": tables_of(catalog, stream, captured, landing, lake_paths(home, catalog, name, stream)),
+        "tables": _with_raw_values(
+            tables_of(catalog, stream, captured, landing, lake_paths(home, catalog, name, stream)),
+            home,
+            catalog,
+            name,
+            stream,
+            problems,
+        ),
         "errors": {
             part: error
             for part, error in (
@@ -206,6 +213,21 @@ def _stream(
             if error
         },
     }
+
+
+def _with_raw_values(
+    tables: list[dict[str, Any]], home: Home, catalog: Catalog, name: str, stream: StreamId, problems: list[str]
+) -> list[dict[str, Any]]:
+    """Return the tables with `raw_values`: what is left of values from before a rule; None if nothing is."""
+    from millstream.home.raw_values import kept_raw_values
+
+    kept: dict[TableId, dict[str, Any]] = {}
+    with contextlib.suppress(ConfigError):  # reported already
+        try:
+            kept = kept_raw_values(home, catalog, name, stream, time.time())
+        except (LogError, OSError) as error:
+            problems.append(f"log of {name}: {error}")
+    return [table | {"raw_values": kept.get(TableId(table["id"]))} for table in tables]
 
 
 def _lsn_text(lsn: int | None) -> str | None:

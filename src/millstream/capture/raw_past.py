@@ -21,6 +21,22 @@ from millstream.model.operations import SpilledOp, TableRows, WriteOps
 _UNCHANGED: Final = "__unchanged"
 
 
+def raw_values_scope(stream: StreamId) -> str:
+    """Return the scope of the catalog's facts about tables with older records from before a rule, by table id.
+
+    A fact has `columns`, and `since_us`: µs since 1970, at which the last of their rules began to hold.
+    """
+    return f"capture/{stream}/raw_values"
+
+
+def note_raw_values(catalog: Catalog, stream: StreamId, table: TableId, columns: list[str], since_us: int) -> None:
+    """Note that records of a table that were stored before a moment have values in columns that have a rule now."""
+    scope = raw_values_scope(stream)
+    known = catalog.fact(scope, str(table), {"columns": []})
+    columns = sorted({*known["columns"], *columns})
+    catalog.put_fact(scope, str(table), {"columns": columns, "since_us": since_us})
+
+
 class RawPast:
     """Such tables of one stream. Any thread."""
 

@@ -96,13 +96,25 @@ class KnownLayouts:
 
     def raw_columns(self, table: SourceTable, id_: TableId) -> list[str]:
         """Return the log's names of columns that have a rule, or another one, while older records have their values."""
-        known = self._known.get(str(id_))
-        before, now = ({}, {}) if known is None else (known["rules"], self._rules_by_number(table))
-        numbers = {str(number) for number, *_ in known["columns"]} if known is not None else set()
         sent = [column.name for column in table.relation.columns]
         logged = dict(zip(sent, log_names(sent), strict=True))  # without excluded columns, which no later record has
-        names = {str(column.number): logged.get(column.name) for column in table.layout}
-        return sorted(name for n in now if n in numbers and before.get(n) != now[n] and (name := names[n]) is not None)
+        _, columns = self._newly_ruled(table, id_)
+        return sorted(logged[name] for name in columns if name in logged)
+
+    def unruled_before(self, table: SourceTable, id_: TableId) -> list[str]:
+        """Return the columns that have a rule now, and had none when older records were stored."""
+        before, columns = self._newly_ruled(table, id_)
+        return sorted(name for name, number in columns.items() if number not in before)
+
+    def _newly_ruled(self, table: SourceTable, id_: TableId) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the rules as last seen, and by name the numbers of known columns that have a rule, or another one."""
+        known = self._known.get(str(id_))
+        if known is None:
+            return {}, {}
+        before, now = known["rules"], self._rules_by_number(table)
+        numbers = {str(number) for number, *_ in known["columns"]}
+        names = {str(column.number): column.name for column in table.layout}
+        return before, {names[n]: n for n in now if n in numbers and before.get(n) != now[n]}
 
     def _news_of_rules(self, known: dict[str, Any], table: SourceTable) -> Iterator[str]:
         before, now = known["rules"], self._rules_by_number(table)

@@ -33,6 +33,7 @@ from millstream.capture.publication import (
     restrictions,
     sync_publications,
 )
+from millstream.capture.raw_past import note_raw_values
 from millstream.capture.rewrite_detection import KnownLayouts
 from millstream.capture.schema_registry import NO_IDENTITY, SchemaRegistry
 from millstream.capture.slot import read_slot
@@ -66,7 +67,8 @@ class WatchedTables:
         self._directory = directory
         self._patterns = TablePatterns.parse(config.tables)
         self._leaving: dict[int, Lsn] = {}
-        self._layouts = KnownLayouts(catalog, catalog.stream(config.stream).id, config.rules)
+        self._stream = catalog.stream(config.stream).id
+        self._layouts = KnownLayouts(catalog, self._stream, config.rules)
         self.facts: dict[int, SourceTable] = {}
         self.seen_at = Lsn(0)
         """LSN at or above every change that led to `facts`."""
@@ -159,6 +161,11 @@ class WatchedTables:
             self._directory.request_copy_again(row, table, news)
         if raw := self._layouts.raw_columns(table, row.id):
             self._directory.raw_past.begin(row.id, raw)
+        if unruled := self._layouts.unruled_before(table, row.id):
+            note_raw_values(self._catalog, self._stream, row.id, unruled, time.time_ns() // 1000)
+            logger.warning(
+                "older records keep their values", code="raw_values_kept", table=table.full_name, columns=unruled
+            )
         self._layouts.remember(table, row.id, sent)
 
     def _settle_truncates(self, table: SourceTable, row: TableRow) -> None:

@@ -20,6 +20,7 @@ from millstream.cli.context import (
     say,
     stream_option,
 )
+from millstream.home.raw_values import until_words
 from millstream.model.readable import human_bytes
 
 if TYPE_CHECKING:
@@ -267,6 +268,8 @@ def _print_hints(tables: list[dict[str, Any]]) -> None:
     for table in tables:
         if hint := what_to_run(table):
             note(f"{table['name']}: {hint}")
+        if raw := table.get("raw_values"):
+            note(f"raw_values_kept: {table['name']}: {until_words(raw)}")
 
 
 def _consumer_row(consumer: dict[str, Any]) -> list[str]:

@@ -158,6 +158,20 @@ def oldest_sealed(folder: str, *, files: Files | None = None) -> SealedSegment |
     return oldest_of(_oldest(files, front) for front in fronts if front.sealed)
 
 
+def oldest_created_ns(folder: str, shard: ShardId, *, files: Files | None = None) -> int | None:
+    """Return when a shard's oldest segment was created, ns since 1970; None if the log has none.
+
+    Raises:
+        CorruptWal: its header is damaged.
+    """
+    files = RealFiles() if files is None else files
+    if shard not in list_shards(files, folder):
+        return None
+    front = _front(files, folder, shard)
+    oldest = front.sealed[0] if front.sealed else front.current
+    return None if oldest is None else read_header(files, oldest, shard=shard, stream=front.stream).created_ns
+
+
 def oldest_due(
     folder: str, bounds: RetentionBounds, *, files: Files | None = None, clock: Clock | None = None
 ) -> SealedSegment | None:

@@ -22,6 +22,7 @@ from millstream.backoff import Backoff
 from millstream.errors import (
     DiskFull,
     Fenced,
+    LogError,
     MillstreamError,
     ReadOnly,
     Retry,
@@ -31,6 +32,7 @@ from millstream.errors import (
 )
 from millstream.home.config_mapping import capture_config, place_compiled_code
 from millstream.home.home import Home
+from millstream.home.raw_values import kept_raw_values, until_words
 from millstream.home.retention import is_for_sessions, sweep
 from millstream.ingest.append_server import AppendServer
 from millstream.leadership.role_files import Roles
@@ -343,6 +345,11 @@ class OwnedStream:
             self.progress = progress
             tell()
 
+        with contextlib.suppress(LogError, OSError):  # `status` and `doctor` report it
+            for raw in kept_raw_values(self.home, self.catalog, self.name, writer.stream, time.time()).values():
+                logger.warning(
+                    "older values are kept", code="raw_values_kept", table=raw["table"], reason=until_words(raw)
+                )
         return run_capture(
             capture_config(self.home, self.name, self.config, first_shard=writer.first_shard),
             self.catalog,
