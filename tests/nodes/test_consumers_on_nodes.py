@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import secrets
 import threading
 import time
 from collections import defaultdict
@@ -12,11 +15,14 @@ from typing import Any
 import httpx
 import pytest
 from tests.app.homes import done
+from tests.delivery import kafka_topics
 from tests.nodes.nodes import STREAM, Node, eventually, nodes
 
 import millstream
 from millstream.delivery.copies import copied_consumers
 from millstream.errors import MillstreamError
+from millstream.testing.kafka import EmbeddedKafka
+from millstream.testing.pytest_plugin import Database
 
 pytestmark = pytest.mark.siege
 
@@ -127,6 +133,45 @@ def test_a_promoted_node_continues_the_consumers(tmp_path: Path) -> None:
         )
         eventually(lambda: shown(a)["state"] == "paused", "with their progress", a, b)
         assert not (a.home / "data" / "delivery" / STREAM).exists()
+
+
+def test_a_promoted_node_goes_on_pushing_rows_of_postgresql_to_kafka_without_a_call(
+    tmp_path: Path, postgres: Database, kafka_server: EmbeddedKafka
+) -> None:
+    """Its server had no consumers when it began, and pushed nothing until a call asked for them."""
+    source = f'[streams.{STREAM}.source]\ndsn = {json.dumps(postgres.dsn)}\nslot = "kafka_{os.getpid()}"\n'
+    topic = f"shop{secrets.token_hex(4)}"
+    with postgres.connect() as connection, nodes(tmp_path, acks="durable(1)", stream=source) as (a, b):
+        connection.execute("CREATE TABLE orders (id int PRIMARY KEY, total int NOT NULL)")
+        connection.execute("INSERT INTO orders SELECT n, 0 FROM generate_series(1, 600) n")
+        b.start("follow", "a")
+        a.start("serve")
+        b.start("serve")
+        a.start("owner")
+        eventually(lambda: len(b.rows()) == 600 and a.url() and b.url(), "the copy comes", a, b)
+        sink = {"location": kafka_server.servers, "topic": topic, "format": "json"}
+        made = call(a, "POST", body={"name": "search", "start": "earliest", "max_ack_pending": 10, "kafka": sink})
+        assert made.status_code == 201, made.text
+        eventually(lambda: shown(a)["acked"] >= 100, "a pushes", a, b)
+        eventually(lambda: shown(b)["acked"] > 0, "b knows of it", a, b)
+        a.kill()
+        assert len(kafka_topics.received(kafka_server.servers, topic)) < 600
+        assert b.ask("promote").returncode == 0
+        b.start("owner")
+        a.start("follow", "b")
+        connection.execute("UPDATE orders SET total = 1 WHERE id % 3 = 0")
+        wanted = {id_: int(id_ % 3 == 0) for id_ in range(1, 601)}
+
+        def rows() -> dict[int, int]:
+            found = [
+                json.loads(message.value or b"")["row"]
+                for message in kafka_topics.received(kafka_server.servers, topic)
+            ]
+            return {row["id"]: row["total"] for row in found}
+
+        eventually(lambda: rows() == wanted, "b pushes", a, b)
+        ids = [message.id for message in kafka_topics.received(kafka_server.servers, topic)]
+        assert len(set(ids)) == len(ids) == 800
 
 
 class Receiver:

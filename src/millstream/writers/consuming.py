@@ -37,7 +37,7 @@ from millstream.protocol.replication.promises import Promise, Role
 from millstream.protocol.retention import HolderKind
 from millstream.wal.decoded_frames import DecodedFrames
 from millstream.wal.reader import StreamReader
-from millstream.workers import watching
+from millstream.workers import Worker, watching
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
@@ -50,6 +50,7 @@ _ROLE: Final = "delivery"
 _ACT: Final = "consumers"
 _STARTS_WITHIN_S: Final = 10.0
 """How long a process with the role may take until it answers."""
+_TAKES_EVERY_S: Final = 1.0
 _TRY_EVERY_S: Final = 0.05
 _ANSWERS_WITHIN_S: Final = 60.0
 _FORWARDED_WAIT_MS: Final = 500
@@ -72,6 +73,7 @@ class HomeConsumers:
         self._roles = Roles(home)
         self._is_server = False
         self._is_closed = False
+        self._taking: Worker | None = None
         self._pid = os.getpid()
 
     def call(
@@ -115,6 +117,21 @@ class HomeConsumers:
                     raise
                 except (MillstreamError, OSError) as error:  # each call reports it
                     logger.warning("the consumers of a stream can't be opened", stream=stream, error=str(error))
+        if self._home.config.replication.nodes:
+            self._taking = Worker("consumers-take", self._take, every_s=_TAKES_EVERY_S).start()
+
+    def _take(self) -> bool:
+        """Become the owner once this node leads a stream with consumers: a push needs no call. Return whether to look again."""
+        for stream, config in self._home.config.streams.items():
+            if config.consumers or self._home.delivery_folder(stream).exists():
+                try:
+                    if self._roles.leads_surely(stream) and self._owner() is not None:
+                        return False  # it opens the streams, and follows the roles from now on
+                except WriterClosed:
+                    return False
+                except (MillstreamError, OSError) as error:
+                    logger.warning("the consumers of a stream can't be opened", stream=stream, error=str(error))
+        return True
 
     def _copied(self, stream: str) -> CopiedConsumers:
         with self._lock:
@@ -178,6 +195,9 @@ class HomeConsumers:
         with self._lock:
             self._is_closed, own = True, self._own
             self._own = None
+        if self._taking is not None:
+            self._taking.stop()
+            self._taking.join()
         if own is not None:
             own.close()
 
