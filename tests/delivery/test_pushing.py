@@ -408,7 +408,7 @@ def test_nothing_is_sent_while_the_consumer_s_state_can_t_be_kept_and_all_is_sen
         return found
 
     def give_back(messages: Sequence[PushMessage], *, error: str, is_dead: bool) -> None:
-        assert (error, is_dead) == ("some of its messages were taken back", False)
+        assert (error, is_dead) == ("the consumer has taken back some messages of the batch", False)
         assert {message.id for message in messages} <= set(source.acked)
 
     monkeypatch.setattr(source, failing, noted)
