@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage
 from tests.capture.test_column_rules import TABLE, digest, holds, records, ruled
 
 from millstream.catalog import TableState
-from millstream.model.column_rules import Rule
+from millstream.model.column_rules import Rule, SourceRules
+from millstream.protocol.catching_up import CatchUpMode
 
 SECRET = "canary-7c1f"
 ROOT = (
@@ -88,3 +91,32 @@ def test_a_column_named_as_one_of_ours_is_not_filled_from_its_raw_past(stage: St
     later = records(stage)[before:]
     assert later
     assert all(not row["__unchanged"] for row in later)
+
+
+def test_a_left_out_table_that_comes_back_has_its_rules(stage: Stage) -> None:
+    stage.sql(TABLE, "CREATE TABLE other (id int PRIMARY KEY)", "ALTER TABLE users REPLICA IDENTITY FULL")
+    ruled(stage)
+    stage.catch_up()
+    config = stage.config
+    stage.config = replace(config, tables=("public.other",), rules=SourceRules(), buffer_bytes_max=64 << 10)
+    fill = f"INSERT INTO users SELECT n, '{SECRET}-a', '{SECRET}-b', '{SECRET}-c', n FROM generate_series(1, 3000) n"
+    stage.sql(fill, "INSERT INTO other VALUES (1)")
+    stage.catch_up()
+    stage.config = replace(config, buffer_bytes_max=64 << 10)
+    stage.sql("UPDATE users SET age = 0 WHERE id < 10", f"UPDATE users SET email = '{SECRET}-d' WHERE id = 1")
+    stage.catch_up()
+    assert digest(f"{SECRET}-d") in repr(records(stage))
+    nothing_leaked(stage)
+
+
+def test_a_backlog_in_chunks_has_the_rules(stage: Stage) -> None:
+    stage.sql(TABLE)
+    ruled(stage, catch_up=CatchUpMode.ALWAYS, buffer_bytes_max=64 << 10)
+    stage.catch_up()
+    stage.sql(
+        f"INSERT INTO users SELECT n, '{SECRET}-a', '{SECRET}-b', '{SECRET}-c', n FROM generate_series(1, 3000) n",
+        f"UPDATE users SET email = '{SECRET}-d', ssn = '{SECRET}-e'",
+    )
+    stage.catch_up()
+    assert digest(f"{SECRET}-d") in repr(records(stage))
+    nothing_leaked(stage)

@@ -28,7 +28,7 @@ from millstream.codec.pgoutput import Relation, RelationColumn
 from millstream.errors import ConfigError, UnknownTable
 from millstream.model.column_rules import Rule, SourceRules
 from millstream.model.ids import StreamId
-from millstream.model.names import qualified_name
+from millstream.model.names import TablePatterns, qualified_name
 from millstream.model.schema import ReplicaIdentity
 
 TEXT_OID: Final = 25
@@ -113,6 +113,17 @@ class ColumnRules:
     def concern(self, oid: int, namespace: str, name: str) -> bool:
         """Return whether a table has rules."""
         return bool(self._asked(oid, namespace, name))
+
+    @property
+    def has_bound(self) -> bool:
+        """Whether a table has or had rules."""
+        return bool(self._bindings)
+
+    def is_left_out(self, relation: Relation, patterns: TablePatterns) -> bool:
+        """Return whether a table had rules, and the configuration names neither them nor the table any longer."""
+        asked = relation.oid, relation.namespace, relation.name
+        known = relation.oid in self._bindings
+        return known and not self.concern(*asked) and not patterns.select(relation.namespace, relation.name)
 
     def check(self, tables: Iterable[SourceTable]) -> None:
         """Check all rules against the source's tables before anything is stored.

@@ -12,7 +12,7 @@ from millstream.capture.schema_registry import SchemaRegistry
 from millstream.capture.source import Connection, SourceIdentity, SourceTable, connect_same, read_table
 from millstream.capture.stream.rule_messages import RuleMessages, Rules
 from millstream.codec.pgoutput import Relation
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, UnknownTable
 from millstream.model.names import TablePatterns
 
 
@@ -42,8 +42,9 @@ def rule_messages(
         identity: that server.
         set_aside: calls the function that quarantines a table; no copy of the table goes on.
     """
-    if not rules:
+    if not rules and not rules.has_bound:
         return None
+    patterns = TablePatterns.parse(config.tables)
 
     def look(oid: int) -> tuple[SourceTable, int] | None:
         # Seldom: once for each form of a table with rules.
@@ -51,13 +52,17 @@ def rule_messages(
             return _present(connection, oid, config.publication)
 
     def rules_of(relation: Relation) -> Rules | None:
+        refused: ConfigError | UnknownTable
         try:
-            return rules.rules_of(relation, look)
+            # Its rules went with it. The changes until its end come without them, and aren't stored.
+            if not rules.is_left_out(relation, patterns):
+                return rules.rules_of(relation, look)
+            refused = UnknownTable(f"table {relation.qualified_name} is left out now, and had rules")
         except ConfigError as error:
             refused = error
-            name = (relation.oid, relation.namespace, relation.name)
-            set_aside(relation.oid, lambda: directory.refuse(*name, refused))
-            return ()
+        name = (relation.oid, relation.namespace, relation.name)
+        set_aside(relation.oid, lambda: directory.refuse(*name, refused))
+        return ()
 
     return RuleMessages(rules_of, rules.rules.hashed, directory.is_set_aside)
 

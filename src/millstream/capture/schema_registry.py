@@ -20,7 +20,7 @@ from millstream.capture.source import KeyColumn, SourceTable
 from millstream.catalog import COPY_HELD, Catalog, TableRow, TableState
 from millstream.codec.pgoutput import MESSAGES_COLUMNS, Relation, raw_schema, table_schema
 from millstream.codec.pgoutput.rows import undecodable
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, UnknownTable
 from millstream.failpoints import is_asked
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId
 from millstream.model.names import TablePatterns, qualified_name
@@ -184,7 +184,7 @@ class SchemaRegistry:
         self.refresh()
         return row.id
 
-    def refuse(self, oid: int, namespace: str, name: str, error: ConfigError) -> None:
+    def refuse(self, oid: int, namespace: str, name: str, error: ConfigError | UnknownTable) -> None:
         """Quarantine a table whose rules can't be applied: none of its changes enter the log."""
         with self._lock:
             row = self._rows.get(oid)
@@ -243,7 +243,9 @@ class SchemaRegistry:
             row = self._row(relation.oid, relation.namespace, relation.name, has_identity=usable)
         elif (row.namespace, row.name) != (relation.namespace, relation.name):
             row = self._row(relation.oid, relation.namespace, relation.name, has_identity=True)
-        if row.state is TableState.QUARANTINED and self.rules.concern(row.relation_oid, row.namespace, row.name):
+        if row.state is TableState.QUARANTINED and (
+            row.details.get("cause") == RULES or self.rules.concern(row.relation_oid, row.namespace, row.name)
+        ):
             return None
         if row.state is TableState.QUARANTINED:
             plain = raw_schema(relation, source=self._source, table_id=row.id, version=SchemaVersion(0))
