@@ -147,7 +147,7 @@ class ModelTable(RegionTable):
         self._bytes = kept
         self._own = RegionId(own)
         self._file = Path("kept")
-        self._bytes_max = None
+        self.bytes_max = None
         self.name = "public.posts"
         self.columns = COLUMNS
         self.engine = engine

@@ -32,7 +32,7 @@ def test_origins_are_those_of_the_listening_host_and_of_the_configuration(tmp_pa
         guard.check_origin(scope(host="shop.example.com"))
         with pytest.raises(AccessError, match="isn't a name of this server"):
             guard.check_origin(scope(host="other.example.com"))
-        with pytest.raises(AccessError, match="isn't of this server"):
+        with pytest.raises(AccessError, match="isn't this server"):
             guard.check_origin(scope(host="127.0.0.1:4242", origin="http://other.example.com"))
         asyncio.run(guard.check_token(scope(), "shop", "write"))
 
