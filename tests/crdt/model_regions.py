@@ -154,6 +154,7 @@ class ModelTable(RegionTable):
         order = [own, *(region for region in logs if region != own)]
         self._readers = {RegionId(region): self._open(RegionId(region)) for region in order}
         self._ids = {region: {TABLE} for region in self._readers}
+        self._known_upto = dict.fromkeys(self._readers, Seq(1 << 62))  # the schema is always known
 
     def _open(self, region: RegionId) -> Any:
         return ModelReader(self._logs[region], self._meanwhile)

@@ -150,6 +150,8 @@ class RegionTable:
         self._watches = {region: HistoryWatch() for region in self._folders}
         self._own = next(iter(self._readers))
         self.name: Final = qualified_name(*parse_qualified_name(table))
+        # Before the schemas: records that come after them may have others, and are read another time.
+        self._known_upto = {region: self._end_of(region) for region in self._readers}
         self._versions = {region: reader.schema_versions() for region, reader in self._readers.items()}
         schemas = {region: list(self._schemas(found)) for region, found in self._versions.items()}
         known = [schema for found in schemas.values() for schema in found]
@@ -231,7 +233,7 @@ class RegionTable:
     def _read(self, region: RegionId, after: Seq, known: Known | None) -> RegionState:
         reader = self._readers[region]
         try:
-            upto = reader.persisted_upto()
+            upto = min(reader.persisted_upto(), max(self._known_upto[region], after))
             vector = {region: StreamToken.scalar(reader.stream_id, upto)}
         except LogError:
             return self.empty  # nothing has come yet
@@ -436,6 +438,7 @@ class RegionTable:
                     continue
                 if self._has_new_columns(region, after, upto):
                     return None
+                self._known_upto[region] = upto
                 heard = self._read(region, after, self.known_in(state.rows))
                 # After the read: a log that was cut before or during it isn't the one that the state is of.
                 if self._is_other(region):
