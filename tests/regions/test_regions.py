@@ -112,6 +112,27 @@ def test_what_was_reconciled_is_kept_and_only_what_is_new_is_read_again(tmp_path
         assert rows_of(one) == rows_of(two)
 
 
+def test_records_that_come_amid_a_read_are_read_the_next_time(tmp_path: Path) -> None:
+    """A table knows the schemas that the logs had when it was opened; those of later records may be others."""
+    one, two = made(tmp_path / "one", 1), made(tmp_path / "two", 2)
+    with millstream.open(one) as opened:
+        opened.append("shop", "posts", {"id": 1, "likes": 5})
+    with millstream.open(two) as opened:
+        opened.append("shop", "others", {"id": 1})
+    follow(one, two, 2)
+    table = RegionTable(Home(one), "shop", "posts")
+    with millstream.open(two) as opened:
+        opened.append("shop", "posts", {"id": 1, "likes": 3})
+    follow(one, two, 2)
+    state = table.merged_state()
+    assert table.engine.value(state).column("likes").to_pylist() == [5]
+    assert int(state.vector[RegionId(2)].linear()) == 1
+    news = RegionTable(Home(one), "shop", "posts").state_after(state.vector, state.ends)
+    assert news is not None
+    assert news.rows.num_rows == 1
+    assert rows_of(one)[1]["likes"] == 8
+
+
 def test_a_column_that_merges_comes_with_the_first_row_that_has_it(tmp_path: Path) -> None:
     one, two = made(tmp_path / "one", 1), made(tmp_path / "two", 2)
     with millstream.open(one) as home:
