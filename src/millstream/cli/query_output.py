@@ -35,7 +35,7 @@ def answer(lake: LakeSession, sql: str, style: Style) -> int:
     for name, reason in lake.held_back.items():
         note(f"quarantined: {name}: {reason}")
     for name, reason in lake.copies_held.items():
-        note(f"copy_held: {name}: its rows are as before the change: {reason}")
+        note(f"copy_held: {name}: rows that were not written since are as before the change: {reason}")
     if lake.regions and style in {"table", "csv"}:
         note(as_line(lake.regions))
     if lake.is_left_behind:

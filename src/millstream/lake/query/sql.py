@@ -220,7 +220,7 @@ class LakeSession:
 
     @property
     def copies_held(self) -> Mapping[str, str]:
-        """Tables that queries may have named whose rows stay as before a change of definition, with the reason."""
+        """Tables that queries may have named whose unwritten rows are as before a changed definition, with the reason."""
         named = {table.table_id for folder, table in self._tables.items() if folder not in self._rows_left}
         return {
             known.full_name: known.held for known in self._capture_knows() if known.held and known.table_id in named
