@@ -16,7 +16,6 @@ from millstream.cli.context import (
     Invocation,
     SuggestingGroup,
     confirm,
-    human_seconds,
     json_option,
     note,
     pass_invocation,
@@ -25,7 +24,7 @@ from millstream.cli.context import (
     say,
     stream_option,
 )
-from millstream.model.readable import human_bytes
+from millstream.model.readable import human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from millstream.client.consumers import Consumers

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from millstream.model.readable import human_bytes, readable
+from millstream.model.readable import readable
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
@@ -131,17 +131,6 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right:
         say(line(row))
 
 
-def human_seconds(seconds: float | None) -> str:
-    """Return a time for people."""
-    if seconds is None:
-        return "unknown"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    if seconds < 3600:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 86400 else f"{seconds / 86400:.1f} d"
-
-
 def confirm(question: str, *, yes: bool) -> None:
     """Ask on the terminal and end the command unless the answer is yes; ask nothing if `yes` is set.
 
@@ -157,16 +146,3 @@ def confirm(question: str, *, yes: bool) -> None:
 def on_terminal() -> bool:
     """Return whether stderr is a terminal."""
     return sys.stderr.isatty()
-
-
-def copy_words(copy: dict[str, Any]) -> str:
-    """Return the progress of a table's copy in words, from `CaptureProgress.copies`."""
-    rows, estimate = copy.get("rows") or 0, copy.get("rows_estimate") or 0
-    words = f"{rows:,}" + (f" of about {estimate:,}" if estimate > rows else "") + " rows"
-    if copy.get("bytes"):
-        words += f", {human_bytes(copy['bytes'])}"
-    if copy.get("bytes_per_s"):
-        words += f", {human_bytes(copy['bytes_per_s'])}/s"
-    if copy.get("eta_s") is not None:
-        words += f", about {human_seconds(copy['eta_s'])} left"
-    return words + (", the stream waits for it" if copy.get("holds_stream") else "")

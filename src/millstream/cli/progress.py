@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import click
 
-from millstream.cli.context import copy_words, human_seconds, note
+from millstream.cli.context import note
 from millstream.cli.main import say_error
-from millstream.model.readable import human_bytes, readable
+from millstream.model.readable import copy_words, human_bytes, human_seconds, readable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -10,7 +10,6 @@ import click
 
 from millstream.cli.context import (
     Invocation,
-    human_seconds,
     json_option,
     note,
     pass_invocation,
@@ -20,7 +19,7 @@ from millstream.cli.context import (
 )
 from millstream.cli.run import log_format_option
 from millstream.cli.startup import importing, leave_pandas_out
-from millstream.model.readable import human_bytes
+from millstream.model.readable import human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from millstream.processes.logs import LogFormat

@@ -10,8 +10,6 @@ import click
 from millstream.cli.context import (
     Invocation,
     SuggestingGroup,
-    copy_words,
-    human_seconds,
     json_option,
     note,
     pass_invocation,
@@ -21,7 +19,7 @@ from millstream.cli.context import (
     stream_option,
 )
 from millstream.home.raw_values import until_words
-from millstream.model.readable import human_bytes
+from millstream.model.readable import copy_words, human_bytes, human_seconds, lag_words
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
@@ -98,7 +96,7 @@ def _print_stream(stream: dict[str, Any], processes: Mapping[str, int | None]) -
             say(f"  {words}: unknown {'so far' if stream['state'] == 'running' else 'while nothing runs'}")
             continue
         more = _source_words(stream["source"]) if stage == "capture" else _landing_words(lag[stage], processes)
-        say(f"  {words}: {_lag_words(lag[stage])}{more}")
+        say(f"  {words}: {lag_words(lag[stage])}{more}")
     if stream["replay"] is not None:
         say(f"  replay: {_replay_words(stream['replay'])}")
     if lag["fold"]["seconds"] is not None:
@@ -129,21 +127,6 @@ def _print_conditions(conditions: list[dict[str, Any]]) -> None:
         if condition["kind"] != "table_quarantined":
             say(f"  {condition['kind']}: {condition['message']}", fg="red")
             say(f"    {condition['hint']}")
-
-
-def _lag_words(lag: dict[str, Any]) -> str:
-    """Return a stage's lag in words, as far as it is known.
-
-    For a source that is ahead, neither records nor their age are.
-    """
-    if lag["bytes"] == 0:
-        return "nothing waits"
-    known = [
-        None if lag["records"] is None else f"{lag['records']:,} records",
-        None if lag["bytes"] is None else human_bytes(lag["bytes"]),
-        None if lag["seconds"] is None else human_seconds(lag["seconds"]),
-    ]
-    return ", ".join(filter(None, known)) + " behind"
 
 
 def _print_errors(errors: dict[str, dict[str, Any]]) -> None:
@@ -281,7 +264,7 @@ def _consumer_row(consumer: dict[str, Any]) -> list[str]:
         if lag["records"] is None
         else "none"
         if lag["records"] == 0
-        else _lag_words(lag).removesuffix(" behind"),
+        else lag_words(lag).removesuffix(" behind"),
         *(f"{consumer[key]:,}" for key in ("in_flight", "dead", "acked")),
         consumer["error"] or "",
     ]

@@ -1,9 +1,10 @@
-"""Text for people: text from outside made safe to show, since a terminal acts on some characters, and sizes."""
+"""Text for people: text from outside made safe to show, since a terminal acts on some characters; and amounts in words."""
 
 from __future__ import annotations
 
 import re
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 _CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 """C0, DEL and C1; and surrogates, which can't be printed at all."""
@@ -28,6 +29,45 @@ def human_bytes(count: float | None) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def human_seconds(seconds: float | None) -> str:
+    """Return a time for people."""
+    if seconds is None:
+        return "unknown"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    if seconds < 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 86400 else f"{seconds / 86400:.1f} d"
+
+
+def copy_words(copy: Mapping[str, Any]) -> str:
+    """Return the progress of a table's copy in words, from its facts in the status."""
+    rows, estimate = copy.get("rows") or 0, copy.get("rows_estimate") or 0
+    words = f"{rows:,}" + (f" of about {estimate:,}" if estimate > rows else "") + " rows"
+    if copy.get("bytes"):
+        words += f", {human_bytes(copy['bytes'])}"
+    if copy.get("bytes_per_s"):
+        words += f", {human_bytes(copy['bytes_per_s'])}/s"
+    if copy.get("eta_s") is not None:
+        words += f", about {human_seconds(copy['eta_s'])} left"
+    return words + (", the stream waits for it" if copy.get("holds_stream") else "")
+
+
+def lag_words(lag: Mapping[str, Any]) -> str:
+    """Return a stage's lag in words, as far as it is known.
+
+    For a source that is ahead, neither records nor their age are.
+    """
+    if lag["bytes"] == 0:
+        return "nothing waits"
+    known = [
+        None if lag["records"] is None else f"{lag['records']:,} records",
+        None if lag["bytes"] is None else human_bytes(lag["bytes"]),
+        None if lag["seconds"] is None else human_seconds(lag["seconds"]),
+    ]
+    return ", ".join(filter(None, known)) + " behind"
 
 
 def _escape(found: re.Match[str]) -> str:
