@@ -16,11 +16,11 @@ from bench.homes import STREAM, make_home, wait_for
 from bench.lakes import ACCOUNTS, ACCOUNTS_SHAPE, Ids, Lake, uniform
 from bench.places import folder
 from bench.source import DATABASE, postgres
+from millstream.lake.commit_cuts import last_cut
 from millstream.lake.history import open_history
 from millstream.lake.layout import COMMITS
 from millstream.lake.maintenance import tend_cuts, tend_table
-from millstream.lake.query.sql import LakeSession
-from millstream.lake.snapshots import last_cut
+from millstream.lake.query.query_session import LakeSession
 
 DAYS = 182
 BATCHES_A_DAY = 8

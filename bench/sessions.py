@@ -20,7 +20,7 @@ from millstream.model.ids import ShardId
 from millstream.model.operations import Ack
 from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.model.writes import AppendBatch, WriteId
-from millstream.protocol.deduplication.sessions import Sessions
+from millstream.protocol.deduplication.known_writes import Sessions
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.session_file import write_copy

@@ -17,10 +17,10 @@ from millstream.app.initialize import make_home
 from millstream.app.open_home import open_other
 from millstream.home.config_mapping import lake_layout
 from millstream.home.home import Home
+from millstream.lake.commit_cuts import commit_cut, last_cut
 from millstream.lake.folded.current import fold_table
 from millstream.lake.history import append_history
 from millstream.lake.layout import TableCommit, has_current
-from millstream.lake.snapshots import commit_cut, last_cut
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableKind, TableSchema

@@ -28,9 +28,9 @@ from millstream.app.log_readers import open_reader
 from millstream.errors import PositionError
 from millstream.home.config_mapping import lake_layout
 from millstream.home.home import Home
+from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
-from millstream.lake.snapshots import commit_cut
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId
 from millstream.model.positions import Seq
 from millstream.model.records import record_schema

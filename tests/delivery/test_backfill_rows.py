@@ -16,11 +16,11 @@ from millstream.delivery.backfill.rows import OpenLake, Rows, Stopped, Wanted, t
 from millstream.delivery.definition import Definition
 from millstream.errors import LakeBehind
 from millstream.home.home import Home
+from millstream.lake.commit_cuts import commit_cut, last_cut
 from millstream.lake.folded.current import fold_table
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
-from millstream.lake.query.sql import LakeSession
-from millstream.lake.snapshots import commit_cut, last_cut
+from millstream.lake.query.query_session import LakeSession
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.wal.reader import StreamReader

@@ -12,8 +12,8 @@ import pytest
 
 from millstream.delivery.kafka.debezium import DebeziumEncoder, KafkaMessage
 from millstream.delivery.kafka.debezium_options import DebeziumOptions
-from millstream.delivery.kafka.debezium_tables import topic_name
 from millstream.delivery.kafka.debezium_types import converter
+from millstream.delivery.kafka.topic_names import topic_name
 from millstream.errors import ConfigError
 from millstream.model.ids import SchemaVersion, SourceId, TableId
 from millstream.model.pgcolumns import render_column

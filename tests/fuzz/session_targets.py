@@ -12,7 +12,7 @@ from millstream.model.ids import ShardId, StreamId
 from millstream.model.operations import Ack
 from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.model.writes import WriteId
-from millstream.protocol.deduplication.sessions import Sessions
+from millstream.protocol.deduplication.known_writes import Sessions
 from millstream.testing.files import MemoryFiles
 from millstream.wal.writing.session_file import covered_upto, read_copy, session_path
 

@@ -13,7 +13,7 @@ from millstream.model.ids import ShardId, StreamId
 from millstream.model.operations import Ack
 from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.model.writes import WriteId
-from millstream.protocol.deduplication.sessions import SessionLimits, Sessions
+from millstream.protocol.deduplication.known_writes import SessionLimits, Sessions
 from millstream.testing.files import MemoryFiles
 from millstream.wal.writing.session_file import session_path, write_copy
 

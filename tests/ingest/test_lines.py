@@ -13,8 +13,8 @@ import pytest
 from tests.codec.line_samples import NOW_NS, same
 
 from millstream.errors import RowsTooLarge, UsageError
-from millstream.ingest.columns import ROWS_BYTES_MAX, table_of
 from millstream.ingest.lines import NAMES_MAX, PRECISIONS, Lines, bytes_max_of, tables_of_lines, warm
+from millstream.ingest.rows_to_arrow import ROWS_BYTES_MAX, table_of
 
 LONGEST = "n" * 255
 

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 
 from millstream.crdt.accumulating import LogRuns
 from millstream.errors import InvalidValue
+from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import fold_table
 from millstream.lake.folded.versions import fold_into_versions
 from millstream.lake.history import append_history
 from millstream.lake.latest import latest_rows, with_latest
 from millstream.lake.layout import LakeLayout
-from millstream.lake.query.sql import LakeSession
-from millstream.lake.snapshots import commit_cut
+from millstream.lake.query.query_session import LakeSession
 from millstream.model.ids import SourceId
 from millstream.model.positions import Seq
 from millstream.model.schema import Column, TableSchema

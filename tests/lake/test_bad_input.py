@@ -15,10 +15,10 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 
 from millstream.errors import LakeError, LakeFilesGone, LakeTableForeign, LakeUnavailable
+from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import fold_table
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
-from millstream.lake.snapshots import commit_cut
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.testing.errors import coded

@@ -22,16 +22,16 @@ from deltalake import DeltaTable, write_deltalake
 
 from millstream.errors import BeyondRetention, LakeConflict, LakeError, LakeTableForeign, LakeUnavailable
 from millstream.lake import schema_history
+from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.delta import open_table
 from millstream.lake.folded.current import FoldSizes, fold_table
 from millstream.lake.folded.versions import fold_into_versions
 from millstream.lake.history import append_history, open_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.maintenance import tend_table
-from millstream.lake.query.sql import LakeSession
+from millstream.lake.query.query_session import LakeSession
 from millstream.lake.scan import fold_step
 from millstream.lake.schema_history import Eras, era_at, newest_schema
-from millstream.lake.snapshots import commit_cut
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import Column, PgType, ReplicaIdentity, TableKind, TableSchema
@@ -305,7 +305,7 @@ def test_messages_of_several_sources_lie_in_one_table(layout: LakeLayout, orders
 
 WRITER = """
 import pickle, sys
-from millstream.lake.snapshots import commit_cut
+from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import fold_table
 from millstream.lake.history import append_history
 layout, schema, batch, n = pickle.load(sys.stdin.buffer)

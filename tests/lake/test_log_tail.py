@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from tests.lake.test_scd2 import STORIES, schemas, told_by
 
 from millstream.errors import BeyondRetention, CorruptWal, InvalidQuery, LakeBehind, OffsetExpired, TokenFromFuture
+from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import fold_table
 from millstream.lake.folded.versions import fold_into_versions, has_versions
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, TableCommit, has_current
-from millstream.lake.query.snapshot_resolution import TailPart
-from millstream.lake.query.sql import LakeSession
-from millstream.lake.snapshots import commit_cut
+from millstream.lake.query.query_session import LakeSession
+from millstream.lake.query.time_travel import TailPart
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.records import record_schema

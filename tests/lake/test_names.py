@@ -14,6 +14,7 @@ import pytest
 from deltalake import DeltaTable
 
 from millstream.errors import LakeError
+from millstream.lake.commit_cuts import commit_cut, last_cut
 from millstream.lake.data_files import table_in
 from millstream.lake.delta import OpenTable
 from millstream.lake.folded.current import FoldSizes, fold_table
@@ -22,12 +23,11 @@ from millstream.lake.history import append_history, open_history
 from millstream.lake.known_tables import KnownTable
 from millstream.lake.layout import LakeLayout, TableCommit
 from millstream.lake.maintenance import tend_table
-from millstream.lake.query.sql import LakeSession
+from millstream.lake.query.query_session import LakeSession
 from millstream.lake.rebuild import check_history, rebuild_view, restart_history
 from millstream.lake.replay import replay_range
 from millstream.lake.retain import HistoryBound, drop_history
 from millstream.lake.schema_evolution import widened
-from millstream.lake.snapshots import commit_cut, last_cut
 from millstream.model.ids import SchemaVersion, SourceId, TableId
 from millstream.model.positions import Seq
 from millstream.model.records import record_schema

@@ -18,12 +18,12 @@ from deltalake import DeltaTable
 import millstream.lake.schema_evolution as swapping_module
 from millstream.errors import LakeConflict
 from millstream.lake.bounds import bound_of
+from millstream.lake.commit_cuts import commit_cut, first_cut
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes, fold_table
 from millstream.lake.folded.versions import fold_into_versions
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.maintenance import tend_table
-from millstream.lake.snapshots import commit_cut, first_cut
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.records import record_schema

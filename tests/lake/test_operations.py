@@ -18,14 +18,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import fold_table
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.maintenance import tend_table
 from millstream.lake.operations import whole_upto
-from millstream.lake.query.sql import LakeSession
+from millstream.lake.query.query_session import LakeSession
 from millstream.lake.retain import HistoryBound, drop_history
-from millstream.lake.snapshots import commit_cut
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema

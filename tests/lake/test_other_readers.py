@@ -14,11 +14,11 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
+from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import fold_table
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, View
-from millstream.lake.query.sql import LakeSession
-from millstream.lake.snapshots import commit_cut
+from millstream.lake.query.query_session import LakeSession
 from millstream.model.ids import SchemaVersion
 from millstream.model.positions import Seq
 from millstream.model.schema import Column, TableSchema

@@ -10,11 +10,11 @@ import pytest
 from tests.lake.test_query import land
 
 from millstream.errors import InvalidQuery, UnknownTable
+from millstream.lake.commit_cuts import last_cut
 from millstream.lake.known_tables import KnownTable
 from millstream.lake.layout import LakeLayout
-from millstream.lake.query.sql import LakeSession
+from millstream.lake.query.query_session import LakeSession
 from millstream.lake.replay import table_named
-from millstream.lake.snapshots import last_cut
 from millstream.model.ids import TableId
 from millstream.model.schema import Column, TableSchema
 

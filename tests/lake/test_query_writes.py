@@ -13,7 +13,7 @@ from tests.lake.test_query import land
 
 from millstream.errors import InvalidQuery, LakeUnavailable, MillstreamError
 from millstream.lake.layout import LakeLayout
-from millstream.lake.query.sql import LakeSession
+from millstream.lake.query.query_session import LakeSession
 from millstream.model.schema import TableSchema
 
 Records = Callable[..., pa.RecordBatch]

@@ -22,13 +22,13 @@ from tests.lake.test_scd2 import at
 from tests.lake.test_versions import seconds
 
 from millstream.errors import LakeError, LakeTableForeign
+from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import FoldSizes, fold_table
 from millstream.lake.folded.versions import fold_into_versions
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, View
 from millstream.lake.maintenance import tend_table
 from millstream.lake.rebuild import check_history, damage_of, prepare_rebuild, rebuild_view, restart_history
-from millstream.lake.snapshots import commit_cut
 from millstream.model.ids import SchemaVersion
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema

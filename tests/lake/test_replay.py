@@ -16,10 +16,10 @@ import pytest
 from deltalake import DeltaTable
 
 from millstream.errors import LakeError, TokenFromFuture, UnknownTable, UsageError
+from millstream.lake.commit_cuts import Cut, commit_cut, last_cut
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.replay import replay_path, replay_range
-from millstream.lake.snapshots import Cut, commit_cut, last_cut
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.testing.errors import coded
@@ -88,7 +88,7 @@ def test_killed_anywhere_it_is_there_whole_or_not_at_all_and_leaves_nothing(
     layout: LakeLayout, cut: Cut, point: str, tmp_path: Path
 ):
     asked = (
-        "import sys, pickle; from millstream.lake.replay import replay_range; from millstream.lake.snapshots import last_cut\n"
+        "import sys, pickle; from millstream.lake.replay import replay_range; from millstream.lake.commit_cuts import last_cut\n"
         "layout = pickle.load(open(sys.argv[1], 'rb')); cut = last_cut(layout)\n"
         "replay_range(layout, cut, 'public.orders', after=2, upto=7, into='march')\n"
     )

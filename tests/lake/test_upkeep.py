@@ -18,6 +18,7 @@ from deltalake import DeltaTable
 from millstream import failpoints
 from millstream.errors import LakeConflict, LakeError
 from millstream.lake import maintenance
+from millstream.lake.commit_cuts import commit_cut, last_cut
 from millstream.lake.delta import open_table
 from millstream.lake.folded.current import Fold, begin_fold, fold_table
 from millstream.lake.folder import history_from
@@ -25,7 +26,6 @@ from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, View
 from millstream.lake.maintenance import tend_cuts, tend_table
 from millstream.lake.retain import HistoryBound, drop_history
-from millstream.lake.snapshots import commit_cut, last_cut
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 

@@ -28,6 +28,7 @@ from tests.lake.test_fold import texts_in
 from tests.lake.test_scd2 import CUTS, MIDNIGHT, STORIES, Told, at, schemas, told_by, version_of
 
 from millstream.errors import InvalidQuery, LakeError
+from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.delta import open_table, set_properties
 from millstream.lake.folded.current import FoldSizes, fold_table
 from millstream.lake.folded.scd2 import VERSION_COLUMNS
@@ -36,9 +37,8 @@ from millstream.lake.folder import history_from_property
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.maintenance import tend_table
-from millstream.lake.query.sql import LakeSession
+from millstream.lake.query.query_session import LakeSession
 from millstream.lake.retain import HistoryBound, drop_history
-from millstream.lake.snapshots import commit_cut
 from millstream.model.ids import SchemaVersion, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import Column, TableSchema

@@ -12,8 +12,8 @@ from millstream.model.ids import ShardId
 from millstream.model.operations import Ack
 from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.model.writes import SessionFacts, WriteId
-from millstream.protocol.deduplication import sessions as module
-from millstream.protocol.deduplication.sessions import (
+from millstream.protocol.deduplication import known_writes as module
+from millstream.protocol.deduplication.known_writes import (
     AHEAD_MAX,
     NO_DIGEST,
     RESULTS_KEPT,

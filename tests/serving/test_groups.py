@@ -23,8 +23,8 @@ from millstream.errors import (
     WriterClosed,
 )
 from millstream.home.home import Home
-from millstream.ingest.columns import table_of
 from millstream.ingest.requests import one_request, sole_outcome
+from millstream.ingest.rows_to_arrow import table_of
 from millstream.model.ids import StreamId
 from millstream.model.operations import FIRST_SHARD, Appended
 from millstream.model.positions import Offset, Seq, SeqRange, StreamToken

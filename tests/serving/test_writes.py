@@ -17,7 +17,7 @@ import httpx
 import pyarrow as pa
 import pytest
 from tests.app.homes import wait_for
-from tests.ingest.test_arrow_rows import MANY, SHARED
+from tests.ingest.test_arrow_stream_decoding import MANY, SHARED
 from tests.serving.serving_process import LINES, Served, served, web_home
 
 from millstream.serving.memory_budget import Held, Intake, read_body

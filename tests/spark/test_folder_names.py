@@ -12,10 +12,10 @@ from deltalake import DeltaTable
 from tests.spark.hand_made import Home, delete, insert
 from tests.spark.lake_run import config_of, drain, rows_in
 
+from millstream.lake.commit_cuts import last_cut
 from millstream.lake.layout import LakeLayout
-from millstream.lake.query.sql import LakeSession
+from millstream.lake.query.query_session import LakeSession
 from millstream.lake.replay import replay_range
-from millstream.lake.snapshots import last_cut
 from millstream.model.positions import Seq
 from millstream.spark.session import SparkOptions
 

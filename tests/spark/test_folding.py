@@ -15,9 +15,9 @@ from tests.spark.hand_made import Home, insert
 from tests.spark.lake_run import config_of
 
 from millstream.catalog.rebuilds import Rebuilds
+from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.history import append_history
 from millstream.lake.layout import TableCommit
-from millstream.lake.snapshots import commit_cut
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.spark import upkeep

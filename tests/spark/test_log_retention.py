@@ -14,8 +14,8 @@ from tests.spark.test_pipeline import two_tables, write
 
 from millstream.config.model import LogConfig
 from millstream.home.retention import sweep
+from millstream.lake.commit_cuts import last_cut
 from millstream.lake.layout import LakeLayout
-from millstream.lake.snapshots import last_cut
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq, StreamToken
 from millstream.spark.checkpoint import goes_on_from, prepare_checkpoint

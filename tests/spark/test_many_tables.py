@@ -18,9 +18,9 @@ from tests.spark.lake_run import config_of
 from tests.spark.test_folding import Folding, JobsHere
 
 from millstream.lake import renames
+from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.layout import TableCommit
 from millstream.lake.renames import PackedPlaces, RecordFolder
-from millstream.lake.snapshots import commit_cut
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.spark.complete_copies import CompleteCopies

@@ -21,8 +21,8 @@ from tests.spark.lake_run import DriverProcess, RunningPipeline, config_of, drai
 from millstream import process_metrics
 from millstream.catalog import TableState
 from millstream.errors import EngineError, LakeConflict
+from millstream.lake.commit_cuts import last_cut
 from millstream.lake.folded.current import FoldSizes
-from millstream.lake.snapshots import last_cut
 from millstream.model.records import Op
 from millstream.model.schema import TableSchema
 from millstream.spark.driver import _said, run_pipeline

@@ -10,8 +10,8 @@ from pyspark.sql import DataFrame, Row
 from tests.spark.hand_made import Home
 from tests.spark.lake_run import config_of
 
+from millstream.lake.commit_cuts import Cut
 from millstream.lake.layout import TableCommit
-from millstream.lake.snapshots import Cut
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema

@@ -15,8 +15,8 @@ from tests.spark.test_log_retention import retain
 from tests.spark.test_pipeline import Model, two_tables, write
 
 from millstream.errors import DiskFull
+from millstream.lake.commit_cuts import last_cut
 from millstream.lake.layout import LakeLayout
-from millstream.lake.snapshots import last_cut
 from millstream.model.positions import Seq
 from millstream.spark.pipeline import PipelineProgress
 from millstream.spark.session import SparkOptions

@@ -20,14 +20,14 @@ from deltalake import DeltaTable
 from tests.spark.test_other_readers import DELTA, JARS
 
 from millstream.errors import LakeError
+from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import fold_table
 from millstream.lake.folded.versions import fold_into_versions
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, View
-from millstream.lake.query.sql import LakeSession
+from millstream.lake.query.query_session import LakeSession
 from millstream.lake.rebuild import make_way
 from millstream.lake.schema_evolution import widest
-from millstream.lake.snapshots import commit_cut
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.records import record_schema

@@ -17,7 +17,7 @@ from tests.spark.lake_run import RunningPipeline, config_of, drain, eventually, 
 
 from millstream.catalog import TableState
 from millstream.catalog.rebuilds import Rebuilds
-from millstream.lake.snapshots import last_cut
+from millstream.lake.commit_cuts import last_cut
 from millstream.model.records import Op
 from millstream.model.schema import TableSchema
 from millstream.spark.session import SparkOptions

@@ -24,7 +24,7 @@ from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.operations import Ack
 from millstream.model.replication import AckLevel
 from millstream.model.writes import WriteId
-from millstream.protocol.deduplication.sessions import SessionLimits
+from millstream.protocol.deduplication.known_writes import SessionLimits
 from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.testing.errors import coded
 from millstream.testing.files import FaultPlan, MemoryFiles

@@ -25,7 +25,7 @@ from millstream.model.ids import Epoch, RegionId, ShardId, StreamId, WriterId
 from millstream.model.operations import Ack, Outcome, TableRows, WriteOps, writes_in
 from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.model.writes import SessionFacts, WriteId
-from millstream.protocol.deduplication.sessions import SessionLimits, Sessions
+from millstream.protocol.deduplication.known_writes import SessionLimits, Sessions
 from millstream.protocol.retention import HolderKind, Retention, RetentionBounds
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import Crash, FaultPlan, MemoryFiles, keep_any, lose_all

@@ -41,8 +41,8 @@ from millstream.errors import (
 )
 from millstream.home.home import Home
 from millstream.ingest.append_client import AppendClient
-from millstream.ingest.columns import ROWS_BYTES_MAX
 from millstream.ingest.requests import one_request
+from millstream.ingest.rows_to_arrow import ROWS_BYTES_MAX
 from millstream.model.positions import StreamToken
 from millstream.processes.locks import holder, writer_role
 from millstream.testing.errors import coded

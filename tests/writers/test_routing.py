@@ -32,7 +32,7 @@ from millstream.model.ids import ShardId
 from millstream.model.operations import Appended
 from millstream.model.writes import AppendBatch, WriteId
 from millstream.processes.locks import holder
-from millstream.protocol.deduplication import sessions
+from millstream.protocol.deduplication import known_writes
 from millstream.routing.hashing import key_hashes
 from millstream.routing.ring import ShardRouter
 from millstream.serving.metrics import prometheus_text
@@ -601,7 +601,7 @@ def test_numbers_of_writes_that_go_beside_the_log_are_known_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The log didn't know them, and refused numbers too far above; a stream with sinks couldn't return a session."""
-    monkeypatch.setattr(sessions, "AHEAD_MAX", 2)
+    monkeypatch.setattr(known_writes, "AHEAD_MAX", 2)
     make_home(tmp_path / "other", "[streams.mirror]\n")
     home = make_home(tmp_path / "web", SINKS.replace("IGNORED", ""))
     for start in (1, 7):

@@ -39,7 +39,7 @@ from millstream.model.ids import StreamId
 from millstream.model.operations import Appended
 from millstream.model.positions import Seq, SeqRange, StreamToken
 from millstream.model.writes import SessionFacts
-from millstream.protocol.deduplication.sessions import AHEAD_MAX
+from millstream.protocol.deduplication.known_writes import AHEAD_MAX
 
 WEB = '[streams.web]\n[streams.web.keys]\n"public.users" = ["id"]\n'
 

@@ -19,7 +19,7 @@ from millstream.app.open_home import home_appender
 from millstream.errors import IdempotencyKeyReused, InvalidValue, MillstreamError, RowsTooLarge, UsageError
 from millstream.home.home import Home
 from millstream.ingest.append_client import AppendClient
-from millstream.ingest.several_tables import tables_for
+from millstream.ingest.multi_table_append import tables_for
 from millstream.model.operations import AppendedTables
 from millstream.model.writes import AppendBatch, TableBatch
 from millstream.writers.appending import append_socket

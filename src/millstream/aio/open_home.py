@@ -47,7 +47,7 @@ from millstream.workers import call_in_thread
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.ingest.columns import Rows
+    from millstream.ingest.rows_to_arrow import Rows
     from millstream.model.operations import Appended
     from millstream.model.positions import StreamToken
     from millstream.model.writes import SessionFacts

@@ -60,7 +60,7 @@ from millstream.model.writes import SessionFacts
 if TYPE_CHECKING:
     import ssl
 
-    from millstream.ingest.columns import Rows
+    from millstream.ingest.rows_to_arrow import Rows
 
 
 class AsyncRemoteHome:

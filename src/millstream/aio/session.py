@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from millstream.client.protocol import APPEND_DEADLINE_S, Attempts, NumberedWrites
 from millstream.errors import UsageError
-from millstream.ingest.several_tables import tables_for
+from millstream.ingest.multi_table_append import tables_for
 from millstream.ingest.valid_rows import columns_for
 from millstream.model.operations import AppendedTables
 from millstream.model.steps import run_async
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from millstream.aio.open_home import AsyncOpenHome
     from millstream.aio.remote_home import AsyncRemoteHome
-    from millstream.ingest.columns import Rows
+    from millstream.ingest.rows_to_arrow import Rows
     from millstream.model.operations import Appended, RejectedRow
 
 SMALL_ROWS: Final = 1000

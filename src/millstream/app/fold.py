@@ -17,7 +17,7 @@ from millstream.model.names import parse_qualified_name
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
-    from millstream.lake.snapshots import CutTable
+    from millstream.lake.commit_cuts import CutTable
     from millstream.model.ids import TableId
     from millstream.model.positions import Seq
     from millstream.model.schema import TableSchema
@@ -54,7 +54,7 @@ def fold_tables(
         UnknownTable: the lake or the catalog has no table of a name.
         MillstreamError: a fold failed, with its reason.
     """
-    from millstream.lake.snapshots import last_cut
+    from millstream.lake.commit_cuts import last_cut
 
     home.prepare()
     name, config = home.stream_config(stream)
@@ -122,9 +122,9 @@ class _Work:
 
     def _perform(self, table: CutTable, request: RebuildRequest) -> None:
         """Carry out a request; the caller holds the pipeline's role."""
+        from millstream.lake.commit_cuts import commit_cut, last_cut
         from millstream.lake.folded.current import fold_table
         from millstream.lake.folded.versions import fold_into_versions
-        from millstream.lake.snapshots import commit_cut, last_cut
 
         layout, schema = self.pipeline.layout, self.schemas[table.table_id]
         cut = last_cut(layout)

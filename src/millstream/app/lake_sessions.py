@@ -9,7 +9,7 @@ from millstream.app.log_readers import open_reader
 from millstream.app.log_tail import HomeLogTail
 from millstream.app.merged_rows import FOLDED_TIMES, HomeMergedTables
 from millstream.errors import LogError
-from millstream.home.time_parsing import parse_as_of
+from millstream.home.as_of_parsing import parse_as_of
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.schema import TableKind
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from millstream.home.home import Home
     from millstream.lake.known_tables import KnownTable
     from millstream.lake.query.bounds import QueryBounds
-    from millstream.lake.query.sql import LakeSession
+    from millstream.lake.query.query_session import LakeSession
     from millstream.model.ids import StreamId
 
 
@@ -55,7 +55,7 @@ def open_lake(
         LakeBehind: the log has more records up to it than a query merges.
     """
     from millstream.home.config_mapping import lake_layout
-    from millstream.lake.query.sql import LakeSession
+    from millstream.lake.query.query_session import LakeSession
 
     name, config = home.stream_config(stream)
     log: HomeLogTail | None = None

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import LakeBehind
-from millstream.lake.query.snapshot_resolution import TailPart
+from millstream.lake.query.time_travel import TailPart
 from millstream.model.positions import Seq, StreamToken
 from millstream.wal.table_batches import is_raw, table_batches
 

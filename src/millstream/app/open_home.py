@@ -27,9 +27,9 @@ from millstream.client.protocol import (
 from millstream.errors import WriterClosed
 from millstream.export.record_reading import read_records
 from millstream.export.stretches import FollowedTables, follow_steps, position_of
+from millstream.home.as_of_parsing import microseconds
 from millstream.home.config_mapping import increments_of
 from millstream.home.home import Home
-from millstream.home.time_parsing import microseconds
 from millstream.model.positions import StreamToken
 from millstream.model.replication import AckLevel
 from millstream.model.writes import AppendBatch, SessionFacts, WriteId
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from millstream.client.protocol import HomeCalls
-    from millstream.ingest.columns import Rows
-    from millstream.lake.query.sql import LakeSession
+    from millstream.ingest.rows_to_arrow import Rows
+    from millstream.lake.query.query_session import LakeSession
     from millstream.model.operations import Appended, AppendedTables
     from millstream.wal.reader import StreamReader
     from millstream.writers.appending import HomeAppender
@@ -362,8 +362,8 @@ class OpenHome:
         check_deadline(deadline_s)
         write_id = write_id_of(session, number, idempotency_key)
         appender, level = self._home_appender(), level_of(acks)
+        from millstream.ingest.multi_table_append import tables_for
         from millstream.ingest.requests import sole_outcome
-        from millstream.ingest.several_tables import tables_for
         from millstream.model.operations import AppendedTables
 
         increments = partial(increments_of, self._home, stream)

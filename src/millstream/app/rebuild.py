@@ -28,9 +28,9 @@ from millstream.processes.locks import RoleLock, holder
 if TYPE_CHECKING:
     from millstream.catalog import Catalog, TableRow
     from millstream.config.model import StreamConfig
+    from millstream.lake.commit_cuts import Cut
     from millstream.lake.layout import LakeLayout, View
     from millstream.lake.replay import TableReplay
-    from millstream.lake.snapshots import Cut
     from millstream.model.ids import TableId
     from millstream.model.schema import TableSchema
 
@@ -151,9 +151,9 @@ def replay_table(
 
 def _position(layout: LakeLayout, text: str) -> Seq:
     from millstream.errors import PositionError
-    from millstream.home.time_parsing import parse_as_of
+    from millstream.home.as_of_parsing import parse_as_of
+    from millstream.lake.commit_cuts import cut_at_time
     from millstream.lake.operations import whole_upto
-    from millstream.lake.snapshots import cut_at_time
 
     now = datetime.now(UTC)
     moment = parse_as_of(text, layout.stream_id, now=now)
@@ -168,7 +168,7 @@ def _position(layout: LakeLayout, text: str) -> Seq:
 
 
 def _last_cut(layout: LakeLayout, stream: str) -> Cut:
-    from millstream.lake.snapshots import last_cut
+    from millstream.lake.commit_cuts import last_cut
 
     cut = last_cut(layout)
     if cut is None:
@@ -317,8 +317,8 @@ def await_outcome(
 
 def _perform(place: _Place, request: RebuildRequest, say: Callable[[str], None]) -> None:
     """Carry out a request; the caller holds the pipeline's role."""
+    from millstream.lake.commit_cuts import commit_cut, last_cut
     from millstream.lake.rebuild import make_way, prepare_rebuild, rebuild_view
-    from millstream.lake.snapshots import commit_cut, last_cut
 
     cut = last_cut(place.layout) or place.cut
     held = held_tables(place.catalog, place.layout.stream_id).get(str(int(place.row.id)))

@@ -12,10 +12,10 @@ import pyarrow as pa
 
 from millstream.catalog.eras import RingEras
 from millstream.errors import UnknownTable, UsageError
+from millstream.home.as_of_parsing import parse_as_of, parse_moment
 from millstream.home.config_mapping import shard_of, write_rules
 from millstream.home.home import Home
-from millstream.home.time_parsing import parse_as_of, parse_moment
-from millstream.ingest.columns import table_of
+from millstream.ingest.rows_to_arrow import table_of
 from millstream.ingest.schemas import fitted, grown
 from millstream.leadership.leaders import leader_facts, leaders_of
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId

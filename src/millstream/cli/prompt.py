@@ -31,7 +31,7 @@ from millstream.lake.query.words import TEXTS
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
-    from millstream.lake.query.sql import LakeSession
+    from millstream.lake.query.query_session import LakeSession
 
 HELP: Final = r"""Statements end with ; and may take several lines. Tab completes, Ctrl-C cancels, Ctrl-D ends.
   \dt                  list the tables

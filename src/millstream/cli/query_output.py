@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from millstream.cli.results import Style
-    from millstream.lake.query.sql import LakeSession
+    from millstream.lake.query.query_session import LakeSession
 
 _LOOK_S: Final = 0.1
 """How soon Ctrl-C is noticed."""

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from millstream.client.consumers import Consumers, Consumption
     from millstream.client.following import Following
-    from millstream.ingest.columns import Rows
+    from millstream.ingest.rows_to_arrow import Rows
     from millstream.model.operations import Appended, AppendedTables
     from millstream.model.positions import StreamToken
     from millstream.model.writes import SessionFacts
@@ -508,7 +508,7 @@ class Session(NumberedWrites):
         acks: str | None = None,
     ) -> AppendedTables:
         """Append as `append_all` of the home: one write of the session. Arguments and errors as `append`."""
-        from millstream.ingest.several_tables import tables_for
+        from millstream.ingest.multi_table_append import tables_for
         from millstream.model.operations import AppendedTables
 
         kept, rejected = tables_for(tables, keep_valid_rows=keep_valid_rows)

@@ -42,7 +42,7 @@ from millstream.client.steps import (
     whole_table,
 )
 from millstream.errors import AnswerCutOff, UsageError
-from millstream.ingest.several_tables import tables_for
+from millstream.ingest.multi_table_append import tables_for
 from millstream.ingest.valid_rows import columns_for
 from millstream.model.operations import Appended, AppendedTables
 from millstream.model.positions import StreamToken
@@ -62,7 +62,7 @@ except ModuleNotFoundError as missing:
 if TYPE_CHECKING:
     import ssl
 
-    from millstream.ingest.columns import Rows
+    from millstream.ingest.rows_to_arrow import Rows
 
 TIMEOUT_S: Final = 60.0
 """How long to wait for an answer's next bytes, and for a server to answer at all."""

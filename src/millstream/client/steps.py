@@ -38,7 +38,7 @@ from millstream.errors import (
     UsageError,
     error_of,
 )
-from millstream.ingest.columns import table_of
+from millstream.ingest.rows_to_arrow import table_of
 from millstream.model.addresses import mask_address
 from millstream.model.ids import check_stream_name
 from millstream.model.names import parse_qualified_name
@@ -46,7 +46,7 @@ from millstream.model.operations import Appended, AppendedTables
 from millstream.model.replication import AckLevel
 
 if TYPE_CHECKING:
-    from millstream.ingest.columns import Rows
+    from millstream.ingest.rows_to_arrow import Rows
     from millstream.model.positions import StreamToken
 
 JSON_TYPE: Final = "application/json"

@@ -10,7 +10,7 @@ from typing import Final
 
 import structlog
 
-from millstream.delivery.pushing import Pusher
+from millstream.delivery.push_retries import Pusher
 from millstream.delivery.record_messages import Origin
 from millstream.delivery.running import Running, Waiter, now_ms
 from millstream.delivery.sinks import Place, PushMessage, PushSink, open_sink
@@ -39,7 +39,7 @@ class _Message(PushMessage):
 
 
 class ConsumerSource:
-    """See `pushing.PushSource`.
+    """See `push_retries.PushSource`.
 
     Args:
         running: the consumer.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from millstream.buffers.redis_server import connect, error_of_redis
-from millstream.delivery.destinations import DEFAULT, Destinations, template_fault
+from millstream.delivery.redis_stream_names import DEFAULT, Destinations, template_fault
 from millstream.delivery.sink_settings import SinkSettings
 from millstream.delivery.sinks import ACCEPTED, Outcome, Pacing, PushMessage, failed
 from millstream.errors import BufferRefused

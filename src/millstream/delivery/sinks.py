@@ -1,6 +1,6 @@
 """The port of push sinks: destinations to which the home sends a consumer's messages, in batches.
 
-A sink gets a batch and returns its outcome. It keeps no position and repeats nothing: `delivery.pushing` does both.
+A sink gets a batch and returns its outcome. It keeps no position and repeats nothing: `delivery.push_retries` does both.
 
 A package adds a kind of sink by an entry point of the group `millstream.push_sinks`, named as the kind. It is a function
 with the signature of `SinkFactory`.

@@ -31,7 +31,7 @@ from millstream.diff.source import PublishedTable, Sums, TableSide, pick_hash, p
 from millstream.errors import LakeBehind, LogError, MillstreamError
 from millstream.home.config_mapping import capture_config, lake_layout
 from millstream.home.home import Home
-from millstream.lake.query.sql import LakeSession
+from millstream.lake.query.query_session import LakeSession
 from millstream.model.names import TablePatterns, parse_qualified_name, qualified_name
 from millstream.model.positions import Lsn, Seq, format_lsn
 from millstream.model.records import log_names

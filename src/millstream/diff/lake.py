@@ -17,7 +17,7 @@ from millstream.errors import InvalidQuery, LakeError
 from millstream.lake.types import texts_of, to_text
 
 if TYPE_CHECKING:
-    from millstream.lake.query.sql import LakeSession
+    from millstream.lake.query.query_session import LakeSession
 
 EXACT: Final = "__exact"
 

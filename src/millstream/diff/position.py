@@ -20,7 +20,7 @@ from millstream.capture.publication import inserts_name
 from millstream.codec.pgoutput import HEARTBEAT_PREFIX
 from millstream.errors import LakeBehind, MillstreamError
 from millstream.home.home import Home
-from millstream.lake.snapshots import last_cut
+from millstream.lake.commit_cuts import last_cut
 from millstream.model.positions import Lsn, Seq, format_lsn
 from millstream.processes.control import ask
 from millstream.processes.locks import runs

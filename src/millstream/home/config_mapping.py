@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from millstream.config.model import StreamConfig
     from millstream.config.replication_model import ReplicationConfig
     from millstream.ingest.schemas import WriteRules
+    from millstream.lake.commit_cuts import Cut
     from millstream.lake.layout import LakeLayout, View
     from millstream.lake.postgres.target import PostgresTarget, TargetView
-    from millstream.lake.snapshots import Cut
-    from millstream.protocol.deduplication.sessions import SessionLimits
+    from millstream.protocol.deduplication.known_writes import SessionLimits
     from millstream.spark.pipeline import PipelineConfig
     from millstream.spark.session import SparkOptions
     from millstream.spark.sinks import Sink
@@ -128,7 +128,7 @@ def log_options(stream: StreamConfig, replication: ReplicationConfig) -> LogOpti
 
 def session_limits(stream: StreamConfig) -> SessionLimits:
     """Return when applications' sessions and keys expire."""
-    from millstream.protocol.deduplication.sessions import SessionLimits
+    from millstream.protocol.deduplication.known_writes import SessionLimits
 
     ingest = stream.ingest
     return SessionLimits(ingest.sessions_max, ingest.idempotency_keys_max, round(duration_s(ingest.session_age) * 1e6))
@@ -159,12 +159,12 @@ def sink_of(home: Home, name: str, stream: StreamConfig, stream_id: StreamId) ->
 
 def last_cut_of(home: Home, name: str, stream: StreamConfig, stream_id: StreamId) -> Cut | None:
     """Return the last cut of a stream's tables, wherever they are; None before the first batch."""
-    from millstream.lake import snapshots as commits
+    from millstream.lake import commit_cuts
     from millstream.lake.postgres import cuts
 
     if stream.lake.format == "postgres":
         return cuts.last_cut(postgres_target(name, stream, stream_id))
-    return commits.last_cut(lake_layout(home, name, stream, stream_id))
+    return commit_cuts.last_cut(lake_layout(home, name, stream, stream_id))
 
 
 def lake_layout(home: Home, name: str, stream: StreamConfig, stream_id: StreamId) -> LakeLayout:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from millstream.errors import MillstreamError, Retry, StaleEpoch, WriterClosed
 from millstream.ingest.appender import Appender
-from millstream.ingest.columns import ROWS_BYTES_MAX
 from millstream.ingest.frames import (
     BODY_BYTES_MAX,
     CLOSED,
@@ -32,6 +31,7 @@ from millstream.ingest.frames import (
     oversized,
     session_asked,
 )
+from millstream.ingest.rows_to_arrow import ROWS_BYTES_MAX
 from millstream.workers import Worker, call_in_thread
 
 if TYPE_CHECKING:

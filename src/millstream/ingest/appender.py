@@ -15,11 +15,11 @@ import pyarrow as pa
 
 from millstream import process_metrics
 from millstream.errors import IngestError, InvalidValue, MillstreamError, RoutingError, UnknownTable
-from millstream.ingest.columns import too_large
+from millstream.ingest.atomic_placement import check_one_place, not_one_operation
 from millstream.ingest.digests import digests_of, joined
 from millstream.ingest.increments import NAMED, unnamed
-from millstream.ingest.one_operation import check_one_place, not_one_operation
 from millstream.ingest.requests import check_batch, operations_of, part_of, without_tables
+from millstream.ingest.rows_to_arrow import too_large
 from millstream.ingest.schemas import FITTED_BYTES_MAX, TableRules, fitted, fitted_bytes, grown
 from millstream.ingest.signals import check_weights
 from millstream.ingest.uninterruptible import uninterruptible

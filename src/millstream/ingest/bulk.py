@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 import pyarrow as pa
 
 from millstream.errors import UsageError
-from millstream.ingest.arrow_rows import written_bytes
+from millstream.ingest.arrow_stream_decoding import written_bytes
 from millstream.ingest.requests import check_write_id
 from millstream.model.operations import Appended
 from millstream.model.replication import AckLevel

@@ -31,8 +31,8 @@ from millstream.errors import (
     WriterClosed,
     error_of,
 )
-from millstream.ingest.columns import ROWS_BYTES_MAX
 from millstream.ingest.requests import REQUESTS_MAX
+from millstream.ingest.rows_to_arrow import ROWS_BYTES_MAX
 from millstream.model.operations import Appended
 from millstream.model.replication import AckLevel
 from millstream.model.writes import AppendBatch, SessionFacts, TableBatch, WriteId

@@ -28,9 +28,9 @@ from millstream.codec.line_protocol.vectorised import (
     Walk,
 )
 from millstream.errors import UsageError
-from millstream.ingest.columns import COLUMNS_MAX, ROWS_BYTES_MAX, too_large
 from millstream.ingest.increments import NAMED
 from millstream.ingest.requests import TABLES_MAX
+from millstream.ingest.rows_to_arrow import COLUMNS_MAX, ROWS_BYTES_MAX, too_large
 from millstream.model.names import name_fault, qualified_name
 from millstream.model.records import INSTANT, RESERVED_COLUMNS, TIME_MAX_US, TIME_MIN_US
 
@@ -66,7 +66,7 @@ class TableLines:
     table: str
     """`public.measurement`, quoted where necessary."""
     rows: pa.Table
-    """The rows in the log's types, as from `ingest.columns.table_of`: `time`, `time_ns` if some time isn't
+    """The rows in the log's types, as from `ingest.rows_to_arrow.table_of`: `time`, `time_ns` if some time isn't
     whole microseconds, and then the tags and fields in the order of their first line."""
     lines: npt.NDArray[np.int64]
     """The number of each row's line in the body, from 1."""

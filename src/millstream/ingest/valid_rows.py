@@ -24,9 +24,9 @@ from millstream.errors import (
     MillstreamError,
     RowsTooLarge,
 )
-from millstream.ingest.columns import Rows, check_names, column_of, kind_of, table_of
 from millstream.ingest.increments import NAMED, NO_INCREMENTS, as_increments, rejected_as_increments, takes, type_of
 from millstream.ingest.requests import said
+from millstream.ingest.rows_to_arrow import Rows, check_names, column_of, kind_of, table_of
 from millstream.ingest.schemas import WriteRules, fits, grown
 from millstream.ingest.signals import weight_faults
 from millstream.model.operations import RejectedRow

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from millstream import failpoints
 from millstream.errors import LakeConflict, LakeUnavailable
+from millstream.lake.commit_cuts import last_cut
 from millstream.lake.data_files import ROW_GROUP_ROWS, TableFiles, new_name, swap
 from millstream.lake.delta import OpenTable, Tail, create_table, open_table, set_properties
 from millstream.lake.folded.accumulating import lacking_named
@@ -34,7 +35,6 @@ from millstream.lake.renames import Places, bring_records, columns_of, places_of
 from millstream.lake.scan import read_history
 from millstream.lake.schema_evolution import union_schema, widened
 from millstream.lake.schema_history import SINCE_PROPERTY, Eras, owned_since, schema_property
-from millstream.lake.snapshots import last_cut
 from millstream.lake.types import HISTORY_PREFIX, conform, lake_columns, to_lake
 from millstream.model.ids import TableId
 from millstream.model.names import qualified_name

@@ -12,6 +12,7 @@ from typing import Final
 
 from millstream import failpoints
 from millstream.errors import LakeError, LakeFilesGone, LakeTableForeign, LakeUnavailable
+from millstream.lake.commit_cuts import last_cut
 from millstream.lake.data_files import TableFiles
 from millstream.lake.delta import live_files, open_table
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes, fold_table
@@ -20,7 +21,6 @@ from millstream.lake.folder import history_from, lacks_beginning
 from millstream.lake.history import begin_history
 from millstream.lake.layout import LakeLayout, TableCommit, View
 from millstream.lake.renames import lost_records, places_of
-from millstream.lake.snapshots import last_cut
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema

@@ -17,6 +17,7 @@ from typing import Final
 import pyarrow as pa
 
 from millstream.errors import LakeConflict, LakeError, LakeTableForeign, LakeUnavailable
+from millstream.lake.commit_cuts import Cut
 from millstream.lake.data_files import TableFiles, folders_in, new_name, swap, table_in
 from millstream.lake.delta import OpenTable, open_table, set_properties
 from millstream.lake.folder import (
@@ -32,7 +33,6 @@ from millstream.lake.folder import (
 from millstream.lake.layout import BESIDE, MESSAGES, LakeLayout, has_current
 from millstream.lake.schema_evolution import widened
 from millstream.lake.schema_history import Eras, has_eras
-from millstream.lake.snapshots import Cut
 from millstream.lake.types import lake_columns
 from millstream.model.ids import TableId
 from millstream.model.names import qualified_name

@@ -20,11 +20,11 @@ from deltalake.fs import DeltaStorageHandler
 
 from millstream import failpoints
 from millstream.errors import BeyondRetention, LakeError, LakeTableForeign, TokenFromFuture, UnknownTable, UsageError
+from millstream.lake.commit_cuts import Cut, CutTable
 from millstream.lake.delta import WRITER, OpenTable, create_table, lake_errors, open_table
 from millstream.lake.folder import BOUNDED, history_from
 from millstream.lake.layout import MESSAGES, LakeLayout, is_folder_of
 from millstream.lake.scan import scan_history
-from millstream.lake.snapshots import Cut, CutTable
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.records import MONTH_COLUMN

@@ -13,10 +13,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from millstream.lake.commit_cuts import cuts_between
 from millstream.lake.data_files import table_in
 from millstream.lake.delta import OpenTable, lake_errors, live_files
 from millstream.lake.layout import LakeLayout
-from millstream.lake.snapshots import cuts_between
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.errors import PositionError, ShipmentUnreadable, TokenFromFuture, UnknownStream, UsageError
+from millstream.home.as_of_parsing import is_token, microseconds, parse_as_of, parse_moment
 from millstream.home.home import Home
 from millstream.home.paths import FILE_NAME
-from millstream.home.time_parsing import is_token, microseconds, parse_as_of, parse_moment
 from millstream.leadership.role_files import Roles
 from millstream.model.ids import Epoch, GroupNumber, RegionId, check_stream_name
 from millstream.model.positions import Seq

@@ -18,7 +18,7 @@ import structlog
 
 from millstream.errors import HttpError, InvalidValue, MillstreamError, RowsTooLarge, UnknownStream
 from millstream.home.config_mapping import increments_of
-from millstream.ingest.arrow_rows import rows_of_arrow
+from millstream.ingest.arrow_stream_decoding import rows_of_arrow
 from millstream.ingest.increments import as_increments, rejected_as_increments, with_nulls_unnamed
 from millstream.ingest.json_rows import (
     Row,
@@ -29,7 +29,7 @@ from millstream.ingest.json_rows import (
     tables_of_json,
     valid_columns_of,
 )
-from millstream.ingest.several_tables import tables_for
+from millstream.ingest.multi_table_append import tables_for
 from millstream.model.access import Right
 from millstream.model.durations import duration_s
 from millstream.model.names import parse_qualified_name

@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 
 from millstream import failpoints
 from millstream.errors import MillstreamError, Retry
+from millstream.lake.commit_cuts import Cut
 from millstream.lake.data_files import NewFile
 from millstream.lake.folded.current import DEFAULT_SIZES, Fold, FoldOutcome, FoldPlan, FoldSizes, begin_fold
 from millstream.lake.folded.versions import fold_into_versions, rebuild_versions
@@ -32,7 +33,6 @@ from millstream.lake.postgres.target import PostgresTarget
 from millstream.lake.rebuild import prepare_rebuild
 from millstream.lake.renames import PackedPlaces
 from millstream.lake.retain import HistoryBound, drop_history
-from millstream.lake.snapshots import Cut
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema

@@ -19,8 +19,8 @@ from typing import Any, Final
 from millstream import process_metrics
 from millstream.backoff import Backoff
 from millstream.catalog import Catalog
+from millstream.lake.commit_cuts import Cut, CutTable
 from millstream.lake.layout import TableCommit, View
-from millstream.lake.snapshots import Cut, CutTable
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
 from millstream.model.rates import Rate

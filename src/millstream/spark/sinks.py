@@ -15,12 +15,12 @@ from typing import Protocol
 from pyspark.sql import DataFrame, Row
 from pyspark.sql.functions import lit
 
-from millstream.lake import snapshots as commits
+from millstream.lake import commit_cuts
+from millstream.lake.commit_cuts import Cut
 from millstream.lake.layout import LakeLayout, TableCommit
 from millstream.lake.postgres import cuts
 from millstream.lake.postgres.land import begin
 from millstream.lake.postgres.target import PostgresTarget
-from millstream.lake.snapshots import Cut
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
@@ -61,7 +61,7 @@ class Sink(Protocol):
         commit_ts_max: datetime | None,
         held: Mapping[TableId, Seq],
     ) -> Cut:
-        """Commit that every table has everything up to `n`, except those held: `lake.snapshots.commit_cut`."""
+        """Commit that every table has everything up to `n`, except those held: `lake.commit_cuts.commit_cut`."""
 
     def land(self, batch: DataFrame, around: Around) -> list[Row]:
         """Run the job that lands a batch; return a row of `ANSWER_COLUMNS` for each table, and for each marker."""
@@ -85,7 +85,7 @@ class LakeOfFiles:
 
     def last_cut(self) -> Cut | None:
         """See `Sink`."""
-        return commits.last_cut(self.layout)
+        return commit_cuts.last_cut(self.layout)
 
     def held(self) -> dict[TableId, Seq]:
         """See `Sink`: a lake of files doesn't record these."""
@@ -101,7 +101,9 @@ class LakeOfFiles:
         held: Mapping[TableId, Seq],  # noqa: ARG002 - the catalog has it
     ) -> Cut:
         """See `Sink`."""
-        return commits.commit_cut(self.layout, n, table_commits, committed_at=committed_at, commit_ts_max=commit_ts_max)
+        return commit_cuts.commit_cut(
+            self.layout, n, table_commits, committed_at=committed_at, commit_ts_max=commit_ts_max
+        )
 
     def land(self, batch: DataFrame, around: Around) -> list[Row]:
         """See `Sink`."""

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from millstream.catalog import Catalog
+from millstream.lake.commit_cuts import Cut, CutTable
 from millstream.lake.folded.versions import has_versions
 from millstream.lake.layout import View, has_current
-from millstream.lake.snapshots import Cut, CutTable
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.schema import TableSchema
 from millstream.spark.pipeline import PipelineConfig

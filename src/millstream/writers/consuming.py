@@ -26,7 +26,7 @@ from millstream.delivery.running import Waiter
 from millstream.delivery.service import Answer, StreamConsumers
 from millstream.delivery.surroundings import Surroundings
 from millstream.errors import ConfigError, HomeBusy, LakeBehind, LogError, MillstreamError, WriterClosed
-from millstream.home.time_parsing import parse_as_of
+from millstream.home.as_of_parsing import parse_as_of
 from millstream.leadership.role_files import LOOK_EVERY_S, Roles
 from millstream.libpq import database_of
 from millstream.model.ids import StreamId, TableId
@@ -42,7 +42,7 @@ from millstream.workers import Worker, watching
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
     from millstream.home.home import Home
-    from millstream.lake.query.sql import LakeSession
+    from millstream.lake.query.query_session import LakeSession
 
 logger = structlog.get_logger("millstream.delivery")
 
@@ -371,8 +371,8 @@ def _database(home: Home, stream: str) -> str:
 def _open_lake(home: Home, stream: str, stream_id: StreamId, upto: Seq) -> LakeSession:
     """Open a stream's lake as of a number, or of its last cut if that is earlier. Raises `LakeError` if there is none."""
     from millstream.home.config_mapping import lake_layout
-    from millstream.lake.query.sql import LakeSession
-    from millstream.lake.snapshots import last_cut
+    from millstream.lake.commit_cuts import last_cut
+    from millstream.lake.query.query_session import LakeSession
 
     config = home.config.streams.get(stream)
     layout = None if config is None else lake_layout(home, stream, config, stream_id)

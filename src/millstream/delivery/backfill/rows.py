@@ -26,7 +26,7 @@ from millstream.delivery.record_messages import chosen
 from millstream.delivery.selecting import matching
 from millstream.errors import BeyondRetention, LakeBehind, LakeError, LogError, TokenFromFuture
 from millstream.lake.layout import has_current
-from millstream.lake.query.engine import quote
+from millstream.lake.query.duckdb_connection import quote
 from millstream.lake.types import EXACT, from_text, same_type, texts_of, to_text
 from millstream.model.ids import Epoch, ShardId, TableId
 from millstream.model.names import parse_qualified_name
@@ -41,7 +41,7 @@ from millstream.wal.reader import StreamReader, TableRecords
 from millstream.wal.records_json import Line, by_offset, merge_shards, table_lines
 
 if TYPE_CHECKING:
-    from millstream.lake.query.sql import LakeSession
+    from millstream.lake.query.query_session import LakeSession
 
 OpenLake = Callable[[Seq], "LakeSession"]
 """Opens the lake as of a number, or as of its last cut if that is earlier. Raises `LakeError` if there is none."""

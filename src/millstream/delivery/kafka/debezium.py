@@ -14,9 +14,10 @@ from typing import Any, Final
 import pyarrow as pa
 
 from millstream.delivery.kafka.debezium_options import DebeziumOptions
-from millstream.delivery.kafka.debezium_tables import SentTable, message_blocks, sent_table, topic_name
+from millstream.delivery.kafka.debezium_tables import SentTable, message_blocks, sent_table
 from millstream.delivery.kafka.debezium_types import binary_json
 from millstream.delivery.kafka.debezium_values import NULL, quoted
+from millstream.delivery.kafka.topic_names import MESSAGES_TOPIC, TOPIC, topic_name
 from millstream.model.ids import Epoch, ShardId
 from millstream.model.names import parse_qualified_name
 from millstream.model.operations import FIRST_SHARD
@@ -26,8 +27,6 @@ from millstream.model.schema import TableKind, TableSchema
 
 VERSION: Final = "3.4.0.Final"
 """Debezium's version in `source`: the one that these messages were compared with."""
-TOPIC: Final = "{stream}.{schema}.{table}"
-_MESSAGES: Final = "{stream}.message"
 NEW_KEY: Final = "__debezium.newkey"
 """Header of the delete and the tombstone of a key change: the key that follows."""
 OLD_KEY: Final = "__debezium.oldkey"
@@ -109,7 +108,7 @@ class DebeziumEncoder:
     def _topic_of(self, table: str | None) -> str:
         """Return the topic of a table; None: of logical messages."""
         if table is None:
-            return topic_name(_MESSAGES, self.stream, "", "")
+            return topic_name(MESSAGES_TOPIC, self.stream, "", "")
         return topic_name(self.topic, self.stream, *parse_qualified_name(table))
 
     def _table(self, schema: TableSchema) -> SentTable:

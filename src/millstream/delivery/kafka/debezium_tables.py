@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -10,11 +9,9 @@ from typing import Any, Final
 from millstream.delivery.kafka.debezium_options import DebeziumOptions
 from millstream.delivery.kafka.debezium_types import TEXT, Converter, converter
 from millstream.delivery.kafka.debezium_values import quoted
+from millstream.delivery.kafka.topic_names import topic_name
 from millstream.model.record_json import to_json
 from millstream.model.schema import Column, TableKind, TableSchema
-
-_REFUSED: Final = re.compile(r"[^a-zA-Z0-9._-]")
-"""Characters that a topic's name can't have."""
 
 SOURCE_FIELD: Final[dict[str, Any]] = {
     "type": "struct",
@@ -115,12 +112,6 @@ class SentTable:
     """Index within `columns` by the column's name."""
     is_captured: bool
     """Whether the rows come from PostgreSQL, and not from an application."""
-
-
-def topic_name(template: str, stream: str, namespace: str, table: str) -> str:
-    """Return a topic's name; each character that Kafka refuses becomes `_`."""
-    name = template.replace("{stream}", stream).replace("{schema}", namespace).replace("{table}", table)
-    return _REFUSED.sub("_", name)
 
 
 def sent_table(

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final
 
 from millstream.buffers.kafka_server import client_settings
-from millstream.delivery.destinations import template_fault
-from millstream.delivery.kafka.debezium import TOPIC
 from millstream.delivery.kafka.debezium_options import DebeziumOptions
+from millstream.delivery.kafka.topic_names import TOPIC
+from millstream.delivery.redis_stream_names import template_fault
 from millstream.delivery.sink_settings import SinkSettings
 from millstream.errors import BufferRefused, ConfigError
 from millstream.model.addresses import mask_address, mask_option

@@ -24,6 +24,7 @@ import pyarrow.compute as pc
 from millstream import failpoints
 from millstream.errors import LakeError, LakeFilesGone, LakeUnavailable
 from millstream.lake.bounds import boundable
+from millstream.lake.commit_cuts import cut_at, cuts_between
 from millstream.lake.data_files import NewFile, TableFiles, new_name, remove_folder, swap
 from millstream.lake.delta import (
     OpenTable,
@@ -58,7 +59,6 @@ from millstream.lake.keys import Keys, having, key_codes
 from millstream.lake.layout import BESIDE, LakeLayout, TableCommit, folder_of
 from millstream.lake.scan import emptied, fold_step, read_history
 from millstream.lake.schema_history import newest_schema
-from millstream.lake.snapshots import cut_at, cuts_between
 from millstream.lake.types import EXACT, conform, same_type
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq

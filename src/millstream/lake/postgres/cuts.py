@@ -8,9 +8,9 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from millstream.lake.commit_cuts import Cut, decode_tables, encode_tables, merged
 from millstream.lake.layout import TableCommit
 from millstream.lake.postgres.target import PostgresTarget, translated
-from millstream.lake.snapshots import Cut, decode_tables, encode_tables, merged
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 

@@ -14,10 +14,10 @@ from itertools import pairwise
 from typing import Final
 
 from millstream.errors import InvalidQuery
+from millstream.lake.commit_cuts import CutTable
 from millstream.lake.known_tables import KnownTable
 from millstream.lake.layout import MESSAGES
-from millstream.lake.query.engine import Engine
-from millstream.lake.snapshots import CutTable
+from millstream.lake.query.duckdb_connection import Engine
 from millstream.model.names import DEFAULT_SCHEMA, parse_qualified_name, qualified_name
 
 Name = tuple[str, str]

@@ -20,7 +20,7 @@ from millstream.lake.folded.fold import fold_records
 from millstream.lake.folder import history_from, lacks_beginning
 from millstream.lake.keys import Keys
 from millstream.lake.layout import LakeLayout
-from millstream.lake.query.engine import Engine, names, quote, unavailable
+from millstream.lake.query.duckdb_connection import Engine, names, quote, unavailable
 from millstream.lake.query.overlay import SEQ, overlay
 from millstream.lake.types import EXACT, conform, text_maps
 from millstream.model.positions import Seq, StreamToken

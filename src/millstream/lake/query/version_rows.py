@@ -9,7 +9,7 @@ from millstream.lake.folded.scd2 import IS_CURRENT, VALID_TO
 from millstream.lake.folded.versions import unfolded_versions
 from millstream.lake.keys import Keys
 from millstream.lake.layout import LakeLayout
-from millstream.lake.query.engine import Engine, names
+from millstream.lake.query.duckdb_connection import Engine, names
 from millstream.lake.query.rows import filled, gone_table, same_key
 from millstream.lake.types import EXACT
 from millstream.model.positions import Seq

@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 from millstream.model.operations import Ack
 from millstream.model.writes import WriteId
+from millstream.protocol.deduplication.known_writes import Sessions
 from millstream.protocol.deduplication.other_regions import OtherRegions
-from millstream.protocol.deduplication.sessions import Sessions
 
 _Asked: TypeAlias = tuple[int, int]
 """A write's digest, and its place among the writes of the group."""

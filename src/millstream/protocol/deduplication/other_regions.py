@@ -16,7 +16,7 @@ from millstream.model.ids import RegionId
 from millstream.model.operations import Ack
 from millstream.model.positions import Seq, SeqRange
 from millstream.model.writes import SessionFacts, WriteId
-from millstream.protocol.deduplication.sessions import SessionLimits, Sessions
+from millstream.protocol.deduplication.known_writes import SessionLimits, Sessions
 
 
 @dataclass(slots=True)

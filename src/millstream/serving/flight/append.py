@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Final, NoReturn
 import pyarrow as pa
 
 from millstream.errors import MillstreamError, WriterClosed
-from millstream.ingest.arrow_rows import check_batch
+from millstream.ingest.arrow_stream_decoding import check_batch
 from millstream.ingest.bulk import PIECE_BYTES, Cutter, Piece, PutRequest
-from millstream.ingest.columns import table_of
+from millstream.ingest.rows_to_arrow import table_of
 from millstream.model.writes import AppendBatch
 from millstream.workers import Worker
 

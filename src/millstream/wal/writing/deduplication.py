@@ -27,8 +27,8 @@ from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.model.writes import SessionFacts, WriteId
 from millstream.ports import Clock, Files
 from millstream.protocol.deduplication.group_lookup import GroupLookup
+from millstream.protocol.deduplication.known_writes import SessionLimits, Sessions
 from millstream.protocol.deduplication.other_regions import OtherRegions
-from millstream.protocol.deduplication.sessions import SessionLimits, Sessions
 from millstream.wal.reader import StreamReader
 from millstream.wal.startup_progress import StartupProgress
 from millstream.wal.writing.group_commit import GroupCommitter

@@ -31,7 +31,7 @@ from millstream.model.positions import Lsn, Offset, Seq, StreamToken
 from millstream.model.replication import LOCAL, AckLevel
 from millstream.model.writes import SessionFacts, WriteId
 from millstream.ports import Clock, Files, HighWater, SeqReservations
-from millstream.protocol.deduplication.sessions import SessionLimits
+from millstream.protocol.deduplication.known_writes import SessionLimits
 from millstream.protocol.sequencer import LedgerView
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.readable_range import ReadableRange

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.errors import InvalidValue, MillstreamError, RowsTooLarge
-from millstream.ingest.arrow_rows import rows_of_arrow, written_bytes
-from millstream.ingest.columns import table_of
+from millstream.ingest.arrow_stream_decoding import rows_of_arrow, written_bytes
 from millstream.ingest.nested import is_countable, pieces, python_bytes, values_in
+from millstream.ingest.rows_to_arrow import table_of
 
 ROWS = 10_000
 BODY_BYTES_MAX = 180_000

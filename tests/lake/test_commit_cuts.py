@@ -13,10 +13,8 @@ from deltalake import DeltaTable, write_deltalake
 from pyarrow.parquet import ParquetFile
 
 from millstream.errors import LakeTableForeign
-from millstream.lake.data_files import TableFiles
-from millstream.lake.layout import LakeLayout, TableCommit, View
-from millstream.lake.snapshot_upkeep import compact_cuts
-from millstream.lake.snapshots import (
+from millstream.lake.commit_cut_upkeep import compact_cuts
+from millstream.lake.commit_cuts import (
     CutTable,
     commit_cut,
     cut_at,
@@ -25,6 +23,8 @@ from millstream.lake.snapshots import (
     first_cut,
     last_cut,
 )
+from millstream.lake.data_files import TableFiles
+from millstream.lake.layout import LakeLayout, TableCommit, View
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq
 

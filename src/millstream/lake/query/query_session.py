@@ -31,18 +31,19 @@ from millstream.errors import (
     LakeUnavailable,
     MillstreamError,
 )
+from millstream.lake.commit_cuts import Cut, CutTable, last_cut
 from millstream.lake.delta import OpenTable, open_table
 from millstream.lake.folded.current import current_columns
 from millstream.lake.known_tables import KnownTable, empty_records, empty_rows, is_meant, unknown_table
 from millstream.lake.layout import MESSAGES, LakeLayout, has_current
 from millstream.lake.query.bounds import QueryBounds
-from millstream.lake.query.engine import Engine, quote
+from millstream.lake.query.duckdb_connection import Engine, quote
 from millstream.lake.query.log_tail import TailTables
 from millstream.lake.query.merged_rows import MergedTables, MergedViews
 from millstream.lake.query.namesakes import Namesakes
 from millstream.lake.query.overlay import SEQ
 from millstream.lake.query.rows import RecordRange, bag_sql, built_sql, keyed_sql, left_sql
-from millstream.lake.query.snapshot_resolution import (
+from millstream.lake.query.time_travel import (
     LogTail,
     add_since_the_cut,
     check_beginning,
@@ -54,7 +55,6 @@ from millstream.lake.query.words import CATALOG_WORDS, LIST, LISTED, words_to_qu
 from millstream.lake.renames import open_left_behind
 from millstream.lake.scan import records_of
 from millstream.lake.schema_history import Era, era_at, newest_schema
-from millstream.lake.snapshots import Cut, CutTable, last_cut
 from millstream.model.ids import TableId
 from millstream.model.names import name_in_full, parse_qualified_name, same_bare
 from millstream.model.positions import Seq, StreamToken

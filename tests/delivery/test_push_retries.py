@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from tests.delivery.receivers import Receiver, Request, answer
 
-from millstream.delivery import pushing
-from millstream.delivery.pushing import Pusher
+from millstream.delivery import push_retries
+from millstream.delivery.push_retries import Pusher
 from millstream.delivery.sinks import (
     ACCEPTED,
     Outcome,
@@ -286,7 +286,7 @@ def test_messages_that_were_taken_back_are_not_sent_again() -> None:
 
 
 def test_messages_that_wait_are_kept_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pushing, "_MARGIN_S", 0.03)
+    monkeypatch.setattr(push_retries, "_MARGIN_S", 0.03)
     source, sink = Source(messages_of(1)), Sink(lambda _: failed("not now"), retry_min_s=60)
     with pushing_to(sink, source):
         source.wait_until(lambda: source.holds > 10)
@@ -390,7 +390,7 @@ def test_nothing_is_sent_while_the_consumer_s_state_can_t_be_kept_and_all_is_sen
     monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     """A full disk ended the thread that pushes, and the consumer stood still until a restart."""
-    monkeypatch.setattr(pushing, "_KEPT_AGAIN_S", 0.01)
+    monkeypatch.setattr(push_retries, "_KEPT_AGAIN_S", 0.01)
     source, sink = Source(messages_of(30)), Sink(lambda _: ACCEPTED)
     is_full, tries = threading.Event(), threading.Semaphore(0)
     is_full.set()

@@ -1,4 +1,4 @@
-"""Moments as people write them: an ISO date or time, or an age."""
+"""Moments and positions as people write them: an ISO date or time, an age, or a token."""
 
 from __future__ import annotations
 

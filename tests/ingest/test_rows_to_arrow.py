@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.errors import InvalidValue, RowsTooLarge
-from millstream.ingest.columns import COLUMNS_MAX, ROWS_BYTES_MAX, table_of
 from millstream.ingest.log_types import log_type
+from millstream.ingest.rows_to_arrow import COLUMNS_MAX, ROWS_BYTES_MAX, table_of
 from millstream.model.names import NAME_BYTES_MAX
 from millstream.model.records import INSTANT
 
