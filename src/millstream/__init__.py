@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from millstream.app.open_home import OpenHome as OpenHome
     from millstream.app.open_home import open as open  # noqa: A004 - `millstream.open` is the name of the thing
     from millstream.client.following import Following as Following
-    from millstream.client.protocol import Latest as Latest
-    from millstream.client.protocol import Session as Session
+    from millstream.client.home_calls import Latest as Latest
     from millstream.client.remote_home import RemoteHome as RemoteHome
     from millstream.client.remote_home import connect as connect
+    from millstream.client.write_session import Session as Session
     from millstream.codec.buffer_reading import PlacedReader as PlacedReader
     from millstream.codec.buffered_op import decode_op as decode_op
     from millstream.codec.buffered_op import encode_op as encode_op
@@ -46,14 +46,14 @@ _PUBLIC = {
     "BufferOffset": ("millstream.model.buffers", "BufferOffset"),
     "BufferedOp": ("millstream.model.buffers", "BufferedOp"),
     "Following": ("millstream.client.following", "Following"),
-    "Latest": ("millstream.client.protocol", "Latest"),
+    "Latest": ("millstream.client.home_calls", "Latest"),
     "Guard": ("millstream.serving.guard", "Guard"),
     "MillstreamError": ("millstream.errors", "MillstreamError"),
     "OpenHome": ("millstream.app.open_home", "OpenHome"),
     "PlacedReader": ("millstream.codec.buffer_reading", "PlacedReader"),
     "RemoteHome": ("millstream.client.remote_home", "RemoteHome"),
     "ReadPause": ("millstream.model.buffers", "ReadPause"),
-    "Session": ("millstream.client.protocol", "Session"),
+    "Session": ("millstream.client.write_session", "Session"),
     "ShardId": ("millstream.model.ids", "ShardId"),
     "ShardReader": ("millstream.ports", "ShardReader"),
     "StreamToken": ("millstream.model.positions", "StreamToken"),

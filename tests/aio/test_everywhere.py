@@ -20,7 +20,7 @@ from tests.app.homes import make_home
 from tests.app.served import serving
 
 import millstream.aio
-from millstream.client.protocol import HomeCalls
+from millstream.client.home_calls import HomeCalls
 from millstream.errors import (
     InvalidValue,
     UnknownStream,

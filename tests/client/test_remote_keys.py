@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from millstream.client.steps import Call, HttpAnswer, Lost, Nap, append_call, appended, identity_of
+from millstream.client.http_requests import Call, append_call, identity_of
+from millstream.client.http_retries import HttpAnswer, Lost, Nap, appended
 from millstream.errors import (
     AppendOutcomeUnknown,
     Fenced,

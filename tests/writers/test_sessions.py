@@ -20,7 +20,7 @@ from tests.writers.test_appending import process, writes
 
 import millstream
 import millstream.aio
-from millstream.client.protocol import Attempts, Numbers
+from millstream.client.write_session import Attempts, Numbers
 from millstream.errors import (
     AppendOutcomeUnknown,
     BufferOutcomeUnknown,

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from tests.routing.rows import batch_of, ops_of, schema_of
 
-from millstream.client.protocol import HomeCalls
+from millstream.client.home_calls import HomeCalls
 from millstream.errors import DedupWindowExpired, InvalidValue, MillstreamError, Overloaded, SessionsNeedOneWriter
 from millstream.model.operations import AppendedTables, TableAppended, TableRows, WriteOps
 from millstream.model.positions import Seq, StreamToken

@@ -27,14 +27,8 @@ from millstream.app.open_home import (
 )
 from millstream.client.consumers import Ask, Flow, with_records
 from millstream.client.following import LOCAL_POLL_S, AsyncFollowing, Step
-from millstream.client.protocol import (
-    APPEND_DEADLINE_S,
-    CONSUMED_AT_ONCE,
-    LATEST_ROWS_MAX,
-    Latest,
-    check_deadline,
-    session_of,
-)
+from millstream.client.home_calls import APPEND_DEADLINE_S, CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest, check_deadline
+from millstream.client.write_session import session_of
 from millstream.delivery.running import Waiter
 from millstream.errors import WriterClosed
 from millstream.export.stretches import FollowedTables, follow_steps, position_of

@@ -19,8 +19,24 @@ from millstream.aio.consumers import AsyncConsumers, AsyncConsumption
 from millstream.aio.session import AsyncSession, valid_columns, valid_tables
 from millstream.client.consumers import Ask, Flow, answer_of_call, call_of
 from millstream.client.following import REMOTE_POLL_S, AsyncFollowing, Step
+from millstream.client.home_calls import APPEND_DEADLINE_S, CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
+from millstream.client.http_requests import (
+    Call,
+    append_all_call,
+    append_call,
+    between,
+    changes_call,
+    check_name,
+    check_url,
+    identity_of,
+    merged_call,
+    of_stream,
+    only_stream,
+    query_call,
+    session_call,
+)
+from millstream.client.http_retries import HttpAnswer, Lost, Nap, appended, asked, json_of, whole_table
 from millstream.client.pieces import Pieces, change_of, latest_of
-from millstream.client.protocol import APPEND_DEADLINE_S, CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest, session_of
 from millstream.client.remote_home import (
     TIMEOUT_S,
     answer_of,
@@ -30,28 +46,7 @@ from millstream.client.remote_home import (
     request_of,
     tls_of,
 )
-from millstream.client.steps import (
-    Call,
-    HttpAnswer,
-    Lost,
-    Nap,
-    append_all_call,
-    append_call,
-    appended,
-    asked,
-    between,
-    changes_call,
-    check_name,
-    check_url,
-    identity_of,
-    json_of,
-    merged_call,
-    of_stream,
-    only_stream,
-    query_call,
-    session_call,
-    whole_table,
-)
+from millstream.client.write_session import session_of
 from millstream.model.operations import Appended, AppendedTables
 from millstream.model.positions import StreamToken
 from millstream.model.steps import run_async

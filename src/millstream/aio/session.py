@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sized
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from millstream.client.protocol import APPEND_DEADLINE_S, Attempts, NumberedWrites
+from millstream.client.home_calls import APPEND_DEADLINE_S
+from millstream.client.write_session import Attempts, NumberedWrites
 from millstream.errors import UsageError
 from millstream.ingest.multi_table_append import tables_for
 from millstream.ingest.valid_rows import columns_for

@@ -12,7 +12,7 @@ from millstream.model.region_ages import RegionAge, with_regions
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.client.protocol import Latest
+    from millstream.client.home_calls import Latest
     from millstream.home.home import Home
     from millstream.model.positions import Seq, StreamToken
     from millstream.regions.merged_states import MergedStates

@@ -15,15 +15,8 @@ from millstream.app.log_readers import check_age_of_copy, needs_run, open_reader
 from millstream.app.merged_rows import latest_with_totals
 from millstream.client.consumers import Ask, Consumers, Consumption, Flow, with_records
 from millstream.client.following import LOCAL_POLL_S, Following
-from millstream.client.protocol import (
-    APPEND_DEADLINE_S,
-    CONSUMED_AT_ONCE,
-    LATEST_ROWS_MAX,
-    Latest,
-    Session,
-    check_deadline,
-    session_of,
-)
+from millstream.client.home_calls import APPEND_DEADLINE_S, CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest, check_deadline
+from millstream.client.write_session import Session, session_of
 from millstream.errors import WriterClosed
 from millstream.export.record_reading import read_records
 from millstream.export.stretches import FollowedTables, follow_steps, position_of
@@ -37,7 +30,7 @@ from millstream.model.writes import AppendBatch, SessionFacts, WriteId
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.client.protocol import HomeCalls
+    from millstream.client.home_calls import HomeCalls
     from millstream.ingest.rows_to_arrow import Rows
     from millstream.lake.query.query_session import LakeSession
     from millstream.model.operations import Appended, AppendedTables

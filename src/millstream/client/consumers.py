@@ -17,7 +17,8 @@ from types import TracebackType
 from typing import Any, Final, NamedTuple, Self, TypeAlias, TypeVar
 from urllib.parse import quote
 
-from millstream.client.steps import Call, HttpAnswer, json_of, of_stream
+from millstream.client.http_requests import Call, of_stream
+from millstream.client.http_retries import HttpAnswer, json_of
 from millstream.errors import InvalidValue, MillstreamError
 from millstream.model.steps import run
 

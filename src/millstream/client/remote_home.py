@@ -17,30 +17,25 @@ import pyarrow as pa
 
 from millstream.client.consumers import Ask, Consumers, Consumption, Flow, answer_of_call, call_of
 from millstream.client.following import REMOTE_POLL_S, Following, Step
-from millstream.client.pieces import Pieces, change_of, latest_of
-from millstream.client.protocol import APPEND_DEADLINE_S, CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest, Session, session_of
-from millstream.client.steps import (
+from millstream.client.home_calls import APPEND_DEADLINE_S, CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
+from millstream.client.http_requests import (
     Call,
-    HttpAnswer,
-    Lost,
-    Nap,
     append_all_call,
     append_call,
-    appended,
-    asked,
     between,
     changes_call,
     check_name,
     check_url,
     identity_of,
-    json_of,
     merged_call,
     of_stream,
     only_stream,
     query_call,
     session_call,
-    whole_table,
 )
+from millstream.client.http_retries import HttpAnswer, Lost, Nap, appended, asked, json_of, whole_table
+from millstream.client.pieces import Pieces, change_of, latest_of
+from millstream.client.write_session import Session, session_of
 from millstream.errors import AnswerCutOff, UsageError
 from millstream.ingest.multi_table_append import tables_for
 from millstream.ingest.valid_rows import columns_for

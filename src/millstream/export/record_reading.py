@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
-from millstream.client.protocol import LATEST_ROWS_MAX, Latest
+from millstream.client.home_calls import LATEST_ROWS_MAX, Latest
 from millstream.errors import OffsetExpired, QueryBound, UnknownTable
 from millstream.model.ids import StreamId, TableId
 from millstream.model.names import parse_qualified_name

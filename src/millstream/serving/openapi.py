@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from millstream.client.protocol import SERVER_DEADLINE_S_MAX
+from millstream.client.home_calls import SERVER_DEADLINE_S_MAX
 from millstream.serving.problems import MEDIA_TYPE
 from millstream.serving.writes import ARROW_TYPE, JSON_TYPE
 

@@ -57,7 +57,7 @@ from millstream.model.replication import AckLevel
 from millstream.spark.staged_rows import Staged, forget_abandoned, parts_of, stage
 
 if TYPE_CHECKING:
-    from millstream.client.protocol import HomeCalls
+    from millstream.client.home_calls import HomeCalls
 
 _OPTIONS: Final = frozenset(
     {

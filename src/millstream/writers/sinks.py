@@ -21,7 +21,7 @@ from millstream.routing.sinks import BufferSink
 from millstream.writers.buffered import open_buffer_in
 
 if TYPE_CHECKING:
-    from millstream.client.protocol import HomeCalls
+    from millstream.client.home_calls import HomeCalls
     from millstream.config.model import StreamConfig
     from millstream.config.routing_model import SinkConfig
     from millstream.home.home import Home

@@ -1,25 +1,20 @@
-"""A client's handling of requests and answers, without I/O: generators that yield calls and waits.
+"""When a client resends a request, and the result or the error that an answer means, without I/O.
 
-`client` and `millstream.aio` carry them out, one with blocking threads, the other on an event loop.
-Queries are resent, and so are appends. Every append has an identity (`Idempotency-Key` if the caller gave
-none), so that one whose answer was lost isn't appended twice.
+Generators yield calls and waits. `client` and `millstream.aio` carry them out, one with blocking threads, the other
+on an event loop. Queries are resent, and so are appends, each with an identity.
 """
 
 from __future__ import annotations
 
 import json
-import uuid
-from base64 import b64encode
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
-from urllib.parse import quote, urlsplit
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeAlias, TypeVar
 
 import pyarrow as pa
 
-from millstream.client.pieces import ARROW_TYPE, PIECES_TYPE
-from millstream.client.protocol import SERVER_DEADLINE_S_MAX, check_deadline
+from millstream.client.home_calls import SERVER_DEADLINE_S_MAX, check_deadline
+from millstream.client.http_requests import Call
 from millstream.errors import (
     AccessError,
     AnswerCutOff,
@@ -34,22 +29,10 @@ from millstream.errors import (
     ReplicaTooStale,
     RoutingError,
     SessionsNeedOneWriter,
-    UnknownStream,
-    UsageError,
     error_of,
 )
-from millstream.ingest.rows_to_arrow import table_of
-from millstream.model.addresses import mask_address
-from millstream.model.ids import check_stream_name
-from millstream.model.names import parse_qualified_name
 from millstream.model.operations import Appended, AppendedTables
-from millstream.model.replication import AckLevel
 
-if TYPE_CHECKING:
-    from millstream.ingest.rows_to_arrow import Rows
-    from millstream.model.positions import StreamToken
-
-JSON_TYPE: Final = "application/json"
 _PROBLEM_TYPE: Final = "application/problem+json"
 _NAP_S: Final = 0.05
 """Wait before the second try; doubled with each one, up to `_NAP_MAX_S`."""
@@ -58,27 +41,8 @@ _BUSY: Final = frozenset({429, 503})
 """Statuses that mean that nothing was done, but may be later."""
 _UNTOLD: Final = frozenset({500, 502, 504})
 """Statuses of a failure on the way: how far the request had come is unknown."""
-
 _Result = TypeVar("_Result")
 _Written = TypeVar("_Written", Appended, AppendedTables)
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A request to make."""
-
-    method: str
-    path: str
-    """The path from the server's root, quoted."""
-    params: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
-    headers: Mapping[str, str] = field(default_factory=dict)
-    body: bytes = b""
-    in_pieces: bool = False
-    """Whether a successful answer is read piece by piece: it is returned open."""
-    own_key: bool = False
-    """Whether this client made the idempotency key: if the server knows no keys, the call goes without."""
-    more_patience_s: float = 0.0
-    """Additional seconds until its answer must begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,46 +76,6 @@ class Lost:
 
 
 Steps: TypeAlias = Generator[Call | Nap, HttpAnswer | Lost | None, _Result]
-
-
-def check_url(url: str) -> str:
-    """Return the address without a trailing slash.
-
-    Raises:
-        UsageError: it isn't HTTP, or contains a secret, which every error would show.
-    """
-    parts = urlsplit(url)
-    if parts.username is not None:
-        raise UsageError("an address has no user or password in it", hint="Pass the access token as token=….")
-    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query or parts.fragment:
-        raise UsageError(
-            f"{mask_address(url)!r} is no address of a server", hint="It reads like http://127.0.0.1:8787."
-        )
-    return url.rstrip("/")
-
-
-def check_name(stream: str) -> None:
-    """Raise `UnknownStream` if no stream can have the name."""
-    try:
-        check_stream_name(stream)
-    except UsageError as error:
-        raise UnknownStream(f"no stream {stream}", hint=error.hint, stream=stream) from error
-
-
-def of_stream(stream: str, what: str) -> str:
-    """Return the path of a stream's resource; `UnknownStream` if no stream can have the name."""
-    check_name(stream)
-    return f"/v1/streams/{quote(stream, safe='')}/{what}"
-
-
-def session_call(stream: str, name: str) -> Call:
-    """Return the request for the log's facts of a session."""
-    return Call("GET", of_stream(stream, "session"), {"name": name})
-
-
-def between(after: StreamToken | str | None, upto: StreamToken | str | None) -> dict[str, str]:
-    """Return two tokens as parameters."""
-    return {name: str(token) for name, token in (("after", after), ("upto", upto)) if token is not None}
 
 
 def asked(call: Call, *, url: str, patience_s: float, now: Callable[[], float]) -> Steps[HttpAnswer]:
@@ -189,85 +113,6 @@ def asked(call: Call, *, url: str, patience_s: float, now: Callable[[], float]) 
             raise error
         yield Nap(wait_s)
         nap_s = min(2 * nap_s, _NAP_MAX_S)
-
-
-def append_call(
-    stream: str,
-    table: str,
-    rows: Rows,
-    identity: Mapping[str, str],
-    *,
-    keep_valid_rows: bool,
-) -> Call:
-    """Return an append as a request; one whose `identity_of` is empty gets a key.
-
-    Raises:
-        InvalidValue, RowsTooLarge: as `table_of`.
-        UsageError: the table has no name.
-    """
-    parse_qualified_name(table)
-    columns = rows if isinstance(rows, pa.Table) else table_of(rows)
-    path = of_stream(stream, f"tables/{quote(table, safe='')}")
-    return _append_of(path, identity, ARROW_TYPE, _stream_of(columns), keep_valid_rows=keep_valid_rows)
-
-
-def append_all_call(
-    stream: str,
-    tables: Mapping[str, pa.Table],
-    identity: Mapping[str, str],
-    *,
-    keep_valid_rows: bool,
-) -> Call:
-    """Return an append to several tables as a request: each table's rows are an Arrow stream, in base64 within JSON.
-
-    So they keep their types. Raises as `append_call`.
-    """
-    rows = {name: b64encode(_stream_of(columns)).decode() for name, columns in tables.items()}
-    body = json.dumps({"tables": rows}).encode()
-    return _append_of(of_stream(stream, "tables"), identity, JSON_TYPE, body, keep_valid_rows=keep_valid_rows)
-
-
-def identity_of(
-    session: str | None, number: int | None, idempotency_key: str | None, acks: str | None = None
-) -> dict[str, str]:
-    """Return the headers that identify an append, and name its level.
-
-    Raises:
-        UsageError: they are two identities, or half of one; or `acks` is no level.
-    """
-    if (session is None) != (number is None) or (session is not None and idempotency_key is not None):
-        raise UsageError(
-            "an append has either a session and its number in it, or an idempotency key",
-            hint="Pass session= and number=, or idempotency_key=, or neither.",
-        )
-    headers = {}
-    if acks is not None:
-        headers["Millstream-Acks"] = str(AckLevel.parse(acks))
-    if session is not None:
-        headers |= {"Millstream-Session": session, "Millstream-Session-Number": str(number)}
-    elif idempotency_key is not None:
-        headers["Idempotency-Key"] = idempotency_key
-    for name, value in headers.items():
-        if not (value.isascii() and value.isprintable()) or value != value.strip():
-            raise UsageError(f"{name} {value!r} can't be sent", hint="Use printable ASCII, without blanks at the ends.")
-    return headers
-
-
-def _append_of(path: str, identity: Mapping[str, str], media_type: str, body: bytes, *, keep_valid_rows: bool) -> Call:
-    """Return a write as a request; one without an identity gets a key."""
-    headers = {"Content-Type": media_type, **identity}
-    own_key = not headers.keys() & {"Millstream-Session", "Idempotency-Key"}
-    if own_key:
-        headers["Idempotency-Key"] = uuid.uuid4().hex
-    params = {"on_clash": "rows" if keep_valid_rows else "request"}
-    return Call("POST", path, params, headers, body, own_key=own_key)
-
-
-def _stream_of(columns: pa.Table) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, columns.schema) as out:
-        out.write_table(columns)
-    return bytes(sink.getvalue().to_pybytes())
 
 
 def appended(
@@ -328,46 +173,6 @@ def appended(
             raise unknown or error
         yield Nap(wait_s)
         nap_s = min(2 * nap_s, _NAP_MAX_S)
-
-
-def query_call(sql: str, stream: str, as_of: StreamToken | datetime | str | None, *, lake_only: bool = False) -> Call:
-    """Return a query as a request."""
-    asks: dict[str, Any] = {"sql": sql}
-    if as_of is not None:
-        asks["as_of"] = as_of.isoformat() if isinstance(as_of, datetime) else str(as_of)
-    if lake_only:
-        asks["lake_only"] = True
-    headers = {"Content-Type": "application/json", "Accept": PIECES_TYPE}
-    return Call("POST", of_stream(stream, "query"), {}, headers, json.dumps(asks).encode(), in_pieces=True)
-
-
-def changes_call(stream: str, table: str | Sequence[str] | None, after: StreamToken | str, upto: StreamToken) -> Call:
-    """Return the request for the records between two tokens, each batch with its token."""
-    names = [table] if isinstance(table, str) else table
-    if names is not None and not names:
-        raise UsageError("no table is named", hint="Name at least one table, or leave the argument out for all.")
-    params: dict[str, str | Sequence[str]] = {**between(after, upto)}
-    if names is not None:
-        params["table"] = list(names)
-    return Call("GET", of_stream(stream, "changes"), params, in_pieces=True)
-
-
-def merged_call(stream: str, table: str, at: datetime | None) -> Call:
-    """Return the request for a table merged from all regions."""
-    params = {"table": table} | ({} if at is None else {"at": at.isoformat()})
-    return Call("GET", of_stream(stream, "merged"), params, {"Accept": PIECES_TYPE}, in_pieces=True)
-
-
-def only_stream(names: list[str]) -> str:
-    """Return the only stream.
-
-    Raises:
-        UnknownStream: there is none, or there are several.
-    """
-    if len(names) != 1:
-        known = ", ".join(names) or "none yet"
-        raise UnknownStream(f"the home has {len(names)} streams", hint=f"Pass stream=…, one of: {known}.", known=names)
-    return names[0]
 
 
 def json_of(answer: HttpAnswer, url: str) -> dict[str, Any]:
