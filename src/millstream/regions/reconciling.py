@@ -70,6 +70,7 @@ def reconcile_stream(
     dry_run: bool = False,
     limit: int = 1000,
     bytes_max: int | None = None,
+    patience_s: float = LOCK_PATIENCE_S,
 ) -> Reconciliation:
     """Merge the tables of a stream's regions, and keep the outcome.
 
@@ -81,6 +82,7 @@ def reconcile_stream(
             instead.
         limit: lines of a dry run, per table and region.
         bytes_max: see `RegionTable`.
+        patience_s: how long to wait for another process that reconciles here.
 
     Raises:
         QueryBound (`query_memory_full`): a table is larger than `bytes_max`.
@@ -94,7 +96,7 @@ def reconcile_stream(
         # The process that began first would overwrite the other's state with less, and retention has
         # already gone by the other's.
         home.prepare()
-        with RoleLock.take(home.run_folder, "reconcile", patience_s=LOCK_PATIENCE_S):
+        with RoleLock.take(home.run_folder, "reconcile", patience_s=patience_s):
             return _reconciled(home, stream, tables, bytes_max=bytes_max)
     return _reconciled(home, stream, tables, rows_max=limit, bytes_max=bytes_max)
 
