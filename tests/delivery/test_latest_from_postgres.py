@@ -13,7 +13,7 @@ from tests.delivery.test_latest import Table
 from tests.delivery.test_reading import read_all, reader_of
 
 from millstream.catalog import Catalog
-from millstream.delivery.record_messages import Origin, merged
+from millstream.delivery.records.record_messages import Origin, merged
 from millstream.model.ids import ShardId
 from millstream.protocol.delivery import LatestConsumer, Limits, Message, State
 from millstream.testing.postgres import EmbeddedPostgres

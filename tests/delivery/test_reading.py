@@ -13,9 +13,9 @@ from tests.wal.test_records_json import ITEMS, MESSAGES, ORDERS, operation, ops,
 
 from millstream.catalog import Catalog
 from millstream.delivery.definition import Definition
-from millstream.delivery.groups import groups_of
-from millstream.delivery.reading import ConsumerReader
-from millstream.delivery.record_messages import Origin
+from millstream.delivery.records.groups import groups_of
+from millstream.delivery.records.reading import ConsumerReader
+from millstream.delivery.records.record_messages import Origin
 from millstream.errors import CorruptWal
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId
 from millstream.model.operations import OperationKind

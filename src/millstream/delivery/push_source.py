@@ -11,7 +11,7 @@ from typing import Final
 import structlog
 
 from millstream.delivery.push_retries import Pusher
-from millstream.delivery.record_messages import Origin
+from millstream.delivery.records.record_messages import Origin
 from millstream.delivery.running import Running, Waiter, now_ms
 from millstream.delivery.sinks import Place, PushMessage, PushSink, open_sink
 from millstream.errors import MillstreamError

@@ -17,7 +17,7 @@ from typing import Any, Final, Self
 from millstream.delivery.ack_ids import AckIds
 from millstream.delivery.backfill.rows import Row, Rows
 from millstream.delivery.definition import Definition
-from millstream.delivery.record_messages import Origin
+from millstream.delivery.records.record_messages import Origin
 from millstream.protocol.delivery import (
     Consumer,
     Delivery,

@@ -18,10 +18,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from millstream.delivery.definition import Definition, Selection
-from millstream.delivery.groups import groups_of
-from millstream.delivery.latest import OLD
-from millstream.delivery.record_messages import Origin, chosen, newest_messages, row_of
-from millstream.delivery.selecting import selected
+from millstream.delivery.records.groups import groups_of
+from millstream.delivery.records.latest import OLD
+from millstream.delivery.records.record_messages import Origin, chosen, newest_messages, row_of
+from millstream.delivery.records.selecting import selected
 from millstream.delivery.sinks import LoggedRow
 from millstream.errors import CorruptWal, MillstreamError
 from millstream.model.ids import Epoch, SchemaVersion, ShardId, TableId

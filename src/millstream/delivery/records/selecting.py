@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.delivery.definition import Definition
-from millstream.delivery.latest import gone
+from millstream.delivery.records.latest import gone
 from millstream.errors import RoutingError
 from millstream.model.predicate import Predicate
 from millstream.model.records import Op

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from millstream.delivery.definition import Definition
-from millstream.delivery.latest import OLD, KeyState, Newest, completed, states_of
+from millstream.delivery.records.latest import OLD, KeyState, Newest, completed, states_of
 from millstream.delivery.sinks import LoggedRow
 from millstream.model.records import Op
 from millstream.protocol.delivery.messages import Message
