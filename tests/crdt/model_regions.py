@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,12 +46,16 @@ class Group:
 
 
 def records(groups: list[Group], after: int, upto: int) -> SimpleNamespace:
-    """Return the rows and times of consecutive groups in the form of `read_between`."""
+    """Return the rows and times of consecutive groups of one epoch in the form of `read_between`."""
     said = [one for group in groups for one in group.said if after < one.seq <= upto]
     rows = pa.Table.from_pylist([{"__op": "c", "__seq": one.seq, **one.row} for one in said], schema=_RECORDS)
     times = pa.array([one.wall_ns for one in said], pa.int64())
     return SimpleNamespace(
-        schema=SimpleNamespace(table_id=TABLE), batch=rows, hybrid_ns=times, region=RegionId(said[0].region)
+        schema=SimpleNamespace(table_id=TABLE),
+        batch=rows,
+        hybrid_ns=times,
+        region=RegionId(said[0].region),
+        epoch=groups[0].epoch,
     )
 
 
@@ -120,7 +125,8 @@ class ModelReader:
         assert table == TABLE
         found = self._between(after, upto)
         for groups in filter(None, (found[:3], found[3:])):
-            yield records(groups, after, upto)
+            for _, some in groupby(groups, key=lambda group: group.epoch):
+                yield records(list(some), after, upto)
             self._meanwhile()
 
     def read_groups(self, after: Seq, upto: Seq) -> Iterator[list[SimpleNamespace]]:

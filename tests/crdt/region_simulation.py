@@ -383,7 +383,7 @@ class World:
 
     def jump(self) -> None:
         region = self.chance.choice(list(self.regions.values()))
-        region.clock_off_ns += int(self.chance.choice((-70, -3, -0.5, 0.5, 3, 70)) * 10**9)
+        region.clock_off_ns += int(self.chance.choice((-900_000, -70, -3, -0.5, 0.5, 3, 70, 900_000)) * 10**9)
         self.count("clock jumps")
 
     def partition(self) -> None:

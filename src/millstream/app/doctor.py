@@ -96,6 +96,7 @@ def examine(home: Home, say: Callable[[str], None]) -> Iterator[Diagnosis]:
             yield from _sinks(home, name)
         if stream.region or stream.merge or home.regions_on_disk(name):
             yield from _one(f"regions of {name}", partial(_regions, home, name, stream))
+            yield from _clocks_of_regions(home, name, stream)
         yield from _tables(home, name)
         if stream.source is None:
             yield Diagnosis(f"source of {name}", "ok", "none: it has what applications append")
@@ -376,6 +377,14 @@ def _regions(home: Home, name: str, stream: StreamConfig) -> str:
     from millstream.regions.region_logs import examine_regions
 
     return examine_regions(home, name, stream)
+
+
+def _clocks_of_regions(home: Home, name: str, stream: StreamConfig) -> Iterator[Diagnosis]:
+    from millstream.regions.region_logs import clocks_ahead
+
+    with contextlib.suppress(MillstreamError):  # a log that can't be read is another finding
+        for error in clocks_ahead(home, name, stream):
+            yield _failed(f"clocks of {name}", error, "nothing")
 
 
 def _source(home: Home, name: str) -> Iterator[Diagnosis]:

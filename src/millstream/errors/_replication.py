@@ -190,9 +190,9 @@ class NodeNameTaken(ReplicationError):
 
 
 class ClockSkew(ReplicationError):
-    """Another node's clock is too far ahead of this node's; nothing was read from it.
+    """Another node's clock is too far ahead of this node's; this node's clock didn't follow it.
 
-    Its changes would win over everything written here in that span.
+    Its changes win over everything written here until this clock has passed them.
     """
 
     code = "clock_skew"

@@ -5,18 +5,27 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from millstream.crdt.declared import TableMerge
-from millstream.crdt.hlc import HLC
+from millstream.crdt.hlc import HLC, NEVER, check_drift
 from millstream.crdt.reconcile import HeardEnd
-from millstream.errors import IngestError, LogError, MillstreamError, OtherRegion, PositionError, UnknownStream
+from millstream.errors import (
+    ClockSkew,
+    IngestError,
+    LogError,
+    MillstreamError,
+    OtherRegion,
+    PositionError,
+    UnknownStream,
+)
 from millstream.model.ids import RegionId, StreamId
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
+from millstream.wal.files import SystemClock
 from millstream.wal.log_ends import end_at, still_says
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.deduplication import writes_of
@@ -126,6 +135,18 @@ def examine_regions(home: Home, stream: str, config: StreamConfig) -> str:
     return ", ".join(words)
 
 
+def clocks_ahead(home: Home, stream: str, config: StreamConfig) -> Iterator[ClockSkew]:
+    """Yield an error for each region whose newest record is further ahead of this machine's clock than is allowed."""
+    now_ns = SystemClock().now_ns()
+    for region, reader in region_readers(home, stream, config).items():
+        with contextlib.suppress(LogError):  # nothing has come yet
+            newest = newest_time(reader, region)
+            try:
+                check_drift(newest or NEVER, now_ns, name=f"region {region}")
+            except ClockSkew as error:
+                yield error
+
+
 @dataclass(frozen=True, slots=True)
 class _ReadTo:
     """The end of the part of a region's log whose writes were noted."""
@@ -160,7 +181,7 @@ class RegionClocks:
         """Advance a writer's clock past the regions that its home follows, and note the writes that they have.
 
         Raises:
-            ClockSkew: a region's clock is too far ahead of this one; the others' have been heard.
+            ClockSkew: a region's clock is too far ahead of this one; the others' have been heard, and its writes noted.
             OtherRegion: a log belongs to another region than its folder.
             LogError, PositionError: a log can't be read; the others' clocks have been heard.
         """
@@ -192,8 +213,10 @@ class RegionClocks:
         if upto != self._heard.get(folder):
             newest = newest_time(reader, region)
             if newest is not None:
-                log.hear(newest, name=f"region {region}")
+                self._readers[folder] = reader
+                # First: a repeated write is one whatever the clocks show.
                 _hear_writes(reader, region, log)
+                log.hear(newest, name=f"region {region}")
                 self._heard[folder] = upto
         self._readers[folder] = reader
 

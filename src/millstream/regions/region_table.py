@@ -474,7 +474,7 @@ class RegionTable:
         Rows that the log still has stay, and so do rows from before the retained part: nothing else can
         be known of them.
         """
-        rows = state.rows
+        rows, end = state.rows, state.ends.get(region)
         regions, seqs, walls = (whole_column(rows.column(one.name)).to_numpy() for one in (REGION, SEQ, WALL))
         while True:
             heard = self.state_of(region)
@@ -486,6 +486,8 @@ class RegionTable:
             lost[at] = True
             with contextlib.suppress(TokenFromFuture, LogTruncated):  # cut once more, as is seen below
                 for part in self._parts(region, Seq(first - 1), upto) if first > 1 and len(at) else ():
+                    if end is not None and part.epoch > end.epoch:
+                        break  # written since; after a clock was set back it may have a lost record's number and time
                     numbers = whole_column(part.batch.column(SEQ.name)).to_numpy()
                     found = at[np.searchsorted(seqs[at], numbers).clip(max=len(at) - 1)]
                     lost[found[(seqs[found] == numbers) & (walls[found] == part.hybrid_ns.to_numpy())]] = False
