@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tests.app.homes import run
 from tests.export.test_log_export import fill, home_at
 
 import millstream
-from millstream.errors import OffsetExpired
+from millstream.errors import OffsetExpired, UnknownTable
 from millstream.home.home import Home
 from millstream.model.ids import ShardId
 from millstream.model.positions import Offset, StreamToken
@@ -130,3 +131,32 @@ def test_a_spark_batch_up_to_a_dropped_token_is_refused(dropped: tuple[Home, lis
             MillstreamReader(_Scan(options, StructType())).partitions()
     options = SourceOptions.parse({"wal": str(home.wal_folder("shop")), "ending": f"{prefix}.s{first - 1}"})
     assert MillstreamReader(_Scan(options, StructType())).partitions() == []
+
+
+def test_a_table_whose_records_are_all_dropped_is_read_on_from_a_token_and_not_from_the_start(tmp_path: Path) -> None:
+    """A copy that was resumed by its token got `unknown_table` once the table had been quiet for as long as retention."""
+    (tmp_path / "millstream.toml").write_text(
+        '[streams.shop.log]\nsegment_bytes = "1MiB"\ndisk_used_max = 1.0\n[streams.shop.keys]\n"public.quiet" = ["id"]\n"public.busy" = ["id"]\n'
+    )
+    folder = str(tmp_path / "data" / "wal" / "shop")
+    with millstream.open(tmp_path) as opened:
+        token = opened.append("shop", "quiet", [{"id": 1}]).token
+        for number in range(3):
+            opened.append("shop", "busy", [{"id": number, "text": random.Random(number).randbytes(600_000).hex()}])
+        assert [found.rows.num_rows for found in opened.read_latest("shop", "quiet", after=None)] == [1]
+    bounds = RetentionBounds(age_s=1e9, size_bytes=0, bytes_max=1 << 40)
+    assert drop_segments(folder, Retention(), bounds).dropped
+    with millstream.open(tmp_path) as opened:
+        upto = opened.token("shop")
+        for read in (opened.read_latest, opened.read):
+            for name in ("quiet", "public.quiet"):
+                assert list(read("shop", table=name, after=upto)) == []
+                with pytest.raises(OffsetExpired, match=r"begins at number \d+, and has no records of") as caught:
+                    list(read("shop", table=name))
+                assert str(upto) in str(caught.value.hint)
+                with pytest.raises(OffsetExpired):
+                    list(read("shop", table=name, after=token))
+            with pytest.raises(UnknownTable):
+                list(read("shop", table="nothing", after=upto))
+        opened.append("shop", "quiet", [{"id": 2}])
+        assert [found.rows.num_rows for found in opened.read_latest("shop", "quiet", after=upto)] == [1]

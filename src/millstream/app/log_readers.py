@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
-from millstream.errors import UsageError
+from millstream.errors import UnknownStream, UsageError
 from millstream.model.ids import parse_region_log_name
+from millstream.model.names import parse_qualified_name
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
+    from millstream.model.ids import TableId
     from millstream.wal.frame_index import OnDamage
     from millstream.wal.reader import StreamReader
 
@@ -43,6 +46,17 @@ def open_reader(
         check_age_of_copy(home, name)
     folder = str(home.wal_folder(name))
     return StreamReader(folder, without_mark=without_mark, on_damage=on_damage)
+
+
+def tables_named(home: Home, stream: str, table: str) -> list[TableId]:
+    """Return the ids of the tables of a name that the home's catalog has for a stream; none without a catalog."""
+    wanted = parse_qualified_name(table)
+    if not home.has_catalog():
+        return []
+    with home.open_catalog() as catalog, contextlib.suppress(UnknownStream):
+        rows = catalog.tables(catalog.stream(home.pick_stream(stream)).id, gone=True)
+        return [row.id for row in rows if (row.namespace, row.name) == wanted]
+    return []
 
 
 def check_age_of_copy(home: Home, stream: str) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Final
 
+from millstream.app.log_readers import tables_named
 from millstream.export.record_reading import latest_stretches
 from millstream.model.region_ages import RegionAge, with_regions
 
@@ -93,5 +94,12 @@ def latest_with_totals(
         return None if found is None else (found[0], as_latest(found[1]))
 
     yield from latest_stretches(
-        reader, table, after=after, upto=upto, rows_max=rows_max, bytes_max=bytes_max, kept=kept
+        reader,
+        table,
+        after=after,
+        upto=upto,
+        rows_max=rows_max,
+        bytes_max=bytes_max,
+        kept=kept,
+        known=partial(tables_named, home, stream, table),
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from millstream.app.log_readers import check_age_of_copy, needs_run, open_reader
+from millstream.app.log_readers import check_age_of_copy, needs_run, open_reader, tables_named
 from millstream.app.merged_rows import latest_with_totals
 from millstream.client.consumers import Ask, Consumers, Consumption, Flow, with_records
 from millstream.client.following import LOCAL_POLL_S, Following
@@ -134,10 +134,11 @@ class OpenHome:
             UnknownStream, UnknownTable: there is none of that name.
             InvalidToken: a token is malformed, or another stream's.
             OffsetExpired: retention has dropped part of the range; without `after`, all of it up to
-                `upto` and more.
+                `upto` and more, or all records of the table.
             TokenFromFuture: `upto` lies beyond what is durable.
         """
-        yield from read_records(self.reader(stream), table=table, after=after, upto=upto)
+        known = partial(tables_named, self._home, stream, table or "")
+        yield from read_records(self.reader(stream), table=table, after=after, upto=upto, known=known)
 
     def follow(
         self,

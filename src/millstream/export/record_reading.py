@@ -28,11 +28,12 @@ def read_records(
     table: str | None = None,
     after: StreamToken | str | None = None,
     upto: StreamToken | str | None = None,
+    known: Callable[[], list[TableId]] = list,
 ) -> Iterator[pa.RecordBatch]:
-    """Read a log's records between two tokens; see `OpenHome.read`."""
+    """Read a log's records between two tokens; see `OpenHome.read`, and `table_ids` for `known`."""
     start, end = _parse(reader.stream_id, after), _parse(reader.stream_id, upto)
     first = reader.first_seq()
-    wanted = None if table is None else table_ids(reader, table)
+    wanted = None if table is None else table_ids(reader, table, known=known, from_first=start is None)
     one = wanted[0] if wanted and len(wanted) == 1 else None
     if (start is not None and start.ahead) or (end is not None and end.ahead):
         begin = StreamToken.scalar(reader.stream_id, Seq(first - 1)) if start is None else reader.whole_token(start)
@@ -58,6 +59,7 @@ def latest_stretches(
     rows_max: int = LATEST_ROWS_MAX,
     bytes_max: int | None = None,
     kept: Callable[[], tuple[Seq, pa.Table] | None] = lambda: None,
+    known: Callable[[], list[TableId]] = list,
 ) -> Iterator[Latest]:
     """Read the changes of a table's rows; see `OpenHome.read_latest`.
 
@@ -70,6 +72,7 @@ def latest_stretches(
         bytes_max: bytes of the table's records in one range; None for any number.
         kept: returns the rows as of a number that retention may have dropped, with the totals of columns that
             accumulate; None if there are none.
+        known: see `table_ids`.
 
     Raises:
         QueryBound (`query_memory_full`): the records of one commit group, which can't be split, have more.
@@ -82,7 +85,7 @@ def latest_stretches(
     if start is None:
         reader.extent.check_end(high)
     reader.extent.check_range(low, high, reader.persisted_upto())
-    wanted = table_ids(reader, table)
+    wanted = table_ids(reader, table, known=known, from_first=start is None)
     one = wanted[0] if len(wanted) == 1 else None
     accumulates = any(reader.schemas()[of].accumulating for of in wanted if of in reader.schemas())
     before: pa.Table | None = None
@@ -153,15 +156,21 @@ def _parse(stream: StreamId, token: StreamToken | str | None) -> StreamToken | N
     return None if token is None else StreamToken.parse(str(token), stream=stream)
 
 
-def table_ids(reader: StreamReader, table: str) -> list[TableId]:
+def table_ids(
+    reader: StreamReader, table: str, *, known: Callable[[], list[TableId]] = list, from_first: bool = False
+) -> list[TableId]:
     """Return the ids of tables that have a name, or had it if none has it now; several if one was recreated.
 
     Args:
         reader: the log.
         table: `schema.table`, quoted where necessary; `_messages` for logical messages.
+        known: returns the ids of tables of that name of which the log has no records.
+        from_first: whether the caller reads from the first record that is still there, instead of from a token.
 
     Raises:
-        UnknownTable: the log has records of none.
+        UnknownTable: the log has records of none, and none is known.
+        OffsetExpired: the log has records of none, one is known, and retention has deleted the log's beginning, where
+            the first record was.
         UsageError: the text is no name.
     """
     wanted = parse_qualified_name(table)
@@ -176,10 +185,18 @@ def table_ids(reader: StreamReader, table: str) -> list[TableId]:
     if not found:
         found = sorted({i for (i, _), schema in reader.schema_versions().items() if is_meant(schema)})
     if not found:
-        known = sorted({schema.full_name for schema in schemas.values()})
+        found, first = known(), reader.first_seq()
+        if found and from_first and first > 1:
+            raise OffsetExpired(
+                f"the log begins at number {first}, and has no records of {table} after that",
+                hint=f"Query the table's rows in the lake (`millstream query`), and read from {reader.token()} on after that.",
+                first=int(first),
+            )
+    if not found:
+        names = sorted({schema.full_name for schema in schemas.values()})
         raise UnknownTable(
             f"the log has no records of {table}",
-            hint=f"Use a table with records: {', '.join(known[:20]) or 'there is none yet'}.",
+            hint=f"Use a table with records: {', '.join(names[:20]) or 'there is none yet'}.",
             table=table,
         )
     return found
