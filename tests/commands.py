@@ -39,7 +39,7 @@ _MESSAGE_BYTES: Final = 1 << 20
 _STATUS: Final = struct.Struct("i")
 _BEGINS_WITHIN_S: Final = 300.0
 """Time limit for a command's start: the first one waits for all imports."""
-_NOT_IMPORTED: Final = "millstream.catalog.migrations", "millstream.console", "millstream.spark", "millstream.testing"
+_NOT_IMPORTED: Final = "millstream.catalog.migrations", "millstream.spark", "millstream.testing"
 """Packages that no command imports in its own process, and the migrations that alembic runs."""
 _ELSE: Final = (
     "alembic.command",

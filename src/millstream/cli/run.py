@@ -129,8 +129,9 @@ def pipeline_run(invocation: Invocation, until_caught_up: bool, log_format: LogF
 @log_format_option
 @pass_invocation
 def serve(invocation: Invocation, log_format: LogFormat) -> None:
-    """Serve HTTP: appends, queries, /metrics for Prometheus, /healthz, /readyz and /status."""
+    """Serve HTTP: the console at /, appends, queries, /metrics for Prometheus, /healthz, /readyz and /status."""
     from millstream.app.alerts.watch import watched_alerts
+    from millstream.console.routes import Console
     from millstream.processes.child_process import Lifeline
     from millstream.processes.logs import configure_logs
     from millstream.serving.server import serve_home
@@ -140,7 +141,7 @@ def serve(invocation: Invocation, log_format: LogFormat) -> None:
         configure_logs(part="serve", style=log_format)
         home = invocation.own_home(needs_source=False)
         with watched_alerts(home):
-            serve_home(home, lifeline)
+            serve_home(home, lifeline, [Console])
 
 
 @click.command()

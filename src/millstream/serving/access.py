@@ -24,6 +24,7 @@ import structlog
 
 from millstream.errors import AccessError, MillstreamError, Unauthenticated
 from millstream.model.access import ALL_STREAMS, EVERYTHING, Right, Rights, is_secret, token_parts
+from millstream.serving.sessions import Sessions, session_in
 
 if TYPE_CHECKING:
     from millstream.catalog import AccessToken, Catalog
@@ -50,6 +51,8 @@ class Credentials:
     """The text of an access token, or the text in its place."""
     certificate: str | None = None
     """The name in the client's certificate, verified by its authority."""
+    session: str | None = None
+    """A session that a browser keeps in a cookie; it counts if no token is presented."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +180,7 @@ class Access:
         self._book = book
         self._clients = clients or {}
         self._reads = ThreadPoolExecutor(1, thread_name_prefix="access")
+        self._sessions = Sessions()
 
     @classmethod
     def of_home(cls, home: Home) -> Access:
@@ -240,6 +244,14 @@ class Access:
         caller.check(right, stream)
         return caller
 
+    def session_of(self, token: str) -> tuple[str, int]:
+        """Return a session for a token that was just accepted, and for how many seconds it lasts."""
+        assert self._book is not None
+        parts = token_parts(token)
+        found = None if parts is None else self._book.by_id(parts[0])
+        assert found is not None
+        return self._sessions.issue(found.id, found.digest, expires_us=found.expires_us)
+
     def close(self) -> None:
         """Close the catalog."""
         self._reads.shutdown()
@@ -252,6 +264,9 @@ class Access:
         if shown.token is not None:
             parts = token_parts(shown.token)
             return parts is None or self._book.by_id(parts[0]) is not None
+        if shown.session is not None:
+            token_id = Sessions.token_id(shown.session)
+            return token_id is None or self._book.by_id(token_id) is not None
         name = self._clients.get(shown.certificate or "")
         return name is None or self._book.by_name(name) is not None
 
@@ -262,6 +277,11 @@ class Access:
             found = None if parts is None else self._book.by_id(parts[0])
             if parts is None or found is None or not is_secret(parts[1], found.digest):
                 raise Unauthenticated("the access token isn't one of this home's, or was revoked")
+        elif shown.session is not None:
+            token_id = Sessions.token_id(shown.session)
+            found = None if token_id is None else self._book.by_id(token_id)
+            if found is None or not self._sessions.is_valid(shown.session, found.digest):
+                raise Unauthenticated("the session has ended", hint="Log in again, at /console/login.")
         else:
             name = self._clients.get(shown.certificate or "")
             found = None if name is None else self._book.by_name(name)
@@ -303,7 +323,7 @@ def credentials_of(scope: Mapping[str, Any], *, in_query: bool = False) -> Crede
     token = None if said is None else token_said(said.decode("latin-1"))
     if token is None and in_query:
         token = next(iter(parse_qs(scope.get("query_string", b"").decode("latin-1")).get("p", ())), None)
-    return Credentials(token, scope.get(CERTIFICATE))
+    return Credentials(token, scope.get(CERTIFICATE), None if said is not None else session_in(scope))
 
 
 def token_said(authorization: str) -> str | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import MutableMapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import structlog
-from fastapi import Depends, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.requests import Request
 from starlette.routing import Route
@@ -48,15 +48,27 @@ _METHODS: Final = frozenset({"GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "
 _ABOUT: Final = "An ordered, durable change log: rows in over HTTP, and how the home does."
 
 
+class Part(Protocol):
+    """A part of the application from a room above this one."""
+
+    @property
+    def router(self) -> APIRouter:
+        """Its paths."""
+
+    def close(self) -> None:
+        """Close what it holds."""
+
+
 class Application:
     """The application that `serve` runs.
 
     Args:
         home: the home to serve.
         access: the callers' rights.
+        parts: makers of more parts, such as the console.
     """
 
-    def __init__(self, home: Home, access: Access) -> None:
+    def __init__(self, home: Home, access: Access, parts: Iterable[Callable[[Application], Part]] = ()) -> None:
         place_compiled_code(home)
         http = home.config.http
         self.home: Final = home
@@ -72,6 +84,7 @@ class Application:
         self._writes = Writes(home, self.groups, self.intake, access)
         # Compile or load it during the first requests: the first time on a machine it takes seconds.
         self.parser: Final = call_in_thread("warm-parser", warm)
+        self._parts = [make(self) for make in parts]
         self._of_paths = {
             b"/write": LineWrites(self._writes, "v1", self.parser),
             b"/api/v2/write": LineWrites(self._writes, "v2", self.parser),
@@ -79,6 +92,8 @@ class Application:
 
     def close(self) -> None:
         """Stop writing the home, if this process did."""
+        for part in self._parts:
+            part.close()
         self.consumers.close()
         self.reading.close()
         self.tails.close()
@@ -137,6 +152,12 @@ class Application:
             return str(path.decode())
         return str(getattr(scope.get("route"), "path", "other"))
 
+    def _include_routers(self, app: FastAPI) -> None:
+        for router in (self.reading.router, self.consumers.router, self.tails.router):
+            app.include_router(router)
+        for part in self._parts:
+            app.include_router(part.router)
+
     def make_fastapi(self) -> FastAPI:
         """Return the part for everything except writes."""
         app = FastAPI(
@@ -149,9 +170,7 @@ class Application:
         health = self.health
         tell_problems(app)
         app.state.access = self.access
-        app.include_router(self.reading.router)
-        app.include_router(self.consumers.router)
-        app.include_router(self.tails.router)
+        self._include_routers(app)
         may_read = [Depends(allow(Right.READ))]
 
         @app.get(

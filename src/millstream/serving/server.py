@@ -25,11 +25,11 @@ from millstream.serving.bind_check import check_protected
 from millstream.serving.certificates import LOOK_EVERY_S, Renewal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from millstream.nodes.leading import Shipping
-    from millstream.serving.application import Application
+    from millstream.serving.application import Application, Part
     from millstream.serving.connections import ConnectionBounds
     from millstream.serving.flight.server import FlightService
 
@@ -40,8 +40,13 @@ _OBJECTS_A_COLLECTION: Final = 20_000
 """Number of new objects after which cycles among them are looked for: a large answer has as many."""
 
 
-def serve_home(home: Home, lifeline: Lifeline) -> None:
+def serve_home(home: Home, lifeline: Lifeline, parts: Iterable[Callable[[Application], Part]] = ()) -> None:
     """Serve until told to stop; then answer earlier requests, and end.
+
+    Args:
+        home: the home to serve.
+        lifeline: tells the end.
+        parts: as in `Application`.
 
     Raises:
         HomeBusy: the home is served already.
@@ -63,7 +68,7 @@ def serve_home(home: Home, lifeline: Lifeline) -> None:
         RoleLock.take(home.run_folder, "serve", patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5),
         watched_catalog(home, lifeline),
         _listen(host, port) as listener,
-        contextlib.closing(Application(home, access)) as application,
+        contextlib.closing(Application(home, access, parts)) as application,
         _shipping(home) as shipping,
         _flight(home, application, shipping) as flight,
         _told(home, shipping),

@@ -1,0 +1,296 @@
+"""The console's paths: pages, the stream of their differences, files, and logging in and out."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib.resources import files
+from typing import Final, TypeAlias
+from urllib.parse import parse_qs, quote, unquote
+
+from fastapi import APIRouter, Request, Response
+from starlette.responses import RedirectResponse
+from starlette.types import Receive, Scope, Send
+
+from millstream.console import pages, table_page
+from millstream.console.frame import PAGES, address, error_content, login_content, page
+from millstream.console.html import Content, Rendered
+from millstream.console.live import Live, Snapshot, View
+from millstream.console.view import Sight, troubles_of
+from millstream.errors import AccessError, HttpError, MillstreamError, Unauthenticated, UnknownTable
+from millstream.serving.access import Caller, Credentials
+from millstream.serving.application import Application
+from millstream.serving.memory_budget import ClientGoneError, Held, Intake, read_body
+from millstream.serving.problems import encoded, problem_of, status_of
+from millstream.serving.requests import ENDING, ClientStalledError, headers_said
+from millstream.serving.sessions import cookie_name
+
+Answer: TypeAlias = Callable[[Request], Awaitable[Response]]
+_FILES: Final = {"console.css": "text/css", "console.js": "text/javascript", "icon.svg": "image/svg+xml"}
+_HEADERS: Final = {
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
+    "object-src 'none'",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-store",
+}
+_CHECK_EVERY_S: Final = 15.0
+"""Seconds between checks that a viewer may still read: a token may be revoked."""
+_TICK_S: Final = 2.0
+"""A page that gets no tick for some of these knows that its home doesn't answer."""
+_STALLED_S: Final = 30.0
+"""How long a viewer may read nothing of its differences."""
+_FORM_BYTES_MAX: Final = 16 << 10
+_DETAILS_AT_ONCE: Final = 2
+
+
+class Console:
+    """The console of a home's server: `router` has its paths. For one event loop."""
+
+    def __init__(self, application: Application) -> None:
+        self._home = application.home
+        self._access = application.access
+        self._forms = Intake(64 * _FORM_BYTES_MAX, _FORM_BYTES_MAX)
+        self._threads = ThreadPoolExecutor(_DETAILS_AT_ONCE, thread_name_prefix="console-details")
+        self.live: Final = Live(application.health.status, _area)
+        self._name = self._home.path.name
+        folder = files("millstream.console").joinpath("static")
+        self._files = {name: folder.joinpath(name).read_bytes() for name in _FILES}
+        marks = {name: hashlib.blake2b(data, digest_size=6).hexdigest() for name, data in self._files.items()}
+        self._versions = [f"/console/static/{name}?{mark}" for name, mark in marks.items()]
+        self.router: Final = APIRouter()
+        for path in PAGES:
+            self._add(path, partial(self._list, path))
+        self._add("/tables/{stream}/{table:path}", self._table)
+        self._add("/console/login", self._login_form)
+        self._add("/console/login", self._login, "POST")
+        self._add("/console/logout", self._logout, "POST")
+        self.router.add_route("/console/events", self._events, ["GET"], include_in_schema=False)
+        self.router.add_route("/console/static/{name}", self._file, ["GET"], include_in_schema=False)
+
+    def close(self) -> None:
+        """Close the threads."""
+        self.live.close()
+        self._threads.shutdown(wait=False)
+
+    def _add(self, path: str, answer: Answer, method: str = "GET") -> None:
+        async def answered(request: Request) -> Response:
+            try:
+                return await answer(request)
+            except Unauthenticated:
+                back = quote(request.url.path, safe="/")
+                return RedirectResponse(f"/console/login?next={back}", 303, _HEADERS)
+            except MillstreamError as error:
+                content = page(
+                    request.url.path,
+                    "This can't be shown",
+                    self._name,
+                    None,
+                    error_content(error),
+                    versions=self._versions,
+                )
+                return _html(content, int(status_of(error)))
+
+        self.router.add_route(path, answered, [method], include_in_schema=False)
+
+    async def _viewer(self, request: Request) -> tuple[Caller, Sight]:
+        """Return who asks, and what they may see."""
+        caller = await self._access.caller_of(request.scope)
+        return caller, Sight.of(caller, iter(self._home.config.streams))
+
+    async def _list(self, path: str, request: Request) -> Response:
+        caller, sight = await self._viewer(request)
+        return await self._page(View(path, sight), caller, PAGES[path])
+
+    async def _table(self, request: Request) -> Response:
+        caller, sight = await self._viewer(request)
+        stream, name = request.path_params["stream"], request.path_params["table"]
+        snapshot = await self.live.snapshot()
+        table = table_page.find_table(sight.part_of(snapshot.status), stream, name)
+        if table is None:
+            raise UnknownTable(f"there is no table {name[:200]} in stream {stream[:64]}", hint="`/tables` lists all.")
+        work = partial(table_page.details, self._home, stream, table["id"])
+        details = await asyncio.wrap_future(self._threads.submit(work))
+        view = View(address("tables", stream, name), sight)
+        return await self._page(view, caller, name, *details)
+
+    async def _page(self, view: View, caller: Caller, title: str, *rest: Content) -> Response:
+        snapshot, area = await self.live.area(view)
+        age_s = time.monotonic() - snapshot.taken_s
+        return _html(
+            page(view.path, title, self._name, area, *rest, versions=self._versions, user=caller.name, age_s=age_s)
+        )
+
+    async def _file(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._files:
+            return Response(status_code=404)
+        # A new version has another address.
+        headers = {**_HEADERS, "cache-control": "public, max-age=31536000, immutable"}
+        return Response(self._files[name], 200, headers, f"{_FILES[name]}; charset=utf-8")
+
+    async def _login_form(self, request: Request, error: MillstreamError | None = None) -> Response:
+        back = _back(request.query_params.get("next", "/"))
+        if not self._access.is_asked:
+            return RedirectResponse(back, 303, _HEADERS)
+        content = login_content(back, error)
+        data = page("/console/login", "Log in", self._name, None, *content, versions=self._versions)
+        return _html(data, 200 if error is None else int(status_of(error)))
+
+    async def _login(self, request: Request) -> Response:
+        fields = await self._form(request)
+        back = _back(fields.get("next", "/"))
+        if not self._access.is_asked:
+            return RedirectResponse(back, 303, _HEADERS)
+        token = fields.get("token", "").strip()
+        try:
+            caller = await self._access.caller_async(Credentials(token))
+            Sight.of(caller, iter(self._home.config.streams))
+        except AccessError as error:
+            return await self._login_form(request, error)
+        answer = RedirectResponse(back, 303, _HEADERS)
+        cookie = cookie_name(request.scope)
+        is_safe = request.scope["scheme"] == "https"
+        text, seconds = self._access.session_of(token)
+        answer.set_cookie(cookie, text, seconds, path="/", secure=is_safe, httponly=True, samesite="strict")
+        return answer
+
+    async def _logout(self, request: Request) -> Response:
+        _check_own_page(request)
+        answer = RedirectResponse("/console/login", 303, _HEADERS)
+        answer.delete_cookie(cookie_name(request.scope), path="/", httponly=True, samesite="strict")
+        return answer
+
+    async def _form(self, request: Request) -> dict[str, str]:
+        """Return the fields of a form that a page of this server sent."""
+        _check_own_page(request)
+        with Held(self._forms) as held:
+            try:
+                body = await read_body(request.receive, headers_said(request.scope), self._forms, held)
+            except ClientGoneError as error:
+                raise HttpError("the form never arrived whole", code="invalid_body") from error
+        fields = parse_qs(body.decode("latin-1"), max_num_fields=16)
+        return {name: values[0] for name, values in fields.items()}
+
+    async def _events(self, request: Request) -> Response:
+        path = request.query_params.get("path", "/")
+        try:
+            _, sight = await self._viewer(request)
+        except MillstreamError as error:
+            return Response(encoded(problem_of(error)), int(status_of(error)), media_type="application/problem+json")
+
+        async def check() -> None:
+            if (await self._viewer(request))[1] != sight:
+                raise Unauthenticated("the viewer's rights have changed")
+
+        return _Events(self.live, View(path, sight), request.query_params.get("version", ""), check)
+
+
+class _Events(Response):
+    """Sends a view's differences until its viewer goes, the server ends, or the viewer may no longer read."""
+
+    def __init__(self, live: Live, view: View, version: str, check: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(
+            media_type="text/event-stream", headers={**_HEADERS, "x-accel-buffering": "no", "cache-control": "no-cache"}
+        )
+        self._live = live
+        self._view = view
+        self._version = version
+        self._check = check
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def listen() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                continue
+
+        headers = [header for header in self.raw_headers if header[0] != b"content-length"]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        ends = [asyncio.create_task(listen()), asyncio.create_task(self._send_all(send))]
+        if (ending := scope.get(ENDING)) is not None:
+            ends.append(asyncio.create_task(ending.wait()))
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in ends:
+                task.cancel()
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _send_all(self, send: Send) -> None:
+        sent: Rendered | None = None
+        check_at_s = time.monotonic() + _CHECK_EVERY_S
+        with self._live.watched(self._view):
+            snapshot, area = await self._live.area(self._view)
+            while True:
+                if sent is None and area.version == self._version:
+                    sent = area
+                for name, data in area.since(sent).items():
+                    await _send(send, name, data)
+                sent = area
+                age_s = round(time.monotonic() - snapshot.taken_s, 3)
+                await _send(send, "tick", {"age_s": age_s, "troubles": area.troubles})
+                await self._live.next(within_s=_TICK_S)
+                snapshot, area = self._live.current(self._view) or (snapshot, area)
+                if time.monotonic() >= check_at_s:
+                    try:
+                        await self._check()
+                    except MillstreamError as error:
+                        await _send(send, "problem", problem_of(error))
+                        return
+                    check_at_s = time.monotonic() + _CHECK_EVERY_S
+
+
+async def _send(send: Send, event: str, data: object) -> None:
+    text = f"event: {event}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n"
+    try:
+        async with asyncio.timeout(_STALLED_S):
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+    except TimeoutError as error:
+        raise ClientStalledError from error
+
+
+def _area(view: View, snapshot: Snapshot) -> Rendered:
+    """Return a view's live area."""
+    status = view.sight.part_of(snapshot.status)
+    parts = [unquote(part) for part in view.path.split("/")]
+    match parts[1:]:
+        case ["tables", stream, table]:
+            pieces = table_page.area(status, stream, table)
+        case ["tables"]:
+            pieces = pages.tables(status)
+        case ["consumers"]:
+            pieces = pages.consumers(status)
+        case ["nodes"]:
+            pieces = pages.nodes(status)
+        case _:
+            pieces = pages.overview(status, snapshot.rates)
+    return Rendered(list(pieces), len(troubles_of(status)))
+
+
+def _html(data: bytes, status: int = 200) -> Response:
+    return Response(data, status, _HEADERS, "text/html; charset=utf-8")
+
+
+def _back(path: str) -> str:
+    """Return a path of this server to go to; the overview for anything else."""
+    return path if path.startswith("/") and not path.startswith(("//", "/\\")) and path.isprintable() else "/"
+
+
+def _check_own_page(request: Request) -> None:
+    """Refuse a form that no page of this server sent: a browser always names the page of one (`Origin`).
+
+    The application has compared the origin with the server already.
+    """
+    if "origin" not in request.headers:
+        raise AccessError(
+            "the form names no page that it comes from",
+            code="foreign_origin",
+            hint="Send it from the console's own page; programs use the paths under `/v1`.",
+        )

@@ -1,0 +1,171 @@
+"""The page of one table: its live state, the versions of its schema, and its last records."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from millstream.console.html import Content, Html, Part, Piece, escaped, tag, with_code
+from millstream.console.pages import TABLE_HEADS, table_cells
+from millstream.errors import MillstreamError
+from millstream.model.ids import TableId
+from millstream.model.positions import Seq
+from millstream.model.readable import human_bytes
+
+if TYPE_CHECKING:
+    from millstream.console.view import Status
+    from millstream.home.home import Home
+    from millstream.model.schema import TableSchema
+
+RECORDS_SHOWN: Final = 20
+_NUMBERS: Final = (1_000, 10_000, 100_000)
+"""How much of the log is searched for a table's last records: a little first, and never more than takes a moment."""
+_VALUE_MAX: Final = 400
+
+
+def find_table(status: Status, stream: str, name: str) -> Mapping[str, Any] | None:
+    """Return a table's facts in a status."""
+    tables = (table for one in status["streams"] if one["name"] == stream for table in one.get("tables", ()))
+    return next((table for table in tables if table["name"] == name), None)
+
+
+def area(status: Status, stream: str, name: str) -> Iterator[Piece]:
+    """Yield the live area."""
+    table = find_table(status, stream, name)
+    if table is None:
+        yield Part("facts", tag("p", f"{name} is no longer among the tables of {stream}.", id="facts"))
+        return
+    values = table_cells(stream, table, several=len(status["streams"]) > 1)
+    facts: list[tuple[str, Content]] = [
+        ("Stream", stream),
+        *zip(TABLE_HEADS[1:-1], values[1:-1], strict=True),
+        ("On disk", None if table["disk_bytes"] is None else human_bytes(table["disk_bytes"])),
+        ("Shard", str(table["shard"])),
+        *((f"Folder of {view}", tag("code", path)) for view, path in table["paths"].items()),
+        (TABLE_HEADS[-1], values[-1]),
+    ]
+    pairs = [tag("div", tag("dt", title), tag("dd", value)) for title, value in facts if escaped(value)]
+    yield Part("facts", tag("dl", *pairs, id="facts", class_="facts"))
+
+
+def details(home: Home, stream: str, table_id: int) -> list[Content]:
+    """Return the versions of a table's schema and its last records. Blocks."""
+    with home.open_catalog() as catalog:
+        schemas = catalog.schemas(catalog.stream(stream).id)
+    own = sorted((schema for (table, _), schema in schemas.items() if table == table_id), key=lambda one: -one.version)
+    return [
+        tag("section", tag("h2", "Schema versions"), *_versions(own)),
+        last_records(home, stream, TableId(table_id)),
+    ]
+
+
+def _versions(schemas: Sequence[TableSchema]) -> Iterator[Html]:
+    if not schemas:
+        yield tag("p", "None so far.")
+    for number, schema in enumerate(schemas):
+        before = schemas[number + 1] if number + 1 < len(schemas) else None
+        rows = [
+            tag(
+                "tr",
+                tag("th", column.name, scope="row"),
+                tag("td", column.pg.name if column.pg is not None else str(column.arrow)),
+                tag("td", "key" if column.name in schema.key else ""),
+            )
+            for column in schema.columns
+        ]
+        heads = tag("tr", *(tag("th", head, scope="col") for head in ("Column", "Type", "Key")))
+        title = f"Version {schema.version}: {schema.full_name}, {len(rows)} columns" + _changes(before, schema)
+        body = tag("div", tag("table", tag("thead", heads), tag("tbody", *rows)), class_="scroll")
+        yield tag("details", tag("summary", title), body, open=number == 0)
+
+
+def _changes(before: TableSchema | None, after: TableSchema) -> str:
+    if before is None:
+        return ""
+    old = {column.name: column for column in before.columns}
+    new = {column.name: column for column in after.columns}
+    told = [
+        *(f"added {name}" for name in new if name not in old),
+        *(f"dropped {name}" for name in old if name not in new),
+        *(f"changed {name}" for name in new if name in old and new[name] != old[name]),
+    ]
+    if before.full_name != after.full_name:
+        told.append(f"renamed from {before.full_name}")
+    if before.key != after.key:
+        told.append("another key")
+    return f" ({', '.join(told)})" if told else ""
+
+
+def last_records(home: Home, stream: str, table: TableId) -> Html:
+    """Return a table's last records, the newest first. Blocks."""
+    from millstream.app.log_readers import open_reader
+    from millstream.wal.records_json import Cat
+
+    title = tag("h2", "Last records")
+    found: deque[dict[str, Any]] = deque(maxlen=RECORDS_SHOWN)
+    try:
+        reader = open_reader(home, stream)
+        end = reader.persisted_upto()
+        for count in _NUMBERS:
+            found.clear()
+            after = Seq(max(0, end - count, reader.first_seq() - 1))
+            cat = Cat(stream, reader, tables=frozenset({table}), numbers=(after, end))
+            found.extend(cat.lines())
+            if len(found) == RECORDS_SHOWN or after < end - count:
+                break
+    except (MillstreamError, OSError) as error:
+        hint = error.hint if isinstance(error, MillstreamError) else ""
+        return tag(
+            "section", title, tag("p", f"They can't be read: {error} ", *with_code(hint), class_="trouble error")
+        )
+    if not found:
+        return tag("section", title, tag("p", f"None among the last {_NUMBERS[-1]:,} numbers of the log."))
+    return tag("section", title, tag("ul", *(record(one) for one in reversed(found)), class_="records"))
+
+
+def record(facts: Mapping[str, Any]) -> Html:
+    """Return a record that opens with all its fields, its row before and after next to each other."""
+    row, before = facts["row"] or {}, facts["before"] or {}
+    names = list(dict.fromkeys([*row, *before]))
+    rows = [
+        tag(
+            "tr",
+            tag("th", name, scope="row"),
+            tag("td", _value(before, name)),
+            tag("td", _value(row, name)),
+            class_="changed" if name in before and name in row and before[name] != row[name] else None,
+        )
+        for name in names
+    ]
+    heads = tag("tr", *(tag("th", head, scope="col") for head in ("Column", "Before", "After")))
+    rest = {name: value for name, value in facts.items() if name not in {"row", "before", "stream", "table"} and value}
+    summary = f"{_OPS.get(facts['op'], facts['op'])} {facts['table'] or 'message'}"
+    return tag(
+        "li",
+        tag(
+            "details",
+            tag("summary", tag("strong", summary), f" number {facts['seq']:,}", f", {facts['commit_ts'] or ''}"),
+            tag("div", tag("table", tag("thead", heads), tag("tbody", *rows)), class_="scroll"),
+            tag("p", tag("code", json.dumps(rest, ensure_ascii=False)), class_="note"),
+        ),
+    )
+
+
+_OPS: Final = {
+    "c": "insert into",
+    "u": "update of",
+    "d": "delete from",
+    "r": "copied row of",
+    "t": "truncate of",
+    "m": "message",
+}
+
+
+def _value(row: Mapping[str, Any], name: str) -> Content:
+    if name not in row:
+        return ""
+    value = row[name]
+    text = "NULL" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _VALUE_MAX else f"{text[:_VALUE_MAX]}… ({len(text):,} characters)"

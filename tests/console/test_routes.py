@@ -1,0 +1,262 @@
+"""The console's paths: what they show, to whom, and what they refuse. No server and no browser."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from http.cookies import SimpleCookie
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from tests.console.homes import COLUMN, HOSTILE, VALUE, Site, filled_home, site_of
+from tests.console.test_html import Seen
+
+from millstream.serving import sessions
+
+PAGES = ("/", "/tables", "/tables/shop/public.orders", "/consumers", "/nodes")
+OWN = {"origin": "http://127.0.0.1:8787"}
+FOREIGN = {"origin": "http://evil.example"}
+
+
+@pytest.fixture(scope="module")
+def open_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with site_of(filled_home(tmp_path_factory.mktemp("open") / "home")) as site:
+        yield site
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder: Path = tmp_path_factory.mktemp("closed")
+    with site_of(filled_home(folder / "home", "[http]\ntokens_required = true\n")) as site:
+        yield site
+
+
+def events(site: Site, path: str, until: str = "tick", **headers: str) -> tuple[int, list[tuple[str, Any]]]:
+    """Return an event stream's status and its events up to one of a name."""
+
+    async def listen() -> tuple[int, bytes]:
+        gone, status, body = asyncio.Event(), 0, b""
+
+        async def receive() -> Any:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            nonlocal status, body
+            status = message.get("status", status)
+            body += message.get("body", b"")
+            if f"event: {until}\n".encode() in body:
+                gone.set()
+
+        name, _, query = path.partition("?")
+        scope = {
+            "type": "http",
+            "method": "GET",
+            "path": name,
+            "raw_path": name.encode(),
+            "query_string": query.encode(),
+            "scheme": "http",
+            "server": ("127.0.0.1", 8787),
+            "headers": [
+                (b"host", b"127.0.0.1:8787"),
+                *((key.encode(), value.encode()) for key, value in headers.items()),
+            ],
+        }
+        async with asyncio.timeout(60):
+            await site.asgi(scope, receive, send)
+        return status, body
+
+    status, body = site.loop.run(listen())
+    if status != 200:
+        return status, []
+    found = re.findall(r"event: (\w+)\ndata: (.*)\n\n", body.decode())
+    return status, [(name, json.loads(data)) for name, data in found]
+
+
+def test_every_page_is_served_with_headers_that_keep_others_out(open_site: Site) -> None:
+    for path in PAGES:
+        answer = open_site.get(path)
+        assert answer.status_code == 200, (path, answer.text)
+        assert answer.headers["content-type"] == "text/html; charset=utf-8"
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'self'" in policy
+        assert "unsafe" not in policy
+        assert "frame-ancestors 'none'" in policy
+        assert answer.headers["cache-control"] == "no-store"
+        seen = Seen(answer.text)
+        addresses = [
+            value for _, attributes in seen.tags for key, value in attributes.items() if key in {"src", "href"}
+        ]
+        assert all(address is not None and re.match(r"/(?!/)|#", address) for address in addresses), addresses
+        # Nothing inline: the policy would refuse it.
+        assert all("src" in attributes for name, attributes in seen.tags if name == "script")
+        assert not [key for _, attributes in seen.tags for key in attributes if key == "style" or key.startswith("on")]
+        assert sum(name == "h1" for name, _ in seen.tags) == 1
+
+
+def test_files_are_served_under_an_address_of_their_content(open_site: Site) -> None:
+    seen = Seen(open_site.get("/").text)
+    files = [
+        attributes.get("src") or attributes.get("href") for name, attributes in seen.tags if name in {"script", "link"}
+    ]
+    assert len(files) == 3
+    for address in files:
+        assert address is not None
+        answer = open_site.get(address)
+        assert answer.status_code == 200
+        assert "immutable" in answer.headers["cache-control"]
+    assert open_site.get("/console/static/console.py").status_code == 404
+    assert open_site.get("/console/static/..%2Froutes.py").status_code == 404
+
+
+def test_hostile_names_and_values_are_text(open_site: Site) -> None:
+    plain = {name for path in PAGES for name, _ in Seen(open_site.get(path).text).tags}
+    assert not plain & {"img"}
+    page = open_site.get(f"/tables/web/{quote(HOSTILE, safe='')}")
+    assert page.status_code == 200
+    seen = Seen(page.text)
+    assert [attributes for name, attributes in seen.tags if name in {"script", "img"}] == [
+        {"src": next(a["src"] for n, a in seen.tags if n == "script"), "defer": None}
+    ]
+    for text in (HOSTILE, COLUMN, VALUE):
+        assert text in seen.text
+    tables = Seen(open_site.get("/tables").text)
+    links = [attributes["href"] for name, attributes in tables.tags if name == "a"]
+    assert f"/tables/web/{quote(HOSTILE, safe='')}" in links
+    dots = next(link for link in links if link is not None and "%22..%22" in link)
+    assert open_site.get(dots).status_code == 200
+
+
+def test_a_page_of_a_table_shows_its_records_and_versions(open_site: Site) -> None:
+    text = Seen(open_site.get("/tables/shop/public.orders").text).text
+    assert "Version 2: public.orders, 3 columns (added note)" in text
+    assert "Version 1: public.orders, 2 columns" in text
+    assert text.count("insert into public.orders") == 20
+    assert "number 31," in text
+    assert "number 11," not in text
+
+
+def test_an_error_is_a_page_with_its_code_and_hint(open_site: Site) -> None:
+    answer = open_site.get("/tables/shop/public.%3Cb%3E")
+    assert answer.status_code == 404
+    seen = Seen(answer.text)
+    assert "unknown_table" in seen.text
+    assert "public.<b>" in seen.text
+    assert not [name for name, _ in seen.tags if name == "b"]
+
+
+def test_without_tokens_it_opens_at_once_and_only_to_its_own_pages(open_site: Site) -> None:
+    assert open_site.get("/console/login").headers["location"] == "/"
+    for path in PAGES:
+        assert open_site.call("GET", path, FOREIGN).status_code == 403
+        assert open_site.call("GET", path, {"host": "evil.example"}).status_code == 421
+    for path in ("/console/login", "/console/logout"):
+        assert open_site.call("POST", path, FOREIGN).status_code == 403
+        assert open_site.call("POST", path).status_code == 403, "no browser's form"
+
+
+def test_who_has_no_token_is_sent_to_the_login_and_gets_no_data(site: Site) -> None:
+    for path in PAGES:
+        answer = site.get(path)
+        assert answer.status_code == 303
+        assert answer.headers["location"] == f"/console/login?next={path}"
+        assert not answer.content
+    assert events(site, "/console/events?path=/")[0] == 401
+    form = Seen(site.get("/console/login?next=//evil.example").text)
+    assert next(a["value"] for n, a in form.tags if n == "input" and a["name"] == "next") == "/"
+    assert "shop" not in form.text
+
+
+@pytest.mark.parametrize(
+    "back", ["//evil.example", "/\\evil.example", "http://evil.example", "javascript:x", "/\r\nx: y"]
+)
+def test_a_login_leads_to_no_other_server(site: Site, back: str) -> None:
+    answer = site.call("POST", "/console/login", OWN, token=site.tokens["all"], next=back)
+    assert answer.headers["location"] == "/"
+
+
+def test_a_session_opens_the_pages_and_has_no_secret(site: Site) -> None:
+    answer = site.call("POST", "/console/login", OWN, token=site.tokens["all"], next="/tables")
+    assert (answer.status_code, answer.headers["location"]) == (303, "/tables")
+    (cookie,) = SimpleCookie(answer.headers["set-cookie"]).values()
+    assert cookie["httponly"]
+    assert cookie["samesite"] == "strict"
+    assert cookie["path"] == "/"
+    assert site.tokens["all"].rpartition("_")[2] not in answer.headers["set-cookie"]
+    shown = f"{cookie.key}={cookie.value}"
+    for path in PAGES:
+        assert site.get(path, cookie=shown).status_code == 200
+    assert site.get("/v1/streams/shop/token", cookie=shown).status_code == 200
+    # A request that may change something needs its page's name: other pages' requests carry the cookie, too.
+    query: dict[str, Any] = {"cookie": shown}
+    assert site.call("POST", "/v1/streams/shop/query", query).status_code == 401
+    assert site.call("POST", "/v1/streams/shop/query", query | FOREIGN).status_code == 403
+    assert site.call("POST", "/v1/streams/shop/query", query | OWN).status_code not in {401, 403}
+    for wrong in (
+        shown[:-1] + ("0" if shown[-1] != "0" else "1"),
+        shown.replace(".", ".9", 1),
+        "millstream_8787=x",
+        "x=y",
+    ):
+        assert site.get("/", cookie=wrong).status_code == 303, wrong
+    assert site.get("/", cookie="millstream_1=a; " + shown).status_code == 200
+
+
+def test_a_session_ends_by_time_by_logout_and_with_its_token(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    with site.home.open_catalog() as catalog:
+        from millstream.model.access import Rights
+
+        site.tokens["brief"] = catalog.create_access_token(Rights.parse(["*=read"]), name="brief")[1]
+        shown = site.cookie("brief")
+        assert site.get("/", cookie=shown).status_code == 200
+        out = site.call("POST", "/console/logout", OWN | {"cookie": shown})
+        (cookie,) = SimpleCookie(out.headers["set-cookie"]).values()
+        assert cookie.value == ""
+        assert cookie["max-age"] == "0"
+        moment = sessions.time.time() + sessions.LASTS_S + 1
+        with monkeypatch.context() as later:
+            later.setattr(sessions.time, "time", lambda: moment)
+            assert site.get("/", cookie=shown).status_code == 303
+        assert site.get("/", cookie=shown).status_code == 200
+        catalog.revoke_access_token("brief")
+        site.application.access._book.refresh(since_s=sessions.time.monotonic())
+        assert site.get("/", cookie=shown).status_code == 303
+
+
+def test_a_wrong_token_and_one_without_the_right_open_nothing(site: Site) -> None:
+    for token, status in (("mst_x", 401), ("", 401), (site.tokens["write"], 403)):
+        answer = site.call("POST", "/console/login", OWN, token=token)
+        assert answer.status_code == status
+        assert "set-cookie" not in answer.headers
+        assert "Access token" in answer.text
+    header = {"authorization": f"Bearer {site.tokens['write']}"}
+    for path in PAGES:
+        assert site.call("GET", path, header).status_code == 403
+
+
+def test_who_may_read_one_stream_sees_nothing_of_others(site: Site) -> None:
+    shown = site.cookie("shop")
+    for path in ("/", "/tables", "/consumers", "/nodes"):
+        text = site.get(path, cookie=shown).text
+        assert "web" not in text, path
+        assert "web" in site.get("/tables", cookie=site.cookie("all")).text
+        _, found = events(site, f"/console/events?path={path}", cookie=shown)
+        assert "web" not in json.dumps(found)
+    assert site.get(f"/tables/web/{quote(HOSTILE, safe='')}", cookie=shown).status_code == 404
+    _, found = events(site, f"/console/events?path=/tables/web/{quote(quote(HOSTILE, safe=''))}", cookie=shown)
+    assert "is no longer among the tables" in json.dumps(found)
+
+
+def test_the_event_stream_has_differences_alone(open_site: Site) -> None:
+    version = re.search(r'data-version="(\w+)"', open_site.get("/tables").text)
+    assert version is not None
+    _, found = events(open_site, f"/console/events?path=/tables&version={version[1]}")
+    assert {name for name, _ in found} == {"tick"}
+    assert found[0][1]["troubles"] == 0
+    _, found = events(open_site, "/console/events?path=/tables&version=x")
+    assert [name for name, _ in found][:2] == ["whole", "tick"]
+    assert "public.orders" in found[0][1]["live"]
