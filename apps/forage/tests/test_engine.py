@@ -69,6 +69,45 @@ def test_an_item_of_the_same_url_gets_the_first_ones_id(engine: ForageEngine):
     assert engine.items(after=100).items[0].title == item.title
 
 
+ODD = [
+    "/",
+    "b/",
+    "%2F",
+    "a%2Fb",
+    "..",
+    "a b",
+    "a&b=c#",
+    "<b>",
+    "'\"",
+    "\\",
+    "日本語",
+    "🦊",
+    "é",
+    "e\u0301",
+    "a\u200bb",
+    "null",
+]
+
+
+def test_names_of_any_characters_are_told_apart_everywhere(home: MemoryHome, clock: SetClock):
+    """Category `a/b` of source `c` and category `a` of source `b/c` had one arm in the records."""
+    engine = engine_on(home, clock)
+    pairs = [("a", "b/c"), ("a/b", "c"), *((name, name) for name in ODD)]
+    for number, (category, source) in enumerate(pairs):
+        item = replace(default_corpus()[0], url=f"https://odd.example/{number}", category=category, source=source)
+        engine.add_item(replace(item, creator=source))
+    feed = engine.feed(USER, limit=50)
+    assert {(item.category, item.source) for item in feed.items} == set(pairs)
+    assert len({row["arm"] for row in home.rows("impressions")}) == len(pairs)
+    assert {(topic.name, *topic.sources) for topic in engine.browse_tasks().topics} == set(pairs)
+    assert {(item.category, item.source) for item in engine.items().items} == set(pairs)
+    for name in ODD:
+        engine.change_hidden(USER, {"source": name}, "mute")
+    engine.change_hidden(USER, {"creator": "c"}, "block")
+    again = engine_on(home, clock).feed(USER, limit=50, preview=True)
+    assert [(item.category, item.source) for item in again.items] == [("a", "b/c")]
+
+
 def test_a_feed_appends_its_impressions_as_one_operation_before_it_is_answered(engine: ForageEngine, home: MemoryHome):
     before, appends = str(engine.feed(USER, seed=3, preview=True).token), home.appends
     feed = engine.feed(USER, seed=3)

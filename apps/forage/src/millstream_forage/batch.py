@@ -31,7 +31,7 @@ import millstream
 from millstream import OpenHome, StreamToken
 from millstream_forage.folded_log import ends_of, log_of, whole_table
 from millstream_forage.homes import CONFIG_FILE
-from millstream_forage.tables import KINDS, SCHEMAS, STREAM, other_regions
+from millstream_forage.tables import KINDS, SCHEMAS, STREAM, arm_name, other_regions
 
 LAKE_FOLDER: Final = Path("lake", "forage-batch")
 """Where the tables of a home are, in its folder."""
@@ -142,7 +142,7 @@ def run_batch(
     Args:
         spark: a session whose Python has Millstream. `PYSPARK_PYTHON` names that Python.
         home: Forage's home, in use or not.
-        policies: other policies to estimate: for each its probability of each arm (`category/source`), from 0 to 1. The
+        policies: other policies to estimate: for each its probability of each arm (`tables.arm_name`), from 0 to 1. The
             uniform policy is always among them. An arm that a policy doesn't name has probability 0. Estimates hold for
             policies that choose arms like this in every slot, as long as the arms have items.
 
@@ -193,7 +193,7 @@ def has_records(home: OpenHome, log: str, table: str, token: StreamToken) -> boo
 
 def targets(spark: SparkSession, policies: Mapping[str, Mapping[str, float]]) -> DataFrame:
     """Return each policy's probability of each arm that has items."""
-    arms = [row["arm"] for row in spark.sql("SELECT DISTINCT category || '/' || source AS arm FROM items").collect()]
+    arms = [arm_name(*row) for row in spark.sql("SELECT DISTINCT category, source FROM items").collect()]
     rows = [(UNIFORM, arm, 1 / len(arms)) for arm in arms]
     rows += [(name, arm, float(chances.get(arm, 0))) for name, chances in policies.items() for arm in arms]
     return spark.createDataFrame(rows, "policy string, arm string, probability double")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -23,6 +24,8 @@ TAGS: Final = (2, 5)
 ENTITIES_MAX: Final = 5
 UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 """Control characters, line separators and lone surrogates: no text of one line has them."""
+INVISIBLE: Final = {"Cf", "Mn", "Me", "Zs"}
+"""Unicode's categories of characters that nobody sees alone: zero-width ones, combining marks and spaces."""
 SENTENCE_END: Final = re.compile(r"[.!?](?=\s|\Z)")
 
 
@@ -84,6 +87,8 @@ def text(name: str, value: object, *, most: int) -> str:
         raise InvalidField(name, f"must have at most {most} characters, and has {len(value)}")
     if UNPRINTABLE.search(value):
         raise InvalidField(name, "must not contain control characters, line breaks or half a character")
+    if all(unicodedata.category(character) in INVISIBLE for character in value):
+        raise InvalidField(name, "must have a character that can be seen")
     return value
 
 

@@ -111,8 +111,8 @@ SCHEMAS: Final[dict[str, pa.Schema]] = {
 
 
 def arm_name(category: str, source: str) -> str:
-    """Return the name of an arm in records."""
-    return f"{category}/{source}"
+    """Return the name of an arm in records: its first slash ends the category, in which `%` and `/` are `%25` and `%2F`."""
+    return f"{category.replace('%', '%25').replace('/', '%2F')}/{source}"
 
 
 def home_config(region: int = 0) -> str:
