@@ -15,9 +15,13 @@ import pytest
 from tests.console.homes import COLUMN, HOSTILE, VALUE, Site, filled_home, site_of
 from tests.console.test_html import Seen
 
+from millstream.app.open_home import OpenHome
+from millstream.console import table_page
+from millstream.model.access import Rights
+from millstream.model.ids import TableId
 from millstream.serving import sessions
 
-PAGES = ("/", "/tables", "/tables/shop/public.orders", "/consumers", "/nodes")
+PAGES = ("/", "/tables", "/tables/shop/public.orders", "/log", "/log/shop", "/consumers", "/nodes")
 OWN = {"origin": "http://127.0.0.1:8787"}
 FOREIGN = {"origin": "http://evil.example"}
 
@@ -140,6 +144,26 @@ def test_a_page_of_a_table_shows_its_records_and_versions(open_site: Site) -> No
     assert "number 11," not in text
 
 
+def test_a_log_shows_its_holders_its_segments_and_the_filters_of_its_tail(open_site: Site) -> None:
+    assert "/log/shop" in open_site.get("/log").text
+    page = open_site.get("/log/web").text
+    text = Seen(page).text
+    for words in ("the pipeline lake", "Shard 0: 1 segment", "Who holds it", "Live tail"):
+        assert words in text
+    options = [attributes.get("value") for name, attributes in Seen(page).tags if name == "option"]
+    assert set(options) == {"", HOSTILE, '".."."."'}
+    assert open_site.get("/log/other").status_code == 404
+
+
+def test_the_last_records_are_found_behind_a_gap_of_numbers(tmp_path: Path) -> None:
+    home = filled_home(tmp_path / "home")
+    with OpenHome(home) as opened:
+        # A writer that starts leaves the rest of the numbers that the one before had taken.
+        opened.append("shop", "public.customers", [{"id": 1}])
+        assert int(str(opened.token("shop")).partition(".s")[2]) > 100_000
+    assert table_page.last_records(home, "shop", TableId(1)).count("<li>") == 20
+
+
 def test_an_error_is_a_page_with_its_code_and_hint(open_site: Site) -> None:
     answer = open_site.get("/tables/shop/public.%3Cb%3E")
     assert answer.status_code == 404
@@ -208,8 +232,6 @@ def test_a_session_opens_the_pages_and_has_no_secret(site: Site) -> None:
 
 def test_a_session_ends_by_time_by_logout_and_with_its_token(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     with site.home.open_catalog() as catalog:
-        from millstream.model.access import Rights
-
         site.tokens["brief"] = catalog.create_access_token(Rights.parse(["*=read"]), name="brief")[1]
         shown = site.cookie("brief")
         assert site.get("/", cookie=shown).status_code == 200
@@ -240,13 +262,15 @@ def test_a_wrong_token_and_one_without_the_right_open_nothing(site: Site) -> Non
 
 def test_who_may_read_one_stream_sees_nothing_of_others(site: Site) -> None:
     shown = site.cookie("shop")
-    for path in ("/", "/tables", "/consumers", "/nodes"):
+    for path in ("/", "/tables", "/log", "/log/shop", "/consumers", "/nodes"):
         text = site.get(path, cookie=shown).text
         assert "web" not in text, path
         assert "web" in site.get("/tables", cookie=site.cookie("all")).text
         _, found = events(site, f"/console/events?path={path}", cookie=shown)
         assert "web" not in json.dumps(found)
     assert site.get(f"/tables/web/{quote(HOSTILE, safe='')}", cookie=shown).status_code == 404
+    assert site.get("/log/web", cookie=shown).status_code == 404
+    assert site.get("/v1/streams/web/tail", cookie=shown).status_code == 403
     _, found = events(site, f"/console/events?path=/tables/web/{quote(quote(HOSTILE, safe=''))}", cookie=shown)
     assert "is no longer among the tables" in json.dumps(found)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from millstream.app.status_words import holder_words, retention_waits
 from millstream.cli.context import (
     Invocation,
     SuggestingGroup,
@@ -107,7 +108,7 @@ def _print_stream(stream: dict[str, Any], processes: Mapping[str, int | None]) -
         else f"{stream['log']['segments']} segments, {human_bytes(stream['log']['bytes'])}"
     )
     say(f"  log: {size}{_held(stream)}")
-    if waits := _retention_waits(stream):
+    if waits := retention_waits(stream):
         say(f"  {waits}")
     for holder, facts in stream["log"]["cut_off"].items():
         say(f"  cut off: the {facts['kind']} {holder}; the log began at {facts['first']} then", fg="red")
@@ -218,30 +219,7 @@ def _held(stream: dict[str, Any]) -> str:
     holder = max(held, key=lambda name: held[name], default=None)
     if holder is None or held[holder] < _HELD_BYTES:
         return ""
-    return f", {human_bytes(held[holder])} of it needed by {_holder_words(stream, holder)}"
-
-
-def _retention_waits(stream: dict[str, Any]) -> str:
-    """Return the holder of the oldest segment, if that is older, or the log larger, than retention keeps."""
-    oldest, bounds = stream["log"]["oldest"], stream["log"]["retention"]
-    if oldest is None or bounds is None or not oldest["needed_by"]:
-        return ""
-    if oldest["seconds"] < bounds["age_s"] and (stream["log"]["bytes"] or 0) <= bounds["bytes"]:
-        return ""
-    holders = ", ".join(_holder_words(stream, holder) for holder in oldest["needed_by"])
-    return f"retention waits: the oldest segment has been needed for {human_seconds(oldest['seconds'])}, by {holders}"
-
-
-def _holder_words(stream: dict[str, Any], holder: str) -> str:
-    held = stream["log"]["held"].get(holder)
-    if held is None:  # the log's own, which `held` leaves out
-        return "the writer, which hasn't copied its sessions and idempotency keys yet"
-    kind = held["kind"]
-    if kind != "backlog":
-        return f"the {holder}" if holder.startswith(f"{kind} ") else f"the {kind} {holder}"
-    _, _, table_id = holder.partition("/")
-    name = next((table["name"] for table in stream["tables"] if str(table["id"]) == table_id), None)
-    return f"{name or f'table {table_id}'}, which is quarantined"
+    return f", {human_bytes(held[holder])} of it needed by {holder_words(stream, holder)}"
 
 
 def _print_hints(tables: list[dict[str, Any]]) -> None:

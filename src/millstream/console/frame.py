@@ -9,7 +9,13 @@ from urllib.parse import quote
 from millstream.console.html import Content, Html, Rendered, opened, tag, with_code
 from millstream.errors import MillstreamError
 
-PAGES: Final = {"/": "Overview", "/tables": "Tables", "/consumers": "Consumers", "/nodes": "Nodes"}
+PAGES: Final = {
+    "/": "Overview",
+    "/tables": "Tables",
+    "/log": "Log",
+    "/consumers": "Consumers",
+    "/nodes": "Nodes",
+}
 """Titles of the pages in the navigation, by path."""
 
 

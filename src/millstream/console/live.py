@@ -67,7 +67,7 @@ class Live:
         self._running: asyncio.Task[None] | None = None
         self._current: Snapshot | None = None
         self._costs_s: deque[float] = deque(maxlen=3)
-        """What the last statuses took of a core; the first one's is mostly imports."""
+        """CPU time of the last statuses; the first takes long for its imports."""
         self._changed = asyncio.Event()
 
     def close(self) -> None:

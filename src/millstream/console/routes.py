@@ -17,12 +17,12 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import RedirectResponse
 from starlette.types import Receive, Scope, Send
 
-from millstream.console import pages, table_page
+from millstream.console import log_page, pages, table_page
 from millstream.console.frame import PAGES, address, error_content, login_content, page
 from millstream.console.html import Content, Rendered
 from millstream.console.live import Live, Snapshot, View
 from millstream.console.view import Sight, troubles_of
-from millstream.errors import AccessError, HttpError, MillstreamError, Unauthenticated, UnknownTable
+from millstream.errors import AccessError, HttpError, MillstreamError, Unauthenticated, UnknownStream, UnknownTable
 from millstream.serving.access import Caller, Credentials
 from millstream.serving.application import Application
 from millstream.serving.memory_budget import ClientGoneError, Held, Intake, read_body
@@ -68,6 +68,7 @@ class Console:
         for path in PAGES:
             self._add(path, partial(self._list, path))
         self._add("/tables/{stream}/{table:path}", self._table)
+        self._add("/log/{stream}", self._log)
         self._add("/console/login", self._login_form)
         self._add("/console/login", self._login, "POST")
         self._add("/console/logout", self._logout, "POST")
@@ -119,6 +120,16 @@ class Console:
         details = await asyncio.wrap_future(self._threads.submit(work))
         view = View(address("tables", stream, name), sight)
         return await self._page(view, caller, name, *details)
+
+    async def _log(self, request: Request) -> Response:
+        caller, sight = await self._viewer(request)
+        name = request.path_params["stream"]
+        status = sight.part_of((await self.live.snapshot()).status)
+        if not any(one["name"] == name and one.get("id") for one in status["streams"]):
+            raise UnknownStream(f"no stream {name[:64]} has a log here", hint="`/log` lists all.")
+        work = partial(log_page.details, self._home, status, name)
+        details = await asyncio.wrap_future(self._threads.submit(work))
+        return await self._page(View(address("log", name), sight), caller, f"Log of {name}", *details)
 
     async def _page(self, view: View, caller: Caller, title: str, *rest: Content) -> Response:
         snapshot, area = await self.live.area(view)
@@ -263,6 +274,10 @@ def _area(view: View, snapshot: Snapshot) -> Rendered:
     match parts[1:]:
         case ["tables", stream, table]:
             pieces = table_page.area(status, stream, table)
+        case ["log", stream]:
+            pieces = log_page.area(status, stream)
+        case ["log"]:
+            pieces = log_page.logs(status)
         case ["tables"]:
             pieces = pages.tables(status)
         case ["consumers"]:

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from millstream.model.schema import TableSchema
 
 RECORDS_SHOWN: Final = 20
-_NUMBERS: Final = (1_000, 10_000, 100_000)
-"""How much of the log is searched for a table's last records: a little first, and never more than takes a moment."""
+_NUMBERS: Final = (1_000, 100_000, 10_000_000, 1_000_000_000)
+"""How many numbers of the log are searched for a table's last records, one after the other …"""
+_BYTES_MAX: Final = 32 << 20
+"""… and how many bytes of it at most. Numbers have gaps: each start of a writer leaves one."""
 _VALUE_MAX: Final = 400
 
 
@@ -109,8 +111,11 @@ def last_records(home: Home, stream: str, table: TableId) -> Html:
         reader = open_reader(home, stream)
         end = reader.persisted_upto()
         for count in _NUMBERS:
-            found.clear()
             after = Seq(max(0, end - count, reader.first_seq() - 1))
+            size_bytes = sum(span.byte_end - span.byte_start for span in reader.spans(after, end))
+            if size_bytes > _BYTES_MAX and count > _NUMBERS[0]:
+                break
+            found.clear()
             cat = Cat(stream, reader, tables=frozenset({table}), numbers=(after, end))
             found.extend(cat.lines())
             if len(found) == RECORDS_SHOWN or after < end - count:
@@ -121,7 +126,7 @@ def last_records(home: Home, stream: str, table: TableId) -> Html:
             "section", title, tag("p", f"They can't be read: {error} ", *with_code(hint), class_="trouble error")
         )
     if not found:
-        return tag("section", title, tag("p", f"None among the last {_NUMBERS[-1]:,} numbers of the log."))
+        return tag("section", title, tag("p", f"None in the log's newest {human_bytes(_BYTES_MAX)}."))
     return tag("section", title, tag("ul", *(record(one) for one in reversed(found)), class_="records"))
 
 

@@ -94,5 +94,98 @@ function watch(live) {
   });
 }
 
+// Return an element; texts among the children stay texts.
+function element(name, properties, ...children) {
+  const node = Object.assign(document.createElement(name), properties);
+  node.append(...children);
+  return node;
+}
+
+const OPS = { c: "insert into", u: "update of", d: "delete from", r: "copied row of", t: "truncate of", m: "message" };
+
+function text(row, name) {
+  if (!row || !(name in row)) return "";
+  const value = row[name];
+  return value === null ? "NULL" : typeof value === "string" ? value : JSON.stringify(value);
+}
+
+// A record that opens with all its fields; its table is made when it opens for the first time.
+function recordItem(record) {
+  const { row, before, stream, table, ...rest } = record;
+  const title = element("strong", {}, `${OPS[record.op] ?? record.op} ${table ?? "message"}`);
+  const details = element("details", {}, element("summary", {}, title, ` number ${record.seq.toLocaleString("en")}, ${record.commit_ts ?? ""}`));
+  details.addEventListener("toggle", () => {
+    const names = [...new Set([...Object.keys(row ?? {}), ...Object.keys(before ?? {})])];
+    const rows = names.map((name) => {
+      const isChanged = before && row && name in before && name in row && text(before, name) !== text(row, name);
+      const cells = [before, row].map((values) => element("td", {}, text(values, name)));
+      return element("tr", { className: isChanged ? "changed" : "" }, element("th", { scope: "row" }, name), ...cells);
+    });
+    const heads = ["Column", "Before", "After"].map((head) => element("th", { scope: "col" }, head));
+    const parts = [element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...rows)];
+    const facts = element("p", { className: "note" }, element("code", {}, JSON.stringify(rest)));
+    details.append(element("div", { className: "scroll" }, element("table", {}, ...parts)), facts);
+  }, { once: true });
+  return element("li", {}, details);
+}
+
+function tail(section) {
+  const [form, note, list] = ["form", "p", "ol"].map((name) => section.querySelector(name));
+  const button = form.querySelector("button");
+  const shown = Number(section.dataset.shown);
+  let events = null;
+  let waiting = [];
+  let count = 0;
+  function stop(words) {
+    events?.close();
+    events = null;
+    button.textContent = "Start";
+    note.textContent = words;
+    document.getElementById("said").textContent = words;
+  }
+  // At most one change of the page a frame, however many records come.
+  function flush() {
+    list.prepend(...waiting.slice(-shown).reverse().map(recordItem));
+    while (list.childElementCount > shown) list.lastElementChild.remove();
+    waiting = [];
+    if (events) note.textContent = `${count.toLocaleString("en")} records, the newest ${shown} are shown.`;
+  }
+  form.addEventListener("submit", (submitted) => {
+    submitted.preventDefault();
+    if (events) return stop("Stopped.");
+    const parameters = new URLSearchParams([...new FormData(form)].filter(([, value]) => value.trim()));
+    list.replaceChildren();
+    count = 0;
+    button.textContent = "Stop";
+    note.textContent = "Waiting for records.";
+    events = new EventSource(`/v1/streams/${encodeURIComponent(section.dataset.stream)}/tail?${parameters}`);
+    events.onmessage = (event) => {
+      if (!waiting.length) requestAnimationFrame(flush);
+      waiting.push(JSON.parse(event.data));
+      count += 1;
+      // A page in the background draws no frames.
+      if (waiting.length > 2 * shown) waiting = waiting.slice(-shown);
+    };
+    events.addEventListener("problem", (event) => {
+      const { code, detail, hint } = JSON.parse(event.data);
+      stop(`${code}: ${detail}. ${hint ?? ""}`);
+    });
+    events.onerror = () => {
+      if (events.readyState === EventSource.CLOSED) explain(events.url);
+    };
+  });
+  // An event source doesn't show the answer that refuses it.
+  async function explain(url) {
+    const refusing = new AbortController();
+    const answer = await fetch(url, { signal: refusing.signal });
+    const words = answer.ok ? "Stopped; start it again." : await answer.json().then(({ code, detail, hint }) => `${code}: ${detail}. ${hint ?? ""}`);
+    refusing.abort();
+    stop(words);
+  }
+  addEventListener("pagehide", () => events?.close());
+}
+
 const live = document.getElementById("live");
 if (live) watch(live);
+const section = document.getElementById("tail");
+if (section) tail(section);

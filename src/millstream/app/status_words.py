@@ -1,0 +1,32 @@
+"""Parts of a stream's status in words, for the command line and the console."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from millstream.model.readable import human_seconds
+
+
+def retention_waits(stream: Mapping[str, Any]) -> str:
+    """Return the holder of the oldest segment, if that is older, or the log larger, than retention keeps."""
+    oldest, bounds = stream["log"]["oldest"], stream["log"]["retention"]
+    if oldest is None or bounds is None or not oldest["needed_by"]:
+        return ""
+    if oldest["seconds"] < bounds["age_s"] and (stream["log"]["bytes"] or 0) <= bounds["bytes"]:
+        return ""
+    holders = ", ".join(holder_words(stream, holder) for holder in oldest["needed_by"])
+    return f"retention waits: the oldest segment has been needed for {human_seconds(oldest['seconds'])}, by {holders}"
+
+
+def holder_words(stream: Mapping[str, Any], holder: str) -> str:
+    """Return a holder of the log with its kind, and a table by its name."""
+    held = stream["log"]["held"].get(holder)
+    if held is None:  # the log's own, which `held` leaves out
+        return "the writer, which hasn't copied its sessions and idempotency keys yet"
+    kind = held["kind"]
+    if kind != "backlog":
+        return f"the {holder}" if holder.startswith(f"{kind} ") else f"the {kind} {holder.removeprefix(f'{kind}:')}"
+    _, _, table_id = holder.partition("/")
+    name = next((table["name"] for table in stream["tables"] if str(table["id"]) == table_id), None)
+    return f"{name or f'table {table_id}'}, which is quarantined"
