@@ -21,7 +21,7 @@ from millstream.model.access import Rights
 from millstream.model.ids import TableId
 from millstream.serving import sessions
 
-PAGES = ("/", "/tables", "/tables/shop/public.orders", "/log", "/log/shop", "/consumers", "/nodes")
+PAGES = ("/", "/tables", "/tables/shop/public.orders", "/log", "/log/shop", "/query", "/consumers", "/nodes")
 OWN = {"origin": "http://127.0.0.1:8787"}
 FOREIGN = {"origin": "http://evil.example"}
 

@@ -13,6 +13,7 @@ PAGES: Final = {
     "/": "Overview",
     "/tables": "Tables",
     "/log": "Log",
+    "/query": "Query",
     "/consumers": "Consumers",
     "/nodes": "Nodes",
 }

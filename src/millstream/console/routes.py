@@ -17,16 +17,18 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import RedirectResponse
 from starlette.types import Receive, Scope, Send
 
-from millstream.console import log_page, pages, table_page
+from millstream.console import log_page, pages, query_page, table_page
 from millstream.console.frame import PAGES, address, error_content, login_content, page
 from millstream.console.html import Content, Rendered
 from millstream.console.live import Live, Snapshot, View
 from millstream.console.view import Sight, troubles_of
 from millstream.errors import AccessError, HttpError, MillstreamError, Unauthenticated, UnknownStream, UnknownTable
+from millstream.model.access import Right
 from millstream.serving.access import Caller, Credentials
 from millstream.serving.application import Application
 from millstream.serving.memory_budget import ClientGoneError, Held, Intake, read_body
 from millstream.serving.problems import encoded, problem_of, status_of
+from millstream.serving.reading import Question
 from millstream.serving.requests import ENDING, ClientStalledError, headers_said
 from millstream.serving.sessions import cookie_name
 
@@ -36,17 +38,19 @@ _HEADERS: Final = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
     "object-src 'none'",
     "cross-origin-resource-policy": "same-origin",
-    "referrer-policy": "no-referrer",
+    # Not `no-referrer`: a browser would send forms of such a page without its origin.
+    "referrer-policy": "same-origin",
     "x-content-type-options": "nosniff",
     "cache-control": "no-store",
 }
+_HTML_TYPE: Final = "text/html; charset=utf-8"
 _CHECK_EVERY_S: Final = 15.0
 """Seconds between checks that a viewer may still read: a token may be revoked."""
 _TICK_S: Final = 2.0
 """A page that gets no tick for some of these knows that its home doesn't answer."""
 _STALLED_S: Final = 30.0
 """How long a viewer may read nothing of its differences."""
-_FORM_BYTES_MAX: Final = 16 << 10
+_FORM_BYTES_MAX: Final = 64 << 10
 _DETAILS_AT_ONCE: Final = 2
 
 
@@ -56,6 +60,7 @@ class Console:
     def __init__(self, application: Application) -> None:
         self._home = application.home
         self._access = application.access
+        self._reading = application.reading
         self._forms = Intake(64 * _FORM_BYTES_MAX, _FORM_BYTES_MAX)
         self._threads = ThreadPoolExecutor(_DETAILS_AT_ONCE, thread_name_prefix="console-details")
         self.live: Final = Live(application.health.status, _area)
@@ -66,7 +71,8 @@ class Console:
         self._versions = [f"/console/static/{name}?{mark}" for name, mark in marks.items()]
         self.router: Final = APIRouter()
         for path in PAGES:
-            self._add(path, partial(self._list, path))
+            self._add(path, partial(self._list, path) if path != "/query" else self._query_form)
+        self._add("/query", self._query, "POST")
         self._add("/tables/{stream}/{table:path}", self._table)
         self._add("/log/{stream}", self._log)
         self._add("/console/login", self._login_form)
@@ -131,6 +137,41 @@ class Console:
         details = await asyncio.wrap_future(self._threads.submit(work))
         return await self._page(View(address("log", name), sight), caller, f"Log of {name}", *details)
 
+    async def _query_form(self, request: Request) -> Response:
+        caller, sight = await self._viewer(request)
+        streams = self._streams(sight)
+        asked = query_page.Asked(request.query_params.get("stream", ""), request.query_params.get("sql", ""))
+        names = await asyncio.wrap_future(self._threads.submit(query_page.names, self._home, streams))
+        return _html(self._query_page(caller, asked, streams, names))
+
+    async def _query(self, request: Request) -> Response:
+        caller, sight = await self._viewer(request)
+        fields = await self._form(request)
+        wants_csv = fields.get("format") == "csv"
+        asked = query_page.Asked(
+            fields.get("stream", ""), fields.get("sql", ""), fields.get("as_of", "").strip()[:4096]
+        )
+        caller.check(Right.READ, asked.stream)
+        shown = partial(self._query_page, caller, asked, self._streams(sight))
+        encoded = query_page.as_csv if wants_csv else partial(query_page.as_page, shown)
+        media_type = query_page.CSV_TYPE if wants_csv else _HTML_TYPE
+        question = Question(sql=asked.sql, as_of=asked.as_of or None)
+        try:
+            answer = await self._reading.ask(request, asked.stream, question, media_type, encoded)
+        except MillstreamError as error:
+            return _html(shown(error_content(error)), int(status_of(error)))
+        answer.headers.update(_HEADERS)
+        if wants_csv:
+            answer.headers["content-disposition"] = 'attachment; filename="query.csv"'
+        return answer
+
+    def _query_page(self, caller: Caller, asked: query_page.Asked, streams: list[str], rest: Content) -> bytes:
+        form = query_page.form(asked, streams, query_page.limits_in_words(self._home.config.http))
+        return page("/query", PAGES["/query"], self._name, None, form, rest, versions=self._versions, user=caller.name)
+
+    def _streams(self, sight: Sight) -> list[str]:
+        return [name for name in sorted(self._home.streams_on_disk()) if sight.has(name)]
+
     async def _page(self, view: View, caller: Caller, title: str, *rest: Content) -> Response:
         snapshot, area = await self.live.area(view)
         age_s = time.monotonic() - snapshot.taken_s
@@ -186,7 +227,10 @@ class Console:
                 body = await read_body(request.receive, headers_said(request.scope), self._forms, held)
             except ClientGoneError as error:
                 raise HttpError("the form never arrived whole", code="invalid_body") from error
-        fields = parse_qs(body.decode("latin-1"), max_num_fields=16)
+        try:
+            fields = parse_qs(body.decode("latin-1"), max_num_fields=16, keep_blank_values=True)
+        except ValueError as error:
+            raise HttpError(f"the form can't be read: {error}", code="invalid_body") from error
         return {name: values[0] for name, values in fields.items()}
 
     async def _events(self, request: Request) -> Response:
@@ -290,7 +334,7 @@ def _area(view: View, snapshot: Snapshot) -> Rendered:
 
 
 def _html(data: bytes, status: int = 200) -> Response:
-    return Response(data, status, _HEADERS, "text/html; charset=utf-8")
+    return Response(data, status, _HEADERS, _HTML_TYPE)
 
 
 def _back(path: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
@@ -254,16 +254,36 @@ class Reading:
             except ClientGoneError:
                 return Response(status_code=_GONE)
             wants_pieces = PIECES_TYPE in request.headers.get("accept", "")
-            asked = self._workers.ask(Asking(stream, question.sql, question.as_of, question.lake_only, wants_pieces))
-            return await self._answer(
-                request,
-                lambda _home: asked.parts(),
-                PIECES_TYPE if wants_pieces else ARROW_TYPE,
-                places=(self._queries,),
-                give_up=asked.give_up,
-                within_s=self._bounds.time_s,
-                regions=lambda: asked.regions,
-            )
+            return await self.ask(request, stream, question, PIECES_TYPE if wants_pieces else ARROW_TYPE)
+
+    async def ask(
+        self,
+        request: Request,
+        stream: str,
+        question: Question,
+        media_type: str,
+        encoded: Callable[[Generator[bytes, None, None]], Iterator[bytes]] = iter,
+    ) -> Response:
+        """Return the answer to a query. An error before its first byte is raised.
+
+        Args:
+            request: the request to answer; its caller may read the stream.
+            stream: the stream's name.
+            question: the query.
+            media_type: the answer's.
+            encoded: makes the answer's bytes from those of an Arrow IPC stream, or of pieces if that is the type.
+        """
+        in_pieces = media_type == PIECES_TYPE
+        asked = self._workers.ask(Asking(stream, question.sql, question.as_of, question.lake_only, in_pieces))
+        return await self._answer(
+            request,
+            lambda _home: encoded(asked.parts()),
+            media_type,
+            places=(self._queries,),
+            give_up=asked.give_up,
+            within_s=self._bounds.time_s,
+            regions=lambda: asked.regions,
+        )
 
     async def _question(self, request: Request) -> Question:
         """Return the query in a request.

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -123,7 +123,7 @@ class AskedQuery:
         """End the query, now or before it begins."""
         self._end(LakeError("the query was cancelled: its caller no longer waits"))
 
-    def parts(self) -> Iterator[bytes]:
+    def parts(self) -> Generator[bytes, None, None]:
         """Yield the answer's bytes, as they are made.
 
         Raises:

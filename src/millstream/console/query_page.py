@@ -1,0 +1,162 @@
+"""The page that asks SQL of a stream's tables, and the answers as a table and as CSV."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import islice
+from typing import TYPE_CHECKING, Final
+
+import pyarrow as pa
+
+from millstream.console.html import Content, Html, opened, tag
+from millstream.model.arrow_texts import csv_field, rows_of_texts
+from millstream.model.readable import human_bytes
+from millstream.model.schema import TableKind
+
+if TYPE_CHECKING:
+    from millstream.config.serving_model import HttpConfig
+    from millstream.home.home import Home
+
+ROWS_SHOWN: Final = 1_000
+CSV_TYPE: Final = "text/csv; charset=utf-8"
+_VALUE_MAX: Final = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The fields of the form, as they were sent."""
+
+    stream: str = ""
+    sql: str = ""
+    as_of: str = ""
+    wants_csv: bool = False
+
+
+def form(asked: Asked, streams: Sequence[str], limits: str) -> Html:
+    """Return the form.
+
+    Args:
+        asked: its content.
+        streams: names of the streams that the viewer may read.
+        limits: the limits of a query, in words.
+    """
+    options = [tag("option", name, value=name, selected=name == asked.stream) for name in streams]
+    place = "SELECT count(*) FROM public.orders"
+    return tag(
+        "form",
+        tag("label", "Stream ", tag("select", *options, name="stream")),
+        tag(
+            "label",
+            "As of ",
+            tag("input", name="as_of", value=asked.as_of, placeholder="now; 10m ago; a token", size=28),
+        ),
+        tag(
+            "label",
+            "SQL",
+            # The element's first line break isn't part of its text.
+            Html(opened("textarea", name="sql", rows=6, spellcheck="false", required=True, placeholder=place) + "\n"),
+            Html(escape(asked.sql.replace("\0", "")) + "</textarea>"),
+            class_="wide",
+        ),
+        tag("button", "Run", type="submit", name="format", value="table"),
+        tag("button", "Get all rows as CSV", type="submit", name="format", value="csv"),
+        tag("p", limits, class_="note wide"),
+        method="post",
+        action="/query",
+        class_="row",
+    )
+
+
+def limits_in_words(http: HttpConfig) -> str:
+    """Return what bounds a query."""
+    return (
+        f"It only reads, and shows {ROWS_SHOWN:,} rows at most. A query may take {http.query_timeout}, "
+        f"{http.query_memory_bytes_max} of memory and {http.query_spill_bytes_max} of disk; {http.queries_max} run at a time."
+    )
+
+
+def names(home: Home, streams: Sequence[str]) -> Html:
+    """Return the tables that a query can name, with their columns. Blocks."""
+    with home.open_catalog() as catalog:
+        known = {row.name: row.id for row in catalog.streams()}
+        found = [
+            (name, schema)
+            for name in streams
+            if name in known
+            for schema in sorted(catalog.latest_schemas(known[name]).values(), key=lambda one: one.full_name)
+            if schema.kind is TableKind.TABLE
+        ]
+    items = [
+        tag("li", tag("code", schema.full_name), f" ({name}): {', '.join(column.name for column in schema.columns)}")
+        for name, schema in found
+    ]
+    if not items:
+        return tag("p", "There are no tables so far.", class_="note")
+    return tag("details", tag("summary", f"Tables and columns ({len(items)})"), tag("ul", *items))
+
+
+def as_page(show: Callable[[Content], bytes], parts: Generator[bytes, None, None]) -> Iterator[bytes]:
+    """Yield the page with an answer's first rows.
+
+    Args:
+        show: makes the page of its content.
+        parts: the bytes of an Arrow IPC stream.
+    """
+    with contextlib.closing(parts), pa.ipc.open_stream(io.BufferedReader(_Parts(parts))) as reader:
+        rows = (row for batch in reader for row in rows_of_texts(batch))
+        found = list(islice(rows, ROWS_SHOWN + 1))
+        heads = tag("tr", *(tag("th", name, scope="col") for name in reader.schema.names))
+        size = len(found)
+    body = [tag("tr", *map(_cell, row)) for row in found[:ROWS_SHOWN]]
+    words = (
+        f"The first {ROWS_SHOWN:,} rows; there are more."
+        if size > ROWS_SHOWN
+        else f"{size:,} rows."
+        if size != 1
+        else "1 row."
+    )
+    table = tag("table", tag("thead", heads), tag("tbody", *body))
+    scroll = tag("div", table, class_="scroll", tabindex=0, role="region", aria_label="Rows")
+    yield show(tag("section", tag("h2", "Answer"), tag("p", words, class_="note"), scroll, id="answer"))
+
+
+def as_csv(parts: Generator[bytes, None, None]) -> Iterator[bytes]:
+    """Yield an answer as CSV, while it comes."""
+    with contextlib.closing(parts), pa.ipc.open_stream(io.BufferedReader(_Parts(parts))) as reader:
+        yield (",".join(map(csv_field, reader.schema.names)) + "\r\n").encode()
+        for batch in reader:
+            yield "".join(",".join(map(csv_field, row)) + "\r\n" for row in rows_of_texts(batch)).encode()
+
+
+def _cell(text: str | None) -> Html:
+    if text is None:
+        return tag("td", "NULL", class_="null")
+    if len(text) > _VALUE_MAX:
+        text = f"{text[:_VALUE_MAX]}… ({len(text):,} characters, {human_bytes(len(text.encode()))})"
+    return tag("td", text)
+
+
+class _Parts(io.RawIOBase):
+    """A file of bytes that come in parts."""
+
+    def __init__(self, parts: Iterator[bytes]) -> None:
+        self._parts = parts
+        self._left = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override] # as io calls it
+        while not self._left:
+            part = next(self._parts, None)
+            if part is None:
+                return 0
+            self._left = memoryview(part)
+        size = min(len(buffer), len(self._left))
+        buffer[:size] = self._left[:size]
+        self._left = self._left[size:]
+        return size
