@@ -25,7 +25,7 @@ ENTITIES_MAX: Final = 5
 UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 """Control characters, line separators and lone surrogates: no text of one line has them."""
 INVISIBLE: Final = {"Cf", "Mn", "Me", "Zs"}
-"""Unicode's categories of characters that nobody sees alone: zero-width ones, combining marks and spaces."""
+"""Unicode's categories of characters that are invisible alone: zero-width ones, combining marks and spaces."""
 SENTENCE_END: Final = re.compile(r"[.!?](?=\s|\Z)")
 
 
