@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import httpx
 import pytest
 from tests.app.homes import make_home
 from tests.app.landed import LandedHome
+from tests.app.served import serving
 from tests.cli.in_process import command
 
 import millstream
 from millstream.app.lake_sessions import open_lake
 from millstream.app.log_tail import HomeLogTail
+from millstream.catalog.values import COPY_HELD, TableState
 from millstream.errors import LakeBehind, TokenFromFuture
 
 STREAM = """
@@ -91,3 +95,39 @@ def test_a_backlog_is_left_out_and_said(landed: LandedHome, monkeypatch: pytest.
         assert b"the log's newest records are left out: the log has more than 99 bytes" in done.stderr
         with open_lake(landed.home, "shop") as lake:
             assert lake.is_newest()
+
+
+def test_a_table_whose_copy_is_not_whole_is_named_with_its_rows(landed: LandedHome):
+    """Over HTTP there was no reason at all, and for a running copy nowhere."""
+    where = landed.home.path
+    with millstream.open(where) as home:
+        home.append("shop", "clicks", [{"id": 1}])
+        home.append("shop", "others", [{"id": 1}])
+        landed.land()
+        home.append("shop", "clicks", [{"id": 2}])
+    with landed.home.open_catalog() as catalog:
+        stream = catalog.stream("shop").id
+        row = catalog.find_table(stream, "public", "clicks")
+
+    def change(state: TableState) -> None:
+        with landed.home.open_catalog() as catalog:
+            catalog.set_state(row.id, state, "a key column was added", details={"cause": COPY_HELD})
+
+    with serving(where) as url, millstream.connect(url) as there:
+        for state, code in (
+            (TableState.COPYING, "copying"),
+            (TableState.COPY_REQUESTED, "copy_held"),
+            (TableState.STREAMING, ""),
+        ):
+            change(state)
+            asked = httpx.post(f"{url}/v1/streams/shop/query", json={"sql": COUNT}, timeout=60)
+            header = json.loads(asked.headers.get("millstream-reasons", "[]"))
+            with millstream.open(where) as home:
+                for rows in (home.query(COUNT), home.query(COUNT, lake_only=True), there.query(COUNT, stream="shop")):
+                    told = json.loads((rows.schema.metadata or {}).get(b"millstream.reasons", b"[]"))
+                    assert told == header
+                assert home.query('FROM history."public.others"').schema.metadata is None
+            assert [(reason["code"], reason["table"]) for reason in header] == [(code, "public.clicks")][: bool(code)]
+            done = command("--home", str(where), "query", COUNT, "--format", "csv")
+            assert (done.stdout, code.encode() in done.stderr) == (b"n,ids,last\n2,2,2\n", True)
+            assert (b"public.clicks: " in done.stderr) == bool(code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from millstream.lake.layout import LakeLayout
 from millstream.lake.query.query_session import LakeSession
 from millstream.lake.replay import table_named
 from millstream.model.ids import TableId
+from millstream.model.query_reasons import Reason
 from millstream.model.schema import Column, TableSchema
 
 Records = Callable[..., pa.RecordBatch]
@@ -130,17 +132,19 @@ def test_tables_whose_copy_is_held_are_told_once_a_query_may_have_named_them(
         layout, 2, {orders: records(orders, ("c", 1, {"id": 1})), other: records(other, ("c", 2, {"id": 2}))}, fold=True
     )
     known = [
-        KnownTable(TableId(3), "public", "orders", orders, held="its key is another one"),
+        KnownTable(TableId(3), "public", "orders", orders),
         KnownTable(TableId(9), "public", "items", other),
     ]
-    with LakeSession(layout, known=lambda: known) as session:
-        session.query("FROM items")
-        assert session.copies_held == {}
-        session.query("FROM orders")
-        assert session.copies_held == {"public.orders": "its key is another one"}
+    reason = Reason("copy_held", "public.orders", "its key is another one")
+    with LakeSession(layout, known=lambda: known, copies=lambda: {TableId(3): reason}) as session:
+        assert session.query("FROM items").schema.metadata is None
+        assert session.reasons == ()
+        told = session.query("FROM orders").schema.metadata[b"millstream.reasons"]
+        assert session.reasons == (reason,)
+    assert json.loads(told) == [{"code": "copy_held", "table": "public.orders", "detail": "its key is another one"}]
     with LakeSession(layout) as session:
         session.query("FROM orders")
-        assert session.copies_held == {}
+        assert session.reasons == ()
 
 
 def test_of_two_names_that_differ_by_case_each_has_its_own_folder_and_rows(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from millstream.app.log_readers import open_reader
 from millstream.app.log_tail import HomeLogTail
 from millstream.app.merged_rows import FOLDED_TIMES, HomeMergedTables
-from millstream.errors import LogError
+from millstream.errors import CatalogError, LogError
 from millstream.home.as_of_parsing import parse_as_of
+from millstream.model.names import qualified_name
 from millstream.model.positions import Seq, StreamToken
+from millstream.model.query_reasons import Reason
 from millstream.model.schema import TableKind
 
 if TYPE_CHECKING:
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
     from millstream.lake.known_tables import KnownTable
     from millstream.lake.query.bounds import QueryBounds
     from millstream.lake.query.query_session import LakeSession
-    from millstream.model.ids import StreamId
+    from millstream.model.ids import StreamId, TableId
 
 
 def _landed_elsewhere(home: Home, stream: str) -> str | None:
@@ -77,6 +80,7 @@ def open_lake(
         as_of=moment,
         held=lambda: _quarantined(home, stream_id),
         known=lambda: _known(home, name, stream_id),
+        copies=lambda: _copies(home, stream_id),
         landed_by=_landed_elsewhere(home, name),
         merged=None
         if lake_only
@@ -108,12 +112,41 @@ def _known(home: Home, stream: str, stream_id: StreamId) -> list[KnownTable]:
         return "the pipeline hasn't landed it" if row.id in logged else ""
 
     return [
-        KnownTable(
-            row.id, row.namespace, row.name, schemas.get(row.id), waits(row), row.reason if row.is_copy_held else ""
-        )
+        KnownTable(row.id, row.namespace, row.name, schemas.get(row.id), waits(row))
         for row in rows
         if row.kind is TableKind.TABLE
     ]
+
+
+def _copies(home: Home, stream: StreamId) -> dict[TableId, Reason]:
+    """Return the tables whose copy isn't whole, with what their rows are until then."""
+    from millstream.catalog import TableState
+
+    if not home.has_catalog():
+        return {}
+    # A query needs no catalog: without one, it only can't report this.
+    with contextlib.suppress(CatalogError), home.open_catalog() as catalog:
+        waits = {TableState.COPY_REQUESTED, TableState.COPYING}
+        rows = [catalog.table(table) for table, state in catalog.states(stream).items() if state in waits]
+        return {row.id: _copy_of(row) for row in rows}
+    return {}
+
+
+def _copy_of(row: TableRow) -> Reason:
+    from millstream.catalog import TableState
+
+    name = qualified_name(row.namespace, row.name)
+    if row.is_copy_held:
+        return Reason("copy_held", name, f"rows that were not written since are as before the change: {row.reason}")
+    if row.state is TableState.COPYING:
+        return Reason(
+            "copying", name, "its copy is under way: from its begin on, rows that it has yet to read are missing"
+        )
+    return Reason(
+        "copy_requested",
+        name,
+        "its copy has yet to begin: rows that were not written since its request are missing or old",
+    )
 
 
 def _quarantined(home: Home, stream: StreamId) -> dict[str, str]:

@@ -28,14 +28,10 @@ def answer(lake: LakeSession, sql: str, style: Style) -> int:
     Ctrl-C ends the query in DuckDB too, and raises KeyboardInterrupt.
     """
     count = _cancellable(lake, lambda: _print(lake, sql, style))
-    if lake.left_out:
-        note(f"the log's newest records are left out: {lake.left_out}")
-    for name, reason in lake.missing.items():
-        note(f"not readable: {name}: {reason}")
-    for name, reason in lake.held_back.items():
-        note(f"quarantined: {name}: {reason}")
-    for name, reason in lake.copies_held.items():
-        note(f"copy_held: {name}: rows that were not written since are as before the change: {reason}")
+    for reason in lake.reasons:
+        note(str(reason))
+    for name, said in lake.missing.items():
+        note(f"not readable: {name}: {said}")
     if lake.regions and style in {"table", "csv"}:
         note(as_line(lake.regions))
     if lake.is_left_behind:

@@ -25,8 +25,6 @@ class KnownTable:
     """The newest known columns, if any; perhaps under an earlier name of the table."""
     waits: str = ""
     """The reason why the table may have rows that the lake lacks; empty if it has none."""
-    held: str = ""
-    """The reason why another copy of the table is held; empty if none is."""
 
     @property
     def full_name(self) -> str:

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iter
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import anyio
@@ -33,6 +34,7 @@ from millstream.lake.query.bounds import QueryBounds
 from millstream.model.access import Right
 from millstream.model.durations import duration_s
 from millstream.model.positions import StreamToken
+from millstream.model.query_reasons import REASONS_HEADER
 from millstream.model.region_ages import REGIONS_HEADER, REGIONS_METADATA
 from millstream.serving.access import Access, allow
 from millstream.serving.memory_budget import ClientGoneError, Held, Intake, read_body
@@ -73,7 +75,11 @@ _ROWS: Final[dict[int | str, dict[str, Any]]] = {
             REGIONS_HEADER: {
                 "description": "For merged rows: the regions, and the age of each in seconds, as JSON.",
                 "schema": {"type": "string"},
-            }
+            },
+            REASONS_HEADER: {
+                "description": "The reasons why rows may be missing or old, as JSON: objects of code, table, detail.",
+                "schema": {"type": "string"},
+            },
         },
         "content": {ARROW_TYPE: _BINARY, PIECES_TYPE: _BINARY},
     }
@@ -227,17 +233,16 @@ class Reading:
         ) -> Response:
             wants_pieces = PIECES_TYPE in request.headers.get("accept", "")
 
-            regions: str | None = None
+            headers: dict[str, str] = {}
 
             def made(home: OpenHome) -> Iterator[bytes]:
-                nonlocal regions
                 rows = home.merged(stream, table, at=at)
-                regions = rows.schema.metadata[REGIONS_METADATA].decode()
+                headers[REGIONS_HEADER] = rows.schema.metadata[REGIONS_METADATA].decode()
                 reader = rows.to_reader(max_chunksize=_MERGED_ROWS)
                 yield from in_pieces(reader) if wants_pieces else as_stream(reader)
 
             media_type = PIECES_TYPE if wants_pieces else ARROW_TYPE
-            return await self._answer(request, made, media_type, places=(self._queries,), regions=lambda: regions)
+            return await self._answer(request, made, media_type, places=(self._queries,), headers=headers)
 
     def _add_query(self) -> None:
         @self.router.post(
@@ -282,7 +287,7 @@ class Reading:
             places=(self._queries,),
             give_up=asked.give_up,
             within_s=self._bounds.time_s,
-            regions=lambda: asked.regions,
+            headers=asked.headers,
         )
 
     async def _question(self, request: Request) -> Question:
@@ -324,7 +329,7 @@ class Reading:
         places: tuple[_ConcurrencyLimit, ...] = (),
         give_up: Callable[[], None] = lambda: None,
         within_s: float | None = None,
-        regions: Callable[[], str | None] = lambda: None,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> Response:
         """Return an answer that is sent while it is made. An error before its first byte is raised.
 
@@ -336,8 +341,7 @@ class Reading:
             give_up: ends the work of `made`, from another thread.
             within_s: how long it may take to make, send and be read; as long as the caller goes on
                 reading, if None.
-            regions: returns the regions of merged rows, as JSON, once the first part is made; None for
-                other answers.
+            headers: the answer's own headers, complete once its first part is made.
         """
         until_s = None if within_s is None else asyncio.get_running_loop().time() + within_s
 
@@ -373,8 +377,6 @@ class Reading:
         if first is None:
             await let_go()
             return Response(status_code=_GONE)
-        listed = regions()
-        headers = {} if listed is None else {REGIONS_HEADER: listed}
         return _StreamedAnswer(_sent(first, making, media_type, let_go), media_type, headers, let_go, until_s)
 
     def _open(self) -> OpenHome:

@@ -12,11 +12,11 @@ session opens.
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self, cast
 
@@ -51,13 +51,14 @@ from millstream.lake.query.time_travel import (
     standing_at,
 )
 from millstream.lake.query.version_rows import versions_sql
-from millstream.lake.query.words import CATALOG_WORDS, LIST, LISTED, words_to_quote
+from millstream.lake.query.words import CATALOG_WORDS, LIST, LISTED, stands_in, words_to_quote
 from millstream.lake.renames import open_left_behind
 from millstream.lake.scan import records_of
 from millstream.lake.schema_history import Era, era_at, newest_schema
 from millstream.model.ids import TableId
 from millstream.model.names import name_in_full, parse_qualified_name, same_bare
 from millstream.model.positions import Seq, StreamToken
+from millstream.model.query_reasons import Reason, with_reasons
 from millstream.model.region_ages import RegionAge
 from millstream.model.schema import TableSchema
 
@@ -85,6 +86,7 @@ class LakeSession:
         as_of: Seq | datetime | None = None,
         held: Callable[[], Mapping[str, str]] | None = None,
         known: Callable[[], Sequence[KnownTable]] | None = None,
+        copies: Callable[[], Mapping[TableId, Reason]] | None = None,
         landed_by: str | None = None,
         merged: MergedTables | None = None,
         log: LogTail | None = None,
@@ -101,6 +103,7 @@ class LakeSession:
                 table of a query has received nothing lately: the call may take longer than the query.
             known: returns the source's tables as capture knows them. Called at most once, if a query names a table that
                 the lake lacks, or may list all. Tables without a record are then empty; renamed ones have new names.
+            copies: returns the tables whose copy isn't whole. Called at most once, after the first statement.
             landed_by: the other node that lands the stream's tables, for messages; None if this one does.
             merged: reads the tables that several regions write; None if there are none.
             log: reads the log's records that the lake lacks, which the session shows as if they had landed, up to the
@@ -130,7 +133,7 @@ class LakeSession:
             """The reason why the log's newest records aren't merged; empty if they are, and if the log isn't read."""
             moved = as_of is not None and not isinstance(as_of, datetime) and as_of != self._n
             self._asked = cast("Seq", as_of) if moved else None
-            self._held, self._asked_held = held, dict[str, str]()
+            self._quarantined: Final = cache(held or dict[str, str])
             self._log = log
             self._tail = TailTables(layout, log, self._standing, self._scratch.name, self._quarantined)
             self._tables = self._tail.tables()
@@ -139,7 +142,8 @@ class LakeSession:
         except BaseException:
             self.close()
             raise
-        self._known, self._asked_known = known, list[KnownTable]()
+        self._capture_knows: Final = cache(known or list[KnownTable])
+        self._copies: Final = cache(copies or dict[TableId, Reason])
         self._learned = known is None
         self._namesakes = Namesakes(self._engine)
         self._merged = MergedViews(self._engine, merged, past=self._past)
@@ -211,7 +215,7 @@ class LakeSession:
     @property
     def held_back(self) -> Mapping[str, str]:
         """Tables that queries may have named and that are quarantined, with the reason and their rows' position."""
-        held = self._tail.left_out | (self._quarantined() if self._behind else {})
+        held = {**self._tail.left_out, **(self._quarantined() if self._behind else {})}
         return {
             name: f"{held[name]}; its rows stand at {StreamToken.scalar(self._layout.stream_id, at)}"
             for name, at in self._behind.items()
@@ -219,18 +223,15 @@ class LakeSession:
         }
 
     @property
-    def copies_held(self) -> Mapping[str, str]:
-        """Tables that queries may have named whose unwritten rows are as before a changed definition, with the reason."""
+    def reasons(self) -> tuple[Reason, ...]:
+        """The reasons why tables that queries may have named may lack rows of the source."""
         named = {table.table_id for folder, table in self._tables.items() if folder not in self._rows_left}
-        return {
-            known.full_name: known.held for known in self._capture_knows() if known.held and known.table_id in named
-        }
-
-    def _quarantined(self) -> dict[str, str]:
-        """Return the tables that are quarantined, asked for once."""
-        if self._held is not None:
-            self._asked_held, self._held = dict(self._held()), None
-        return self._asked_held
+        behind = (f"the log's newest records are left out: {self.left_out}",) if self.left_out else ()
+        return (
+            *(Reason(LakeBehind.code, "", reason) for reason in behind),
+            *(Reason("quarantined", name, reason) for name, reason in self.held_back.items()),
+            *(reason for table_id, reason in self._copies().items() if table_id in named),
+        )
 
     def query(self, sql: str) -> pa.Table:
         """Return the result of one SQL statement.
@@ -248,7 +249,7 @@ class LakeSession:
         """Return the same result while it is computed, in batches of at most so many rows.
 
         Each batch may raise an error. Read it to its end, or close it, before the session's next query. If it has
-        merged rows, the schema's metadata lists their regions (`millstream.regions`).
+        merged rows, the schema's metadata lists their regions (`millstream.regions`), and `reasons` if there are any.
         """
         import duckdb
 
@@ -258,7 +259,7 @@ class LakeSession:
             sql = LISTED
         try:
             reader = self._run(sql, batch_rows)
-            schema = self._merged.stamped(reader.schema)
+            schema = with_reasons(self._merged.stamped(reader.schema), self.reasons)
             return pa.RecordBatchReader.from_batches(schema, self._checked(reader, schema))
         except duckdb.Error as error:
             raise self._translated(error) from error
@@ -370,7 +371,7 @@ class LakeSession:
         for name in [found.name for found in self._tables.values() if is_meant(table, found.name)]:
             if name in self._failures:
                 return InvalidQuery(f"{name} {self._failures[name].message}")
-        for known in self._asked_known:
+        for known in self._capture_knows():
             if is_meant(table, known.full_name) and (known.waits or known.schema is None):
                 why = known.waits or "no change of it has come, and nobody has seen its columns"
                 hint = None if self.landed_by is None else self._where_they_land(self.landed_by)
@@ -431,23 +432,18 @@ class LakeSession:
         self._learned = self._learned and not dropped
         return hidden
 
-    def _capture_knows(self) -> list[KnownTable]:
-        """Return the source's tables, asked for once."""
-        if self._known is not None:
-            self._asked_known, self._known = list(self._known()), None
-        return self._asked_known
-
     def _learn(self) -> bool:
         """Make views of tables that capture knows now and the lake lacks; return whether there were any."""
         if self._learned or self._past:
             return False
         self._learned = True
         mine = {table.table_id: table for table in self._tables.values()}
-        names = {table.name for table in self._tables.values()}
         more = False
         for known in self._capture_knows():
             found = mine.get(known.table_id)
-            if known.full_name in names or self._engine.has_view(known.namespace, known.name):
+            if known.full_name in {table.name for table in mine.values()} or self._engine.has_view(
+                known.namespace, known.name
+            ):
                 continue
             try:
                 if found is not None:
@@ -496,10 +492,11 @@ class LakeSession:
 
     def _stands_in(self, folder: str, text: str) -> bool:
         """Whether a query (in lower case) may name the table."""
-        if folder == MESSAGES:
-            return MESSAGES in text
-        bare = parse_qualified_name(self._tables[folder].name)[1].replace('"', '""').lower()
-        return re.search(rf"(?<!\w){re.escape(bare)}(?!\w)", text) is not None
+        return (
+            MESSAGES in text
+            if folder == MESSAGES
+            else stands_in(parse_qualified_name(self._tables[folder].name)[1], text)
+        )
 
     def _history(self, folder: str) -> OpenTable:
         return self._tail.history(self._tables[folder].table_id, self._tables[folder].name, folder)

@@ -27,3 +27,9 @@ def words_to_quote(sql: str, keywords: Collection[str], columns: Collection[str]
     bare = {name.lower(): name for name in columns if name.lower() in keywords}
     found = (bare.get(word.lower()) for word in _WORD.findall(TEXTS.sub(" ", sql)))
     return list(dict.fromkeys(name for name in found if name is not None))
+
+
+def stands_in(table: str, text: str) -> bool:
+    """Return whether a query (in lower case) may name a table, given without its schema."""
+    bare = re.escape(table.replace('"', '""').lower())
+    return re.search(rf"(?<!\w){bare}(?!\w)", text) is not None

@@ -32,6 +32,8 @@ class Frame(IntEnum):
     """Nothing more comes, and the worker ends."""
     REGIONS = 5
     """The regions of merged rows, as JSON, before the answer's first bytes."""
+    REASONS = 6
+    """The reasons why rows may be missing, as JSON, before the answer's first bytes."""
 
 
 @dataclass(frozen=True, slots=True)

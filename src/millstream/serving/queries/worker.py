@@ -24,6 +24,7 @@ import pyarrow as pa
 from millstream.app.lake_sessions import open_lake
 from millstream.errors import MillstreamError, QueryBound
 from millstream.lake.query.bounds import QueryBounds
+from millstream.model.query_reasons import REASONS_METADATA
 from millstream.model.region_ages import regions_as_json
 from millstream.serving.queries.frames import Frame, QueryRequest, WorkerStart, write_frame
 from millstream.serving.row_streams import as_stream, in_pieces
@@ -94,6 +95,8 @@ def _answer(start: WorkerStart, request: QueryRequest, out: BinaryIO) -> None:
             reader = lake.stream(request.sql)
             if lake.regions:
                 write_frame(out, Frame.REGIONS, regions_as_json(lake.regions).encode())
+            if reasons := (reader.schema.metadata or {}).get(REASONS_METADATA):
+                write_frame(out, Frame.REASONS, reasons)
             for part in in_pieces(reader) if request.in_pieces else as_stream(reader):
                 write_frame(out, Frame.PART, part)
     except MillstreamError as error:

@@ -22,6 +22,8 @@ from functools import partial
 from typing import IO, TYPE_CHECKING, Final, cast
 
 from millstream.errors import LakeError, MillstreamError, QueryBound, error_of
+from millstream.model.query_reasons import REASONS_HEADER, as_header
+from millstream.model.region_ages import REGIONS_HEADER
 from millstream.private_files import make_folder
 from millstream.serving.queries.frames import Frame, QueryRequest, WorkerStart, read_frame
 from millstream.workers import Worker
@@ -116,8 +118,8 @@ class AskedQuery:
         self._lock = threading.Lock()
         self._worker: _Worker | None = None
         self._failure: MillstreamError | None = None
-        self.regions: str | None = None
-        """The regions of the merged rows, as JSON, from the first part on; None if the query names none."""
+        self.headers: dict[str, str] = {}
+        """Headers of the answer, from the first part on: the regions of merged rows, and the reasons why rows may be missing."""
 
     def give_up(self) -> None:
         """End the query, now or before it begins."""
@@ -194,7 +196,9 @@ class AskedQuery:
             if kind == Frame.PART:
                 yield body
             elif kind == Frame.REGIONS:
-                self.regions = body.decode()
+                self.headers[REGIONS_HEADER] = body.decode()
+            elif kind == Frame.REASONS:
+                self.headers[REASONS_HEADER] = as_header(body.decode())
             elif kind == Frame.ERROR:
                 error = error_of(json.loads(body))
             else:
