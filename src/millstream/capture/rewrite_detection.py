@@ -16,12 +16,14 @@ Such a table is copied again. PostgreSQL sends nothing of these changes:
 A changed key has the table copied again too: the log's deletes carry the old key.
 
 The catalog keeps the columns (by number) and partitions as last seen. Comparing with them shows what
-has happened since, even while no capture ran.
+has happened since, even while no capture ran. Names that came and went in between show in the stream
+alone: `shown_columns`.
 
 Whatever the catalogs can't rule out counts as a change. That may cause a needless copy, and misses nothing:
 
-- An added column counts as filled if it has, or had when it was added, a default, an identity or NOT
-  NULL. (A default that is set later, before the next look, is no change.)
+- An added column counts as filled if the catalog keeps a first default for it, or if the table has another
+  file: rows may have been rewritten with a default or an identity that is gone by now. (`VACUUM FULL` and
+  `TRUNCATE` only make another file.)
 - A column's type counts as rewritten if its catalog row was written and the table has another file.
   (`VACUUM FULL` and `TRUNCATE` only make another file. A default that is set between the same two looks
   also writes the catalog row.)
@@ -31,14 +33,17 @@ Whatever the catalogs can't rule out counts as a change. That may cause a needle
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from millstream.capture.column_rules import TEXT_OID
 from millstream.capture.publication import Restriction
+from millstream.capture.shown_columns import Expected, Judgement, Shape, Shown, judged, kept
 from millstream.capture.source import AttributeFacts, PartitionFacts, SourceTable
 from millstream.catalog import Catalog
 from millstream.model.column_rules import Rule, SourceRules
 from millstream.model.ids import StreamId, TableId
+from millstream.model.positions import Lsn
 from millstream.model.records import log_names
 from millstream.model.schema import ReplicaIdentity
 
@@ -65,16 +70,61 @@ class KnownLayouts:
         told += [] if columns else _news_of_files(known, table)
         return "; ".join(told) or None
 
-    def remember(self, table: SourceTable, id_: TableId, sent: Restriction) -> None:
-        """Record the table's present state as that of the log's rows, or of the rows about to be copied."""
+    def explained(self, table: SourceTable, id_: TableId, now: Shape, shown: Sequence[Shown]) -> Judgement:
+        """Explain the forms that records of the table showed, by what is known of its columns."""
         known = self._known.get(str(id_))
-        # A copy brings the rows' present values. Without a copy, a dropped name may come back.
-        gone = [] if known is None or self.news(table, id_, sent) is not None else sorted(_gone(known, table))
+        if known is None:
+            return Judgement(None)
+        shapes = _shapes(known, table)
+        # If the stream shows again what a copy didn't change, another copy won't either.
+        odd = known.get("odd", []) if now.is_like(shapes[-1]) else []
+        return judged([one for one in shown if one.stored_form() not in odd], shapes, now)
+
+    def remember(
+        self,
+        table: SourceTable,
+        id_: TableId,
+        sent: Restriction,
+        *,
+        now: Shape,
+        since: Lsn,
+        shown: Sequence[Shown] = (),
+        odd: Shown | None = None,
+        copied: bool,
+    ) -> Expected:
+        """Record the table's present state as that of the log's rows, or of the rows about to be copied.
+
+        Return the form of records from here on.
+
+        Args:
+            table: the table.
+            id_: its id.
+            sent: the part of it that is sent.
+            now: its present shape.
+            since: the LSN from which on earlier shapes may be needed.
+            shown: the forms of its records since the last look.
+            odd: the one for which a copy was requested because nothing explains it.
+            copied: whether its rows are copied again.
+        """
+        known = self._known.get(str(id_))
+        gone, shapes, odd_forms = list[str](), [now], list[Any]()
+        if known is not None:
+            shapes = kept(_shapes(known, table), since)
+            if now.is_like(shapes[-1]):
+                odd_forms = known.get("odd", [])
+            else:
+                shapes.append(now)
+            if not copied:
+                # A copy brings the rows' present values. Without a copy, a dropped name may come back.
+                names = {name for one in shown for name, _ in one.form}
+                gone = sorted((_gone(known, table) | names) - {name for name, _ in now.columns.values()})
         columns = _sent(table)
         value = {
             "relfilenode": table.relfilenode,
             "columns": [[c.number, c.name, c.type_oid, c.type_modifier] for c in columns],
             "gone": gone,
+            "shapes": [shape.stored() for shape in shapes],
+            "odd": odd_forms if odd is None else [*odd_forms, odd.stored_form()],
             "written_by": {str(c.number): c.written_by for c in columns},
             "generated": [c.number for c in table.layout if c not in columns],
             "parts": {str(c.number): dict(c.parts) for c in columns if c.parts},
@@ -88,6 +138,7 @@ class KnownLayouts:
         if known != value:
             self._catalog.put_fact(self._scope, str(id_), value)
             self._known[str(id_)] = value
+        return Expected(now.form, is_certain=len(shapes) == 1)
 
     def forget(self, id_: TableId) -> None:
         """Delete what is recorded of a table that is gone: a relation that comes back is a new table."""
@@ -134,6 +185,38 @@ class KnownLayouts:
         }
 
 
+def shape_of(table: SourceTable, sent: Restriction, at: Lsn) -> Shape:
+    """Return the table's columns as the catalogs show them.
+
+    Args:
+        table: the table, with its rules applied.
+        sent: the part of it that is sent.
+        at: an LSN at or above every change that the catalogs show.
+    """
+    captured = {column.name for column in table.relation.columns}
+    listed = [c for c in table.layout if c.name in captured and (sent.columns is None or c.name in sent.columns)]
+    names = log_names([c.name for c in listed])
+    # As the log has them: a column with a rule is text.
+    types = [TEXT_OID if c.name in table.rules else c.type_oid for c in listed]
+    hidden = {c.number for c in table.layout if table.rules.get(c.name) is Rule.EXCLUDE}
+    return Shape(
+        at,
+        table.numbers_max,
+        {c.number: (name, type_oid) for c, name, type_oid in zip(listed, names, types, strict=True)},
+        unsent=frozenset({c.number for c in table.layout} - {c.number for c in listed} - hidden),
+        hidden=frozenset(hidden),
+    )
+
+
+def _shapes(known: dict[str, Any], table: SourceTable) -> list[Shape]:
+    """Return the shapes of earlier looks; a catalog of an older version has the last one's columns alone."""
+    if "shapes" in known:
+        return [Shape.loaded(facts) for facts in known["shapes"]]
+    names = _known_names(known)
+    columns = {n: (names[n], type_oid) for n, _, type_oid, _ in known["columns"] if n in known["listed"]}
+    return [Shape(Lsn(0), max(columns, default=table.numbers_max), columns)]
+
+
 def _sent(table: SourceTable) -> list[AttributeFacts]:
     """Return the table's columns, except generated ones that aren't sent."""
     sent = {column.name for column in table.relation.columns}
@@ -171,6 +254,8 @@ def _news_of_columns(known: dict[str, Any], table: SourceTable) -> Iterator[str]
                 yield f"column {column.name} was dropped and added again"
             elif column.filled:
                 yield f"column {column.name} was added with a value for existing rows"
+            elif rewritten:
+                yield f"column {column.name} was added, and the rows were rewritten"
         else:
             name, type_oid, modifier = before[column.number]
             if name != column.name:

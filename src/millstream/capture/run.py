@@ -410,7 +410,10 @@ class _Capture:
     def _caught_up(self, session: _CaptureSession) -> bool:
         applier = session.applier
         assert self._target is not None
-        if applier.passed < self._target or not applier.idle or not session.copies.all_done:
+        if applier.passed < self._target or not applier.idle:
+            return False
+        # In this order: the look may request a copy.
+        if session.tables.waits_for_look() or not session.copies.all_done:
             return False
         applier.store_position()
         return applier.confirmed >= self._target

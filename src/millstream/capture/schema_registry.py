@@ -16,6 +16,7 @@ import structlog
 from millstream.capture.column_rules import RULES, ColumnRules
 from millstream.capture.config import CaptureConfig
 from millstream.capture.raw_past import RawPast
+from millstream.capture.shown_columns import ShownColumns
 from millstream.capture.source import KeyColumn, SourceTable
 from millstream.catalog import COPY_HELD, Catalog, TableRow, TableState
 from millstream.codec.pgoutput import MESSAGES_COLUMNS, Relation, raw_schema, table_schema
@@ -53,6 +54,7 @@ class SchemaRegistry:
         self._catalog = catalog
         self.rules = rules
         self.raw_past = RawPast(catalog, stream)
+        self.shown = ShownColumns(catalog, stream)
         self.stream = stream
         self._source = source
         self._config = config
@@ -122,12 +124,20 @@ class SchemaRegistry:
             known = self._answers.get(relation.oid)
         asked = (relation.encoded, None if row is None else row.state, None if facts is None else facts.key)
         if known is not None and known.asked == asked:
-            return known.schema
-        schema = self._resolve(relation, row, facts)
-        if row is not None:
-            with self._lock:
-                self._answers[relation.oid] = _CachedSchema(asked, schema)
+            schema = known.schema
+        else:
+            schema = self._resolve(relation, row, facts)
+            if row is not None:
+                with self._lock:
+                    self._answers[relation.oid] = _CachedSchema(asked, schema)
+        if schema is not None:
+            self.note_form(schema)
         return schema
+
+    def note_form(self, schema: TableSchema) -> None:
+        """Note that records with this schema are about to enter the log. Any thread."""
+        if self.shown.note(schema):
+            self.look_wanted.set()
 
     def request_copy_again(self, row: TableRow, facts: SourceTable | None, news: str) -> None:
         """Request another copy of a copied table, whose rows changed with its definition.
@@ -155,6 +165,8 @@ class SchemaRegistry:
         For the decoding thread.
         """
         self._keys[schema.table_id] = schema.key
+        self.shown.forget(schema.table_id)
+        self.note_form(schema)
 
     def messages_schema(self) -> TableSchema:
         """Return the schema of the source's logical messages."""

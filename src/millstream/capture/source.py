@@ -67,7 +67,9 @@ class AttributeFacts:
     type_oid: int
     type_modifier: int
     filled: bool
-    """Whether rows older than the column may have a value other than null in it."""
+    """Whether rows that were there before the column show its first default, without having been rewritten.
+
+    PostgreSQL keeps it apart from the rows (`attmissingval`) until the table is rewritten."""
     generated: str
     """How the column is generated; empty if it isn't.
 
@@ -124,6 +126,8 @@ class SourceTable:
     key_constraint: int
     """OID of the primary key's constraint, which REINDEX keeps; 0 without a primary key."""
     partitions: tuple[PartitionFacts, ...]
+    numbers_max: int
+    """The greatest number that a column of the table ever had."""
     rules: Mapping[str, Rule] = field(default_factory=dict)
     """Rules of the columns that have one, by name, once they are applied.
 
@@ -202,8 +206,7 @@ SELECT c.oid, n.nspname, c.relname, c.relkind = 'p', c.relreplident::text,
        c.relfilenode::bigint,
        ARRAY(SELECT p.relid::oid::bigint FROM pg_partition_ancestors(c.oid) p WHERE p.relid <> c.oid),
        (SELECT json_agg(json_build_array(a.attnum, a.attname, a.atttypid::bigint, a.atttypmod,
-                        a.atthasmissing OR a.atthasdef OR a.attnotnull OR a.attidentity <> ''
-                        OR (c.relkind = 'p' AND EXISTS (SELECT FROM pg_attribute l WHERE l.attname = a.attname AND l.atthasmissing
+                        a.atthasmissing OR (c.relkind = 'p' AND EXISTS (SELECT FROM pg_attribute l WHERE l.attname = a.attname AND l.atthasmissing
                             AND l.attrelid IN (SELECT p.relid FROM pg_partition_tree(c.oid) p WHERE p.isleaf))),
                         a.attgenerated, a.xmin::text::bigint, CASE WHEN a.atttypid >= 16384 THEN
                           (WITH RECURSIVE part (oid) AS (
@@ -238,7 +241,8 @@ SELECT c.oid, n.nspname, c.relname, c.relkind = 'p', c.relreplident::text,
            AND (r.oid = c.oid OR (c.relkind = 'p' AND r.oid IN
                 (SELECT p.relid FROM pg_partition_tree(c.oid) p WHERE p.isleaf)))
            AND (r.relreplident = 'f' OR EXISTS (SELECT FROM pg_index i WHERE i.indrelid = r.oid AND a.attnum = ANY ((i.indkey::int2[])[0:i.indnkeyatts - 1])
-                AND CASE r.relreplident WHEN 'd' THEN i.indisprimary WHEN 'i' THEN i.indisreplident ELSE false END)))
+                AND CASE r.relreplident WHEN 'd' THEN i.indisprimary WHEN 'i' THEN i.indisreplident ELSE false END))),
+       c.relnatts::int
   FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
  WHERE c.relkind IN ('r', 'p') AND c.relpersistence = 'p'
    AND n.nspname NOT IN ('pg_catalog', 'information_schema', 'pg_toast') AND n.nspname NOT LIKE 'pg\\_temp\\_%%'
@@ -436,6 +440,7 @@ def _table(row: tuple[Any, ...]) -> SourceTable:
         layout=tuple(AttributeFacts(*[*facts, _parts(parts)]) for *facts, parts in row[12] or ()),
         key_constraint=int(row[13] or 0),
         partitions=tuple(PartitionFacts(*partition) for partition in row[14] or ()),
+        numbers_max=int(row[16]),
     )
 
 

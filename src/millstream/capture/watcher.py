@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import structlog
@@ -34,13 +34,15 @@ from millstream.capture.publication import (
     sync_publications,
 )
 from millstream.capture.raw_past import note_raw_values
-from millstream.capture.rewrite_detection import KnownLayouts
+from millstream.capture.rewrite_detection import KnownLayouts, shape_of
 from millstream.capture.schema_registry import NO_IDENTITY, SchemaRegistry
+from millstream.capture.shown_columns import Expected, Shape, Shown
 from millstream.capture.slot import read_slot
 from millstream.capture.source import Connection, SourceIdentity, SourceTable, connect_same, insert_lsn
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.codec.pgoutput import HEARTBEAT_PREFIX
 from millstream.errors import MillstreamError, PublicationMissing, SourceError
+from millstream.model.ids import TableId
 from millstream.model.names import TablePatterns, qualified_name
 from millstream.model.positions import Lsn
 from millstream.workers import Worker
@@ -77,6 +79,17 @@ class WatchedTables:
         """LSN from which a new session has to stream: a publication exists that this session didn't start with."""
         self._streamed: tuple[str, ...] | None = None
 
+    def waits_for_look(self) -> bool:
+        """Return whether the log has records that only another look can explain; have it soon then.
+
+        Those of a table that is being copied wait for the copy.
+        """
+        waiting = self._directory.shown.waiting
+        if not any(row.id in waiting and row.state is TableState.STREAMING for row in self._directory.rows()):
+            return False
+        self._directory.look_wanted.set()
+        return True
+
     def look(self, connection: Connection, passed: Lsn) -> None:
         """Bring publications, catalog and directory in step with the source's tables.
 
@@ -87,6 +100,7 @@ class WatchedTables:
         Raises:
             PublicationMissing, SourceError: as their messages say; changes made before the error persist.
         """
+        shown = self._directory.shown.begin_look(passed)
         try:
             publish_generated(connection, self._config.publication)
         except SourceError as error:
@@ -114,15 +128,20 @@ class WatchedTables:
         if self.renew_at is None and not set(self.coverage.publications) <= set(self._streamed):
             self.renew_at = insert_lsn(connection)
         sent = restrictions(connection, self.coverage.publications)
+        left, expected = dict[TableId, Sequence[Shown]](), dict[TableId, Expected]()
         for table in tables:
             row = self._directory.table_row(table)
             if table.refusal is not None:
                 self._directory.refuse(table.oid, table.namespace, table.name, table.refusal)
                 continue
-            self._settle_layout(table, row, sent.get((table.namespace, table.name)))
+            restriction = sent.get((table.namespace, table.name)) or Restriction()
+            now = shape_of(table, restriction, self.seen_at)
+            left[row.id], expected[row.id] = self._settle_layout(table, row, restriction, now, shown.get(row.id, ()))
             self._settle(table, row)
         self._notice_leaving(connection, known.values(), passed)
         self._directory.refresh()
+        # Last: capture ends only once every form is explained, and the table's state shows a copy that this requests.
+        self._directory.shown.end_look({table: forms for table, forms in left.items() if forms}, expected)
 
     def _settle(self, table: SourceTable, row: TableRow) -> None:
         """Update a table's state after a change of its identity or of the publications."""
@@ -153,10 +172,24 @@ class WatchedTables:
             details = {"cause": NOT_PUBLISHED, "hint": hint}
             self._catalog.set_state(row.id, TableState.QUARANTINED, why, details=details)
 
-    def _settle_layout(self, table: SourceTable, row: TableRow, sent: Restriction | None) -> None:
-        """Request a copy of a table if its existing rows, or the part that is sent, changed with its definition."""
-        sent = sent or Restriction()
+    def _settle_layout(
+        self, table: SourceTable, row: TableRow, sent: Restriction, now: Shape, shown: Sequence[Shown]
+    ) -> tuple[Sequence[Shown], Expected]:
+        """Request a copy of a table if its existing rows, or the part that is sent, changed with its definition.
+
+        Return the forms of records that the next look has to explain, and the form that it expects. In other states than these two, the table's
+        records don't count, or a copy comes that follows them.
+        """
         news = self._layouts.news(table, row.id, sent)
+        left: Sequence[Shown] = ()
+        odd: Shown | None = None
+        if news is None and row.state is TableState.STREAMING:
+            found = self._layouts.explained(table, row.id, now, shown)
+            news, left, odd = found.news, found.left, found.odd
+        elif news is None and row.state is TableState.COPYING:
+            left = shown
+        else:
+            shown = ()
         if news is not None:
             self._directory.request_copy_again(row, table, news)
         if raw := self._layouts.raw_columns(table, row.id):
@@ -166,7 +199,17 @@ class WatchedTables:
             logger.warning(
                 "older records keep their values", code="raw_values_kept", table=table.full_name, columns=unruled
             )
-        self._layouts.remember(table, row.id, sent)
+        expected = self._layouts.remember(
+            table,
+            row.id,
+            sent,
+            now=now,
+            since=self._directory.shown.since,
+            shown=shown,
+            odd=odd,
+            copied=news is not None,
+        )
+        return left, expected
 
     def _settle_truncates(self, table: SourceTable, row: TableRow) -> None:
         """Record that truncates aren't sent; once they are, request a copy, since some may have been missed."""

@@ -34,6 +34,7 @@ class CopySchemas:
             found = self._catalog.put_schema(self._stream, schema)
             with self._lock:
                 self._numbered[schema] = found
+        self._directory.note_form(found)
         return found
 
     def voiding(self, table: SourceTable, table_id: TableId, copy_id: str, lsn: Lsn) -> WriteOps:

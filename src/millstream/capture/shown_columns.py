@@ -1,0 +1,298 @@
+"""Columns under names that came and went between two looks at the source's catalogs.
+
+A record in the log has the names of its moment. PostgreSQL sends names without column numbers, and the catalogs are
+read every few seconds only. A column that is renamed and renamed back in between, or one that is dropped and added
+again, looks untouched. Records from in between then have its values under another name.
+
+So capture notes each form of a table that records show (`ShownColumns`). The next look explains it: which numbers may
+the columns have had (`readings`)? Columns are sent in the order of their numbers. A column that exists at two looks
+existed between them, and one that is younger than a live column came after it. If every reading gives each column that
+exists today its present name, nothing is wrong. Otherwise the table is copied again (`judged`): capture never guesses
+which of several readings is right.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeAlias
+
+from millstream.catalog import Catalog
+from millstream.model.ids import StreamId, TableId
+from millstream.model.positions import Lsn
+from millstream.model.schema import TableKind, TableSchema
+
+Form: TypeAlias = tuple[tuple[str, int], ...]
+"""The log's name and the type's OID of each column, in order; 0 if the type isn't known."""
+
+_WAYS_MAX: Final = 2000
+"""Readings of a form that are tried; a form with more of them counts as unclear."""
+_LOOKS_MAX: Final = 2
+"""Looks after which a form that no reading explains counts as unclear: the first may miss a change that has just
+committed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A table's columns at one look."""
+
+    at: Lsn
+    """An LSN at or above every change that the look saw."""
+    numbers_max: int
+    """The greatest number that a column of the table ever had."""
+    columns: Mapping[int, tuple[str, int]]
+    """The log's name and the type's OID of each column that is sent, by its number."""
+    unsent: frozenset[int] = frozenset()
+    """Numbers of columns that exist and aren't sent, by the publication's choice, which may have been another."""
+    hidden: frozenset[int] = frozenset()
+    """Numbers of columns that exist and are left out by a rule."""
+
+    @classmethod
+    def loaded(cls, facts: Sequence[Any]) -> Shape:
+        """Return the value that `stored` encoded."""
+        at, numbers_max, columns = facts
+        return cls(Lsn(at), numbers_max, {number: (name, type_oid) for number, name, type_oid in columns})
+
+    def stored(self) -> list[Any]:
+        """Return JSON-compatible facts: all that an earlier look has to tell."""
+        return [int(self.at), self.numbers_max, [[number, *facts] for number, facts in sorted(self.columns.items())]]
+
+    def is_like(self, other: Shape) -> bool:
+        """Return whether both have the same columns, and none came in between."""
+        return (self.numbers_max, self.columns) == (other.numbers_max, other.columns)
+
+    @property
+    def form(self) -> Form:
+        """The form of the records that this look expects."""
+        return tuple(facts for _, facts in sorted(self.columns.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The form that a look expects of later records."""
+
+    form: Form
+    is_certain: bool
+    """Whether records of this form need no explanation: the stream has come past all changes of the columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A form that records of a table have."""
+
+    form: Form
+    since: Lsn
+    """The stream had come at least so far when the form was noted."""
+    looks: int = 0
+    """Looks that couldn't explain it."""
+
+    def stored_form(self) -> list[list[Any]]:
+        """Return the form as JSON has it."""
+        return list(map(list, self.form))
+
+
+class ShownColumns:
+    """Forms that a stream's records showed and that no look has explained yet. Any thread.
+
+    A form that isn't certain by the last look is kept in the catalog before its records enter the log.
+    """
+
+    def __init__(self, catalog: Catalog, stream: StreamId) -> None:
+        self._catalog = catalog
+        self._scope = f"capture/{stream}/shown"
+        self._lock = threading.Lock()
+        self._since = Lsn(0)
+        """How far the stream was when the last look began."""
+        self._expected: dict[TableId, Expected] = {}
+        self._shown: dict[TableId, dict[Form, Shown]] = {}
+        self._looked_at: dict[TableId, dict[Form, Shown]] = {}
+        """Forms that the running look has to explain; the same form may be noted again at once."""
+        for id_, forms in catalog.facts(self._scope).items():
+            some = (Shown(tuple((n, t) for n, t in form), Lsn(since), looks) for form, since, looks in forms)
+            self._shown[TableId(int(id_))] = {shown.form: shown for shown in some}
+
+    def note(self, schema: TableSchema) -> bool:
+        """Note the form of records that are about to enter the log; return whether it is another than expected."""
+        if schema.kind is not TableKind.TABLE:
+            return False
+        form = tuple((column.name, 0 if column.pg is None else column.pg.oid) for column in schema.columns)
+        table = schema.table_id
+        with self._lock:
+            forms = self._shown.setdefault(table, {})
+            if form in forms:
+                return False
+            shown = forms[form] = Shown(form, self._since)
+            expected = self._expected.get(table)
+            if self._is_unusual(shown, expected):
+                self._store(table)
+            return expected is not None and form != expected.form
+
+    def forget(self, table: TableId) -> None:
+        """Forget a table's forms: its earlier records no longer count."""
+        with self._lock:
+            stored = self._unusual(table)
+            self._shown.pop(table, None)
+            self._looked_at.pop(table, None)
+            if stored:
+                self._store(table)
+
+    def begin_look(self, passed: Lsn) -> Mapping[TableId, Sequence[Shown]]:
+        """Return the forms that a look which begins now has to explain, by table.
+
+        Args:
+            passed: how far the stream is in the log.
+        """
+        with self._lock:
+            self._since = max(self._since, passed)
+            for table, forms in self._shown.items():
+                self._looked_at[table] = forms | self._looked_at.get(table, {})
+            self._shown = {}
+            return {table: tuple(forms.values()) for table, forms in self._looked_at.items()}
+
+    def end_look(self, left: Mapping[TableId, Sequence[Shown]], expected: Mapping[TableId, Expected]) -> None:
+        """End the look: other forms than those that are left are explained, or no longer count.
+
+        Args:
+            left: the forms for the next look to explain, by table.
+            expected: the form of later records, by table.
+        """
+        with self._lock:
+            stored = [table for table in {*self._shown, *self._looked_at} if self._unusual(table)]
+            self._looked_at = {}
+            self._expected = dict(expected)
+            for table, forms in left.items():
+                self._shown[table] = self._shown.get(table, {}) | {shown.form: shown for shown in forms}
+            for table in {*stored, *filter(self._unusual, self._shown)}:
+                self._store(table)
+
+    @property
+    def since(self) -> Lsn:
+        """The LSN from which on earlier shapes of tables may be needed."""
+        with self._lock:
+            forms = [*self._shown.values(), *self._looked_at.values()]
+            return min([self._since, *(shown.since for some in forms for shown in some.values())])
+
+    @property
+    def waiting(self) -> set[TableId]:
+        """The tables with a form that isn't certain, and that no look has explained."""
+        with self._lock:
+            return set(filter(self._unusual, {*self._shown, *self._looked_at}))
+
+    def _unusual(self, table: TableId) -> list[Shown]:
+        expected = self._expected.get(table)
+        forms = self._shown.get(table, {}) | self._looked_at.get(table, {})
+        return [shown for shown in forms.values() if self._is_unusual(shown, expected)]
+
+    @staticmethod
+    def _is_unusual(shown: Shown, expected: Expected | None) -> bool:
+        return expected is not None and not (expected.is_certain and shown.form == expected.form)
+
+    def _store(self, table: TableId) -> None:
+        unusual = self._unusual(table)
+        if unusual:
+            facts = [[shown.stored_form(), int(shown.since), shown.looks] for shown in unusual]
+            self._catalog.put_fact(self._scope, str(table), facts)
+        else:
+            self._catalog.drop_fact(self._scope, str(table))
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """The outcome of a look at the forms of a table's records."""
+
+    news: str | None
+    """Why rows in the log aren't the source's; None if they are."""
+    left: tuple[Shown, ...] = ()
+    """Forms that the next look has to explain."""
+    odd: Shown | None = None
+    """The form that nothing explains."""
+
+
+def judged(shown: Sequence[Shown], before: Sequence[Shape], now: Shape) -> Judgement:
+    """Explain the forms of a table's records.
+
+    Args:
+        shown: the forms.
+        before: the shapes of earlier looks, ascending; at least one that isn't younger than the forms.
+        now: the shape at a look that began after the forms were noted.
+    """
+    left = []
+    for one in shown:
+        earlier = _at(before, one.since)
+        found = list(itertools.islice(readings(one.form, earlier, now), _WAYS_MAX + 1))
+        names = ", ".join(name for name, _ in one.form)
+        if not found and one.looks + 1 < _LOOKS_MAX:
+            left.append(replace(one, looks=one.looks + 1))
+        elif not found or len(found) > _WAYS_MAX:
+            return Judgement(f"records have the columns {names}, which can't be explained", odd=one)
+        elif wrong := [w for numbers in found if (w := _misnamed(one.form, numbers, now)) is not None]:
+            if len(wrong) == len(found) == 1:
+                return Judgement(wrong[0])
+            return Judgement(f"records have the columns {names}, of which some were dropped and added since")
+    return Judgement(None, tuple(left))
+
+
+def kept(before: Sequence[Shape], since: Lsn) -> list[Shape]:
+    """Return the shapes that may still be needed: those from the one in force at an LSN on."""
+    first = _at(before, since)
+    return [shape for shape in before if shape.at >= first.at]
+
+
+def readings(form: Form, earlier: Shape, now: Shape) -> Iterator[tuple[int, ...]]:
+    """Yield the numbers that the columns of a form may have had, between two looks."""
+    must = earlier.columns.keys() & now.columns.keys()
+    young = {number for number in now.columns if number > earlier.numbers_max}
+    came = set(range(earlier.numbers_max + 1, now.numbers_max + 1)) - now.hidden
+    may = {*earlier.columns, *now.columns, *came, *now.unsent} - must - young
+    ways = numberings(len(form), must=must, in_turn=young, may=may)
+    some = list(itertools.islice(ways, _WAYS_MAX + 1))
+    fit = [way for way in some if all(map(_fits, form, way, itertools.repeat((earlier, now))))]
+    # A type may have changed twice in between.
+    yield from fit or some
+
+
+def numberings(
+    width: int, *, must: Collection[int], in_turn: Collection[int], may: Collection[int]
+) -> Iterator[tuple[int, ...]]:
+    """Yield ascending column numbers, so many at a time.
+
+    Args:
+        width: how many.
+        must: numbers that each has.
+        in_turn: numbers of columns that came one after the other, and still exist: each comes with all lower ones, and
+            before all greater ones.
+        may: numbers that may be there or not.
+    """
+    turns = sorted(in_turn)
+    for count in range(len(turns) + 1):
+        fixed = {*must, *turns[:count]}
+        last = turns[count] if count < len(turns) else math.inf
+        free = sorted(number for number in may if number not in fixed and number < last)
+        missing = width - len(fixed)
+        if 0 <= missing <= len(free):
+            for some in itertools.combinations(free, missing):
+                yield tuple(sorted([*fixed, *some]))
+
+
+def _fits(column: tuple[str, int], number: int, shapes: tuple[Shape, Shape]) -> bool:
+    known = {shape.columns[number][1] for shape in shapes if number in shape.columns}
+    return not known or 0 in known or column[1] in {0, *known}
+
+
+def _misnamed(form: Form, numbers: Sequence[int], now: Shape) -> str | None:
+    """Return which of today's columns isn't what records have under its name; None if each is."""
+    today = {name: number for number, (name, _) in now.columns.items()}
+    for (name, _), number in zip(form, numbers, strict=True):
+        if number in now.columns and now.columns[number][0] != name:
+            return f"column {now.columns[number][0]} was called {name} for a while"
+        if today.get(name, number) != number:
+            return f"another column was called {name} for a while"
+    return None
+
+
+def _at(shapes: Sequence[Shape], lsn: Lsn) -> Shape:
+    """Return the youngest shape that isn't younger than an LSN; the oldest if all are."""
+    return next((shape for shape in reversed(shapes) if shape.at <= lsn), shapes[0])
