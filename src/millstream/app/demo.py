@@ -7,6 +7,8 @@ a judge that shares no code with Millstream (`millstream.testing.oracle`: psycop
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shutil
 import signal
@@ -17,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +27,7 @@ from deltalake import DeltaTable
 from deltalake.exceptions import TableNotFoundError
 
 from millstream.errors import MillstreamError, UsageError
+from millstream.home.home import Home
 from millstream.processes.locks import Role, holder
 from millstream.testing.oracle import (
     check_order,
@@ -47,6 +51,8 @@ _MARKER: Final = ".millstream-demo"
 """Marks a folder as a demo's, which may be deleted."""
 _PATIENCE_S: Final = 180.0
 """Timeout for steps that take seconds, on a machine with other work."""
+_ANSWERS_WITHIN_S: Final = 30.0
+"""Timeout for a home's first status, on a machine with other work."""
 _TRANSACTIONS_PER_S: Final = 60.0
 _STREAM: Final = "shop"
 _SLOT_STANDS: Final = "SELECT 1 FROM pg_replication_slots WHERE confirmed_flush_lsn IS NOT NULL"
@@ -155,6 +161,8 @@ def _live_and_die(
             say("`millstream run` is up: it copies the tables while transactions change them")
             _wait_for_cut(folder, run, above=-1)
             say("the first changes are in the lake")
+            if (address := _console(folder)) is not None:
+                say(f"see it in a browser for as long as it runs: {address}")
             _kill(folder, run, "owner", "capture and the log's writer", report, say)
             _wait_for_cut(folder, run, above=_cuts(folder) + 1)
             _kill(folder, run, "pipeline", "the Spark driver", report, say)
@@ -196,6 +204,19 @@ def _prove(folder: Path, connection: psycopg.Connection[Any], steps: list[StepIn
             code="demo_failed",
             problems=problems[:200],
         )
+
+
+def _console(folder: Path) -> str | None:
+    """Return the address of the home's console, if it is really this home that answers there."""
+    host, port = Home(folder).config.http.address
+    try:
+        with contextlib.closing(HTTPConnection(host, port, timeout=_ANSWERS_WITHIN_S)) as connection:
+            connection.request("GET", "/status")
+            status = json.loads(connection.getresponse().read())
+    except (OSError, HTTPException, ValueError):
+        return None  # another program may have the port
+    is_own = isinstance(status, dict) and status.get("home") == str(folder)
+    return f"http://{host}:{port}/" if is_own else None
 
 
 # --- processes

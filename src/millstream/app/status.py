@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 from millstream.app.alerts.alert_file import delivery_facts, found_conditions
 from millstream.app.open_home import home_consumers
@@ -30,14 +30,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from millstream.catalog import Catalog, TableRow
-    from millstream.wal.lag import Backlog
+    from millstream.wal.lag import Backlog, Backlogs
 
     Paths = Callable[[TableRow], dict[str, str]]
     """Returns the path of each of a table's views in the lake, by the view's name."""
 
 
-def collect_status(home: Home) -> dict[str, Any]:
-    """Return a home's status, JSON-able: `home`, `processes`, `streams`, `conditions`, `alerts`, `problems`, `measures`."""
+_BACKLOGS_MAX: Final = 64
+"""Number of logs whose counts are kept: each may have some tens of megabytes of indexes."""
+
+
+def collect_status(home: Home, backlogs: dict[str, Backlogs] | None = None) -> dict[str, Any]:
+    """Return a home's status, JSON-able: `home`, `processes`, `streams`, `conditions`, `alerts`, `problems`, `measures`.
+
+    Args:
+        home: the home.
+        backlogs: counts of the logs by their folders, which a caller that asks repeatedly keeps: the open segment isn't read from
+            its beginning each time. Use them from one thread at a time.
+    """
+    backlogs = {} if backlogs is None else backlogs
     problems: list[str] = []
     nodes = _nodes(home, problems)
     owner, pipeline = ask(home, "owner", "status") or {}, ask(home, "pipeline", "status") or {}
@@ -54,7 +65,7 @@ def collect_status(home: Home) -> dict[str, Any]:
                 known = {row.name: row.id for row in catalog.streams()}
                 for name in sorted(names | set(known)):
                     live = (owner.get("streams", {}).get(name), pipeline.get("streams", {}).get(name))
-                    streams.append(_stream(home, catalog, name, known.get(name), live, problems))
+                    streams.append(_stream(home, catalog, name, known.get(name), live, backlogs, problems))
                     if "sinks" in streams[-1]:
                         streams[-1]["sinks"] = _sinks(str(known[name]), counted.values())
         else:
@@ -137,6 +148,7 @@ def _stream(
     name: str,
     stream: StreamId | None,
     live: tuple[dict[str, Any] | None, dict[str, Any] | None],
+    backlogs: dict[str, Backlogs],
     problems: list[str],
 ) -> dict[str, Any]:
     if stream is None:
@@ -145,7 +157,7 @@ def _stream(
     captured, landing = (capture or {}).get("progress") or {}, (pipeline or {}).get("progress") or {}
     durable = _durable(home, name, problems)
     landed = _landed(home, catalog, name, stream, problems)
-    counted = _counter(home, name, durable, problems)
+    counted = _counter(home, name, durable, backlogs, problems)
     writers = catalog.writers(stream)
     writer = next((one for one in writers if one.name == _own_name(home)), writers[-1] if writers else None)
     shared = writer_facts(home, catalog, stream)
@@ -330,16 +342,22 @@ def _capture_lag(progress: dict[str, Any]) -> dict[str, Any]:
     return {"records": 0 if behind == 0 else None, "bytes": behind, "seconds": 0.0 if behind == 0 else None}
 
 
-def _counter(home: HomePaths, name: str, durable: Seq | None, problems: list[str]) -> Callable[[Seq], Backlog | None]:
+def _counter(
+    home: HomePaths, name: str, durable: Seq | None, backlogs: dict[str, Backlogs], problems: list[str]
+) -> Callable[[Seq], Backlog | None]:
     """Return a function that counts what the log has after a number; None if it can't be read."""
     from millstream.wal.lag import Backlogs
 
-    backlogs = Backlogs(str(home.wal_folder(name)))
+    folder = str(home.wal_folder(name))
+    own = backlogs.get(folder) or Backlogs(folder)
+    if len(backlogs) < _BACKLOGS_MAX:
+        backlogs[folder] = own
 
     def counted(after: Seq) -> Backlog | None:
         try:
-            return None if durable is None else backlogs.between(after, durable)
+            return None if durable is None else own.between(after, durable)
         except (LogError, OSError) as error:
+            backlogs.pop(folder, None)  # read again from the beginning next time
             problems.append(f"log of {name}: {error}")
             return None
 

@@ -22,7 +22,7 @@ from millstream.console.view import Rates, Sight, Status
 logger = structlog.get_logger("millstream.serve")
 
 _EVERY_S: Final = 1.0
-_SHARE: Final = 0.02
+_SHARE: Final = 0.015
 """The part of a core that taking the status may cost: of a large home it is taken less often."""
 _EVERY_S_MAX: Final = 10.0
 

@@ -93,8 +93,8 @@ def _stream(key: str, stream: Mapping[str, Any], rate: float | None) -> Html:
 def _step(title: Content, main: str, *lines: str | None, level: str = "") -> Html:
     return tag(
         "li",
-        tag("h3", title),
-        tag("p", _MARKS[level], main, class_="figure"),
+        tag("h3", _MARKS[level], title),
+        tag("p", main, class_="figure"),
         *(tag("p", line) for line in lines if line),
         class_=level or None,
     )

@@ -71,7 +71,13 @@ def troubles_of(status: Status) -> list[Trouble]:
     """Return everything that is wrong, errors first."""
     found = [Trouble("problem", text, "Run `millstream doctor`.") for text in status["problems"]]
     for stream in status["streams"]:
-        found += _of_stream(stream, status["processes"])
+        found += _of_stream(stream)
+    processes = status["processes"]
+    waits = any(stream["lag"]["lake"]["records"] for stream in status["streams"] if stream.get("id"))
+    if processes.get("run") is not None and processes.get("pipeline") is None and waits:
+        message = "the pipeline's process isn't running, and records wait for the lake"
+        hint = "`millstream run` starts it again within seconds; if it doesn't, read its log."
+        found.append(Trouble("pipeline_down", message, hint, is_error=False))
     for one in status["conditions"]:
         failing = {part for s in status["streams"] if s["name"] == one["stream"] for part in s.get("errors", ())}
         if one["kind"] not in _STOPPED or one["kind"].removesuffix("_stalled") not in failing:
@@ -83,7 +89,7 @@ def troubles_of(status: Status) -> list[Trouble]:
     return sorted(found, key=lambda trouble: not trouble.is_error)
 
 
-def _of_stream(stream: Mapping[str, Any], processes: Mapping[str, Any]) -> Iterator[Trouble]:
+def _of_stream(stream: Mapping[str, Any]) -> Iterator[Trouble]:
     name = stream["name"]
     for part, error in stream.get("errors", {}).items():
         how = "has given up" if error.get("gave_up") else "waits, and retries"
@@ -93,10 +99,6 @@ def _of_stream(stream: Mapping[str, Any], processes: Mapping[str, Any]) -> Itera
         yield from _of_node(its, name)
     if not stream.get("id"):
         return
-    if processes.get("run") is not None and processes.get("pipeline") is None and stream["lag"]["lake"]["records"]:
-        message = "the pipeline's process isn't running, and records wait for the lake"
-        hint = "`millstream run` starts it again within seconds; if it doesn't, read its log."
-        yield Trouble("pipeline_down", message, hint, name, is_error=False)
     if stream["source"]["slot_dropped"]:
         message = "the slot was dropped: the next run makes a new one and copies every table again"
         yield Trouble("slot_dropped", message, "Run `millstream run`.", name)

@@ -14,6 +14,7 @@ from millstream.writers.trouble import troubles
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
+    from millstream.wal.lag import Backlogs
 
 _KEEP_S: Final = 1.0
 """More frequent requests than this get the same answer: a status reads the lake's last cut."""
@@ -32,6 +33,7 @@ class Health:
         self._lock = threading.Lock()
         self._status: dict[str, Any] = {}
         self._status_s = -_KEEP_S
+        self._backlogs: dict[str, Backlogs] = {}
         self.draining = False
         """Whether the server was told to end."""
 
@@ -39,7 +41,7 @@ class Health:
         """Return the status that `millstream status --json` prints."""
         with self._lock:
             if time.monotonic() - self._status_s >= _KEEP_S:
-                self._status = collect_status(self._home)
+                self._status = collect_status(self._home, self._backlogs)
                 self._status_s = time.monotonic()
             return self._status
 

@@ -27,12 +27,14 @@ function morphChildren(old, fresh) {
   const wanted = [...fresh.childNodes];
   const byId = new Map([...old.children].filter((node) => node.id).map((node) => [node.id, node]));
   wanted.forEach((node, index) => {
-    const at = old.childNodes[index];
+    const at = old.childNodes[index] ?? null;
     const same = node.id ? byId.get(node.id) : undefined;
-    if (same && same !== at) old.insertBefore(same, at ?? null);
-    const now = same ?? at;
-    if (now === undefined) old.append(node);
-    else morph(now, node);
+    if (same) {
+      // A row that moves keeps its focus where the browser can do that.
+      if (same !== at) (old.moveBefore ?? old.insertBefore).call(old, same, at);
+      morph(same, node);
+    } else if (at === null || node.id || at.id) old.insertBefore(node, at);
+    else morph(at, node);
   });
   while (old.childNodes.length > wanted.length) old.lastChild.remove();
 }

@@ -1,0 +1,201 @@
+"""The console in a real browser, over a real server: what it shows, follows and reports, and that it harms nobody."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+import httpx
+import pytest
+from apps.forage.tests.chromium import NAMES, Chromium, browser_path
+from tests.app.homes import make_home
+from tests.console.homes import COLUMN, HOSTILE, VALUE
+from tests.serving.servers import Served, served
+
+from millstream.home.home import Home
+from millstream.model.access import Rights
+
+pytestmark = pytest.mark.long
+
+TABLE: Final = f"/tables/web/{quote(HOSTILE, safe='')}"
+PAGES: Final = ("/", "/tables", TABLE, "/log", "/log/web", "/query", "/consumers", "/nodes")
+AXE: Final = "axe-core@4.10.3"
+FIRST_VIEW_BYTES_MAX: Final = 200_000
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Chromium]:
+    program = browser_path()
+    if program is None:
+        pytest.skip(f"no Chromium: none of {', '.join(NAMES)} is on the PATH (Debian: apt install chromium)")
+    with Chromium(program, tmp_path / "profile") as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the script that finds what assistive technology can't use."""
+    folder = tmp_path_factory.mktemp("axe")
+    if shutil.which("npm") is None:
+        pytest.skip("no npm, which fetches axe-core")
+    packed = subprocess.run(["npm", "pack", AXE], cwd=folder, capture_output=True, text=True)
+    if packed.returncode:
+        pytest.skip(f"{AXE} can't be fetched: {packed.stderr[-300:]}")
+    shutil.unpack_archive(folder / packed.stdout.split()[-1], folder)
+    return (folder / "package" / "axe.min.js").read_text()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Served]:
+    home = make_home(tmp_path / "home", "[streams.shop]\n[streams.web]\n")
+    with served(home) as found:
+        append(found, "shop", "public.orders", {"id": 1, "total": 1.5})
+        append(found, "web", HOSTILE, {"id": 1, COLUMN: VALUE})
+        made = httpx.post(
+            f"http://{found.address}/v1/streams/web/consumers", json={"name": "search", "start": "earliest"}
+        )
+        assert made.status_code == 201, made.text
+        yield found
+
+
+def append(server: Served, stream: str, table: str, *rows: dict[str, Any]) -> None:
+    answer = httpx.post(f"http://{server.address}/v1/streams/{stream}/tables/{quote(table, safe='')}", json=list(rows))
+    assert answer.status_code == 200, answer.text
+
+
+def show(browser: Chromium, server: Served, path: str, *, width: int = 1180, scheme: str = "light") -> None:
+    """Open a page in a window of some width."""
+    browser.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.call("Emulation.setEmulatedMedia", features=features)
+    browser.open(f"http://{server.address}{path}")
+    browser.until(f"document.readyState === 'complete' && location.pathname === {json.dumps(path)}")
+
+
+def test_every_page_fits_and_axe_finds_nothing_serious(browser: Chromium, server: Served, axe: str) -> None:
+    for path in PAGES:
+        for width, scheme in ((360, "dark"), (2560, "light")):
+            show(browser, server, path, width=width, scheme=scheme)
+            assert browser.run("document.documentElement.scrollWidth") <= width, path
+            browser.run(axe + "; 0")
+            found = browser.run("axe.run().then(({violations}) => violations)")
+            serious = [
+                (one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in {"serious", "critical"}
+            ]
+            assert serious == [], (path, width, scheme)
+    assert browser.problems == []
+
+
+def test_hostile_names_run_nothing_and_no_page_asks_another_host(browser: Chromium, server: Served) -> None:
+    browser.before("window.alert = (said) => { document.documentElement.dataset.alerted = said; }")
+    for path in PAGES:
+        show(browser, server, path)
+        browser.run("document.querySelectorAll('details').forEach((node) => { node.open = true; }); 0")
+        assert browser.run("document.documentElement.dataset.alerted === undefined && !document.querySelector('img')")
+        asked = browser.run("performance.getEntriesByType('resource').map(({name}) => new URL(name).origin)")
+        assert set(asked) == {f"http://{server.address}"}
+    show(browser, server, TABLE)
+    shown = browser.run("document.body.textContent")
+    assert all(text in shown for text in (HOSTILE, COLUMN, VALUE))
+    assert browser.problems == []
+
+
+def test_a_first_view_is_small(browser: Chromium, server: Served) -> None:
+    show(browser, server, "/")
+    kinds = "[...performance.getEntriesByType('navigation'), ...performance.getEntriesByType('resource')]"
+    size = browser.run(f"{kinds}.reduce((sum, {{encodedBodySize}}) => sum + encodedBodySize, 0)")
+    assert 1_000 < size < FIRST_VIEW_BYTES_MAX
+
+
+def test_a_page_follows_the_home_and_keeps_focus(browser: Chromium, server: Served) -> None:
+    show(browser, server, "/tables")
+    browser.run("window.stays = document.querySelector('tbody a'); window.stays.focus()")
+    append(server, "shop", "public.customers", {"id": 1})
+    browser.until("document.querySelectorAll('tbody tr').length === 3")
+    assert browser.run("document.activeElement === window.stays && window.stays.isConnected")
+    show(browser, server, "/")
+    browser.run("window.same = document.getElementById('stream-0')")
+    append(server, "shop", "public.customers", *({"id": number} for number in range(700)))
+    browser.until("document.getElementById('stream-0').textContent.includes('702 records')")
+    assert browser.run("window.same === document.getElementById('stream-0')")
+
+
+def test_a_home_that_doesn_t_answer_is_told_from_one_that_is_idle(browser: Chromium, server: Served) -> None:
+    age = "document.getElementById('age').textContent"
+    show(browser, server, "/")
+    browser.until(f"{age} === 'live'")
+    os.kill(server.process.pid, signal.SIGSTOP)
+    try:
+        browser.until(f"{age}.startsWith('✖ no answer: data of ')")
+        assert browser.run("document.getElementById('said').textContent") == "The home doesn't answer."
+    finally:
+        os.kill(server.process.pid, signal.SIGCONT)
+    browser.until(f"{age} === 'live'")
+
+
+def test_the_tail_shows_records_as_they_come_and_why_it_can_t(browser: Chromium, server: Served) -> None:
+    show(browser, server, "/log/web")
+    note = "document.querySelector('#tail p').textContent"
+    browser.run("document.querySelector('#tail [name=where]').value = 'id ='")
+    browser.click("#tail button")
+    browser.until(f"{note}.startsWith('invalid_value: ')")
+    browser.problems.clear()  # the refused request
+    browser.run("document.querySelector('#tail [name=where]').value = 'id >= 5'")
+    browser.click("#tail button")
+    browser.until(f"{note} === 'Waiting for records.'")
+    server_says = "document.querySelectorAll('#tail li').length"
+    number = 0
+    while not browser.run(server_says):  # the tail begins when the server has taken its request
+        number += 5
+        append(server, "web", HOSTILE, {"id": 1}, {"id": number, COLUMN: VALUE})
+    browser.click("#tail li summary")
+    browser.until("document.querySelector('#tail li table') !== null")
+    row = browser.run("document.querySelector('#tail li table').textContent")
+    assert "BeforeAfter" in row
+    assert COLUMN in row
+    assert VALUE in row
+    assert "where" not in browser.run("document.querySelector('#tail ol').textContent")
+    browser.click("#tail button")
+    browser.until(f"{note} === 'Stopped.'")
+    assert browser.problems == []
+
+
+def test_a_query_is_asked_by_the_keyboard(browser: Chromium, server: Served) -> None:
+    show(browser, server, "/query")
+    browser.run("document.querySelector('textarea').focus()")
+    browser.call("Input.insertText", text="SELECT 40 + 2 AS answer, '<img src=x>' AS h")
+    while browser.run("document.activeElement.value") != "table":
+        browser.press("Tab")
+    browser.press("Enter")
+    browser.until("document.querySelector('#answer td')?.textContent === '42'")
+    assert browser.run("document.querySelector('textarea').value").startswith("SELECT 40 + 2")
+    assert browser.problems == []
+
+
+def test_a_token_logs_in_and_out(browser: Chromium, tmp_path: Path) -> None:
+    folder = make_home(tmp_path / "home", "[streams.shop]\n[http]\ntokens_required = true\n")
+    home = Home(folder)
+    home.prepare()
+    with home.open_catalog() as catalog:
+        token = catalog.create_access_token(Rights.parse(["*=read"]), name="anna")[1]
+    with served(folder) as server:
+        browser.open(f"http://{server.address}/consumers")
+        browser.until("location.pathname === '/console/login' && document.readyState === 'complete'")
+        browser.run("document.getElementById('token').focus()")
+        browser.call("Input.insertText", text=token)
+        browser.press("Enter")
+        browser.until("location.pathname === '/consumers' && document.readyState === 'complete'")
+        browser.until("document.getElementById('age').textContent === 'live'")
+        assert browser.run("document.cookie") == "", "scripts read no session"
+        browser.click(".logout button")
+        browser.until("location.pathname === '/console/login'")
+        browser.open(f"http://{server.address}/")
+        browser.until("location.pathname === '/console/login' && document.readyState === 'complete'")
+        assert browser.problems == []
