@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 
+import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.capture.shown_columns import Form, Shape, Shown, judged
+from millstream.capture.shown_columns import Expected, Form, Shape, Shown, ShownColumns, judged
+from millstream.catalog import Catalog
+from millstream.model.ids import SchemaVersion, SourceId, TableId
 from millstream.model.positions import Lsn
+from millstream.model.schema import Column, PgType, TableSchema
 
 NAMES = ("a", "b", "c", "d")
 TYPES = (23, 25)
+TABLE = TableSchema(
+    TableId(1),
+    SchemaVersion(1),
+    SourceId(1),
+    "public",
+    "t",
+    (Column("id", pa.int32(), PgType(23, -1, "integer")), Column("a", pa.string(), PgType(25, -1, "text"))),
+)
 
 
 @dataclass
@@ -132,6 +146,36 @@ def test_a_column_that_the_publication_lists_later_is_no_new_one() -> None:
     for names in (("id", "b"), ("id", "a", "b")):
         form = tuple((name, 23 if name == "id" else 25) for name in names)
         assert judged([Shown(form, Lsn(5))], [listed], BEFORE).news is None
+
+
+def test_forms_from_before_a_copy_are_forgotten_even_while_a_look_explains_them(tmp_path: Path) -> None:
+    with closing(Catalog(tmp_path / "catalog.db")) as catalog:
+        stream = catalog.resolve_stream("shop")
+        shown = ShownColumns(catalog, stream)
+        shown.end_look({}, {TABLE.table_id: Expected((("id", 23),), is_certain=True)})
+        assert shown.note(TABLE)
+        assert shown.waiting == ShownColumns(catalog, stream).begin_look(Lsn(0)).keys() == {TABLE.table_id}
+        found = shown.begin_look(Lsn(7))
+        shown.forget(TABLE.table_id)
+        shown.end_look(found, {TABLE.table_id: Expected((("id", 23),), is_certain=True)})
+        assert not shown.waiting
+        assert not shown.begin_look(Lsn(8))
+        assert not ShownColumns(catalog, stream).begin_look(Lsn(8))
+
+
+def test_a_form_that_comes_during_a_look_is_for_the_next_one(tmp_path: Path) -> None:
+    with closing(Catalog(tmp_path / "catalog.db")) as catalog:
+        stream = catalog.resolve_stream("shop")
+        shown = ShownColumns(catalog, stream)
+        shown.note(TABLE)
+        shown.begin_look(Lsn(7))
+        shown.note(TABLE)
+        shown.end_look({}, {TABLE.table_id: Expected((("id", 23),), is_certain=True)})
+        (later,) = shown.begin_look(Lsn(9))[TABLE.table_id]
+        assert later == Shown((("id", 23), ("a", 25)), Lsn(7))
+        # Nothing of a look that failed is lost.
+        assert shown.begin_look(Lsn(9))[TABLE.table_id] == (later,)
+        assert ShownColumns(catalog, stream).begin_look(Lsn(9))[TABLE.table_id] == (later,)
 
 
 def test_too_many_ways_are_unclear() -> None:

@@ -110,6 +110,8 @@ class ShownColumns:
         self._shown: dict[TableId, dict[Form, Shown]] = {}
         self._looked_at: dict[TableId, dict[Form, Shown]] = {}
         """Forms that the running look has to explain; the same form may be noted again at once."""
+        self._forgotten: set[TableId] = set()
+        """Tables whose forms were forgotten since the look began: what it leaves of them doesn't count."""
         for id_, forms in catalog.facts(self._scope).items():
             some = (Shown(tuple((n, t) for n, t in form), Lsn(since), looks) for form, since, looks in forms)
             self._shown[TableId(int(id_))] = {shown.form: shown for shown in some}
@@ -136,6 +138,7 @@ class ShownColumns:
             stored = self._unusual(table)
             self._shown.pop(table, None)
             self._looked_at.pop(table, None)
+            self._forgotten.add(table)
             if stored:
                 self._store(table)
 
@@ -149,7 +152,7 @@ class ShownColumns:
             self._since = max(self._since, passed)
             for table, forms in self._shown.items():
                 self._looked_at[table] = forms | self._looked_at.get(table, {})
-            self._shown = {}
+            self._shown, self._forgotten = {}, set()
             return {table: tuple(forms.values()) for table, forms in self._looked_at.items()}
 
     def end_look(self, left: Mapping[TableId, Sequence[Shown]], expected: Mapping[TableId, Expected]) -> None:
@@ -164,6 +167,8 @@ class ShownColumns:
             self._looked_at = {}
             self._expected = dict(expected)
             for table, forms in left.items():
+                if table in self._forgotten:
+                    continue
                 self._shown[table] = self._shown.get(table, {}) | {shown.form: shown for shown in forms}
             for table in {*stored, *filter(self._unusual, self._shown)}:
                 self._store(table)
