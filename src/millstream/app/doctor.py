@@ -346,7 +346,8 @@ def _alerts(home: Home) -> Iterator[Diagnosis]:
             f"tables of {stream}",
             "raw_values_kept",
             f"{table['name']}: {until_words(table['raw_values'])}",
-            fix="Lower retention_age or set history_retention if the values have to go earlier.",
+            fix=f"Lower retention_age if the values have to go earlier; `millstream tables copy {table['name']} --forget` deletes "
+            "them from the lake at once.",
             table=table["name"],
         )
     for condition in status["conditions"]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
+from millstream.app.log_readers import open_reader
 from millstream.app.status import held_scope, held_tables
 from millstream.app.tables import copy_table
 from millstream.catalog import TableState
@@ -21,7 +22,7 @@ from millstream.errors import HomeBusy, MillstreamError, UnknownTable, UsageErro
 from millstream.home.config_mapping import lake_layout
 from millstream.home.home import Home
 from millstream.home.paths import PIPELINE
-from millstream.model.names import parse_qualified_name
+from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.positions import Seq
 from millstream.processes.locks import RoleLock, holder
 
@@ -58,6 +59,7 @@ class _Place:
 
     home: Home
     catalog: Catalog
+    stream: str
     layout: LakeLayout
     row: TableRow
     schema: TableSchema
@@ -116,6 +118,76 @@ def rebuild_table(
         check_history(place.layout, place.schema)
         place.rebuilds.ask(place.row.id, wanted)
         return _await(place, say)
+
+
+def forget_table(
+    home: Home, table: str, *, stream: str | None = None, say: Callable[[str], None] = lambda _text: None
+) -> int:
+    """Delete the older records and rows of a captured table, and request the copy that brings its rows as they are now.
+
+    Its history, versions and `current` in the lake go at once, with all files, and its dead letters. The log's
+    segments go by retention. Until the copy has landed, queries of the table fail. If this is interrupted, the table's
+    copy is held, and the same call goes on.
+
+    Args:
+        home: the home.
+        table: `schema.table`.
+        stream: its stream; None if the home has only one.
+        say: called with progress messages.
+
+    Returns:
+        The number of dead letters that were dropped.
+
+    Raises:
+        UnknownTable: the lake or the catalog has no table of that name.
+        UsageError: it is being copied, it can't be copied, or the lake is in PostgreSQL.
+        MillstreamError: it failed, with the pipeline's own reason.
+    """
+    from millstream.capture.raw_past import note_forgotten
+
+    home.prepare()
+    name, config = home.stream_config(stream)
+    if config.lake.format == "postgres":
+        raise UsageError(
+            f"the lake of {name} is in PostgreSQL, where Millstream keeps no older rows of {table}",
+            hint=f"Delete them there, and run `millstream tables copy {table}`.",
+        )
+    with home.open_catalog() as catalog:
+        place = _find(home, catalog, name, config, table)
+        row, stream_id = place.row, place.layout.stream_id
+        if row.state is TableState.COPYING:
+            raise UsageError(
+                f"{table} is being copied: that copy would bring back what it has read",
+                hint="Run the command again when the copy is whole; `millstream tables` shows how far it is.",
+            )
+        # A copy that began before the files are gone would go with them.
+        copy_table(catalog, stream_id, table, held=f"its older records are deleted by `tables copy {table} --forget`")
+        place.rebuilds.ask(row.id, ("history", "current", "scd2"), before_copy=True, erases=True)
+        _await(place, say)
+        note_forgotten(catalog, stream_id, row.id, time.time_ns() // 1000)
+        dropped = _drop_dead_letters(home, name, place.row)
+        copy_table(catalog, stream_id, table)
+    return dropped
+
+
+def _drop_dead_letters(home: Home, stream: str, row: TableRow) -> int:
+    """Drop all consumers' dead letters of a table; return how many."""
+    from millstream.app.open_home import OpenHome
+
+    table, dropped = qualified_name(row.namespace, row.name), 0
+    with OpenHome(home) as opened:
+        consumers = opened.consumers(stream)
+        for consumer in consumers.list():
+            name, after, ids = consumer["name"], None, []
+            while True:
+                page = consumers.dead(name, after=after, limit=1000)
+                ids += [letter["id"] for letter in page["dead"] if letter["record"]["table"] == table]
+                after = page["next"]
+                if after is None:
+                    break
+            if ids:
+                dropped += len(consumers.drop(name, ids)["results"])
+    return dropped
 
 
 def replay_table(
@@ -186,7 +258,7 @@ def _find(home: Home, catalog: Catalog, stream: str, config: StreamConfig, table
     schema = catalog.latest_schemas(stream_id).get(row.id)
     if schema is None or all(found.table_id != row.id for found in cut.tables.values()):
         raise UnknownTable(f"nothing of {table} has landed in the lake yet", table=table)
-    return _Place(home, catalog, layout, row, schema, cut)
+    return _Place(home, catalog, stream, layout, row, schema, cut)
 
 
 def _views(place: _Place, config: StreamConfig, asked: Sequence[str]) -> tuple[str, ...]:
@@ -318,7 +390,7 @@ def await_outcome(
 def _perform(place: _Place, request: RebuildRequest, say: Callable[[str], None]) -> None:
     """Carry out a request; the caller holds the pipeline's role."""
     from millstream.lake.commit_cuts import commit_cut, last_cut
-    from millstream.lake.rebuild import make_way, prepare_rebuild, rebuild_view
+    from millstream.lake.rebuild import erase_view, make_way, prepare_rebuild, rebuild_view
 
     cut = last_cut(place.layout) or place.cut
     held = held_tables(place.catalog, place.layout.stream_id).get(str(int(place.row.id)))
@@ -326,7 +398,10 @@ def _perform(place: _Place, request: RebuildRequest, say: Callable[[str], None])
         say(f"{view} is built")
         told: dict[str, Any]
         try:
-            if request.before_copy:
+            if request.erases:
+                erase_view(place.layout, view, place.schema, open_reader(place.home, place.stream).persisted_upto())
+                told = {"state": "done", "aside": None}
+            elif request.before_copy:
                 forget = held is not None and held.get("code") == "lake_schema_conflict"
                 n = cut.n if held is None or forget else Seq(held["after"])
                 told = {"state": "done", "aside": make_way(place.layout, view, place.schema, n, forget=forget)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from millstream.app.status import held_scope, held_tables, shown_tables, tables_of
-from millstream.catalog import TableState
+from millstream.catalog import COPY_HELD, TableState
 from millstream.errors import UsageError
 from millstream.model.ids import StreamId
 from millstream.model.names import parse_qualified_name
@@ -78,8 +78,14 @@ def retry_table(catalog: Catalog, stream: StreamId, table: str, *, buffer: str |
     return "; ".join(dict.fromkeys(done))
 
 
-def copy_table(catalog: Catalog, stream: StreamId, table: str) -> str:
+def copy_table(catalog: Catalog, stream: StreamId, table: str, *, held: str = "") -> str:
     """Request a new copy of a table's rows, which ends a pause; return what will happen.
+
+    Args:
+        catalog: the home's.
+        stream: the table's.
+        table: `schema.table`.
+        held: the reason why the copy may not begin until it is requested again; empty if it may.
 
     Raises:
         UnknownTable: the stream has none of that name.
@@ -89,7 +95,8 @@ def copy_table(catalog: Catalog, stream: StreamId, table: str) -> str:
     if not row.is_captured:
         raise UsageError(f"applications write {table}: there is nothing to copy it from")
     states = [TableState.STREAMING, TableState.COPYING, TableState.COPY_REQUESTED, TableState.QUARANTINED]
-    if not catalog.set_state(row.id, TableState.COPY_REQUESTED, "asked for by `tables copy`", only_from=states):
+    reason, details = held or "asked for by `tables copy`", {"cause": COPY_HELD} if held else None
+    if not catalog.set_state(row.id, TableState.COPY_REQUESTED, reason, details=details, only_from=states):
         raise UsageError(
             f"{table} is {row.state.value} and can't be copied: {row.reason}",
             hint="Give the table a primary key or a replica identity, by which it is copied.",

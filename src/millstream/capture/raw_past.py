@@ -24,7 +24,8 @@ _UNCHANGED: Final = "__unchanged"
 def raw_values_scope(stream: StreamId) -> str:
     """Return the scope of the catalog's facts about tables with older records from before a rule, by table id.
 
-    A fact has `columns`, and `since_us`: µs since 1970, at which the last of their rules began to hold.
+    A fact has `columns`, and `since_us`: µs since 1970, at which the last of their rules began to hold. After
+    `tables copy --forget` it has no columns: all older records are meant, which are `is_in_log_alone`.
     """
     return f"capture/{stream}/raw_values"
 
@@ -35,6 +36,13 @@ def note_raw_values(catalog: Catalog, stream: StreamId, table: TableId, columns:
     known = catalog.fact(scope, str(table), {"columns": []})
     columns = sorted({*known["columns"], *columns})
     catalog.put_fact(scope, str(table), {"columns": columns, "since_us": since_us})
+
+
+def note_forgotten(catalog: Catalog, stream: StreamId, table: TableId, since_us: int) -> None:
+    """Note that a table's records from before a moment have been deleted, except those in the log."""
+    catalog.put_fact(
+        raw_values_scope(stream), str(table), {"columns": [], "since_us": since_us, "is_in_log_alone": True}
+    )
 
 
 class RawPast:

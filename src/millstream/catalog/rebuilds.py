@@ -26,6 +26,8 @@ class RebuildRequest:
     before_copy: bool
     """Whether the views are only moved aside for a copy from the source, which builds them; else they are built from
     history."""
+    erases: bool
+    """Whether they are deleted before that copy, intact or not, instead of being moved aside."""
 
 
 class Rebuilds:
@@ -44,9 +46,10 @@ class Rebuilds:
         self._catalog = catalog
         self._scope = f"{kind}/{stream}/{pipeline}"
 
-    def ask(self, table_id: TableId, views: Sequence[str], *, before_copy: bool = False) -> None:
+    def ask(self, table_id: TableId, views: Sequence[str], *, before_copy: bool = False, erases: bool = False) -> None:
         """Request it for some views of a table; replaces its earlier request."""
-        value = {"views": {view: {"state": _ASKED} for view in views}, "before_copy": before_copy}
+        asked = {view: {"state": _ASKED} for view in views}
+        value = {"views": asked, "before_copy": before_copy, "erases": erases}
         self._catalog.put_fact(self._scope, str(table_id), value)
 
     def waiting(self) -> list[RebuildRequest]:
@@ -55,7 +58,8 @@ class Rebuilds:
         for table_id, fact in self._catalog.facts(self._scope).items():
             views = tuple(view for view, told in fact["views"].items() if told["state"] == _ASKED)
             if views:
-                found.append(RebuildRequest(TableId(int(table_id)), views, bool(fact["before_copy"])))
+                erases = bool(fact.get("erases"))
+                found.append(RebuildRequest(TableId(int(table_id)), views, bool(fact["before_copy"]), erases))
         return found
 
     def settle(self, table_id: TableId, view: str, told: dict[str, Any]) -> None:

@@ -346,12 +346,25 @@ def tables_retry(invocation: Invocation, table: str, stream: str | None) -> None
 
 @tables.command("copy")
 @click.argument("table", metavar="T")
+@click.option(
+    "--forget",
+    is_flag=True,
+    help="First delete the table's older records and rows: its history, versions and files in the lake, and its dead "
+    "letters. The log's segments go by retention.",
+)
 @stream_option
 @pass_invocation
-def tables_copy(invocation: Invocation, table: str, stream: str | None) -> None:
+def tables_copy(invocation: Invocation, table: str, stream: str | None, *, forget: bool) -> None:
     """Copy a table's rows again, while its changes are captured."""
     from millstream.app.tables import copy_table
 
+    if forget:
+        from millstream.app.rebuild import forget_table
+
+        dropped = forget_table(invocation.home(needs_source=False), table, stream=stream, say=note)
+        note(f"{table}: its older records are deleted, and {dropped} dead letter{'s' * (dropped != 1)}")
+        note(f"{table}: its rows will be copied by the running capture, or when it runs next")
+        return
     _ask(invocation, table, stream, copy_table)
 
 

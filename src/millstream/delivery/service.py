@@ -343,6 +343,8 @@ class StreamConsumers:
         with self._locked(name) as running:
             results = running.settle_dead(ids, retry=how == "retry")
             self._sync()
+        if how == "drop":
+            self._compact()  # a dropped record may be a person's data: the log has it until then
         return Answer({"results": results})
 
     # --- consumers of the file ---------------------------------------------------------------------------------------

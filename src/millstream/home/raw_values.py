@@ -1,6 +1,6 @@
 """Tables with older records from before a rule for a column (exclude, hash, redact), and how long their values stay.
 
-The log's segments go by retention, and so do days of the lake's history if `history_retention` is set.
+After `tables copy --forget` only the log has older records. The log's segments go by retention, and so do days of the lake's history if `history_retention` is set.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def kept_raw_values(
     """Return the tables whose older values may still be on disk, by id.
 
     Returns:
-        The name of the `table`, its `columns` with a rule that older records don't have; `since`, when the rule began to hold; whether the `log`
+        The name of the `table`, its `columns` with a rule that older records don't have, or none if all older records are meant; `since`, when the rule began to hold; whether the `log`
         has such records, and about when it drops them: `log_until`; whether the `history` in the lake has them, and
         `history_until`, which is None without `history_retention`. Moments are in ISO 8601, in UTC.
 
@@ -44,7 +44,7 @@ def kept_raw_values(
         since_s = fact["since_us"] / 1e6
         in_log = _is_in_log(home, name, row.shard, since_s)
         until_s = _history_until_s(config, since_s)
-        in_history = _has_history(config) and (until_s is None or until_s > now_s)
+        in_history = not fact.get("is_in_log_alone") and _has_history(config) and (until_s is None or until_s > now_s)
         if in_log or in_history:
             found[row.id] = {
                 "table": qualified_name(row.namespace, row.name),
@@ -64,7 +64,8 @@ def until_words(raw: dict[str, Any]) -> str:
     if raw["history"]:
         until = raw["history_until"]
         where.append(f"the lake's history {f'until {until}' if until else 'for ever (history_retention is unset)'}")
-    return f"{', '.join(raw['columns'])}: older values are in {' and in '.join(where)}"
+    what = f"{', '.join(raw['columns'])}: older values" if raw["columns"] else "older records"
+    return f"{what} are in {' and in '.join(where)}"
 
 
 def _is_in_log(home: Home, name: str, shard: ShardId, since_s: float) -> bool:

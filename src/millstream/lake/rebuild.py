@@ -7,13 +7,19 @@ replaces it.
 
 from __future__ import annotations
 
+import shutil
+from contextlib import suppress
+from glob import escape
 from pathlib import Path
 from typing import Final
+
+import pyarrow.fs as pafs
+from deltalake.exceptions import DeltaError
 
 from millstream import failpoints
 from millstream.errors import LakeError, LakeFilesGone, LakeTableForeign, LakeUnavailable
 from millstream.lake.commit_cuts import last_cut
-from millstream.lake.data_files import TableFiles
+from millstream.lake.data_files import TableFiles, storage_of
 from millstream.lake.delta import live_files, open_table
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes, fold_table
 from millstream.lake.folded.versions import rebuild_versions
@@ -142,6 +148,34 @@ def make_way(layout: LakeLayout, view: View, schema: TableSchema, n: Seq, *, for
         return restart_history(layout, schema, n, forget=forget)
     goes = (forget and view == "scd2") or damage_of(layout, view, schema) is not None
     return set_aside(layout.table_path(view, schema)) if goes else None
+
+
+def erase_view(layout: LakeLayout, view: View, schema: TableSchema, n: Seq) -> None:
+    """Delete a view's folder, with those that were moved aside, before a copy of the table; history begins at `n`, empty.
+
+    Nothing may write into the view during this, and no copy of the table may be under way: everything at or below `n` is
+    gone. A second call completes one that was interrupted.
+
+    Raises:
+        LakeUnavailable: a file can't be deleted.
+    """
+    path = layout.table_path(view, schema)
+    try:
+        if "://" in path:
+            storage = storage_of(layout, path)
+            found = storage.get_file_info(pafs.FileSelector("", recursive=True, allow_not_found=True))
+            for info in found:
+                if info.is_file:
+                    storage.delete_file(info.path)
+        else:
+            aside = Path(path).parent.glob(f"{escape(Path(path).name)}{_ASIDE}*")
+            for folder in (Path(path), *sorted(aside)):
+                with suppress(FileNotFoundError):
+                    shutil.rmtree(folder)
+    except (OSError, DeltaError) as error:
+        raise LakeUnavailable(f"{path} can't be deleted: {error}", path=path) from error
+    if view == "history":
+        begin_history(layout, schema, n)
 
 
 def restart_history(layout: LakeLayout, schema: TableSchema, n: Seq, *, forget: bool = False) -> str | None:

@@ -26,7 +26,7 @@ from millstream.errors import EngineError, MillstreamError, Retry
 from millstream.lake.data_files import NewFile
 from millstream.lake.folded.current import FoldPlan
 from millstream.lake.layout import View
-from millstream.lake.rebuild import make_way
+from millstream.lake.rebuild import erase_view, make_way
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
@@ -244,12 +244,18 @@ class FoldThread:
                 forget = held is not None and held.code == "lake_schema_conflict"
                 n = self._pipeline_tables.cut.n if held is None or forget else held.after
                 newest = self._catalog.latest_schemas(self._config.stream_id).get(request.table_id, schema)
+                if request.erases:
+                    n = self._views.log.persisted_upto()
                 for view in request.views:
-                    self._rebuilds.settle(request.table_id, view, self._made_way(view, newest, n, forget=forget))
+                    told = self._made_way(view, newest, n, forget=forget, erases=request.erases)
+                    self._rebuilds.settle(request.table_id, view, told)
             request_retry(self._catalog, held_scope(self._config), request.table_id)
 
-    def _made_way(self, view: str, schema: TableSchema, n: Seq, *, forget: bool) -> dict[str, Any]:
+    def _made_way(self, view: str, schema: TableSchema, n: Seq, *, forget: bool, erases: bool) -> dict[str, Any]:
         try:
+            if erases:
+                erase_view(self._config.layout, cast("View", view), schema, n)
+                return {"state": "done", "aside": None}
             aside = make_way(self._config.layout, cast("View", view), schema, n, forget=forget)
         except (MillstreamError, OSError) as error:
             return _failed(TableError.of(error))

@@ -1,0 +1,120 @@
+"""`tables copy T --forget`: a person's data, deleted at the source, is nowhere in the home once the log has let it go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from tests.app.landed import LandedHome
+from tests.cli.in_process import command
+
+import millstream
+from millstream.app.doctor import _alerts
+from millstream.app.rebuild import forget_table
+from millstream.app.status import collect_status
+from millstream.catalog import TableState
+from millstream.errors import LakeBehind, UsageError
+from millstream.home.home import Home
+from millstream.protocol.retention import Retention, RetentionBounds
+from millstream.testing.postgres import EmbeddedPostgres
+from millstream.wal.retain import drop_segments
+
+SECRET = "canary-5b2e"
+LOG = """
+[streams.shop.log]
+segment_bytes = "1MiB"
+disk_used_max = 1.0
+"""
+
+
+def values_in(folder: Path) -> list[str]:
+    """Return the files below a folder that have the value, also in Parquet's compressed pages."""
+    found = []
+    for path in folder.rglob("*"):
+        if path.is_file():
+            data = path.read_bytes()
+            rows = repr(pq.ParquetFile(path).read().to_pylist()) if path.suffix == ".parquet" else ""
+            if SECRET.encode() in data or SECRET in rows:
+                found.append(str(path.relative_to(folder)))
+    return found
+
+
+def test_a_person_s_data_is_gone_from_the_lake_at_once_and_from_the_log_with_its_segments(tmp_path: Path) -> None:
+    with EmbeddedPostgres(18, fsync=False) as server:
+        with server.connect() as connection:
+            connection.execute("CREATE TABLE users (id int PRIMARY KEY, name text)")
+            connection.execute("ALTER TABLE users REPLICA IDENTITY FULL")
+            connection.execute(f"INSERT INTO users VALUES (1, '{SECRET}'), (2, 'Ben')")
+        landed = LandedHome(tmp_path / "home", server.dsn())
+        path = landed.home.path
+        file = landed.home.config_file
+        file.write_text(
+            file.read_text().replace(
+                "[streams.shop.lake]", '[streams.shop.lake]\nviews = ["current", "history", "scd2"]'
+            )
+            + LOG
+        )
+        landed.home = Home(path)
+        landed.catch_up()
+        with millstream.open(path) as home:
+            consumers = home.consumers("shop")
+            consumers.create("mailer", tables=["public.users"], start="earliest", max_deliver=1)
+            with home.consume("shop", "mailer", wait_s=1) as messages:
+                assert [message.nack() for message in messages] == ["nacked"] * 2
+            assert len(consumers.dead("mailer")["dead"]) == 2
+        assert values_in(path / "lake")
+        with server.connect() as connection:
+            connection.execute("UPDATE users SET name = 'Bea' WHERE id = 2")
+            connection.execute("DELETE FROM users WHERE id = 1")
+        landed.capture()  # the delete hasn't landed
+        done = command("--home", str(path), "tables", "copy", "public.users", "--forget")
+        assert done.returncode == 0, done.stderr
+        assert b"public.users: its older records are deleted, and 2 dead letters" in done.stderr
+        assert values_in(path / "lake") == []
+        with millstream.open(path) as home:
+            assert home.consumers("shop").dead("mailer")["dead"] == []
+            with pytest.raises(LakeBehind, match="is being rebuilt from its source"):
+                home.query("FROM public.users")
+        landed.catch_up()
+        with millstream.open(path) as home:
+            assert home.query("FROM public.users").to_pylist() == [{"id": 2, "name": "Bea"}]
+            assert SECRET not in repr(home.query('FROM history."public.users"').to_pylist())
+        assert values_in(path / "lake") == []
+        (table,) = collect_status(landed.home)["streams"][0]["tables"]
+        assert (table["state"], table["raw_values"]["log"], table["raw_values"]["history"]) == (
+            "streaming",
+            True,
+            False,
+        )
+        (found,) = (each for each in _alerts(landed.home) if each.code == "raw_values_kept")
+        assert found.message.startswith("public.users: older records are in the log until retention drops it")
+        with server.connect() as connection:
+            connection.execute(
+                "INSERT INTO users SELECT n, string_agg(md5(random()::text), '') FROM generate_series(3, 6) n, generate_series(1, 30000) GROUP BY n"
+            )
+        landed.catch_up()
+        bounds = RetentionBounds(age_s=1e9, size_bytes=0, bytes_max=1 << 40)
+        assert drop_segments(str(path / "data" / "wal" / "shop"), Retention(), bounds).dropped
+        assert values_in(path) == []
+
+
+def test_a_table_that_is_being_copied_or_that_applications_write_is_refused(tmp_path: Path) -> None:
+    with EmbeddedPostgres(18, fsync=False) as server:
+        with server.connect() as connection:
+            connection.execute("CREATE TABLE users (id int PRIMARY KEY)")
+            connection.execute("INSERT INTO users VALUES (1)")
+        landed = LandedHome(tmp_path / "home", server.dsn())
+        landed.catch_up()
+        with millstream.open(landed.home.path) as home:
+            home.append("shop", "clicks", [{"id": 1}])
+        landed.land()
+        with pytest.raises(UsageError, match="applications write"):
+            forget_table(landed.home, "public.clicks")
+        with landed.home.open_catalog() as catalog:
+            row = catalog.find_table(catalog.stream("shop").id, "public", "users")
+            catalog.set_state(row.id, TableState.COPYING)
+        with pytest.raises(UsageError, match="being copied"):
+            forget_table(landed.home, "public.users")
+        with millstream.open(landed.home.path) as home:
+            assert home.query("FROM public.users").to_pylist() == [{"id": 1}]
