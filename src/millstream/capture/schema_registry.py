@@ -187,7 +187,7 @@ class SchemaRegistry:
         return self._messages
 
     def quarantine(self, relation_oid: int, reason: str) -> TableId | None:
-        """Set a table aside: from the next run on its changes enter the log undecoded."""
+        """Set a table aside: from now on its changes enter the log undecoded, those of the messages being decoded too."""
         with self._lock:
             row = self._rows.get(relation_oid)
         if row is None:

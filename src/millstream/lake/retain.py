@@ -1,4 +1,6 @@
-"""Dropping of old records from history: whole files, once all their days are old and once the views folded from them cover their records.
+"""Dropping of old records from history: whole files, whose records all folded views cover.
+
+A table's files go once all their days are old. Without a view of `history`, they go at any age.
 
 First the table records from where on its history is complete, then the files are deleted. If interrupted in
 between, it claims nothing that is gone. The rows that dropped records made are in `current`; earlier moments can no

@@ -1,6 +1,6 @@
 """Where a stream is written: a node's own role, and the map of leaders that the catalog keeps.
 
-The role (`roles`) is authoritative, and every write is checked against it. The catalog's map is derived
+The role (`role_files`) is authoritative, and every write is checked against it. The catalog's map is derived
 from roles, never the other way round: no node leads, follows or is fenced by the map. If nodes share a
 catalog, the map adds what this node hasn't heard of yet.
 """

@@ -57,7 +57,7 @@ def part_command(home: HomePaths, *words: str) -> list[str]:
 
 
 def run_home(home: Home, *, until_caught_up: bool = False, on_event: Callable[[Event], None]) -> RunOutcome:
-    """Run a home's parts: capture, pipeline and, without `until_caught_up`, HTTP.
+    """Run a home's parts: capture, pipeline, in a node the follower, and, without `until_caught_up`, HTTP.
 
     Args:
         home: the home.

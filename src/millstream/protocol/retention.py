@@ -26,7 +26,7 @@ Transitions of a holder:
 
 The step for the oldest segment, by the holders that need it and the size of the log:
 
-    | needed by                    | <= bytes           | <= bytes_max | > bytes_max                |
+    | needed by                    | <= size_bytes      | <= bytes_max | > bytes_max                |
     |------------------------------|--------------------|--------------|----------------------------|
     | no holder                    | Drop when old      | Drop         | Drop                       |
     | consumers and followers only | Keep               | Keep         | CutOff of each, then Drop  |

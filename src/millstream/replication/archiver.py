@@ -1,6 +1,6 @@
 """Ships one stream's log to an object store.
 
-The stream's shipper, which has a level for it, is notified of what is stored.
+It reports what is stored to the stream's shipper, for writes that are acknowledged once they are in the object store.
 """
 
 from __future__ import annotations

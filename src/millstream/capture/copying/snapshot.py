@@ -2,8 +2,8 @@
 
 A temporary logical slot provides it, because only decoding knows which commits the WAL has below a position. An
 ordinary snapshot omits a commit that is in the WAL and waits for a standby. The slot's snapshot is exported; an
-ordinary connection imports it and exports it again, and the slot is dropped at once. So a comparison of an hour holds
-back no WAL, only vacuum.
+ordinary connection imports it and exports it again, and the slot is dropped at once. So a snapshot that
+is read for an hour (by `diff`) holds back no WAL, only vacuum.
 """
 
 from __future__ import annotations

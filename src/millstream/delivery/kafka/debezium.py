@@ -1,4 +1,4 @@
-"""Records of the log as the Kafka messages that Debezium's PostgreSQL connector 3.x sends.
+"""Records of the log as the Kafka messages that Debezium's PostgreSQL connector 3.4 sends.
 
 The encoder is pure: it takes batches of records and the time, and returns bytes. It works column by
 column, and row by row only where it joins their JSON.

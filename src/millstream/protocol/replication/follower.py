@@ -1,19 +1,25 @@
 """The follower's side: what is taken from a leader, what is sent to it, and the age of what readers see here.
 
-    | event              | apart             | waiting (Hello sent)                      | following                    | stopped |
-    |--------------------|-------------------|-------------------------------------------|------------------------------|---------|
-    | Tick, when due     | Connect           | -                                         | -                            | -       |
-    | Tick, nothing came for long |          | the link is broken                        | the link is broken           | -       |
-    | Connected          | SayHello -> waiting | -                                       | -                            | -       |
-    | Received, of a lower promise | -       | Refuse(Fenced), the link is broken        | the same                     | -       |
-    | Received, of a higher one    | -       | PersistRole, then as below                | the same                     | -       |
-    | Received, of another stream  | -       | Refuse(OtherStream) -> stopped            | the same                     | -       |
-    | Received, a greeting of another home than the promise is of | - | Refuse(NodeNameTaken), the link is broken | as waiting | - |
-    | Received, a greeting | -               | of the same lineage: Acknowledge -> following; else SetAside, PersistRole, SayHello | as waiting | - |
-    | Received, other    | -                 | nothing: it was in flight before the Hello | Apply                   | -       |
-    | Applied            | -                 | -                                         | (PersistRole,) PersistDocuments, (ShowAll,) Acknowledge |  |
-    | ApplyFailed        | -                 | -                                         | ReplicaGap: SayHello -> waiting; Diverged: Refuse -> stopped; else the link is broken |  |
-    | LinkGone           | -                 | -> apart, and a retry after a while, longer each time | the same; an error that time doesn't mend: -> stopped |  |
+An event without a line for a phase changes nothing there. `Persist…`: documents and the role, if there are new ones.
+
+    | phase              | event                            | effects -> next phase |
+    |--------------------|----------------------------------|---|
+    | apart              | Tick, when due                   | Connect -> connecting |
+    | connecting         | Connected                        | Say(Hello) -> waiting |
+    | waiting, following | Tick, the leader has long been silent | Tell, BreakLink -> apart |
+    | waiting, following | Received, of a lower promise     | Say(Fenced), BreakLink -> apart |
+    | waiting, following | Received, of another stream, or this node leads | Say(error), BreakLink, Stop -> stopped |
+    | waiting, following | Received, of a higher promise    | PersistRole, then as below |
+    | waiting, following | Received, another home under the leader's name | Tell, Say(NodeNameTaken), BreakLink -> apart |
+    | waiting, following | Received, a greeting; the lineages part | SetAside -> cutting |
+    | waiting, following | Received, a greeting; this log has more | Tell, BreakLink -> apart |
+    | waiting, following | Received, any other greeting     | (Persist…,) Say(Acknowledgement) -> following |
+    | following          | Received, no greeting            | Apply; bytes before it are missing: Say(Hello) -> waiting |
+    | following          | Applied                          | (Persist…, ShowAll,) Say(Acknowledgement) |
+    | following          | ApplyFailed                      | as LinkGone, but for ReplicaGap: Say(Hello) -> waiting |
+    | cutting            | WasSetAside                      | (PersistRole,) Say(Hello) -> waiting |
+    | all but stopped    | LinkGone                         | Tell -> apart; if time doesn't mend it: Stop -> stopped |
+    | all                | PromiseRequested, a higher one   | PersistRole; on a link: Say(Fenced), BreakLink -> apart |
 
 Rules, each held by a test, or a seed of the simulator, that fails without it:
 
@@ -21,7 +27,7 @@ Rules, each held by a test, or a seed of the simulator, that fails without it:
 - Before anything is taken from a leader, the groups of this log that the leader's lacks (those behind the term
   in which the two part) are set aside, never overwritten. The lineages alone decide which these are. Different
   bytes where the lineages agree are damage (`Diverged`), and stop everything.
-- A term is noted once everything that its leader began with is here: `roles`.
+- A term is noted once everything that its leader began with is here (`promises`).
 - Readers see what the leader shows. If one follower is enough for the level, they see a group when it is acknowledged.
   They don't see it earlier, because a node that gets a higher promise first may lead without it. Nor do they
   while something is missing that the leader began with, because until then the acknowledgement doesn't count.
@@ -386,8 +392,6 @@ class Follower:
             effects += [Say(fenced_error(promise)), BreakLink()]
         return effects
 
-    # --- what arrives ----------------------------------------------------------------------------------------------
-
     def _received(self, shipment: Shipment, now_s: float, wall_ns: int) -> list[Effect]:
         if self.phase not in {FollowerPhase.WAITING, FollowerPhase.FOLLOWING}:
             return []
@@ -497,7 +501,7 @@ class Follower:
         reached = [one for upto, one in self._ahead if upto <= self.holding.persisted_upto]
         self._ahead = self._ahead[len(reached) :]
         newer += reached[-1:]
-        self._documents.update({one.name: one.version for one in newer})
+        self._documents |= {one.name: one.version for one in newer}
         return [PersistDocuments(tuple(newer))] if newer else []
 
     def _acknowledge(self, shipment: Shipment, now_s: float, wall_ns: int) -> list[Effect]:
@@ -531,8 +535,6 @@ class Follower:
             ends[part.shard] = max(end, part.end)
         return False
 
-    # --- failures --------------------------------------------------------------------------------------------------
-
     def _apply_failed(self, error: MillstreamError, chance: float, now_s: float) -> list[Effect]:
         self._taken = None
         if isinstance(error, ReplicaGap):
@@ -565,8 +567,6 @@ class Follower:
     def _stop(self, error: MillstreamError) -> list[Effect]:
         self.phase, self.stopped_by = FollowerPhase.STOPPED, error
         return [Say(error), BreakLink(), Stop(error)]
-
-    # --- time ------------------------------------------------------------------------------------------------------
 
     def _note_time(self, shipment: Shipment, now_s: float, wall_ns: int) -> list[Effect]:
         delay_s = (wall_ns - shipment.sent_ns) / 1e9
