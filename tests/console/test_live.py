@@ -126,9 +126,10 @@ def test_a_rate_is_that_of_the_writer_s_count_or_else_of_numbers() -> None:
     rates = Rates()
     assert rates.take(status(0, 0), 10.0) == {}
     assert rates.take(status(1000, 50), 11.0) == {"shop": 50.0}
-    assert rates.take(status(1000, 50), 20.0) == {}, "too long ago"
+    assert rates.take(status(1000, 150), 21.0) == {"shop": 10.0}, "a home whose status is taken seldom"
+    assert rates.take(status(1000, 150), 60.0) == {}, "too long ago"
     # The writer was started again: its count begins at 0.
-    assert rates.take(status(1000, 3), 21.0) == {}
+    assert rates.take(status(1000, 3), 61.0) == {}
     assert Rates().take(status(1, None), 1.0) == {}
     rates = Rates()
     rates.take(status(100, None), 1.0)

@@ -67,7 +67,7 @@ class Live:
         self._running: asyncio.Task[None] | None = None
         self._current: Snapshot | None = None
         self._costs_s: deque[float] = deque(maxlen=3)
-        """CPU time of the last statuses; the first takes long for its imports."""
+        """CPU time of the last statuses; the first two take long, for imports and indexes."""
         self._changed = asyncio.Event()
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class Live:
 
     @property
     def _every_s(self) -> float:
-        cost_s = min(self._costs_s) if len(self._costs_s) > 1 else 0.0
+        cost_s = min(self._costs_s) if len(self._costs_s) == self._costs_s.maxlen else 0.0
         return min(max(_EVERY_S, cost_s / _SHARE), _EVERY_S_MAX)
 
     async def _run(self) -> None:

@@ -15,6 +15,8 @@ Status: TypeAlias = Mapping[str, Any]
 """As `collect_status` returns it."""
 _WINDOW_S: Final = 5.0
 """Time over which a rate is taken: over one second it would jump with each batch."""
+_OLD_S: Final = 30.0
+"""Age of a sample that no rate is taken from: there were no viewers since."""
 _STOPPED: Final = ("capture_stalled", "pipeline_stalled")
 """Conditions that repeat a stream's own error."""
 
@@ -148,7 +150,7 @@ class Rates:
         # A writer counts records; where none runs, as on a follower, numbers are about as many.
         counts |= counted
         samples = self._samples
-        while samples and now_s - samples[0][0] > _WINDOW_S:
+        while samples and (now_s - samples[0][0] > _OLD_S or (len(samples) > 1 and now_s - samples[1][0] >= _WINDOW_S)):
             samples.popleft()
         before_s, before = samples[0] if samples else (now_s, {})
         samples.append((now_s, counts))

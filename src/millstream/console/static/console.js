@@ -3,6 +3,8 @@
 
 // Without a tick for as long, the home doesn't answer.
 const OLD_S = 5;
+// Older data shows its age.
+const FRESH_S = 3;
 
 // Change one element to be like another, without replacing what stays: focus, selection and open details remain.
 function morph(old, fresh) {
@@ -82,7 +84,7 @@ function watch(live) {
     const now = performance.now();
     const isOld = now - heardAt > 1000 * OLD_S;
     const seconds = (now - takenAt) / 1000;
-    const words = isOld ? `✖ no answer: data of ${ageWords(seconds)} ago` : seconds < OLD_S ? "live" : `data of ${ageWords(seconds)} ago`;
+    const words = isOld ? `✖ no answer: data of ${ageWords(seconds)} ago` : seconds < FRESH_S ? "live" : `data of ${ageWords(seconds)} ago`;
     if (age.textContent !== words) age.textContent = words;
     age.classList.toggle("old", isOld);
     if (isOld !== wasOld) said.textContent = isOld ? "The home doesn't answer." : "The home answers again.";
