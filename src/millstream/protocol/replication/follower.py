@@ -16,7 +16,7 @@ An event without a line for a phase changes nothing there. `Persist…`: documen
     | waiting, following | Received, any other greeting     | (Persist…,) Say(Acknowledgement) -> following |
     | following          | Received, no greeting            | Apply; bytes before it are missing: Say(Hello) -> waiting |
     | following          | Applied                          | (Persist…, ShowAll,) Say(Acknowledgement) |
-    | following          | ApplyFailed                      | as LinkGone, but for ReplicaGap: Say(Hello) -> waiting |
+    | following          | ApplyFailed                      | ReplicaGap: Say(Hello) -> waiting; else as LinkGone |
     | cutting            | WasSetAside                      | (PersistRole,) Say(Hello) -> waiting |
     | all but stopped    | LinkGone                         | Tell -> apart; if time doesn't mend it: Stop -> stopped |
     | all                | PromiseRequested, a higher one   | PersistRole; on a link: Say(Fenced), BreakLink -> apart |
