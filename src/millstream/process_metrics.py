@@ -61,13 +61,13 @@ class Durations:
         self.counts = [0] * (len(bounds_s) + 1)
         self.sum_s = 0.0
 
-    def observe(self, *durations_s: float) -> None:
-        """Count durations."""
+    def observe(self, *durations_s: float, count: int = 1) -> None:
+        """Count durations, each of them so often."""
         found = [(bisect_left(self._bounds_s, seconds), max(0.0, seconds)) for seconds in durations_s]
         with _lock:
             for at, seconds in found:
-                self.counts[at] += 1
-                self.sum_s += seconds
+                self.counts[at] += count
+                self.sum_s += count * seconds
 
 
 class Counter:

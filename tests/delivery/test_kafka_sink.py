@@ -474,15 +474,15 @@ def test_the_ledger_names_transactions_of_the_last_seconds_within_a_bound() -> N
     def named(generation: int = 0) -> list[str]:
         return sorted(Committed.from_bytes(Committed(generation).to_bytes(recent.of(generation))).earlier)
 
-    recent.add(Committed(0, frozenset({"shop-0-1-1", "x"}), frozenset({"shop-0-1-0"})))
+    recent.add(0, Committed(0, frozenset({"shop-0-1-1", "x"}), frozenset({"shop-0-1-0"})).packed(whole=True))
     now_s = 3.0
-    recent.add(Committed(0, frozenset({"shop-0-1-2"})))
+    recent.add(0, Committed(0, frozenset({"shop-0-1-2"})).packed())
     assert named() == ["shop-0-1-0", "shop-0-1-1", "shop-0-1-2", "x"]
     now_s = 5.5
     assert named() == ["shop-0-1-2"]
     assert named(1) == []
     for first in range(0, 1_000_000, 50_000):
-        recent.add(Committed(1, frozenset(f"shop-0-1-{number}" for number in range(first, first + 50_000))))
+        recent.add(1, Committed(1, frozenset(f"shop-0-1-{number}" for number in range(first, first + 50_000))).packed())
     assert len(b"".join(recent.of(1))) <= 256 << 10
     assert "shop-0-1-999999" in named(1)
 

@@ -65,6 +65,10 @@ class Source:
             self.flying += free
             return free
 
+    def is_held(self, messages: Sequence[PushMessage]) -> bool:
+        with self.changed:
+            return self.lost.isdisjoint(message.id for message in messages)
+
     def hold(self, messages: Sequence[PushMessage], seconds: float, *, is_retry: bool) -> bool:
         with self.changed:
             assert seconds > 0
@@ -385,7 +389,7 @@ def test_a_part_that_wasn_t_judged_is_repeated_apart_without_a_failure() -> None
     assert source.shown[-1] is None
 
 
-@pytest.mark.parametrize("failing", ["ack", "hold"])
+@pytest.mark.parametrize("failing", ["ack", "is_held"])
 def test_nothing_is_sent_while_the_consumer_s_state_can_t_be_kept_and_all_is_sent_once_it_can(
     monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
@@ -416,6 +420,7 @@ def test_nothing_is_sent_while_the_consumer_s_state_can_t_be_kept_and_all_is_sen
     if failing == "ack":
         monkeypatch.setattr(source, "nack", give_back)
         # The consumer has noted in memory what is settled.
+        monkeypatch.setattr(source, "is_held", lambda messages: messages[0].id not in source.acked)
         monkeypatch.setattr(source, "hold", lambda messages, *_, **__: messages[0].id not in source.acked)
     with pushing_to(sink, source) as pusher:
         for _ in range(4):
@@ -441,3 +446,26 @@ def test_acknowledgements_are_durable_before_the_next_batch_if_the_sink_needs_it
     with pushing_to(sink, source):
         source.wait_until(lambda: source.is_settled)
     assert synced == [0, 10, 20]
+
+
+def test_a_backlog_is_received_ahead_and_sent_in_turn() -> None:
+    """One batch is sent while the next one is received, but none before the acknowledgements of the last are durable."""
+    going, most = [0], [0]
+    synced: list[tuple[int, int]] = []
+
+    def judge(messages: Sequence[PushMessage]) -> Outcome:
+        going[0] += 1
+        most[0] = max(most[0], going[0])
+        if source.waiting and synced:  # the first may be received in its turn
+            source.wait_until(lambda: len(source.flying) > len(messages) or source.is_settled)
+        synced.append((len(source.acked), source.syncs[-1] if source.syncs else 0))
+        going[0] -= 1
+        return ACCEPTED
+
+    source, sink = Source(messages_of(100)), Sink(judge, concurrency=2)
+    sink.pacing = replace(sink.pacing, syncs=True)
+    with pushing_to(sink, source):
+        source.wait_until(lambda: source.is_settled)
+    assert most == [1]
+    assert synced == [(number, number) for number in range(0, 100, 10)]
+    assert sorted(source.acked) == sorted(f"m{number}" for number in range(100))

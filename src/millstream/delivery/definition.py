@@ -162,6 +162,16 @@ class Definition:
         return _renamed(self.columns)
 
     @cached_property
+    def keeps_rows(self) -> bool:
+        """Whether the sink uses records in the log's form."""
+        return self.sink is not None and self.sink.kind == "kafka"
+
+    @cached_property
+    def needs_texts(self) -> bool:
+        """Whether the receiver gets the records' JSON; else it is made only of a record that is shown."""
+        return not self.keeps_rows or (self.sink is not None and self.sink.settings["format"] == "json")
+
+    @cached_property
     def _patterns(self) -> TablePatterns:
         return TablePatterns.parse(self.tables or ())
 

@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
@@ -26,6 +26,9 @@ from millstream.workers import Worker
 _SPREAD: Final = 0.2
 """The part of a wait by which chance makes it longer or shorter."""
 _RECEIVE_S: Final = 1.0
+_PART_OF_BATCH: Final = 16
+"""An answer with a larger part of a batch than the 16th shows a backlog. A small batch that is received ahead of its turn
+would leave the messages that come until then to the batch behind it."""
 _KEPT_AGAIN_S: Final = 0.5
 _MARGIN_S: Final = 30.0
 """Time for which messages are held in addition to what their delivery takes. It is renewed while they wait."""
@@ -44,8 +47,13 @@ class PushSource(Protocol):
     def receive(self, count: int, *, wait_s: float) -> Sequence[PushMessage]:
         """Return messages that are in flight from now on, at most `count`; wait for the first if there is none.
 
+        They stay in flight for longer than a batch waits for its turn and is sent.
+
         No group is in two answers at once. A paused consumer has no messages.
         """
+
+    def is_held(self, messages: Sequence[PushMessage]) -> bool:
+        """Return whether messages of one answer, none of which is settled, are still in flight for this receiver."""
 
     def hold(self, messages: Sequence[PushMessage], seconds: float, *, is_retry: bool) -> bool:
         """Keep messages in flight for so long from now on.
@@ -94,6 +102,8 @@ class _Batch:
     """Number of repeated deliveries since they were received."""
     is_split: bool = False
     """Whether each is sent alone."""
+    is_new: bool = True
+    """Whether nothing of it was sent so far."""
     dead: list[tuple[PushMessage, str]] = field(default_factory=list)
     """Messages that failed alone, with their errors."""
     error: str | None = None
@@ -142,6 +152,10 @@ class Pusher:
         """Batches that wait: a heap by time."""
         self._numbers = itertools.count()
         self._shown: str | None = None
+        self._turn = threading.Lock() if self._pacing.syncs else nullcontext()
+        """Held while a batch is sent, if batches go one after the other."""
+        self._is_behind = False
+        """Whether the last answer was large, so that the next batch is received before its turn."""
         self._stopping = threading.Event()
         self._hold_s = self._pacing.timeout_s + _MARGIN_S
         self._workers = [Worker(f"push-{name}", self._step) for _ in range(self._pacing.concurrency)]
@@ -168,17 +182,22 @@ class Pusher:
     # --- its threads -------------------------------------------------------------------------------------------------
 
     def _step(self) -> bool:
-        batch = self._next()
-        if batch is not None:
-            try:
-                while batch.messages and not self._stopping.is_set():
-                    wait_s = self._send(batch)
-                    if wait_s is not None and self._set_aside(batch, wait_s):
-                        return True
-                self._give_back(batch, "the consumer's delivery was stopped")
-            except MillstreamError as error:
-                self._wait_until_kept(batch, error)
+        ahead = self._next() if self._is_behind else None
+        with self._turn:
+            batch = ahead or self._next()
+            if batch is not None:
+                self._work(batch)
         return not self._stopping.is_set()
+
+    def _work(self, batch: _Batch) -> None:
+        try:
+            while batch.messages and not self._stopping.is_set():
+                wait_s = self._send(batch)
+                if wait_s is not None and self._set_aside(batch, wait_s):
+                    return
+            self._give_back(batch, "the consumer's delivery was stopped")
+        except MillstreamError as error:
+            self._wait_until_kept(batch, error)
 
     def _wait_until_kept(self, batch: _Batch, error: MillstreamError) -> None:
         """Send nothing until the consumer's state can be kept, for example on a full disk; then go on with the batch."""
@@ -197,6 +216,7 @@ class Pusher:
             if left_s <= 0:
                 return heapq.heappop(self._aside)[2]
         messages = self._source.receive(self._pacing.batch_size, wait_s=min(left_s, _RECEIVE_S))
+        self._is_behind = len(messages) > self._pacing.batch_size // _PART_OF_BATCH
         return self._begun(messages) if messages else None
 
     def _begun(self, messages: Sequence[PushMessage]) -> _Batch:
@@ -222,6 +242,7 @@ class Pusher:
         sent = batch.next
         if not self._hold(batch):
             return None
+        batch.is_new = False
         again = batch.repeats  # mostly 0, and a copy of a message takes 4 us
         numbered = [replace(one, deliveries=one.deliveries + again) for one in sent] if again else sent
         outcome = self._deliver(numbered)
@@ -237,7 +258,7 @@ class Pusher:
         """Take the outcome of a part of the batch, which is repeated without the others."""
         own = {message.id for message in messages}
         sent = [message for message in batch.messages if message.id in own]
-        part = _Batch(sent, self._waits(), batch.failures, batch.repeats)
+        part = _Batch(sent, self._waits(), batch.failures, batch.repeats, is_new=False)
         wait_s = self._judge(part, sent, outcome)
         if part.messages and (wait_s is None or not self._set_aside(part, wait_s)):
             self._give_back(part, "the consumer's delivery was stopped")
@@ -297,7 +318,8 @@ class Pusher:
 
     def _hold(self, batch: _Batch, *, is_retry: bool = False) -> bool:
         """Keep a batch in flight; give it back if the consumer has taken a part of it back."""
-        if self._source.hold(batch.messages, self._hold_s, is_retry=is_retry):
+        source, messages = self._source, batch.messages
+        if source.is_held(messages) if batch.is_new else source.hold(messages, self._hold_s, is_retry=is_retry):
             return True
         self._give_back(batch, "the consumer has taken back some messages of the batch")
         return False

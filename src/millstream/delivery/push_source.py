@@ -85,15 +85,19 @@ class ConsumerSource:
                 return [], False
             found: list[PushMessage] = []
             for delivery in deliveries:
-                group, record = running.origin(delivery.message)
                 origin = delivery.message.origin
+                logged = origin.logged if isinstance(origin, Origin) else None
+                if isinstance(origin, Origin) and logged is not None:
+                    group, record = origin.group, origin.record or ""  # the sink sends it in the log's form
+                else:
+                    group, record = running.origin(delivery.message)
                 found.append(
                     _Message(
                         delivery.message.id,
                         group,
                         delivery.deliveries,
                         record.encode(),
-                        origin.logged if isinstance(origin, Origin) else None,
+                        logged,
                         generation=delivery.delivery_id.generation,
                         failures=delivery.failures,
                         delivery=delivery.delivery_id,
@@ -101,6 +105,16 @@ class ConsumerSource:
                     )
                 )
             return found, is_more
+
+    def is_held(self, messages: Sequence[PushMessage]) -> bool:
+        """See `PushSource`."""
+        running, first = self._running, messages[0]
+        with running.lock:
+            if self._is_gone() or running.machine.phase is not Phase.ACTIVE or not isinstance(first, _Message):
+                return False
+            machine = first.machine
+            known = machine is running.machine or machine is running.backfills.machine
+            return known and machine is not None and first.generation == machine.generation
 
     def hold(self, messages: Sequence[PushMessage], seconds: float, *, is_retry: bool) -> bool:
         """See `PushSource`."""

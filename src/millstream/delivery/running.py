@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +16,7 @@ import msgspec
 from millstream.delivery.ack_ids import AckIds
 from millstream.delivery.backfill.steering import Backfilling, Notes
 from millstream.delivery.records.reading import ConsumerReader
-from millstream.delivery.records.record_messages import Origin, merged
+from millstream.delivery.records.record_messages import Origin, merged, record_of
 from millstream.delivery.store import Letter, Stored, died_letters
 from millstream.errors import CursorExpired, LogTruncated, MillstreamError, OffsetExpired
 from millstream.model.ids import StreamId, TableId
@@ -41,6 +42,8 @@ from millstream.wal.reader import StreamReader
 _SLICE_S: Final = 0.2
 """How long the log is read before acknowledgements get their turn."""
 _QUARANTINE_FRESH_S: Final = 1.0
+_PUSHED_WAIT_MS: Final = 4 * 3_600_000
+"""How long a pusher may have a message: more than its longest request takes. It returns what it doesn't deliver."""
 WAITING_MAX: Final = 100_000
 """Number of waiting messages in memory."""
 WAITING_BYTES_MAX: Final = 64 << 20
@@ -126,7 +129,7 @@ class Running:
         self._stored: Final = stored
         self._records = ConsumerReader(stream, reader, stored.definition, stored.earlier)
         limits = Limits(
-            ack_wait_ms=self.definition.ack_wait_ms,
+            ack_wait_ms=self.definition.ack_wait_ms if self.definition.sink is None else _PUSHED_WAIT_MS,
             max_deliver=0 if self.definition.sink is not None else self.definition.max_deliver,  # the pusher counts
             max_ack_pending=self.definition.max_ack_pending,
             waiting_max=WAITING_MAX,
@@ -343,10 +346,11 @@ class Running:
     def _time(self, answer: Iterable[Delivery]) -> None:
         """Measure the time since the commit of the records that are delivered for the first time."""
         now_us, origins = time.time_ns() // 1000, [each.message.origin for each in answer if each.deliveries == 1]
-        moments = [origin.committed_us for origin in origins if isinstance(origin, Origin)]
-        durations_s = [(now_us - moment) / 1e6 for moment in moments if moment is not None]
-        if durations_s:
-            CONSUMER_DELIVERY_SECONDS.of(str(self._stream_id), self.definition.name).observe(*durations_s)
+        moments = Counter([origin.committed_us for origin in origins if isinstance(origin, Origin)])
+        series = CONSUMER_DELIVERY_SECONDS.of(str(self._stream_id), self.definition.name) if moments else None
+        for moment, count in moments.items():
+            if moment is not None and series is not None:
+                series.observe((now_us - moment) / 1e6, count=count)
 
     def observe_request(self, seconds: float) -> None:
         """Count a delivery by the push sink in the metrics; not if this process no longer has the consumer."""
@@ -363,7 +367,7 @@ class Running:
         """Return a message's group and its record as JSON; those of dead and retried ones are kept here."""
         origin = message.origin
         if isinstance(origin, Origin):
-            return origin.group, origin.record
+            return origin.group, record_of(origin)
         group, record = self._letters[message.id]
         return group, record
 

@@ -37,6 +37,8 @@ class LoggedRow(NamedTuple):
     """Records in `record_schema(schema, offsets=True)`."""
     row: int
     """The record's index in the batch."""
+    texts: Callable[[pa.RecordBatch], list[str]] | None = None
+    """Returns the JSON of such records, for one whose JSON wasn't made."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class PushMessage:
     deliveries: int
     """Number of this delivery, from 1."""
     record: bytes
-    """The record as JSON: the object that `wal cat --format ndjson` prints."""
+    """The record as JSON: the object that `wal cat --format ndjson` prints; empty if the sink sends `logged` instead."""
     logged: LoggedRow | None = field(default=None, repr=False, compare=False)
     """The record in the log's form; None if only its JSON is there."""
     generation: int = 0
@@ -144,7 +146,8 @@ class Pacing:
     timeout_s: float = 30.0
     """Seconds within which `deliver` returns, apart from delays of the machine."""
     syncs: bool = False
-    """Whether acknowledgements of a batch must be durable before the next one is sent."""
+    """Whether acknowledgements of a batch must be durable before the next one is sent. `concurrency` is then the number
+    of batches that are received ahead while there is a backlog."""
 
 
 class PushSink(Protocol):

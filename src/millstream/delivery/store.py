@@ -28,6 +28,7 @@ import structlog
 from millstream.delivery.backfill.machine import ENDED_MAX, Ended, StoredBackfill
 from millstream.delivery.definition import Definition, selection_of
 from millstream.delivery.records.reading import Earlier
+from millstream.delivery.records.record_messages import record_of
 from millstream.delivery.state_log import MARK_AT, Contents, Entry, frame, log_of, mark, parse
 from millstream.errors import DeliveryError, WriterClosed
 from millstream.private_files import make_folder, replace_file
@@ -346,5 +347,5 @@ def died_letters(changes: Iterable[Change]) -> dict[str, Letter]:
     for change in changes:
         if isinstance(change, Died) and change.letter.message.origin is not None:
             origin = change.letter.message.origin
-            found[change.letter.message.id] = [origin.group, origin.record]
+            found[change.letter.message.id] = [origin.group, record_of(origin)]
     return found

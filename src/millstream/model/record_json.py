@@ -36,8 +36,8 @@ def record_facts(
     own = row_values(schema, batch, values)
     names = ("__offset", "__op", "__seq", "__source", "__commit_index", "__xid")
     offsets, ops, seqs, sources, indexes, xids = (batch.column(name).to_pylist() for name in names)
-    lsns = _texts(batch.column("__commit_lsn"), lambda lsn: format_lsn(Lsn(lsn)))
-    times = _texts(batch.column("__commit_ts"), datetime.isoformat)
+    lsns = texts_of(batch.column("__commit_lsn"), lambda lsn: format_lsn(Lsn(lsn)))
+    times = texts_of(batch.column("__commit_ts"), datetime.isoformat)
     unchanged, exact = batch.column("__unchanged").to_pylist(), batch.column("__exact").to_pylist()
     return [
         {
@@ -62,7 +62,7 @@ def record_facts(
     ]
 
 
-def _texts(column: pa.Array, text: Callable[[Any], str]) -> list[str | None]:
+def texts_of(column: pa.Array, text: Callable[[Any], str]) -> list[str | None]:
     """Return the text of each value of a column in which few values differ; None for null."""
     coded = column.dictionary_encode()
     texts = [text(value) for value in coded.dictionary.to_pylist()]

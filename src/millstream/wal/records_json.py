@@ -138,18 +138,23 @@ def table_lines(found: TableRecords, *, stream: str, values: Values = "json") ->
     """Yield the lines of one table's records (read with their offsets), in order; see `record_facts`."""
     schema, batch = found.schema, found.batch
     lines = record_facts(schema, batch, stream=stream, shard=found.shard, epoch=found.epoch, values=values)
-    lsns = batch.column("__commit_lsn").to_pylist()
-    for line, lsn, first in zip(lines, lsns, found.operation_seq.to_pylist(), strict=True):
-        index, xid = line["commit_index"], line["xid"]
-        yield Line(
-            found.shard,
-            Offset(line["offset"]),
-            Seq(first),
-            -1 if index is None else index,
-            (line["source"], lsn, xid) if xid is not None else (found.shard, first),
-            line,
-            schema,
-        )
+    whole = zip(lines, found.operation_seq.to_pylist(), indexes_of(found), operations_of(found), strict=True)
+    for line, first, index, operation in whole:
+        yield Line(found.shard, Offset(line["offset"]), Seq(first), index, operation, line, schema)
+
+
+def indexes_of(found: TableRecords) -> list[int]:
+    """Return each record's index in its operation, or -1."""
+    return [-1 if index is None else index for index in found.batch.column("__commit_index").to_pylist()]
+
+
+def operations_of(found: TableRecords) -> list[tuple[Any, ...]]:
+    """Return the identity of each record's operation: a transaction's parts on several shards have the same one."""
+    sources, lsns, xids = (found.batch.column(name).to_pylist() for name in ("__source", "__commit_lsn", "__xid"))
+    return [
+        (source, lsn, xid) if xid is not None else (found.shard, first)
+        for source, lsn, xid, first in zip(sources, lsns, xids, found.operation_seq.to_pylist(), strict=True)
+    ]
 
 
 class Merged(Protocol):

@@ -7,9 +7,9 @@ column, and row by row only where it joins their JSON.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 
@@ -40,8 +40,7 @@ _Texts = dict[str, str | None]
 """PostgreSQL's texts of values by their columns' names."""
 
 
-@dataclass(frozen=True, slots=True)
-class KafkaMessage:
+class KafkaMessage(NamedTuple):
     """One message."""
 
     row: int
@@ -121,7 +120,7 @@ class DebeziumEncoder:
     def _json(self, schema: TableSchema, batch: pa.RecordBatch, shard: ShardId, epoch: Epoch) -> Iterator[KafkaMessage]:
         for row, facts in enumerate(record_facts(schema, batch, stream=self.stream, shard=shard, epoch=epoch)):
             for message in self.json(facts, to_json(facts).encode(), schema.key):
-                yield replace(message, row=row)
+                yield message._replace(row=row)
 
     def json(self, facts: Mapping[str, Any], value: bytes, key: Sequence[str]) -> Iterator[KafkaMessage]:
         """Yield a record as `wal cat` prints it, with tombstones for keys that are gone.
@@ -189,8 +188,13 @@ class DebeziumEncoder:
         )
         times = batch.column("__commit_ts").cast(pa.int64()).to_pylist()
         lsns, xids = batch.column("__commit_lsn").to_pylist(), batch.column("__xid").to_pylist()
-        made = []
+        made: list[str] = []
+        last: tuple[Any, ...] | None = None
         for op, time, lsn, xid in zip(batch.column("__op").to_pylist(), times, lsns, xids, strict=True):
+            if (op == _COPY, time, lsn, xid) == last:  # most are of the operation before
+                made.append(made[-1])
+                continue
+            last = op == _COPY, time, lsn, xid
             micros = now_ns // 1000 if time is None else time
             snapshot = "incremental" if op == _COPY else "false"
             sequence = NULL if lsn is None else f'"[null,\\"{lsn}\\"]"'
@@ -324,7 +328,7 @@ def _old_row(table: SentTable, values: Sequence[str], old: _Texts) -> list[str]:
 def _key(table: SentTable, values: Sequence[str]) -> bytes | None:
     if not table.key:
         return None
-    return table.key_block(table.key_row % tuple(values[index] for index in table.key))
+    return table.key_block(table.key_row % table.key_of(values))
 
 
 def _json_key(key: Sequence[str], row: Mapping[str, Any] | None) -> bytes | None:

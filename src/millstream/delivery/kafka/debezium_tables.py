@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Final
 
 from millstream.delivery.kafka.debezium_options import DebeziumOptions
@@ -103,6 +104,8 @@ class SentTable:
     """Template of a row's JSON, with a `%s` for each column's."""
     key: tuple[int, ...]
     """Indexes of the key's columns within `columns`; empty if the table has no key."""
+    key_of: Callable[[Sequence[str]], Any]
+    """Returns the key's values of a row: a value if the key is one column, else a tuple."""
     key_row: str
     """Template of a key's JSON."""
     key_block: Block
@@ -160,6 +163,7 @@ def sent_table(
         tuple(columns),
         _template([sent.name for sent in columns]),
         key,
+        itemgetter(*key) if key else tuple,
         _template([columns[index].name for index in key]),
         block(_struct(f"{topic}.Key", [fields[index] for index in key]), options),
         block(_struct(f"{topic}.Envelope", envelope, version=2), options),

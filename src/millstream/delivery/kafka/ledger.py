@@ -10,7 +10,6 @@ transactions of the last seconds.
 
 from __future__ import annotations
 
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
 TOPIC: Final = "_millstream_consumers"
 _OPTIONS: Final = {"cleanup.policy": "compact", "segment.bytes": str(16 << 20), "max.message.bytes": str(16 << 20)}
-_NUMBERED: Final = re.compile(r"(.*?)(0|[1-9]\d*)\Z", re.DOTALL)
 _KEPT_S: Final = 5.0
 """How long records name an earlier transaction: a follower gets the acknowledgements within a second or two."""
 _KEPT_BYTES_MAX: Final = 256 << 10
@@ -47,21 +45,24 @@ class Committed:
     earlier: frozenset[str] = frozenset()
     """Messages of the transactions of the seconds before."""
 
-    def to_bytes(self, earlier: tuple[bytes, ...] = ()) -> bytes:
+    def to_bytes(self, earlier: tuple[bytes, ...] = (), packed: bytes | None = None) -> bytes:
         """Return the record's value: JSON, with the numbers at the ends of ids as differences.
 
         Args:
             earlier: the ids of earlier transactions of the generation, each as `packed` returns them.
+            packed: the own ids in that form, if they are known.
         """
-        return b'{"generation":%d,"ids":%b,"earlier":[%b]}' % (self.generation, self.packed(), b",".join(earlier))
+        own = self.packed() if packed is None else packed
+        return b'{"generation":%d,"ids":%b,"earlier":[%b]}' % (self.generation, own, b",".join(earlier))
 
-    def packed(self) -> bytes:
-        """Return the ids alone."""
+    def packed(self, *, whole: bool = False) -> bytes:
+        """Return the ids alone; with those of earlier transactions if `whole`."""
         numbers: dict[str, list[int]] = {}
-        for id_ in self.ids:
-            found = _NUMBERED.match(id_)
-            prefix, number = (found[1], int(found[2])) if found is not None else (id_, -1)
-            numbers.setdefault(prefix, []).append(number)
+        for id_ in self.ids | self.earlier if whole else self.ids:
+            digits = id_[len(id_.rstrip("0123456789")) :]
+            digits = digits.lstrip("0") or digits[-1:]
+            prefix = id_[: len(id_) - len(digits)]
+            numbers.setdefault(prefix, []).append(int(digits or -1))
         packed = {}
         for prefix, some in numbers.items():
             some.sort()
@@ -99,11 +100,10 @@ class Recent:
             self._size_bytes -= len(self._kept.popleft()[1])
         return tuple(packed for _, packed in self._kept)
 
-    def add(self, committed: Committed) -> None:
+    def add(self, generation: int, packed: bytes) -> None:
         """Note messages that were committed: those of a transaction, or of an earlier process."""
-        self.of(committed.generation)
-        packed = Committed(ids=committed.ids | committed.earlier).packed()
-        self._generation = committed.generation
+        self.of(generation)
+        self._generation = generation
         self._kept.append((self._now_s(), packed))
         self._size_bytes += len(packed)
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
@@ -100,6 +101,7 @@ class KafkaSink:
             batch_size=_BATCH,
             retry_min_s=0.5,
             retry_max_s=30.0,
+            concurrency=2 if self._settings.transactions else 1,
             timeout_s=6 * ANSWERS_WITHIN_S,
             syncs=self._settings.transactions,
         )
@@ -188,11 +190,12 @@ class KafkaSink:
             for sending in going:
                 sending.is_sent = False
             return following
+        packed = ledger.packed()
         if self._place.identity:
-            record = ledger.to_bytes(self._recent.of(ledger.generation))
+            record = ledger.to_bytes(self._recent.of(ledger.generation), packed)
             producer.produce(LEDGER, record, self._place.identity.encode(), partition=0)
         producer.commit_transaction(ANSWERS_WITHIN_S)
-        self._recent.add(ledger)
+        self._recent.add(ledger.generation, packed)
         return following
 
     def _send(
@@ -301,7 +304,7 @@ class KafkaSink:
             batches.setdefault(id(logged.batch), []).append((sending, logged))
         now_ns = time.time_ns()
         for some in batches.values():
-            _, (schema, batch, first) = some[0]
+            _, (schema, batch, first, _) = some[0]
             rows = [logged.row for _, logged in some]
             is_slice = rows == list(range(first, first + len(rows)))
             part = batch.slice(first, len(rows)) if is_slice else batch.take(pa.array(rows))
@@ -359,7 +362,7 @@ class KafkaSink:
                         self._admin, self._client, self._place.identity, timeout_s=ANSWERS_WITHIN_S
                     )
                     self._left_until_s = time.monotonic() + _LEFT_KEPT_S
-                    self._recent.add(self._left)
+                    self._recent.add(self._left.generation, self._left.packed(whole=True))
             self._producer = producer
         return self._admin, self._producer
 
@@ -398,8 +401,13 @@ class KafkaSink:
             sending.error = next((failing[event.topic] for event in sending.events if event.topic in failing), None)
 
 
-def _hold_groups(sendings: Iterable[_Sending]) -> None:
+_error = attrgetter("error")
+
+
+def _hold_groups(sendings: Sequence[_Sending]) -> None:
     """Give the later messages of each failing one's groups its error: they follow it."""
+    if not any(map(_error, sendings)):
+        return
     failing: dict[str, _Sending] = {}
     tables: dict[str, _Sending] = {}
     for sending in sendings:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from itertools import repeat
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -17,10 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from millstream.delivery.definition import Definition, Selection
+from millstream.delivery.definition import NO_GROUPS, Definition, Selection
 from millstream.delivery.records.groups import groups_of
 from millstream.delivery.records.latest import OLD
-from millstream.delivery.records.record_messages import Origin, chosen, newest_messages, row_of
+from millstream.delivery.records.record_messages import Origin, newest_messages, row_of
+from millstream.delivery.records.record_texts import record_texts
 from millstream.delivery.records.selecting import selected
 from millstream.delivery.sinks import LoggedRow
 from millstream.errors import CorruptWal, MillstreamError
@@ -30,7 +33,7 @@ from millstream.model.records import Op
 from millstream.model.schema import TableKind, TableSchema
 from millstream.protocol.delivery.messages import Kind, Message, position_of
 from millstream.wal.reader import StreamReader, TableRecords
-from millstream.wal.records_json import merge_shards, table_lines
+from millstream.wal.records_json import indexes_of, merge_shards, operations_of, table_lines
 from millstream.wal.table_records import filtered, joined
 
 Bools = npt.NDArray[np.bool_]
@@ -41,12 +44,8 @@ _PIECE_FRAMES: Final = 64
 _TRUNCATE: Final = Op.TRUNCATE.letter
 
 
-@dataclass(slots=True)
-class _Item:
-    """A record on its way: with the keys by which shards are merged, and its message if the consumer receives it.
-
-    It isn't frozen, which would take three times as long to make.
-    """
+class _Item(msgspec.Struct, gc=False):
+    """A record on its way: with the keys by which shards are merged, and its message if the consumer receives it."""
 
     operation_seq: Seq
     index: int
@@ -55,9 +54,10 @@ class _Item:
     """A number of the operation's range."""
     end: int
     """The greatest number of the operation's records that were read with this one."""
-    message: Message | None
-    second: Message | None = None
-    """The new key's message, if a change of a key gives two."""
+    message: tuple[Any, ...] | None
+    """The fields of its message behind `position` and `before`."""
+    second: tuple[Any, ...] | None = None
+    """Those of the new key's message, if a change of a key gives two."""
 
 
 class Earlier(NamedTuple):
@@ -225,9 +225,9 @@ class ConsumerReader:
                     operation, done, before = item.operation, newest, max(newest, int(item.operation_seq) - 1)
                 newest = max(newest, item.end)
                 if item.message is not None:
-                    messages.append(Message(position_of(item.seq), before, *item.message[2:]))
+                    messages.append(Message(position_of(item.seq), before, *item.message))
                     if item.second is not None:
-                        messages.append(Message(position_of(item.seq, 1), before, *item.second[2:]))
+                        messages.append(Message(position_of(item.seq, 1), before, *item.second))
             try:
                 piece = next(pieces, None)
             except CorruptWal:
@@ -400,34 +400,55 @@ class ConsumerReader:
         if left.any():
             yield self._newest, left
 
-    def _part(self, found: _Kept) -> Iterator[tuple[int, _Item]]:
+    def _part(self, found: _Kept) -> Iterable[tuple[int, _Item]]:
         kept, definition, schema = found.records, found.definition, found.records.schema
         prefix = f"{self._stream}-{int(kept.shard)}-{int(kept.epoch)}-"
-        ids = [f"{prefix}{offset}" for offset in kept.batch.column("__offset").to_pylist()]
+        offsets = kept.batch.column("__offset").to_pylist()
+        ids = [f"{prefix}{offset}" for offset in offsets]
         groups = groups_of(schema, kept.batch, definition.group_by, ids)
-        table = None if schema.kind is TableKind.MESSAGES else int(schema.table_id)
-        own_numbers = found.seqs.tolist(), found.ends.tolist()
-        lines = table_lines(kept, stream=self._stream)
         moments = kept.batch.column("__commit_ts").cast(pa.int64()).to_pylist()
+        own = (kept.operation_seq.to_pylist(), indexes_of(kept), operations_of(kept))
+        numbers = found.seqs.tolist(), found.ends.tolist()
         if definition.kind is Kind.LATEST and schema.kind is TableKind.TABLE:
-            rows = zip(lines, ids, groups, moments, *own_numbers, found.is_gone.tolist(), strict=True)
-            for line, id_, own, moment, number, end, is_row_gone in rows:
-                first, second = newest_messages(line, id_, own, moment, definition, is_gone=is_row_gone)
-                yield line.offset, _Item(line.operation_seq, line.index, line.operation, number, end, first, second)
-            return
-        keeps_rows = definition.sink is not None and definition.sink.kind == "kafka"
-        whole = zip(lines, ids, groups, moments, *own_numbers, strict=True)
-        for row, (line, id_, own, moment, number, end) in enumerate(whole):
-            facts = line.facts
-            if definition.renamed is not None and schema.kind is TableKind.TABLE:
-                facts = chosen(facts, definition.renamed)
-            record = msgspec.json.encode(facts).decode()
-            is_barrier = schema.kind is TableKind.RAW or facts["op"] == _TRUNCATE
-            logged = LoggedRow(schema, kept.batch, row) if keeps_rows else None
-            origin = Origin(own[0] if own else None, record, moment, logged=logged)
-            groups_held = () if is_barrier or definition.group_by == "none" else own
-            message = Message(0, 0, id_, groups_held, table, is_barrier, len(record), origin)
-            yield line.offset, _Item(line.operation_seq, line.index, line.operation, number, end, message)
+            rows = zip(
+                table_lines(kept, stream=self._stream), ids, groups, moments, found.is_gone.tolist(), strict=True
+            )
+            pairs = [newest_messages(*row[:4], definition, is_gone=row[4]) for row in rows]
+            firsts = [first[2:] for first, _ in pairs]
+            seconds = [None if second is None else second[2:] for _, second in pairs]
+            return zip(offsets, map(_Item, *own, *numbers, firsts, seconds), strict=True)
+        return zip(offsets, map(_Item, *own, *numbers, self._messages(found, ids, groups, moments)), strict=True)
+
+    def _messages(
+        self, found: _Kept, ids: list[str], groups: list[tuple[str, ...]], moments: list[int | None]
+    ) -> Iterator[tuple[Any, ...]]:
+        """Return each record's message, without its position; see `_Item`."""
+        kept, definition, schema = found.records, found.definition, found.records.schema
+        batch, count = kept.batch, kept.batch.num_rows
+        texts_of = partial(
+            record_texts,
+            schema,
+            stream=self._stream,
+            shard=kept.shard,
+            epoch=kept.epoch,
+            renamed=definition.renamed,
+        )
+        texts: Iterable[str | None] = repeat(None)
+        sizes: Iterable[int] = repeat(batch.nbytes // count)
+        logged: Iterable[LoggedRow | None] = repeat(None)
+        if definition.keeps_rows:
+            logged = map(LoggedRow, repeat(schema), repeat(batch), range(count), repeat(texts_of))
+        if definition.needs_texts:
+            known = texts_of(batch)
+            texts, sizes = known, map(len, known)
+        names = [own[0] if own else None for own in groups]
+        origins = map(Origin, names, texts, moments, repeat(None), repeat(False), logged)
+        ops = batch.column("__op").to_pylist()
+        barriers = [True] * count if schema.kind is TableKind.RAW else [op == _TRUNCATE for op in ops]
+        is_free = definition.group_by == NO_GROUPS
+        held = [() if is_free or is_barrier else own for own, is_barrier in zip(groups, barriers, strict=True)]
+        table = None if schema.kind is TableKind.MESSAGES else int(schema.table_id)
+        return zip(ids, held, repeat(table), barriers, sizes, origins)
 
 
 def _place(id_: str) -> tuple[int, int]:
@@ -483,14 +504,11 @@ def _first_operation(parts: Iterable[TableRecords]) -> tuple[Any, ...]:
 def _unkept(part: TableRecords, numbers: _Numbers, left_out: Bools) -> Iterator[tuple[int, _Item]]:
     """Yield records that `where` leaves out: their numbers are their operation's, too."""
     for rest in filtered(part, left_out):
-        names = ("__source", "__commit_lsn", "__xid", "__commit_index")
-        facts = [rest.batch.column(name).to_pylist() for name in names]
         of_rows = [array[left_out].tolist() for array in numbers]
-        for source, lsn, xid, index, first, offset, number, end in zip(
-            *facts, rest.operation_seq.to_pylist(), *of_rows, strict=True
+        for offset, number, end, first, index, operation in zip(
+            *of_rows, rest.operation_seq.to_pylist(), indexes_of(rest), operations_of(rest), strict=True
         ):
-            operation = (source, lsn, xid) if xid is not None else (rest.shard, first)
-            yield offset, _Item(Seq(first), -1 if index is None else index, operation, number, end, None)
+            yield offset, _Item(Seq(first), index, operation, number, end, None)
 
 
 def _operations(items: Iterable[_Item]) -> Iterator[list[_Item]]:

@@ -21,8 +21,8 @@ class Origin(NamedTuple):
     """The facts that the service keeps of a message until it is settled."""
 
     group: str | None
-    record: str
-    """The record as JSON."""
+    record: str | None
+    """The record as JSON; None if it is made of `logged` when it is shown: see `record_of`."""
     committed_us: int | None = None
     """When its operation was committed, in microseconds since 1970-01-01 UTC; None if that isn't known."""
     update: str | None = None
@@ -31,6 +31,15 @@ class Origin(NamedTuple):
     """With kind `latest`: whether the record, or that update, left columns unchanged."""
     logged: LoggedRow | None = None
     """The record in the log's form, if the consumer's sink needs the types of its columns."""
+
+
+def record_of(origin: Origin) -> str:
+    """Return a message's record as JSON."""
+    logged = origin.logged
+    if origin.record is not None or logged is None or logged.texts is None:
+        assert origin.record is not None, "a message has its record in one of its forms"
+        return origin.record
+    return logged.texts(logged.batch.slice(logged.row, 1))[0]
 
 
 def row_of(line: Line, groups: tuple[str, ...], group: str, definition: Definition) -> str | None:
@@ -49,7 +58,7 @@ def merged(record: str, newer: Message, origin: Origin) -> Message:
         newer: the message that replaces it.
         origin: that message's facts.
     """
-    whole = completed(record, Newest(origin.record, origin.update, origin.is_partial))
+    whole = completed(record, Newest(record_of(origin), origin.update, origin.is_partial))
     return newer._replace(
         size=len(whole.record), origin=Origin(origin.group, whole.record, origin.committed_us, *whole[1:])
     )
