@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from psycopg.pq import Conninfo
 from tests.cli.in_process import command
+from tests.seeds import examples
 
 from millstream.app.initialize import make_home
 from millstream.config.interpolation import interpolate_dsn
@@ -97,7 +98,7 @@ def assert_unsaid(password: str, said: str) -> None:
 @example(("PASSWORD", "s3://bucket/dbuser=app&password=PASSWORD"))
 @example(("PASSWORD", "host=hpassword=PASSWORD user=app"))
 @example(("PASS WORD", "host=h password=PASS WORD user=app"))
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 def test_an_address_is_shown_without_its_password(drawn: tuple[str, str]) -> None:
     password, text = drawn
     assert_unsaid(password, mask_address(text))
@@ -184,7 +185,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(data=st.data(), where=st.sampled_from(["dsn", "location", "lake", "catalog", "node", "store"]))
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_no_command_prints_a_password(home: Path, data: st.DataObject, where: str) -> None:
     password, address = data.draw(addresses())
     facts = PLAIN | {where: address.replace("${", "$${")}
@@ -265,7 +266,7 @@ def test_an_object_store_is_never_given_keys_in_its_address() -> None:
 
 @given(addresses())
 @example(("p@ss/word:QX", "postgresql://app:p@ss/word:QX@127.0.0.1:1/db"))
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_init_writes_no_part_of_a_password(tmp_path: Path, drawn: tuple[str, str]) -> None:
     password, address = drawn
     home = tmp_path / "home"

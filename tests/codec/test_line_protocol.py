@@ -8,23 +8,24 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.codec.line_samples import bodies, changed_bodies, lines, same, texts
+from tests.seeds import examples
 
 from millstream.codec.line_protocol.vectorised import ScanMemory, Walk
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(bodies, st.sampled_from(["ns", "us", "ms", "s", "m", "h"]))
 def test_lines_are_read_as_the_plain_parser_reads_them(body: bytes, precision: str):
     same(body, precision)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(changed_bodies())
 def test_so_are_changed_lines(body: bytes):
     same(body)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=examples(1500), deadline=None)
 @given(texts)
 @example(b"m\ta\n\n")
 @example(b'm a=a="\nm a=1\n"\nm a=2')
@@ -33,13 +34,13 @@ def test_so_is_any_text(body: bytes):
     same(body, columns_max=1, rejected_max=2)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.binary(max_size=60))
 def test_so_are_any_bytes(body: bytes):
     same(body)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(lines(), min_size=2, max_size=30), st.integers(1, 4))
 def test_so_are_lines_that_disagree(some: list[bytes], columns_max: int):
     same(b"".join(some), columns_max=columns_max, rejected_max=5)
@@ -58,7 +59,7 @@ def bits(values: list[float]) -> list[bytes]:
     return [struct.pack("<d", value) for value in values]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=50))
 def test_floats_come_back_from_their_shortest_text(values: list[float]):
     assert bits(floats_of([repr(value) for value in values])) == bits(values)
@@ -73,14 +74,14 @@ _DECIMALS = st.builds(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(st.lists(_DECIMALS, min_size=1, max_size=50))
 def test_floats_of_any_digits_are_rounded_as_python_rounds_them(some: list[str]):
     some = [text for text in some if abs(float(text)) != float("inf")] or ["0"]
     assert bits(floats_of(some)) == bits([float(text) for text in some])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2**63 - 2**52 - 2**53), st.integers(-1, 1)), min_size=1, max_size=30))
 def test_floats_half_way_between_two_and_beside_that_are_rounded_as_python_rounds_them(some: list[tuple[int, int]]):
     halves = []

@@ -4,6 +4,7 @@ import pyarrow as pa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.codec.pgoutput_checks import check_equal, decode
+from tests.seeds import examples
 
 from millstream.codec.pgoutput import (
     HEARTBEAT_PREFIX,
@@ -22,7 +23,7 @@ from millstream.model.schema import TableKind
 from millstream.testing import pgoutput as pg
 from millstream.testing.pgoutput import TablesByOid
 
-SLOW = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+SLOW = settings(max_examples=examples(200), deadline=None, suppress_health_check=list(HealthCheck))
 
 
 # --- generated runs ------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from influxdb_client.client.write.dataframe_serializer import data_frame_to_list_of_points
 from influxdb_client.client.write_api import PointSettings
 from tests.codec.line_samples import same
+from tests.seeds import examples
 
 from millstream.ingest.lines import column_fault
 from millstream.model.names import parse_qualified_name
@@ -68,7 +69,7 @@ def _spelled(value: Any) -> tuple[type, Any]:
     return type(value), struct.pack("<d", value) if isinstance(value, float) else value
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.sampled_from(POINTS), _MEASUREMENTS, _keys(), st.data(), st.integers(-(2**63), 2**63 - 1))
 def test_points_come_back(
     point_type: Any, measurement: str, keys: tuple[list[str], list[str]], data: st.DataObject, time_ns: int

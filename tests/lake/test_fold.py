@@ -16,6 +16,7 @@ import pytest
 from deltalake import DeltaTable
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.seeds import examples
 
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes, fold_table
@@ -200,7 +201,7 @@ def bounds(cuts: list[int], count: int) -> list[tuple[int, int]]:
 
 @pytest.mark.sampled
 @schemas
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(steps=STEPS, cuts=CUTS)
 def test_any_split_of_any_history_folds_to_the_sources_rows(
     schema: TableSchema, steps: list[tuple[int, int, int, int]], cuts: list[int]

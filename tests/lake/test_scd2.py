@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.lake.test_fold import SCHEMAS, Row, Source, texts_in
+from tests.seeds import examples
 
 from millstream.errors import LakeError
 from millstream.lake.folded.scd2 import VERSION_COLUMNS, Versions, fold_versions
@@ -201,7 +202,7 @@ def told_by(schema: TableSchema, story: list[tuple[bool, list[tuple[int, int, in
 
 @pytest.mark.sampled
 @schemas
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(story=STORIES, cuts=CUTS)
 def test_any_split_of_any_history_gives_the_versions_that_a_look_after_each_transaction_tells(
     schema: TableSchema, story: list[tuple[bool, list[tuple[int, int, int, int]], int]], cuts: list[int]

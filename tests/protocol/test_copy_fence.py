@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.seeds import examples
 
 from millstream.errors import InvalidValue
 from millstream.protocol.copy_fence import CopyTracker, Key, Snapshot, Touch, extend_xid, kept
@@ -372,7 +373,7 @@ class Play:
         return True
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(st.randoms(use_true_random=False))
 def test_a_copy_beside_changes_is_exact_at_every_prefix_of_the_log(chance: random.Random) -> None:
     Play(chance).run()

@@ -7,6 +7,7 @@ from copy import deepcopy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.seeds import examples
 
 from millstream.errors import MillstreamError, SessionGap
 from millstream.model.ids import ShardId
@@ -60,7 +61,7 @@ def together(sessions: Sessions, writes: list[tuple[WriteId, int]], first: int) 
 
 
 @given(WRITES, WRITES, st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_a_group_is_told_what_its_writes_are_told_one_by_one(
     before: list[tuple[WriteId, int]], group: list[tuple[WriteId, int]], cold: bool
 ) -> None:

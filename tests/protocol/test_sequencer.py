@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from tests.protocol import sequencer_search as search
 from tests.protocol.sequencer_search import Budget, Scope
+from tests.seeds import examples
 
 from millstream.errors import SequencingError, StaleEpoch, WriterAlive
 from millstream.model.ids import Epoch, WriterId
@@ -107,7 +108,7 @@ class LargeWorlds(RuleBasedStateMachine):
         assert sorted(self.read, key=lambda g: g.first) == sorted(there, key=lambda g: g.first)
 
 
-LargeWorlds.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+LargeWorlds.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=60, deadline=None)
 TestLargeWorlds = LargeWorlds.TestCase
 
 

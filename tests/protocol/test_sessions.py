@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.seeds import examples
 
 from millstream.errors import DedupWindowExpired, IdempotencyKeyReused, SessionExpired, SessionGap
 from millstream.model.ids import ShardId
@@ -114,7 +115,7 @@ class AgainstModel(RuleBasedStateMachine):
 
 
 TestAgainstModel = AgainstModel.TestCase
-TestAgainstModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAgainstModel.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 
 
 class AgainstModelOfFewObjects(AgainstModel):
@@ -131,7 +132,7 @@ class AgainstModelOfFewObjects(AgainstModel):
 
 
 TestOfFewObjects = AgainstModelOfFewObjects.TestCase
-TestOfFewObjects.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestOfFewObjects.settings = settings(max_examples=examples(40), stateful_step_count=40, deadline=None)
 
 
 def test_numbers_that_come_out_of_order_are_all_taken() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.seeds import examples
 from tests.wal.truth import Truth
 
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
@@ -203,7 +204,7 @@ def test_what_is_cut_off_is_kept_aside(truth: Truth):
     assert truth.judge(files) == [1]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_any_changed_or_cut_byte_is_a_typed_error_or_changes_nothing(
     data: st.DataObject, damaged_log: tuple[Truth, MemoryFiles]

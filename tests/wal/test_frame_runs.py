@@ -11,6 +11,7 @@ from uuid import uuid4
 import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.seeds import examples
 
 from millstream.errors import CorruptWal
 from millstream.model.operations import TableRows
@@ -93,7 +94,7 @@ GROUPS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     groups=GROUPS,
     data=st.data(),

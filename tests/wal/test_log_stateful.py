@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.seeds import examples
 from tests.wal.truth import FOLDER, SMALL, Truth
 
 from millstream.errors import DiskFull
@@ -80,5 +81,5 @@ class LifeOfALog(RuleBasedStateMachine):
             self.truth.judge_every_way_of_reading(self.files)
 
 
-LifeOfALog.TestCase.settings = settings(max_examples=40, stateful_step_count=12)
+LifeOfALog.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=12)
 TestLifeOfALog = pytest.mark.long(LifeOfALog.TestCase)

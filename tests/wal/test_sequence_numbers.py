@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.seeds import examples
 from tests.wal.truth import FOLDER, SHARDS, SMALL, STREAM
 
 from millstream.errors import UsageError
@@ -198,7 +199,7 @@ def judge(reader: StreamReader, written: Written) -> None:
 
 
 @given(lives, st.sampled_from([300, 1 << 20]))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_every_number_is_there_by_every_way_of_reading(given: list[list[object]], frame_bytes: int) -> None:
     files = MemoryFiles()
     options = replace(SMALL, disk_used_max=1.0, frame_bytes_max=frame_bytes)
@@ -207,7 +208,7 @@ def test_every_number_is_there_by_every_way_of_reading(given: list[list[object]]
 
 
 @given(lives, st.sampled_from([300, 1 << 20]))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_a_number_inside_an_operation_stands_for_the_last_whole_one(
     given: list[list[object]], frame_bytes: int
 ) -> None:
@@ -224,7 +225,7 @@ def test_a_number_inside_an_operation_stands_for_the_last_whole_one(
 
 
 @given(lives)
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 def test_every_number_is_there_after_export_and_import(given: list[list[object]]) -> None:
     with tempfile.TemporaryDirectory() as place:
         written = write(
@@ -250,7 +251,7 @@ def test_every_number_is_there_after_export_and_import(given: list[list[object]]
 
 
 @given(groups_of(1, 3), groups_of(1, 3), groups_of(1, 3))
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_a_log_with_headers_of_version_1_goes_on_in_version_2_and_back(
     before: list[object], during: list[object], after: list[object]
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from uuid import UUID
 
 import pytest
+from tests.seeds import Seeds
 
 from millstream.errors import (
     CorruptWal,
@@ -276,8 +277,9 @@ OUTCOMES: dict[str, tuple[Keep | None, int, int]] = {
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("outcome", OUTCOMES)
-def test_a_crash_at_any_operation_appends_no_write_twice_and_loses_none(outcome: str) -> None:
+def test_a_crash_at_any_operation_appends_no_write_twice_and_loses_none(outcome: str, seeds: Seeds) -> None:
     keep, first, step = OUTCOMES[outcome]
+    step *= seeds.count(1, quick=4)
     whole = MemoryFiles()
     play(Life(), whole, {})
     for at in range(first, whole.plan.operations + 1, step):
