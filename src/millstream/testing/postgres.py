@@ -55,6 +55,8 @@ _DEFAULT_SETTINGS = {
     "log_timezone": "UTC",
     "timezone": "UTC",
 }
+_STRATEGIES_SINCE = 15
+"""First version that takes a strategy; older ones copy files."""
 _UNSAFE_SETTINGS = {"fsync": "off", "full_page_writes": "off"}
 _TRUST = (
     "local all all trust",
@@ -277,6 +279,9 @@ class EmbeddedPostgres:
         statement = sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name))
         if template is not None:
             statement += sql.SQL(" TEMPLATE {}").format(sql.Identifier(template))
+        if self.installation.major >= _STRATEGIES_SINCE and self._settings.get("fsync") == "off":
+            # Its two checkpoints cost little without fsync. A copy by WAL costs 0.1 s of a core.
+            statement += sql.SQL(" STRATEGY file_copy")
         with self._bounded() as connection:
             connection.execute(statement)
         return self.dsn(name)
