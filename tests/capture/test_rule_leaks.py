@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
 from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage
 from tests.capture.test_column_rules import TABLE, digest, holds, records, ruled
 
 from millstream.catalog import TableState
+from millstream.errors import MillstreamError
 from millstream.model.column_rules import Rule, SourceRules
 from millstream.protocol.catching_up import CatchUpMode
 
@@ -119,4 +121,25 @@ def test_a_backlog_in_chunks_has_the_rules(stage: Stage) -> None:
     )
     stage.catch_up()
     assert digest(f"{SECRET}-d") in repr(records(stage))
+    nothing_leaked(stage)
+
+
+@pytest.mark.parametrize("comes_by", ["copy", "stream"])
+def test_a_row_filter_that_fails_on_a_value_does_not_tell_it(stage: Stage, comes_by: str) -> None:
+    """PostgreSQL's message quotes the value: it stood in the catalog, in the log of the process and in its error."""
+    filtered = f"CREATE PUBLICATION {stage.config.publication} FOR TABLE users WHERE (int4in(textout(name)) > 0)"
+    stage.sql(TABLE, "ALTER TABLE users REPLICA IDENTITY FULL", filtered)
+    ruled(stage)
+    if comes_by == "stream":
+        stage.catch_up()
+    stage.sql(f"INSERT INTO users VALUES (1, 's', 'e', '{SECRET}', 3)")
+    with capture_logs() as lines:
+        if comes_by == "copy":
+            said = stage.catch_up().quarantined["public.users"]
+        else:
+            with pytest.raises(MillstreamError) as caught:
+                stage.catch_up()
+            said = repr(caught.value.as_dict())
+    assert "PostgreSQL can't compute a value (22P02)" in said
+    assert SECRET not in f"{said}{lines}"
     nothing_leaked(stage)

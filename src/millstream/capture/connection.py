@@ -184,6 +184,11 @@ _BY_SQLSTATE: Final[dict[str, tuple[str, str | None]]] = {
 }
 
 
+_DATA_EXCEPTION: Final = "22"
+"""Class of SQLSTATEs for values that don't fit an operation."""
+_QUOTED_HINT: Final = "Look for the whole message in the server's own log: it may quote the value."
+
+
 def _coded(message: str, code: str, hint: str | None, **details: Any) -> SourceError:
     kind = NoFreeSlot if code == NoFreeSlot.code else SourceError
     return kind(message, code=code, hint=hint, **details)
@@ -234,6 +239,10 @@ def translate_fields(state: str | None, message: str) -> MillstreamError:
 
 def _of_sqlstate(state: str | None, text: str, *, lost: bool) -> MillstreamError:
     lower = text.lower()
+    if state is not None and state.startswith(_DATA_EXCEPTION):
+        # An expression failed: a publication's row filter, or a generated column. In any language its message quotes
+        # the value, which may be one that a rule keeps at the source.
+        return SourceError(f"PostgreSQL can't compute a value ({state})", hint=_QUOTED_HINT, sqlstate=state)
     if state == "55000" and "wal_level" in lower:
         return SourceError(f"the source can't decode its WAL: {text}", code="wal_level_not_logical")
     if state == "55000" and ("no longer" in lower or "invalidated" in lower or "cannot read from" in lower):
