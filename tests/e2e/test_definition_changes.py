@@ -25,6 +25,8 @@ ALTER TABLE swaps REPLICA IDENTITY FULL; ALTER TABLE swaps ALTER big SET STORAGE
 INSERT INTO swaps SELECT i, repeat(i::text, 4000) FROM generate_series(1, 4) i;
 CREATE TABLE retyped (id int PRIMARY KEY, v int);
 INSERT INTO retyped SELECT i, i FROM generate_series(1, 10) i;
+CREATE TABLE back (id int PRIMARY KEY, v text);
+INSERT INTO back SELECT i, 'v' || i FROM generate_series(1, 10) i;
 CREATE TABLE plain (id int PRIMARY KEY, g int GENERATED ALWAYS AS (id * 2) STORED);
 INSERT INTO plain SELECT generate_series(1, 10);
 CREATE TYPE mood AS ENUM ('sad', 'ok'); CREATE TYPE spot AS (x int, y int);
@@ -56,6 +58,9 @@ CHANGE = (
     "ALTER TABLE named RENAME a TO t; ALTER TABLE named RENAME b TO a; ALTER TABLE named RENAME t TO b",
     "INSERT INTO named VALUES (7, 'b7', 'a7', 'c7'); ALTER TABLE named DROP c",
     "INSERT INTO named VALUES (8, 'b8', 'a8'); ALTER TABLE named ADD c text, ADD d int DEFAULT 4; COMMIT",
+    "ALTER TABLE back RENAME v TO w",
+    "INSERT INTO back VALUES (11, 'w11'); UPDATE back SET w = 'new' WHERE id = 1",
+    "ALTER TABLE back RENAME w TO v",
     "ALTER TABLE parts ATTACH PARTITION parts_high FOR VALUES FROM (200) TO (300)",
     "ALTER TABLE parts DETACH PARTITION parts_mid; INSERT INTO parts VALUES (1, 1)",
 )
@@ -64,12 +69,13 @@ COLUMNS = {
     "no_key": "id, v",
     "swaps": "id, md5(big)",
     "retyped": "id, v",
+    "back": "id, v",
     "plain": "id, g",
     "felt": "id, m, s",
     "named": "id, a, b, coalesce(c, '-'), d",
     "parts": "id, v",
 }
-VERSIONED = ("other_key", "retyped", "plain", "felt", "named", "parts")
+VERSIONED = ("other_key", "retyped", "back", "plain", "felt", "named", "parts")
 
 
 @pytest.mark.usefixtures("spark")
