@@ -315,7 +315,7 @@ def test_commits_never_clean_up_the_log(layout: LakeLayout, orders: TableSchema,
 def test_upkeep_cuts_the_log_behind_the_retention_and_versions_within_it_can_be_opened(
     layout: LakeLayout, orders: TableSchema, records: Records
 ):
-    write(layout, orders, records, 1, 64)
+    write(layout, orders, records, 1, 44)
     for view in ("history", "current"):
         path = layout.table_path(view, orders)
         newest = commits(layout, view, orders)[-1]

@@ -92,15 +92,21 @@ class TokenBook:
         open_catalog: opens the catalog at the first look-up.
         fresh_s: for how long the tokens that were read count as current.
         away_s: for how long they hold while the catalog can't be read.
+        guesses_per_s: greatest number of catalog reads a second for tokens that aren't among those read.
 
     Concurrency: any number of threads; one reads, the others wait for it.
     """
 
     def __init__(
-        self, open_catalog: Callable[[], Catalog], *, fresh_s: float = FRESH_S, away_s: float = _AWAY_S
+        self,
+        open_catalog: Callable[[], Catalog],
+        *,
+        fresh_s: float = FRESH_S,
+        away_s: float = _AWAY_S,
+        guesses_per_s: float = _GUESSES_PER_S,
     ) -> None:
         self._open_catalog = open_catalog
-        self._fresh_s, self._away_s = fresh_s, away_s
+        self._fresh_s, self._away_s, self._guesses_per_s = fresh_s, away_s, guesses_per_s
         self._lock = threading.Lock()
         self._catalog: Catalog | None = None
         self._by_id: Mapping[str, AccessToken] = {}
@@ -134,7 +140,7 @@ class TokenBook:
         """
         with self._lock:
             if since_s is not None and self._begun_s < since_s:
-                time.sleep(max(0.0, self._begun_s + 1 / _GUESSES_PER_S - time.monotonic()))
+                time.sleep(max(0.0, self._begun_s + 1 / self._guesses_per_s - time.monotonic()))
                 self._read()
             elif since_s is None and not self.is_fresh:
                 self._read()
