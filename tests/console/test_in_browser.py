@@ -1,4 +1,4 @@
-"""The console in a real browser, over a real server: what it shows, follows and reports, and that it harms nobody."""
+"""The console in a real browser, over a real server: its pages, how they follow the home, and what hostile names do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from millstream.model.access import Rights
 pytestmark = pytest.mark.long
 
 TABLE: Final = f"/tables/web/{quote(HOSTILE, safe='')}"
-PAGES: Final = ("/", "/tables", TABLE, "/log", "/log/web", "/query", "/consumers", "/nodes")
+PAGES: Final = ("/", "/tables", TABLE, "/log", "/log/web", "/query", "/consumers", "/consumers/web/search", "/nodes")
 AXE: Final = "axe-core@4.10.3"
 FIRST_VIEW_BYTES_MAX: Final = 200_000
 

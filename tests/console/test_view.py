@@ -1,4 +1,4 @@
-"""What is wrong with a home, as the overview lists it: each state of trouble with its code and what to do."""
+"""The troubles of a home, as the overview lists them: each state with its code and what to do."""
 
 from __future__ import annotations
 

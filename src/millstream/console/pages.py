@@ -247,7 +247,7 @@ def consumers(status: Status) -> Iterator[Piece]:
             (
                 f"c-{stream}-{one['name']}",
                 [
-                    one["name"],
+                    link(one["name"], "consumers", stream, one["name"]),
                     stream,
                     state_mark(one["state"]),
                     "unknown" if one["lag"]["records"] is None else lag_words(one["lag"]),
@@ -269,6 +269,32 @@ def consumers(status: Status) -> Iterator[Piece]:
     )
     empty = "There are no consumers. `millstream consumer create` makes one."
     yield from listed(heads, rows, empty=empty, numbers=frozenset({4, 5, 6, 7}), caption="Consumers")
+
+
+def find_consumer(status: Status, stream: str, name: str) -> Mapping[str, Any] | None:
+    """Return a consumer's facts in a status."""
+    found = (one for each in status["streams"] if each["name"] == stream for one in each["consumers"])
+    return next((one for one in found if one["name"] == name), None)
+
+
+def consumer(status: Status, stream: str, name: str) -> Iterator[Piece]:
+    """Yield one consumer."""
+    one = find_consumer(status, stream, name)
+    if one is None:
+        yield Part("facts", tag("p", f"{name} is no longer among the consumers of {stream}.", id="facts"))
+        return
+    facts: list[tuple[str, Content]] = [
+        ("Stream", stream),
+        ("State", state_mark(one["state"])),
+        ("Lag", "unknown" if one["lag"]["records"] is None else lag_words(one["lag"])),
+        *((key.replace("_", " ").capitalize(), f"{one[key]:,}") for key in ("in_flight", "dead", "delivered", "acked")),
+        ("Tables", "all" if one["tables"] is None else ", ".join(one["tables"])),
+        ("Where", one["where"]),
+        ("Cursor", tag("code", one["cursor"])),
+        ("Error", one["error"]),
+    ]
+    pairs = [tag("div", tag("dt", title), tag("dd", value)) for title, value in facts if escaped(value)]
+    yield Part("facts", tag("dl", *pairs, id="facts", class_="facts"))
 
 
 def nodes(status: Status) -> Iterator[Piece]:

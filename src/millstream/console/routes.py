@@ -17,12 +17,20 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import RedirectResponse
 from starlette.types import Receive, Scope, Send
 
-from millstream.console import log_page, pages, query_page, table_page
-from millstream.console.frame import PAGES, address, error_content, login_content, page
-from millstream.console.html import Content, Rendered
+from millstream.console import actions, log_page, pages, query_page, table_page
+from millstream.console.frame import PAGES, address, error_content, link, login_content, page
+from millstream.console.html import Content, Rendered, tag
 from millstream.console.live import Live, Snapshot, View
 from millstream.console.view import Sight, troubles_of
-from millstream.errors import AccessError, HttpError, MillstreamError, Unauthenticated, UnknownStream, UnknownTable
+from millstream.errors import (
+    AccessError,
+    DeliveryError,
+    HttpError,
+    MillstreamError,
+    Unauthenticated,
+    UnknownStream,
+    UnknownTable,
+)
 from millstream.model.access import Right
 from millstream.serving.access import Caller, Credentials
 from millstream.serving.application import Application
@@ -61,6 +69,7 @@ class Console:
         self._home = application.home
         self._access = application.access
         self._reading = application.reading
+        self._consumers = application.consumers.of_home
         self._forms = Intake(64 * _FORM_BYTES_MAX, _FORM_BYTES_MAX)
         self._threads = ThreadPoolExecutor(_DETAILS_AT_ONCE, thread_name_prefix="console-details")
         self.live: Final = Live(application.health.status, _area)
@@ -75,6 +84,8 @@ class Console:
         self._add("/query", self._query, "POST")
         self._add("/tables/{stream}/{table:path}", self._table)
         self._add("/log/{stream}", self._log)
+        self._add("/consumers/{stream}/{consumer}", self._consumer)
+        self._add("/console/act", self._act, "POST")
         self._add("/console/login", self._login_form)
         self._add("/console/login", self._login, "POST")
         self._add("/console/logout", self._logout, "POST")
@@ -125,7 +136,48 @@ class Console:
         work = partial(table_page.details, self._home, stream, table["id"])
         details = await asyncio.wrap_future(self._threads.submit(work))
         view = View(address("tables", stream, name), sight)
-        return await self._page(view, caller, name, *details)
+        offered = actions.offered_on_table(table) if self._may_act(caller, stream) else []
+        return await self._page(view, caller, name, actions.buttons(offered, stream, name), *details)
+
+    async def _consumer(self, request: Request) -> Response:
+        caller, sight = await self._viewer(request)
+        stream, name = request.path_params["stream"], request.path_params["consumer"]
+        found = pages.find_consumer(sight.part_of((await self.live.snapshot()).status), stream, name)
+        if found is None:
+            raise DeliveryError(
+                f"stream {stream[:64]} has no consumer {name[:64]}",
+                code="unknown_consumer",
+                hint="`/consumers` lists all.",
+            )
+        offered = actions.offered_on_consumer(found) if self._may_act(caller, stream) else []
+        view = View(address("consumers", stream, name), sight)
+        return await self._page(view, caller, f"Consumer {name}", actions.buttons(offered, stream, name))
+
+    def _may_act(self, caller: Caller, stream: str) -> bool:
+        return self._access.is_asked and caller.may(Right.ADMIN, stream)
+
+    async def _act(self, request: Request) -> Response:
+        caller, _ = await self._viewer(request)
+        fields = await self._form(request)
+        name, stream, subject, text = (fields.get(key, "") for key in ("action", "stream", "subject", "text"))
+        order = actions.Order(caller.name or "", name, stream, subject, text)
+        if not self._access.is_asked:
+            raise AccessError(
+                "without access tokens the console only reads",
+                code="forbidden",
+                hint="Set `tokens_required` in `[http]`, or use the command line.",
+            )
+        caller.check(Right.ADMIN, order.stream)
+        if order.action.warning and fields.get("confirmed") != "yes":
+            title, content = "Are you sure?", actions.question(order)
+        else:
+            work = partial(actions.carry_out, self._home, self._consumers, order)
+            outcome = await asyncio.wrap_future(self._threads.submit(work))
+            title, content = "Done", [tag("p", outcome)]
+        kind = "consumers" if order.action.on_table is None else "tables"
+        back = tag("p", link(f"Back to {order.subject}", kind, order.stream, order.subject))
+        data = page(f"/{kind}", title, self._name, None, content, back, versions=self._versions, user=caller.name)
+        return _html(data)
 
     async def _log(self, request: Request) -> Response:
         caller, sight = await self._viewer(request)
@@ -324,6 +376,8 @@ def _area(view: View, snapshot: Snapshot) -> Rendered:
             pieces = log_page.logs(status)
         case ["tables"]:
             pieces = pages.tables(status)
+        case ["consumers", stream, name]:
+            pieces = pages.consumer(status, stream, name)
         case ["consumers"]:
             pieces = pages.consumers(status)
         case ["nodes"]:

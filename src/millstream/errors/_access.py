@@ -42,6 +42,11 @@ class AccessError(MillstreamError):
             Retry.OPERATOR,
             "Use localhost or 127.0.0.1; if a proxy on this machine forwards that name, add it to `[http] hosts`.",
         ),
+        "audit_unwritable": Code(
+            "The audit log can't be written; details: outcome. `asked`: nothing was done.",
+            Retry.OPERATOR,
+            "Make room on the home's disk, and let the server's user write its `data` folder.",
+        ),
         "foreign_origin": Code(
             "A page of another server made the request, in a browser; nothing was done. Details: origin.",
             Retry.OPERATOR,

@@ -55,6 +55,11 @@ class HomePaths:
         """Return the file of the open alerts, and of what the process that sends them has observed."""
         return self.data / "alerts.json"
 
+    @property
+    def audit_file(self) -> Path:
+        """Return the file of the actions that were asked for in the console."""
+        return self.data / "audit.jsonl"
+
     def delivery_folder(self, stream: str) -> Path:
         """Return the folder of the state of a stream's consumers."""
         return self.data / "delivery" / stream
