@@ -216,7 +216,7 @@ def test_all_have_the_same_calls() -> None:
         return re.sub(r"Async(Session|Following|Consumers|Consumption)", r"\1", text)
 
     def public(kind: type) -> dict[str, str]:
-        return {n: said(c) for n, c in vars(kind).items() if not n.startswith("_") and inspect.isfunction(c)}
+        return {n: said(c) for n, c in inspect.getmembers(kind, inspect.isfunction) if not n.startswith("_")}
 
     wanted = public(HomeCalls)
     assert set(wanted) == {

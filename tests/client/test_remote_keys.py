@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from millstream.client.http_requests import Call, append_call, identity_of
+from millstream.client.appends import AppendRequest, no_increments
+from millstream.client.http_requests import Call, append_call
 from millstream.client.http_retries import HttpAnswer, Lost, Nap, appended
 from millstream.errors import (
     AppendOutcomeUnknown,
@@ -17,7 +18,6 @@ from millstream.errors import (
     RoutingError,
     SessionsNeedOneWriter,
 )
-from millstream.model.operations import Appended
 from millstream.serving.problems import status_of
 
 PROBLEM = {"content-type": "application/problem+json"}
@@ -30,8 +30,9 @@ def calls_of(
     answers: list[HttpAnswer | Lost], *, key: str | None, deadline_s: float = 0.0
 ) -> tuple[list[Call], MillstreamError]:
     """Return the calls, one for each answer, and the final error."""
-    call = append_call("web", "t", [{"x": 1}], identity_of(None, None, key), keep_valid_rows=False)
-    steps = appended(call, Appended, url="http://there", deadline_s=deadline_s, now=lambda: 0.0)
+    request = AppendRequest("web", "t", [{"x": 1}], deadline_s, idempotency_key=key)
+    tables, _ = request.columns(no_increments)
+    steps = appended(append_call(request, tables), request, url="http://there", now=lambda: 0.0)
     asked = []
     wish = next(steps)
     for answer in answers:

@@ -13,7 +13,7 @@ import pytest
 from millstream.errors import AppendOutcomeUnknown
 from millstream.ingest.append_client import AppendClient, AsyncAppendClient
 from millstream.ingest.frames import HELLO, LENGTHS
-from millstream.ingest.requests import one_request
+from millstream.model.writes import AppendBatch
 
 
 @pytest.mark.parametrize("by_task", [True, False])
@@ -29,7 +29,7 @@ def test_a_request_that_is_cut_off_by_time_may_be_there(tmp_path: Path, by_task:
             loop = asyncio.get_running_loop()
             listening.setblocking(False)
             client, blocking = AsyncAppendClient(path, patience_s=0.2), AppendClient(path, patience_s=0.2)
-            request = one_request("clicks", rows, None, keep_valid_rows=False)
+            request = AppendBatch.of_request({"clicks": rows})
             asked = asyncio.create_task(
                 client.append_batch("web", request, deadline_s=0.1)
                 if by_task

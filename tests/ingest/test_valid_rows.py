@@ -20,7 +20,7 @@ import millstream
 from millstream.app.open_home import home_appender
 from millstream.errors import InvalidValue, MillstreamError
 from millstream.home.home import Home
-from millstream.ingest.requests import one_request, sole_outcome
+from millstream.ingest.requests import sole_outcome
 from millstream.ingest.rows_to_arrow import NESTING_MAX, table_of
 from millstream.ingest.schemas import SchemaOnWrite, WriteRules, fitted, grown
 from millstream.ingest.valid_rows import REJECTED_MAX, columns_for, table_of_valid, valid_part
@@ -50,7 +50,7 @@ def home(tmp_path: Path) -> Iterator[HomeAppender]:
 
 def append(home: HomeAppender, table: str, rows: list[dict[str, Any]], *, keep_valid_rows: bool = False) -> Appended:
     columns, rejected = columns_for(rows, keep_valid_rows=keep_valid_rows)
-    request = one_request(table, columns, None, keep_valid_rows=keep_valid_rows)
+    request = AppendBatch.of_request({table: columns}, keep_valid_rows=keep_valid_rows)
     return sole_outcome(home.append_batch("web", request, deadline_s=5)).with_rejected(rejected)
 
 

@@ -23,7 +23,7 @@ from millstream.errors import (
     WriterClosed,
 )
 from millstream.home.home import Home
-from millstream.ingest.requests import one_request, sole_outcome
+from millstream.ingest.requests import sole_outcome
 from millstream.ingest.rows_to_arrow import table_of
 from millstream.model.ids import StreamId
 from millstream.model.operations import FIRST_SHARD, Appended
@@ -190,7 +190,7 @@ def test_company_changes_nothing_of_what_a_request_is(tmp_path: Path) -> None:
     """
     home = Home(make_home(tmp_path / "home", "[streams.web]\n"))
     appender = home_appender(home)
-    first = one_request("t", table_of([{"of": [1], "sum": Decimal("1.5")}]), None, keep_valid_rows=False)
+    first = AppendBatch.of_request({"t": table_of([{"of": [1], "sum": Decimal("1.5")}])})
     sole_outcome(appender.append_batch("web", first, deadline_s=5))
 
     async def story() -> None:

@@ -41,9 +41,9 @@ from millstream.errors import (
 )
 from millstream.home.home import Home
 from millstream.ingest.append_client import AppendClient
-from millstream.ingest.requests import one_request
 from millstream.ingest.rows_to_arrow import ROWS_BYTES_MAX
 from millstream.model.positions import StreamToken
+from millstream.model.writes import AppendBatch
 from millstream.processes.locks import holder, writer_role
 from millstream.testing.errors import coded
 from millstream.testing.pytest_plugin import Database
@@ -363,7 +363,7 @@ def test_a_caller_that_does_not_read_or_sends_by_halves_holds_nobody_up(
         assert b.returncode == 0
         other = pa.table({"who": ["large"], "number": [1], "bytes": [b"x" * 200_000]})
         client = AppendClient(Path(path))
-        request = one_request("clicks", other, None, keep_valid_rows=False)
+        request = AppendBatch.of_request({"clicks": other})
         client.append_batch("web", request, deadline_s=10)  # once the senders of halves are given up
         client.close()
     assert not writes(home, os.getpid())
@@ -505,7 +505,7 @@ def test_an_answer_that_never_comes_is_told_as_unknown(home: Path) -> None:
         wait_for(lambda: writes(home, owner.pid))
         opened.append("web", "clicks", {"number": 0}, deadline_s=30)  # waits for the socket
         client = AppendClient(append_socket(Home(home), None), patience_s=0.5)
-        zero, request = (one_request("clicks", pa.table({"number": [n]}), None, keep_valid_rows=False) for n in (0, 1))
+        zero, request = (AppendBatch.of_request({"clicks": pa.table({"number": [n]})}) for n in (0, 1))
         client.append_batch("web", zero, deadline_s=30)
         owner.send_signal(signal.SIGSTOP)
         with pytest.raises(AppendOutcomeUnknown):

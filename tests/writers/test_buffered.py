@@ -20,7 +20,7 @@ from millstream.errors import (
     WriterClosed,
 )
 from millstream.ingest.appender import Appender
-from millstream.ingest.requests import one_request, sole_outcome
+from millstream.ingest.requests import sole_outcome
 from millstream.ingest.schemas import SchemaOnWrite, TableRules, WriteRules
 from millstream.model.ids import Epoch, ShardId
 from millstream.model.operations import FIRST_SHARD, Appended, TableRows
@@ -153,7 +153,7 @@ def test_rows_that_are_none_never_reach_the_buffer(appender: Appender, server: M
     rows = pa.table({"ID": pa.array([1], pa.int64())})
     appender.append_batch(batch([0], [1]), deadline_s=10)
     with pytest.raises(InvalidValue):
-        sole_outcome(appender.append_batch(one_request("clicks", rows, None, keep_valid_rows=False), deadline_s=10))
+        sole_outcome(appender.append_batch(AppendBatch.of_request({"clicks": rows}), deadline_s=10))
     assert MemoryBuffer(server, "orders").reader(NORTH).end_offset() == 1
 
 

@@ -8,18 +8,20 @@ import signal
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from tests.app.homes import done, make_home, wait_for
 from tests.writers.test_appending import process, writes
 
 import millstream
 import millstream.aio
+from millstream.client.appends import AppendRequest
 from millstream.client.write_session import Attempts, Numbers
 from millstream.errors import (
     AppendOutcomeUnknown,
@@ -169,8 +171,8 @@ class Unreliable:
         self.failures = list(failures)
         self.asked: list[int | None] = []
 
-    def append(self, *_: Any, number: int | None = None, **__: Any) -> Appended:
-        self.asked.append(number)
+    def append(self, request: AppendRequest, _tables: Mapping[str, pa.Table]) -> Appended:
+        self.asked.append(request.number)
         if self.failures:
             raise self.failures.pop(0)
         return DONE
@@ -182,7 +184,7 @@ class Unreliable:
 @contextmanager
 def session_of(*failures: Exception) -> Iterator[tuple[millstream.Session, Unreliable]]:
     home = Unreliable(*failures)
-    yield millstream.Session(home, "web", "s", None), home  # type: ignore[arg-type]
+    yield millstream.Session(home.append, home.session_facts, "web", "s", None), home
 
 
 def test_what_may_be_sent_again_is_under_its_own_number() -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 
+from millstream.aio.appends import AsyncHomeAppends
 from millstream.aio.consumers import AsyncConsumers, AsyncConsumption
-from millstream.aio.session import AsyncSession, valid_columns, valid_tables
+from millstream.aio.session import AsyncSession
 from millstream.app.lake_sessions import open_lake
 from millstream.app.log_readers import open_reader
 from millstream.app.open_home import (
@@ -22,26 +23,23 @@ from millstream.app.open_home import (
     check_stream,
     home_appender,
     home_consumers,
-    level_of,
-    write_id_of,
 )
+from millstream.client.appends import AppendRequest
 from millstream.client.consumers import Ask, Flow, with_records
 from millstream.client.following import LOCAL_POLL_S, AsyncFollowing, Step
-from millstream.client.home_calls import APPEND_DEADLINE_S, CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest, check_deadline
+from millstream.client.home_calls import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
 from millstream.client.write_session import session_of
 from millstream.delivery.running import Waiter
 from millstream.errors import WriterClosed
 from millstream.export.stretches import FollowedTables, follow_steps, position_of
+from millstream.home.config_mapping import increments_of
 from millstream.home.home import Home
-from millstream.ingest.requests import one_request, sole_outcome
-from millstream.model.operations import AppendedTables
-from millstream.model.writes import AppendBatch
+from millstream.ingest.requests import sole_outcome
 from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.ingest.rows_to_arrow import Rows
     from millstream.model.operations import Appended
     from millstream.model.positions import StreamToken
     from millstream.model.writes import SessionFacts
@@ -54,7 +52,7 @@ _QUERIES_AT_ONCE: Final = 4
 _Found = TypeVar("_Found")
 
 
-class AsyncOpenHome:
+class AsyncOpenHome(AsyncHomeAppends):
     """A `millstream.OpenHome` for any number of tasks of one event loop, with the same promises and errors."""
 
     def __init__(self, home: Home) -> None:
@@ -157,53 +155,18 @@ class AsyncOpenHome:
         """Return as `OpenHome.merged`."""
         return await self._read(lambda: self._reading.merged(stream, table, at=at))
 
-    async def append(
-        self,
-        stream: str,
-        table: str,
-        rows: Rows,
-        *,
-        deadline_s: float = APPEND_DEADLINE_S,
-        session: str | None = None,
-        number: int | None = None,
-        idempotency_key: str | None = None,
-        keep_valid_rows: bool = False,
-        acks: str | None = None,
-    ) -> Appended:
-        """Append as `OpenHome.append`. If it is cancelled, the rows may or may not be appended."""
-        check_deadline(deadline_s)
-        write_id = write_id_of(session, number, idempotency_key)
-        columns, rejected = await valid_columns(rows, keep_valid_rows=keep_valid_rows)
-        batch = one_request(table, columns, write_id, keep_valid_rows, level_of(acks))
+    async def _append(self, request: AppendRequest, tables: Mapping[str, pa.Table]) -> Appended:
+        batch = request.batch(tables)
         appender = self._appender if self._appender is not None and not self._closed else await self._made()
-        appended = sole_outcome(await appender.append_batch_async(stream, batch, deadline_s=deadline_s))
-        return appended.with_rejected(rejected)
+        return sole_outcome(await appender.append_batch_async(request.stream, batch, deadline_s=request.deadline_s))
 
-    async def append_all(
-        self,
-        stream: str,
-        tables: Mapping[str, Rows],
-        *,
-        deadline_s: float = APPEND_DEADLINE_S,
-        session: str | None = None,
-        number: int | None = None,
-        idempotency_key: str | None = None,
-        keep_valid_rows: bool = False,
-        acks: str | None = None,
-    ) -> AppendedTables:
-        """Append as `OpenHome.append_all`. If it is cancelled, the rows may or may not be appended."""
-        check_deadline(deadline_s)
-        write_id = write_id_of(session, number, idempotency_key)
-        kept, rejected = await valid_tables(tables, keep_valid_rows=keep_valid_rows)
-        batch = AppendBatch.of_request(kept, write_id, keep_valid_rows=keep_valid_rows, acks=level_of(acks))
-        appender = self._appender if self._appender is not None and not self._closed else await self._made()
-        appended = sole_outcome(await appender.append_batch_async(stream, batch, deadline_s=deadline_s))
-        return AppendedTables.of(appended, rejected)
+    def _increments(self, stream: str, table: str) -> Mapping[str, str]:
+        return increments_of(self._home, stream, table)
 
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> AsyncSession:
         """Return as `OpenHome.session`."""
         check_stream(self._home, stream)
-        return AsyncSession(self, stream, *session_of(name, next_number))
+        return AsyncSession(self._append, self.session_facts, stream, *session_of(name, next_number))
 
     async def session_facts(self, stream: str, name: str) -> SessionFacts:
         """Return as `OpenHome.session_facts`."""

@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any, Self
 import httpx
 import pyarrow as pa
 
+from millstream.aio.appends import AsyncHomeAppends
 from millstream.aio.consumers import AsyncConsumers, AsyncConsumption
-from millstream.aio.session import AsyncSession, valid_columns, valid_tables
+from millstream.aio.session import AsyncSession
+from millstream.client.appends import AppendRequest
 from millstream.client.consumers import Ask, Flow, answer_of_call, call_of
 from millstream.client.following import REMOTE_POLL_S, AsyncFollowing, Step
-from millstream.client.home_calls import APPEND_DEADLINE_S, CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
+from millstream.client.home_calls import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
 from millstream.client.http_requests import (
     Call,
-    append_all_call,
     append_call,
     between,
     changes_call,
     check_name,
     check_url,
-    identity_of,
     merged_call,
     of_stream,
     only_stream,
@@ -55,10 +55,8 @@ from millstream.model.writes import SessionFacts
 if TYPE_CHECKING:
     import ssl
 
-    from millstream.ingest.rows_to_arrow import Rows
 
-
-class AsyncRemoteHome:
+class AsyncRemoteHome(AsyncHomeAppends):
     """A `millstream.RemoteHome` for any number of tasks of one event loop, with the same promises and errors."""
 
     def __init__(self, url: str, *, token: str | None, tls: ssl.SSLContext | bool, timeout_s: float) -> None:
@@ -161,49 +159,14 @@ class AsyncRemoteHome:
         """Return as `OpenHome.merged`."""
         return whole_table([piece async for piece in self._pieces(merged_call(stream, table, at))], self._url)
 
-    async def append(
-        self,
-        stream: str,
-        table: str,
-        rows: Rows,
-        *,
-        deadline_s: float = APPEND_DEADLINE_S,
-        session: str | None = None,
-        number: int | None = None,
-        idempotency_key: str | None = None,
-        keep_valid_rows: bool = False,
-        acks: str | None = None,
-    ) -> Appended:
-        """Append as `RemoteHome.append`. If it is cancelled, the rows may or may not be appended."""
-        columns, rejected = await valid_columns(rows, keep_valid_rows=keep_valid_rows)
-        identity = identity_of(session, number, idempotency_key, acks)
-        call = append_call(stream, table, columns, identity, keep_valid_rows=keep_valid_rows)
-        steps = appended(call, Appended, url=self._url, deadline_s=deadline_s, now=time.monotonic)
-        return (await run_async(steps, self._do)).with_rejected(rejected)
-
-    async def append_all(
-        self,
-        stream: str,
-        tables: Mapping[str, Rows],
-        *,
-        deadline_s: float = APPEND_DEADLINE_S,
-        session: str | None = None,
-        number: int | None = None,
-        idempotency_key: str | None = None,
-        keep_valid_rows: bool = False,
-        acks: str | None = None,
-    ) -> AppendedTables:
-        """Append as `RemoteHome.append_all`. If it is cancelled, the rows may or may not be appended."""
-        kept, rejected = await valid_tables(tables, keep_valid_rows=keep_valid_rows)
-        identity = identity_of(session, number, idempotency_key, acks)
-        call = append_all_call(stream, kept, identity, keep_valid_rows=keep_valid_rows)
-        steps = appended(call, AppendedTables, url=self._url, deadline_s=deadline_s, now=time.monotonic)
-        return AppendedTables.of(await run_async(steps, self._do), rejected)
+    async def _append(self, request: AppendRequest, tables: Mapping[str, pa.Table]) -> Appended | AppendedTables:
+        steps = appended(append_call(request, tables), request, url=self._url, now=time.monotonic)
+        return await run_async(steps, self._do)
 
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> AsyncSession:
         """Return as `OpenHome.session`."""
         check_name(stream)
-        return AsyncSession(self, stream, *session_of(name, next_number))
+        return AsyncSession(self._append, self.session_facts, stream, *session_of(name, next_number))
 
     async def session_facts(self, stream: str, name: str) -> SessionFacts:
         """Return as `OpenHome.session_facts`."""

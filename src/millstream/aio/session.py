@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sized
-from functools import partial
-from typing import TYPE_CHECKING, Final
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from millstream.client.home_calls import APPEND_DEADLINE_S
-from millstream.client.write_session import Attempts, NumberedWrites
+from millstream.aio.appends import columns_of
+from millstream.client.appends import APPEND_DEADLINE_S, AppendRequest
+from millstream.client.write_session import NumberedWrites
 from millstream.errors import UsageError
-from millstream.ingest.multi_table_append import tables_for
-from millstream.ingest.valid_rows import columns_for
-from millstream.model.operations import AppendedTables
 from millstream.model.steps import run_async
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.aio.open_home import AsyncOpenHome
-    from millstream.aio.remote_home import AsyncRemoteHome
     from millstream.ingest.rows_to_arrow import Rows
-    from millstream.model.operations import Appended, RejectedRow
-
-SMALL_ROWS: Final = 1000
-"""Number of rows up to which columns are made on the loop's own thread: handing them to another takes longer."""
-_SMALL_TABLES: Final = 10
+    from millstream.model.operations import Appended, AppendedTables
+    from millstream.model.writes import SessionFacts
 
 
 class AsyncSession(NumberedWrites):
     """A `millstream.Session` for any number of tasks of one event loop. Made by `home.session`."""
 
-    def __init__(self, home: AsyncOpenHome | AsyncRemoteHome, stream: str, name: str, next_number: int | None) -> None:
-        super().__init__(home, stream, name, next_number, asyncio.sleep)
+    def __init__(
+        self,
+        append: Callable[[AppendRequest, Mapping[str, pa.Table]], Awaitable[Any]],
+        facts: Callable[[str, str], Awaitable[SessionFacts]],
+        stream: str,
+        name: str,
+        next_number: int | None,
+    ) -> None:
+        super().__init__(append, facts, stream, name, next_number, asyncio.sleep)
         self._asking = asyncio.Lock()
 
     @property
@@ -51,7 +50,7 @@ class AsyncSession(NumberedWrites):
         """Return the next number, from the log unless one was given; raises as `millstream.Session.next_number`."""
         async with self._asking:
             if not self._numbers.is_known:
-                self._numbers.begin(await self._home.session_facts(self._stream, self.name))
+                self._numbers.begin(await self._facts())
         return self._numbers.next
 
     async def append(
@@ -68,13 +67,10 @@ class AsyncSession(NumberedWrites):
 
         If it is cancelled, it may have been appended, and its number isn't reused.
         """
-        columns, rejected = await valid_columns(rows, keep_valid_rows=keep_valid_rows)
-        if number is None and not self._numbers.is_known:
-            await self.resume()
-        write = partial(self._home.append, self._stream, table, columns)
-        steps = self._steps(write, Attempts(deadline_s), number, keep_valid_rows=keep_valid_rows, acks=acks)
-        appended: Appended = await run_async(steps, lambda call: call())
-        return appended.with_rejected(rejected)
+        appended: Appended = await self._write(
+            AppendRequest(self._stream, table, rows, deadline_s, self.name, number, None, keep_valid_rows, acks)
+        )
+        return appended
 
     async def append_all(
         self,
@@ -89,30 +85,13 @@ class AsyncSession(NumberedWrites):
 
         If it is cancelled, it may have been appended, and its number isn't reused.
         """
-        kept, rejected = await valid_tables(tables, keep_valid_rows=keep_valid_rows)
-        if number is None and not self._numbers.is_known:
+        appended: AppendedTables = await self._write(
+            AppendRequest(self._stream, None, tables, deadline_s, self.name, number, None, keep_valid_rows, acks)
+        )
+        return appended
+
+    async def _write(self, request: AppendRequest) -> Any:
+        tables, rejected = await columns_of(request)
+        if request.number is None and not self._numbers.is_known:
             await self.resume()
-        write = partial(self._home.append_all, self._stream, kept)
-        steps = self._steps(write, Attempts(deadline_s), number, keep_valid_rows=keep_valid_rows, acks=acks)
-        return AppendedTables.of(await run_async(steps, lambda call: call()), rejected)
-
-
-async def valid_columns(rows: Rows, *, keep_valid_rows: bool) -> tuple[pa.Table, tuple[RejectedRow, ...]]:
-    """Return as `columns_for`; many rows are converted on a thread, while other tasks go on."""
-    if _is_small(rows):
-        return columns_for(rows, keep_valid_rows=keep_valid_rows)
-    return await asyncio.to_thread(columns_for, rows, keep_valid_rows=keep_valid_rows)
-
-
-async def valid_tables(
-    tables: Mapping[str, Rows], *, keep_valid_rows: bool
-) -> tuple[dict[str, pa.Table], dict[str, tuple[RejectedRow, ...]]]:
-    """Return as `tables_for`; many rows are converted on a thread, while other tasks go on."""
-    given: object = tables
-    if not isinstance(given, Mapping) or (len(given) <= _SMALL_TABLES and all(map(_is_small, given.values()))):
-        return tables_for(tables, keep_valid_rows=keep_valid_rows)
-    return await asyncio.to_thread(tables_for, tables, keep_valid_rows=keep_valid_rows)
-
-
-def _is_small(rows: Rows) -> bool:
-    return isinstance(rows, Mapping) or (isinstance(rows, Sized) and len(rows) <= SMALL_ROWS)
+        return request.result(await run_async(self._steps(request, tables), lambda call: call()), rejected)

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from millstream.app.log_readers import check_age_of_copy, needs_run, open_reader, tables_named
 from millstream.app.merged_rows import latest_with_totals
+from millstream.client.appends import HomeAppends
 from millstream.client.consumers import Ask, Consumers, Consumption, Flow, with_records
 from millstream.client.following import LOCAL_POLL_S, Following
-from millstream.client.home_calls import APPEND_DEADLINE_S, CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest, check_deadline
+from millstream.client.home_calls import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
 from millstream.client.write_session import Session, session_of
 from millstream.errors import WriterClosed
 from millstream.export.record_reading import read_records
@@ -24,22 +25,21 @@ from millstream.home.as_of_parsing import microseconds
 from millstream.home.config_mapping import increments_of
 from millstream.home.home import Home
 from millstream.model.positions import StreamToken
-from millstream.model.replication import AckLevel
-from millstream.model.writes import AppendBatch, SessionFacts, WriteId
+from millstream.model.writes import SessionFacts
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from millstream.client.appends import AppendRequest
     from millstream.client.home_calls import HomeCalls
-    from millstream.ingest.rows_to_arrow import Rows
     from millstream.lake.query.query_session import LakeSession
-    from millstream.model.operations import Appended, AppendedTables
+    from millstream.model.operations import Appended
     from millstream.wal.reader import StreamReader
     from millstream.writers.appending import HomeAppender
     from millstream.writers.consuming import HomeConsumers
 
 
-class OpenHome:
+class OpenHome(HomeAppends):
     """An open home. Read from one thread, append from any number; any number of processes may have it open."""
 
     def __init__(self, home: Home, *, latest_bytes_max: int | None = None) -> None:
@@ -253,119 +253,6 @@ class OpenHome:
 
         return HomeMergedTables(self._home, self._home.pick_stream(stream)).columns(table)
 
-    def append(
-        self,
-        stream: str,
-        table: str,
-        rows: Rows,
-        *,
-        deadline_s: float = APPEND_DEADLINE_S,
-        session: str | None = None,
-        number: int | None = None,
-        idempotency_key: str | None = None,
-        keep_valid_rows: bool = False,
-        acks: str | None = None,
-    ) -> Appended:
-        """Append rows to a table of a stream, durably: one operation, which readers see whole or not at all.
-
-        If `millstream run` (or another process that appends) writes the home, rows go through that
-        process. Otherwise this process writes the home until it closes it, or until `millstream run`
-        begins. A process with a `[writer] name` of its own writes in parallel with the others.
-
-        Args:
-            stream: its name, as in millstream.toml: [streams.NAME].
-            table: `schema.table`, quoted where necessary; the default schema is `public`. Created with
-                the columns of its first rows, as `schema_on_write` allows.
-            rows: a dict or an iterable of them; a pyarrow table or batch; a frame of pandas or polars;
-                anything that supports Arrow's stream protocol. Columns that a row lacks are null. Up to
-                64 MiB.
-            deadline_s: how long to wait for room if the writer is busy, and then for other machines, if
-                the level requires them.
-            session: a session's name, with this write's number in it: the same write resent isn't
-                appended again.
-            number: see `session`; from 1.
-            idempotency_key: instead of those two, a text that the caller gives to no other write.
-            keep_valid_rows: whether rows that don't fit the table are left out and named
-                (`Appended.rejected`); otherwise one of them refuses all.
-            acks: the level to reach before this returns: `local`, `durable(1)` for one follower,
-                `durable(2)` …, or `object` for the object store. None: the stream's, which is the
-                minimum.
-
-        Returns:
-            The rows' positions: their numbers, and a token for readers.
-
-        Raises:
-            UnknownStream, UsageError: there is no such stream, the text is no table's name, or
-                `deadline_s` is invalid.
-            InvalidValue: a value doesn't fit its column; nothing was appended.
-            UnknownTable, IngestError (`unknown_column`), IngestError (`key_changed`), IngestError (`table_captured`), RowsTooLarge: likewise.
-            Overloaded, DiskFull: there is no room for it now; nothing was appended.
-            AppendOutcomeUnknown: the disk failed, or the writing process ended: the rows may or may not
-                be stored.
-            HomeBusy, WriterClosed: another process has the home, and doesn't take appends; nothing was
-                appended.
-            NotEnoughReplicas: it is durable here, but others didn't confirm in time that they have it,
-                too.
-            ReplicationError (`ack_level_unavailable`): the requested level can't be met here; nothing was appended.
-            UsageError (`missing_extra`): reading needs only the core; this needs `millstream[run]`.
-        """
-        check_deadline(deadline_s)
-        write_id = write_id_of(session, number, idempotency_key)
-        appender, level = self._home_appender(), level_of(acks)
-        from millstream.ingest.requests import one_request, sole_outcome
-        from millstream.ingest.valid_rows import columns_for
-
-        increments = increments_of(self._home, stream, table)
-        columns, rejected = columns_for(rows, keep_valid_rows=keep_valid_rows, accumulates=increments)
-        batch = one_request(table, columns, write_id, keep_valid_rows, level)
-        return sole_outcome(appender.append_batch(stream, batch, deadline_s=deadline_s)).with_rejected(rejected)
-
-    def append_all(
-        self,
-        stream: str,
-        tables: Mapping[str, Rows],
-        *,
-        deadline_s: float = APPEND_DEADLINE_S,
-        session: str | None = None,
-        number: int | None = None,
-        idempotency_key: str | None = None,
-        keep_valid_rows: bool = False,
-        acks: str | None = None,
-    ) -> AppendedTables:
-        """Append rows to several tables of a stream as one operation: readers and the log have all of them or none.
-
-        Args:
-            stream: as `append`.
-            tables: each table's rows, named and given as in `append`; together up to 64 MiB, in at most 1000
-                tables. The records stand in this order. A table may have no rows, and there may be no table.
-            deadline_s: as `append`.
-            session: as `append`: one number is all the tables' write.
-            number: as `append`.
-            idempotency_key: as `append`.
-            keep_valid_rows: as `append`; if no row of any table fits, the call is refused.
-            acks: as `append`.
-
-        Returns:
-            A token for readers, and each table's part by its full name. Without rows it is the newest token.
-
-        Raises:
-            InvalidValue: two of the names are one table's; or as `append`. Nothing was appended.
-            RoutingError (`not_one_operation`): the tables go to different places; nothing was appended.
-            MillstreamError: as `append`.
-        """
-        check_deadline(deadline_s)
-        write_id = write_id_of(session, number, idempotency_key)
-        appender, level = self._home_appender(), level_of(acks)
-        from millstream.ingest.multi_table_append import tables_for
-        from millstream.ingest.requests import sole_outcome
-        from millstream.model.operations import AppendedTables
-
-        increments = partial(increments_of, self._home, stream)
-        kept, rejected = tables_for(tables, keep_valid_rows=keep_valid_rows, accumulates=increments)
-        batch = AppendBatch.of_request(kept, write_id, keep_valid_rows=keep_valid_rows, acks=level)
-        appended = sole_outcome(appender.append_batch(stream, batch, deadline_s=deadline_s))
-        return AppendedTables.of(appended, rejected)
-
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> Session:
         """Return a session: it numbers writes to a stream, so that each may be resent without being appended twice.
 
@@ -381,7 +268,7 @@ class OpenHome:
             UsageError: the number is below 1.
         """
         check_stream(self._home, stream)
-        return Session(self, stream, *session_of(name, next_number))
+        return Session(self._append, self.session_facts, stream, *session_of(name, next_number))
 
     def session_facts(self, stream: str, name: str) -> SessionFacts:
         """Return the log's facts of a session: its mark, and the numbers above it.
@@ -393,6 +280,17 @@ class OpenHome:
             HomeBusy, WriterClosed: as `append`.
         """
         return self._home_appender().session(stream, name)
+
+    def _append(self, request: AppendRequest, tables: Mapping[str, pa.Table]) -> Appended:
+        appender = self._home_appender()
+        from millstream.ingest.requests import sole_outcome
+
+        batch = request.batch(tables)
+        return sole_outcome(appender.append_batch(request.stream, batch, deadline_s=request.deadline_s))
+
+    def _increments(self, stream: str, table: str) -> Mapping[str, str]:
+        self._home_appender()  # reports extras that are missing
+        return increments_of(self._home, stream, table)
 
     def _home_appender(self) -> HomeAppender:
         with self._appending:
@@ -511,24 +409,12 @@ def open(path: str | Path | None = None) -> OpenHome:  # noqa: A001 - as `millst
     return OpenHome(home)
 
 
-def level_of(acks: str | None) -> AckLevel | None:
-    """Return an acknowledgement level by its name; `UsageError` if it is none."""
-    return None if acks is None else AckLevel.parse(acks)
-
-
 def check_stream(home: Home, stream: str) -> None:
     """Raise `UnknownStream` if the stream isn't configured; `missing_extra` if that can't be read here."""
     try:
         home.written_stream(stream)
     except ModuleNotFoundError as error:
         raise needs_run(error) from error
-
-
-def write_id_of(session: str | None, number: int | None, idempotency_key: str | None) -> WriteId | None:
-    """Return the identity that a caller gave an append; the writer validates it."""
-    if session is None and number is None and idempotency_key is None:
-        return None
-    return WriteId(session, number, idempotency_key)
 
 
 def home_appender(home: Home) -> HomeAppender:

@@ -6,16 +6,13 @@ compares their signatures.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
-from millstream.errors import (
-    UsageError,
-)
+from millstream.client.appends import HomeAppends
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -23,13 +20,9 @@ if TYPE_CHECKING:
     from millstream.client.consumers import Consumers, Consumption
     from millstream.client.following import Following
     from millstream.client.write_session import Session
-    from millstream.ingest.rows_to_arrow import Rows
-    from millstream.model.operations import Appended, AppendedTables
     from millstream.model.positions import StreamToken
     from millstream.model.writes import SessionFacts
 
-APPEND_DEADLINE_S: Final = 30.0
-"""How long an append waits for room in the writer's queue by default."""
 SERVER_DEADLINE_S_MAX: Final = 60.0
 """How long a request to a server may wait for room: its caller may retry."""
 LATEST_ROWS_MAX: Final = 100_000
@@ -54,7 +47,7 @@ class Latest:
     """The position to continue from."""
 
 
-class HomeCalls(Protocol):
+class HomeCalls(HomeAppends, Protocol):
     """An open home. `OpenHome` documents what the calls promise, `RemoteHome` the errors of the connection."""
 
     def __enter__(self) -> Self:
@@ -116,37 +109,6 @@ class HomeCalls(Protocol):
         """Return a table that several regions write, merged from all of them."""
         ...
 
-    def append(
-        self,
-        stream: str,
-        table: str,
-        rows: Rows,
-        *,
-        deadline_s: float = APPEND_DEADLINE_S,
-        session: str | None = None,
-        number: int | None = None,
-        idempotency_key: str | None = None,
-        keep_valid_rows: bool = False,
-        acks: str | None = None,
-    ) -> Appended:
-        """Append rows to a table of a stream: one operation."""
-        ...
-
-    def append_all(
-        self,
-        stream: str,
-        tables: Mapping[str, Rows],
-        *,
-        deadline_s: float = APPEND_DEADLINE_S,
-        session: str | None = None,
-        number: int | None = None,
-        idempotency_key: str | None = None,
-        keep_valid_rows: bool = False,
-        acks: str | None = None,
-    ) -> AppendedTables:
-        """Append rows to several tables of a stream as one operation."""
-        ...
-
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> Session:
         """Return a session: it numbers writes, so that each may be resent."""
         ...
@@ -179,15 +141,3 @@ class HomeCalls(Protocol):
     def status(self) -> dict[str, Any]:
         """Return the output of `millstream status --json`."""
         ...
-
-
-def check_deadline(deadline_s: float) -> float:
-    """Return the deadline itself, in seconds from now; `UsageError` if it is invalid."""
-    said: object = deadline_s
-    is_number = isinstance(said, int | float) and not isinstance(said, bool)
-    if not is_number or not 0 <= deadline_s <= threading.TIMEOUT_MAX:
-        raise UsageError(
-            f"deadline_s={deadline_s!r} is no time to wait",
-            hint=f"Pass a number of seconds, 0 or more; the default is {APPEND_DEADLINE_S:g}.",
-        )
-    return deadline_s

@@ -19,14 +19,12 @@ import pyarrow as pa
 
 from millstream.client.pieces import ARROW_TYPE, PIECES_TYPE
 from millstream.errors import UnknownStream, UsageError
-from millstream.ingest.rows_to_arrow import table_of
 from millstream.model.addresses import mask_address
 from millstream.model.ids import check_stream_name
-from millstream.model.names import parse_qualified_name
 from millstream.model.replication import AckLevel
 
 if TYPE_CHECKING:
-    from millstream.ingest.rows_to_arrow import Rows
+    from millstream.client.appends import AppendRequest
     from millstream.model.positions import StreamToken
 
 JSON_TYPE: Final = "application/json"
@@ -90,58 +88,48 @@ def between(after: StreamToken | str | None, upto: StreamToken | str | None) -> 
     return {name: str(token) for name, token in (("after", after), ("upto", upto)) if token is not None}
 
 
-def append_call(
-    stream: str,
-    table: str,
-    rows: Rows,
-    identity: Mapping[str, str],
-    *,
-    keep_valid_rows: bool,
-) -> Call:
-    """Return an append as a request; one whose `identity_of` is empty gets a key.
+def append_call(request: AppendRequest, tables: Mapping[str, pa.Table]) -> Call:
+    """Return an append as a request; one without an identity gets a key.
+
+    One table's rows are the body, an Arrow stream. Those of several are such streams in base64 within JSON, so that
+    they keep their types.
 
     Raises:
-        InvalidValue, RowsTooLarge: as `table_of`.
-        UsageError: the table has no name.
+        UsageError: as `_identity_of`.
+        UnknownStream: no stream can have the name.
     """
-    parse_qualified_name(table)
-    columns = rows if isinstance(rows, pa.Table) else table_of(rows)
-    path = of_stream(stream, f"tables/{quote(table, safe='')}")
-    return _append_of(path, identity, ARROW_TYPE, _stream_of(columns), keep_valid_rows=keep_valid_rows)
+    if request.table is not None:
+        what, media_type, body = (
+            f"tables/{quote(request.table, safe='')}",
+            ARROW_TYPE,
+            _stream_of(tables[request.table]),
+        )
+    else:
+        rows = {name: b64encode(_stream_of(columns)).decode() for name, columns in tables.items()}
+        what, media_type, body = "tables", JSON_TYPE, json.dumps({"tables": rows}).encode()
+    headers = {"Content-Type": media_type, **_identity_of(request)}
+    own_key = not headers.keys() & {"Millstream-Session", "Idempotency-Key"}
+    if own_key:
+        headers["Idempotency-Key"] = uuid.uuid4().hex
+    params = {"on_clash": "rows" if request.keep_valid_rows else "request"}
+    return Call("POST", of_stream(request.stream, what), params, headers, body, own_key=own_key)
 
 
-def append_all_call(
-    stream: str,
-    tables: Mapping[str, pa.Table],
-    identity: Mapping[str, str],
-    *,
-    keep_valid_rows: bool,
-) -> Call:
-    """Return an append to several tables as a request: each table's rows are an Arrow stream, in base64 within JSON.
-
-    So they keep their types. Raises as `append_call`.
-    """
-    rows = {name: b64encode(_stream_of(columns)).decode() for name, columns in tables.items()}
-    body = json.dumps({"tables": rows}).encode()
-    return _append_of(of_stream(stream, "tables"), identity, JSON_TYPE, body, keep_valid_rows=keep_valid_rows)
-
-
-def identity_of(
-    session: str | None, number: int | None, idempotency_key: str | None, acks: str | None = None
-) -> dict[str, str]:
+def _identity_of(request: AppendRequest) -> dict[str, str]:
     """Return the headers that identify an append, and name its level.
 
     Raises:
         UsageError: they are two identities, or half of one; or `acks` is no level.
     """
+    session, number, idempotency_key = request.session, request.number, request.idempotency_key
     if (session is None) != (number is None) or (session is not None and idempotency_key is not None):
         raise UsageError(
             "an append has either a session and its number in it, or an idempotency key",
             hint="Pass session= and number=, or idempotency_key=, or neither.",
         )
     headers = {}
-    if acks is not None:
-        headers["Millstream-Acks"] = str(AckLevel.parse(acks))
+    if request.acks is not None:
+        headers["Millstream-Acks"] = str(AckLevel.parse(request.acks))
     if session is not None:
         headers |= {"Millstream-Session": session, "Millstream-Session-Number": str(number)}
     elif idempotency_key is not None:
@@ -150,16 +138,6 @@ def identity_of(
         if not (value.isascii() and value.isprintable()) or value != value.strip():
             raise UsageError(f"{name} {value!r} can't be sent", hint="Use printable ASCII, without blanks at the ends.")
     return headers
-
-
-def _append_of(path: str, identity: Mapping[str, str], media_type: str, body: bytes, *, keep_valid_rows: bool) -> Call:
-    """Return a write as a request; one without an identity gets a key."""
-    headers = {"Content-Type": media_type, **identity}
-    own_key = not headers.keys() & {"Millstream-Session", "Idempotency-Key"}
-    if own_key:
-        headers["Idempotency-Key"] = uuid.uuid4().hex
-    params = {"on_clash": "rows" if keep_valid_rows else "request"}
-    return Call("POST", path, params, headers, body, own_key=own_key)
 
 
 def _stream_of(columns: pa.Table) -> bytes:

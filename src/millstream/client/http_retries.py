@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import pyarrow as pa
 
-from millstream.client.home_calls import SERVER_DEADLINE_S_MAX, check_deadline
+from millstream.client.home_calls import SERVER_DEADLINE_S_MAX
 from millstream.client.http_requests import Call
 from millstream.errors import (
     AccessError,
@@ -33,6 +33,9 @@ from millstream.errors import (
 )
 from millstream.model.operations import Appended, AppendedTables
 
+if TYPE_CHECKING:
+    from millstream.client.appends import AppendRequest
+
 _PROBLEM_TYPE: Final = "application/problem+json"
 _NAP_S: Final = 0.05
 """Wait before the second try; doubled with each one, up to `_NAP_MAX_S`."""
@@ -42,7 +45,6 @@ _BUSY: Final = frozenset({429, 503})
 _UNTOLD: Final = frozenset({500, 502, 504})
 """Statuses of a failure on the way: how far the request had come is unknown."""
 _Result = TypeVar("_Result")
-_Written = TypeVar("_Written", Appended, AppendedTables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +118,9 @@ def asked(call: Call, *, url: str, patience_s: float, now: Callable[[], float]) 
 
 
 def appended(
-    call: Call, kind: type[_Written], *, url: str, deadline_s: float, now: Callable[[], float]
-) -> Steps[_Written]:
-    """Send an append until it is answered, or its deadline is over; return its result as `kind`.
+    call: Call, request: AppendRequest, *, url: str, now: Callable[[], float]
+) -> Steps[Appended | AppendedTables]:
+    """Send an append's call until it is answered, or its deadline is over; return its result.
 
     It is sent again if no answer came, or the server had no room.
 
@@ -129,7 +131,7 @@ def appended(
         RemoteError (`server_unreachable`), Overloaded, …: nothing was appended.
         MillstreamError: the server's error.
     """
-    give_up_s, nap_s = now() + check_deadline(deadline_s), _NAP_S
+    give_up_s, nap_s = now() + request.deadline_s, _NAP_S
     unknown: AppendOutcomeUnknown | NotEnoughReplicas | None = None
     is_told_apart = True
     while True:
@@ -148,7 +150,7 @@ def appended(
         else:
             assert got is not None, "a call is answered"
             if got.status == 200:
-                return _appended_of(got, kind, url)
+                return _appended_of(got, AppendedTables if request.table is None else Appended, url)
             error = problem_of(got, url)
             if isinstance(error, SessionsNeedOneWriter) and call.own_key and unknown is None:
                 headers = {name: value for name, value in call.headers.items() if name != "Idempotency-Key"}
@@ -215,7 +217,7 @@ def whole_table(pieces: Iterator[pa.Table] | list[pa.Table], url: str) -> pa.Tab
     return pa.concat_tables(found)
 
 
-def _appended_of(answer: HttpAnswer, kind: type[_Written], url: str) -> _Written:
+def _appended_of(answer: HttpAnswer, kind: type[Appended | AppendedTables], url: str) -> Appended | AppendedTables:
     facts = json_of(answer, url)
     try:
         return kind.from_dict(facts)

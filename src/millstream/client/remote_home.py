@@ -15,18 +15,17 @@ from urllib.parse import urlsplit
 
 import pyarrow as pa
 
+from millstream.client.appends import AppendRequest, HomeAppends
 from millstream.client.consumers import Ask, Consumers, Consumption, Flow, answer_of_call, call_of
 from millstream.client.following import REMOTE_POLL_S, Following, Step
-from millstream.client.home_calls import APPEND_DEADLINE_S, CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
+from millstream.client.home_calls import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
 from millstream.client.http_requests import (
     Call,
-    append_all_call,
     append_call,
     between,
     changes_call,
     check_name,
     check_url,
-    identity_of,
     merged_call,
     of_stream,
     only_stream,
@@ -37,8 +36,6 @@ from millstream.client.http_retries import HttpAnswer, Lost, Nap, appended, aske
 from millstream.client.pieces import Pieces, change_of, latest_of
 from millstream.client.write_session import Session, session_of
 from millstream.errors import AnswerCutOff, UsageError
-from millstream.ingest.multi_table_append import tables_for
-from millstream.ingest.valid_rows import columns_for
 from millstream.model.operations import Appended, AppendedTables
 from millstream.model.positions import StreamToken
 from millstream.model.steps import run
@@ -57,7 +54,6 @@ except ModuleNotFoundError as missing:
 if TYPE_CHECKING:
     import ssl
 
-    from millstream.ingest.rows_to_arrow import Rows
 
 TIMEOUT_S: Final = 60.0
 """How long to wait for an answer's next bytes, and for a server to answer at all."""
@@ -65,12 +61,13 @@ _CONNECTIONS_MAX: Final = 64
 _HANDSHAKE_S: Final = 2.0
 
 
-class RemoteHome:
+class RemoteHome(HomeAppends):
     """A home behind an address. Made by `connect`.
 
     It raises the errors of an `OpenHome`, rebuilt from the server's answer, and in addition:
     `server_unreachable` (nothing was done), `AnswerCutOff` (an answer ended before its end),
-    `AnswerUnreadable` (the server isn't Millstream).
+    `AnswerUnreadable` (the server isn't Millstream). An append is resent until its deadline if no answer came, or the
+    server has no room just now.
 
     Concurrency: any number of threads.
     """
@@ -172,52 +169,13 @@ class RemoteHome:
         """Return as `OpenHome.merged`."""
         return whole_table(self._pieces(merged_call(stream, table, at)), self._url)
 
-    def append(
-        self,
-        stream: str,
-        table: str,
-        rows: Rows,
-        *,
-        deadline_s: float = APPEND_DEADLINE_S,
-        session: str | None = None,
-        number: int | None = None,
-        idempotency_key: str | None = None,
-        keep_valid_rows: bool = False,
-        acks: str | None = None,
-    ) -> Appended:
-        """Append as `OpenHome.append`.
-
-        Resent until the deadline if no answer came, or the server has no room just now.
-        """
-        columns, rejected = columns_for(rows, keep_valid_rows=keep_valid_rows)
-        identity = identity_of(session, number, idempotency_key, acks)
-        call = append_call(stream, table, columns, identity, keep_valid_rows=keep_valid_rows)
-        steps = appended(call, Appended, url=self._url, deadline_s=deadline_s, now=time.monotonic)
-        return run(steps, self._do).with_rejected(rejected)
-
-    def append_all(
-        self,
-        stream: str,
-        tables: Mapping[str, Rows],
-        *,
-        deadline_s: float = APPEND_DEADLINE_S,
-        session: str | None = None,
-        number: int | None = None,
-        idempotency_key: str | None = None,
-        keep_valid_rows: bool = False,
-        acks: str | None = None,
-    ) -> AppendedTables:
-        """Append as `OpenHome.append_all`; resent as `append`."""
-        kept, rejected = tables_for(tables, keep_valid_rows=keep_valid_rows)
-        identity = identity_of(session, number, idempotency_key, acks)
-        call = append_all_call(stream, kept, identity, keep_valid_rows=keep_valid_rows)
-        steps = appended(call, AppendedTables, url=self._url, deadline_s=deadline_s, now=time.monotonic)
-        return AppendedTables.of(run(steps, self._do), rejected)
+    def _append(self, request: AppendRequest, tables: Mapping[str, pa.Table]) -> Appended | AppendedTables:
+        return run(appended(append_call(request, tables), request, url=self._url, now=time.monotonic), self._do)
 
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> Session:
         """Return as `OpenHome.session`."""
         check_name(stream)
-        return Session(self, stream, *session_of(name, next_number))
+        return Session(self._append, self.session_facts, stream, *session_of(name, next_number))
 
     def session_facts(self, stream: str, name: str) -> SessionFacts:
         """Return as `OpenHome.session_facts`."""

@@ -12,10 +12,11 @@ import time
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.client.home_calls import APPEND_DEADLINE_S, HomeCalls, check_deadline
+from millstream.client.appends import APPEND_DEADLINE_S, AppendRequest, check_deadline, no_increments
 from millstream.errors import (
     AnswerCutOff,
     AnswerUnreadable,
@@ -37,6 +38,8 @@ from millstream.errors import (
 from millstream.model.steps import run
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from millstream.ingest.rows_to_arrow import Rows
     from millstream.model.operations import Appended, AppendedTables
     from millstream.model.writes import SessionFacts
@@ -211,8 +214,17 @@ class Attempts:
 class NumberedWrites:
     """The writes of a session, whatever waits for them: a thread (`Session`) or a task (`AsyncSession`)."""
 
-    def __init__(self, home: Any, stream: str, name: str, next_number: int | None, nap: Callable[[float], Any]) -> None:
-        self._home = home
+    def __init__(
+        self,
+        append: Callable[[AppendRequest, Mapping[str, pa.Table]], Any],
+        facts: Callable[[str, str], Any],
+        stream: str,
+        name: str,
+        next_number: int | None,
+        nap: Callable[[float], Any],
+    ) -> None:
+        self._append = append
+        self._facts = partial(facts, stream, name)
         self._stream = stream
         self._nap = nap
         self._numbers = Numbers(name, next_number)
@@ -223,21 +235,16 @@ class NumberedWrites:
         known = self._numbers.next if self._numbers.is_known else None
         return f"{type(self).__name__}({self._stream!r}, {self.name!r}, next_number={known})"
 
-    def _steps(
-        self, write: Callable[..., Any], attempts: Attempts, number: int | None, **options: Any
-    ) -> Generator[Callable[[], Any], Any, Any]:
-        """Yield the calls that append a write, and resend it, and return its result.
-
-        `write` is one of the home's calls, without the write's identity and its options.
-        """
-        facts = partial(self._home.session_facts, self._stream, self.name)
-        append = partial(write, session=self.name, **options)
+    def _steps(self, request: AppendRequest, tables: Mapping[str, pa.Table]) -> Generator[Callable[[], Any], Any, Any]:
+        """Yield the calls that append a write, and resend it, and return its result."""
+        attempts = Attempts(request.deadline_s)
         while True:
             try:
-                with self._numbers.one(number) as given:
+                with self._numbers.one(request.number) as given:
                     while True:
+                        now = replace(request, deadline_s=attempts.left_s, number=given)
                         try:
-                            appended = yield partial(append, deadline_s=attempts.left_s, number=given)
+                            appended = yield partial(self._append, now, tables)
                         except SessionGap:
                             raise
                         except MillstreamError as error:
@@ -246,7 +253,7 @@ class NumberedWrites:
                             return appended
             except SessionGap as error:
                 # Numbers of lost writes are used first.
-                if number is not None or not self._numbers.fill((yield facts)):
+                if request.number is not None or not self._numbers.fill((yield self._facts)):
                     yield partial(self._nap, attempts.nap_after(error))
 
 
@@ -260,8 +267,15 @@ class Session(NumberedWrites):
     Concurrency: any number of threads.
     """
 
-    def __init__(self, home: HomeCalls, stream: str, name: str, next_number: int | None) -> None:
-        super().__init__(home, stream, name, next_number, time.sleep)
+    def __init__(
+        self,
+        append: Callable[[AppendRequest, Mapping[str, pa.Table]], Any],
+        facts: Callable[[str, str], SessionFacts],
+        stream: str,
+        name: str,
+        next_number: int | None,
+    ) -> None:
+        super().__init__(append, facts, stream, name, next_number, time.sleep)
         self._asking = threading.Lock()
 
     @property
@@ -278,7 +292,7 @@ class Session(NumberedWrites):
         """
         with self._asking:
             if not self._numbers.is_known:
-                self._numbers.begin(self._home.session_facts(self._stream, self.name))
+                self._numbers.begin(self._facts())
         return self._numbers.next
 
     def append(
@@ -314,15 +328,10 @@ class Session(NumberedWrites):
             MillstreamError: as `append` of the home. Nothing was appended, and the next write has this
                 number.
         """
-        from millstream.ingest.valid_rows import columns_for
-
-        columns, rejected = columns_for(rows, keep_valid_rows=keep_valid_rows)
-        if number is None and not self._numbers.is_known:
-            self.resume()
-        write = partial(self._home.append, self._stream, table, columns)
-        steps = self._steps(write, Attempts(deadline_s), number, keep_valid_rows=keep_valid_rows, acks=acks)
-        appended: Appended = run(steps, lambda call: call())
-        return appended.with_rejected(rejected)
+        appended: Appended = self._write(
+            AppendRequest(self._stream, table, rows, deadline_s, self.name, number, None, keep_valid_rows, acks)
+        )
+        return appended
 
     def append_all(
         self,
@@ -334,15 +343,16 @@ class Session(NumberedWrites):
         acks: str | None = None,
     ) -> AppendedTables:
         """Append as `append_all` of the home: one write of the session. Arguments and errors as `append`."""
-        from millstream.ingest.multi_table_append import tables_for
-        from millstream.model.operations import AppendedTables
+        appended: AppendedTables = self._write(
+            AppendRequest(self._stream, None, tables, deadline_s, self.name, number, None, keep_valid_rows, acks)
+        )
+        return appended
 
-        kept, rejected = tables_for(tables, keep_valid_rows=keep_valid_rows)
-        if number is None and not self._numbers.is_known:
+    def _write(self, request: AppendRequest) -> Any:
+        tables, rejected = request.columns(no_increments)
+        if request.number is None and not self._numbers.is_known:
             self.resume()
-        write = partial(self._home.append_all, self._stream, kept)
-        steps = self._steps(write, Attempts(deadline_s), number, keep_valid_rows=keep_valid_rows, acks=acks)
-        return AppendedTables.of(run(steps, lambda call: call()), rejected)
+        return request.result(run(self._steps(request, tables), lambda call: call()), rejected)
 
 
 def still_unknown(error: AppendOutcomeUnknown | BufferOutcomeUnknown, number: int) -> AppendOutcomeUnknown:

@@ -16,7 +16,6 @@ from millstream.ingest.rows_to_arrow import too_large
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.operations import ROWS_DIGEST, Appended, append_operations
 from millstream.model.records import INSTANT
-from millstream.model.replication import AckLevel
 from millstream.model.writes import AppendBatch, TableBatch, WriteId
 
 REQUESTS_MAX: Final = 10_000
@@ -26,20 +25,6 @@ TABLES_MAX: Final = 1000
 WRITE_ID_BYTES_MAX: Final = 255
 """Size in bytes of a session's name, or of an idempotency key."""
 _NUMBER_MAX: Final = (1 << 63) - 1
-
-
-def one_request(
-    table: str,
-    rows: pa.Table,
-    write_id: WriteId | None,
-    keep_valid_rows: bool,  # noqa: FBT001 (the batch's field)
-    acks: AckLevel | None = None,
-) -> AppendBatch:
-    """Return a batch of one; `UsageError` if the table has no name, `InvalidValue` if there are no rows."""
-    parse_qualified_name(table)
-    if not rows.num_rows:
-        raise InvalidValue("an append needs at least one row", hint="Don't call it without rows.")
-    return AppendBatch.of_request({table: rows}, write_id, keep_valid_rows=keep_valid_rows, acks=acks)
 
 
 def sole_outcome(outcomes: Sequence[Appended | MillstreamError]) -> Appended:

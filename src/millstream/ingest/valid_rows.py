@@ -262,7 +262,11 @@ def _refusal(gone: Sequence[RejectedRow], count: int, tables: Sequence[str] = ()
 
 
 def columns_for(
-    rows: Rows, *, keep_valid_rows: bool, may_be_empty: bool = False, accumulates: Mapping[str, str] = NO_INCREMENTS
+    rows: Rows,
+    *,
+    keep_valid_rows: bool,
+    may_be_empty: bool = False,
+    accumulates: Callable[[], Mapping[str, str]] = lambda: NO_INCREMENTS,
 ) -> tuple[pa.Table, tuple[RejectedRow, ...]]:
     """Return `table_of_valid` if `keep_valid_rows` is set, otherwise `table_of` and no rejected row.
 
@@ -270,15 +274,15 @@ def columns_for(
         rows: as there.
         keep_valid_rows: whether rows that don't fit are left out.
         may_be_empty: as there.
-        accumulates: the words of the columns that take increments, as far as they are known here.
+        accumulates: returns the words of the columns that take increments, as far as they are known here.
     """
     try:
         if keep_valid_rows:
             table, rejected = table_of_valid(rows, may_be_empty=may_be_empty)
-            return table, rejected_as_increments(rejected, accumulates)
+            return table, rejected_as_increments(rejected, accumulates()) if rejected else ()
         return table_of(rows), ()
     except InvalidValue as error:
-        raise as_increments(error, accumulates) from error
+        raise as_increments(error, accumulates()) from error
 
 
 def table_of_valid(rows: Rows, *, may_be_empty: bool = False) -> tuple[pa.Table, tuple[RejectedRow, ...]]:

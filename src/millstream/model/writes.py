@@ -92,7 +92,12 @@ class AppendBatch:
 
     @classmethod
     def of_request(
-        cls, tables: Mapping[str, pa.Table], write_id: WriteId | None, *, keep_valid_rows: bool, acks: AckLevel | None
+        cls,
+        tables: Mapping[str, pa.Table],
+        write_id: WriteId | None = None,
+        *,
+        keep_valid_rows: bool = False,
+        acks: AckLevel | None = None,
     ) -> Self:
         """Return a batch of one request, with its rows by table."""
         parts = [TableBatch(name, rows, (rows.num_rows,)) for name, rows in tables.items()]

@@ -1,0 +1,88 @@
+"""`append` and `append_all` of a home, for tasks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sized
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from millstream.client.appends import APPEND_DEADLINE_S, AppendRequest, no_increments
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from millstream.ingest.rows_to_arrow import Rows
+    from millstream.model.operations import Appended, AppendedTables
+
+SMALL_ROWS: Final = 1000
+"""Number of rows up to which columns are made on the loop's own thread: handing them to another takes longer."""
+_SMALL_TABLES: Final = 10
+
+
+class AsyncHomeAppends(Protocol):
+    """The appends of a home: both calls are `_append` of its own, once their rows are columns."""
+
+    async def append(
+        self,
+        stream: str,
+        table: str,
+        rows: Rows,
+        *,
+        deadline_s: float = APPEND_DEADLINE_S,
+        session: str | None = None,
+        number: int | None = None,
+        idempotency_key: str | None = None,
+        keep_valid_rows: bool = False,
+        acks: str | None = None,
+    ) -> Appended:
+        """Append as the home's blocking twin. If it is cancelled, the rows may or may not be appended."""
+        appended: Appended = await self._write(
+            AppendRequest(stream, table, rows, deadline_s, session, number, idempotency_key, keep_valid_rows, acks)
+        )
+        return appended
+
+    async def append_all(
+        self,
+        stream: str,
+        tables: Mapping[str, Rows],
+        *,
+        deadline_s: float = APPEND_DEADLINE_S,
+        session: str | None = None,
+        number: int | None = None,
+        idempotency_key: str | None = None,
+        keep_valid_rows: bool = False,
+        acks: str | None = None,
+    ) -> AppendedTables:
+        """Append as the home's blocking twin. If it is cancelled, the rows may or may not be appended."""
+        appended: AppendedTables = await self._write(
+            AppendRequest(stream, None, tables, deadline_s, session, number, idempotency_key, keep_valid_rows, acks)
+        )
+        return appended
+
+    async def _write(self, request: AppendRequest) -> Any:
+        tables, rejected = await columns_of(request, self._increments)
+        return request.result(await self._append(request, tables), rejected)
+
+    async def _append(self, request: AppendRequest, tables: Mapping[str, pa.Table]) -> Appended | AppendedTables:
+        """Append a request's valid rows."""
+        ...
+
+    def _increments(self, stream: str, table: str) -> Mapping[str, str]:
+        """Return the words of the columns that take increments, as far as they are known here."""
+        return no_increments(stream, table)
+
+
+async def columns_of(
+    request: AppendRequest, increments: Callable[[str, str], Mapping[str, str]] = no_increments
+) -> tuple[dict[str, pa.Table], Any]:
+    """Return as `AppendRequest.columns`; many rows are converted on a thread, while other tasks go on."""
+    rows = request.rows
+    if request.table is not None:
+        is_small = _is_small(rows)
+    else:
+        is_small = not isinstance(rows, Mapping) or (len(rows) <= _SMALL_TABLES and all(map(_is_small, rows.values())))
+    return request.columns(increments) if is_small else await asyncio.to_thread(request.columns, increments)
+
+
+def _is_small(rows: Rows) -> bool:
+    return isinstance(rows, Mapping) or (isinstance(rows, Sized) and len(rows) <= SMALL_ROWS)
