@@ -194,9 +194,12 @@ def kill_everything_everywhere(
             assert run.process.poll() is None, f"run ended:\n{run.output()[-4000:]}"
 
 
-def settle(under: Siege, connection: psycopg.Connection[Any]) -> list[str]:
-    """Catch up and judge."""
-    under.home.caught_up()
+def settle(under: Siege, connection: psycopg.Connection[Any], *, is_here: bool = False) -> list[str]:
+    """Catch up, in this process's Spark if `is_here`, and judge."""
+    if is_here:
+        assert not under.home.caught_up_here()
+    else:
+        under.home.caught_up()
     named = {(table.schema, table.name) for table in under.workload.tables} | {("public", "copied")}
     inserts_only = {(schema, name) for schema, name in connection.execute(WITHOUT_IDENTITY).fetchall()} & named
     with_current = sorted(named - inserts_only)
@@ -205,11 +208,23 @@ def settle(under: Siege, connection: psycopg.Connection[Any]) -> list[str]:
 
 @pytest.mark.timeout(2400)
 def test_nothing_is_lost_doubled_or_reordered_whatever_is_killed_when(
-    tmp_path: Path, postgres_server: EmbeddedPostgres, seeds: Seeds
+    tmp_path: Path, postgres_server: EmbeddedPostgres, seeds: Seeds, request: pytest.FixtureRequest
 ) -> None:
-    """Kill at each named point: once in `make test`, three times and also at random moments in `make test-all`."""
+    """Kill at each named point: once in `make test`, three times and also at random moments in `make test-all`.
+
+    `make test` catches up in the Spark that its tests share.
+    """
     times, at_random = seeds.count(TIMES, quick=1), seeds.count(RANDOM_KILLS, quick=0)
-    besiege(tmp_path, postgres_server, seeds.kept_or_new(20), times=times, at_random=at_random)
+    if seeds.is_quick:
+        request.getfixturevalue("spark")
+    besiege(
+        tmp_path,
+        postgres_server,
+        seeds.kept_or_new(20),
+        times=times,
+        at_random=at_random,
+        is_here=seeds.is_quick,
+    )
 
 
 @pytest.mark.soak
@@ -224,11 +239,13 @@ def test_soak_of_kills(tmp_path: Path, postgres_server: EmbeddedPostgres) -> Non
         besiege(folder, postgres_server, seed, times=TIMES, at_random=3 * RANDOM_KILLS)
 
 
-def besiege(tmp_path: Path, server: EmbeddedPostgres, seed: int, *, times: int, at_random: int) -> None:
+def besiege(
+    tmp_path: Path, server: EmbeddedPostgres, seed: int, *, times: int, at_random: int, is_here: bool = False
+) -> None:
     """Play a siege from its seed, and return its verdict."""
     with siege(tmp_path, server, seed) as (under, connection):
         kill_everything_everywhere(under, connection, times=times, at_random=at_random)
-        problems = settle(under, connection)
+        problems = settle(under, connection, is_here=is_here)
         report(under, seed)
         assert not problems, "\n".join([f"seed {seed}", *problems])
         assert all(under.kills[point] >= times for point in POINTS)
