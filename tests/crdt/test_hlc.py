@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.crdt.hlc import DRIFT_MAX_NS, ENCODED_SIZE, HLC, next_wall_ns
-from millstream.errors import ClockSkew, InvalidValue, MergeStateUnreadable
+from millstream.errors import InvalidValue, MergeStateUnreadable, ReplicationError
+from millstream.testing.errors import coded
 
 TIMES = st.builds(HLC, st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1), st.integers(0, 2**32 - 1))
 
@@ -41,10 +42,10 @@ def test_the_order_of_the_bytes_is_that_of_the_times(a: HLC, b: HLC) -> None:
 
 def test_a_clock_that_is_too_far_ahead_is_refused_by_its_name() -> None:
     own = HLC(50, 0, 1)
-    with pytest.raises(ClockSkew, match=r"region 2 is 60\.0 s ahead") as caught:
+    with pytest.raises(ReplicationError, check=coded("clock_skew"), match=r"region 2 is 60\.0 s ahead") as caught:
         own.observe(HLC(51 + DRIFT_MAX_NS, 0, 2), 50)
     assert caught.value.details["node"] == "region 2"
-    with pytest.raises(ClockSkew, match="oslo"):
+    with pytest.raises(ReplicationError, check=coded("clock_skew"), match="oslo"):
         own.observe(HLC(200, 0, 2), 50, name="oslo", drift_max_ns=100)
     assert own.observe(HLC(50 + DRIFT_MAX_NS, 7, 2), 50) == HLC(50 + DRIFT_MAX_NS, 8, 1)
 

@@ -15,7 +15,7 @@ import psycopg
 import pyarrow as pa
 import pytest
 
-from millstream.errors import DestinationError, LakeError, LakeTableForeign
+from millstream.errors import LakeError, LakeTableForeign
 from millstream.lake.postgres.cuts import commit_cut, held_there, last_cut
 from millstream.lake.postgres.events import in_order
 from millstream.lake.postgres.land import LandedTable, Loaded, begin, land, look
@@ -600,10 +600,10 @@ def test_a_destination_that_lost_its_last_commits_ends_the_run(
     commit_cut(target, Seq(5), [done], committed_at=datetime.now(UTC))
     land(target, {}, Seq(6), cut=Seq(5))
     asked("UPDATE millstream_lake.cuts SET n = 3")
-    with pytest.raises(DestinationError, check=coded("destination_went_back"), match="only up to 3"):
+    with pytest.raises(LakeError, check=coded("destination_went_back"), match="only up to 3"):
         land(target, {}, Seq(6), cut=Seq(5))
     asked("DELETE FROM millstream_lake.cuts")
-    with pytest.raises(DestinationError, check=coded("destination_went_back"), match="only up to 0"):
+    with pytest.raises(LakeError, check=coded("destination_went_back"), match="only up to 0"):
         land(target, {}, Seq(6), cut=Seq(5))
 
 
@@ -618,7 +618,7 @@ def test_what_a_user_may_not_do_is_said_with_the_grant(
     asked(f"GRANT CONNECT ON DATABASE {postgres.name} TO loader_{postgres.name}")
     try:
         other = replace(target, dsn=target.dsn.replace("postgres@", f"loader_{postgres.name}@"))
-        with pytest.raises(DestinationError) as caught:
+        with pytest.raises(LakeError) as caught:
             look(other, [], [public])
         for grant in ("CREATE, TEMP ON DATABASE", "USAGE, CREATE ON SCHEMA public", "CREATE ON SCHEMA millstream_lake"):
             assert grant in caught.value.hint
@@ -644,7 +644,7 @@ def test_a_destination_that_takes_no_writes_is_tried_again(
     batch = records(table, ("c", 1, {"id": 1}))
     asked(f"ALTER DATABASE {postgres.name} SET default_transaction_read_only = on")
     error = landing(target, table, 1, batch).error
-    assert isinstance(error, DestinationError)
+    assert isinstance(error, LakeError)
     assert error.code == "destination_unavailable"
     assert "read-only" in error.message
     asked(f"ALTER DATABASE {postgres.name} RESET default_transaction_read_only")
@@ -654,7 +654,7 @@ def test_a_destination_that_takes_no_writes_is_tried_again(
 def test_an_address_that_leads_nowhere_says_so_without_its_secret(table: TableSchema, records: Records) -> None:
     target = PostgresTarget("postgresql://u:hush@127.0.0.1:1/nowhere", "shop", StreamId(UUID(int=1)))
     error = landing(target, table, 1, records(table, ("c", 1, {"id": 1}))).error
-    assert isinstance(error, DestinationError)
+    assert isinstance(error, LakeError)
     assert error.code == "destination_unavailable"
     assert "hush" not in f"{error!r} {error.hint} {target!r}"
 

@@ -11,10 +11,11 @@ from uuid import UUID
 import pytest
 
 from millstream.crdt.hlc import DRIFT_MAX_NS, HLC
-from millstream.errors import ClockSkew, OtherRegion
+from millstream.errors import OtherRegion, ReplicationError
 from millstream.model.ids import Epoch, RegionId, ShardId, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.testing import ManualClock
+from millstream.testing.errors import coded
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.options import LogOptions
@@ -60,7 +61,7 @@ def test_groups_have_rising_times_over_clocks_that_go_back_and_restarts_and_are_
                 log.append(plain_ops({rows: [(table, rows, "x")]}))
                 clock.step_wall(-7)
             remote = HLC(clock.now_ns() + DRIFT_MAX_NS, 9, 8)
-            with pytest.raises(ClockSkew, match="oslo"):
+            with pytest.raises(ReplicationError, check=coded("clock_skew"), match="oslo"):
                 log.hear(HLC(remote.wall_ns + 1, 0, 8), name="oslo")
             log.hear(remote)
             log.append(plain_ops({9: [(table, 2, "x")]}))

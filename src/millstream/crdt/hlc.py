@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass
 from typing import Final, Self
 
-from millstream.errors import ClockSkew, InvalidValue, MergeStateUnreadable
+from millstream.errors import InvalidValue, MergeStateUnreadable, ReplicationError
 
 DRIFT_MAX_NS: Final = 60 * 1_000_000_000
 """How far another node's clock may be ahead: NTP keeps milliseconds, so a clock that is a minute off is unmanaged."""
@@ -71,7 +71,7 @@ class HLC:
             drift_max_ns: how far ahead of `now_ns` the other's wall time may be.
 
         Raises:
-            ClockSkew: it is further ahead; the clock stays where it was.
+            ReplicationError (`clock_skew`): it is further ahead; the clock stays where it was.
         """
         check_drift(remote, now_ns, name=name, drift_max_ns=drift_max_ns)
         wall = max(self.wall_ns, remote.wall_ns, now_ns)
@@ -106,12 +106,13 @@ NEVER: Final = HLC(0)
 
 
 def check_drift(remote: HLC, now_ns: int, *, name: str = "", drift_max_ns: int = DRIFT_MAX_NS) -> None:
-    """Raise `ClockSkew`, with the node's name, if a time is further ahead of a wall clock than is allowed."""
+    """Raise `ReplicationError` (`clock_skew`), with the node's name, if a time is too far ahead of a wall clock."""
     ahead_ns = remote.wall_ns - now_ns
     if ahead_ns > drift_max_ns:
         who = name or f"region {remote.node}"
-        raise ClockSkew(
+        raise ReplicationError(
             f"the clock of {who} is {ahead_ns / 1e9:,.1f} s ahead of this one; up to {drift_max_ns / 1e9:g} s are taken",
+            code="clock_skew",
             node=who,
             ahead_s=ahead_ns / 1e9,
         )

@@ -32,7 +32,6 @@ from millstream.errors._ingest import RowsTooLarge as RowsTooLarge
 from millstream.errors._ingest import SessionExpired as SessionExpired
 from millstream.errors._ingest import SessionGap as SessionGap
 from millstream.errors._ingest import SessionsNeedOneWriter as SessionsNeedOneWriter
-from millstream.errors._lake import DestinationError as DestinationError
 from millstream.errors._lake import LakeBehind as LakeBehind
 from millstream.errors._lake import LakeConflict as LakeConflict
 from millstream.errors._lake import LakeError as LakeError
@@ -43,7 +42,6 @@ from millstream.errors._lake import QueryBound as QueryBound
 from millstream.errors._remote import AnswerCutOff as AnswerCutOff
 from millstream.errors._remote import AnswerUnreadable as AnswerUnreadable
 from millstream.errors._remote import RemoteError as RemoteError
-from millstream.errors._replication import ClockSkew as ClockSkew
 from millstream.errors._replication import Diverged as Diverged
 from millstream.errors._replication import Fenced as Fenced
 from millstream.errors._replication import LinkLost as LinkLost

@@ -32,6 +32,27 @@ class LakeError(MillstreamError):
             "rows again.",
             exit_code=2,
         ),
+        "destination": Code(
+            "The PostgreSQL database in which a stream's tables land is unusable; nothing of the batch was written.",
+            Retry.OPERATOR,
+        ),
+        "destination_unavailable": Code(
+            "The destination doesn't answer, is read-only or full; the failed step is retried.",
+            Retry.BACKOFF,
+            "Check the destination's server.",
+        ),
+        "destination_refused": Code(
+            "The destination rejects a value or a definition; nothing of the table's batch was written. Details: "
+            "table, sqlstate.",
+            Retry.OPERATOR,
+        ),
+        "destination_went_back": Code(
+            "The destination lacks commits that it had acknowledged: it was restored to an earlier state, or "
+            "failed over to a server that lacked them. Details: has.",
+            Retry.REOPEN,
+            "Wait for the pipeline, which continues from the destination's state if the log still has the missing "
+            "records.",
+        ),
     }
 
 
@@ -71,32 +92,6 @@ class LakeBehind(LakeError):
     code = "lake_behind"
     retry = Retry.BACKOFF
     default_hint = "Start `millstream run`, or wait for it to catch up; `millstream status` shows the lag."
-
-
-class DestinationError(LakeError):
-    """The PostgreSQL database in which a stream's tables land is unusable; nothing of the batch was written."""
-
-    code = "destination"
-    retry = Retry.OPERATOR
-    codes: ClassVar[Mapping[str, Code]] = {
-        "destination_unavailable": Code(
-            "The destination doesn't answer, is read-only or full; the failed step is retried.",
-            Retry.BACKOFF,
-            "Check the destination's server.",
-        ),
-        "destination_refused": Code(
-            "The destination rejects a value or a definition; nothing of the table's batch was written. Details: "
-            "table, sqlstate.",
-            Retry.OPERATOR,
-        ),
-        "destination_went_back": Code(
-            "The destination lacks commits that it had acknowledged: it was restored to an earlier state, or "
-            "failed over to a server that lacked them. Details: has.",
-            Retry.REOPEN,
-            "Wait for the pipeline, which continues from the destination's state if the log still has the missing "
-            "records.",
-        ),
-    }
 
 
 class QueryBound(LakeError):

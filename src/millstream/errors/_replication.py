@@ -20,6 +20,12 @@ class ReplicationError(MillstreamError):
             Retry.REOPEN,
             "Check the follower's disk if this repeats.",
         ),
+        "clock_skew": Code(
+            "Another node's clock is too far ahead of this node's; this node's clock didn't follow it. Details: node, "
+            "ahead_s.",
+            Retry.OPERATOR,
+            "Correct the clock of that node or of this one (NTP).",
+        ),
         "ack_level_unavailable": Code(
             "The requested acknowledgement level can't be met or checked here; nothing was written.",
             Retry.OPERATOR,
@@ -187,17 +193,6 @@ class NodeNameTaken(ReplicationError):
         "Give each home its own name in [replication] node and [replication.nodes]; run `millstream follow "
         "--rebuild` in a home that was copied, or stop the old home if it was moved."
     )
-
-
-class ClockSkew(ReplicationError):
-    """Another node's clock is too far ahead of this node's; this node's clock didn't follow it.
-
-    Its changes win over everything written here until this clock has passed them.
-    """
-
-    code = "clock_skew"
-    retry = Retry.OPERATOR
-    default_hint = "Correct the clock of that node or of this one (NTP)."
 
 
 class MergeStateUnreadable(ReplicationError):

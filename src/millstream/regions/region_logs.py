@@ -13,12 +13,12 @@ from millstream.crdt.declared import TableMerge
 from millstream.crdt.hlc import HLC, NEVER, check_drift
 from millstream.crdt.reconcile import HeardEnd
 from millstream.errors import (
-    ClockSkew,
     IngestError,
     LogError,
     MillstreamError,
     OtherRegion,
     PositionError,
+    ReplicationError,
     UnknownStream,
 )
 from millstream.model.ids import RegionId, StreamId
@@ -135,7 +135,7 @@ def examine_regions(home: Home, stream: str, config: StreamConfig) -> str:
     return ", ".join(words)
 
 
-def clocks_ahead(home: Home, stream: str, config: StreamConfig) -> Iterator[ClockSkew]:
+def clocks_ahead(home: Home, stream: str, config: StreamConfig) -> Iterator[ReplicationError]:
     """Yield an error for each region whose newest record is further ahead of this machine's clock than is allowed."""
     now_ns = SystemClock().now_ns()
     for region, reader in region_readers(home, stream, config).items():
@@ -143,7 +143,7 @@ def clocks_ahead(home: Home, stream: str, config: StreamConfig) -> Iterator[Cloc
             newest = newest_time(reader, region)
             try:
                 check_drift(newest or NEVER, now_ns, name=f"region {region}")
-            except ClockSkew as error:
+            except ReplicationError as error:
                 yield error
 
 
@@ -181,7 +181,7 @@ class RegionClocks:
         """Advance a writer's clock past the regions that its home follows, and note the writes that they have.
 
         Raises:
-            ClockSkew: a region's clock is too far ahead of this one; the others' have been heard, and its writes noted.
+            ReplicationError (`clock_skew`): a region's clock is too far ahead of this one; the others' have been heard, and its writes noted.
             OtherRegion: a log belongs to another region than its folder.
             LogError, PositionError: a log can't be read; the others' clocks have been heard.
         """

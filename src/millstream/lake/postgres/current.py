@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import pyarrow as pa
 
-from millstream.errors import DestinationError, LakeError, LakeTableForeign
+from millstream.errors import LakeError, LakeTableForeign
 from millstream.lake.folded.fold import Folded, fold_records
 from millstream.lake.keys import Keys, key_codes
 from millstream.lake.postgres.layout import (
@@ -72,10 +72,11 @@ _OF_ARROW: Final = (
 
 
 def check_can_merge(connection: Connection, target: PostgresTarget) -> None:
-    """Raise `DestinationError` if `current` is requested on a server that is too old for it."""
+    """Raise `LakeError` (`destination`) if `current` is requested on a server that is too old for it."""
     if "current" in target.views and connection.info.server_version < MERGE_VERSION_MIN:
-        raise DestinationError(
+        raise LakeError(
             f"{target.place} is PostgreSQL {connection.info.server_version // 10000}: `current` tables take 15 or newer",
+            code="destination",
             hint=f'Set views = ["changes"] in [streams.{target.stream_name}.lake], or upgrade the server.',
         )
 

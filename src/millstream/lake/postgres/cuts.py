@@ -22,7 +22,7 @@ def last_cut(target: PostgresTarget) -> Cut | None:
     """Return the last cut; None before the first. Makes nothing.
 
     Raises:
-        DestinationError: the database can't be used, or doesn't answer.
+        LakeError (`destination`): the database can't be used, or doesn't answer.
     """
     with target.connect("cut") as connection, translated(target.place):
         there = connection.execute("SELECT to_regclass('millstream_lake.cuts') IS NOT NULL").fetchone()

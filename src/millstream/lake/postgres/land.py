@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import pyarrow.compute as pc
 
 from millstream import failpoints
-from millstream.errors import DestinationError, MillstreamError
+from millstream.errors import LakeError, MillstreamError
 from millstream.lake.layout import TableCommit, folder_of, has_current
 from millstream.lake.postgres.current import check_can_merge, merge_current
 from millstream.lake.postgres.events import append_events, bring_up_all, ensure_events
@@ -77,7 +77,7 @@ def land(
         For each table a commit or its own error; the same error for all if the transaction failed.
 
     Raises:
-        DestinationError (`destination_went_back`): the last cut is gone; a batch behind it would leave a gap.
+        LakeError (`destination_went_back`): the last cut is gone; a batch behind it would leave a gap.
     """
     import psycopg
 
@@ -119,7 +119,7 @@ def begin(target: PostgresTarget, schemas: Iterable[TableSchema], sources: Colle
         sources: system identifier and database of each source of the stream.
 
     Raises:
-        DestinationError: the database can't be used, or is the one that the stream captures.
+        LakeError (`destination`): the database can't be used, or is the one that the stream captures.
     """
     with target.connect("landing") as connection:
         check_is_another(connection, target, sources)
@@ -133,7 +133,7 @@ def look(target: PostgresTarget, sources: Collection[tuple[int, str]], schemas: 
     """Check whether a pipeline could land there, and describe the result; makes nothing. Arguments as of `begin`.
 
     Raises:
-        DestinationError: it couldn't; the hint names what to run.
+        LakeError (`destination`): it couldn't; the hint names what to run.
     """
     with target.connect("look") as connection:
         check_is_another(connection, target, sources)
@@ -149,20 +149,23 @@ def look(target: PostgresTarget, sources: Collection[tuple[int, str]], schemas: 
     assert row is not None, "a SELECT of values has a row"
     is_read_only, is_made, database, user, encoding, lacks, closed = row
     if is_read_only:
-        raise DestinationError(
+        raise LakeError(
             f"{target.place} rejects writes",
             code="destination_unavailable",
             hint="Name the primary, or end its read-only mode.",
         )
     if encoding != "UTF8":
-        raise DestinationError(
+        raise LakeError(
             f"{target.place} keeps text as {encoding}: it can't store all characters",
+            code="destination",
             hint="Create it with encoding UTF8.",
         )
     grants = [f"GRANT {', '.join(lacks)} ON DATABASE {database} TO {user};"] if lacks else []
     grants += [f"GRANT USAGE, CREATE ON SCHEMA {schema} TO {user};" for schema in closed]
     if grants:
-        raise DestinationError(f"{target.place}: {user} lacks privileges that are needed", hint=" ".join(grants))
+        raise LakeError(
+            f"{target.place}: {user} lacks privileges that are needed", code="destination", hint=" ".join(grants)
+        )
     return f"{target.place} can be written" + ("" if is_made else "; the first run makes what it needs")
 
 
@@ -181,8 +184,9 @@ def check_is_another(connection: Connection, target: PostgresTarget, sources: Co
     with translated(target.place):
         row = connection.execute("SELECT system_identifier, current_database() FROM pg_control_system()").fetchone()
     if row is not None and (int(row[0]), str(row[1])) in sources:
-        raise DestinationError(
+        raise LakeError(
             f"{target.place} is the database that stream {target.stream_name} captures",
+            code="destination",
             hint="Have its tables land in another database, of the same server if you like.",
         )
 
@@ -203,7 +207,7 @@ def _check_cut(connection: Connection, target: PostgresTarget, cut: Seq) -> None
     ).fetchone()
     has = 0 if row is None else int(row[0])
     if has < cut:
-        raise DestinationError(
+        raise LakeError(
             f"{target.place} had stream {target.stream_name} up to {cut}, and now has it only up to {has}",
             code="destination_went_back",
             has=has,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.errors import DestinationError, LakeError, LakeTableForeign
+from millstream.errors import LakeError, LakeTableForeign
 from millstream.lake.postgres.target import PostgresTarget, TargetView, literal, translated
 from millstream.model.names import qualified_name, quote_ident
 from millstream.model.schema import TableKind, TableSchema
@@ -49,7 +49,7 @@ def prepare(connection: Connection, place: str) -> None:
     """Make `millstream_lake`, or migrate it to this version. Safe to run concurrently.
 
     Raises:
-        DestinationError: a newer Millstream made it, or this user may not.
+        LakeError (`destination`): a newer Millstream made it, or this user may not.
     """
     with translated(place), connection.transaction():
         connection.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])
@@ -59,8 +59,9 @@ def prepare(connection: Connection, place: str) -> None:
             return
         found = connection.execute("SELECT version FROM millstream_lake.layout").fetchone()
     if found is None or found[0] != VERSION:
-        raise DestinationError(
+        raise LakeError(
             f"{place}: millstream_lake has layout {None if found is None else found[0]}, and this version knows {VERSION}",
+            code="destination",
             hint="Run the newer Millstream that made it.",
         )
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from millstream.errors import DestinationError, MillstreamError, UsageError
+from millstream.errors import LakeError, MillstreamError, UsageError
 from millstream.libpq import ADDRESS_HINT, describe_parameters, one_line, parse_address, pinned_session, with_patience
 from millstream.model.ids import StreamId
 
@@ -55,8 +55,8 @@ class PostgresTarget:
         """Open a connection with a pinned session, in autocommit; the caller closes it.
 
         Raises:
-            DestinationError (`destination_unavailable`): the server doesn't answer.
-            DestinationError: the address is invalid, or this user isn't let in.
+            LakeError (`destination_unavailable`): the server doesn't answer.
+            LakeError (`destination`): the address is invalid, or this user isn't let in.
         """
         try:
             import psycopg
@@ -77,8 +77,9 @@ class PostgresTarget:
                 connection.execute(pinned_session(lock_timeout=_LOCK_PATIENCE).encode())
                 connection.execute(_PINNED_TOO)
             if connection.info.server_version < VERSION_MIN:
-                raise DestinationError(
-                    f"{self.place} is PostgreSQL {connection.info.server_version // 10000}; 14 is the oldest that tables can land in"
+                raise LakeError(
+                    f"{self.place} is PostgreSQL {connection.info.server_version // 10000}; 14 is the oldest that tables can land in",
+                    code="destination",
                 )
         except BaseException:
             connection.close()
@@ -90,19 +91,20 @@ def _parameters(dsn: str) -> dict[str, Any]:
     try:
         return parse_address(dsn)
     except ValueError as error:
-        raise DestinationError(f"the lake's location {error}", hint=ADDRESS_HINT) from error
+        raise LakeError(f"the lake's location {error}", code="destination", hint=ADDRESS_HINT) from error
 
 
-def _refused(error: Exception, place: str) -> DestinationError:
+def _refused(error: Exception, place: str) -> LakeError:
     """Return the error for a failed connection attempt: libpq gives no SQLSTATE, only text."""
     text = one_line(error)
     known = ("authentication failed", "no password supplied", "pg_hba.conf", "does not exist", "permission denied")
     if any(part in text for part in known):
-        return DestinationError(
+        return LakeError(
             f"{place}: {text}",
+            code="destination",
             hint="Correct the address in [streams.S.lake] location, or the access rules of the server.",
         )
-    return DestinationError(f"{place}: {text}", code="destination_unavailable")
+    return LakeError(f"{place}: {text}", code="destination_unavailable")
 
 
 _PASSES: Final = ("08", "57", "58", "53", "40", "55P03", "25006")
@@ -122,8 +124,8 @@ def translate(error: psycopg.Error, place: str) -> MillstreamError:
     state, text = error.sqlstate or "", one_line(error)
     hint = _HINTS.get(state)
     if state.startswith(_PASSES) or (not state and isinstance(error, psycopg.OperationalError)):
-        return DestinationError(f"{place}: {text}", code="destination_unavailable", hint=hint, sqlstate=state)
-    return DestinationError(
+        return LakeError(f"{place}: {text}", code="destination_unavailable", hint=hint, sqlstate=state)
+    return LakeError(
         f"{place}: {text}",
         code="destination_refused",
         hint=hint or "Fix the named object at the destination, then run `millstream tables retry` for the table.",

@@ -27,6 +27,6 @@ class GroupTimes:
         return self._last_ns
 
     def hear(self, time: HLC, name: str) -> None:
-        """Observe another region's time. Raises `ClockSkew` if it is too far ahead of this clock."""
+        """Observe another region's time. Raises `ReplicationError` (`clock_skew`) if it is too far ahead of this clock."""
         check_drift(time, self._clock.now_ns(), name=name)
         self._heard_ns = max(self._heard_ns, time.wall_ns)

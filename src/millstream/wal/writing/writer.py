@@ -290,7 +290,7 @@ class LogWriter:
             name: the region's name, for the error.
 
         Raises:
-            ClockSkew: that region's clock is too far ahead of this one; the time was ignored.
+            ReplicationError (`clock_skew`): that region's clock is too far ahead of this one; the time was ignored.
         """
         self._committer.times.hear(time, name)
 
