@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,48 @@ def test_a_cursor_behind_the_end_is_moved_back(pair: Pair) -> None:
         for name in ("search", "late"):
             with opened.consume("web", name, wait_s=10) as messages:
                 assert next(messages).record["row"] == {"id": 10}
+
+
+def rows_of(consumers: StreamConsumers, count: int) -> list[dict[str, Any]]:
+    """Receive that many messages; a backfill's rows take a while to be written."""
+    found: list[dict[str, Any]] = []
+    deadline_s = time.monotonic() + 60
+    while len(found) < count:
+        assert time.monotonic() < deadline_s, found
+        body = {"batch_size": count - len(found), "wait_for_ms": 1000}
+        found += consumers.call("receive", "search", body).body["messages"]
+    return found
+
+
+def ids_of(messages: list[dict[str, Any]]) -> list[int]:
+    return [json.loads(message["record"])["row"]["id"] for message in messages]
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["whole log", "shorter log"])
+def test_a_backfill_that_ran_begins_again_on_the_log_that_is_there(pair: Pair, is_lost: bool) -> None:
+    """Its rows stayed on the node that led: all come again, under another number, and before later records."""
+    if not is_lost:
+        pair.copy_log()
+    kept = 4 if is_lost else 6
+    pair.leader.call("create", None, {"name": "search", "backfill": True, "start": "latest"})
+    acked, flying = rows_of(pair.leader, 2)
+    assert settled(pair.leader, "ack", acked) == ["acked"]
+    assert pair.leader.call("show", "search", None).body["backfill"]["rows"] == 1
+    assert set(pair.adopt() or ()) == {"search"}
+    with OpenHome(pair.two) as opened:
+        opened.append("web", "orders", {"id": 10})
+    with pair.two.open_catalog() as catalog:
+        promoted = StreamConsumers(surroundings(pair.two, catalog, "web"))
+        rows = rows_of(promoted, kept)
+        assert sorted(ids_of(rows)) == list(range(kept))
+        assert {message["id"] for message in rows}.isdisjoint({acked["id"], flying["id"]})
+        assert settled(promoted, "ack", flying) == ["rewound"], "its row comes again under another id"
+        assert promoted.call("show", "search", None).body["backfill"]["of"] == kept
+        assert received(promoted, 10) == []
+        assert settled(promoted, "ack", *rows) == ["acked"] * kept
+        assert ids_of(rows_of(promoted, 1)) == [10]
+        assert promoted.call("show", "search", None).body["backfill"] is None
+        promoted.close()
 
 
 def test_a_copy_shows_the_leaders_consumers_and_keeps_nothing(pair: Pair, tmp_path: Path) -> None:

@@ -174,6 +174,46 @@ def test_a_promoted_node_goes_on_pushing_rows_of_postgresql_to_kafka_without_a_c
         assert len(set(ids)) == len(ids) == 800
 
 
+def test_a_backfill_goes_on_though_its_node_dies_and_another_is_promoted(tmp_path: Path) -> None:
+    """Every row comes, before any later record of its key; nothing stays from the rows of before under another id."""
+    count = 400
+    with nodes(tmp_path, acks="durable(1)", stream=KEYS) as (a, b):
+        b.start("follow", "a")
+        start(a, b)
+        append(a, *range(count))
+        assert call(a, "POST", body={"name": "search", "backfill": True}).status_code == 201
+        before = all_of(a, 50)
+        assert settled(a, "ack", *before) == ["acked"] * 50
+        append(a, *range(count, count + 20))
+        eventually(lambda: (shown(b)["backfill"] or {}).get("rows", 0) >= 50, "b knows of it", a, b)
+        a.kill()
+        assert b.ask("promote").returncode == 0
+        b.start("owner")
+        a.start("follow", "b")
+        append(b, count + 20)
+        rows: dict[str, int] = {}
+        keys: list[int] = []
+
+        def take() -> bool:
+            some = received(b, 50)
+            if some:
+                settled(b, "ack", *some)
+            for message in some:
+                key = message["record"]["row"]["id"]
+                if message["record"]["op"] == "r":
+                    assert not keys, "a record came before the last row"
+                    assert rows.setdefault(message["id"], key) == key
+                else:
+                    keys.append(key)
+            return len(keys) > 20 and shown(b)["backfill"] is None
+
+        eventually(take, "all come", a, b)
+        assert sorted(rows.values()) == list(range(count))
+        assert {message["id"] for message in before}.isdisjoint(rows)
+        assert keys == list(range(count, count + 21))
+        assert shown(b)["lag"]["records"] == 0
+
+
 class Receiver:
     """A client that receives and acknowledges, at whichever node leads, until it is ended."""
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, partial
 from importlib.metadata import EntryPoint, entry_points
+from json.encoder import encode_basestring_ascii
 from typing import Any, Final, NamedTuple, Protocol
 
 import pyarrow as pa
@@ -83,8 +84,9 @@ class PushMessage:
     @cached_property
     def json(self) -> bytes:
         """The message as JSON: `id`, `deliveries`, `group` and `record`."""
-        head = json.dumps({"id": self.id, "deliveries": self.deliveries, "group": self.group}, separators=(",", ":"))
-        return b'%b,"record":%b}' % (head[:-1].encode(), self.record)
+        group = "null" if self.group is None else encode_basestring_ascii(self.group)
+        head = f'{{"id":{encode_basestring_ascii(self.id)},"deliveries":{self.deliveries},"group":{group},"record":'
+        return b"%b%b}" % (head.encode(), self.record)
 
 
 class Verdict(StrEnum):

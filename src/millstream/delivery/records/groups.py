@@ -52,6 +52,11 @@ def groups_of(
     keyed = [(name, *known[name]) for name in names]
     values = [render_column(batch.column(first + number), column) for _, number, column in keyed]
     columns = [column if _has_forms(column) else None for _, _, column in keyed]
+    changing = ("__exact", "__before", "__unchanged")
+    if _WITHOUT.isdisjoint(ops) and all(batch.column(name).null_count == batch.num_rows for name in changing):
+        if not values:
+            return [(_text(schema.table_id, columns, ()),)] * batch.num_rows
+        return [(_text(schema.table_id, columns, new),) for new in zip(*values, strict=True)]
     exact, before = (batch.column(name).to_pylist() for name in ("__exact", "__before"))
     unchanged = batch.column("__unchanged").to_pylist()
     found: list[tuple[str, ...]] = []
