@@ -117,6 +117,16 @@ def test_files_are_served_under_an_address_of_their_content(open_site: Site) -> 
     assert open_site.get("/console/static/..%2Froutes.py").status_code == 404
 
 
+def test_a_long_page_is_compressed_for_who_takes_it(open_site: Site) -> None:
+    page = "/tables/shop/public.orders"
+    packed, plain = (open_site.call("GET", page, {"accept-encoding": how}) for how in ("gzip", "identity"))
+    assert packed.headers["content-encoding"] == "gzip"
+    assert "content-encoding" not in plain.headers
+    assert packed.headers["vary"] == plain.headers["vary"] == "accept-encoding"
+    assert int(packed.headers["content-length"]) < int(plain.headers["content-length"]) / 2
+    assert "Last records" in packed.text
+
+
 def test_hostile_names_and_values_are_text(open_site: Site) -> None:
     plain = {name for path in PAGES for name, _ in Seen(open_site.get(path).text).tags}
     assert not plain & {"img"}

@@ -32,7 +32,7 @@ class Action:
 
     label: str
     warning: str = ""
-    """What it does to whom, which a viewer has to confirm; empty if it destroys nothing."""
+    """The effect that a viewer has to confirm; empty if it destroys nothing."""
     field: str = ""
     """Title of the text that it takes."""
     on_table: OnTable | None = None

@@ -67,7 +67,7 @@ class Live:
         self._running: asyncio.Task[None] | None = None
         self._current: Snapshot | None = None
         self._costs_s: deque[float] = deque(maxlen=3)
-        """CPU time of the last statuses; the first two take long, for imports and indexes."""
+        """CPU time of the last statuses and their areas; the first two take long, for imports and indexes."""
         self._changed = asyncio.Event()
 
     def close(self) -> None:
@@ -145,5 +145,7 @@ class Live:
 
     def _area(self, snapshot: Snapshot, view: View) -> Rendered:
         if view not in snapshot.areas:
+            start_s = time.thread_time()
             snapshot.areas[view] = self._render(view, snapshot)
+            self._costs_s[-1] += time.thread_time() - start_s
         return snapshot.areas[view]
