@@ -57,7 +57,7 @@ class Shape:
         return cls(Lsn(at), numbers_max, {number: (name, type_oid) for number, name, type_oid in columns})
 
     def stored(self) -> list[Any]:
-        """Return JSON-compatible facts: all that an earlier look has to tell."""
+        """Return JSON-compatible facts of this look."""
         return [int(self.at), self.numbers_max, [[number, *facts] for number, facts in sorted(self.columns.items())]]
 
     def is_like(self, other: Shape) -> bool:
