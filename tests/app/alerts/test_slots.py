@@ -60,7 +60,7 @@ def test_the_slot_of_a_stream_that_nothing_captures(postgres: Database, slot: st
         connection.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", [slot])
         assert look(12) == []
         assert look(1) == [("alert.firing", "slot_inactive")]
-        connection.execute("SELECT pg_logical_emit_message(false, 'x', repeat('x', 3000000))")
+        connection.execute("SELECT pg_logical_emit_message(true, 'x', repeat('x', 3000000))")
         assert look(1) == [("alert.firing", "slot_lag")]
         connection.execute("SELECT pg_drop_replication_slot(%s)", [slot])
         assert look(4) == [("alert.resolved", "slot_inactive"), ("alert.resolved", "slot_lag")]
