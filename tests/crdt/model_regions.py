@@ -19,7 +19,7 @@ from millstream.crdt.reconcile import ReconciliationEngine, RegionState, Vector
 from millstream.errors import OffsetExpired, TokenFromFuture
 from millstream.model.ids import Epoch, GroupNumber, RegionId, StreamId, TableId
 from millstream.model.positions import Seq, StreamToken
-from millstream.regions.region_table import RegionTable
+from millstream.regions.merged_table import RegionTable
 
 TABLE = TableId(1)
 _RECORDS = pa.schema([("__op", pa.string()), ("__seq", pa.int64()), *COLUMNS])

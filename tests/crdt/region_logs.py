@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from millstream.crdt import HLC, Actor, GCounter, HideFlag, LWWRegister, SignalState, UnionSet
 from millstream.crdt.declared import TableMerge
-from millstream.crdt.tables import fold, lift, merged_schema, state_schema
+from millstream.crdt.row_merge import fold, lift, merged_schema, state_schema
 from millstream.model.ids import RegionId, StreamId
 from millstream.model.positions import Seq, StreamToken
 

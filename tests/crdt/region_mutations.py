@@ -15,7 +15,7 @@ from tests.mutations import Mutation, main
 from millstream.crdt.reconcile import Missing, ReconciliationEngine, RegionState
 from millstream.model.ids import RegionId
 from millstream.model.positions import Seq, StreamToken
-from millstream.regions.region_table import Known
+from millstream.regions.merged_table import Known
 
 SEEDS_MAX = 300
 

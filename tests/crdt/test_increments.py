@@ -12,7 +12,7 @@ from tests.crdt.region_logs import stream_of
 
 from millstream.crdt.declared import TableMerge
 from millstream.crdt.reconcile import ReconciliationEngine, RegionState
-from millstream.crdt.tables import fold, lift, merged, of_keys, state_schema
+from millstream.crdt.row_merge import fold, lift, merged, of_keys, state_schema
 from millstream.errors import InvalidValue
 from millstream.model.ids import RegionId
 from millstream.model.positions import Seq, StreamToken

@@ -17,7 +17,7 @@ from millstream.crdt.columns import ranked, unions
 from millstream.crdt.declared import ColumnMerge, MergeKind, TableMerge, union_of
 from millstream.crdt.lattice import StateKind, opened, seal
 from millstream.crdt.reconcile import HeardEnd, MergePlan, ReconciliationEngine, RegionState
-from millstream.crdt.tables import fold, lift, merged, state_schema
+from millstream.crdt.row_merge import fold, lift, merged, state_schema
 from millstream.errors import InvalidValue, MergeStateUnreadable, OtherStream, ReplicationError, UsageError
 from millstream.model.ids import Epoch, GroupNumber, RegionId
 from millstream.model.positions import Seq

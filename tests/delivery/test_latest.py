@@ -17,9 +17,9 @@ from tests.wal.test_records_json import ITEMS, MESSAGES, ORDERS, operation, ops,
 
 from millstream.catalog import Catalog
 from millstream.delivery import running
+from millstream.delivery.consumer_store import Letter, Stored
 from millstream.delivery.definition import Definition
 from millstream.delivery.running import Running
-from millstream.delivery.store import Letter, Stored
 from millstream.errors import DeliveryError
 from millstream.model.ids import ShardId, SourceId, StreamId
 from millstream.model.operations import OperationKind

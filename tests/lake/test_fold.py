@@ -20,7 +20,7 @@ from tests.seeds import examples
 
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes, fold_table
-from millstream.lake.folded.fold import fold_records
+from millstream.lake.folded.current_fold import fold_records
 from millstream.lake.folded.rewrite import surviving
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout

@@ -25,7 +25,7 @@ from millstream.lake import schema_history
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.delta import open_table
 from millstream.lake.folded.current import FoldSizes, fold_table
-from millstream.lake.folded.versions import fold_into_versions
+from millstream.lake.folded.scd2 import fold_into_versions
 from millstream.lake.history import append_history, open_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.maintenance import tend_table

@@ -19,7 +19,7 @@ from tests.lake.test_scd2 import STORIES, schemas, told_by
 from millstream.errors import BeyondRetention, CorruptWal, InvalidQuery, LakeBehind, OffsetExpired, TokenFromFuture
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import fold_table
-from millstream.lake.folded.versions import fold_into_versions, has_versions
+from millstream.lake.folded.scd2 import fold_into_versions, has_versions
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, TableCommit, has_current
 from millstream.lake.query.query_session import LakeSession

@@ -18,7 +18,7 @@ from millstream.lake.commit_cuts import commit_cut, last_cut
 from millstream.lake.data_files import table_in
 from millstream.lake.delta import OpenTable
 from millstream.lake.folded.current import FoldSizes, fold_table
-from millstream.lake.folded.versions import fold_into_versions
+from millstream.lake.folded.scd2 import fold_into_versions
 from millstream.lake.history import append_history, open_history
 from millstream.lake.known_tables import KnownTable
 from millstream.lake.layout import LakeLayout, TableCommit

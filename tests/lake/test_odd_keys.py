@@ -20,7 +20,7 @@ from millstream.errors import LakeConflict
 from millstream.lake.bounds import bound_of
 from millstream.lake.commit_cuts import commit_cut, first_cut
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes, fold_table
-from millstream.lake.folded.versions import fold_into_versions
+from millstream.lake.folded.scd2 import fold_into_versions
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.maintenance import tend_table

@@ -24,7 +24,7 @@ from tests.lake.test_versions import seconds
 from millstream.errors import LakeError, LakeTableForeign
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import FoldSizes, fold_table
-from millstream.lake.folded.versions import fold_into_versions
+from millstream.lake.folded.scd2 import fold_into_versions
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, View
 from millstream.lake.maintenance import tend_table

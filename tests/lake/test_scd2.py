@@ -19,7 +19,7 @@ from tests.lake.test_fold import SCHEMAS, Row, Source, texts_in
 from tests.seeds import examples
 
 from millstream.errors import LakeError
-from millstream.lake.folded.scd2 import VERSION_COLUMNS, Versions, fold_versions
+from millstream.lake.folded.scd2_fold import VERSION_COLUMNS, Versions, fold_versions
 from millstream.lake.keys import Keys, key_codes
 from millstream.lake.types import EXACT, lake_columns, to_lake
 from millstream.model.records import INSTANT

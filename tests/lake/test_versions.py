@@ -31,8 +31,8 @@ from millstream.errors import InvalidQuery, LakeError
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.delta import open_table, set_properties
 from millstream.lake.folded.current import FoldSizes, fold_table
-from millstream.lake.folded.scd2 import VERSION_COLUMNS
-from millstream.lake.folded.versions import fold_into_versions
+from millstream.lake.folded.scd2 import fold_into_versions
+from millstream.lake.folded.scd2_fold import VERSION_COLUMNS
 from millstream.lake.folder import history_from_property
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
@@ -270,7 +270,7 @@ def test_a_fold_that_is_killed_is_there_whole_or_not_at_all_and_leaves_nothing_b
     )
     (tmp_path / "asked").write_bytes(pickle.dumps((layout, orders)))
     program = (
-        "import pickle, sys; from millstream.lake.folded.versions import fold_into_versions\n"
+        "import pickle, sys; from millstream.lake.folded.scd2 import fold_into_versions\n"
         "fold_into_versions(*pickle.load(open(sys.argv[1], 'rb')), 11)\n"
     )
     environment = os.environ | {"MILLSTREAM_FAILPOINTS": point}

@@ -16,12 +16,12 @@ from millstream.app.status import collect_status
 from millstream.catalog.leaders import StreamLeaders
 from millstream.errors import CatalogError, Fenced, ReadOnly
 from millstream.home.home import Home
-from millstream.leadership.leaders import leaders_of, note_leaders
+from millstream.leadership.known_leaders import leaders_of, note_leaders
 from millstream.leadership.role_files import Roles
 from millstream.model.ids import Epoch, GroupNumber, StreamId
 from millstream.model.replication import NodeName
 from millstream.nodes.replicas import list_replicas
-from millstream.protocol.replication.leaders import Leadership
+from millstream.protocol.replication.leader_map import Leadership
 from millstream.protocol.replication.promises import Promise, Role, RoleFact
 
 A, B, C = NodeName("a"), NodeName("b"), NodeName("c")

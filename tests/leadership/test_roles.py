@@ -30,7 +30,7 @@ from millstream.nodes.follower_state import FollowerState
 from millstream.nodes.following import begin_to_follow
 from millstream.nodes.level_document import LEVEL, Terms
 from millstream.nodes.peer_requests import answer_node, node_state
-from millstream.nodes.promoting import promote
+from millstream.nodes.promotion_steps import promote
 from millstream.nodes.restoring import restore_stream
 from millstream.nodes.staleness import age_of_replica, note_age
 from millstream.private_files import replace_file

@@ -20,7 +20,7 @@ from millstream.model.positions import Seq
 from millstream.nodes.follower_state import FollowerState
 from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.regions.kept_states import KeptVectors
-from millstream.regions.region_table import RegionTable
+from millstream.regions.merged_table import RegionTable
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader, TableRecords
 from millstream.wal.replica.divergence import last_group_upto

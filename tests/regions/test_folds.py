@@ -20,7 +20,7 @@ from millstream.home.home import Home
 from millstream.home.paths import PIPELINE
 from millstream.model.positions import Seq
 from millstream.processes.locks import RoleLock
-from millstream.regions.region_table import RegionTable
+from millstream.regions.merged_table import RegionTable
 from millstream.wal.reader import StreamReader
 from millstream.writers.owner import OwnedStream
 from millstream.writers.stream_writer import stream_writer

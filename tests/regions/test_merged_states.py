@@ -11,8 +11,8 @@ from tests.regions.two_homes import CONFIG, both, follow
 
 import millstream
 from millstream.home.home import Home
-from millstream.regions.merged_states import MergedStates
-from millstream.regions.region_table import RegionTable
+from millstream.regions.merged_table import RegionTable
+from millstream.regions.state_cache import MergedStates
 
 Rows = list[dict[str, Any]]
 

@@ -34,9 +34,9 @@ from millstream.home.home import Home
 from millstream.model.ids import RegionId, parse_region_log_name, region_log_name
 from millstream.processes.locks import RoleLock
 from millstream.protocol.retention import Retention, RetentionBounds
+from millstream.regions.merged_table import RegionTable
 from millstream.regions.reconciling import reconcile_stream
 from millstream.regions.region_logs import RegionClocks, newest_time
-from millstream.regions.region_table import RegionTable
 from millstream.testing.errors import coded
 from millstream.wal.reader import StreamReader
 from millstream.wal.retain import drop_segments

@@ -16,13 +16,13 @@ import pytest
 from tests.regions.two_homes import follow, made
 
 import millstream
-from millstream.crdt import tables
+from millstream.crdt import row_merge
 from millstream.home.home import Home
 from millstream.model.ids import RegionId
 from millstream.model.writes import WriteId
-from millstream.regions import region_table
-from millstream.regions.merged_states import MergedStates
+from millstream.regions import merged_table
 from millstream.regions.reconciling import reconcile_stream
+from millstream.regions.state_cache import MergedStates
 from millstream.wal import repeated_writes
 from millstream.wal.repeated_writes import Repeat, RepeatedWrites
 from millstream.wal.writing.deduplication import writes_of
@@ -173,10 +173,10 @@ MUTATIONS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         "millstream.crdt.columns.Grouped.subtracted", property(lambda rows: np.zeros(len(rows.codes), bool))
     ),
     "records of a key share a subtraction": lambda patch: patch.setattr(
-        tables, "subtracting_region", lambda _, seqs: np.full(len(seqs), -1)
+        row_merge, "subtracting_region", lambda _, seqs: np.full(len(seqs), -1)
     ),
     "all that lies between two repeats is subtracted": lambda patch: patch.setattr(
-        region_table, "is_repeat", lambda _, seqs: np.ones(len(seqs), bool)
+        merged_table, "is_repeat", lambda _, seqs: np.ones(len(seqs), bool)
     ),
     "any two writes are one": lambda patch: patch.setattr(repeated_writes, "writes_of", _without_ids),
 }

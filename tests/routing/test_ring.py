@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from millstream.model.ids import Epoch, ShardId
 from millstream.model.replication import NodeName
-from millstream.protocol.replication.leaders import LeaderMap, Leadership
+from millstream.protocol.replication.leader_map import LeaderMap, Leadership
 from millstream.protocol.replication.promises import Promise
 from millstream.routing.ring import ShardRouter
 

@@ -15,7 +15,7 @@ import millstream
 from millstream.errors import UnknownTable
 from millstream.home.home import Home
 from millstream.model.ids import RegionId
-from millstream.regions.region_table import RegionTable
+from millstream.regions.merged_table import RegionTable
 from millstream.spark.columns import spark_schema
 from millstream.spark.regions import merged_regions, region_records
 

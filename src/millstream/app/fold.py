@@ -124,7 +124,7 @@ class _Work:
         """Carry out a request; the caller holds the pipeline's role."""
         from millstream.lake.commit_cuts import commit_cut, last_cut
         from millstream.lake.folded.current import fold_table
-        from millstream.lake.folded.versions import fold_into_versions
+        from millstream.lake.folded.scd2 import fold_into_versions
 
         layout, schema = self.pipeline.layout, self.schemas[table.table_id]
         cut = last_cut(layout)
@@ -162,7 +162,7 @@ class _Work:
 
 
 def _folded_views(pipeline: PipelineConfig, schema: TableSchema) -> tuple[str, ...]:
-    from millstream.lake.folded.versions import has_versions
+    from millstream.lake.folded.scd2 import has_versions
     from millstream.lake.layout import has_current
 
     has = {"current": has_current(schema), "scd2": has_versions(schema)}

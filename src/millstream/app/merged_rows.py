@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from millstream.client.home_calls import Latest
     from millstream.home.home import Home
     from millstream.model.positions import Seq, StreamToken
-    from millstream.regions.merged_states import MergedStates
+    from millstream.regions.state_cache import MergedStates
     from millstream.wal.reader import StreamReader
 
 FOLDED_TIMES: Final = 4
@@ -46,7 +46,7 @@ class HomeMergedTables:
 
     def columns(self, table: str) -> pa.Schema:
         """Return the columns of a table's merged rows; raises as `OpenHome.merged`."""
-        from millstream.regions.region_table import RegionTable
+        from millstream.regions.merged_table import RegionTable
 
         found = RegionTable(self._home, self._stream, table)
         return found.engine.value(found.empty).schema
@@ -63,7 +63,7 @@ class HomeMergedTables:
 @cache
 def _states() -> MergedStates:
     """Return the states that this process holds: one for all threads of a server, which open the home one by one."""
-    from millstream.regions.merged_states import MergedStates
+    from millstream.regions.state_cache import MergedStates
 
     return MergedStates()
 
@@ -88,7 +88,7 @@ def latest_with_totals(
 
     def kept() -> tuple[Seq, pa.Table] | None:
         from millstream.lake.latest import as_latest
-        from millstream.regions.region_table import RegionTable
+        from millstream.regions.merged_table import RegionTable
 
         found = RegionTable(home, stream, table, bytes_max=bytes_max).kept_rows()
         return None if found is None else (found[0], as_latest(found[1]))

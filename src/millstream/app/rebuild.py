@@ -262,7 +262,7 @@ def _find(home: Home, catalog: Catalog, stream: str, config: StreamConfig, table
 
 
 def _views(place: _Place, config: StreamConfig, asked: Sequence[str]) -> tuple[str, ...]:
-    from millstream.lake.folded.versions import has_versions
+    from millstream.lake.folded.scd2 import has_versions
     from millstream.lake.layout import has_current
 
     has = {"current": has_current(place.schema), "scd2": has_versions(place.schema)}

@@ -17,7 +17,7 @@ from millstream.home.config_mapping import shard_of, write_rules
 from millstream.home.home import Home
 from millstream.ingest.rows_to_arrow import table_of
 from millstream.ingest.schemas import fitted, grown
-from millstream.leadership.leaders import leader_facts, leaders_of
+from millstream.leadership.known_leaders import leader_facts, leaders_of
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.operations import FIRST_SHARD, append_rows

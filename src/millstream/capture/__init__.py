@@ -7,9 +7,9 @@ heartbeat message. It appends through a `ports.LogAppender`; its durable state i
 from __future__ import annotations
 
 from millstream.capture.config import CaptureConfig, CaptureOutcome, CaptureProgress
-from millstream.capture.doctor import check_source, doctor_sql, drop_slot, look_at_slot, sql_comment
-from millstream.capture.doctor_server import Finding
 from millstream.capture.run import run_capture
+from millstream.capture.server_checks import Finding
+from millstream.capture.source_checks import check_source, doctor_sql, drop_slot, look_at_slot, sql_comment
 
 __all__ = [
     "CaptureConfig",

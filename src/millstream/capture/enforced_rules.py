@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from millstream.capture.column_rules import ColumnRules
+from millstream.capture.bound_rules import ColumnRules
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import translated
 from millstream.capture.publication import inserts_name, list_published, restriction
 from millstream.capture.schema_registry import SchemaRegistry
 from millstream.capture.source import Connection, SourceIdentity, SourceTable, connect_same, read_table
-from millstream.capture.stream.rule_messages import RuleMessages, Rules
+from millstream.capture.stream.apply_column_rules import RuleMessages, Rules
 from millstream.codec.pgoutput import Relation
 from millstream.errors import ConfigError, UnknownTable
 from millstream.model.names import TablePatterns

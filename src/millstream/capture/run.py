@@ -19,7 +19,7 @@ import structlog
 from psycopg import sql
 
 from millstream.backoff import Backoff
-from millstream.capture.column_rules import ColumnRules
+from millstream.capture.bound_rules import ColumnRules
 from millstream.capture.config import CaptureConfig, CaptureOutcome, CaptureProgress
 from millstream.capture.connection import connect_replication, pinned, take_bytes_as_they_are
 from millstream.capture.copying.repair import CopiesAndRepairs, Repairs
@@ -48,11 +48,11 @@ from millstream.capture.source import (
     insert_lsn,
 )
 from millstream.capture.stream.applier import Applier
+from millstream.capture.stream.apply_column_rules import RuleMessages
 from millstream.capture.stream.backlog_chunks import ChunkWire, open_chunks
 from millstream.capture.stream.barrier import StreamBarrier
 from millstream.capture.stream.receiver import Receiver
 from millstream.capture.stream.replication_connection import Wire, start_replication
-from millstream.capture.stream.rule_messages import RuleMessages
 from millstream.capture.stream.spill import SpillFolder
 from millstream.capture.timeline import TimelineWatch, follows, read_history
 from millstream.capture.watcher import WatchedTables, Watcher

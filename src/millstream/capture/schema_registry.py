@@ -13,7 +13,7 @@ from typing import Final
 
 import structlog
 
-from millstream.capture.column_rules import RULES, ColumnRules
+from millstream.capture.bound_rules import RULES, ColumnRules
 from millstream.capture.config import CaptureConfig
 from millstream.capture.raw_past import RawPast
 from millstream.capture.shown_columns import ShownColumns

@@ -21,7 +21,7 @@ from typing import Final
 
 import structlog
 
-from millstream.capture.column_rules import RULES, ColumnRules
+from millstream.capture.bound_rules import RULES, ColumnRules
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import translated
 from millstream.capture.publication import (

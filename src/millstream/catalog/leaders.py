@@ -12,7 +12,7 @@ from millstream.catalog.store import Catalog
 from millstream.errors import CatalogError
 from millstream.model.ids import Epoch, GroupNumber, StreamId
 from millstream.model.replication import NodeName
-from millstream.protocol.replication.leaders import LeaderMap, Leadership
+from millstream.protocol.replication.leader_map import LeaderMap, Leadership
 from millstream.protocol.replication.promises import Promise
 
 _KIND: Final = "leaders"

@@ -174,7 +174,7 @@ def promote(invocation: Invocation, streams: tuple[str, ...], accept_loss: bool,
     (`acks`) sets their number; with `local` it is all of them, so that a dead leader requires
     --accept-loss. The command can be repeated.
     """
-    from millstream.nodes.promoting import promote as promote_stream
+    from millstream.nodes.promotion_steps import promote as promote_stream
 
     home = invocation.own_home(needs_source=False)
     found = [

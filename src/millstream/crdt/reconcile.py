@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from millstream.crdt.columns import codes_of, whole_column
 from millstream.crdt.declared import INCREMENTS, MergeKind, TableMerge, union_of
 from millstream.crdt.lattice import Sealing, StateKind, opened
-from millstream.crdt.tables import REGION, SEQ, fold, merged, newest_event_ns, own_columns, state_schema
+from millstream.crdt.row_merge import REGION, SEQ, fold, merged, newest_event_ns, own_columns, state_schema
 from millstream.errors import InvalidToken, MergeStateUnreadable, MillstreamError, OtherStream
 from millstream.model.ids import Epoch, GroupNumber, RegionId
 from millstream.model.positions import Seq, StreamToken

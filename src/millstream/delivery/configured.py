@@ -15,9 +15,9 @@ from typing import Any, Final, NamedTuple
 
 import structlog
 
+from millstream.delivery.consumer_store import LOG_NAME, Stored, read_consumers
 from millstream.delivery.definition import Definition
 from millstream.delivery.records.reading import Earlier
-from millstream.delivery.store import LOG_NAME, Stored, read_consumers
 from millstream.errors import CursorExpired, DeliveryError, LogError, MillstreamError
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema

@@ -17,11 +17,11 @@ from typing import Any, Final
 import structlog
 
 from millstream.delivery.arguments import page
+from millstream.delivery.consumer_store import KEY_BYTES, LOG_NAME, Stored, put_consumers, read_consumers
 from millstream.delivery.lookup import unknown_consumer
 from millstream.delivery.running import Running, now_ms
 from millstream.delivery.service import Answer
 from millstream.delivery.state_log import log_of
-from millstream.delivery.store import KEY_BYTES, LOG_NAME, Stored, put_consumers, read_consumers
 from millstream.errors import DeliveryError
 from millstream.model.ids import StreamId
 from millstream.private_files import make_folder, replace_file

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from millstream.delivery.consumer_store import LOG_NAME, consumers_of, read_consumers
 from millstream.delivery.state_log import HEAD_BYTES, MAGIC, entries_behind, mark, parse
-from millstream.delivery.store import LOG_NAME, consumers_of, read_consumers
 from millstream.errors import DeliveryError
 from millstream.private_files import replace_file
 from millstream.wal.files import as_told

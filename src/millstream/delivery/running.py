@@ -15,9 +15,9 @@ import msgspec
 
 from millstream.delivery.ack_ids import AckIds
 from millstream.delivery.backfill.steering import Backfilling, Notes
+from millstream.delivery.consumer_store import Letter, Stored, died_letters
 from millstream.delivery.records.reading import ConsumerReader
 from millstream.delivery.records.record_messages import Origin, merged, record_of
-from millstream.delivery.store import Letter, Stored, died_letters
 from millstream.errors import CursorExpired, LogTruncated, MillstreamError, OffsetExpired
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq, StreamToken

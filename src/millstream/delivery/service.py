@@ -30,12 +30,12 @@ from millstream.delivery.arguments import (
 from millstream.delivery.backfill.machine import Ended, StoredBackfill
 from millstream.delivery.backfill.steering import Notes
 from millstream.delivery.backfill.writing import BackfillWriter, stored_backfill
+from millstream.delivery.consumer_store import Letter, Store, Stored
 from millstream.delivery.definition import Definition
 from millstream.delivery.lookup import Locked, exists_already, invalid_place, unknown_consumer
 from millstream.delivery.push_source import Pushing
 from millstream.delivery.running import Running, Waiter, now_ms
 from millstream.delivery.starting import check_kept
-from millstream.delivery.store import Letter, Store, Stored
 from millstream.delivery.surroundings import Surroundings
 from millstream.errors import CursorExpired, DeliveryError, MillstreamError
 from millstream.model.positions import Seq

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from millstream.codec.line_protocol.grammar import REASONS, Fault, Refusal, ValueKind
-from millstream.codec.line_protocol.vectorised import (
+from millstream.codec.line_protocol.parser import (
     BODY_BYTES_MAX,
     FoundTable,
     RefusedLine,
@@ -189,7 +189,7 @@ def bytes_max_of(body_bytes: int) -> int:
 
 def warm() -> None:
     """Compile or load the machine code now; otherwise the first lines do, which takes seconds."""
-    from millstream.codec.line_protocol.vectorised import warm
+    from millstream.codec.line_protocol.parser import warm
 
     warm()
 

@@ -9,7 +9,7 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.crdt.tables import UNITS_NS
+from millstream.crdt.row_merge import UNITS_NS
 from millstream.errors import InvalidValue
 
 _TIME_MAX_NS: Final = 2**63 - 1

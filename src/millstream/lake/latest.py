@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from millstream.errors import UsageError
 from millstream.lake.folded.accumulating import accumulated
-from millstream.lake.folded.fold import plan_keyed, run_of
+from millstream.lake.folded.current_fold import plan_keyed, run_of
 from millstream.lake.folded.unchanged_values import RowSources, materialize
 from millstream.lake.history import under_the_newest
 from millstream.lake.keys import Keys, key_codes

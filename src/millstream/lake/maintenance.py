@@ -23,7 +23,7 @@ from millstream.lake.commit_cut_upkeep import compact_cuts
 from millstream.lake.data_files import NewFile, TableFiles, new_name, remove_folder, replace_files, table_in, version_in
 from millstream.lake.delta import OpenTable, bounded_columns, lake_errors, live_files, open_table
 from millstream.lake.delta_log import CHECKPOINT_S, LOG_RETENTION_S, log_files, trim_log
-from millstream.lake.folded.scd2 import ENDED_FOLDER, IS_CURRENT
+from millstream.lake.folded.scd2_fold import ENDED_FOLDER, IS_CURRENT
 from millstream.lake.folder import BOUNDED, DATE, in_month, month_folder
 from millstream.lake.layout import BESIDE, LakeLayout, View
 from millstream.lake.types import conform

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from millstream.delivery.consumer_store import KEY_NAME, LOG_NAME
 from millstream.delivery.copies import adopt_consumers, packed
 from millstream.delivery.state_log import whole
-from millstream.delivery.store import KEY_NAME, LOG_NAME
 from millstream.errors import CatalogError
 from millstream.model.replication import Document
 from millstream.nodes.catalog_document import later_version

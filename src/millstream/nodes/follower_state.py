@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from millstream.errors import MillstreamError
-from millstream.leadership.leaders import note_leaders
+from millstream.leadership.known_leaders import note_leaders
 from millstream.leadership.role_files import VERSIONS_NAME, Roles, replication_folder
 from millstream.model.ids import GroupNumber
 from millstream.model.positions import Seq

@@ -28,7 +28,7 @@ from millstream.errors import (
     UnknownStream,
     UsageError,
 )
-from millstream.leadership.leaders import note_leaders
+from millstream.leadership.known_leaders import note_leaders
 from millstream.leadership.node_calls import (
     NodeState,
     address_of,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from millstream.errors import FollowerBehindRetention, MillstreamError, UnknownStream
-from millstream.leadership.leaders import note_leaders
+from millstream.leadership.known_leaders import note_leaders
 from millstream.leadership.promotion_check import hearing_of_promotions
 from millstream.leadership.role_files import LOOK_EVERY_S, Roles, replication_folder
 from millstream.model.durations import duration_s

@@ -6,13 +6,13 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from millstream.errors import MillstreamError, RoleUnreadable
-from millstream.leadership.leaders import leader_facts, leaders_of
+from millstream.leadership.known_leaders import leader_facts, leaders_of
 from millstream.leadership.node_calls import this_node
 from millstream.leadership.role_files import Roles
 from millstream.nodes.peer_requests import node_state
 from millstream.nodes.staleness import age_of_replica
 from millstream.processes.control import ask
-from millstream.protocol.replication.leaders import LeaderMap
+from millstream.protocol.replication.leader_map import LeaderMap
 from millstream.protocol.replication.promises import Role, RoleFact
 
 if TYPE_CHECKING:

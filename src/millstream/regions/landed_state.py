@@ -13,7 +13,7 @@ from millstream.crdt.reconcile import Missing, RegionState
 from millstream.errors import LakeConflict, LakeFilesGone, LakeTableForeign, LakeUnavailable, MillstreamError
 from millstream.home.config_mapping import lake_layout
 from millstream.model.names import parse_qualified_name
-from millstream.regions.region_table import RegionTable
+from millstream.regions.merged_table import RegionTable
 
 if TYPE_CHECKING:
     from millstream.home.home import Home

@@ -27,8 +27,8 @@ from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.positions import Seq
 from millstream.model.schema import TableKind
 from millstream.regions.landed_state import place_of
+from millstream.regions.merged_table import RegionTable
 from millstream.regions.region_logs import region_logs
-from millstream.regions.region_table import RegionTable
 from millstream.spark.schedule import DISK_FACTOR, FOLD_INTERVAL_S, FoldHistory, fold_is_due
 from millstream.wal.reader import StreamReader
 from millstream.wal.repeated_writes import RepeatedWrites

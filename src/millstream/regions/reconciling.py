@@ -11,7 +11,7 @@ import pyarrow as pa
 from millstream.errors import LostTailMerged, UsageError
 from millstream.model.ids import RegionId
 from millstream.processes.locks import LOCK_PATIENCE_S, RoleLock
-from millstream.regions.region_table import Reconciled, RegionTable
+from millstream.regions.merged_table import Reconciled, RegionTable
 
 if TYPE_CHECKING:
     from millstream.home.home import Home

@@ -21,9 +21,9 @@ from millstream.ports import FollowerLink, LeaderLink
 from millstream.replication import object_layout
 from millstream.replication.object_history import begin_branch, history_of
 from millstream.replication.object_layout import Layout
-from millstream.replication.object_leader import StoreContents, StoredLink, stored_of
 from millstream.replication.object_reader import POLLS_S, StoreReader
 from millstream.replication.object_scrub import Scrub, Scrubbed
+from millstream.replication.object_writer import StoreContents, StoredLink, stored_of
 from millstream.replication.objects import Objects, open_objects
 from millstream.replication.queues import WINDOW_BYTES
 from millstream.wal.files import RealFiles

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from millstream.model.ids import ShardId
-from millstream.protocol.replication.leaders import LeaderMap, Leadership
+from millstream.protocol.replication.leader_map import LeaderMap, Leadership
 from millstream.routing.hashing import Hashes, key_hashes
 
 VIRTUAL_NODES: Final = 128

@@ -34,8 +34,8 @@ from millstream.serving.problems import MEDIA_TYPE, plain_problem, response_of, 
 from millstream.serving.reading import Reading
 from millstream.serving.request_batching import Groups
 from millstream.serving.requests import Scope, Send, answer_problem
+from millstream.serving.row_writes import ROWS_PATH, TABLES_PATH, Writes, is_rows_path, takes_rows
 from millstream.serving.tail.tails import Tails
-from millstream.serving.writes import ROWS_PATH, TABLES_PATH, Writes, is_rows_path, takes_rows
 from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from millstream.serving.access import allow
 from millstream.serving.connections import NEEDS_ITS_CLIENT
 from millstream.serving.memory_budget import ClientGoneError, Held, Intake, read_body
 from millstream.serving.requests import ENDING, headers_said
-from millstream.serving.writes import JSON_TYPE
+from millstream.serving.row_writes import JSON_TYPE
 from millstream.writers.consuming import HomeConsumers
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from millstream.serving.requests import (
     parameters_said,
     write_id_said,
 )
-from millstream.serving.writes import Writes
+from millstream.serving.row_writes import Writes
 
 logger = structlog.get_logger("millstream.serve")
 

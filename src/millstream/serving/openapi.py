@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from millstream.client.home_calls import SERVER_DEADLINE_S_MAX
 from millstream.serving.problems import MEDIA_TYPE
-from millstream.serving.writes import ARROW_TYPE, JSON_TYPE
+from millstream.serving.row_writes import ARROW_TYPE, JSON_TYPE
 
 PROBLEM: Final[Mapping[str, Any]] = {
     "title": "Problem",

@@ -41,7 +41,7 @@ from millstream.serving.memory_budget import ClientGoneError, Held, Intake, read
 from millstream.serving.queries.workers import Asking, QueryWorkers
 from millstream.serving.requests import headers_said
 from millstream.serving.row_streams import as_stream, in_pieces
-from millstream.serving.writes import JSON_TYPE, media_type
+from millstream.serving.row_writes import JSON_TYPE, media_type
 
 if TYPE_CHECKING:
     from millstream.home.home import Home

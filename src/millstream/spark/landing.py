@@ -24,7 +24,7 @@ from millstream.errors import MillstreamError, Retry
 from millstream.lake.commit_cuts import Cut
 from millstream.lake.data_files import NewFile
 from millstream.lake.folded.current import DEFAULT_SIZES, Fold, FoldOutcome, FoldPlan, FoldSizes, begin_fold
-from millstream.lake.folded.versions import fold_into_versions, rebuild_versions
+from millstream.lake.folded.scd2 import fold_into_versions, rebuild_versions
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, TableCommit, View
 from millstream.lake.maintenance import Upkeep, UpkeepRules, delete_unneeded, tend_table

@@ -1,4 +1,4 @@
-"""Tables that several regions write, merged by Spark: the same rows as `crdt.tables` returns, to the bit.
+"""Tables that several regions write, merged by Spark: the same rows as `crdt.row_merge` returns, to the bit.
 
 The merge uses only Spark's own aggregates, which run where its other aggregates do: no row goes
 through Python. Writes that two regions have are found as `regions` finds them (`wal.repeated_writes`). Operations that round are done in one order, and only by sums and products, on both
@@ -18,7 +18,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as Spark's own pages writ
 
 from millstream.crdt.columns import whole_column
 from millstream.crdt.declared import MergeKind, TableMerge, union_of
-from millstream.crdt.tables import REGION, SEQ, STATE_PREFIX, WALL, lift, merged_schema, subtracting_region
+from millstream.crdt.row_merge import REGION, SEQ, STATE_PREFIX, WALL, lift, merged_schema, subtracting_region
 from millstream.errors import UnknownTable
 from millstream.model.conforming import conform
 from millstream.model.ids import RegionId, TableId
@@ -128,7 +128,7 @@ def merged_regions(
     regions: Sequence[int] | None = None,
     at_ns: int | None = None,
 ) -> DataFrame:
-    """Return the merge of all regions: one row a key, as `crdt.tables.merged` of the same records.
+    """Return the merge of all regions: one row a key, as `crdt.row_merge.merged` of the same records.
 
     Args:
         records: as `region_records` returns them, in any order, with any repetitions. Without the column `__repeats`, no

@@ -15,8 +15,8 @@ from pyspark.sql import Column
 from pyspark.sql import functions as F  # noqa: N812 - as Spark's own pages write it
 
 from millstream.crdt.declared import WINDOWS, MergeKind, TableMerge, window_columns
+from millstream.crdt.row_merge import REGION, SEQ, WALL
 from millstream.crdt.signals import DECAY_TERMS, HALVINGS_MAX, SUM_MAX
-from millstream.crdt.tables import REGION, SEQ, WALL
 
 REPEATS: Final = "__repeats"
 """The column that marks repeats; see `spark.regions.region_records`."""

@@ -3,7 +3,7 @@
 The regions' logs hold such a write twice, under the same session and number or the same idempotency key. The write with
 the lower hybrid time counts, and between equal times that of the lower region. So the answer depends on the logs alone,
 not on the order in which they arrived. Every other copy is a *repeat*. Its rows are subtracted as rows of their own
-(`crdt.tables`), because a region's sums may have its rows already when the other log arrives.
+(`crdt.row_merge`), because a region's sums may have its rows already when the other log arrives.
 
 Ids are read from the logs that the home has. The newest `WRITES_MAX` of each region are known. A write whose other copy
 is older than these, or whose rows retention has dropped, is counted twice.

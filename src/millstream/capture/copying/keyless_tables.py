@@ -30,7 +30,7 @@ from millstream.capture.copying.chunk_reader import AGAIN, Begun, ChunkBounds, C
 from millstream.capture.copying.copied_file import CopiedFile
 from millstream.capture.copying.copy_output import CopyText
 from millstream.capture.copying.key_ranges import OpenChunk, Range
-from millstream.capture.copying.snapshot import SourceSnapshot
+from millstream.capture.copying.source_snapshot import SourceSnapshot
 from millstream.capture.copying.state import Copy
 from millstream.capture.copying.text import read_copied
 from millstream.capture.copying.throttle import CopyRate

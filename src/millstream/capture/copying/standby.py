@@ -16,9 +16,9 @@ from typing import Final
 import psycopg
 from psycopg import sql
 
-from millstream.capture.column_rules import ColumnRules
+from millstream.capture.bound_rules import ColumnRules
 from millstream.capture.copying.chunk_reader import AGAIN, ChunkReader, Moment
-from millstream.capture.copying.snapshot import SourceSnapshot
+from millstream.capture.copying.source_snapshot import SourceSnapshot
 from millstream.capture.schema_registry import SchemaRegistry
 from millstream.capture.source import Connection, SourceTable
 from millstream.errors import SnapshotWaits, SourceError

@@ -21,11 +21,11 @@ from typing import Final
 import numpy as np
 
 from millstream.capture.stream._turns import ask_for_short_turns
+from millstream.capture.stream.apply_column_rules import RuleMessages
 from millstream.capture.stream.frames import KEEPALIVE, Block
 from millstream.capture.stream.large_transactions import COMMIT_FIELDS, LargeItem, LargeTransactions
 from millstream.capture.stream.message_kinds import COMMIT, MARKS, MAY_END, NOT_ORDINARY, Marks, next_marked
 from millstream.capture.stream.replication_connection import Wire
-from millstream.capture.stream.rule_messages import RuleMessages
 from millstream.capture.stream.spill import SpillFolder
 from millstream.codec.pgoutput import MessageRun
 from millstream.errors import ProtocolViolation

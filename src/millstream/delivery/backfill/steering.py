@@ -13,7 +13,7 @@ import structlog
 from millstream.delivery.ack_ids import AckIds
 from millstream.delivery.backfill.machine import ENDED_MAX, Backfill, Deliveries, Ended, StoredBackfill, file_of
 from millstream.delivery.backfill.rows import Rows
-from millstream.delivery.store import Stored
+from millstream.delivery.consumer_store import Stored
 from millstream.errors import DeliveryError
 from millstream.protocol.delivery import (
     Change,

@@ -19,7 +19,7 @@ from millstream.lake.keys import Keys, first_of_each, key_codes
 from millstream.lake.types import EXACT, conform, text_maps, texts_of
 
 if TYPE_CHECKING:
-    from millstream.lake.folded.fold import RecordRun
+    from millstream.lake.folded.current_fold import RecordRun
     from millstream.lake.folded.unchanged_values import Lookup
     from millstream.model.schema import TableSchema
 

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.lake.delta import OpenTable, live_files
-from millstream.lake.folded.fold import fold_records, run_of
+from millstream.lake.folded.current_fold import fold_records, run_of
 from millstream.lake.keys import Keys, key_codes
 from millstream.lake.scan import scan_history
 from millstream.lake.types import EXACT

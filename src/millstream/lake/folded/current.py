@@ -33,7 +33,7 @@ from millstream.lake.delta import (
     with_features,
 )
 from millstream.lake.folded.build import BuildPart, build_rows, plan_build
-from millstream.lake.folded.fold import Folded, fold_records
+from millstream.lake.folded.current_fold import Folded, fold_records
 from millstream.lake.folded.leaves import LEAF_BYTES, Leaves
 from millstream.lake.folded.rewrite import Change, LeafWriter, Touched, placed, touched
 from millstream.lake.folder import history_from, lacks_beginning

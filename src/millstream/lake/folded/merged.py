@@ -1,7 +1,7 @@
 """`merged`: one row a key, as all regions that write a table have it together; folded from the regions' logs.
 
 Two Delta tables: `merged` has the rows that readers see, `regions` the state that they are computed from: each region's
-row of each key (`crdt.tables`), and the *head*, one row in a partition of its own, which records what was received.
+row of each key (`crdt.row_merge`), and the *head*, one row in a partition of its own, which records what was received.
 A fold joins new region rows into those of the same keys, and rewrites only the files that may hold these keys.
 
 A fold commits `merged` first, then `regions`. If it is interrupted between the two, the next fold receives the same
@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from millstream import failpoints
 from millstream.crdt.declared import union_of
 from millstream.crdt.reconcile import Missing, ReconciliationEngine, RegionState, widened
-from millstream.crdt.tables import WALL, own_columns, state_schema
+from millstream.crdt.row_merge import WALL, own_columns, state_schema
 from millstream.errors import LakeError, LakeTableForeign
 from millstream.lake.bounds import boundable
 from millstream.lake.data_files import TableFiles, new_name, swap

@@ -1,467 +1,598 @@
-"""SCD2: the effect of a run of records on the versions of a table's rows. Pure, except for looking up open versions.
+"""The table of versions (`scd2`): every version that a row has had, folded from history in one commit a fold.
 
-A *version* is a stretch of time over which a row held the same values, as committed transactions left it:
+It is partitioned by `is_current`. Open versions (one a key) lie in leaves, as the rows of `current` do, and a fold
+rewrites only leaves that may hold a key of its records. Ended versions are only appended. From earlier records, a
+fold also needs the greatest time so far (`Versions.clock_us`), which is committed with the rows as a second `txn`.
 
-- Only the final effect of a transaction counts: of several changes of a row in one transaction, the last one. A
-  transaction after which the row is as before begins nothing. An update that changes no value begins nothing
-  either.
-- A version ends when the row's next one begins, when the row is deleted or gets another key, or when the table is
-  truncated. A key change begins a version under the new key.
-- Times are the transactions' commit times, each raised to the greatest one before it in the table. Commit times may
-  step back (clocks are set, and a transaction's time is taken before its place in the WAL), but versions of a row
-  must not overlap. So two transactions may have one time; a version between them exists and has no length.
-- A copied row (`r`) equal to its open version changes nothing. A different one begins a version at the moment of
-  the copy.
-- A copy that follows an earlier one begins with a marker (a `t` without an index in a transaction): from there on
-  open versions are unconfirmed. A version that no copied row, update or deletion behind the marker confirms is
-  closed at the marker's time: the row was deleted while nothing was captured.
-- An update may leave columns out whose values aren't known anywhere: while a table is copied, it may come before
-  the copy of its row. Such an update begins nothing: the copied row does.
-
-Runs end at cuts, which split no transaction, and not inside a copy that began with a marker.
+Versions belong to a name. When another table takes over a name (dropped and created again, renamed, given back),
+the previous table's open versions end at the time of its first record there. Its rows begin then, in their state at
+that time; its past under other names makes no versions here. `current`, at its cut, replaces lost history.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.errors import LakeError
-from millstream.lake.folded.accumulating import accumulated
-from millstream.lake.folded.fold import RecordRun, in_order, op_codes
-from millstream.lake.folded.unchanged_values import LiveRow, RowSources, materialize
-from millstream.lake.keys import Codes, Keys, concat_keys, first_of_each, key_codes
-from millstream.lake.types import EXACT, conform
+from millstream import failpoints
+from millstream.errors import LakeError, LakeFilesGone, LakeUnavailable
+from millstream.lake.bounds import boundable
+from millstream.lake.commit_cuts import cut_at, cuts_between
+from millstream.lake.data_files import NewFile, TableFiles, new_name, remove_folder, swap
+from millstream.lake.delta import (
+    OpenTable,
+    add_columns,
+    bounded_columns,
+    bounded_property,
+    create_table,
+    open_table,
+    set_properties,
+    with_features,
+)
+from millstream.lake.folded.current import DEFAULT_SIZES, FoldOutcome, FoldSizes
+from millstream.lake.folded.leaves import Leaves, in_key_order
+from millstream.lake.folded.rewrite import Change, LeafWriter, placed, touched
+from millstream.lake.folded.scd2_fold import (
+    BEGAN_BY,
+    ENDED_FOLDER,
+    IS_CURRENT,
+    OPEN_FOLDER,
+    VALID_FROM,
+    VALID_TO,
+    VERSION_COLUMNS,
+    Versions,
+    copy_of,
+    fold_versions,
+    version_inputs,
+)
+from millstream.lake.folded.version_times import at_entry, clock_of, entry_us, goes_on, taken_since, times_told
+from millstream.lake.folder import history_begun, history_from, lacks_beginning
+from millstream.lake.history import open_history
+from millstream.lake.keys import Keys, having, key_codes
+from millstream.lake.layout import BESIDE, LakeLayout, TableCommit, folder_of
+from millstream.lake.scan import emptied, fold_step, read_history
+from millstream.lake.schema_history import newest_schema
+from millstream.lake.types import EXACT, conform, same_type
+from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
-from millstream.model.records import INSTANT, RECORD_PREFIX
+from millstream.model.records import INSTANT, MONTH_COLUMN, RECORD_COLUMNS
 from millstream.model.schema import TableSchema
 
-VALID_FROM: Final = pa.field("valid_from", INSTANT, nullable=False)
-VALID_TO: Final = pa.field("valid_to", INSTANT)
-IS_CURRENT: Final = pa.field("is_current", pa.bool_(), nullable=False)
-BEGAN_BY: Final = pa.field("__seq", pa.int64(), nullable=False)
-OPEN_FOLDER: Final = f"{IS_CURRENT.name}=true"
-ENDED_FOLDER: Final = f"{IS_CURRENT.name}=false"
-"""The partition of ended versions; the table of versions is partitioned."""
-VERSION_COLUMNS: Final = (VALID_FROM, VALID_TO, IS_CURRENT, BEGAN_BY)
-
-Indexes = npt.NDArray[np.int64]
-Times = npt.NDArray[np.int64]
-"""Microseconds since 1970."""
-Lookup = Callable[[Keys], pa.Table]
-"""Returns open versions (the table's columns, `__exact`, `valid_from`, `__seq`), at least all those with one of the
-keys."""
-
-_UNKNOWN: Final = int(np.iinfo(np.int64).min)
-_OPEN: Final = _UNKNOWN
-"""In place of a time: the version hasn't ended."""
-_ABSENT: Final = -1
-"""In place of a row: the key has none."""
-_OPEN_PLACE: Final = -2
-"""In place of a record's index: open before the run …"""
-_BEFORE: Final = -1
-"""… and between that and the first record."""
+_CLOSED_ROWS: Final = 1 << 20
+"""Rows of a file of ended versions."""
 
 
-@dataclass(frozen=True, slots=True)
-class Versions:
-    """The effect of a run of records on the versions.
-
-    Rows have the table's columns, `__exact` and `VERSION_COLUMNS`.
-    """
-
-    closed: pa.Table
-    """Versions that have ended: to append."""
-    opened: pa.Table
-    """Versions that have begun and not ended: to insert."""
-    gone: Keys
-    """Keys whose open version from before the run has ended: to delete. It is among `closed`."""
-    kept: Keys
-    """Keys whose open version from before the run stays open."""
-    rest_closed_us: int | None
-    """If given, all open versions from before the run, except those of `gone` and `kept`, end then, µs since 1970."""
-    clock_us: int | None
-    """The greatest time so far, for the next run; None if there was none."""
-    records: int
-    """Number of records in the run."""
+def has_versions(schema: TableSchema) -> bool:
+    """Whether a table's rows have versions, which need a key."""
+    return bool(schema.key)
 
 
-def fold_versions(  # noqa: D417 - `anew` is described, as code
-    tail: pa.Table,
-    schema: TableSchema,
-    columns: pa.Schema,
-    lookup: Lookup,
-    *,
-    clock_us: int | None = None,
-    anew: bool = False,
-    whole: bool = True,
-) -> Versions:
-    """Fold records into versions.
+def fold_into_versions(
+    layout: LakeLayout, schema: TableSchema, upto: Seq, *, sizes: FoldSizes = DEFAULT_SIZES
+) -> FoldOutcome:
+    """Fold a table's versions to `upto`; do nothing if they are there already.
+
+    If very many records wait, it makes one commit for each of several cuts. But a repeated copy is folded whole, in
+    memory.
 
     Args:
-        tail: history's records (`version_inputs`), at least one, any order, whole transactions; columns missing from
-            it are null.
-        schema: the table's newest schema; it has a key.
-        columns: the source's columns, in the lake's types.
-        lookup: called at most once.
-        clock_us: `Versions.clock_us` of the previous run; None for a table's first.
-        `anew`: whether the table was dropped and created again before the first record: open versions are closed at
-            its time.
-        whole: False if the table's first copy continues behind the run, so that unknown values may still come.
+        layout: where the lake is.
+        schema: names the table, which has a key; the columns folded are those of its history.
+        upto: a cut that history has reached. Not inside a copy of the table.
+        sizes: bounds of memory and files.
 
     Raises:
-        LakeError: a record leaves a column unchanged, and the lake holds no earlier row of it.
+        LakeTableForeign: another program wrote into the versions or into history.
+        LakeError (`lake_schema_conflict`): a column of the table has the name of a version column.
+        LakeUnavailable: history isn't there yet, or can't be reached.
+        LakeConflict: another task committed first; call again.
+        LakeError: a record leaves a column unchanged and the lake holds no earlier row of it.
     """
-    assert schema.key, "only rows with a key have versions"
-    tail = in_order(tail)
-    ops = op_codes(tail)
-    order = _order(tail, ops, clock_us, anew=anew)
-    at = np.flatnonzero(np.isin(ops, np.frombuffer(b"curd", np.uint8)))
-    rows = tail.take(pa.array(at))
-    run = RecordRun(rows, ops[at], conform(rows, pa.schema([*columns, EXACT])), schema, truncated=False)
-    met = _meet(run, lookup, pa.schema([*columns, EXACT, VALID_FROM, BEGAN_BY]))
-    run = accumulated(run, met.open_rows, each=True)
-    filled, unknown = _fill(run, met, at, order.clears)
-    events = _events(run, met, at, order, unknown)
-    if whole:
-        _check_known(run, met, at, order, events, unknown)
-    return _versions(run, met, order, events, filled)
+    assert has_versions(schema), f"{schema.namespace}.{schema.name} has no key"
+    return _Fold.begin(layout, schema, upto, sizes).all()
 
 
-def version_inputs(columns: pa.Schema) -> list[str]:
-    """Return the columns of history that a fold reads."""
-    placed = ["__op", "__seq", "__source", "__commit_lsn", "__commit_index", "__commit_ts"]
-    return [*placed, "__unchanged", EXACT.name, "__before", *columns.names]
+def rebuild_versions(
+    layout: LakeLayout, schema: TableSchema, upto: Seq, *, sizes: FoldSizes = DEFAULT_SIZES
+) -> FoldOutcome:
+    """Rebuild a table's versions from history in a separate table, and put them in place in one commit.
 
+    Existing versions are read only if another table had the name before: this table's records don't contain them.
+    Not twice at once for one table.
 
-def copy_of(rows: pa.Table, after: Seq, n: Seq, moment: datetime) -> pa.Table:
-    """Return rows (the table's columns and `__exact`) as records of a later copy, between two positions."""
-    count = rows.num_rows + 1
-    facts = {
-        "__op": pa.array(["t", *["r"] * rows.num_rows]),
-        "__seq": pa.array([int(after), *[int(n)] * rows.num_rows], pa.int64()),
-        "__commit_ts": pa.array([moment] * count, INSTANT),
-    }
-    of_record = {column.name: pa.nulls(count, column.type) for column in RECORD_PREFIX} | facts
-    plain = pa.schema([pa.field(column.name, column.type) for column in rows.schema])
-    marker = pa.table({column.name: pa.nulls(1, column.type) for column in plain}, schema=plain)
-    own = pa.concat_tables([marker, rows.cast(plain)])
-    return pa.table(of_record | {name: own.column(name) for name in plain.names})
-
-
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """The places of a run's records in time, in transactions, and behind records that clear the table.
-
-    By index in the run.
+    Raises:
+        As `fold_into_versions`.
     """
-
-    times: Times
-    transactions: Indexes
-    """Ascending numbers."""
-    clears: Indexes
-    """Indexes of truncates; `_BEFORE` if the table was created again."""
-    markers: Indexes
-    """Indexes at which a copy that follows an earlier one begins."""
-    seqs: Indexes
-    clock_us: int | None
-    """The time of the last record; None if no record of the source had one."""
-
-    def time_at(self, places: Indexes) -> Times:
-        """Return the times of some indexes; for `_BEFORE` the first record's."""
-        return self.times[np.maximum(places, 0)]
+    path = layout.table_path("scd2", schema)
+    remove_folder(layout, path + BESIDE)
+    try:
+        history = open_history(layout, schema)
+        stands = open_table(layout, path, layout.app_id("scd2", schema.table_id))
+        entered_us = entry_us(stands, history) if newest_schema(history).table_id == schema.table_id else None
+        built = _Fold.begin(layout, schema, upto, sizes, path + BESIDE, entered_us).all()
+        beside = open_table(layout, path + BESIDE, layout.app_id("scd2", schema.table_id))
+        assert beside is not None, "what was built is there"
+        return _Fold.begin(layout, schema, built.commit.n, sizes, entered_us=entered_us).replace_by(beside)
+    finally:
+        remove_folder(layout, path + BESIDE)
 
 
-def _order(tail: pa.Table, ops: npt.NDArray[np.uint8], clock_us: int | None, *, anew: bool) -> _Order:
-    index = tail.column("__commit_index")
-    marker = (ops == ord("t")) & np.asarray(index.combine_chunks().is_null())
-    clears = np.flatnonzero((ops == ord("t")) & ~marker)
-    own = marker | (ops == ord("r"))
-    starts = own.copy()
-    starts[:1] = True
-    starts[1:] |= own[:-1]
-    for name in ("__source", "__commit_lsn"):
-        column = tail.column(name).combine_chunks()
-        values = pc.fill_null(column, 0).to_numpy(zero_copy_only=False)
-        starts[1:] |= values[1:] != values[:-1]
-        starts |= np.asarray(column.is_null())
-    times, clock = _times(tail, marker, clock_us)
-    return _Order(
-        times=times,
-        transactions=np.cumsum(starts),
-        clears=np.concatenate([np.full(int(anew), _BEFORE, np.int64), clears]),
-        markers=np.flatnonzero(marker),
-        seqs=tail.column("__seq").to_numpy(),
-        clock_us=clock,
+def unfolded_versions(
+    layout: LakeLayout, schema: TableSchema, opened: OpenTable, history: OpenTable, upto: Seq
+) -> tuple[Versions | None, pa.Schema]:
+    """Return the effect of later records on a table's versions, for a reader to overlay, and the table's own columns.
+
+    Records from the start of a later copy on are left out: until such a copy is complete, its result is unknown.
+
+    Raises:
+        LakeTableForeign, LakeUnavailable, LakeError: as `fold_into_versions`.
+    """
+    if not opened.held:
+        raise LakeError(f'scd2."{schema.namespace}.{schema.name}" is being folded for the first time')
+    fold = _Fold(layout, schema, upto, DEFAULT_SIZES, opened, history, _own_columns(schema, history), opened.path)
+    fold.stands = opened.n
+    tail = read_history(
+        history, after=opened.n or Seq(0), upto=upto, columns=version_inputs(fold.columns), table=schema.table_id
     )
+    begins = _copy_begins(tail)
+    if begins is not None:
+        tail = tail.filter(pc.less(tail.column("__seq"), int(begins)))
+    return fold.folded(tail, whole=True), fold.columns
 
 
-def _times(tail: pa.Table, marker: npt.NDArray[np.bool_], clock_us: int | None) -> tuple[Times, int | None]:
-    """Return the records' times, none below the previous one, and the last of them."""
-    committed = tail.column("__commit_ts").combine_chunks()
-    moments = pc.coalesce(committed.cast(INSTANT).cast(pa.int64()), pa.scalar(_UNKNOWN, pa.int64()))
-    times = np.array(moments.to_numpy(zero_copy_only=False), np.int64)
-    # A marker's own time is from this machine's clock, not the source's: it gets the time before it, if there is
-    # one.
-    judged = np.where(marker, _UNKNOWN, times)
-    judged[0] = max(int(judged[0]), _UNKNOWN if clock_us is None else clock_us)
-    running = np.maximum.accumulate(judged)
-    last = int(running[-1])
-    told = np.where(running == _UNKNOWN, np.where(times == _UNKNOWN, 0, times), running)
-    return told, None if last == _UNKNOWN else last
+@dataclass
+class _Fold:
+    """One commit."""
 
+    layout: LakeLayout
+    schema: TableSchema
+    upto: Seq
+    sizes: FoldSizes
+    opened: OpenTable | None
+    history: OpenTable | None = None
+    columns: pa.Schema = field(default_factory=lambda: pa.schema([]))
+    """The table's own columns, those of the key first."""
 
-@dataclass(frozen=True, slots=True)
-class _Met:
-    """The keys of a run, and their open versions from before it."""
-
-    new: Codes
-    """The key of each record."""
-    old: Codes
-    """The key that each record's row had before."""
-    open_codes: Codes
-    open_keys: Keys
-    open_rows: pa.Table
-
-
-def _meet(run: RecordRun, lookup: Lookup, shape: pa.Schema) -> _Met:
-    key = run.schema.key
-    new_keys = Keys.of(run.values, key)
-    at, old_keys = run.old(key)
-    both = concat_keys(new_keys, old_keys)
-    found = shape.empty_table()
-    if len(both):
-        codes = key_codes([both])[0]
-        distinct = first_of_each(codes)
-        found = conform(lookup(both.take(distinct)), shape)
-    found_keys = Keys.of(found, key)
-    new, old_some, open_codes = key_codes([new_keys, old_keys, found_keys])
-    old = new.copy()
-    old[at] = old_some
-    mine = np.flatnonzero(np.isin(open_codes, np.union1d(new, old)))
-    return _Met(new, old, open_codes[mine], found_keys.take(mine), found.take(pa.array(mine)))
-
-
-def _fill(run: RecordRun, met: _Met, at: Indexes, clears: Indexes) -> tuple[dict[int, LiveRow], npt.NDArray[np.bool_]]:
-    """Return the sources of records' unchanged columns, by record, and the records whose sources aren't known."""
-    states: dict[int, LiveRow] = {}
-    unknown = np.zeros(len(run.ops), bool)
-    sparse, names = run.unchanged()
-    if not len(sparse):
-        return states, unknown
-    left_out = dict(zip(sparse.tolist(), names, strict=True))
-    walked = np.union1d(met.new[sparse], met.old[sparse])
-    slow = np.flatnonzero(np.isin(met.new, walked) | np.isin(met.old, walked))
-    live: dict[int, LiveRow | None] = {int(code): LiveRow(-1 - row) for row, code in enumerate(met.open_codes.tolist())}
-    cleared = np.searchsorted(clears, at)
-    before = 0
-    for record in slow.tolist():
-        if cleared[record] > before:
-            live, before = {}, int(cleared[record])
-        key, origin = int(met.new[record]), int(met.old[record])
-        if run.ops[record] == ord("d"):
-            live[key] = None
-            continue
-        state = LiveRow(record)
-        if record in left_out:
-            past = live.get(origin)
-            for name in left_out[record]:
-                state.filled[name] = _UNKNOWN if past is None else past.filled.get(name, past.base)
-            states[record] = state
-            unknown[record] = _UNKNOWN in state.filled.values()
-        if origin != key:
-            live[origin] = None
-        live[key] = state
-    return states, unknown
-
-
-@dataclass(frozen=True, slots=True)
-class _Events:
-    """Events of keys, by key and then in order: a row was put there, or deleted."""
-
-    codes: Codes
-    places: Indexes
-    """Indexes in the run; `_BEFORE` and `_OPEN_PLACE` come before it."""
-    rows: Indexes
-    """Index of a record in the run's rows, or behind them of an open version from before; or `_ABSENT`."""
+    path: str = ""
+    entered_us: int | None = None
+    """When the table took over the name from another, µs since 1970; None if it didn't, and while it isn't known."""
+    since: Seq = Seq(0)
+    """The number from which on the table has had the name; 0 if no other table did before."""
+    stands: Seq | None = None
+    """The position of these versions in the table's records; None if they are another table's, or an earlier era's."""
 
     @classmethod
-    def sorted(cls, codes: Codes, places: Indexes, rows: Indexes) -> _Events:
-        by = np.lexsort((places, codes))
-        return cls(codes[by], places[by], rows[by])
+    def begin(
+        cls,
+        layout: LakeLayout,
+        schema: TableSchema,
+        upto: Seq,
+        sizes: FoldSizes,
+        path: str = "",
+        entered_us: int | None = None,
+    ) -> _Fold:
+        path = path or layout.table_path("scd2", schema)
+        opened = open_table(layout, path, layout.app_id("scd2", schema.table_id))
+        return cls(layout, schema, upto, sizes, opened, path=path, entered_us=entered_us)
 
-    def filter(self, wanted: npt.NDArray[np.bool_]) -> _Events:
-        return _Events(self.codes[wanted], self.places[wanted], self.rows[wanted])
+    def all(self) -> FoldOutcome:
+        """Run as many commits as it takes."""
+        done = self.run()
+        while done.commit.n < self.upto:
+            done = self.begin(self.layout, self.schema, self.upto, self.sizes, self.path, self.entered_us).run()
+        return done
 
-    @property
-    def first(self) -> npt.NDArray[np.bool_]:
-        """Which events are their key's first."""
-        first = np.ones(len(self.codes), bool)
-        first[1:] = self.codes[1:] != self.codes[:-1]
-        return first
+    def run(self) -> FoldOutcome:
+        opened = self.opened
+        if opened is not None and opened.n is not None and opened.n >= self.upto and opened.held:
+            return self._standing(opened.n)
+        history = open_history(self.layout, self.schema)
+        newest = newest_schema(history)
+        if newest.table_id != self.schema.table_id:
+            return self._standing(self.upto)  # another table has the name by now, and the versions are its versions
+        self.schema, self.history = newest, history
+        self.columns = _own_columns(newest, history)
+        opened = self.opened = with_features(self.layout, opened or self._create(), self.columns)
+        self.since = taken_since(history)
+        self.stands = opened.n if goes_on(opened, history) else None
+        self.entered_us = entry_us(opened, history) if self.entered_us is None else self.entered_us
+        gone = history_from(history)
+        if (self.stands or Seq(0)) < gone and lacks_beginning(history):
+            copied = emptied(history, gone, self.upto, newest.table_id)
+            if self.stands is None and not (copied and history_begun(history) == gone):
+                return self._begin_from_current(opened, gone)
+            if not copied:
+                return self._go_on_from_current(opened, gone)
+        return self._fold(opened, history)
 
-    @property
-    def last(self) -> npt.NDArray[np.bool_]:
-        """Which events are their key's last."""
-        return np.append(self.first[1:], True)[: len(self.codes)]
+    # --- from history ------------------------------------------------------------------------------------------
 
+    def _fold(self, opened: OpenTable, history: OpenTable) -> FoldOutcome:
+        step, tail = self._tail(history, self.stands or Seq(0))
+        found = self.folded(tail, whole=step == self.upto)
+        del tail
+        exact = found is not None and any(
+            rows.column(EXACT.name).null_count < rows.num_rows for rows in (found.opened, found.closed)
+        )
+        return self._write(opened, Leaves(opened, self.schema.key, partition=OPEN_FOLDER), found, step, exact=exact)
 
-def _events(run: RecordRun, met: _Met, at: Indexes, order: _Order, unknown: npt.NDArray[np.bool_]) -> _Events:
-    count = len(run.ops)
-    puts = np.flatnonzero((run.ops != ord("d")) & ~unknown)
-    deletes = np.flatnonzero(run.ops == ord("d"))
-    moved = np.flatnonzero(met.old != met.new)
-    open_rows = np.arange(len(met.open_codes), dtype=np.int64)
-    codes = np.concatenate([met.open_codes, met.new[puts], met.new[deletes], met.old[moved]])
-    before = np.full(len(open_rows), _OPEN_PLACE, np.int64)
-    places = np.concatenate([before, at[puts], at[deletes], at[moved]])
-    rows = np.full(len(codes), _ABSENT, np.int64)
-    rows[: len(open_rows) + len(puts)] = np.concatenate([count + open_rows, puts])
-    # A record that clears the table deletes every existing row: one event behind each put, not one a key.
-    behind = np.searchsorted(order.clears, places, "right")
-    cleared = np.flatnonzero((rows != _ABSENT) & (behind < len(order.clears)))
-    events = _Events.sorted(
-        np.concatenate([codes, codes[cleared]]),
-        np.concatenate([places, order.clears[behind[cleared]]]),
-        np.concatenate([rows, np.full(len(cleared), _ABSENT, np.int64)]),
-    )
-    return events if not len(order.markers) else _with_markers(events, order, _births(run, met))
+    def folded(self, tail: pa.Table, *, whole: bool) -> Versions | None:
+        """Return the folded records; None if there are none."""
+        if not tail.num_rows:
+            return None
+        assert self.opened is not None
+        leaves = Leaves(self.opened, self.schema.key, partition=OPEN_FOLDER)
+        clock = clock_of(self.opened)
+        if self.stands is None and self.entered_us is not None:
+            clock = max(self.entered_us, self.entered_us if clock is None else clock)
+        found = fold_versions(
+            tail,
+            self.schema,
+            self.columns,
+            lambda keys: self._look_up(leaves, keys),
+            clock_us=clock,
+            anew=self.stands is None and len(leaves) > 0,
+            whole=whole,
+        )
+        return replace(found, closed=self._under_the_name(found.closed, tail.column("__seq")))
 
+    def _under_the_name(self, closed: pa.Table, seqs: pa.ChunkedArray) -> pa.Table:
+        """Drop ended versions that only existed under another name: they have no length at the moment of entry."""
+        if self.entered_us is None:
+            return closed
+        # In its first fold, versions of the previous table end too.
+        mine = pc.is_in(closed.column(BEGAN_BY.name), seqs) if self.stands is None else True
+        return closed.filter(pc.invert(pc.and_(at_entry(closed, self.entered_us, self.since), mine)))
 
-def _births(run: RecordRun, met: _Met) -> npt.NDArray[np.bool_]:
-    """Return, by an event's row, whether its record shows that no row was there before."""
-    births = np.zeros(len(run.ops) + len(met.open_codes), bool)
-    births[: len(run.ops)] = (run.ops == ord("c")) | (met.old != met.new)
-    return births
+    def _tail(self, history: OpenTable, after: Seq) -> tuple[Seq, pa.Table]:
+        """Return the records of this commit, and the cut that they end at."""
+        step = fold_step(
+            self.layout, history, after=after, upto=self.upto, rows_max=self.sizes.rows_max, table=self.schema.table_id
+        )
+        names = version_inputs(self.columns)
+        tail = read_history(history, after=after, upto=step, columns=names, table=self.schema.table_id)
+        if step == self.upto:
+            return step, tail
+        begins = _copy_begins(tail)
+        if begins is None:
+            return step, tail
+        # No record marks the end of such a copy; the caller ensures that `upto` isn't inside of one.
+        before = cuts_between(self.layout, after, Seq(begins - 1))
+        earlier = tail.filter(pc.less_equal(tail.column("__seq"), int(before[-1]))) if before else tail.slice(0, 0)
+        if earlier.num_rows:
+            return before[-1], earlier
+        return self.upto, read_history(history, after=after, upto=self.upto, columns=names, table=self.schema.table_id)
 
+    def _look_up(self, leaves: Leaves, keys: Keys) -> pa.Table:
+        """Return open versions that may have one of the keys."""
+        shape = pa.schema([*self.columns, EXACT, VALID_FROM, BEGAN_BY])
+        hit, _ = leaves.holding(keys)
+        read = (conform(self._files.read(leaves.files[leaf].path), shape) for leaf in np.flatnonzero(hit).tolist())
+        return pa.concat_tables([shape.empty_table(), *(having(rows, keys) for rows in read)])
 
-def _with_markers(events: _Events, order: _Order, births: npt.NDArray[np.bool_]) -> _Events:
-    """Add deletions of rows that a copy didn't find.
+    # --- from current ------------------------------------------------------------------------------------------
 
-    Behind the copy's marker, their key has nothing, a truncate, or a new row.
-    """
-    markers = order.markers
-    here = events.rows != _ABSENT
-    marker = np.searchsorted(markers, events.places, "right")
-    follower = np.append(events.rows[1:], _ABSENT)[: len(events.rows)]
-    until = np.where(events.last, np.iinfo(np.int64).max, np.append(events.places[1:], 0)[: len(events.rows)])
-    reborn = events.last | np.isin(until, order.clears) | ((follower != _ABSENT) & births[follower])
-    missing = np.flatnonzero(here & reborn & (marker < len(markers)))
-    missing = missing[markers[marker[missing]] < until[missing]]
-    return _Events.sorted(
-        np.concatenate([events.codes, events.codes[missing]]),
-        np.concatenate([events.places, markers[marker[missing]]]),
-        np.concatenate([events.rows, np.full(len(missing), _ABSENT, np.int64)]),
-    )
+    def _current(self, gone: Seq) -> tuple[OpenTable, datetime]:
+        """Return `current`, which has what history lost up to `gone`, and the time of its cut."""
+        assert self.history is not None
+        path = self.layout.table_path("current", self.schema)
+        current = open_table(self.layout, path, self.layout.app_id("current", self.schema.table_id))
+        if current is None or current.n is None or current.n < gone or not current.held:
+            raise LakeError(
+                f"the history of {self.schema.namespace}.{self.schema.name} was dropped up to {gone}, its versions stand at "
+                f"{self.stands or 0}, and there is no `current` to go on from",
+                hint=f"Run `millstream pipeline rebuild {self.name} --from source` to copy the table again.",
+                path=path,
+            )
+        cut = cut_at(self.layout, current.n)
+        assert cut is not None, "a fold ends at a cut"
+        return current, cut.commit_ts_max or cut.committed_at
 
-
-def _check_known(
-    run: RecordRun, met: _Met, at: Indexes, order: _Order, events: _Events, unknown: npt.NDArray[np.bool_]
-) -> None:
-    """Raise if a row exists at the end whose values are unknown.
-
-    Records before a copy needn't be known, because the copy brings the row, which may have had another key.
-    """
-    settled = max([_BEFORE, *order.clears[-1:].tolist(), *order.markers[-1:].tolist()])
-    for record in np.flatnonzero(unknown).tolist():
-        last = int(np.searchsorted(events.codes, met.new[record], "right")) - 1
-        known = last >= 0 and events.codes[last] == met.new[record] and events.places[last] > at[record]
-        if known or settled > at[record]:
-            continue
-        facts = Keys.of(run.values, run.schema.key).take(np.array([record], np.int64)).to_table().to_pylist()[0]
-        raise LakeError(
-            f"an update of row {facts} leaves columns unchanged, and the lake holds no earlier state of the row"
+    def _go_on_from_current(self, opened: OpenTable, gone: Seq) -> FoldOutcome:
+        """Commit `current`'s rows as a later copy, in place of lost records; it confirms or ends open versions."""
+        current, began = self._current(gone)
+        assert current.n is not None, "said above"
+        files = TableFiles(self.layout, current.path)
+        shape = pa.schema([*self.columns, EXACT])
+        rows = [conform(files.read(leaf.path), shape) for leaf in Leaves(current, self.schema.key).files]
+        tail = copy_of(pa.concat_tables([shape.empty_table(), *rows]), self.stands or Seq(0), current.n, began)
+        found = self.folded(tail, whole=True)
+        exact = EXACT.name in current.schema().names
+        return self._write(
+            opened, Leaves(opened, self.schema.key, partition=OPEN_FOLDER), found, current.n, exact=exact
         )
 
+    def _begin_from_current(self, opened: OpenTable, gone: Seq) -> FoldOutcome:
+        """Make the first commit if history lacks its beginning: the rows of `current` as open versions."""
+        current, began = self._current(gone)
+        assert current.n is not None, "said above"
+        path = current.path
+        have = current.schema()
+        writer = self._writer(opened, exact=EXACT.name in have.names)
+        files = TableFiles(self.layout, path)
+        for leaf in Leaves(current, self.schema.key).files:
+            rows = conform(files.read(leaf.path), pa.schema([*self.columns, EXACT]))
+            rows = rows.append_column(VALID_FROM, pa.array([began] * rows.num_rows, INSTANT))
+            rows = rows.append_column(VALID_TO, pa.nulls(rows.num_rows, INSTANT))
+            rows = rows.append_column(BEGAN_BY, pa.array([int(current.n)] * rows.num_rows, pa.int64()))
+            writer.add(conform(rows, self._file_columns(exact=True)))
+            writer.flush()
+        clock = pc.cast(pa.scalar(began, INSTANT), pa.int64()).as_py()
+        exact = EXACT.name in have.names
+        written = writer.written()
+        if self.entered_us is not None:
+            written += self._of_another(opened, self._file_columns(exact=exact), self.entered_us)
+        return self._commit(opened, written, [], current.n, clock, anew=True, exact=exact)
 
-def _versions(run: RecordRun, met: _Met, order: _Order, events: _Events, filled: dict[int, LiveRow]) -> Versions:
-    count = len(run.ops)
-    transactions = np.concatenate([order.transactions, [_OPEN_PLACE, _BEFORE]])[events.places]
-    ends = np.append((events.codes[1:] != events.codes[:-1]) | (transactions[1:] != transactions[:-1]), True)
-    story = events.filter(ends[: len(events.codes)])
-    rows, place_of = _rows(run, met, story.rows, filled)
-    story = story.filter(_changes(story, rows, place_of))
+    # --- writing -----------------------------------------------------------------------------------------------
 
-    # A version lasts until the next change of its key.
-    began = story.rows >= 0
-    until = np.full(len(story.codes), _OPEN, np.int64)
-    until[:-1] = np.where(story.last[:-1], _OPEN, order.time_at(story.places[1:]))
+    def _write(
+        self, opened: OpenTable, leaves: Leaves, found: Versions | None, upto: Seq, *, exact: bool
+    ) -> FoldOutcome:
+        have = opened.schema()
+        exact = exact or EXACT.name in have.names
+        target = self._table_columns(exact=exact)
+        clock = None if found is None else found.clock_us
+        if _widened(have, target) or not set(self._bounded) <= set(bounded_columns(opened)):
+            # Not every reader reads older files' types as the new ones; a column has bounds in all files or in none.
+            self._rewrite_all(opened, target, exact=exact)
+            return self._again(upto)
+        if not set(target.names) <= set(have.names):
+            add_columns(opened, target)
+        if found is None:
+            return self._standing(upto)
+        full = self._file_columns(exact=True)
+        put = conform(found.opened, full)
+        writer = self._writer(opened, exact=exact)
+        put_at = placed(leaves, Keys.of(put, self.schema.key), leaf_bytes=self.sizes.leaf_bytes)
+        small = leaves.size_bytes < self.sizes.small_bytes
+        rest = found.rest_closed_us is not None
+        places = touched(leaves, found.gone, put_at, everything=rest or (small and bool(len(found.gone) + len(put))))
+        extra = _Ended(self._files, self._file_columns(exact=exact), opened.version + 1)
+        extra.add(conform(found.closed, full))
+        changes = []
+        removed: list[str] = []
+        for place in places.hit:
+            leaf = leaves.files[place] if place < len(leaves) else None
+            some = places.gone.get(place)
+            gone = found.gone if some is None else found.gone.take(some)
+            mine = put.filter(pa.array(put_at == place))
+            if leaf is not None and rest:
+                gone = self._end_rest(leaf.path, found, extra)
+            if leaf is not None and not len(gone) and not mine.num_rows and not small:
+                continue
+            if leaf is not None:
+                removed.append(leaf.path)
+            changes.append((place, Change(leaf, gone, mine)))
+        writer.rewrite(changes)
+        extra.flush()
+        return self._commit(
+            opened, [*writer.written(), *extra.written], removed, upto, clock, anew=False, exact=exact, leaves=leaves
+        )
 
-    at = np.flatnonzero(began)
-    from_before = story.rows[at] >= count
-    held = story.rows[at][from_before] - count
-    valid_from, seqs = order.time_at(story.places[at]), np.zeros(len(at), np.int64)
-    own = np.maximum(story.places[at], 0)
-    seqs[:] = order.seqs[own] if len(order.seqs) else 0
-    valid_from[from_before] = met.open_rows.column(VALID_FROM.name).cast(pa.int64()).to_numpy()[held]
-    seqs[from_before] = met.open_rows.column(BEGAN_BY.name).to_numpy()[held]
-    until = until[at]
-    ended = until != _OPEN
-    made = _told(rows.take(pa.array(place_of[story.rows[at]])), valid_from, until, seqs)
-    went = np.zeros(len(met.open_codes), bool)
-    went[held] = ended[from_before]
-    clears, markers = order.clears, order.markers
-    rest = np.sort(np.concatenate([clears[:1], markers[:1]]))[:1]
-    return Versions(
-        closed=made.filter(pa.array(ended)),
-        opened=made.filter(pa.array(~ended & ~from_before)),
-        gone=met.open_keys.take(np.flatnonzero(went)),
-        kept=met.open_keys.take(np.flatnonzero(~went)),
-        rest_closed_us=int(order.time_at(rest)[0]) if len(rest) else None,
-        clock_us=order.clock_us,
-        records=len(order.times),
+    def _end_rest(self, path: str, found: Versions, extra: _Ended) -> Keys:
+        """End a leaf's versions that the run left open and the table's end closed; return the keys to delete."""
+        rows = conform(self._files.read(path), self._file_columns(exact=True))
+        keys = Keys.of(rows, self.schema.key)
+        have, gone, kept = key_codes([keys, found.gone, found.kept])
+        stays, told = np.isin(have, kept), np.isin(have, gone)
+        ended = rows.filter(pa.array(~stays & ~told))
+        moment = pa.array([found.rest_closed_us] * ended.num_rows, pa.int64()).cast(INSTANT)
+        extra.add(ended.set_column(ended.schema.get_field_index(VALID_TO.name), VALID_TO, moment))
+        return keys.take(np.flatnonzero(~stays))
+
+    def _rewrite_all(self, opened: OpenTable, target: pa.Schema, *, exact: bool) -> None:
+        """Rewrite every file in wider columns, as a commit of its own that changes no version."""
+        columns = self._file_columns(exact=exact)
+        written = []
+        for folder in (OPEN_FOLDER, ENDED_FOLDER):
+            for leaf in Leaves(opened, self.schema.key, partition=folder).files:
+                rows = conform(self._files.read(leaf.path), columns)
+                written.append(self._files.write(rows, columns, new_name(opened.version + 1), partition=folder))
+        failpoints.hit("lake.before_scd2_commit")
+        swap(
+            opened,
+            opened.upkeep(exact=True),
+            add=written,
+            mode="overwrite",
+            schema=target,
+            partition_by=[IS_CURRENT.name],
+        )
+        again = open_table(self.layout, opened.path, opened.app)
+        assert again is not None
+        set_properties(again, bounded_property(self._bounded))
+
+    def _again(self, upto: Seq) -> FoldOutcome:
+        return self.begin(self.layout, self.schema, upto, self.sizes, self.path).run()
+
+    def replace_by(self, beside: OpenTable) -> FoldOutcome:
+        """Replace all of this table's files by those of a separately built table."""
+        history = self.history = open_history(self.layout, self.schema)
+        self.schema, self.since = newest_schema(history), taken_since(history)
+        self.columns = _own_columns(self.schema, history)
+        opened = self.opened = with_features(self.layout, self.opened or self._create(), self.columns)
+        self.stands = opened.n if goes_on(opened, history) else None
+        exact = EXACT.name in beside.schema().names or EXACT.name in opened.schema().names
+        columns = self._file_columns(exact=exact)
+        theirs = TableFiles(self.layout, beside.path)
+        written = []
+        for folder in (OPEN_FOLDER, ENDED_FOLDER):
+            for leaf in Leaves(beside, self.schema.key, partition=folder).files:
+                rows = conform(theirs.read(leaf.path), columns)
+                written.append(self._files.write(rows, columns, new_name(opened.version + 1), partition=folder))
+        if self.entered_us is not None:
+            written += self._of_another(opened, columns, self.entered_us)
+        failpoints.hit("lake.rebuild.before_swap")
+        return self._commit(opened, written, [], self.upto, clock_of(beside), anew=True, exact=exact)
+
+    def _of_another(self, opened: OpenTable, columns: pa.Schema, entered_us: int) -> list[NewFile]:
+        """Rewrite versions from before the table took over the name; those that are still open end at that moment."""
+        kept = _Ended(self._files, columns, opened.version + 1)
+        moment = pa.scalar(entered_us, pa.int64()).cast(INSTANT)
+        for folder in (ENDED_FOLDER, OPEN_FOLDER) if self.stands is None else (ENDED_FOLDER,):
+            for leaf in Leaves(opened, self.schema.key, partition=folder).files:
+                with contextlib.suppress(LakeFilesGone, LakeUnavailable):  # a deleted file, which can't be restored
+                    rows = conform(self._files.read(leaf.path), columns)
+                    ends = pc.fill_null(rows.column(VALID_TO.name), moment)
+                    rows = rows.set_column(rows.schema.get_field_index(VALID_TO.name), VALID_TO, ends)
+                    before = pc.less(rows.column(VALID_FROM.name), moment)
+                    kept.add(rows.filter(pc.or_(before, at_entry(rows, entered_us, self.since))))
+        kept.flush()
+        return kept.written
+
+    def _commit(
+        self,
+        opened: OpenTable,
+        written: Sequence[NewFile],
+        removed: Sequence[str],
+        upto: Seq,
+        clock_us: int | None,
+        *,
+        anew: bool,
+        exact: bool,
+        leaves: Leaves | None = None,
+    ) -> FoldOutcome:
+        properties = opened.commit(upto, exact=True, holds=True)
+        assert properties.app_transactions is not None
+        properties.app_transactions += times_told(opened, clock_us, self.entered_us, self.since)
+        failpoints.hit("lake.before_scd2_commit")
+        swap(
+            opened,
+            properties,
+            add=written,
+            remove=removed,
+            mode="overwrite" if anew else "append",
+            schema=self._table_columns(exact=exact) if anew else None,
+            partition_by=[IS_CURRENT.name],
+        )
+        failpoints.hit("lake.after_scd2_commit")
+        rows = sum(file.rows for file in written)
+        sizes = {} if leaves is None else {leaf.path: leaf.size_bytes for leaf in leaves.files}
+        removed_bytes = sum(sizes[path] for path in removed)
+        live_bytes = sum(sizes.values()) - removed_bytes + sum(file.size_bytes for file in written)
+        return FoldOutcome(self._told(opened.version, rows, upto), live_bytes, removed_bytes)
+
+    # --- what it is --------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return qualified_name(self.schema.namespace, self.schema.name)
+
+    @property
+    def _files(self) -> TableFiles:
+        assert self.opened is not None
+        return TableFiles(self.layout, self.opened.path, self._bounded)
+
+    @property
+    def _bounded(self) -> tuple[str, ...]:
+        names = (*boundable(self.columns, self.schema.key), VALID_FROM.name, BEGAN_BY.name)
+        # Columns of an earlier key keep their bounds.
+        before = () if self.opened is None else bounded_columns(self.opened)
+        return (*names, *(name for name in before if name not in names))
+
+    def _writer(self, opened: OpenTable, *, exact: bool) -> LeafWriter:
+        return LeafWriter(
+            self._files,
+            self._file_columns(exact=exact),
+            self.schema.key,
+            opened.version + 1,
+            leaf_bytes=self.sizes.leaf_bytes,
+            partition=OPEN_FOLDER,
+        )
+
+    def _table_columns(self, *, exact: bool) -> pa.Schema:
+        """Return the table's columns: the key's and the version columns first, within reach of statistics."""
+        key = [column for column in self.columns if column.name in self.schema.key]
+        rest = [column for column in self.columns if column.name not in self.schema.key]
+        return pa.schema([*key, *VERSION_COLUMNS, *rest, *([EXACT] if exact else [])])
+
+    def _file_columns(self, *, exact: bool) -> pa.Schema:
+        """Return the same columns without the partition column."""
+        return pa.schema([column for column in self._table_columns(exact=exact) if column.name != IS_CURRENT.name])
+
+    def _create(self) -> OpenTable:
+        return create_table(
+            self.layout,
+            self.path,
+            self.layout.app_id("scd2", self.schema.table_id),
+            self._table_columns(exact=False),
+            description=(
+                f"Every version of the rows of {self.schema.namespace}.{self.schema.name}, written by Millstream "
+                f"(stream {self.layout.stream_name}). Don't write here."
+            ),
+            bounded=self._bounded,
+            partition_by=[IS_CURRENT.name],
+        )
+
+    def _standing(self, n: Seq) -> FoldOutcome:
+        return FoldOutcome(self._told(-1 if self.opened is None else self.opened.version, 0, n), 0)
+
+    def _told(self, version: int, rows: int, n: Seq) -> TableCommit:
+        folder = folder_of(self.schema)
+        return TableCommit(self.schema.table_id, self.name, folder, "scd2", version, rows, n)
+
+
+class _Ended:
+    """Writes versions that have ended."""
+
+    def __init__(self, files: TableFiles, columns: pa.Schema, version: int) -> None:
+        self._files = files
+        self._columns = columns
+        self._version = version
+        self._held: list[pa.Table] = []
+        self.written: list[NewFile] = []
+
+    def add(self, rows: pa.Table) -> None:
+        """Add rows; files are written once there are enough."""
+        if rows.num_rows:
+            self._held.append(conform(rows, self._columns))
+        if sum(held.num_rows for held in self._held) >= _CLOSED_ROWS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the held rows."""
+        if self._held:
+            rows = pa.concat_tables(self._held)
+            self._held = []
+            key = self._columns.names[: self._columns.get_field_index(VALID_FROM.name)]
+            rows = in_key_order(rows, [*key, VALID_FROM.name])
+            self.written.append(self._files.write(rows, self._columns, new_name(self._version), partition=ENDED_FOLDER))
+
+
+def _own_columns(schema: TableSchema, history: OpenTable) -> pa.Schema:
+    """Return the columns that history keeps of the table, key first, including dropped ones of older versions."""
+    columns = [column for column in history.schema() if column.name not in {*RECORD_COLUMNS, MONTH_COLUMN}]
+    ours = {column.name for column in VERSION_COLUMNS}
+    clash = [column.name for column in columns if column.name.lower() in ours]
+    if clash:
+        name = f"{schema.namespace}.{schema.name}"
+        raise LakeError(
+            f"the column {clash[0]} of {name} has the name of a column that Millstream adds to versions",
+            code="lake_schema_conflict",
+            hint="Rename the column at the source, or leave `scd2` out of the stream's views.",
+            table=name,
+            column=clash[0],
+        )
+    key = [column for name in schema.key for column in columns if column.name == name]
+    return pa.schema([*key, *(column for column in columns if column.name not in schema.key)])
+
+
+def _copy_begins(tail: pa.Table) -> Seq | None:
+    """Return the first record of a copy that follows an earlier one; None if none begins among these records."""
+    marker = pc.and_(pc.equal(tail.column("__op"), "t"), pc.is_null(tail.column("__commit_index")))
+    found = pc.min(tail.filter(marker).column("__seq")).as_py()
+    return None if found is None else Seq(found)
+
+
+def _widened(have: pa.Schema, target: pa.Schema) -> bool:
+    return any(
+        have.get_field_index(column.name) >= 0 and not same_type(have.field(column.name).type, column.type)
+        for column in target
     )
-
-
-def _rows(run: RecordRun, met: _Met, wanted: Indexes, filled: dict[int, LiveRow]) -> tuple[pa.Table, Indexes]:
-    """Return the whole rows of some events, and their indexes there, by the events' numbers."""
-    count = len(run.ops)
-    used = np.zeros(count, bool)
-    used[wanted[(wanted >= 0) & (wanted < count)]] = True
-    records = np.flatnonzero(used)
-    walked = np.isin(records, np.fromiter(filled, np.int64, len(filled)))
-    plan = RowSources(records[~walked], [filled[r] for r in records[walked].tolist()], None, met.open_keys)
-    past = met.open_rows.select([*run.values.column_names])
-    made = materialize(run.values, plan, past if len(past) else None)
-    place_of = np.full(count + len(met.open_codes), -1, np.int64)
-    place_of[np.concatenate([records[~walked], records[walked]])] = np.arange(len(records))
-    place_of[count:] = len(records) + np.arange(len(met.open_codes))
-    return pa.concat_tables([made, past]), place_of
-
-
-def _changes(story: _Events, rows: pa.Table, place_of: Indexes) -> npt.NDArray[np.bool_]:
-    """Return which events changed their key's row; a key's first event had no row before it."""
-    before = np.where(story.first, _ABSENT, np.roll(story.rows, 1))
-    differ = (story.rows >= 0) | (before >= 0)
-    pairs = np.flatnonzero((story.rows >= 0) & (before >= 0))
-    if len(pairs):
-        one, other = place_of[story.rows[pairs]], place_of[before[pairs]]
-        used = np.zeros(rows.num_rows, bool)
-        used[one] = used[other] = True
-        rank = np.cumsum(used) - 1
-        some = rows.filter(pa.array(used))
-        names = [name for name in rows.column_names if name != EXACT.name]
-        codes = key_codes([Keys.of(some, names)], signed_zero=True)[0]
-        differ[pairs] = codes[rank[one]] != codes[rank[other]]
-    return differ
-
-
-def _told(rows: pa.Table, valid_from: Times, until: Times, seqs: Indexes) -> pa.Table:
-    """Return rows with the version columns."""
-    is_open = until == _OPEN
-    told = [
-        pa.array(valid_from).cast(INSTANT),
-        pa.array(until, mask=is_open).cast(INSTANT),
-        pa.array(is_open),
-        pa.array(seqs),
-    ]
-    for field, column in zip(VERSION_COLUMNS, told, strict=True):
-        rows = rows.append_column(field, column)
-    return rows

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 from deltalake import Transaction
 
 from millstream.lake.delta import OpenTable
-from millstream.lake.folded.scd2 import BEGAN_BY, VALID_FROM, VALID_TO
+from millstream.lake.folded.scd2_fold import BEGAN_BY, VALID_FROM, VALID_TO
 from millstream.lake.scan import read_history
 from millstream.lake.schema_history import Eras, table_of
 from millstream.model.positions import Seq

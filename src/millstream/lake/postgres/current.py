@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.errors import LakeError, LakeTableForeign
-from millstream.lake.folded.fold import Folded, fold_records
+from millstream.lake.folded.current_fold import Folded, fold_records
 from millstream.lake.keys import Keys, key_codes
 from millstream.lake.postgres.layout import (
     Registered,

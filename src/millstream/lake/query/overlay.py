@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.lake.folded.accumulating import accumulated_by
-from millstream.lake.folded.fold import plan_keyed, run_of
+from millstream.lake.folded.current_fold import plan_keyed, run_of
 from millstream.lake.folded.unchanged_values import Lookup, materialize, past_rows
 from millstream.lake.keys import Keys
 from millstream.lake.types import EXACT, conform

@@ -16,7 +16,7 @@ from millstream.lake.data_files import ROW_GROUP_ROWS, LiveFile, TableFiles, fil
 from millstream.lake.delta import OpenTable
 from millstream.lake.folded.build import build_rows, plan_build
 from millstream.lake.folded.current import DEFAULT_SIZES, current_columns, tail_columns
-from millstream.lake.folded.fold import fold_records
+from millstream.lake.folded.current_fold import fold_records
 from millstream.lake.folder import history_from, lacks_beginning
 from millstream.lake.keys import Keys
 from millstream.lake.layout import LakeLayout

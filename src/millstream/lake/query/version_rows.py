@@ -5,8 +5,8 @@ from __future__ import annotations
 import pyarrow as pa
 
 from millstream.lake.delta import OpenTable
-from millstream.lake.folded.scd2 import IS_CURRENT, VALID_TO
-from millstream.lake.folded.versions import unfolded_versions
+from millstream.lake.folded.scd2 import unfolded_versions
+from millstream.lake.folded.scd2_fold import IS_CURRENT, VALID_TO
 from millstream.lake.keys import Keys
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query.duckdb_connection import Engine, names

@@ -14,7 +14,7 @@ import structlog
 from millstream.errors import LogError, MillstreamError
 from millstream.leadership.role_files import Roles
 from millstream.model.replication import NodeName
-from millstream.protocol.replication.leaders import LeaderMap, leader_by, leaders_known
+from millstream.protocol.replication.leader_map import LeaderMap, leader_by, leaders_known
 from millstream.wal.files import RealFiles
 from millstream.wal.replica.shipping import durable_marks
 

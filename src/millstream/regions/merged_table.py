@@ -30,7 +30,7 @@ from millstream.crdt.reconcile import (
     vector_of,
     widened,
 )
-from millstream.crdt.tables import (
+from millstream.crdt.row_merge import (
     REGION,
     SEQ,
     WALL,

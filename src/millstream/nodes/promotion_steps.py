@@ -25,7 +25,7 @@ from millstream.errors import (
     UnknownStream,
     UsageError,
 )
-from millstream.leadership.leaders import note_leaders
+from millstream.leadership.known_leaders import note_leaders
 from millstream.leadership.node_calls import NodeState, ask_promise, state_of_node, this_node
 from millstream.leadership.promotion_check import hear_of_promotions, two_leaders
 from millstream.leadership.role_files import Roles

@@ -16,8 +16,8 @@ from millstream.config.region_checks import key_of
 from millstream.crdt.reconcile import Missing, ReconciliationEngine, RegionState
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.regions.landed_state import landed_state
+from millstream.regions.merged_table import RegionTable
 from millstream.regions.region_logs import merge_of, region_logs
-from millstream.regions.region_table import RegionTable
 from millstream.wal.repeated_writes import RepeatedWrites
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from psycopg import sql
 
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import connect, connect_replication, parse_dsn, translated
-from millstream.capture.doctor_server import Finding, check_server
 from millstream.capture.publication import find_lacks, list_published
+from millstream.capture.server_checks import Finding, check_server
 from millstream.capture.slot import SlotState, drop_slot_of, read_slot
 from millstream.capture.source import Connection, SourceTable, on_standby
 from millstream.catalog import Catalog
