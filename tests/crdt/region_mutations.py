@@ -74,7 +74,7 @@ class EarlyVectorTable(ModelTable):
 class VectorBeforeItsRows(World):
     """A vector is taken over without its rows."""
 
-    found_by = 68
+    found_by = 220
 
     table_type = EarlyVectorTable
 
@@ -113,7 +113,7 @@ class LostTailStays(World):
 class LateAnswers(World):
     """A mirror that was killed accepts an answer to a request from before the kill."""
 
-    found_by = 198
+    found_by = 194
 
     checks_asked = False
 
