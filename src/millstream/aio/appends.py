@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sized
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from millstream.client.appends import APPEND_DEADLINE_S, AppendRequest, no_increments
+from millstream.model.names import parse_qualified_name
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -36,6 +37,7 @@ class AsyncHomeAppends(Protocol):
         acks: str | None = None,
     ) -> Appended:
         """Append as the home's blocking twin. If it is cancelled, the rows may or may not be appended."""
+        parse_qualified_name(table)  # a request without a table would be one of several
         appended: Appended = await self._write(
             AppendRequest(stream, table, rows, deadline_s, session, number, idempotency_key, keep_valid_rows, acks)
         )

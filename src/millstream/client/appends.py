@@ -140,6 +140,7 @@ class HomeAppends(Protocol):
             ReplicationError (`ack_level_unavailable`): the requested level can't be met here; nothing was appended.
             UsageError (`missing_extra`): reading needs only the core; this needs `millstream[run]`.
         """
+        parse_qualified_name(table)  # a request without a table would be one of several
         appended: Appended = self._write(
             AppendRequest(stream, table, rows, deadline_s, session, number, idempotency_key, keep_valid_rows, acks)
         )
