@@ -41,7 +41,7 @@ forage: $(INSTALLED)  ## the discovery feed on http://127.0.0.1:4242, with its l
 JOBS := 2
 # Quick tests wait for processes and periods for a fifth of their time: a third process works while two wait.
 test: JOBS := 3
-SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 1
+SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 1
 ifndef SEED
 SEED := $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 endif
