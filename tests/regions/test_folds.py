@@ -107,10 +107,9 @@ def test_a_table_that_fails_holds_the_log_and_no_other_table(tmp_path: Path) -> 
     assert total(tmp_path) == 7
 
 
-def test_a_reconciliation_at_the_same_time_is_left_to_do_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reconciliation_at_the_same_time_is_left_to_do_it(tmp_path: Path) -> None:
     configure(tmp_path, ADDS, most="0B")
     add(tmp_path, 1, 2)
-    monkeypatch.setattr("millstream.regions.reconciling.LOCK_PATIENCE_S", 0.0)
     with RoleLock.take(Home(tmp_path).run_folder, "reconcile"):
         assert keep(tmp_path) == 1
     assert keep(tmp_path) > 1

@@ -93,7 +93,9 @@ class MergedFolds:
         from millstream.regions.reconciling import reconcile_stream
 
         try:
-            (done,) = reconcile_stream(self._home, self._name, [table], bytes_max=self._bytes_max).tables
+            (done,) = reconcile_stream(
+                self._home, self._name, [table], bytes_max=self._bytes_max, patience_s=0.0
+            ).tables
         except HomeBusy:
             return  # `millstream reconcile`, or another writer of this home, does the same work
         except MillstreamError as error:
