@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 
 import pyarrow as pa
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -176,6 +177,24 @@ def test_a_form_that_comes_during_a_look_is_for_the_next_one(tmp_path: Path) -> 
         # Nothing of a look that failed is lost.
         assert shown.begin_look(Lsn(9))[TABLE.table_id] == (later,)
         assert ShownColumns(catalog, stream).begin_look(Lsn(9))[TABLE.table_id] == (later,)
+
+
+@pytest.mark.parametrize("by", ["a look", "a copy"])
+def test_a_form_that_a_killed_process_left_counts_once(tmp_path: Path, by: str) -> None:
+    with closing(Catalog(tmp_path / "catalog.db")) as catalog:
+        stream = catalog.resolve_stream("shop")
+        killed = ShownColumns(catalog, stream)
+        killed.begin_look(Lsn(5))
+        killed.end_look({}, {TABLE.table_id: Expected((("id", 23),), is_certain=True)})
+        killed.note(TABLE)
+        shown = ShownColumns(catalog, stream)
+        if by == "a copy":
+            shown.forget(TABLE.table_id)
+        else:
+            assert shown.begin_look(Lsn(7)).keys() == {TABLE.table_id}
+            shown.end_look({}, {TABLE.table_id: Expected((("id", 23), ("a", 25)), is_certain=True)})
+        # Explained again later, after a rename, it would request a copy at each start.
+        assert not ShownColumns(catalog, stream).begin_look(Lsn(9))
 
 
 def test_too_many_ways_are_unclear() -> None:

@@ -112,9 +112,12 @@ class ShownColumns:
         """Forms that the running look has to explain; the same form may be noted again at once."""
         self._forgotten: set[TableId] = set()
         """Tables whose forms were forgotten since the look began: what it leaves of them doesn't count."""
+        self._stored: set[TableId] = set()
+        """Tables with forms in the catalog: also those of an earlier process, before the first look of this one."""
         for id_, forms in catalog.facts(self._scope).items():
             some = (Shown(tuple((n, t) for n, t in form), Lsn(since), looks) for form, since, looks in forms)
             self._shown[TableId(int(id_))] = {shown.form: shown for shown in some}
+            self._stored.add(TableId(int(id_)))
 
     def note(self, schema: TableSchema) -> bool:
         """Note the form of records that are about to enter the log; return whether it is another than expected."""
@@ -135,11 +138,10 @@ class ShownColumns:
     def forget(self, table: TableId) -> None:
         """Forget a table's forms: its earlier records no longer count."""
         with self._lock:
-            stored = self._unusual(table)
             self._shown.pop(table, None)
             self._looked_at.pop(table, None)
             self._forgotten.add(table)
-            if stored:
+            if table in self._stored:
                 self._store(table)
 
     def begin_look(self, passed: Lsn) -> Mapping[TableId, Sequence[Shown]]:
@@ -163,14 +165,13 @@ class ShownColumns:
             expected: the form of later records, by table.
         """
         with self._lock:
-            stored = [table for table in {*self._shown, *self._looked_at} if self._unusual(table)]
             self._looked_at = {}
             self._expected = dict(expected)
             for table, forms in left.items():
                 if table in self._forgotten:
                     continue
                 self._shown[table] = self._shown.get(table, {}) | {shown.form: shown for shown in forms}
-            for table in {*stored, *filter(self._unusual, self._shown)}:
+            for table in {*self._stored, *filter(self._unusual, self._shown)}:
                 self._store(table)
 
     @property
@@ -200,8 +201,10 @@ class ShownColumns:
         if unusual:
             facts = [[shown.stored_form(), int(shown.since), shown.looks] for shown in unusual]
             self._catalog.put_fact(self._scope, str(table), facts)
+            self._stored.add(table)
         else:
             self._catalog.drop_fact(self._scope, str(table))
+            self._stored.discard(table)
 
 
 @dataclass(frozen=True, slots=True)
