@@ -10,12 +10,16 @@ from tests.app.landed import LandedHome
 from tests.cli.in_process import command
 
 import millstream
+from millstream.app import rebuild
 from millstream.app.doctor import _alerts
 from millstream.app.rebuild import forget_table
 from millstream.app.status import collect_status
+from millstream.app.tables import copy_table
+from millstream.capture import raw_past
 from millstream.catalog import TableState
-from millstream.errors import LakeBehind, UsageError
+from millstream.errors import HomeBusy, LakeBehind, UsageError
 from millstream.home.home import Home
+from millstream.processes.locks import RoleLock
 from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.testing.postgres import EmbeddedPostgres
 from millstream.wal.retain import drop_segments
@@ -116,5 +120,51 @@ def test_a_table_that_is_being_copied_or_that_applications_write_is_refused(tmp_
             catalog.set_state(row.id, TableState.COPYING)
         with pytest.raises(UsageError, match="being copied"):
             forget_table(landed.home, "public.users")
+        with landed.home.open_catalog() as catalog:
+            catalog.set_state(row.id, TableState.STREAMING)
+        with (
+            RoleLock.take(landed.home.run_folder, "forget"),
+            pytest.raises(HomeBusy, match="copy --forget` of process"),
+        ):
+            forget_table(landed.home, "public.users")
         with millstream.open(landed.home.path) as home:
             assert home.query("FROM public.users").to_pylist() == [{"id": 1}]
+
+
+class _EndedError(Exception):
+    """Ends a call where a kill would."""
+
+
+@pytest.mark.parametrize("step", ["await_outcome", "note_forgotten", "_drop_dead_letters"])
+def test_a_call_that_was_ended_at_any_step_is_completed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def ends(*_: object) -> None:
+        raise _EndedError
+
+    with EmbeddedPostgres(18, fsync=False) as server:
+        with server.connect() as connection:
+            connection.execute("CREATE TABLE users (id int PRIMARY KEY, name text)")
+            connection.execute(f"INSERT INTO users VALUES (1, '{SECRET}'), (2, 'Ben')")
+        landed = LandedHome(tmp_path / "home", server.dsn())
+        landed.catch_up()
+        with server.connect() as connection:
+            connection.execute("DELETE FROM users WHERE id = 1")
+        with monkeypatch.context() as ended:
+            ended.setattr(raw_past if step == "note_forgotten" else rebuild, step, ends)
+            with pytest.raises(_EndedError):
+                forget_table(landed.home, "public.users")
+        with landed.home.open_catalog() as catalog:
+            stream = catalog.stream("shop").id
+            assert catalog.find_table(stream, "public", "users").is_copy_held
+            if step == "await_outcome":
+                # The console offers this of a held copy, and its rows would go with the older ones.
+                with pytest.raises(UsageError, match="its copy begins once they are gone"):
+                    copy_table(catalog, stream, "public.users")
+        landed.capture()
+        landed.land(fold=False)
+        assert forget_table(landed.home, "public.users") == 0
+        assert values_in(landed.home.path / "lake") == []
+        landed.catch_up()
+        with millstream.open(landed.home.path) as home:
+            assert home.query("FROM public.users").to_pylist() == [{"id": 2, "name": "Ben"}]

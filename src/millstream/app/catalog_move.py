@@ -20,7 +20,7 @@ from millstream.processes.locks import Role, RoleLock, nobody_writes
 
 _MOVES: Final = "moves"
 """The scope under which a home notes that its catalog has moved: a repeated move after that only renames the file."""
-_ROLES: Final[tuple[Role, ...]] = ("run", "pipeline", "replay")
+_ROLES: Final[tuple[Role, ...]] = ("run", "pipeline", "replay", "forget")
 
 _NOT_FREE: Final = "What this home's log refers to can't be renumbered: name a database of its own in [catalog] url."
 

@@ -141,6 +141,7 @@ def forget_table(
     Raises:
         UnknownTable: the lake or the catalog has no table of that name.
         UsageError: it is being copied, it can't be copied, or the lake is in PostgreSQL.
+        HomeBusy: another call deletes a table's older records.
         MillstreamError: it failed, with the pipeline's own reason.
     """
     from millstream.capture.raw_past import note_forgotten
@@ -152,7 +153,8 @@ def forget_table(
             f"the lake of {name} is in PostgreSQL, where Millstream keeps no older rows of {table}",
             hint=f"Delete them there, and run `millstream tables copy {table}`.",
         )
-    with home.open_catalog() as catalog:
+    # One of two calls would wait for the outcome that the other has taken.
+    with RoleLock.take(home.run_folder, "forget"), home.open_catalog() as catalog:
         place = _find(home, catalog, name, config, table)
         row, stream_id = place.row, place.layout.stream_id
         if row.state is TableState.COPYING:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from millstream.app.status import held_scope, held_tables, shown_tables, tables_of
 from millstream.catalog import COPY_HELD, TableState
+from millstream.catalog.rebuilds import Rebuilds
 from millstream.errors import UsageError
+from millstream.home.paths import PIPELINE
 from millstream.model.ids import StreamId
 from millstream.model.names import parse_qualified_name
 
@@ -89,11 +91,18 @@ def copy_table(catalog: Catalog, stream: StreamId, table: str, *, held: str = ""
 
     Raises:
         UnknownTable: the stream has none of that name.
-        UsageError: it has no key to copy it by, or no source.
+        UsageError: it has no key to copy it by, or no source, or its older records are being deleted.
     """
     row = catalog.find_table(stream, *parse_qualified_name(table))
     if not row.is_captured:
         raise UsageError(f"applications write {table}: there is nothing to copy it from")
+    erasing = Rebuilds(catalog, stream, PIPELINE).waiting()
+    if not held and any(request.erases and request.table_id == row.id for request in erasing):
+        # The copy's rows would be deleted with the older ones.
+        raise UsageError(
+            f"the older records of {table} are being deleted: its copy begins once they are gone",
+            hint=f"If the command that deletes them was ended, run it again: `millstream tables copy {table} --forget`.",
+        )
     states = [TableState.STREAMING, TableState.COPYING, TableState.COPY_REQUESTED, TableState.QUARANTINED]
     reason, details = held or "asked for by `tables copy`", {"cause": COPY_HELD} if held else None
     if not catalog.set_state(row.id, TableState.COPY_REQUESTED, reason, details=details, only_from=states):

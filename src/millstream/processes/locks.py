@@ -19,11 +19,13 @@ from millstream.private_files import open_private
 _Result = TypeVar("_Result")
 WriterRole = NewType("WriterRole", str)
 """The role of an appender to the home's logs, by the writer's name: see `writer_role`."""
-Role = Literal["run", "owner", "pipeline", "serve", "follow", "promote", "reconcile", "replay", "delivery", "alerts"]
+Role = Literal[
+    "run", "owner", "pipeline", "serve", "follow", "promote", "reconcile", "replay", "forget", "delivery", "alerts"
+]
 """`run`: the supervisor. `owner`: capture, the streams' writer. `pipeline`: the Spark driver. `serve`: HTTP
 and Flight. `follow`: copies the streams that other nodes lead. `promote`: makes this node a leader.
 `reconcile`: merges regions' tables, as the owner also does for a while before retention. `replay`: writes a range of records into a table of its own.
-`delivery`: has the state of the streams' consumers. `alerts`: looks for conditions to report, and sends them."""
+`forget`: deletes a table's older records. `delivery`: has the state of the streams' consumers. `alerts`: looks for conditions to report, and sends them."""
 
 _HELD: Final[weakref.WeakSet[RoleLock]] = weakref.WeakSet()
 """This process's locks: a forked child has none of them."""
@@ -36,6 +38,7 @@ _WORDS: Final[dict[str, str]] = {
     "promote": "`millstream promote`",
     "reconcile": "the reconciliation",
     "replay": "`millstream pipeline replay`",
+    "forget": "`millstream tables copy --forget`",
     "delivery": "the process that delivers to consumers",
     "alerts": "the process that sends alerts",
 }
