@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Generator
+import re
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pyarrow as pa
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.console.homes import filled_home, site_of
@@ -14,6 +16,7 @@ from tests.console.test_html import Seen
 
 from millstream.console import query_page
 from millstream.console.html import Content, escaped
+from millstream.model.arrow_texts import rows_of_texts
 
 OWN = {"origin": "http://127.0.0.1:8787"}
 FROM_HISTORY = "SELECT id, '<b>' AS h, NULL AS n FROM history.\"public.orders\" ORDER BY id"
@@ -67,6 +70,29 @@ def test_a_page_has_the_first_rows_and_says_so() -> None:
     assert page.count(b"<td>") == query_page.ROWS_SHOWN
     assert b"The first 1,000 rows; there are more." in page
     assert closed, "the query goes on although no one waits for it"
+
+
+def test_large_values_take_neither_the_server_s_memory_nor_a_page_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = pa.array(["x" * 5_000] * 400)
+    batch = pa.record_batch({str(number): values for number in range(20)})
+    made_bytes: list[int] = []
+
+    def texts(some: pa.RecordBatch) -> Iterator[tuple[str | None, ...]]:
+        made_bytes.append(some.nbytes)
+        return rows_of_texts(some)
+
+    monkeypatch.setattr(query_page, "rows_of_texts", texts)
+    (page,) = query_page.as_page(shown, parts_of([batch], []))
+    most = query_page._PAGE_MAX
+    assert most < len(page) < most + 100_000
+    assert b"x" * 2_000 + "… (5,000 characters".encode() in page
+    assert re.search(rb"The first \d{3} rows; there are more\.", page)
+    for_page = made_bytes.copy()
+    made_bytes.clear()
+    lines = list(query_page.as_csv(parts_of([batch], [])))
+    assert b"".join(lines).count(b"x" * 5_000) == 8_000
+    assert sum(for_page) < sum(made_bytes), "the page's query goes on although the page is full"
+    assert max(for_page + made_bytes) <= query_page._BYTES_AT_ONCE
 
 
 def test_who_asks_sql_gets_the_answer_or_the_error_in_the_page(tmp_path: Path) -> None:

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 ROWS_SHOWN: Final = 1_000
 CSV_TYPE: Final = "text/csv; charset=utf-8"
 _VALUE_MAX: Final = 2_000
+_PAGE_MAX: Final = 8 << 20
+"""Characters of HTML after which a page has no more rows: the server holds them, and a browser shows them."""
+_ROWS_AT_ONCE: Final = 256
+_BYTES_AT_ONCE: Final = 4 << 20
+"""Rows and bytes of them that are texts at one time: a batch of large values as texts takes several times its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +112,17 @@ def as_page(show: Callable[[Content], bytes], parts: Generator[bytes, None, None
         parts: the bytes of an Arrow IPC stream.
     """
     with contextlib.closing(parts), pa.ipc.open_stream(io.BufferedReader(_Parts(parts))) as reader:
-        rows = (row for batch in reader for row in rows_of_texts(batch))
-        found = list(islice(rows, ROWS_SHOWN + 1))
         heads = tag("tr", *(tag("th", name, scope="col") for name in reader.schema.names))
-        size = len(found)
-    body = [tag("tr", *map(_cell, row)) for row in found[:ROWS_SHOWN]]
-    words = (
-        f"The first {ROWS_SHOWN:,} rows; there are more."
-        if size > ROWS_SHOWN
-        else f"{size:,} rows."
-        if size != 1
-        else "1 row."
-    )
+        rows = (row for batch in _some_rows(reader) for row in rows_of_texts(batch))
+        body, size = list[Html](), 0
+        for row in islice(rows, ROWS_SHOWN):
+            body.append(tag("tr", *map(_cell, row)))
+            size += len(body[-1])
+            if size > _PAGE_MAX:
+                break
+        has_more = next(rows, None) is not None
+    count = "1 row" if len(body) == 1 else f"{len(body):,} rows"
+    words = f"The first {count}; there are more." if has_more else f"{count}."
     table = tag("table", tag("thead", heads), tag("tbody", *body))
     scroll = tag("div", table, class_="scroll", tabindex=0, role="region", aria_label="Rows")
     yield show(tag("section", tag("h2", "Answer"), tag("p", words, class_="note"), scroll, id="answer"))
@@ -128,8 +132,16 @@ def as_csv(parts: Generator[bytes, None, None]) -> Iterator[bytes]:
     """Yield an answer as CSV, while it comes."""
     with contextlib.closing(parts), pa.ipc.open_stream(io.BufferedReader(_Parts(parts))) as reader:
         yield (",".join(map(csv_field, reader.schema.names)) + "\r\n").encode()
-        for batch in reader:
+        for batch in _some_rows(reader):
             yield "".join(",".join(map(csv_field, row)) + "\r\n" for row in rows_of_texts(batch)).encode()
+
+
+def _some_rows(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
+    """Yield the rows a few at a time."""
+    for batch in reader:
+        step = max(1, min(_ROWS_AT_ONCE, batch.num_rows * _BYTES_AT_ONCE // max(1, batch.nbytes)))
+        for at in range(0, batch.num_rows, step):
+            yield batch.slice(at, step)
 
 
 def _cell(text: str | None) -> Html:
