@@ -435,6 +435,10 @@ def status_of(heard: bytes) -> int:
         ("GET /x HTTP/1.1", "Host: a\r\nhost: b\r\n", 400),
         ("GET /x HTTP/1.1", "Host: a/b\r\n", 400),
         ("GET /x HTTP/1.1", "Host: a, b c\r\n", 400),
+        # No URL can be made of these.
+        ("GET /x HTTP/1.1", "Host: [\r\n", 400),
+        ("GET /x HTTP/1.1", "Host: a]:80\r\n", 400),
+        ("GET /x HTTP/1.1", "Host: [1:2]\r\n", 400),
         ("GET /x HTTP/1.0", "Host: a\r\nHost: b\r\n", 400),
         ("GET /x", "", 400),
         ("GET /x", "Host: a\r\n", 400),

@@ -8,6 +8,7 @@ in front of a colon.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
@@ -17,8 +18,8 @@ from millstream.errors import UsageError
 from millstream.serving.problems import plain_problem, problem_of
 
 _VERSIONS: Final = {"1.0", "1.1"}
-_HOST: Final = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
-"""The characters of a host name or an address, with a port (RFC 3986, 3.2.2)."""
+_HOST: Final = re.compile(rb"\[([0-9A-Fa-f:.]+)\](?::[0-9]*)?|[A-Za-z0-9._~!$&'()*+,;=%:-]*")
+"""An address in brackets, or the characters of a host name or another address; with a port (RFC 3986, 3.2.2)."""
 _HOST_HINT: Final = "Send one Host header: the name of this server."
 
 
@@ -52,7 +53,7 @@ def check_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
     for name, value in headers:
         if name == b"host":
             hosts += 1
-            if not _HOST.fullmatch(value.strip(b" \t")):
+            if not _is_host(value.strip(b" \t")):
                 raise _invalid("the request's Host header isn't a host name", _HOST_HINT)
         elif name == b"transfer-encoding":
             codings = value if codings is None else codings + b"," + value
@@ -65,6 +66,17 @@ def check_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
         raise _invalid("the HTTP/1.0 request has a Transfer-Encoding", "Send its body with a Content-Length.")
     if codings.lower() != b"chunked":
         raise HeadRefused(plain_problem(HTTPStatus.NOT_IMPLEMENTED, "Transfer-Encoding may be chunked, nothing else"))
+
+
+def _is_host(value: bytes) -> bool:
+    found = _HOST.fullmatch(value)
+    if found is None or found[1] is None:
+        return found is not None
+    try:
+        ipaddress.IPv6Address(found[1].decode())
+    except ValueError:
+        return False  # no URL can be made of it
+    return True
 
 
 def _invalid(message: str, hint: str) -> HeadRefused:
