@@ -243,9 +243,14 @@ def test_a_session_opens_the_pages_and_has_no_secret(site: Site) -> None:
 def test_a_session_ends_by_time_by_logout_and_with_its_token(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     with site.home.open_catalog() as catalog:
         site.tokens["brief"] = catalog.create_access_token(Rights.parse(["*=read"]), name="brief")[1]
-        shown = site.cookie("brief")
-        assert site.get("/", cookie=shown).status_code == 200
-        out = site.call("POST", "/console/logout", OWN | {"cookie": shown})
+        gone, shown = site.cookie("brief"), site.cookie("brief")
+        for cookie_sent in (gone, shown):
+            assert site.get("/", cookie=cookie_sent).status_code == 200
+        site.call("POST", "/console/logout", FOREIGN | {"cookie": gone})
+        assert site.get("/", cookie=gone).status_code == 200, "another site's page logged out"
+        out = site.call("POST", "/console/logout", OWN | {"cookie": gone})
+        assert site.get("/", cookie=gone).status_code == 303, "a copy of the cookie outlives the logout"
+        assert site.get("/", cookie=shown).status_code == 200, "the same token's session in another browser"
         (cookie,) = SimpleCookie(out.headers["set-cookie"]).values()
         assert cookie.value == ""
         assert cookie["max-age"] == "0"

@@ -269,6 +269,7 @@ class Console:
 
     async def _logout(self, request: Request) -> Response:
         _check_own_page(request)
+        self._access.end_session(request.scope)
         answer = RedirectResponse("/console/login", 303, _HEADERS)
         answer.delete_cookie(cookie_name(request.scope), path="/", httponly=True, samesite="strict")
         return answer

@@ -258,6 +258,14 @@ class Access:
         assert found is not None
         return self._sessions.issue(found.id, found.digest, expires_us=found.expires_us)
 
+    def end_session(self, scope: Mapping[str, Any]) -> None:
+        """End the session in a request's cookies, if there is one. For one event loop."""
+        session = session_in(scope)
+        token_id = None if session is None else Sessions.token_id(session)
+        found = None if token_id is None or self._book is None else self._book.by_id(token_id)
+        if session is not None and found is not None:
+            self._sessions.end(session, found.digest)
+
     def close(self) -> None:
         """Close the catalog."""
         self._reads.shutdown()

@@ -1,7 +1,7 @@
 """Sessions of a browser: a cookie that stands for an access token and doesn't contain its secret.
 
 A session names the token by its id, and ends with it. Its signature covers the token's digest, by a key that
-lives as long as the server's process: a restart ends every session.
+lives as long as the server's process: a restart ends every session. A copy of a cookie ends with its logout.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Any, Final
 
 LASTS_S: Final = 12 * 3600
 """A working day."""
-_SESSION: Final = re.compile(r"([0-9a-f]{12})\.([0-9]{1,12})\.([0-9a-f]{64})")
+_ENDED_MAX: Final = 10_000
+"""Logouts that are remembered; the oldest are forgotten first."""
+_SESSION: Final = re.compile(r"([0-9a-f]{12})\.([0-9]{1,12}\.[0-9a-f]{16})\.([0-9a-f]{64})")
 
 
 class Sessions:
@@ -24,6 +26,8 @@ class Sessions:
 
     def __init__(self) -> None:
         self._key: Final = secrets.token_bytes(32)
+        self._ended: dict[str, None] = {}
+        """Sessions that were ended before their time, in that order."""
 
     def issue(self, token_id: str, digest: bytes, *, expires_us: int | None) -> tuple[str, int]:
         """Return a session for a token, and for how many seconds it lasts.
@@ -35,7 +39,9 @@ class Sessions:
         """
         now_s = int(time.time())
         until_s = now_s + LASTS_S if expires_us is None else min(now_s + LASTS_S, expires_us // 1_000_000)
-        return f"{token_id}.{until_s}.{self._signature(token_id, until_s, digest)}", max(0, until_s - now_s)
+        # Two logins within a second are two sessions: one's logout doesn't end the other.
+        own = f"{until_s}.{secrets.token_hex(8)}"
+        return f"{token_id}.{own}.{self._signature(token_id, own, digest)}", max(0, until_s - now_s)
 
     @staticmethod
     def token_id(session: str) -> str | None:
@@ -46,13 +52,20 @@ class Sessions:
     def is_valid(self, session: str, digest: bytes) -> bool:
         """Return whether this server issued the session for the token with that digest, and it hasn't ended."""
         found = _SESSION.fullmatch(session)
-        if found is None:
+        if found is None or session in self._ended:
             return False
-        signature = self._signature(found[1], int(found[2]), digest)
-        return hmac.compare_digest(signature, found[3]) and time.time() < int(found[2])
+        until_s = int(found[2].partition(".")[0])
+        return hmac.compare_digest(self._signature(found[1], found[2], digest), found[3]) and time.time() < until_s
 
-    def _signature(self, token_id: str, until_s: int, digest: bytes) -> str:
-        return hmac.new(self._key, f"{token_id}.{until_s}.".encode() + digest, hashlib.sha256).hexdigest()
+    def end(self, session: str, digest: bytes) -> None:
+        """End a session of the token with that digest before its time; others are left alone. For one thread."""
+        if self.is_valid(session, digest):
+            self._ended[session] = None
+            if len(self._ended) > _ENDED_MAX:
+                del self._ended[next(iter(self._ended))]
+
+    def _signature(self, token_id: str, own: str, digest: bytes) -> str:
+        return hmac.new(self._key, f"{token_id}.{own}.".encode() + digest, hashlib.sha256).hexdigest()
 
 
 def cookie_name(scope: Mapping[str, Any]) -> str:
