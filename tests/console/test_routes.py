@@ -199,6 +199,12 @@ def test_who_has_no_token_is_sent_to_the_login_and_gets_no_data(site: Site) -> N
         assert answer.status_code == 303
         assert answer.headers["location"] == f"/console/login?next={path}"
         assert not answer.content
+    # A name's own `?` stays a part of the path, and a `Host` that is no address is no bug of ours.
+    odd = site.get("/tables/web/a%3Fb", host="[").headers["location"]
+    assert odd == "/console/login?next=/tables/web/a%253Fb"
+    answer = site.call("POST", "/console/login", OWN, token=site.tokens["all"], next="/tables/web/a%3Fb")
+    assert answer.headers["location"] == "/tables/web/a%3Fb"
+    assert site.call("POST", "/console/act", OWN).headers["location"] == "/console/login?next=/"
     assert events(site, "/console/events?path=/")[0] == 401
     form = Seen(site.get("/console/login?next=//evil.example").text)
     assert next(a["value"] for n, a in form.tags if n == "input" and a["name"] == "next") == "/"
@@ -266,10 +272,14 @@ def test_a_session_ends_by_time_by_logout_and_with_its_token(site: Site, monkeyp
 
 def test_a_wrong_token_and_one_without_the_right_open_nothing(site: Site) -> None:
     for token, status in (("mst_x", 401), ("", 401), (site.tokens["write"], 403)):
-        answer = site.call("POST", "/console/login", OWN, token=token)
+        answer = site.call("POST", "/console/login", OWN, token=token, next="/tables")
         assert answer.status_code == status
         assert "set-cookie" not in answer.headers
         assert "Access token" in answer.text
+        inputs = [attributes for name, attributes in Seen(answer.text).tags if name == "input"]
+        assert next(one["value"] for one in inputs if one["name"] == "next") == "/tables", (
+            "the second try leads elsewhere"
+        )
     header = {"authorization": f"Bearer {site.tokens['write']}"}
     for path in PAGES:
         assert site.call("GET", path, header).status_code == 403

@@ -104,11 +104,12 @@ class Console:
             try:
                 return _compressed(request, await answer(request))
             except Unauthenticated:
-                back = quote(request.url.path, safe="/")
-                return RedirectResponse(f"/console/login?next={back}", 303, _HEADERS)
+                # The address as it was sent; that of a form alone can't be opened.
+                back = "/" if path.startswith("/console/") else request.scope["raw_path"].decode("latin-1")
+                return RedirectResponse(f"/console/login?next={quote(back, safe='/')}", 303, _HEADERS)
             except MillstreamError as error:
                 content = page(
-                    request.url.path,
+                    request.scope["path"],
                     "This can't be shown",
                     self._name,
                     None,
@@ -241,10 +242,11 @@ class Console:
         headers = {**_HEADERS, "cache-control": "public, max-age=31536000, immutable"}
         return Response(self._files[name], 200, headers, f"{_FILES[name]}; charset=utf-8")
 
-    async def _login_form(self, request: Request, error: MillstreamError | None = None) -> Response:
+    async def _login_form(self, request: Request) -> Response:
         back = _back(request.query_params.get("next", "/"))
-        if not self._access.is_asked:
-            return RedirectResponse(back, 303, _HEADERS)
+        return self._login_page(back) if self._access.is_asked else RedirectResponse(back, 303, _HEADERS)
+
+    def _login_page(self, back: str, error: MillstreamError | None = None) -> Response:
         content = login_content(back, error)
         data = page("/console/login", "Log in", self._name, None, *content, versions=self._versions)
         return _html(data, 200 if error is None else int(status_of(error)))
@@ -259,7 +261,7 @@ class Console:
             caller = await self._access.caller_async(Credentials(token))
             Sight.of(caller, iter(self._home.config.streams))
         except AccessError as error:
-            return await self._login_form(request, error)
+            return self._login_page(back, error)
         answer = RedirectResponse(back, 303, _HEADERS)
         cookie = cookie_name(request.scope)
         is_safe = request.scope["scheme"] == "https"
