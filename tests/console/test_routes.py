@@ -17,6 +17,7 @@ from tests.console.test_html import Seen
 
 from millstream.app.open_home import OpenHome
 from millstream.console import table_page
+from millstream.console.routes import Console, _live_path
 from millstream.model.access import Rights
 from millstream.model.ids import TableId
 from millstream.serving import sessions
@@ -298,6 +299,24 @@ def test_who_may_read_one_stream_sees_nothing_of_others(site: Site) -> None:
     assert site.get("/v1/streams/web/tail", cookie=shown).status_code == 403
     _, found = events(site, f"/console/events?path=/tables/web/{quote(quote(HOSTILE, safe=''))}", cookie=shown)
     assert "is no longer among the tables" in json.dumps(found)
+
+
+def test_whatever_paths_viewers_name_they_share_the_pages_areas(open_site: Site) -> None:
+    live = next(part.live for part in open_site.application._parts if isinstance(part, Console))
+    odd = ("/%74ables", "/t%61bles", "/x", "/y/z", "", "tables", "/log/a/b", "/nodes/", "/console/act")
+    for path in odd:
+        assert events(open_site, f"/console/events?path={quote(path)}")[0] == 200
+        assert live._current is not None
+        assert not {view.path for view in live._current.areas}.intersection(odd)
+    assert [_live_path(path) for path in odd] == ["/tables"] * 2 + ["/"] * 7
+    for path in (
+        f"/tables/web/{quote(HOSTILE, safe='')}",
+        "/tables/web/%2E%2E",
+        "/log/shop",
+        "/consumers/shop/a",
+        "/nodes",
+    ):
+        assert _live_path(path) == path
 
 
 def test_the_event_stream_has_differences_alone(open_site: Site) -> None:

@@ -291,7 +291,7 @@ class Console:
         return {name: values[0] for name, values in fields.items()}
 
     async def _events(self, request: Request) -> Response:
-        path = request.query_params.get("path", "/")
+        path = _live_path(request.query_params.get("path", "/"))
         try:
             _, sight = await self._viewer(request)
         except MillstreamError as error:
@@ -390,6 +390,13 @@ def _area(view: View, snapshot: Snapshot) -> Rendered:
         case _:
             pieces = pages.overview(status, snapshot.rates)
     return Rendered(list(pieces), len(troubles_of(status)))
+
+
+def _live_path(path: str) -> str:
+    """Return the one spelling of a page's path; the overview's for others, so that none has an area of its own."""
+    parts = [unquote(part) for part in path.split("/")[1:]]
+    width = {"tables": (1, 3), "log": (1, 2), "consumers": (1, 3), "nodes": (1,)}.get(parts[0] if parts else "", ())
+    return address(*parts) if len(parts) in width else "/"
 
 
 def _html(data: bytes, status: int = 200) -> Response:
