@@ -108,7 +108,7 @@ function element(name, properties, ...children) {
 const OPS = { c: "insert into", u: "update of", d: "delete from", r: "copied row of", t: "truncate of", m: "message" };
 
 function text(row, name) {
-  if (!row || !(name in row)) return "";
+  if (!row || !Object.hasOwn(row, name)) return "";
   const value = row[name];
   return value === null ? "NULL" : typeof value === "string" ? value : JSON.stringify(value);
 }
@@ -121,7 +121,7 @@ function recordItem(record) {
   details.addEventListener("toggle", () => {
     const names = [...new Set([...Object.keys(row ?? {}), ...Object.keys(before ?? {})])];
     const rows = names.map((name) => {
-      const isChanged = before && row && name in before && name in row && text(before, name) !== text(row, name);
+      const isChanged = before && row && Object.hasOwn(before, name) && Object.hasOwn(row, name) && text(before, name) !== text(row, name);
       const cells = [before, row].map((values) => element("td", {}, text(values, name)));
       return element("tr", { className: isChanged ? "changed" : "" }, element("th", { scope: "row" }, name), ...cells);
     });
