@@ -47,6 +47,15 @@ def test_a_name_of_other_schemas_alone_is_answered_with_all_it_may_mean(
     assert caught.value.hint == 'Name its schema too: "Old".orders or sales.orders.'
 
 
+def test_a_views_table_without_quotes_is_answered_with_the_name_in_quotes(
+    layout: LakeLayout, orders: TableSchema, records: Records
+) -> None:
+    land(layout, 1, {orders: records(orders, ("c", 1, {"id": 1}))}, fold=True)
+    with LakeSession(layout) as session, pytest.raises(InvalidQuery, match=r"no table merged\.orders") as caught:
+        session.query("FROM merged.orders")
+    assert caught.value.hint == 'Name its schema too: merged."public.orders".'
+
+
 @pytest.mark.parametrize(
     "sql", ["SELECT max(at) FROM {}", "SELECT {}.id, AT from {}", "FROM {} WHERE at > 3 AND 'end' <> ''"]
 )

@@ -39,7 +39,7 @@ from millstream.lake.layout import MESSAGES, LakeLayout, has_current
 from millstream.lake.query.bounds import QueryBounds
 from millstream.lake.query.duckdb_connection import Engine, quote
 from millstream.lake.query.log_tail import TailTables
-from millstream.lake.query.merged_rows import MergedTables, MergedViews
+from millstream.lake.query.merged_rows import MERGED, MergedTables, MergedViews
 from millstream.lake.query.namesakes import Namesakes
 from millstream.lake.query.overlay import SEQ
 from millstream.lake.query.rows import RecordRange, bag_sql, built_sql, keyed_sql, left_sql
@@ -377,8 +377,10 @@ class LakeSession:
                 hint = None if self.landed_by is None else self._where_they_land(self.landed_by)
                 return InvalidQuery(f"{known.full_name} has nothing in the lake yet: {why}", hint=hint)
         # In our words, because DuckDB's suggestions are its own tables.
-        others = same_bare(table.partition(".")[2], [parse_qualified_name(name) for name in self.tables])
-        return InvalidQuery(f"there is no table {table} in the lake", hint=name_in_full(others) or self._hint())
+        view, _, bare = table.partition(".")
+        others = same_bare(bare, [parse_qualified_name(name) for name in self.tables])
+        hint = name_in_full([f'{view}."{name}"' for name in others] if view in {HISTORY, SCD2, MERGED} else others)
+        return InvalidQuery(f"there is no table {table} in the lake", hint=hint or self._hint())
 
     def _hint(self) -> str:
         if self._failures:
