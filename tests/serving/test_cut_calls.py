@@ -51,7 +51,7 @@ def ids(home: Path) -> list[int]:
     try:
         return [row["id"] for row in rows_of(home, TABLE)]
     except LogError as error:
-        if "holds no log yet" not in error.message:
+        if error.code != "log_empty":
             raise
         return []  # its folder is made before its first group
 

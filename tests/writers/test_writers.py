@@ -112,7 +112,7 @@ class Reader:
             try:
                 self.read()
             except Exception as error:  # noqa: BLE001 - told at the end
-                if isinstance(error, LogError) and "holds no log yet" in error.message:
+                if isinstance(error, LogError) and error.code == "log_empty":
                     continue
                 self.wrong.append(repr(error))
                 return

@@ -130,10 +130,18 @@ def test_a_region_takes_what_another_hid_from_its_log(tmp_path: Path):
         feed = one.feed(1)
         one.signal(1, feed.items[0].item_id, "skip", impression_id=feed.items[0].impression_id)
         one.block(1, feed.items[1].creator)
+        theirs = one.feed(2)
+        assert one.feed(2) == theirs
         assert one.items(limit=1).items[0].item_id == (1 << 40) + 1
+    (homes[2] / "data/wal/forage@1").mkdir(parents=True)  # as a follower makes it before the first shipment
     with ForageEngine.open(homes[2]) as two:
         assert two.feed(1).items == []
+        (homes[2] / "data/wal/forage@1").rmdir()
         shutil.copytree(homes[1] / "data/wal/forage", homes[2] / "data/wal/forage@1")
+        mine = two.feed(2)
+        assert mine.feed_id is not None
+        assert mine.feed_id >> REGION_BITS == 2  # region 1's feed has a token of region 1's log
+        assert two.feed(2) == mine
         shown = two.feed(1, 50, 1).items
         assert len(shown) == 50
         assert feed.items[0].item_id not in {item.item_id for item in shown}

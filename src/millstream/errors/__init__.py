@@ -278,6 +278,11 @@ class LogError(MillstreamError):
 
     code = "log"
     codes: ClassVar[Mapping[str, Code]] = {
+        "log_empty": Code(
+            "The log has no record so far, so it has no position either.",
+            Retry.BACKOFF,
+            "Capture a table or append rows first; another region's log comes once that region can be reached.",
+        ),
         "loss_not_accepted": Code(
             "`wal repair` was given ranges that aren't exactly those lost; nothing was changed. Details: file.",
             Retry.OPERATOR,

@@ -136,7 +136,7 @@ class ReplicaTooStale(ReplicationError):
     """The follower's data is older than the caller, or its configuration, allows."""
 
     code = "replica_too_stale"
-    default_hint = "Read from the leader, or allow a higher staleness; `millstream replicas` shows the lag."
+    default_hint = "Read from the leader, allow a higher staleness, or wait for the regions that are behind; `millstream replicas` shows the lag."
 
 
 class NotEnoughReplicas(ReplicationError):

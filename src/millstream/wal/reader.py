@@ -99,7 +99,7 @@ class StreamReader:
         if self._stream is None:
             self._stream = next((mark.stream for mark in self._marks()[0].values()), None)
         if self._stream is None:
-            raise LogError(f"{self._folder} holds no log yet", hint="Capture a table or append rows first.")
+            raise LogError(f"{self._folder} holds no log yet", code="log_empty")
         return self._stream
 
     @property

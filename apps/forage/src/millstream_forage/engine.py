@@ -43,7 +43,7 @@ from millstream_forage.homes import CONFIG_FILE, opened_home
 from millstream_forage.items import NewItem, new_item
 from millstream_forage.requests import HideChange, Reaction, hide_change, reaction, whole_number
 from millstream_forage.state import DWELL, KIND_CODES, NO_ROW
-from millstream_forage.tables import ID_MAX, KINDS, arm_name, other_regions, region_of
+from millstream_forage.tables import ID_MAX, KINDS, REGION_BITS, arm_name, other_regions, region_of
 from millstream_forage.taste import MATCH_THRESHOLD
 
 LIMIT: Final = 7
@@ -471,10 +471,11 @@ class ForageEngine:
         return replace(feed, feed_id=feed_id, items=items)
 
     def _repeated(self, user: int, limit: int) -> Feed | None:
-        """Return the user's last feed of a limit if nothing has changed for the user since; it is computed again."""
+        """Return the user's last feed of a limit in this region if nothing has changed for the user since; it is computed again."""
         shown = self._state.impressions
         rows = shown.by_user.rows(user)
-        rows = rows[shown.limits.values[rows] == limit]
+        # Another region's feed has a token of that region's log.
+        rows = rows[(shown.limits.values[rows] == limit) & (shown.ids.values[rows] >> REGION_BITS == self._region)]
         if not len(rows):
             return None
         rows = rows[shown.feeds.values[rows] == shown.feeds.values[rows[-1]]]

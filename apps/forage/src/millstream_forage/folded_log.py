@@ -22,6 +22,7 @@ from millstream import AppendedTables, OpenHome, StreamToken
 from millstream.errors import (
     AppendOutcomeUnknown,
     DedupWindowExpired,
+    LogError,
     OtherRegion,
     SessionExpired,
     UnknownStream,
@@ -193,8 +194,13 @@ def ends_of(home: OpenHome, logs: Iterable[str]) -> dict[str, StreamToken]:
     """Return the end of each log, without those that haven't come yet."""
     ends = {}
     for name in logs:
-        with suppress(UnknownStream):
+        try:
             ends[name] = home.token(name)
+        except UnknownStream:
+            continue
+        except LogError as error:
+            if error.code != "log_empty":  # the follower has made the folder, and no record has come
+                raise
     return ends
 
 
