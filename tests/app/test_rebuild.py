@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from deltalake import DeltaTable, write_deltalake
@@ -14,9 +15,12 @@ from tests.app.homes import run
 from tests.app.landed import LandedHome
 
 from millstream import open as millstream_open
-from millstream.app.rebuild import rebuild_table, replay_table
+from millstream.app.rebuild import await_outcome, rebuild_table, replay_table
 from millstream.app.status import held_scope
-from millstream.errors import BeyondRetention, LakeBehind, LakeError, UnknownTable, UsageError
+from millstream.catalog.rebuilds import RebuildRequest, Rebuilds
+from millstream.errors import BeyondRetention, HomeBusy, LakeBehind, LakeError, UnknownTable, UsageError
+from millstream.home.home import Home
+from millstream.model.ids import StreamId, TableId
 from millstream.testing.errors import coded
 from millstream.testing.pytest_plugin import Database
 
@@ -192,3 +196,27 @@ def test_no_token_shows_or_replays_half_an_operation(home: LandedHome, postgres:
     assert shown >= {(50, 0), (49, 1), (70, 2)}
     inside = replay_table(home.home, "public.items", begin=None, end=f"{end.stream}.s{numbers[-5]}", into="inside")
     assert inside.rows == 50 + 5 + 1
+
+
+@pytest.mark.parametrize("other", ["took the outcome", "replaced the request"])
+def test_a_call_whose_request_another_one_ended_is_told_and_waits_no_longer(tmp_path: Path, other: str) -> None:
+    table = TableId(1)
+    (tmp_path / "millstream.toml").write_text("[streams.shop]\n")
+    home = Home(tmp_path)
+    home.prepare()
+    with home.open_catalog() as catalog:
+        requests = Rebuilds(catalog, StreamId(uuid4()), "shop")
+        requests.ask(table, ["current"])
+
+        def perform(_: RebuildRequest) -> None:
+            if other == "replaced the request":
+                requests.ask(table, ["scd2"])
+                requests.settle(table, "scd2", {"state": "done", "aside": None})
+            else:
+                requests.forget(table)
+
+        with pytest.raises(HomeBusy, match="another call"):
+            await_outcome(home, requests, table, ["current"], perform, lambda _: None)
+        theirs = requests.outcome(table)
+        assert theirs is not None
+        assert list(theirs) == (["scd2"] if other == "replaced the request" else [])

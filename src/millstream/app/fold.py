@@ -111,7 +111,7 @@ class _Work:
         for table, views in wanted:
             perform = partial(self._perform, table)
             try:
-                outcome = await_outcome(self.home, self.requests, table.table_id, perform, self.say)
+                outcome = await_outcome(self.home, self.requests, table.table_id, views, perform, self.say)
             except MillstreamError as error:
                 failure = failure or error
                 continue

@@ -117,7 +117,7 @@ def rebuild_table(
 
         check_history(place.layout, place.schema)
         place.rebuilds.ask(place.row.id, wanted)
-        return _await(place, say)
+        return _await(place, wanted, say)
 
 
 def forget_table(
@@ -153,7 +153,7 @@ def forget_table(
             f"the lake of {name} is in PostgreSQL, where Millstream keeps no older rows of {table}",
             hint=f"Delete them there, and run `millstream tables copy {table}`.",
         )
-    # One of two calls would wait for the outcome that the other has taken.
+    # A second call would delete the rows of the first one's copy.
     with RoleLock.take(home.run_folder, "forget"), home.open_catalog() as catalog:
         place = _find(home, catalog, name, config, table)
         row, stream_id = place.row, place.layout.stream_id
@@ -164,8 +164,9 @@ def forget_table(
             )
         # A copy that began before the files are gone would go with them.
         copy_table(catalog, stream_id, table, held=f"its older records are deleted by `tables copy {table} --forget`")
-        place.rebuilds.ask(row.id, ("history", "current", "scd2"), before_copy=True, erases=True)
-        _await(place, say)
+        views = ("history", "current", "scd2")
+        place.rebuilds.ask(row.id, views, before_copy=True, erases=True)
+        _await(place, views, say)
         note_forgotten(catalog, stream_id, row.id, time.time_ns() // 1000)
         dropped = _drop_dead_letters(home, name, place.row)
         copy_table(catalog, stream_id, table)
@@ -332,14 +333,14 @@ def _from_source(place: _Place, table: str, views: Sequence[str], say: Callable[
     if not damaged:
         return [RebuiltView(view, None, None) for view in views]
     place.rebuilds.ask(place.row.id, tuple(damaged), before_copy=True)
-    done = {found.view: found for found in _await(place, say)}
+    done = {found.view: found for found in _await(place, tuple(damaged), say)}
     return [done.get(view, RebuiltView(view, None, None)) for view in dict.fromkeys([*damaged, *views])]
 
 
-def _await(place: _Place, say: Callable[[str], None]) -> list[RebuiltView]:
+def _await(place: _Place, views: Sequence[str], say: Callable[[str], None]) -> list[RebuiltView]:
     """Return a request's outcome; see `await_outcome`."""
     outcome = await_outcome(
-        place.home, place.rebuilds, place.row.id, lambda request: _perform(place, request, say), say
+        place.home, place.rebuilds, place.row.id, views, lambda request: _perform(place, request, say), say
     )
     return [RebuiltView(view, told.get("rows"), told["aside"]) for view, told in outcome.items()]
 
@@ -348,6 +349,7 @@ def await_outcome(
     home: Home,
     requests: Rebuilds,
     table_id: TableId,
+    views: Sequence[str],
     perform: Callable[[RebuildRequest], None],
     say: Callable[[str], None],
 ) -> dict[str, dict[str, Any]]:
@@ -357,10 +359,12 @@ def await_outcome(
         home: the home.
         requests: has the request.
         table_id: its table.
+        views: those that were requested.
         perform: carries the request out and settles it; called while this process holds the pipeline's role.
         say: called once if the running pipeline does the work.
 
     Raises:
+        HomeBusy: another call for the same table has replaced the request, or has taken its outcome.
         MillstreamError: a view failed, with the pipeline's own reason.
     """
     said = False
@@ -382,6 +386,11 @@ def await_outcome(
                 say("the running pipeline takes it up")
                 said = True
             time.sleep(_LOOK_EVERY_S)
+    if not outcome.keys() >= set(views):
+        raise HomeBusy(
+            f"another call has replaced this request of {', '.join(views)}, or taken its outcome",
+            hint="Run the command again once the other has ended.",
+        )
     requests.forget(table_id)
     for told in outcome.values():
         if told["state"] == "failed":

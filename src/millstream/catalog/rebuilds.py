@@ -73,11 +73,10 @@ class Rebuilds:
             self._catalog.put_fact(self._scope, str(table_id), fact)
 
     def outcome(self, table_id: TableId) -> dict[str, dict[str, Any]] | None:
-        """Return the outcome by view, once no view of the table waits; None before, and if nothing was requested."""
+        """Return the outcome by view, once no view of the table waits; None before. Empty: there is no request."""
         fact = self._catalog.fact(self._scope, str(table_id))
-        if fact is None or any(told["state"] == _ASKED for told in fact["views"].values()):
-            return None
-        return dict(fact["views"])
+        views = {} if fact is None else dict(fact["views"])
+        return None if any(told["state"] == _ASKED for told in views.values()) else views
 
     def forget(self, table_id: TableId) -> None:
         """Delete the request, after its outcome has been reported."""
