@@ -29,17 +29,25 @@ EVIL = "t\x1b]0;owned\x07\x9b31m\x7f\x85\r\x08\nhint: run something"
 CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
 
-@given(st.text())
+def is_acted_on(character: str) -> bool:
+    """Return whether a terminal or a browser acts on a character, or it ends a line, or can't be encoded."""
+    turns = unicodedata.bidirectional(character) in {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+    marks = {"\u061c", "\u200e", "\u200f", "\u2028", "\u2029"}
+    return turns or character in marks or unicodedata.category(character) in {"Cc", "Cs"}
+
+
+@given(st.text(st.characters() | st.characters(categories=["Cc", "Cf", "Zl", "Zp"])))
 def test_only_control_characters_are_changed(text: str) -> None:
     shown = readable(text)
-    assert not any(unicodedata.category(character) in {"Cc", "Cs"} for character in shown)
+    assert not any(map(is_acted_on, shown))
     shown.encode()  # no half of a character is left
-    if not any(unicodedata.category(character) in {"Cc", "Cs"} for character in text):
+    if not any(map(is_acted_on, text)):
         assert shown == text
     assert "\n".join(map(readable, ["a", "b"])) == "a\nb"
 
 
 def test_how_they_are_written() -> None:
+    assert readable("gpj.\u202eexe") == "gpj.\\u202eexe"
     assert readable("a\n\r\t\x00\x1b\x7f\x9b\ud800é💧\\") == "a\\n\\r\\t\\x00\\x1b\\x7f\\x9b\\ud800é💧\\"
 
 
