@@ -327,7 +327,7 @@ def _node_rows(its: Mapping[str, Any]) -> Iterator[tuple[str, list[Content]]]:
             [name, one["node"], state_mark("follows"), _behind(one), _age(one["lag_s"]), "", ""],
         )
     if (store := its["object_store"]) is not None:
-        yield f"n-{name}-objects", [name, "object store", "", _behind(store), "", "", str(store.get("error") or "")]
+        yield f"o-{name}", [name, "object store", "", _behind(store), "", "", str(store.get("error") or "")]
 
 
 def listed(
