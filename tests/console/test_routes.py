@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import httpx
 import pytest
 from tests.console.homes import COLUMN, HOSTILE, VALUE, Site, filled_home, site_of
 from tests.console.test_html import Seen
@@ -271,6 +272,14 @@ def test_a_session_ends_by_time_by_logout_and_with_its_token(site: Site, monkeyp
         assert site.get("/", cookie=shown).status_code == 303
 
 
+def test_a_session_behind_a_proxy_that_ends_tls_is_never_sent_without_tls(site: Site) -> None:
+    for scheme, is_secure in (("http", False), ("https", True)):
+        headers = {"host": "millstream.example", "origin": f"{scheme}://millstream.example"}
+        answer = site.call("POST", "/console/login", headers, token=site.tokens["all"])
+        assert answer.status_code == 303, answer.text
+        assert ("secure" in answer.headers["set-cookie"].lower()) == is_secure
+
+
 def test_a_wrong_token_and_one_without_the_right_open_nothing(site: Site) -> None:
     for token, status in (("mst_x", 401), ("", 401), (site.tokens["write"], 403)):
         answer = site.call("POST", "/console/login", OWN, token=token, next="/tables")
@@ -299,6 +308,34 @@ def test_who_may_read_one_stream_sees_nothing_of_others(site: Site) -> None:
     assert site.get("/v1/streams/web/tail", cookie=shown).status_code == 403
     _, found = events(site, f"/console/events?path=/tables/web/{quote(quote(HOSTILE, safe=''))}", cookie=shown)
     assert "is no longer among the tables" in json.dumps(found)
+
+
+def test_the_paths_are_described_to_everyone_without_another_hosts_script(site: Site) -> None:
+    answer = site.get("/docs")
+    assert answer.status_code == 200
+    shown = Seen(answer.text)
+    for name, attributes in shown.tags:
+        address = attributes.get("src") or (attributes.get("href") if name == "link" else None)
+        assert address is None or address.startswith("/console/static/"), (name, attributes)
+    described = site.get("/openapi.json").json()["paths"]
+    assert len(described) > 20
+    for path, methods in described.items():
+        for method, facts in methods.items():
+            assert f"<code>{method.upper()} {path}</code>" in answer.text
+            for one in facts.get("parameters", ()):
+                assert f"<code>{one['name']}</code>" in answer.text
+    assert "shop" not in answer.text
+    assert site.get("/redoc").status_code == 404
+
+
+def test_a_head_of_the_event_stream_ends(open_site: Site) -> None:
+    async def asked() -> int:
+        async with asyncio.timeout(60):
+            transport = httpx.ASGITransport(app=open_site.asgi)
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8787") as client:
+                return (await client.head("/console/events")).status_code
+
+    assert open_site.loop.run(asked()) == 200
 
 
 def test_whatever_paths_viewers_name_they_share_the_pages_areas(open_site: Site) -> None:

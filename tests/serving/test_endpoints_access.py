@@ -23,7 +23,7 @@ from millstream.serving.application import Application
 
 LINES: Final = {"/write", "/api/v2/write"}
 """InfluxDB's clients expect errors of their own form there."""
-OPEN: Final = {"/healthz", "/readyz", "/ping", "/health", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"}
+OPEN: Final = {"/healthz", "/readyz", "/ping", "/health", "/openapi.json"}
 """Endpoints open to everyone: they report whether the server runs, and its interface, and none of its data."""
 
 

@@ -18,7 +18,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import RedirectResponse
 from starlette.types import Receive, Scope, Send
 
-from millstream.console import actions, log_page, pages, query_page, table_page
+from millstream.console import actions, log_page, pages, paths_page, query_page, table_page
 from millstream.console.frame import PAGES, address, error_content, link, login_content, page
 from millstream.console.html import Content, Rendered, tag
 from millstream.console.live import Live, Snapshot, View
@@ -87,6 +87,7 @@ class Console:
         self._add("/tables/{stream}/{table:path}", self._table)
         self._add("/log/{stream}", self._log)
         self._add("/consumers/{stream}/{consumer}", self._consumer)
+        self._add("/docs", self._paths)
         self._add("/console/act", self._act, "POST")
         self._add("/console/login", self._login_form)
         self._add("/console/login", self._login, "POST")
@@ -192,6 +193,10 @@ class Console:
         details = await asyncio.wrap_future(self._threads.submit(work))
         return await self._page(View(address("log", name), sight), caller, f"Log of {name}", *details)
 
+    async def _paths(self, request: Request) -> Response:
+        content = paths_page.paths(request.app.openapi())
+        return _html(page("/docs", "Paths of this server", self._name, None, content, versions=self._versions))
+
     async def _query_form(self, request: Request) -> Response:
         caller, sight = await self._viewer(request)
         streams = self._streams(sight)
@@ -264,7 +269,8 @@ class Console:
             return self._login_page(back, error)
         answer = RedirectResponse(back, 303, _HEADERS)
         cookie = cookie_name(request.scope)
-        is_safe = request.scope["scheme"] == "https"
+        # Behind a proxy that ends TLS the browser alone knows how it came.
+        is_safe = request.scope["scheme"] == "https" or request.headers["origin"].startswith("https:")
         text, seconds = self._access.session_of(token)
         answer.set_cookie(cookie, text, seconds, path="/", secure=is_safe, httponly=True, samesite="strict")
         return answer
@@ -323,6 +329,9 @@ class _Events(Response):
 
         headers = [header for header in self.raw_headers if header[0] != b"content-length"]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if scope["method"] == "HEAD":
+            await send({"type": "http.response.body", "body": b""})
+            return
         ends = [asyncio.create_task(listen()), asyncio.create_task(self._send_all(send))]
         if (ending := scope.get(ENDING)) is not None:
             ends.append(asyncio.create_task(ending.wait()))

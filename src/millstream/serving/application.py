@@ -164,6 +164,9 @@ class Application:
             title=_TITLE,
             description=_ABOUT,
             version=__version__,
+            # FastAPI's pages load scripts from another host, and a page of ours may act for a console's viewer.
+            docs_url=None,
+            redoc_url=None,
             responses=None,
             dependencies=[Depends(known_parameters)],
         )
