@@ -9,7 +9,6 @@ import click
 
 from millstream.cli.context import Invocation, pass_invocation, stream_option
 from millstream.cli.query_output import answer
-from millstream.cli.startup import leave_pandas_out
 
 if TYPE_CHECKING:
     from millstream.cli.results import Style
@@ -55,7 +54,6 @@ def query(
     goes to stderr. Without SQL, the command reads it from stdin; on a terminal it opens a prompt,
     with \? for help.
     """
-    leave_pandas_out()
     from millstream.app.lake_sessions import open_lake
 
     home = invocation.home(needs_source=False)

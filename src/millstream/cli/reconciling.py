@@ -47,10 +47,8 @@ def reconcile(
     Reads the new records of each region's log and stores the merged state, which `home.merged`
     reads. Without TABLE, all tables with merge rules are merged.
     """
-    from millstream.cli.startup import leave_pandas_out
     from millstream.regions.reconciling import reconcile_stream
 
-    leave_pandas_out()
     found = reconcile_stream(invocation.own_home(needs_source=False), stream, tables, dry_run=dry_run, limit=limit)
     if as_json:
         print_json(found.as_dict())

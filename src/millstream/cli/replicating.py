@@ -18,7 +18,7 @@ from millstream.cli.context import (
     say,
 )
 from millstream.cli.run import log_format_option
-from millstream.cli.startup import importing, leave_pandas_out
+from millstream.cli.startup import importing
 from millstream.model.readable import human_bytes, human_seconds
 
 if TYPE_CHECKING:
@@ -63,7 +63,6 @@ def follow(
     node led before, records that its leader lacks are set aside.
     """
     with importing():
-        leave_pandas_out()
         from millstream.model.addresses import mask_address
         from millstream.model.replication import check_node_name
         from millstream.nodes.following import begin_to_follow, follow_home, logs_to_rebuild, start_anew

@@ -88,7 +88,7 @@ def _list_columns(home: Path, environ: dict[str, str]) -> None:
     from millstream.home.home import Home
 
     try:
-        from millstream.capture import check_source
+        from millstream.capture.source_checks import check_source
 
         config = load_config(home / "millstream.toml", environ).config
         findings = [f for name, s in config.streams.items() for f in check_source(capture_config(Home(home), name, s))]
@@ -213,7 +213,7 @@ def slot_drop(invocation: Invocation, stream: str | None, yes: bool) -> None:
 
     Later changes are not captured; the next run copies every table again.
     """
-    from millstream.capture import drop_slot
+    from millstream.capture.source_checks import drop_slot
     from millstream.home.config_mapping import capture_config
     from millstream.model.readable import human_bytes
     from millstream.writers.trouble import forget_given_up

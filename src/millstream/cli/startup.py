@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 class _WithoutPandas(MetaPathFinder):
-    """Finds no pandas."""
+    """Finds no pandas until Spark is imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Raise for pandas; leave everything else to others."""
+        """Raise for pandas, as if it weren't installed; leave everything else to others."""
         del path, target
-        if fullname == "pandas":
-            raise ImportError("left out")
+        if fullname == "pandas" and "pyspark" not in sys.modules:
+            raise ModuleNotFoundError("pandas is left out of commands", name=fullname)
         return None
 
 
@@ -46,17 +46,12 @@ def importing() -> Iterator[None]:
         gc.enable()
 
 
-def leave_pandas_out() -> None:
-    """Have pyarrow conclude that there is no pandas.
-
-    It looks once per process, when it first meets a value of a type that could be pandas's.
-    """
-    import pyarrow as pa
-
+@contextmanager
+def without_pandas() -> Iterator[None]:
+    """Leave pandas out: pyarrow, which looks for it once, concludes that it isn't installed."""
     finder = _WithoutPandas()
     sys.meta_path.insert(0, finder)
     try:
-        pa.array([1])
-        pa.scalar(1)
+        yield
     finally:
         sys.meta_path.remove(finder)
