@@ -14,7 +14,8 @@ from typing import Any
 import structlog
 
 from bench.source import DATABASE
-from millstream.capture import CaptureConfig, run_capture
+from millstream.capture.config import CaptureConfig
+from millstream.capture.run import run_capture
 from millstream.catalog import Catalog, TableState
 from millstream.errors import MillstreamError
 from millstream.model.ids import SourceId, StreamId

@@ -15,7 +15,8 @@ from typing import Any
 import psycopg
 from tests.capture.beside import Beside, activity, joined, stacks
 
-from millstream.capture import CaptureConfig, CaptureOutcome, run_capture
+from millstream.capture.config import CaptureConfig, CaptureOutcome
+from millstream.capture.run import run_capture
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.errors import LogError, UnknownTable
 from millstream.model.ids import SourceId, TableId

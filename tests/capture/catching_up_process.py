@@ -14,7 +14,8 @@ import threading
 from contextlib import closing
 from pathlib import Path
 
-from millstream.capture import CaptureConfig, run_capture
+from millstream.capture.config import CaptureConfig
+from millstream.capture.run import run_capture
 from millstream.catalog import Catalog
 from millstream.model.operations import FIRST_SHARD
 from millstream.protocol.catching_up import CatchUpMode

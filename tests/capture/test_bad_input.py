@@ -11,8 +11,9 @@ import pytest
 from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage, make_config
 
-from millstream.capture import CaptureConfig, check_source, doctor_sql, drop_slot, sql_comment
+from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import check_version
+from millstream.capture.source_checks import check_source, doctor_sql, drop_slot, sql_comment
 from millstream.catalog import TableState
 from millstream.errors import MillstreamError, NoFreeSlot, PublicationMissing, Retry, SourceError
 from millstream.model.names import quote_ident

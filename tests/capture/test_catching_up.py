@@ -24,7 +24,7 @@ from tests.capture.beside import Beside, until_done, wait_until
 from tests.capture.capture_stage import CATCH_UP_S, MemoryLog, Stage, make_config
 from tests.capture.test_streaming import ORDERS, stream_positions
 
-from millstream.capture import CaptureProgress
+from millstream.capture.config import CaptureProgress
 from millstream.catalog import Catalog, TableState
 from millstream.errors import SourceError
 from millstream.model.operations import OperationKind, SpilledOp

@@ -13,7 +13,7 @@ import pytest
 from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage
 
-from millstream.capture import check_source
+from millstream.capture.source_checks import check_source
 from millstream.catalog import TableState
 from millstream.errors import ConfigError, MillstreamError, UnknownTable
 from millstream.model.column_rules import Rule, SourceRules

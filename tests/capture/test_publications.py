@@ -10,7 +10,7 @@ import pytest
 from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage
 
-from millstream.capture import check_source, doctor_sql
+from millstream.capture.source_checks import check_source, doctor_sql
 from millstream.catalog import TableState
 
 TABLES = (

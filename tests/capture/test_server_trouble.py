@@ -14,8 +14,8 @@ from tests.capture.beside import wait_until
 from tests.capture.test_standby import on_primary, telling
 from tests.capture.test_timelines import Servers, make_servers
 
-from millstream.capture import check_source, doctor_sql, drop_slot
 from millstream.capture.connection import connect_replication
+from millstream.capture.source_checks import check_source, doctor_sql, drop_slot
 from millstream.catalog import TableState
 from millstream.errors import SourceError
 from millstream.testing.postgres import EmbeddedPostgres

@@ -12,7 +12,8 @@ from structlog.testing import capture_logs
 from tests.capture.beside import Beside, wait_until
 from tests.capture.capture_stage import Stage
 
-from millstream.capture import CaptureOutcome, run_capture
+from millstream.capture.config import CaptureOutcome
+from millstream.capture.run import run_capture
 from millstream.capture.stream.frames import Block
 from millstream.capture.stream.replication_connection import SocketWire
 from millstream.catalog import TableState

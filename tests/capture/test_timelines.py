@@ -11,7 +11,7 @@ import pytest
 from tests.capture.beside import Beside, wait_until
 from tests.capture.capture_stage import MemoryLog, Stage, make_config
 
-from millstream.capture import drop_slot
+from millstream.capture.source_checks import drop_slot
 from millstream.capture.timeline import parse_history, shared_upto
 from millstream.catalog import Catalog, TableState
 from millstream.codec.pgoutput import HEARTBEAT_PREFIX

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from tests.capture.capture_stage import make_config
 from tests.wal.log_writers import Others
 
-from millstream.capture import run_capture
+from millstream.capture.run import run_capture
 from millstream.catalog import Catalog
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
 from millstream.errors import NotEnoughReplicas

@@ -117,7 +117,7 @@ def repair_script(home: Home) -> tuple[str, list[Diagnosis]]:
 
     The script is empty if SQL can fix nothing.
     """
-    from millstream.capture import doctor_sql, sql_comment
+    from millstream.capture.source_checks import doctor_sql, sql_comment
 
     scripts = []
     unasked = []
@@ -389,7 +389,7 @@ def _clocks_of_regions(home: Home, name: str, stream: StreamConfig) -> Iterator[
 
 
 def _source(home: Home, name: str) -> Iterator[Diagnosis]:
-    from millstream.capture import check_source
+    from millstream.capture.source_checks import check_source
 
     check = f"source of {name}"
     findings = check_source(capture_config(home, name, home.config.streams[name]))

@@ -28,7 +28,7 @@ from millstream.wal.lag import Backlogs
 from millstream.wal.reader import StreamReader
 
 if TYPE_CHECKING:
-    from millstream.capture import CaptureConfig
+    from millstream.capture.config import CaptureConfig
     from millstream.catalog import Catalog
     from millstream.lake.layout import LakeLayout
     from millstream.model.ids import SourceId

@@ -21,7 +21,7 @@ from millstream.private_files import make_folder
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from millstream.capture import CaptureConfig
+    from millstream.capture.config import CaptureConfig
     from millstream.config.model import StreamConfig
     from millstream.config.replication_model import ReplicationConfig
     from millstream.ingest.schemas import WriteRules
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: ShardId = FIRST_SHARD) -> CaptureConfig:
     """Return capture's parameters; `first_shard` is the writer's. `ConfigError` for a stream without a source."""
-    from millstream.capture import CaptureConfig
+    from millstream.capture.config import CaptureConfig
     from millstream.config.rule_checks import rules_of
     from millstream.model.column_rules import SourceRules
     from millstream.protocol.catching_up import CatchUpMode

@@ -54,7 +54,7 @@ from millstream.writers.trouble import forget_given_up, note_given_up
 from millstream.writers.writer_facts import note_capturing_writer, refuse_embedded_catalog, refuse_to_capture
 
 if TYPE_CHECKING:
-    from millstream.capture import CaptureOutcome, CaptureProgress
+    from millstream.capture.config import CaptureOutcome, CaptureProgress
     from millstream.catalog import Catalog
     from millstream.config.model import BufferConfig, StreamConfig
     from millstream.config.replication_model import ReplicationConfig
@@ -338,7 +338,7 @@ class OwnedStream:
     def _capture(
         self, writer: StreamWriter, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None]
     ) -> CaptureOutcome:
-        from millstream.capture import run_capture
+        from millstream.capture.run import run_capture
 
         def on_progress(progress: CaptureProgress) -> None:
             self._gets_on(writer)
