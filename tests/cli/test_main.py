@@ -59,7 +59,7 @@ def test_a_follower_begins_without_what_it_does_not_need() -> None:
         "import gc, sys\n"
         "from millstream.cli.startup import importing, without_pandas\n"
         "with without_pandas(), importing():\n"
-        "    import millstream.nodes.following, millstream.config.model, pyarrow as pa\n"
+        "    import millstream.nodes.follower_process, millstream.config.model, pyarrow as pa\n"
         "    assert pa.array([1]).to_pylist() == [1]\n"
         "assert gc.isenabled() and gc.get_freeze_count()\n"
         "print(sorted(set(sys.modules) & {'alembic', 'duckdb', 'fastapi', 'numba', 'obstore', 'pandas', 'sqlalchemy'}))"

@@ -6,7 +6,7 @@ import pytest
 
 from millstream.errors import AccessError, Unauthenticated
 from millstream.leadership.node_calls import told_by
-from millstream.replication.flight_address import LeaderAddress
+from millstream.replication.flight.address import LeaderAddress
 
 
 @pytest.mark.parametrize(

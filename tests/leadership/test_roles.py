@@ -26,12 +26,12 @@ from millstream.home.home import Home
 from millstream.leadership.role_files import VERSIONS_NAME, Roles, replication_folder
 from millstream.model.ids import Epoch
 from millstream.model.replication import AckLevel, Document, NodeName
+from millstream.nodes.follower_process import begin_to_follow
 from millstream.nodes.follower_state import FollowerState
-from millstream.nodes.following import begin_to_follow
 from millstream.nodes.level_document import LEVEL, Terms
 from millstream.nodes.peer_requests import answer_node, node_state
-from millstream.nodes.promotion_steps import promote
-from millstream.nodes.restoring import restore_stream
+from millstream.nodes.promote import promote
+from millstream.nodes.restore import restore_stream
 from millstream.nodes.staleness import age_of_replica, note_age
 from millstream.private_files import replace_file
 from millstream.protocol.replication.promises import Promise, Role, RoleFact

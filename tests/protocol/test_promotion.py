@@ -13,7 +13,7 @@ from millstream.model.positions import Seq
 from millstream.model.replication import AckLevel, NodeName
 from millstream.protocol.replication import UNPROMISED, NodeReport, Promise, Promotion, Rank, Role, RoleFact
 from millstream.protocol.replication import promotion as promoting
-from millstream.protocol.replication.shipping import PersistRole
+from millstream.protocol.replication.leader_events import PersistRole
 from millstream.testing.errors import code_of
 
 A, B, C = NodeName("a"), NodeName("b"), NodeName("c")

@@ -60,11 +60,11 @@ from millstream.protocol.replication import (
     RoleFact,
     ShipOptions,
     Term,
+    leader_events,
     level_kept,
     promises_wanted,
-    shipping,
 )
-from millstream.protocol.replication import follower as following
+from millstream.protocol.replication import follower_machine as following
 
 STREAM, OTHER = StreamId(UUID(int=1)), StreamId(UUID(int=2))
 A, B, C = NodeName("a"), NodeName("b"), NodeName("c")
@@ -94,7 +94,7 @@ def ack(node: NodeName, group: int, position: int, epoch: int = 0) -> Acknowledg
     return Acknowledgement(node, Epoch(epoch), at(position), GroupNumber(group), Seq(group), 0)
 
 
-def of(kind: type[_T], effects: list[shipping.Effect] | list[following.Effect]) -> list[_T]:
+def of(kind: type[_T], effects: list[leader_events.Effect] | list[following.Effect]) -> list[_T]:
     return [effect for effect in effects if isinstance(effect, kind)]
 
 
@@ -109,21 +109,21 @@ class Led:
         """Return the group of each follower that counts for levels."""
         return {place.name: place.group for place in self.leader.holdings.places if not place.is_store}
 
-    def step(self, event: shipping.Event) -> list[shipping.Effect]:
+    def step(self, event: leader_events.Event) -> list[leader_events.Effect]:
         return self.leader.step(event, self.now)
 
-    def joined(self, link: int, node: NodeName, position: int = 0) -> list[shipping.Effect]:
+    def joined(self, link: int, node: NodeName, position: int = 0) -> list[leader_events.Effect]:
         """Add a follower that has been greeted and has sent its position."""
         epoch = self.leader.fact.promise.epoch
-        self.step(shipping.Joined(LinkId(link), hello(node, at(position))))
-        self.step(shipping.Sent(LinkId(link), at(position), 0, is_all=False))
-        return self.step(shipping.Acked(LinkId(link), ack(node, 0, position, epoch)))
+        self.step(leader_events.Joined(LinkId(link), hello(node, at(position))))
+        self.step(leader_events.Sent(LinkId(link), at(position), 0, is_all=False))
+        return self.step(leader_events.Acked(LinkId(link), ack(node, 0, position, epoch)))
 
-    def acked(self, link: int, node: NodeName, group: int, position: int) -> list[shipping.Effect]:
-        return self.step(shipping.Acked(LinkId(link), ack(node, group, position, self.leader.fact.promise.epoch)))
+    def acked(self, link: int, node: NodeName, group: int, position: int) -> list[leader_events.Effect]:
+        return self.step(leader_events.Acked(LinkId(link), ack(node, group, position, self.leader.fact.promise.epoch)))
 
-    def sent(self, link: int, position: int, size: int, *, is_all: bool = True) -> list[shipping.Effect]:
-        return self.step(shipping.Sent(LinkId(link), at(position), size, is_all=is_all))
+    def sent(self, link: int, position: int, size: int, *, is_all: bool = True) -> list[leader_events.Effect]:
+        return self.step(leader_events.Sent(LinkId(link), at(position), size, is_all=is_all))
 
 
 # --- the leader --------------------------------------------------------------------------------------------------------
@@ -133,112 +133,112 @@ def test_whatever_becomes_durable_is_read_and_sent_from_where_the_follower_stand
     led = Led()
     led.joined(1, B)
     led.sent(1, 0, 0)
-    (read,) = of(shipping.ReadAndSend, led.step(shipping.Durable(mark(1, 10))))
+    (read,) = of(leader_events.ReadAndSend, led.step(leader_events.Durable(mark(1, 10))))
     assert (read.link, read.after) == (1, at(0))
-    assert not of(shipping.ReadAndSend, led.step(shipping.Durable(mark(2, 20)))), "one at a time"
-    (read,) = of(shipping.ReadAndSend, led.sent(1, 10, 10))
+    assert not of(leader_events.ReadAndSend, led.step(leader_events.Durable(mark(2, 20)))), "one at a time"
+    (read,) = of(leader_events.ReadAndSend, led.sent(1, 10, 10))
     assert read.after == at(10), "the tail that came meanwhile"
-    assert not of(shipping.ReadAndSend, led.sent(1, 20, 10))
+    assert not of(leader_events.ReadAndSend, led.sent(1, 20, 10))
 
 
 def test_marks_alone_and_documents_alone_are_sent_too():
     led = Led()
-    led.step(shipping.Durable(mark(1, 10)))
+    led.step(leader_events.Durable(mark(1, 10)))
     led.joined(1, B)
     led.sent(1, 10, 10)
-    assert of(shipping.ReadAndSend, led.step(shipping.Durable(mark(2, 10))))
+    assert of(leader_events.ReadAndSend, led.step(leader_events.Durable(mark(2, 10))))
     led.sent(1, 10, 0)
-    (read,) = of(shipping.ReadAndSend, led.step(shipping.Durable(mark(2, 10), {"catalog": 3})))
+    (read,) = of(leader_events.ReadAndSend, led.step(leader_events.Durable(mark(2, 10), {"catalog": 3})))
     assert read.documents == {}
     led.sent(1, 10, 0)
-    assert of(shipping.ReadAndSend, led.step(shipping.Durable(mark(2, 10), {"catalog": 3}, mark(1, 5)))), (
+    assert of(leader_events.ReadAndSend, led.step(leader_events.Durable(mark(2, 10), {"catalog": 3}, mark(1, 5)))), (
         "what is shown"
     )
     led.sent(1, 10, 0)
     led.now = 5.0
-    (read,) = of(shipping.ReadAndSend, led.step(shipping.Tick()))
+    (read,) = of(leader_events.ReadAndSend, led.step(leader_events.Tick()))
     assert read.documents == {"catalog": 3}, "and a word that there is nothing new"
 
 
 def test_a_cursor_moves_by_its_own_followers_acknowledgement_only():
     led = Led(options=ShipOptions(cursor_every_s=0))
-    led.step(shipping.Durable(mark(5, 50)))
+    led.step(leader_events.Durable(mark(5, 50)))
     led.joined(1, B)
     led.joined(2, C)
-    assert not of(shipping.PersistCursor, led.sent(1, 50, 50))
+    assert not of(leader_events.PersistCursor, led.sent(1, 50, 50))
     effects = led.acked(1, B, 5, 50)
-    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(B, Seq(5), at(50))]
+    assert of(leader_events.PersistCursor, effects) == [leader_events.PersistCursor(B, Seq(5), at(50))]
     assert led.counted() == {B: 5, C: 0}
     assert led.leader.holdings.group_reached(AckLevel.parse("durable(1)")) == 5
     assert led.leader.holdings.group_reached(AckLevel.parse("durable(2)")) == 0
-    assert not led.step(shipping.Acked(LinkId(9), ack(C, 5, 50))), "no such link"
+    assert not led.step(leader_events.Acked(LinkId(9), ack(C, 5, 50))), "no such link"
 
 
 def test_a_follower_that_has_lost_what_it_had_counts_for_nothing_until_it_has_it_anew():
     led = Led(options=ShipOptions(cursor_every_s=0))
-    led.step(shipping.Durable(mark(5, 50)))
+    led.step(leader_events.Durable(mark(5, 50)))
     led.joined(1, B)
     led.sent(1, 50, 50)
     led.acked(1, B, 5, 50)
-    effects = led.step(shipping.Joined(LinkId(2), hello(B, at(10))))
-    (dropped,) = of(shipping.DropLink, effects)
+    effects = led.step(leader_events.Joined(LinkId(2), hello(B, at(10))))
+    (dropped,) = of(leader_events.DropLink, effects)
     assert dropped.link == LinkId(1)
     assert isinstance(dropped.why, NodeNameTaken), "should it hear it still"
-    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(B, Seq(0), {}, anew=True)]
-    assert of(shipping.PersistAcks, effects) == [shipping.PersistAcks(Holdings())]
+    assert of(leader_events.PersistCursor, effects) == [leader_events.PersistCursor(B, Seq(0), {}, anew=True)]
+    assert of(leader_events.PersistAcks, effects) == [leader_events.PersistAcks(Holdings())]
     led.sent(2, 10, 0)
     effects = led.acked(2, B, 1, 10)
-    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(B, Seq(1), at(10))]
+    assert of(leader_events.PersistCursor, effects) == [leader_events.PersistCursor(B, Seq(1), at(10))]
     assert led.counted() == {B: 1}
 
 
 def test_a_second_home_of_a_name_is_refused_while_the_first_one_is_there():
     led = Led()
-    led.step(shipping.Durable(mark(5, 50)))
+    led.step(leader_events.Durable(mark(5, 50)))
     one, other = (replace(hello(B), home=home) for home in ("1", "2"))
-    led.step(shipping.Joined(LinkId(1), one))
+    led.step(leader_events.Joined(LinkId(1), one))
     led.sent(1, 50, 50)
     led.acked(1, B, 5, 50)
-    (dropped,) = of(shipping.DropLink, led.step(shipping.Joined(LinkId(2), other)))
+    (dropped,) = of(leader_events.DropLink, led.step(leader_events.Joined(LinkId(2), other)))
     assert (dropped.link, type(dropped.why)) == (LinkId(2), NodeNameTaken)
     assert led.counted() == {B: 5}
-    (dropped,) = of(shipping.DropLink, led.step(shipping.Joined(LinkId(3), one)))
+    (dropped,) = of(leader_events.DropLink, led.step(leader_events.Joined(LinkId(3), one)))
     assert dropped.link == LinkId(1), "who comes anew has lost its link before"
-    led.step(shipping.LinkGone(LinkId(3), ShipmentUnreadable("gone")))
-    effects = led.step(shipping.Joined(LinkId(4), other))
-    assert of(shipping.Greet, effects)
+    led.step(leader_events.LinkGone(LinkId(3), ShipmentUnreadable("gone")))
+    effects = led.step(leader_events.Joined(LinkId(4), other))
+    assert of(leader_events.Greet, effects)
     assert led.counted() == {}, "the other one hasn't what the first one had"
 
 
 def test_no_more_is_under_way_than_the_window_has():
     led = Led(options=ShipOptions(shipment_bytes=30, window_bytes=50))
-    led.step(shipping.Durable(mark(9, 900)))
-    (first,) = of(shipping.ReadAndSend, led.joined(1, B))
-    (second,) = of(shipping.ReadAndSend, led.sent(1, 30, 30, is_all=False))
+    led.step(leader_events.Durable(mark(9, 900)))
+    (first,) = of(leader_events.ReadAndSend, led.joined(1, B))
+    (second,) = of(leader_events.ReadAndSend, led.sent(1, 30, 30, is_all=False))
     assert (first.bytes_max, second.bytes_max) == (30, 20)
     assert not led.sent(1, 50, 20, is_all=False)
-    (third,) = of(shipping.ReadAndSend, led.acked(1, B, 0, 30))
+    (third,) = of(leader_events.ReadAndSend, led.acked(1, B, 0, 30))
     assert (third.after, third.bytes_max) == (at(50), 30)
 
 
 def test_one_that_cant_be_read_for_waits_longer_each_time_and_nobody_else_does():
     led = Led()
-    led.step(shipping.Durable(mark(1, 10)))
+    led.step(leader_events.Durable(mark(1, 10)))
     led.joined(1, B)
-    (read,) = of(shipping.ReadAndSend, led.joined(2, C))
+    (read,) = of(leader_events.ReadAndSend, led.joined(2, C))
     error = ShipmentUnreadable("a disk")
-    effects = led.step(shipping.ReadFailed(LinkId(1), error, 0.0))
-    assert of(shipping.Tell, effects)[0].error is error
-    assert not of(shipping.ReadAndSend, effects)
+    effects = led.step(leader_events.ReadFailed(LinkId(1), error, 0.0))
+    assert of(leader_events.Tell, effects)[0].error is error
+    assert not of(leader_events.ReadAndSend, effects)
     assert read.link == 2
-    assert of(shipping.ReadAndSend, led.sent(2, 5, 5, is_all=False))
+    assert of(leader_events.ReadAndSend, led.sent(2, 5, 5, is_all=False))
     led.now = 0.06
-    assert [read.link for read in of(shipping.ReadAndSend, led.step(shipping.Tick()))] == [1]
-    led.step(shipping.ReadFailed(LinkId(1), error, 0.0))
+    assert [read.link for read in of(leader_events.ReadAndSend, led.step(leader_events.Tick()))] == [1]
+    led.step(leader_events.ReadFailed(LinkId(1), error, 0.0))
     led.now = 0.12
-    assert not of(shipping.ReadAndSend, led.step(shipping.Tick())), "twice as long"
+    assert not of(leader_events.ReadAndSend, led.step(leader_events.Tick())), "twice as long"
     led.now = 0.17
-    assert of(shipping.ReadAndSend, led.step(shipping.Tick()))
+    assert of(leader_events.ReadAndSend, led.step(leader_events.Tick()))
 
 
 def test_a_silent_link_is_given_up():
@@ -246,57 +246,57 @@ def test_a_silent_link_is_given_up():
     led.joined(1, B)
     led.sent(1, 0, 0)
     led.now = 29.0
-    assert not of(shipping.DropLink, led.step(shipping.Tick()))
+    assert not of(leader_events.DropLink, led.step(leader_events.Tick()))
     led.now = 31.0 + 29.0
-    assert of(shipping.DropLink, led.step(shipping.Tick())) == [shipping.DropLink(LinkId(1), None)]
+    assert of(leader_events.DropLink, led.step(leader_events.Tick())) == [leader_events.DropLink(LinkId(1), None)]
 
 
 def test_stopping_ships_what_is_pending_and_names_who_lacks_something():
     led = Led()
-    led.step(shipping.Durable(mark(1, 10)))
+    led.step(leader_events.Durable(mark(1, 10)))
     led.joined(1, B)
-    effects = led.step(shipping.Stopping(5.0))
+    effects = led.step(leader_events.Stopping(5.0))
     assert effects == []
     led.sent(1, 10, 10)
     effects = led.acked(1, B, 1, 10)
-    assert of(shipping.DropLink, effects) == [shipping.DropLink(LinkId(1), None)]
-    assert effects[-1] == shipping.Stopped((C,))
+    assert of(leader_events.DropLink, effects) == [leader_events.DropLink(LinkId(1), None)]
+    assert effects[-1] == leader_events.Stopped((C,))
     led = Led()
-    led.step(shipping.Durable(mark(1, 10)))
+    led.step(leader_events.Durable(mark(1, 10)))
     led.joined(1, B)
-    led.step(shipping.Stopping(5.0))
+    led.step(leader_events.Stopping(5.0))
     led.now = 5.0
-    assert led.step(shipping.Tick())[-1] == shipping.Stopped((B, C))
+    assert led.step(leader_events.Tick())[-1] == leader_events.Stopped((B, C))
 
 
 def test_a_word_of_a_higher_promise_is_noted_before_any_link_is_dropped():
     led = Led()
     led.joined(1, B)
-    effects = led.step(shipping.Joined(LinkId(2), hello(C, promise=Promise(Epoch(1), C))))
-    assert isinstance(effects[0], shipping.PersistRole)
+    effects = led.step(leader_events.Joined(LinkId(2), hello(C, promise=Promise(Epoch(1), C))))
+    assert isinstance(effects[0], leader_events.PersistRole)
     assert effects[0].fact.role is Role.FENCED
-    assert [type(drop.why) for drop in of(shipping.DropLink, effects)] == [Fenced, Fenced]
-    (again,) = led.step(shipping.Joined(LinkId(3), hello(B)))
-    assert isinstance(again, shipping.DropLink)
+    assert [type(drop.why) for drop in of(leader_events.DropLink, effects)] == [Fenced, Fenced]
+    (again,) = led.step(leader_events.Joined(LinkId(3), hello(B)))
+    assert isinstance(again, leader_events.DropLink)
     assert led.leader.fact.leader == C
 
 
 def test_who_isnt_to_follow_is_refused():
     led = Led()
-    (drop, _) = led.step(shipping.Joined(LinkId(1), hello(NodeName("z"))))
-    assert isinstance(drop, shipping.DropLink)
+    (drop, _) = led.step(leader_events.Joined(LinkId(1), hello(NodeName("z"))))
+    assert isinstance(drop, leader_events.DropLink)
     assert isinstance(drop.why, ReplicationError)
     assert drop.why.code == "unknown_node"
-    (drop, _) = led.step(shipping.Joined(LinkId(1), Hello(OTHER, B, Epoch(0), {})))
-    assert isinstance(drop, shipping.DropLink)
+    (drop, _) = led.step(leader_events.Joined(LinkId(1), Hello(OTHER, B, Epoch(0), {})))
+    assert isinstance(drop, leader_events.DropLink)
     assert isinstance(drop.why, OtherStream)
 
 
 def test_who_comes_with_nothing_begins_anew_also_where_this_leader_has_never_heard_of_it():
     led = Led()
-    effects = led.step(shipping.Joined(LinkId(1), hello(B)))
-    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(B, Seq(0), {}, anew=True)]
-    assert not of(shipping.PersistCursor, led.step(shipping.Joined(LinkId(2), hello(C, at(10)))))
+    effects = led.step(leader_events.Joined(LinkId(1), hello(B)))
+    assert of(leader_events.PersistCursor, effects) == [leader_events.PersistCursor(B, Seq(0), {}, anew=True)]
+    assert not of(leader_events.PersistCursor, led.step(leader_events.Joined(LinkId(2), hello(C, at(10)))))
 
 
 @pytest.mark.parametrize("position", [{}, at(20)])
@@ -304,27 +304,27 @@ def test_who_was_cut_off_comes_again_with_nothing_or_with_what_it_lacked(positio
     led = Led()
     led.joined(1, B, 10)
     error = FollowerBehindRetention("gone")
-    effects = led.step(shipping.ReadFailed(LinkId(1), error, 0.5))
-    assert of(shipping.DropLink, effects) == [shipping.DropLink(LinkId(1), error)]
+    effects = led.step(leader_events.ReadFailed(LinkId(1), error, 0.5))
+    assert of(leader_events.DropLink, effects) == [leader_events.DropLink(LinkId(1), error)]
     assert led.leader.followers[B].cut_off is error
-    effects = led.step(shipping.Joined(LinkId(2), hello(B, position)))
-    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(B, Seq(0), {}, anew=True)]
-    assert of(shipping.Greet, effects)
+    effects = led.step(leader_events.Joined(LinkId(2), hello(B, position)))
+    assert of(leader_events.PersistCursor, effects) == [leader_events.PersistCursor(B, Seq(0), {}, anew=True)]
+    assert of(leader_events.Greet, effects)
     assert led.leader.followers[B].cut_off is None
 
 
 def test_segments_are_kept_for_the_object_store_as_for_a_follower():
     led = Led()
-    led.step(shipping.Durable(mark(9, 90)))
-    effects = led.step(shipping.StoredUpto(GroupNumber(3), Seq(30)))
-    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(OBJECT_STORE, Seq(30), {})]
-    assert not of(shipping.PersistCursor, led.step(shipping.StoredUpto(GroupNumber(4), Seq(40))))
+    led.step(leader_events.Durable(mark(9, 90)))
+    effects = led.step(leader_events.StoredUpto(GroupNumber(3), Seq(30)))
+    assert of(leader_events.PersistCursor, effects) == [leader_events.PersistCursor(OBJECT_STORE, Seq(30), {})]
+    assert not of(leader_events.PersistCursor, led.step(leader_events.StoredUpto(GroupNumber(4), Seq(40))))
     led.now += 60
-    effects = led.step(shipping.Tick())
-    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(OBJECT_STORE, Seq(40), {})]
+    effects = led.step(leader_events.Tick())
+    assert of(leader_events.PersistCursor, effects) == [leader_events.PersistCursor(OBJECT_STORE, Seq(40), {})]
     led.now += 60
-    effects = led.step(shipping.StoredUpto(GroupNumber(4), Seq(40), at(90)))
-    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(OBJECT_STORE, Seq(40), at(90))], (
+    effects = led.step(leader_events.StoredUpto(GroupNumber(4), Seq(40), at(90)))
+    assert of(leader_events.PersistCursor, effects) == [leader_events.PersistCursor(OBJECT_STORE, Seq(40), at(90))], (
         "a footer alone"
     )
 
@@ -332,14 +332,14 @@ def test_segments_are_kept_for_the_object_store_as_for_a_follower():
 def test_what_a_promoted_leader_is_told_counts_once_the_follower_has_all_that_it_began_with():
     fact = RoleFact().asked(Promise(Epoch(1), A)).promoted(GroupNumber(7))
     led = Led(fact=fact)
-    led.step(shipping.Durable(mark(9, 90)))
+    led.step(leader_events.Durable(mark(9, 90)))
     led.joined(1, B)
     led.sent(1, 90, 90)
     led.acked(1, B, 6, 60)
     assert led.counted() == {}
     led.acked(1, B, 7, 70)
     assert led.counted() == {B: 7}
-    led.step(shipping.Acked(LinkId(1), ack(B, 9, 90, epoch=0)))
+    led.step(leader_events.Acked(LinkId(1), ack(B, 9, 90, epoch=0)))
     assert led.counted() == {B: 7}, "said under another promise"
 
 
@@ -660,9 +660,9 @@ def test_a_clock_that_is_far_off_is_said_once():
     one = Following()
     one.step(following.Tick())
     one.step(following.Connected())
-    said = of(shipping.Tell, one.receive(one.shipment(sent=7200), wall=0.0))
+    said = of(leader_events.Tell, one.receive(one.shipment(sent=7200), wall=0.0))
     assert "+7200 s" in said[0].what
-    assert not of(shipping.Tell, one.receive(one.shipment(sent=7201), wall=1.0))
+    assert not of(leader_events.Tell, one.receive(one.shipment(sent=7201), wall=1.0))
 
 
 # --- roles and levels --------------------------------------------------------------------------------------------------
@@ -744,13 +744,13 @@ def test_ranks_go_by_the_last_reign_whose_past_is_there():
 
 def test_a_leader_reaches_levels_by_what_counts_there_and_no_further_than_its_own_log():
     led = Led()
-    led.step(shipping.Durable(mark(6, 60)))
-    assert led.step(shipping.StoredUpto(GroupNumber(3)))
-    assert not of(shipping.PersistAcks, led.step(shipping.StoredUpto(GroupNumber(2)))), "it had more before"
+    led.step(leader_events.Durable(mark(6, 60)))
+    assert led.step(leader_events.StoredUpto(GroupNumber(3)))
+    assert not of(leader_events.PersistAcks, led.step(leader_events.StoredUpto(GroupNumber(2)))), "it had more before"
     for link, node, group in ((1, B, 5), (2, C, 7)):
         led.joined(link, node)
         led.sent(link, 60, 60)
-        (told,) = of(shipping.PersistAcks, led.acked(link, node, group, 60))
+        (told,) = of(leader_events.PersistAcks, led.acked(link, node, group, 60))
     assert told.holdings == Holdings(
         Epoch(0),
         (

@@ -40,9 +40,9 @@ from millstream.protocol.replication import (
     Role,
     RoleFact,
     ShipOptions,
-    shipping,
+    leader_events,
 )
-from millstream.protocol.replication import follower as following
+from millstream.protocol.replication import follower_machine as following
 from millstream.protocol.replication import promotion as promoting
 from millstream.testing.files import Crash
 from millstream.wal.reader import StreamReader
@@ -153,7 +153,7 @@ class MachinesLife(ReplicaLife):
     def _tell_durable(self) -> None:
         if self.machine is not None:
             now = log_marks(self.files, FOLDER)
-            self._lead_step(shipping.Durable(now.durable, {}, now.shown))
+            self._lead_step(leader_events.Durable(now.durable, {}, now.shown))
 
     def _options(self) -> LogOptions:
         return replace(super()._options(), acks=self.level)
@@ -164,25 +164,25 @@ class MachinesLife(ReplicaLife):
         if self.machine is not None and self.hides:
             super()._hold(min(self.machine.holdings.group_reached(self.level), self.machine.group))
 
-    def _lead_step(self, event: shipping.Event) -> None:
+    def _lead_step(self, event: leader_events.Event) -> None:
         if self.machine is None:
             return
         for effect in self.machine.step(event, self.now):
             match effect:
-                case shipping.Greet(link):
+                case leader_events.Greet(link):
                     side = self._side(link)
                     group = GroupNumber(self.machine.group)
                     greeting = Document(LINEAGE, 0, Greeting(self.machine.lineage, group).to_json())
                     side.down.append(Shipment(STREAM, RegionId(0), Epoch(0), documents=(greeting,), bytes_left=1))
                     side.replica.source = ShipSource(FOLDER, files=self.files, clock=self.clock)
-                    self._lead_step(shipping.Sent(link, self.machine.followers[side.node].sent, 0, is_all=False))
-                case shipping.ReadAndSend():
+                    self._lead_step(leader_events.Sent(link, self.machine.followers[side.node].sent, 0, is_all=False))
+                case leader_events.ReadAndSend():
                     self._read_and_send(effect)
-                case shipping.DropLink(link, why):
+                case leader_events.DropLink(link, why):
                     for side in self.sides:
                         if side.link == link:
                             side.down.append(why or LinkLost("over"))
-                case shipping.PersistAcks():
+                case leader_events.PersistAcks():
                     self._hold(GroupNumber(0))
                     self._tell_durable()
                 case _:
@@ -191,14 +191,14 @@ class MachinesLife(ReplicaLife):
     def _side(self, link: LinkId) -> Side:
         return next(side for side in self.sides if side.link == link)
 
-    def _read_and_send(self, effect: shipping.ReadAndSend) -> None:
+    def _read_and_send(self, effect: leader_events.ReadAndSend) -> None:
         side = self._side(effect.link)
         source = side.replica.source
         assert source is not None
         try:
             found = source.read(effect.after, effect.bytes_max)
         except FollowerBehindRetention as error:
-            self._lead_step(shipping.ReadFailed(effect.link, error, 0.5))
+            self._lead_step(leader_events.ReadFailed(effect.link, error, 0.5))
             return
         if found is None:
             now = log_marks(self.files, FOLDER)
@@ -206,7 +206,7 @@ class MachinesLife(ReplicaLife):
         shipment = replace(found, epoch=Epoch(0), bytes_left=0 if found.marks else 1)
         side.down.append(shipment)
         end = {**effect.after, **source._expected}
-        self._lead_step(shipping.Sent(effect.link, end, shipment.size_bytes, is_all=bool(shipment.marks)))
+        self._lead_step(leader_events.Sent(effect.link, end, shipment.size_bytes, is_all=bool(shipment.marks)))
 
     def _shows_a_beginning(self, follower: Replica) -> None:
         if self.leader is not None:  # without a leader, marks may have gone back in a power cut, until it recovers
@@ -226,7 +226,7 @@ class MachinesLife(ReplicaLife):
         if trouble and chance < 0.12:
             self._break_within(side.replica.files, 30, crashes=0.7)
         try:
-            self._lead_step(shipping.Tick())
+            self._lead_step(leader_events.Tick())
             self._follow_step(side, following.Tick())
             for _ in range(self.chance.randint(0, 4)):
                 if side.up and side.link is not None:
@@ -274,7 +274,7 @@ class MachinesLife(ReplicaLife):
         side.up.clear()
         side.down.clear()
         if link is not None:
-            self._lead_step(shipping.LinkGone(link, LinkLost("cut")))
+            self._lead_step(leader_events.LinkGone(link, LinkLost("cut")))
             self._follow_step(side, following.LinkGone(LinkLost("cut"), self.chance.random()))
 
     def _hear(self, side: Side, word: Hello | Acknowledgement | MillstreamError) -> None:
@@ -282,11 +282,15 @@ class MachinesLife(ReplicaLife):
         assert side.link is not None
         match word:
             case Hello():
-                event = shipping.Rejoined(side.link, word) if side.has_joined else shipping.Joined(side.link, word)
+                event = (
+                    leader_events.Rejoined(side.link, word)
+                    if side.has_joined
+                    else leader_events.Joined(side.link, word)
+                )
                 side.has_joined = True
                 self._lead_step(event)
             case Acknowledgement():
-                self._lead_step(shipping.Acked(side.link, word))
+                self._lead_step(leader_events.Acked(side.link, word))
             case _:
                 self._cut_link(side)
 
@@ -308,7 +312,7 @@ class MachinesLife(ReplicaLife):
             match effect:
                 case following.Connect():
                     self._connect(side)
-                case shipping.PersistRole(fact):
+                case leader_events.PersistRole(fact):
                     side.fact = fact
                 case following.Say(word):
                     self._say(side, word)
@@ -331,7 +335,7 @@ class MachinesLife(ReplicaLife):
                     self._rebuild(replica)
                     side.machine = None
                     self._cut_link(side)
-                case shipping.Tell(error=Diverged() as error):
+                case leader_events.Tell(error=Diverged() as error):
                     raise error
                 case _:
                     pass

@@ -18,18 +18,9 @@ from tests.replication.simulation import Node, World
 from millstream.model.high_water_mark import Holding, Holdings
 from millstream.model.ids import Epoch, GroupNumber
 from millstream.model.replication import AckLevel, Acknowledgement
-from millstream.protocol.replication import (
-    NOBODY,
-    Follower,
-    Leader,
-    Promise,
-    Promotion,
-    Rank,
-    RoleFact,
-    shipping,
-)
-from millstream.protocol.replication import follower as following
-from millstream.protocol.replication.leader import FollowerProgress as Followed
+from millstream.protocol.replication import NOBODY, Follower, Leader, Promise, Promotion, Rank, RoleFact, leader_events
+from millstream.protocol.replication import follower_machine as following
+from millstream.protocol.replication.leader_machine import FollowerProgress as Followed
 
 SEEDS_MAX = 3000
 SCRIPT_SEED = 17
@@ -39,7 +30,7 @@ SCRIPT_SEED = 17
 class SharedCursorLeader(Leader):
     """A leader with one cursor: one follower's acknowledgement also counts for followers whose link failed."""
 
-    def _count(self, follower: Followed, group: GroupNumber | None) -> list[shipping.Effect]:
+    def _count(self, follower: Followed, group: GroupNumber | None) -> list[leader_events.Effect]:
         effects = super()._count(follower, group)
         if group is not None:
             epoch = self.holdings.promised
@@ -58,9 +49,9 @@ class SharedCursor(World):
 class SharedPlaceLeader(Leader):
     """A leader that moves every follower's retention cursor when one follower acknowledges."""
 
-    def _note(self, follower: Followed, ack: Acknowledgement) -> list[shipping.Effect]:
+    def _note(self, follower: Followed, ack: Acknowledgement) -> list[leader_events.Effect]:
         effects = super()._note(follower, ack)
-        noted = [one for one in effects if isinstance(one, shipping.PersistCursor)]
+        noted = [one for one in effects if isinstance(one, leader_events.PersistCursor)]
         return [*effects, *(replace(one, node=node) for one in noted for node in self._nodes)]
 
 
@@ -206,7 +197,7 @@ class NotSetAside(World):
 class TrustingLeader(Leader):
     """A leader that counts a follower's old acknowledgements for ever."""
 
-    def _greeting(self, follower: Followed, *others: Any, **more: Any) -> list[shipping.Effect]:
+    def _greeting(self, follower: Followed, *others: Any, **more: Any) -> list[leader_events.Effect]:
         acked, follower.acked = follower.acked, None
         effects = super()._greeting(follower, *others, **more)
         follower.acked = acked

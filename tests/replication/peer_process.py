@@ -10,7 +10,7 @@ import sys
 
 from tests.replication.flight_server import ExchangeServer
 
-from millstream.replication.flight import FlightTransport, LeaderAddress
+from millstream.replication.flight.transport import FlightTransport, LeaderAddress
 from millstream.testing.transport import hello_of
 
 if sys.argv[1] == "lead":

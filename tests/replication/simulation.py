@@ -60,9 +60,9 @@ from millstream.protocol.replication import (
     Role,
     RoleFact,
     ShipOptions,
-    shipping,
+    leader_events,
 )
-from millstream.protocol.replication import follower as following
+from millstream.protocol.replication import follower_machine as following
 from millstream.protocol.replication import promotion as promoting
 
 STREAM = StreamId(UUID(int=7))
@@ -218,9 +218,9 @@ class Node:
 
     def tick(self) -> None:
         if self.leader is not None:
-            self.lead_step(shipping.Tick())
+            self.lead_step(leader_events.Tick())
         if self.giver is not None:
-            self.lead_step(shipping.Tick(), self.giver)
+            self.lead_step(leader_events.Tick(), self.giver)
         if self.follower is not None:
             self.follow_step(following.Tick())
         if self.promotion is not None:
@@ -229,28 +229,28 @@ class Node:
 
     # --- leading ---------------------------------------------------------------------------------------------------
 
-    def lead_step(self, event: shipping.Event, machine: Leader | None = None) -> None:
+    def lead_step(self, event: leader_events.Event, machine: Leader | None = None) -> None:
         leader = machine or self.leader
         if leader is None:
             return
         for effect in leader.step(event, self.world.now):
             match effect:
-                case shipping.PersistRole(fact):
+                case leader_events.PersistRole(fact):
                     self.step_down(fact)
-                case shipping.PersistCursor(node, needed_from, position, anew):
+                case leader_events.PersistCursor(node, needed_from, position, anew):
                     if not anew and needed_from < self.disk.cursors.get(node, (0, {}))[0]:
                         continue
                     self.disk.cursors[node] = needed_from, position
-                case shipping.Greet(link, documents):
+                case leader_events.Greet(link, documents):
                     self.later(
                         self.world.delay(),
                         lambda leader=leader, link=link, docs=documents: self.greet(leader, link, docs),
                     )
-                case shipping.ReadAndSend():
+                case leader_events.ReadAndSend():
                     self.later(
                         self.world.delay(), lambda leader=leader, effect=effect: self.read_and_send(leader, effect)
                     )
-                case shipping.DropLink(link, why):
+                case leader_events.DropLink(link, why):
                     wire = self.wires.pop(link, None)
                     if wire is not None:
                         wire.end(why)
@@ -295,20 +295,20 @@ class Node:
         left = 1 << 30
         position = wire.asked_from
         wire.send(self.shipment(leader, documents=documents, bytes_left=left))
-        self.lead_step(shipping.Sent(link, position, 0, is_all=False), leader)
+        self.lead_step(leader_events.Sent(link, position, 0, is_all=False), leader)
 
-    def read_and_send(self, leader: Leader, effect: shipping.ReadAndSend) -> None:
+    def read_and_send(self, leader: Leader, effect: leader_events.ReadAndSend) -> None:
         wire = self.wires.get(effect.link)
         if wire is None:
             return
         chance = self.world.chance
         if self.world.is_faulty and chance.random() < 0.01:
-            self.lead_step(shipping.ReadFailed(effect.link, LinkLost("the disk"), chance.random()), leader)
+            self.lead_step(leader_events.ReadFailed(effect.link, LinkLost("the disk"), chance.random()), leader)
             return
         try:
             parts, end, is_all = self.disk.log.read(effect.after, effect.bytes_max)
         except FollowerBehindRetention as error:
-            self.lead_step(shipping.ReadFailed(effect.link, error, chance.random()), leader)
+            self.lead_step(leader_events.ReadFailed(effect.link, error, chance.random()), leader)
             return
         shipment = self.shipment(
             leader,
@@ -320,7 +320,7 @@ class Node:
             bytes_left=0 if is_all else 1,
         )
         wire.send(shipment)
-        self.lead_step(shipping.Sent(effect.link, end, shipment.size_bytes, is_all=is_all), leader)
+        self.lead_step(leader_events.Sent(effect.link, end, shipment.size_bytes, is_all=is_all), leader)
 
     def word(self, wire: Wire, word: object) -> None:
         """Handle a follower's message."""
@@ -332,14 +332,14 @@ class Node:
             case Hello():
                 wire.asked_from = dict(word.position)
                 wire.follower.ghost = 0
-                event = shipping.Joined(link, word) if not wire.has_joined else shipping.Rejoined(link, word)
+                event = leader_events.Joined(link, word) if not wire.has_joined else leader_events.Rejoined(link, word)
                 wire.has_joined = True
                 self.lead_step(event, machine)
             case Acknowledgement():
-                self.lead_step(shipping.Acked(link, word), machine)
+                self.lead_step(leader_events.Acked(link, word), machine)
             case MillstreamError():
                 self.wires.pop(link)
-                self.lead_step(shipping.LinkGone(link, word), machine)
+                self.lead_step(leader_events.LinkGone(link, word), machine)
                 wire.cut()
 
     # --- writes ----------------------------------------------------------------------------------------------------
@@ -419,7 +419,7 @@ class Node:
             match effect:
                 case following.Connect(leader):
                     self.later(self.world.delay(), lambda leader=leader: self.world.connect(self, leader))
-                case shipping.PersistRole(fact):
+                case leader_events.PersistRole(fact):
                     self.persist(fact)
                 case following.PersistDocuments(documents):
                     self.may_crash()
@@ -451,7 +451,7 @@ class Node:
                     self.world.count(f"stop by {type(error).__name__}")
                     if isinstance(error, Diverged):
                         self.world.broken(f"{self.name}: {error}")
-                case shipping.Tell(error=Diverged() as error):
+                case leader_events.Tell(error=Diverged() as error):
                     self.world.broken(f"{self.name}: {error}")
                 case _:
                     pass
@@ -514,7 +514,7 @@ class Node:
             self.follow_step(following.LinkGone(error or LinkLost("gone"), self.world.chance.random()))
         elif wire.link in self.wires and wire.machine is not None:
             self.wires.pop(wire.link)
-            self.lead_step(shipping.LinkGone(wire.link, error), wire.machine)
+            self.lead_step(leader_events.LinkGone(wire.link, error), wire.machine)
 
     # --- promotion -------------------------------------------------------------------------------------------------
 
@@ -538,7 +538,7 @@ class Node:
                     self.world.ask(self, node, None)
                 case promoting.AskPromise(node, promise):
                     self.world.ask(self, node, promise)
-                case shipping.PersistRole(fact):
+                case leader_events.PersistRole(fact):
                     self.persist(fact)
                 case promoting.BecomeCandidate(promise):
                     self.stand(promise)
@@ -618,7 +618,7 @@ class Node:
             self.promote_step(promoting.Superseded(promise))
         if self.leader is not None and not self.leader.is_fenced:
             if promise > self.fact.promise:
-                self.lead_step(shipping.Heard(promise))
+                self.lead_step(leader_events.Heard(promise))
             self.fact.asked(promise)
         elif self.follower is not None:
             self.follow_step(following.PromiseRequested(promise))
@@ -630,7 +630,7 @@ class Node:
             for link in [link for link, wire in self.wires.items() if wire.machine is not self.leader]:
                 self.wires.pop(link).cut()
             self.giver = Leader(STREAM, self.fact, frozenset({promise.node}), OPTIONS, only=promise.node)
-            self.giver.step(shipping.Durable(self.disk.log.marks(), self.documents, self.shown()), self.world.now)
+            self.giver.step(leader_events.Durable(self.disk.log.marks(), self.documents, self.shown()), self.world.now)
 
 
 class World:
@@ -937,7 +937,7 @@ class World:
 
     def tell_durable(self, node: Node) -> None:
         """Let the shipper see what its log has."""
-        node.lead_step(shipping.Durable(node.disk.log.marks(), node.documents, node.shown()))
+        node.lead_step(leader_events.Durable(node.disk.log.marks(), node.documents, node.shown()))
 
     def acknowledge(self, leader: Node, group: int, request: Request) -> None:
         """Check a write for which the leader reports that its level holds."""

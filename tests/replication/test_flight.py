@@ -31,7 +31,7 @@ from millstream.errors import (
     UsageError,
 )
 from millstream.ports import FollowerLink, LeaderLink
-from millstream.replication.flight import FlightTransport, FollowRequest, LeaderAddress
+from millstream.replication.flight.transport import FlightTransport, FollowRequest, LeaderAddress
 from millstream.testing.transport import (
     LinkConformance,
     arrived,

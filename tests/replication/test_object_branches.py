@@ -21,12 +21,12 @@ from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId
 from millstream.model.positions import Seq
 from millstream.model.replication import Document, Hello, NodeName
 from millstream.nodes.object_stores import FetchedStream, fetch, lineage_document, stored_lineage
-from millstream.nodes.restoring import restore_stream
+from millstream.nodes.restore import restore_stream
+from millstream.protocol.replication.leader_events import Heard, StoredUpto
 from millstream.protocol.replication.promises import SESSIONS, UNPROMISED, Promise, Rank, RoleFact
-from millstream.protocol.replication.shipping import Heard, StoredUpto
 from millstream.replication.archiver import WalArchiver
-from millstream.replication.object_store import ObjectStoreTransport
-from millstream.replication.objects import Objects
+from millstream.replication.object_store.objects import Objects
+from millstream.replication.object_store.transport import ObjectStoreTransport
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME

@@ -24,10 +24,10 @@ from millstream.home.home import Home
 from millstream.model.ids import StreamId
 from millstream.model.marks import DroppedMark
 from millstream.model.positions import Offset, Seq
-from millstream.nodes.restoring import restore_stream
+from millstream.nodes.restore import restore_stream
 from millstream.protocol.replication.promises import RoleFact
-from millstream.replication.object_scrub import Scrubbed
-from millstream.replication.object_store import ObjectStoreTransport
+from millstream.replication.object_store.scrub import Scrubbed
+from millstream.replication.object_store.transport import ObjectStoreTransport
 from millstream.testing.errors import coded
 from millstream.wal.files import RealFiles
 from millstream.wal.mark import MarkFile

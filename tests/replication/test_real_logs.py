@@ -18,9 +18,9 @@ from millstream.errors import LinkLost
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.replication import Acknowledgement, Hello, NodeName
 from millstream.ports import LeaderLink, Transport
-from millstream.replication.flight import FlightTransport, LeaderAddress
-from millstream.replication.object_layout import behind
-from millstream.replication.object_store import ObjectStoreTransport
+from millstream.replication.flight.transport import FlightTransport, LeaderAddress
+from millstream.replication.object_store.layout import behind
+from millstream.replication.object_store.transport import ObjectStoreTransport
 from millstream.testing.in_process import InProcessTransport
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.reader import StreamReader

@@ -18,7 +18,7 @@ from millstream.model.positions import Seq
 from millstream.model.replication import Hello, NodeName
 from millstream.ports import LeaderLink
 from millstream.protocol.replication.promises import Role, RoleFact
-from millstream.replication.flight import FlightTransport, LeaderAddress
+from millstream.replication.flight.transport import FlightTransport, LeaderAddress
 from millstream.replication.follower import WalFollower
 from millstream.replication.shipper import WalShipper
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table

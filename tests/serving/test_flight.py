@@ -32,7 +32,7 @@ from millstream.model.ids import Epoch
 from millstream.model.operations import Appended
 from millstream.model.records import record_schema
 from millstream.model.replication import Hello, NodeName
-from millstream.replication.flight_wire import FollowRequest
+from millstream.replication.flight.wire import FollowRequest
 from millstream.serving.access import Access, Credentials, TokenBook
 from millstream.serving.flight import read
 from millstream.serving.flight.server import FlightServer, flight_error

@@ -65,7 +65,7 @@ def follow(
     with importing():
         from millstream.model.addresses import mask_address
         from millstream.model.replication import check_node_name
-        from millstream.nodes.following import begin_to_follow, follow_home, logs_to_rebuild, start_anew
+        from millstream.nodes.follower_process import begin_to_follow, follow_home, logs_to_rebuild, start_anew
         from millstream.processes.child_process import Lifeline
         from millstream.processes.logs import configure_logs
 
@@ -173,7 +173,7 @@ def promote(invocation: Invocation, streams: tuple[str, ...], accept_loss: bool,
     (`acks`) sets their number; with `local` it is all of them, so that a dead leader requires
     --accept-loss. The command can be repeated.
     """
-    from millstream.nodes.promotion_steps import promote as promote_stream
+    from millstream.nodes.promote import promote as promote_stream
 
     home = invocation.own_home(needs_source=False)
     found = [
@@ -232,7 +232,7 @@ def restore(
 ) -> None:
     """Restore a stream from an object store alone, into FOLDER: a home with its log, its catalog and its sessions."""
     from millstream.model.ids import RegionId
-    from millstream.nodes.restoring import restore_stream
+    from millstream.nodes.restore import restore_stream
 
     found = restore_stream(store, stream, folder, region=RegionId(region), at=at, epoch=epoch, tell=note)
     if as_json:
@@ -254,7 +254,7 @@ def scrub(invocation: Invocation, streams: tuple[str, ...], dry_run: bool, as_js
     match those in the store. It may run while `millstream run` does. Exit code 3: something is
     still damaged.
     """
-    from millstream.nodes.scrubbing import scrub_home
+    from millstream.nodes.scrub import scrub_home
 
     found = scrub_home(invocation.home(needs_source=False), streams, dry_run=dry_run, tell=note)
     if as_json:

@@ -24,8 +24,8 @@ from millstream.model.ids import Epoch, GroupNumber
 from millstream.model.positions import Seq
 from millstream.model.replication import NodeName, check_node_name, region_node
 from millstream.protocol.replication.promises import Promise, Rank, RoleFact, claimant_of
-from millstream.replication.flight_address import LeaderAddress
-from millstream.replication.flight_wire import FLIGHT_FAILURES, error_of_flight
+from millstream.replication.flight.address import LeaderAddress
+from millstream.replication.flight.wire import FLIGHT_FAILURES, error_of_flight
 
 if TYPE_CHECKING:
     from millstream.home.home import Home

@@ -24,7 +24,7 @@ from millstream.wal.writing.session_file import covered_in
 if TYPE_CHECKING:
     from millstream.home.home import Home
     from millstream.home.paths import HomePaths
-    from millstream.replication.object_store import ObjectStoreTransport
+    from millstream.replication.object_store.transport import ObjectStoreTransport
 
 
 def has_log(home: HomePaths, stream: str) -> bool:

@@ -21,7 +21,7 @@ from millstream.nodes.aside_report import REPORT, write_report
 from millstream.nodes.follower_log_retention import CopyRetention
 from millstream.nodes.staleness import note_age
 from millstream.private_files import make_folder, replace_file
-from millstream.protocol.replication.follower import Lag
+from millstream.protocol.replication.follower_machine import Lag
 from millstream.protocol.replication.promises import CONSUMERS, SESSIONS, RoleFact, fenced_error
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME

@@ -25,7 +25,7 @@ from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd, Document, Hello, NodeName
 from millstream.protocol.replication.promises import LINEAGE, Greeting, Lineage, Rank, RoleFact
-from millstream.replication.object_store import ObjectStoreTransport
+from millstream.replication.object_store.transport import ObjectStoreTransport
 from millstream.wal.mark import stream_cut
 from millstream.wal.replica.log import ReplicaEnd, ReplicaLog
 

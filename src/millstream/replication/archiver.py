@@ -18,10 +18,10 @@ from millstream.model.ids import Epoch, GroupNumber
 from millstream.model.positions import Seq
 from millstream.model.replication import Acknowledgement, Document, NodeName, ReplicaPosition
 from millstream.ports import Clock, Files, FollowerLink
-from millstream.protocol.replication.leader import is_covered
+from millstream.protocol.replication.leader_events import Heard, StoredUpto
+from millstream.protocol.replication.leader_machine import is_covered
 from millstream.protocol.replication.promises import LINEAGE, NOBODY, SESSIONS, Greeting, Lineage, Promise
-from millstream.protocol.replication.shipping import Heard, StoredUpto
-from millstream.replication.object_store import ObjectStoreTransport, StoredState
+from millstream.replication.object_store.transport import ObjectStoreTransport, StoredState
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.mark import stream_cut
 from millstream.wal.replica.divergence import ends_behind

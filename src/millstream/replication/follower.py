@@ -21,7 +21,7 @@ from millstream.model.positions import Seq
 from millstream.model.replication import Acknowledgement, Document, Hello, NodeName
 from millstream.ports import Clock, Files, LeaderLink
 from millstream.process_metrics import REPLICA_APPLY_SECONDS
-from millstream.protocol.replication.follower import (
+from millstream.protocol.replication.follower_machine import (
     Applied,
     Apply,
     ApplyFailed,
@@ -43,8 +43,8 @@ from millstream.protocol.replication.follower import (
     Tick,
     WasSetAside,
 )
+from millstream.protocol.replication.leader_events import PersistRole, Tell
 from millstream.protocol.replication.promises import RoleFact
-from millstream.protocol.replication.shipping import PersistRole, Tell
 from millstream.replication.joined_link import JoinedLink
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.replica.log import ReplicaLog

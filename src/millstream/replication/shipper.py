@@ -28,9 +28,7 @@ from millstream.model.marks import DurableMark
 from millstream.model.positions import Seq
 from millstream.model.replication import Acknowledgement, Document, Hello, NodeName, ReplicaPosition, Shipment
 from millstream.ports import Clock, Files, FollowerLink, Transport
-from millstream.protocol.replication.leader import Leader, LinkPhase
-from millstream.protocol.replication.promises import LINEAGE, Greeting, RoleFact
-from millstream.protocol.replication.shipping import (
+from millstream.protocol.replication.leader_events import (
     Acked,
     DropLink,
     Durable,
@@ -55,6 +53,8 @@ from millstream.protocol.replication.shipping import (
     Tell,
     Tick,
 )
+from millstream.protocol.replication.leader_machine import Leader, LinkPhase
+from millstream.protocol.replication.promises import LINEAGE, Greeting, RoleFact
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.replica.shipping import LogMarks, ShipSource, durable_marks
 from millstream.workers import Worker

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-    from millstream.nodes.leading import Shipping
+    from millstream.nodes.log_shipping import Shipping
     from millstream.serving.application import Application, Part
     from millstream.serving.connections import ConnectionBounds
     from millstream.serving.flight.server import FlightService
@@ -151,7 +151,7 @@ def _shipping(home: Home) -> Iterator[Shipping | None]:
     if home.config.replication.node is None:
         yield None
         return
-    from millstream.nodes.leading import Shipping
+    from millstream.nodes.log_shipping import Shipping
 
     shipping = Shipping(home)
     shipping.start()

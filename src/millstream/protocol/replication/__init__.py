@@ -24,8 +24,9 @@ leader. Two nodes' logs are the same wherever both have shown something at that 
 
 from __future__ import annotations
 
-from millstream.protocol.replication.follower import Follower, Lag, OwnHolding
-from millstream.protocol.replication.leader import Leader, is_covered
+from millstream.protocol.replication.follower_machine import Follower, Lag, OwnHolding
+from millstream.protocol.replication.leader_events import LinkId, ShipOptions
+from millstream.protocol.replication.leader_machine import Leader, is_covered
 from millstream.protocol.replication.levels import level_kept, promises_wanted
 from millstream.protocol.replication.promises import (
     LINEAGE,
@@ -41,7 +42,6 @@ from millstream.protocol.replication.promises import (
     fenced_error,
 )
 from millstream.protocol.replication.promotion import NodeReport, Promotion
-from millstream.protocol.replication.shipping import LinkId, ShipOptions
 
 __all__ = [
     "LINEAGE",

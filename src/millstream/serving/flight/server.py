@@ -31,7 +31,7 @@ from millstream.model.conforming import conform
 from millstream.model.durations import duration_s
 from millstream.model.records import record_schema
 from millstream.nodes.peer_requests import answer_node
-from millstream.replication.flight_wire import FollowRequest
+from millstream.replication.flight.wire import FollowRequest
 from millstream.serving.access import Access, Caller, Credentials, token_said
 from millstream.serving.bind_check import check_protected
 from millstream.serving.certificates import Certificates
@@ -43,7 +43,7 @@ from millstream.workers import Worker
 if TYPE_CHECKING:
     from millstream.home.home import Home
     from millstream.model.schema import TableSchema
-    from millstream.nodes.leading import Shipping
+    from millstream.nodes.log_shipping import Shipping
     from millstream.wal.reader import StreamReader
     from millstream.writers.appending import HomeAppender
 

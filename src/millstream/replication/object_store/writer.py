@@ -36,8 +36,8 @@ from millstream.model.replication import (
     Shipment,
 )
 from millstream.protocol.replication.promises import LINEAGE
-from millstream.replication.object_history import History, history_of, note_whole
-from millstream.replication.object_layout import (
+from millstream.replication.object_store.history import History, history_of, note_whole
+from millstream.replication.object_store.layout import (
     TRAILER_BYTES,
     Layout,
     behind,
@@ -51,7 +51,7 @@ from millstream.replication.object_layout import (
     segment_of,
     shards_of,
 )
-from millstream.replication.objects import Listed, Objects
+from millstream.replication.object_store.objects import Listed, Objects
 from millstream.replication.queues import BytesInFlight, Inbox
 from millstream.workers import Worker
 

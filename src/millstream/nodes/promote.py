@@ -33,12 +33,13 @@ from millstream.model.ids import Epoch, GroupNumber, StreamId
 from millstream.model.replication import AckKind, NodeName
 from millstream.nodes.catalog_document import CATALOG, adopt_catalog
 from millstream.nodes.consumers_document import take_consumers
+from millstream.nodes.follower_process import make_follower
 from millstream.nodes.follower_state import FollowerState
-from millstream.nodes.following import make_follower
 from millstream.nodes.level_document import LEVEL, Terms
 from millstream.nodes.peer_requests import node_state, wait_for_writer
 from millstream.private_files import replace_file
 from millstream.processes.locks import RoleLock, once_let_go
+from millstream.protocol.replication.leader_events import PersistRole
 from millstream.protocol.replication.promises import (
     CONSUMERS,
     CONSUMERS_KEY,
@@ -75,7 +76,6 @@ from millstream.protocol.replication.promotion import (
     Tick,
     Unanswered,
 )
-from millstream.protocol.replication.shipping import PersistRole
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME
 from millstream.wal.replica.prepare_promotion import prepare_promotion

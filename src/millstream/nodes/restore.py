@@ -22,7 +22,7 @@ from millstream.nodes.consumers_document import take_consumers
 from millstream.nodes.object_stores import FetchedStream, fetch
 from millstream.private_files import make_folder, replace_file
 from millstream.protocol.replication.promises import CONSUMERS, SESSIONS, RoleFact
-from millstream.replication.object_store import ObjectStoreTransport
+from millstream.replication.object_store.transport import ObjectStoreTransport
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME
 from millstream.wal.reader import StreamReader

@@ -20,9 +20,9 @@ from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.positions import Offset
 from millstream.model.replication import Shipment
 from millstream.ports import Files
-from millstream.replication.object_history import History, history_of
-from millstream.replication.object_layout import Layout, group_of, listed_in, message_in, segment_of, shards_of
-from millstream.replication.objects import Objects
+from millstream.replication.object_store.history import History, history_of
+from millstream.replication.object_store.layout import Layout, group_of, listed_in, message_in, segment_of, shards_of
+from millstream.replication.object_store.objects import Objects
 from millstream.wal.layout import list_segments, segment_path, shard_folder
 from millstream.wal.replica.verify import ArrivingShard
 from millstream.wal.segment_scan import reader_of

@@ -22,11 +22,11 @@ from typing import Any
 from millstream.errors import LinkLost
 from millstream.model.replication import Hello
 from millstream.ports import FollowerLink, LeaderLink
-from millstream.replication.flight_address import LeaderAddress
-from millstream.replication.flight_follower import ConnectedLink
-from millstream.replication.flight_leader import ServedLink
-from millstream.replication.flight_watch import LinkWatch
-from millstream.replication.flight_wire import SILENT_S, FollowRequest
+from millstream.replication.flight.address import LeaderAddress
+from millstream.replication.flight.follower_link import ConnectedLink
+from millstream.replication.flight.leader_link import ServedLink
+from millstream.replication.flight.link_watch import LinkWatch
+from millstream.replication.flight.wire import SILENT_S, FollowRequest
 from millstream.replication.queues import WINDOW_BYTES
 
 __all__ = ["FlightTransport", "FollowRequest", "LeaderAddress"]

@@ -48,7 +48,7 @@ from millstream.processes.catalog_watch import watched_catalog
 from millstream.processes.control import ControlServer
 from millstream.processes.locks import LOCK_PATIENCE_S, RoleLock, holder, nobody_writes
 from millstream.protocol.replication.promises import Role, RoleFact
-from millstream.replication.flight import FlightTransport
+from millstream.replication.flight.transport import FlightTransport
 from millstream.replication.follower import WalFollower
 from millstream.wal.files import NO_SPACE
 from millstream.workers import Worker, watching

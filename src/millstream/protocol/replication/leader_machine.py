@@ -52,8 +52,7 @@ from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import OBJECT_STORE, Acknowledgement, ByteEnd, Hello, NodeName, ReplicaPosition
-from millstream.protocol.replication.promises import NOBODY, Lineage, Promise, RoleFact, fenced_error
-from millstream.protocol.replication.shipping import (
+from millstream.protocol.replication.leader_events import (
     Acked,
     DropLink,
     Durable,
@@ -78,6 +77,7 @@ from millstream.protocol.replication.shipping import (
     Tell,
     Tick,
 )
+from millstream.protocol.replication.promises import NOBODY, Lineage, Promise, RoleFact, fenced_error
 
 
 class LinkPhase(StrEnum):

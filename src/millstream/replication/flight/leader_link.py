@@ -11,8 +11,8 @@ from typing import Any, Final
 from millstream.codec.shipment import decode_message, encode_message
 from millstream.errors import LinkLost, MillstreamError, ShipmentUnreadable
 from millstream.model.replication import Acknowledgement, Hello, Shipment
-from millstream.replication.flight_watch import Silence
-from millstream.replication.flight_wire import (
+from millstream.replication.flight.link_watch import Silence
+from millstream.replication.flight.wire import (
     BEAT,
     BEATS_IN_SILENCE,
     CLOSES_WITHIN_S,

@@ -16,9 +16,9 @@ from millstream.codec.checksums import Bytes
 from millstream.codec.shipment import decode_message, encode_message
 from millstream.errors import LinkLost, MillstreamError, ShipmentUnreadable
 from millstream.model.replication import Acknowledgement, Hello, Shipment
-from millstream.replication.flight_address import LeaderAddress
-from millstream.replication.flight_watch import Silence
-from millstream.replication.flight_wire import (
+from millstream.replication.flight.address import LeaderAddress
+from millstream.replication.flight.link_watch import Silence
+from millstream.replication.flight.wire import (
     BEAT,
     BEATS_IN_SILENCE,
     CLOSES_WITHIN_S,

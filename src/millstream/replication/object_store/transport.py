@@ -18,13 +18,13 @@ from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset
 from millstream.model.replication import ByteEnd, Hello, ReplicaPosition
 from millstream.ports import FollowerLink, LeaderLink
-from millstream.replication import object_layout
-from millstream.replication.object_history import begin_branch, history_of
-from millstream.replication.object_layout import Layout
-from millstream.replication.object_reader import POLLS_S, StoreReader
-from millstream.replication.object_scrub import Scrub, Scrubbed
-from millstream.replication.object_writer import StoreContents, StoredLink, stored_of
-from millstream.replication.objects import Objects, open_objects
+from millstream.replication.object_store import layout
+from millstream.replication.object_store.history import begin_branch, history_of
+from millstream.replication.object_store.layout import Layout
+from millstream.replication.object_store.objects import Objects, open_objects
+from millstream.replication.object_store.reader import POLLS_S, StoreReader
+from millstream.replication.object_store.scrub import Scrub, Scrubbed
+from millstream.replication.object_store.writer import StoreContents, StoredLink, stored_of
 from millstream.replication.queues import WINDOW_BYTES
 from millstream.wal.files import RealFiles
 
@@ -96,7 +96,7 @@ class ObjectStoreTransport:
             StoreUnusable: it overwrites an existing object despite the condition.
             StoreUnavailable: it doesn't answer, or refuses.
         """
-        object_layout.probe(self._objects, self._layout)
+        layout.probe(self._objects, self._layout)
         self._is_probed = True
 
     def accept(self, timeout_s: float) -> FollowerLink | None:
@@ -152,11 +152,11 @@ class ObjectStoreTransport:
         Raises:
             StoreUnavailable: it may be claimed or not.
         """
-        return object_layout.claim(self._objects, self._layout, epoch, holder, claimant)
+        return layout.claim(self._objects, self._layout, epoch, holder, claimant)
 
     def holder_of(self, epoch: Epoch) -> str:
         """Return the node that has claimed an epoch; empty if none has. Raises `StoreUnavailable`."""
-        return object_layout.holder_of(self._objects, self._layout, epoch)
+        return layout.holder_of(self._objects, self._layout, epoch)
 
     def begin(self, epoch: Epoch, common: Callable[[StoredState], ReplicaPosition | None]) -> None:
         """Claim the store for this node's epoch, and record where its log diverges from the stored one.
@@ -188,7 +188,7 @@ class ObjectStoreTransport:
 
     def greatest_claim(self) -> Epoch:
         """Return the highest claimed epoch; 0 if there is none. Raises `StoreUnavailable`."""
-        return object_layout.greatest_claim(self._objects, self._layout)
+        return layout.greatest_claim(self._objects, self._layout)
 
     def stored(self) -> Hello:
         """Return what the store has, as a follower's hello. Raises as `accept`."""
@@ -202,8 +202,8 @@ class ObjectStoreTransport:
         """Return the name of the object with a sealed segment of the log; None if there is none. Raises as `accept`."""
         history = history_of(self._objects, self._layout, self._upto)
         found = None
-        for listed in object_layout.listed_in(self._objects, self._layout.shard(shard)):
-            epoch, its_base = object_layout.segment_of(listed.name)
+        for listed in layout.listed_in(self._objects, self._layout.shard(shard)):
+            epoch, its_base = layout.segment_of(listed.name)
             if its_base == base and history.has(shard, epoch, base):
                 found = listed.name
         return found

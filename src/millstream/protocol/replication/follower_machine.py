@@ -73,6 +73,7 @@ from millstream.model.replication import (
     ReplicaPosition,
     Shipment,
 )
+from millstream.protocol.replication.leader_events import PersistRole, Tell
 from millstream.protocol.replication.promises import (
     LINEAGE,
     NOBODY,
@@ -84,7 +85,6 @@ from millstream.protocol.replication.promises import (
     RoleFact,
     fenced_error,
 )
-from millstream.protocol.replication.shipping import PersistRole, Tell
 
 _DELAYS_KEPT: Final = 32
 """Number of shipments among which the quickest is looked for: half a minute of heartbeats."""

@@ -29,8 +29,8 @@ from millstream.model.ids import Epoch, ShardId
 from millstream.model.marks import DroppedMark, DurableMark
 from millstream.model.positions import Offset
 from millstream.model.replication import Acknowledgement, ByteEnd, Document, Hello, SegmentPart, Shipment
-from millstream.replication.object_history import History, history_of
-from millstream.replication.object_layout import (
+from millstream.replication.object_store.history import History, history_of
+from millstream.replication.object_store.layout import (
     Layout,
     document_of,
     group_of,
@@ -39,7 +39,7 @@ from millstream.replication.object_layout import (
     segment_of,
     shards_of,
 )
-from millstream.replication.objects import Listed, Objects
+from millstream.replication.object_store.objects import Listed, Objects
 
 POLLS_S: Final = 0.5
 """Interval between searches for new shipments: a listing costs about as much as a write."""

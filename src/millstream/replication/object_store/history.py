@@ -21,8 +21,8 @@ from millstream.errors import ShipmentUnreadable
 from millstream.model.ids import Epoch, ShardId
 from millstream.model.positions import Offset
 from millstream.model.replication import ByteEnd, Hello, NodeName, ReplicaPosition
-from millstream.replication.object_layout import Layout, listed_in, message_in
-from millstream.replication.objects import Objects
+from millstream.replication.object_store.layout import Layout, listed_in, message_in
+from millstream.replication.object_store.objects import Objects
 
 _WHOLE: Final = ".whole"
 _NOTHING: Final = ByteEnd(Offset(0), 0)

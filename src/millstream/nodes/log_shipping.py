@@ -30,12 +30,12 @@ from millstream.nodes.follower_state import FollowerState
 from millstream.nodes.level_document import Terms
 from millstream.nodes.session_document import SessionDocument
 from millstream.private_files import make_folder
-from millstream.protocol.replication.leader import LinkPhase
+from millstream.protocol.replication.leader_events import Heard
+from millstream.protocol.replication.leader_machine import LinkPhase
 from millstream.protocol.replication.promises import CONSUMERS_KEY, Promise, Role, RoleFact
-from millstream.protocol.replication.shipping import Heard
 from millstream.protocol.retention import HolderKind
 from millstream.replication.archiver import WalArchiver
-from millstream.replication.flight import FlightTransport, FollowRequest
+from millstream.replication.flight.transport import FlightTransport, FollowRequest
 from millstream.replication.shipper import WalShipper
 from millstream.wal.files import RealFiles
 from millstream.wal.replica.acks import AcksFile
