@@ -99,6 +99,29 @@ def test_the_view_has_the_rows_of_all_regions_and_follows_them(tmp_path: Path) -
         assert [row["size"] for row in third] == [None, None, None, 2]
 
 
+def test_columns_have_one_order_in_all_regions(tmp_path: Path) -> None:
+    with both(tmp_path) as (one, two):
+        homes, others = (one, two), {one: (two, 2), two: (one, 1)}
+        for home in homes:
+            folded(home)
+        with millstream.open(two) as home:
+            home.append("shop", "posts", [{"id": 5, "of_two": 2}])
+        with millstream.open(one) as home:
+            home.append("shop", "posts", [{"id": 4, "of_one": 1}])
+        for home in homes:  # the view of each gets its own column before the other one's
+            folded(home)
+        for home, other in others.items():
+            follow(home, *other)
+            folded(home)
+        # Those of the region with the least number first, each followed by its windows.
+        names = ["id", "likes", "title", "tags", "heat", "heat__1h", "heat__24h", "heat__7d", "hidden", "of_one", "more", "of_two"]  # fmt: skip
+        for home in homes:
+            assert landed(home).column_names == names
+            with millstream.open(home) as opened:
+                assert opened.merged("shop", "posts").column_names == names
+                assert opened.merged_schema("shop", "posts").names == names
+
+
 def test_a_fold_rewrites_only_files_of_changed_keys(tmp_path: Path) -> None:
     home = made(tmp_path / "one", 1)
     rows = [{"id": number, "likes": number, "title": f"{number:0100}"} for number in range(6_000)]

@@ -154,7 +154,8 @@ class RegionTable:
         self._known_upto = {region: self._end_of(region) for region in self._readers}
         self._versions = {region: reader.schema_versions() for region, reader in self._readers.items()}
         schemas = {region: list(self._schemas(found)) for region, found in self._versions.items()}
-        known = [schema for found in schemas.values() for schema in found]
+        # By the regions' numbers, not this home's region first: so all regions show one order of columns.
+        known = [schema for region in sorted(schemas) for schema in schemas[region]]
         kept = self._kept_table() if with_kept else None
         if not known and kept is None:
             raise UnknownTable(f"no region of {stream} has records of {table}", table=table)

@@ -64,7 +64,7 @@ def region_records(spark: SparkSession, logs: Mapping[RegionId, str], table: str
         ]
         for region, reader in readers.items()
     }
-    columns = [schema.to_arrow().remove_metadata() for found in schemas.values() for schema in found]
+    columns = [schema.to_arrow().remove_metadata() for region in sorted(schemas) for schema in schemas[region]]
     if not columns:
         raise UnknownTable(f"no region has records of {table}", table=table)
     own = union_of(table, columns)

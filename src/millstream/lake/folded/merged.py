@@ -196,7 +196,7 @@ class MergedFold:
     def _shape_with(self, columns: pa.Schema) -> pa.Schema:
         """Return the columns of region rows of a table that has some columns now."""
         assert self.received is not None, "there is a state"
-        both = union_of(self._place.name, [own_columns(self.received.rows.schema), columns])
+        both = union_of(self._place.name, [columns, own_columns(self.received.rows.schema)])
         return state_schema(both, self._engine.merge)
 
     def _write(self, state: RegionState, *, is_whole: bool) -> MergedOutcome:
