@@ -128,8 +128,13 @@ def test_sources_are_read_by_the_command(tmp_path: Path) -> None:
     code, output = run("discover", str(sources), "--home", str(tmp_path / "home"))
     assert (code, output.splitlines()[-1]) == (0, "added 1, known 0, refused 1")
     assert "refused https://tides.example/5 of Tides: " in output
+    with sources.open("a") as more:
+        more.write('[[sources]]\nname = "Gone"\njson = "gone.json"\ncategory = "sea"\n')
+    code, output = run("discover", str(sources), "--home", str(tmp_path / "home"))
+    assert (code, output.splitlines()[-1]) == (1, "added 0, known 1, refused 2")
+    assert f"can't read Gone: {tmp_path / 'gone.json'}: No such file" in output
     code, output = run("discover", str(tmp_path / "none.toml"), "--home", str(tmp_path / "home"))
-    assert (code, "error[source_unreadable]" in output) == (1, True)
+    assert (code, "error[registry_unreadable]" in output) == (1, True)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"a": 1}', '{"a": {"sea/Tides": "x"}}', '{"a": {"sea/Tides": 2}}'])

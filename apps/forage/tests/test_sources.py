@@ -12,7 +12,7 @@ from apps.forage.tests.bodies import ENTRY
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream_forage.errors import InvalidField, SourceUnreadable
+from millstream_forage.errors import InvalidField, RegistryUnreadable, SourceUnreadable
 from millstream_forage.sources import Captured, Registry, Source, add, feed_bodies, json_bodies
 
 RSS = """<?xml version="1.0"?>
@@ -34,7 +34,7 @@ SOURCE = Source("Tides", "feed", "tides.xml", "sea", ("sailing", "coast"), "tuto
 def captured_of(content: str) -> Captured:
     found = Captured()
     for body in feed_bodies(SOURCE, content.encode()):
-        add(found, SOURCE, body)
+        add(found, SOURCE, body, 1)
     return found
 
 
@@ -62,7 +62,7 @@ def test_bytes_that_are_no_document_are_unreadable_or_give_no_item(content: byte
         found = Captured()
         with contextlib.suppress(SourceUnreadable):
             for body in read(SOURCE, content):
-                add(found, SOURCE, body)
+                add(found, SOURCE, body, 1)
         assert found.items == []
 
 
@@ -81,7 +81,12 @@ def registry(tmp_path: Path) -> Path:
     (tmp_path / "inbox").mkdir()
     (tmp_path / "inbox" / "b.json").write_text(json.dumps(ENTRY | {"source": "Elsewhere", "category": "cities"}))
     (tmp_path / "inbox" / "a.atom").write_text(ATOM)
+    (tmp_path / "inbox" / "c.JSON").write_text("{")
+    lacking = {name: value for name, value in ENTRY.items() if name not in {"tags", "content_type"}}
+    (tmp_path / "inbox" / "d.json").write_text(json.dumps(lacking | {"url": "https://tides.example/6"}))
     (tmp_path / "inbox" / "notes.txt").write_text("no source")
+    (tmp_path / "inbox" / ".hidden").write_text("no source")
+    (tmp_path / "inbox" / "deeper.xml").mkdir()
     path = tmp_path / "sources.toml"
     path.write_text(
         """
@@ -98,6 +103,7 @@ def registry(tmp_path: Path) -> Path:
         directory = "inbox"
         category = "sea"
         tags = ["inbox", "new"]
+        content_type = "opinion"
         [[sources]]
         name = "Gone"
         json = "gone.json"
@@ -118,12 +124,21 @@ def test_every_source_is_read_and_one_that_fails_stops_no_other(registry: Path) 
         ("Harbour Review", "sea", "4"),
         ("Inbox", "sea", "3"),
         ("Elsewhere", "cities", "4"),
+        ("Inbox", "sea", "6"),
     ]
+    assert (found.items[-1].tags, found.items[-1].content_type) == (("inbox", "new"), "opinion")
     reasons = {(refused.source, refused.entry): refused.reason for refused in found.refused}
     assert reasons["Harbour Review", "https://tides.example/4"].startswith("tags: ")
-    assert reasons["Harbour Review", ""] == "body: must be an object"
+    assert reasons["Harbour Review", "entry 3"] == "body: must be an object"
+    inbox = registry.parent / "inbox"
+    assert reasons["Inbox", str(inbox / "c.JSON")].startswith(f"{inbox / 'c.JSON'}: is no JSON")
+    for name in ("notes.txt", "deeper.xml"):
+        assert reasons["Inbox", str(inbox / name)].startswith("is not read: ")
+    assert not [name for _, name in reasons if ".hidden" in name]
     assert "No such file" in reasons["Gone", ""]
     assert reasons["Far", ""] == "https://far.example/feed.xml: http is off"
+    unread = {(refused.source, refused.entry) for refused in found.refused if refused.is_unread}
+    assert unread == {("Inbox", str(inbox / "c.JSON")), ("Gone", ""), ("Far", "")}
 
 
 @pytest.mark.parametrize(
@@ -150,11 +165,21 @@ def test_a_wrong_field_of_the_registry_is_named(tmp_path: Path, text: str, field
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize(("name", "where"), [("name = 'Tides'", "source 'Tides'"), ("", "source 2")])
+def test_a_wrong_field_is_reported_with_its_source(tmp_path: Path, name: str, where: str) -> None:
+    good = "[[sources]]\nname = 'a'\ncategory = 'b'\njson = 'c'\n"
+    (tmp_path / "sources.toml").write_text(f"{good}[[sources]]\n{name}\njson = 'a'\n")
+    missing = "category" if name else "name"
+    with pytest.raises(InvalidField) as caught:
+        Registry.load(tmp_path / "sources.toml")
+    assert caught.value.message == f"{missing}: is missing ({where})"
+
+
 @pytest.mark.parametrize("content", [None, b"= no toml", b"\xff"])
 def test_a_registry_that_is_no_toml_is_unreadable(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "sources.toml").write_bytes(content)
-    with pytest.raises(SourceUnreadable, match=r"sources\.toml"):
+    with pytest.raises(RegistryUnreadable, match=r"sources\.toml"):
         Registry.load(tmp_path / "sources.toml")
 
 

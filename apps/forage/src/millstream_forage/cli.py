@@ -116,7 +116,10 @@ def export(
 @click.argument("registry", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--home", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder of the home.")
 def discover(*, registry: Path, home: Path) -> None:
-    """Read each source of a registry once, and add the items that keep the rules. No server may have the home."""
+    """Read each source of a registry once, and add the items that keep the rules. No server may have the home.
+
+    If a source can't be read, the others are, and the exit code is 1.
+    """
     from millstream_forage.discovery import discover as run
     from millstream_forage.engine import ForageEngine
     from millstream_forage.sources import Registry
@@ -125,8 +128,11 @@ def discover(*, registry: Path, home: Path) -> None:
     with ForageEngine.open(home) as engine:
         outcome = run(engine, sources)
     for refused in outcome.refused:
-        click.echo(f"refused {refused.entry or 'the source'} of {refused.source}: {refused.reason}", err=True)
+        what = f"can't read {refused.source}" if refused.is_unread else f"refused {refused.entry} of {refused.source}"
+        click.echo(f"{what}: {refused.reason}", err=True)
     click.echo(f"added {outcome.added}, known {outcome.known}, refused {len(outcome.refused)}")
+    if any(refused.is_unread for refused in outcome.refused):
+        sys.exit(1)
 
 
 @main.command()

@@ -16,6 +16,7 @@ class Discovered:
     known: int
     """Items whose URL the log had before."""
     refused: list[Refused]
+    """Entries that break a rule, and sources and files that can't be read."""
     next_run: int
     """When the next run is due, in nanoseconds since 1970."""
 

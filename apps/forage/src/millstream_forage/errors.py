@@ -70,8 +70,15 @@ class EngineFailed(ForageError):
     default_hint = "Open it again: it reads its state from the log."
 
 
+class RegistryUnreadable(ForageError):
+    """The registry of sources can't be read."""
+
+    code = "registry_unreadable"
+    default_hint = "Name a file in TOML with a table [[sources]] for each source."
+
+
 class SourceUnreadable(ForageError):
-    """A source of items, or the registry of sources, can't be read."""
+    """A source of items can't be read."""
 
     code = "source_unreadable"
     status = 502

@@ -2,16 +2,16 @@
 
 Nothing here follows a link. A source is one RSS or Atom document, one JSON file or the files of one folder. Addresses
 are fetched only if the registry says `http = true`, and only if the host's robots.txt allows it (`fetching`).
-An entry or a source that can't be used is reported with its reason and doesn't stop the others.
+An entry, a file or a source that can't be used is reported with its reason and doesn't stop the others.
 
     http = false
 
     [[sources]]
     name = "Open Lecture"
     feed = "feeds/open-lecture.xml"   # or json = "items.json", or directory = "inbox"
-    category = "science"
+    category = "science"              # for entries of JSON that name none, and for all entries of feeds
     tags = ["lectures", "science"]    # for entries that name fewer than two
-    content_type = "analysis"         # "news" if it isn't named
+    content_type = "analysis"         # as the category; "news" if it isn't named
 """
 
 from __future__ import annotations
@@ -19,23 +19,34 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 from xml.etree import ElementTree as ET
 
-from millstream_forage.errors import InvalidField, SourceUnreadable
+from millstream_forage.errors import InvalidField, RegistryUnreadable, SourceUnreadable
 from millstream_forage.fetching import fetch
-from millstream_forage.items import CONTENT_TYPES, NAME_MAX, SENTENCE_END, TAGS, NewItem, new_item, short_name, text
+from millstream_forage.items import (
+    CONTENT_TYPES,
+    NAME_MAX,
+    SENTENCE_END,
+    TAGS,
+    NewItem,
+    new_item,
+    present,
+    short_name,
+    text,
+)
 from millstream_forage.items import names as distinct_names
 
 Kind: TypeAlias = Literal["feed", "json", "directory"]
 KINDS: Final[tuple[Kind, ...]] = ("feed", "json", "directory")
+SUFFIXES: Final[dict[str, Kind]] = {".json": "json", ".xml": "feed", ".rss": "feed", ".atom": "feed"}
+"""The files that a folder's source reads."""
 BYTES_MAX: Final = 8 << 20
 """Bytes of one document. Feeds have tens of kilobytes; it bounds what a broken one takes."""
-FEED_SUFFIXES: Final = {".xml", ".rss", ".atom"}
 ADDRESS: Final = re.compile(r"https?://", re.IGNORECASE)
 FIELDS: Final = {"name", "category", "tags", "content_type", *KINDS}
 
@@ -55,12 +66,14 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """An entry that breaks a rule, or a whole source that can't be read."""
+    """An entry that breaks a rule, a file of no known kind, or a whole source or file that can't be read."""
 
     source: str
     entry: str
-    """Address or title of the entry; empty for a whole source."""
+    """Address, title or number of the entry; the path of a file; empty for a whole source."""
     reason: str
+    is_unread: bool = False
+    """Whether it is a whole source or file that can't be read."""
 
 
 @dataclass(slots=True)
@@ -84,13 +97,14 @@ class Registry:
         """Return the registry that a TOML file describes. Paths in it start from the file's folder.
 
         Raises:
-            SourceUnreadable: the file can't be read, or isn't TOML.
-            InvalidField: a field is missing, unknown or breaks its rule.
+            RegistryUnreadable: the file can't be read, or isn't TOML.
+            InvalidField: a field is missing, unknown or breaks its rule. The reason names the source.
         """
         try:
             document = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise SourceUnreadable(f"{path}: {error}") from error
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise RegistryUnreadable(f"{path}: {reason}") from error
         if unknown := sorted(document.keys() - {"http", "sources"}):
             raise InvalidField(unknown[0], "is no field of a registry", hint="The fields are http and sources.")
         http, entries = document.get("http", False), document.get("sources", [])
@@ -98,27 +112,35 @@ class Registry:
             raise InvalidField("http", "must be true or false")
         if not isinstance(entries, list):
             raise InvalidField("sources", "must be a list of tables", hint="Begin each source with [[sources]].")
-        return cls(tuple(source_of(entry, path.parent) for entry in entries), http)
+        return cls(tuple(numbered(entry, number, path.parent) for number, entry in enumerate(entries, 1)), http)
 
     def capture(self) -> Captured:
         """Read every source. Items come in the order of the sources and of the entries in each."""
         captured = Captured()
         for source in self.sources:
-            try:
-                for body in self._bodies(source):
-                    add(captured, source, body)
-            except SourceUnreadable as error:
-                captured.refused.append(Refused(source.name, "", error.message))
+            if source.kind == "directory":
+                add_folder(captured, source)
+            else:
+                add_document(captured, source, "", self._content)
         return captured
 
-    def _bodies(self, source: Source) -> Iterator[object]:
-        """Yield the fields of an item for each entry of a source."""
+    def _content(self, source: Source) -> bytes:
+        """Return the document of a source that isn't a folder."""
         if not ADDRESS.match(source.location):
-            yield from file_bodies(source, Path(source.location))
-        elif self.http:
-            yield from feed_bodies(source, fetch(source.location, bytes_max=BYTES_MAX))
-        else:
+            return content_of(source)
+        if not self.http:
             raise SourceUnreadable(f"{source.location}: http is off", hint="Set `http = true` in the registry.")
+        return fetch(source.location, bytes_max=BYTES_MAX)
+
+
+def numbered(entry: object, number: int, folder: Path) -> Source:
+    """Return `source_of` an entry; an error names the source, or its number if it has no name."""
+    try:
+        return source_of(entry, folder)
+    except InvalidField as error:
+        name = entry.get("name") if isinstance(entry, Mapping) else None
+        where = f"source {name!r}" if isinstance(name, str) and name else f"source {number}"
+        raise InvalidField(error.field, f"{error.reason} ({where})", hint=error.hint) from None
 
 
 def source_of(entry: object, folder: Path) -> Source:
@@ -139,60 +161,83 @@ def source_of(entry: object, folder: Path) -> Source:
     if content_type not in CONTENT_TYPES:
         raise InvalidField("content_type", f"must be one of {', '.join(CONTENT_TYPES)}")
     return Source(
-        name=short_name("name", entry.get("name")),
+        name=short_name("name", present(entry, "name")),
         kind=kinds[0],
         location=location,
-        category=short_name("category", entry.get("category")),
+        category=short_name("category", present(entry, "category")),
         tags=distinct_names("tags", entry.get("tags", []), least=0, most=TAGS[1]),
         content_type=content_type,
     )
 
 
-def add(captured: Captured, source: Source, body: object) -> None:
+def add_folder(captured: Captured, source: Source) -> None:
+    """Add the items of a folder's files in the order of their names. Hidden files are left out."""
+    folder = Path(source.location)
+    try:
+        files = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    except OSError as error:
+        captured.refused.append(Refused(source.name, "", f"{folder}: {error.strerror}", is_unread=True))
+        return
+    for path in files:
+        kind = SUFFIXES.get(path.suffix.lower())
+        if kind is None or path.is_dir():
+            reason = f"is not read: a folder's files end in {', '.join(SUFFIXES)}"
+            captured.refused.append(Refused(source.name, str(path), reason))
+        else:
+            add_document(captured, replace(source, kind=kind, location=str(path)), str(path), content_of)
+
+
+def add_document(captured: Captured, source: Source, entry: str, content: Callable[[Source], bytes]) -> None:
+    """Add the items of one document; or the reason why it can't be read, under the name `entry`."""
+    try:
+        bodies = (json_bodies if source.kind == "json" else feed_bodies)(source, content(source))
+        for number, body in enumerate(bodies, 1):
+            add(captured, source, body, number)
+    except SourceUnreadable as error:
+        captured.refused.append(Refused(source.name, entry, error.message, is_unread=True))
+
+
+def add(captured: Captured, source: Source, body: object, number: int) -> None:
     """Add the item of one entry, or the reason why there is none."""
     try:
         captured.items.append(new_item(body))
     except InvalidField as error:
-        entry = (body.get("url") or body.get("title") or "") if isinstance(body, Mapping) else ""
-        captured.refused.append(Refused(source.name, str(entry), error.message))
+        named = (body.get("url") or body.get("title")) if isinstance(body, Mapping) else None
+        captured.refused.append(Refused(source.name, str(named or f"entry {number}"), error.message))
 
 
-def file_bodies(source: Source, path: Path) -> Iterator[object]:
-    """Yield the entries of a file, or of a folder's files in the order of their names."""
-    if source.kind == "directory":
-        try:
-            files = sorted(path.iterdir())
-        except OSError as error:
-            raise SourceUnreadable(f"{path}: {error.strerror}") from error
-        for file in files:
-            if file.suffix == ".json":
-                yield from json_bodies(source, read(file))
-            elif file.suffix in FEED_SUFFIXES:
-                yield from feed_bodies(source, read(file))
-    else:
-        yield from (json_bodies if source.kind == "json" else feed_bodies)(source, read(path))
-
-
-def read(path: Path) -> bytes:
-    """Return a file's content."""
+def content_of(source: Source) -> bytes:
+    """Return the content of a source's file."""
     try:
-        with path.open("rb") as file:
+        with Path(source.location).open("rb") as file:
             content = file.read(BYTES_MAX + 1)
     except OSError as error:
-        raise SourceUnreadable(f"{path}: {error.strerror}") from error
+        raise SourceUnreadable(f"{source.location}: {error.strerror}") from error
     if len(content) > BYTES_MAX:
-        raise SourceUnreadable(f"{path}: has more than {BYTES_MAX} bytes")
+        raise SourceUnreadable(f"{source.location}: has more than {BYTES_MAX} bytes")
     return content
 
 
 def json_bodies(source: Source, content: bytes) -> Iterator[object]:
-    """Yield the objects of a JSON list, or the one object; source and category are the source's if they are missing."""
+    """Yield the objects of a JSON list, or the one object, with the source's name and fields for those that are missing."""
     try:
         document = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise SourceUnreadable(f"{source.location}: is no JSON: {error}") from error
+    given = {"source": source.name, "category": source.category, "content_type": source.content_type, "tags": []}
     for entry in document if isinstance(document, list) else [document]:
-        yield {"source": source.name, "category": source.category} | entry if isinstance(entry, dict) else entry
+        if isinstance(entry, dict):
+            body = given | entry
+            yield body | {"tags": with_tags(source, body["tags"])}
+        else:
+            yield entry
+
+
+def with_tags(source: Source, tags: object) -> object:
+    """Return an entry's tags, with those of its source if it names fewer than two. `new_item` refuses what is no list."""
+    if not isinstance(tags, list) or len(tags) >= TAGS[0]:
+        return tags
+    return [*tags, *(tag for tag in source.tags if tag not in tags)][: TAGS[1]]
 
 
 def feed_bodies(source: Source, content: bytes) -> Iterator[object]:
@@ -222,8 +267,6 @@ def entry_body(source: Source, entry: ET.Element) -> dict[str, Any]:
     whole = plain(first("encoded", "content", "description", "summary"))
     labels = [child.get("term") or child.text or "" for child in children.get("category", [])]
     tags = [*dict.fromkeys(tag for label in labels if (tag := label.strip().lower()) and len(tag) <= NAME_MAX)]
-    if len(tags) < TAGS[0]:
-        tags = [*dict.fromkeys([*tags, *source.tags])]
     return {
         "url": link(children.get("link", [])),
         "title": plain(first("title")),
@@ -231,7 +274,7 @@ def entry_body(source: Source, entry: ET.Element) -> dict[str, Any]:
         "creator": first("creator") or author(children.get("author", [])) or source.name,
         "category": source.category,
         "source": source.name,
-        "tags": tags[: TAGS[1]],
+        "tags": with_tags(source, tags[: TAGS[1]]),
         "entities": [],
         "content_type": source.content_type,
         "summary": first_sentences(description, 2),
