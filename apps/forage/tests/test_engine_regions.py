@@ -199,3 +199,74 @@ def test_an_export_has_the_signals_of_all_regions_once() -> None:
         }
         pairs = [(pair["rejected"], pair["reason"]) for pair in log.pairs(Selection())]
         assert pairs == [(shown[1].item_id, "hide"), *((item_id, "ignored") for item_id in ignored)]
+
+
+def two_regions() -> tuple[ForageEngine, ForageEngine]:
+    """Return the engines of two regions: the second one has an item older than those of the first, and a newer one."""
+    times = count(1)
+    WORLD.clear()
+    WORLD.update({region: MemoryRegion(region, times) for region in (1, 2)})
+    one, two = (engine_on(home, SetClock()) for home in WORLD.values())
+    two.add_item(CORPUS[60])
+    for item in CORPUS[:40:2]:
+        one.add_item(item)
+    exchange()
+    two.feed(1, seed=1)  # it has heard of all items
+    two.add_item(replace(CORPUS[62], source="Elsewhere"))
+    return one, two
+
+
+def exchange() -> None:
+    """Let each region hear all of the other one."""
+    for region, other in ((1, 2), (2, 1)):
+        WORLD[region].hear(WORLD[other], WORLD[other].end)
+
+
+def test_a_restart_repeats_the_last_feed_whatever_other_regions_have_shown() -> None:
+    one, two = two_regions()
+    for seed in range(3):
+        shown = one.feed(1, seed=seed).items
+        one.signal(1, shown[0].item_id, "save", impression_id=shown[0].impression_id)
+        exchange()
+        shown = two.feed(1, seed=seed).items
+        two.signal(1, shown[1].item_id, "view", impression_id=shown[1].impression_id)
+        two.block(2, shown[2].creator)
+    last = two.feed(1)
+    one.feed(1, seed=9)  # impressions are no change
+    exchange()
+    assert two.feed(1) == last
+    again = engine_on(WORLD[2], SetClock())
+    assert again.feed(1) == last
+    assert again.feed(1, seed=7, preview=True) == two.feed(1, seed=7, preview=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_repeated"),
+    [
+        (lambda one, item: one.signal(1, item, "view"), False),
+        (lambda one, _: one.block(1, "Nobody"), False),
+        (lambda one, _: one.add_item(CORPUS[80]), False),
+        (lambda one, item: one.signal(2, item, "view"), True),
+        (lambda one, item: one.hide(2, item), True),
+    ],
+)
+def test_another_regions_change_for_the_user_ends_the_repetition(change: Any, *, is_repeated: bool) -> None:
+    one, two = two_regions()
+    one.block(1, "Nobody else")
+    exchange()
+    last = two.feed(1)
+    change(one, last.items[0].item_id)
+    exchange()
+    assert (two.feed(1) == last) == is_repeated
+
+
+def test_what_is_hidden_again_stays_hidden_if_another_region_had_lifted_it_before() -> None:
+    one, two = two_regions()
+    item = two.feed(1, seed=3).items[0].item_id
+    one.hide(1, item)
+    exchange()
+    two.unhide(1, item)
+    one.hide(1, item)  # it doesn't know of that
+    exchange()
+    for engine in (one, two):
+        assert item not in {shown.item_id for shown in engine.feed(1, 50, seed=4).items}

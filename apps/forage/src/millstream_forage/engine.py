@@ -41,7 +41,7 @@ from millstream_forage.feeding import Feeder, FeedRequest, Policy
 from millstream_forage.folded_log import FoldedLog
 from millstream_forage.homes import CONFIG_FILE, opened_home
 from millstream_forage.items import NewItem, new_item
-from millstream_forage.requests import HideChange, Reaction, hide_change, reaction, whole_number
+from millstream_forage.requests import Reaction, hide_change, reaction, whole_number
 from millstream_forage.state import DWELL, KIND_CODES, NO_ROW
 from millstream_forage.tables import ID_MAX, KINDS, REGION_BITS, arm_name, other_regions, region_of
 from millstream_forage.taste import MATCH_THRESHOLD
@@ -346,13 +346,9 @@ class ForageEngine:
             self._log.catch_up()
             if change.target == "item":
                 self._item_row(int(change.value))
-            if not self._is_needless(change):
-                self._log.append({"hides": [change.record()]})
+            # Also if it changes nothing here: another region may have lifted what hides the target, and it isn't known here yet.
+            self._log.append({"hides": [change.record()]})
             return HideAnswer(str(self._log.at))
-
-    def _is_needless(self, change: HideChange) -> bool:
-        hidden = self._state.hides.of(change.user_id).by_target[change.target]
-        return change.hidden == (change.value in hidden)
 
     def _item_row(self, item_id: int) -> int:
         row = self._state.items.by_id.first(item_id)
@@ -495,7 +491,7 @@ class ForageEngine:
         logged = [shown.items, shown.explore, shown.propensities]
         slots = list(zip(*(column.values[rows].tolist() for column in logged), strict=True))
         if [(slot.row, slot.item.explore, slot.item.propensity) for slot in filled] != slots:
-            return None  # another build of numpy or scipy computed it, or another region's records came
+            return None  # another build of numpy or scipy computed it
         items = [
             replace(slot.item, impression_id=int(shown.ids.values[row])) for slot, row in zip(filled, rows, strict=True)
         ]

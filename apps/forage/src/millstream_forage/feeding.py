@@ -132,6 +132,8 @@ class Feeder:
         liked = self._taste(request.user, request.now_ns)
         unexplored = (history.signaled < TRIALS_TO_EXPLORE).tolist()
         shown, wins, losses = history.shown.tolist(), history.wins.tolist(), history.losses.tolist()
+        # By their least ids: regions whose items came in another order draw for the arms in the same one.
+        ordered = np.argsort(state.items.arm_first_ids, kind="stable")
         arms = [
             Arm(
                 wins=wins[arm],
@@ -140,7 +142,7 @@ class Feeder:
                 unexplored=unexplored[arm],
                 items=Ranked(state.items, eligible, liked, arm, request.limit),
             )
-            for arm in np.flatnonzero(eligible.sizes).tolist()
+            for arm in ordered[eligible.sizes[ordered] > 0].tolist()
         ]
         budget = exploring_budget(history.exploring_reward, history.exploring_trials)
         prepared = Prepared(arms, budget, liked, *history.category_shares(state.items))

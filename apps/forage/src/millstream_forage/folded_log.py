@@ -10,8 +10,9 @@ hides is hidden here as soon as its record is, and shows again if a later record
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -93,7 +94,7 @@ class FoldedLog:
             self._fold_upto(token)
         changed = [self._fold_other(name, token) for name, token in self._news()]
         if any(changed):
-            self._merge_hides()
+            self._merge_hides(int(self.at.minimum))
 
     def append(self, rows: Mapping[str, list[dict[str, Any]]]) -> None:
         """Append rows of several tables as one operation, and fold them once they are durable.
@@ -136,7 +137,7 @@ class FoldedLog:
             self.state.apply(name, batch.append_column("__seq", pa.array(numbers[name])))
         self.at = ack.token
         if "hides" in tables and self._others_at:
-            self._merge_hides()
+            self._merge_hides(int(self.at.minimum))
         return True
 
     def _fold_upto(self, token: StreamToken) -> None:
@@ -147,7 +148,7 @@ class FoldedLog:
             self.state.apply(table, batch)
         self.at = token
         if has_hides and self._others_at:
-            self._merge_hides()
+            self._merge_hides(int(token.minimum))
 
     def _news(self) -> Iterator[tuple[str, StreamToken]]:
         """Yield the logs of other regions that have more than is folded, with their ends."""
@@ -163,25 +164,28 @@ class FoldedLog:
             has_hides |= table == "hides"
             check_region(batch, name)
             if table != "hides":
-                self.state.apply(table, foreign(batch))
+                self.state.apply(table, foreign(batch, int(self.at.minimum)))
         self._others_at[name] = token
         return has_hides
 
-    def _merge_hides(self) -> None:
-        self.state.hides.replace(self._home.merged(STREAM, "hides"))
+    def _merge_hides(self, seq: int) -> None:
+        """Take the merged hides; those that differ from before count as changed at a number of the own log."""
+        self.state.hides.replace(self._home.merged(STREAM, "hides"), seq)
 
     def _fold_everything(self) -> None:
         """Fold the logs table by table: whole tables fold much faster than the small batches of their order."""
         self._others_at = dict(self._news())
         for table in SCHEMAS:
-            for batch in whole_table(self._home, STREAM, table, self.at):
-                self.state.apply(table, batch)
-            for name, token in self._others_at.items():
-                if table != "hides":
-                    for batch in whole_table(self._home, name, table, token):
-                        self.state.apply(table, foreign(batch))
-                elif any(True for _ in whole_table(self._home, name, table, token)):
-                    self._merge_hides()
+            own = whole_table(self._home, STREAM, table, self.at)
+            others = [whole_table(self._home, name, table, token) for name, token in self._others_at.items()]
+            if table == "hides":
+                for batch in own:
+                    self.state.apply(table, batch)
+                if any(True for batches in others for _ in batches):
+                    self._merge_hides(0)
+            else:
+                for batch in in_order(table, own, [map(foreign, batches) for batches in others]):
+                    self.state.apply(table, batch)
         self.state.index()
 
 
@@ -234,10 +238,36 @@ def beginning(token: StreamToken) -> str:
     return f"{token.stream}.s0"
 
 
-def foreign(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return another region's records without their numbers, which can't be compared with the own log's."""
+def foreign(batch: pa.RecordBatch, seq: int = 0) -> pa.RecordBatch:
+    """Return another region's records with a number of the own log: the newest when they came, if that is known."""
     at = batch.schema.get_field_index("__seq")
-    return batch.set_column(at, "__seq", pa.array(np.zeros(batch.num_rows, np.int64)))
+    return batch.set_column(at, batch.schema.field(at), pa.array(np.full(batch.num_rows, seq, np.int64)))
+
+
+def in_order(
+    table: str, own: Iterable[pa.RecordBatch], others: Sequence[Iterable[pa.RecordBatch]]
+) -> Iterator[pa.RecordBatch]:
+    """Yield a table's records in several logs, so that each log keeps its order.
+
+    Impressions and signals come by the times of their commits. That is about the order in which a running engine has folded
+    them: the user's last feed can be computed again, and the same one of two signals counts. Other tables' logs come
+    one after the other.
+    """
+    if not others or table not in {"impressions", "signals"}:
+        yield from chain(own, *others)
+        return
+    names = [*SCHEMAS[table].names, "__seq", "__commit_ts"]
+    batches, times = [], []
+    # The own log last: if its clock is behind, its records have the times of those that it had read.
+    for log in (*others, own):
+        of_log = [batch.select(names).replace_schema_metadata() for batch in log]
+        if of_log:
+            commits = [batch["__commit_ts"].cast(pa.int64()).to_numpy() for batch in of_log]
+            times.append(np.maximum.accumulate(np.concatenate(commits)))  # a clock may be set back
+            batches += of_log
+    if batches:
+        order = np.argsort(np.concatenate(times), kind="stable")
+        yield from pa.Table.from_batches(batches).take(pa.array(order)).combine_chunks().to_batches()
 
 
 def table_of(batch: pa.RecordBatch) -> str:

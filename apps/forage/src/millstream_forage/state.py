@@ -50,6 +50,8 @@ class Items:
         """Number of the newest item's record."""
         self.arm_sizes: Ints = np.zeros(0, np.int64)
         """Number of items of each arm."""
+        self.arm_first_ids: Ints = np.zeros(0, np.int64)
+        """The least id of each arm's items."""
         self._arm_codes: dict[tuple[str, str], int] = {}
         self._rows_by_url: dict[str, int] = {}
 
@@ -66,12 +68,15 @@ class Items:
         batch = _without_known(batch, self.by_id)
         for row, url in enumerate(batch["url"].to_pylist(), len(self)):
             self._rows_by_url.setdefault(url, row)
-        self.ids.extend(batch["id"].to_numpy())
-        arms = self._arms_of(batch)
+        ids, arms = batch["id"].to_numpy(), self._arms_of(batch)
+        self.ids.extend(ids)
         self.arms.extend(arms)
         grown = np.bincount(arms, minlength=len(self.arm_names))
         grown[: len(self.arm_sizes)] += self.arm_sizes
-        self.arm_sizes = grown
+        firsts = np.full(len(grown), np.iinfo(np.int64).max)
+        firsts[: len(self.arm_sizes)] = self.arm_first_ids
+        np.minimum.at(firsts, arms, ids)
+        self.arm_sizes, self.arm_first_ids = grown, firsts
         self.creators.extend(self.creator_names.codes(batch["creator"]))
         self.embeddings.extend(batch["embedding"].flatten().to_numpy().reshape(-1, DIMENSIONS))
         self.signals.extend(np.zeros((batch.num_rows, len(KINDS)), np.int64))
@@ -224,11 +229,16 @@ class Signals:
         self.counts.values[impressions.dwells.values[shown]] = True
 
 
+def nothing_hidden() -> dict[str, set[str]]:
+    """Return no hidden value of any kind of target."""
+    return {target: set() for target in TARGETS}
+
+
 @dataclass(slots=True)
 class Hidden:
     """The targets that a user hides."""
 
-    by_target: dict[str, set[str]] = field(default_factory=lambda: {target: set() for target in TARGETS})
+    by_target: dict[str, set[str]] = field(default_factory=nothing_hidden)
     """The hidden values of each kind of target, as the records have them."""
     last_seq: int = 0
     """Number of the newest record that changed it."""
@@ -249,12 +259,21 @@ class Hides:
                 (values.add if record["hidden"] else values.discard)(record["value"])
                 hidden.last_seq = record["__seq"]
 
-    def replace(self, rows: pa.Table) -> None:
-        """Take merged rows in place of all records so far."""
+    def replace(self, rows: pa.Table, seq: int) -> None:
+        """Take merged rows in place of all records so far.
+
+        Args:
+            rows: rows of all users.
+            seq: the number in the own log at which those changed that differ.
+        """
+        before = {user: hidden.by_target for user, hidden in self.by_user.items()}
         for hidden in self.by_user.values():
-            hidden.by_target = {target: set() for target in TARGETS}
+            hidden.by_target = nothing_hidden()
         for row in rows.filter(rows["hidden"]).select(["user", "target", "value"]).to_pylist():
             self.by_user.setdefault(row["user"], Hidden()).by_target[row["target"]].add(row["value"])
+        for user, hidden in self.by_user.items():
+            if hidden.by_target != before.get(user, nothing_hidden()):
+                hidden.last_seq = max(seq, hidden.last_seq)
 
     def of(self, user: int) -> Hidden:
         """Return the targets that a user hides."""
