@@ -72,6 +72,12 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def wait_for_feed(browser: Chromium, home: MemoryHome, number: int) -> None:
+    """Wait until the page shows a feed: from then on it replaces no card by itself."""
+    wait_for(lambda: home.rows("impressions")[-1]["feed"] == number)
+    browser.until(f"{FACTS}.endsWith('token {home.rows('impressions')[-1]['token']}')")
+
+
 def test_the_page_shows_seven_items_and_the_mouse_saves_and_skips(
     browser: Chromium, home: MemoryHome, engine: ForageEngine, tmp_path: Path
 ) -> None:
@@ -97,8 +103,7 @@ def test_the_page_shows_seven_items_and_the_mouse_saves_and_skips(
         browser.until(f"{SAID}.startsWith('Saved')")
         (signal,) = home.rows("signals")
         assert (signal["item"], signal["kind"], signal["impression"]) == (saved, "save", shown[saved]["id"])
-        wait_for(lambda: home.rows("impressions")[-1]["feed"] == 2)
-        browser.until(f"{FACTS}.endsWith('token {home.rows('impressions')[-1]['token']}')")
+        wait_for_feed(browser, home, 2)
         skipped = browser.run(ITEMS)[0]
         browser.run(
             "window.back = 0; new MutationObserver(() => {"
@@ -109,8 +114,7 @@ def test_the_page_shows_seven_items_and_the_mouse_saves_and_skips(
         browser.click("#feed > li:first-child [data-action=skip]")
         browser.until(f"{SAID}.startsWith('Skipped')")
         # Another process adds an item: the page's poll shows a new feed, without a signal.
-        wait_for(lambda: home.rows("impressions")[-1]["feed"] == 3)
-        browser.until(f"{FACTS}.endsWith('token {home.rows('impressions')[-1]['token']}')")
+        wait_for_feed(browser, home, 3)
         before = browser.run(FACTS)
         assert browser.run("window.every") == 5000
         engine.add_item(ITEM)
@@ -141,6 +145,7 @@ def test_the_keyboard_alone_is_enough(
         browser.press("u")
         browser.until(f"{SAID} === 'It may be shown again.'")
         assert [row["kind"] for row in home.rows("hides")] == ["skip", "unhide"]
+        wait_for_feed(browser, home, 3)
         # Without the page's own keys: the tabulator reaches every button, and Enter presses it.
         while browser.run("document.activeElement.dataset.action") != "hide":
             browser.press("Tab")
@@ -148,6 +153,7 @@ def test_the_keyboard_alone_is_enough(
         browser.press("Enter")
         browser.until(f"{SAID}.startsWith('Hid')")
         assert home.rows("hides")[-1]["value"] == str(item)
+        wait_for_feed(browser, home, 4)
         assert item not in browser.run(ITEMS)
         browser.press("j")
         browser.until("document.activeElement.closest('#feed > li') !== null")
@@ -156,3 +162,30 @@ def test_the_keyboard_alone_is_enough(
         browser.until(f"{SAID} === 'Blocked ' + {creator!r} + '.'")
         browser.until(f"{CARDS} === 7")
         assert creator not in browser.run("[...document.querySelectorAll('.creator')].map((node) => node.textContent)")
+
+
+def test_opening_an_item_is_a_view_and_coming_back_a_dwell(
+    browser: Chromium, home: MemoryHome, engine: ForageEngine, tmp_path: Path
+) -> None:
+    with served(engine, tmp_path) as address:
+        browser.open(f"{address}/")
+        browser.until(f"{CARDS} === 7")
+        opened = browser.run(ITEMS)[0]
+        # The item's own address is in nobody's network.
+        browser.run("document.querySelector('#feed h2 a').href = 'about:blank'")
+        browser.click("#feed > li:first-child h2 a")
+        wait_for(lambda: [row["kind"] for row in home.rows("signals")] == ["view"])
+        wait_for_feed(browser, home, 2)
+        browser.call("Page.bringToFront")
+        browser.run("document.dispatchEvent(new Event('visibilitychange'))")
+        wait_for(lambda: [row["kind"] for row in home.rows("signals")] == ["view", "dwell"])
+        view, dwell = home.rows("signals")
+        assert view["item"] == dwell["item"] == opened
+        assert view["impression"] == dwell["impression"] == home.rows("impressions")[0]["id"]
+        assert dwell["duration_ms"] >= 0
+        wait_for_feed(browser, home, 3)
+        hidden = browser.run(ITEMS)[0]
+        browser.click("#feed > li:first-child [data-action=hide]")
+        browser.until(f"{SAID}.startsWith('Hid')")
+        assert [(row["value"], row["kind"]) for row in home.rows("hides")] == [(str(hidden), "hide")]
+        assert hidden not in browser.run(ITEMS)
