@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from bench.figures import Figure, asked, measures, repeated, reported
-from millstream.ingest.lines import tables_of_lines, warm
+from millstream.ingest.line_protocol import tables_of_lines, warm
 
 ROWS: Final = 200_000
 REQUEST_ROWS: Final = 5_000

@@ -26,8 +26,8 @@ from millstream.replication.flight.transport import FlightTransport, FollowReque
 from millstream.replication.joined_link import JoinedLink
 from millstream.replication.object_store.layout import behind
 from millstream.serving.flight.connections import cut_connections
-from millstream.wal.replica.log import ReplicaLog
-from millstream.wal.replica.shipping import ShipSource
+from millstream.wal.replica.replica_log import ReplicaLog
+from millstream.wal.replica.ship_source import ShipSource
 
 ROWS = 2_500_000
 _SHIPMENT_BYTES: Final = 4 << 20

@@ -24,7 +24,7 @@ from millstream.protocol.deduplication.known_writes import Sessions
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.session_file import write_copy
-from millstream.writers.appending import HomeAppender
+from millstream.writers.home_appender import HomeAppender
 
 REQUESTS = 40
 """Requests of a batch: those that wait together while an fsync runs."""

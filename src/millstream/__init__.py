@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from millstream.ports import ShardReader as ShardReader
     from millstream.ports import WriteBuffer as WriteBuffer
     from millstream.serving.guard import Guard as Guard
-    from millstream.serving.problems import problem_of as problem_of
+    from millstream.serving.problem_documents import problem_of as problem_of
 
 __version__ = "0.1.0"
 
@@ -64,7 +64,7 @@ _PUBLIC = {
     "encode_op": ("millstream.codec.buffered_op", "encode_op"),
     "errors": ("millstream.errors", None),
     "open": ("millstream.app.open_home", "open"),
-    "problem_of": ("millstream.serving.problems", "problem_of"),
+    "problem_of": ("millstream.serving.problem_documents", "problem_of"),
 }
 
 

@@ -25,7 +25,7 @@ from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableKind, TableSchema
 from millstream.processes.child_process import Lifeline
-from millstream.processes.locks import Role, RoleLock, holder
+from millstream.processes.role_locks import Role, RoleLock, holder
 from millstream.wal.reader import StreamReader
 from millstream.writers.owner import run_owner
 

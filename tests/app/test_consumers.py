@@ -16,11 +16,11 @@ from tests.serving.serving_process import served, web_home
 import millstream
 import millstream.aio
 from millstream.app import doctor
-from millstream.delivery.running import Waiter
+from millstream.delivery.running_consumer import Waiter
 from millstream.errors import DeliveryError, InvalidValue, WriterClosed
 from millstream.home.home import Home
 from millstream.testing.errors import coded
-from millstream.writers.consuming import HomeConsumers
+from millstream.writers.home_consumers import HomeConsumers
 
 KEYS = '[streams.web.keys]\n"public.orders" = ["id"]\n'
 

@@ -16,7 +16,7 @@ from millstream.app.status import held_scope
 from millstream.catalog import TableState
 from millstream.errors import MillstreamError, SourceError, TableUndecodable
 from millstream.home.home import Home
-from millstream.writers.trouble import forget_given_up, note_given_up
+from millstream.writers.stall_reasons import forget_given_up, note_given_up
 
 CONFIG = '[streams.shop.source]\ndsn = "host=127.0.0.1 port=1"\n'
 

@@ -22,7 +22,7 @@ from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.spark.source import MillstreamReader, SourceOptions, _Scan
 from millstream.wal.reader import StreamReader
 from millstream.wal.records_json import Cat
-from millstream.wal.retain import drop_segments
+from millstream.wal.segment_deletion import drop_segments
 
 
 @pytest.fixture(scope="module")

@@ -14,15 +14,15 @@ from millstream.app import rebuild
 from millstream.app.doctor import _alerts
 from millstream.app.rebuild import forget_table
 from millstream.app.status import collect_status
-from millstream.app.tables import copy_table
+from millstream.app.table_requests import copy_table
 from millstream.capture import raw_past
 from millstream.catalog import TableState
 from millstream.errors import HomeBusy, LakeBehind, UsageError
 from millstream.home.home import Home
-from millstream.processes.locks import RoleLock
+from millstream.processes.role_locks import RoleLock
 from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.testing.postgres import EmbeddedPostgres
-from millstream.wal.retain import drop_segments
+from millstream.wal.segment_deletion import drop_segments
 
 SECRET = "canary-5b2e"
 LOG = """

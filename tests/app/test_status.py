@@ -18,7 +18,7 @@ from tests.commands import Command
 
 from millstream.app.open_home import open_other
 from millstream.app.status import collect_status, held_scope
-from millstream.app.tables import copy_table, list_tables, retry_table
+from millstream.app.table_requests import copy_table, list_tables, retry_table
 from millstream.catalog import TableState
 from millstream.cli.main import cli
 from millstream.errors import CursorExpired, UnknownTable, UsageError
@@ -27,13 +27,13 @@ from millstream.home.home import Home
 from millstream.home.retention import sweep
 from millstream.model.ids import ShardId, StreamId
 from millstream.model.positions import Lsn, Seq
-from millstream.processes.control import ControlServer, ask
-from millstream.processes.locks import RoleLock
+from millstream.processes.control_socket import ControlServer, ask
+from millstream.processes.role_locks import RoleLock
 from millstream.protocol.retention import HolderKind
 from millstream.serving.metrics import prometheus_text
 from millstream.testing.log import plain_ops, plain_table
 from millstream.wal.files import RealFiles
-from millstream.wal.retain import SESSIONS_HOLDER
+from millstream.wal.segment_deletion import SESSIONS_HOLDER
 from millstream.wal.writing.session_file import write_copy
 from millstream.wal.writing.writer import LogWriter
 from millstream.writers.owner import OwnedStream

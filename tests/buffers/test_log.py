@@ -14,9 +14,9 @@ from millstream.model.ids import ShardId
 from millstream.model.positions import Offset, Seq
 from millstream.protocol.retention import HolderKind, Retention, RetentionBounds
 from millstream.testing.write_buffer import NORTH, WriteBufferConformance, application_op, next_op, texts_of
-from millstream.wal.buffer import LogBuffer, LogBufferOptions
+from millstream.wal.log_buffer import LogBuffer, LogBufferOptions
 from millstream.wal.reader import StreamReader
-from millstream.wal.retain import drop_segments
+from millstream.wal.segment_deletion import drop_segments
 from millstream.wal.writing.writer import LogOptions
 
 

@@ -10,7 +10,7 @@ from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage
 from tests.capture.test_copying import DOCS, copied_rows, workload
 
-from millstream.app.tables import copy_table, list_tables, pause_table, resume_table
+from millstream.app.table_requests import copy_table, list_tables, pause_table, resume_table
 from millstream.catalog import TableState
 from millstream.errors import UsageError
 from millstream.model.ids import StreamId

@@ -14,7 +14,7 @@ from tests.capture.capture_stage import Stage
 from tests.capture.serial_history import History
 from tests.capture.test_copying import copied_rows
 
-from millstream.app.tables import copy_table
+from millstream.app.table_requests import copy_table
 from millstream.catalog import TableState
 from millstream.errors import SourceError
 

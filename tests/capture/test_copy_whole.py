@@ -22,7 +22,7 @@ from tests.capture.capture_stage import Stage
 from tests.capture.test_catching_up import run_here, run_process
 from tests.capture.test_copying import copied_rows
 
-from millstream.app.tables import copy_table, pause_table, resume_table
+from millstream.app.table_requests import copy_table, pause_table, resume_table
 from millstream.capture.config import CaptureProgress
 from millstream.catalog import Catalog, TableState
 from millstream.errors import SourceError

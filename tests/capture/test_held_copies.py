@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.capture.capture_stage import Stage
 
-from millstream.app.tables import copy_table, list_tables, resume_table
+from millstream.app.table_requests import copy_table, list_tables, resume_table
 from millstream.catalog import TableState
 from millstream.errors import UsageError
 from millstream.model.ids import StreamId

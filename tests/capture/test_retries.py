@@ -11,7 +11,7 @@ import pytest
 from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage
 
-from millstream.app.tables import retry_table
+from millstream.app.table_requests import retry_table
 from millstream.catalog import TableState
 from millstream.errors import TableUndecodable, UsageError
 from millstream.model.ids import ShardId

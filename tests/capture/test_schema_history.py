@@ -17,7 +17,7 @@ import psycopg
 import pytest
 from tests.capture.capture_stage import MemoryLog, Stage, make_config
 
-from millstream.app.tables import retry_table
+from millstream.app.table_requests import retry_table
 from millstream.catalog import Catalog, TableState
 from millstream.codec.pgoutput.messages import Delete, Insert, Update
 from millstream.codec.pgoutput.relations import decode_raw

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 from tests.capture.beside import until_done, wait_until
 from tests.capture.test_timelines import Servers, copy_slot, make_servers
 
-from millstream.app.tables import copy_table
+from millstream.app.table_requests import copy_table
 from millstream.catalog import TableState
 from millstream.errors import PublicationMissing, SourceError
 from millstream.testing.postgres import EmbeddedPostgres

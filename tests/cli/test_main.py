@@ -289,7 +289,7 @@ def test_a_home_of_a_newer_format_is_refused_by_every_command(tmp_path: Path) ->
 
 def test_two_runs_on_one_home_are_refused(tmp_path: Path) -> None:
     from millstream.home.home import Home
-    from millstream.processes.locks import RoleLock
+    from millstream.processes.role_locks import RoleLock
 
     (tmp_path / "millstream.toml").write_text("[streams.s]\nsource.dsn='host=127.0.0.1 port=1'\n")
     home = Home(tmp_path)

@@ -19,7 +19,7 @@ import millstream
 import millstream.cli
 from millstream.cli.context import note, print_table, say
 from millstream.cli.main import say_error
-from millstream.cli.results import STYLES, write_result
+from millstream.cli.output_formats import STYLES, write_result
 from millstream.model.names import quote_ident
 from millstream.model.readable import readable
 from millstream.processes.logs import Words
@@ -139,5 +139,5 @@ def test_log_lines_for_people_are_lines() -> None:
 def test_no_command_prints_around_it() -> None:
     folder = Path(millstream.cli.__file__).parent
     printing = re.compile(r"click\.s?echo\(|(?<![\w.])print\(|click\.style\(")
-    allowed = {"context.py", "results.py", "diff.py"}
+    allowed = {"context.py", "output_formats.py", "diff.py"}
     assert {file.name for file in folder.glob("*.py") if printing.search(file.read_text())} == allowed

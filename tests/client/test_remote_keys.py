@@ -18,7 +18,7 @@ from millstream.errors import (
     RoutingError,
     SessionsNeedOneWriter,
 )
-from millstream.serving.problems import status_of
+from millstream.serving.problem_documents import status_of
 
 PROBLEM = {"content-type": "application/problem+json"}
 NO_KEYS = HttpAnswer(

@@ -15,8 +15,8 @@ from millstream.codec.pgoutput import (
     decode_raw,
     decode_transactions,
 )
-from millstream.codec.pgoutput.plain import decode_block_plain
-from millstream.codec.pgoutput.vectorised import decode_block
+from millstream.codec.pgoutput.reference_decoder import decode_block_plain
+from millstream.codec.pgoutput.vectorised_decoder import decode_block
 from millstream.errors import MillstreamError, ProtocolViolation, TableUndecodable
 from millstream.model.operations import OPERATION_SCHEMA, WriteOps
 from millstream.model.schema import TableKind

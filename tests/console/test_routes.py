@@ -21,7 +21,7 @@ from millstream.console import table_page
 from millstream.console.routes import Console, _live_path
 from millstream.model.access import Rights
 from millstream.model.ids import TableId
-from millstream.serving import sessions
+from millstream.serving import browser_sessions
 
 PAGES = ("/", "/tables", "/tables/shop/public.orders", "/log", "/log/shop", "/query", "/consumers", "/nodes")
 OWN = {"origin": "http://127.0.0.1:8787"}
@@ -262,13 +262,13 @@ def test_a_session_ends_by_time_by_logout_and_with_its_token(site: Site, monkeyp
         (cookie,) = SimpleCookie(out.headers["set-cookie"]).values()
         assert cookie.value == ""
         assert cookie["max-age"] == "0"
-        moment = sessions.time.time() + sessions.LASTS_S + 1
+        moment = browser_sessions.time.time() + browser_sessions.LASTS_S + 1
         with monkeypatch.context() as later:
-            later.setattr(sessions.time, "time", lambda: moment)
+            later.setattr(browser_sessions.time, "time", lambda: moment)
             assert site.get("/", cookie=shown).status_code == 303
         assert site.get("/", cookie=shown).status_code == 200
         catalog.revoke_access_token("brief")
-        site.application.access._book.refresh(since_s=sessions.time.monotonic())
+        site.application.access._book.refresh(since_s=browser_sessions.time.monotonic())
         assert site.get("/", cookie=shown).status_code == 303
 
 

@@ -45,7 +45,7 @@ from millstream.model.ids import Epoch, GroupNumber, RegionId
 from millstream.model.positions import Seq
 from millstream.model.replication import NodeName
 from millstream.protocol.replication.promises import Lineage, Promise
-from millstream.wal.log_ends import still_says
+from millstream.wal.truncation_check import still_says
 from millstream.wal.writing.hybrid_times import GroupTimes
 
 _BEGAN_NS = 1_700_000_000 * 10**9

@@ -18,7 +18,7 @@ from millstream.delivery.service import StreamConsumers
 from millstream.errors import DeliveryError, InvalidValue, LakeBehind
 from millstream.home.home import Home
 from millstream.wal.reader import StreamReader
-from millstream.writers.consuming import surroundings
+from millstream.writers.home_consumers import surroundings
 
 KEYS = '[streams.web]\n[streams.web.keys]\n"public.orders" = ["id"]\n"public.items" = ["id"]\n'
 

@@ -11,15 +11,15 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from tests.delivery.test_reading import NOTHING, cat, read_all, reader_of, record
+from tests.delivery.test_record_reader import NOTHING, cat, read_all, reader_of, record
 from tests.seeds import Seeds
 from tests.wal.test_records_json import ITEMS, MESSAGES, ORDERS, operation, ops, row, schema
 
 from millstream.catalog import Catalog
-from millstream.delivery import running
+from millstream.delivery import running_consumer
 from millstream.delivery.consumer_store import Letter, Stored
 from millstream.delivery.definition import Definition
-from millstream.delivery.running import Running
+from millstream.delivery.running_consumer import Running
 from millstream.errors import DeliveryError
 from millstream.model.ids import ShardId, SourceId, StreamId
 from millstream.model.operations import OperationKind
@@ -286,7 +286,7 @@ def test_a_truncate_drops_what_waits_and_is_delivered(log: LogWriter, tmp_path: 
 def test_keys_that_memory_cannot_hold_come_once_with_their_newest_state(
     log: LogWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(running, "WAITING_BYTES_MAX", SMALL * ENTRY_BYTES)
+    monkeypatch.setattr(running_consumer, "WAITING_BYTES_MAX", SMALL * ENTRY_BYTES)
     keys, rounds = 50, 4
     for number in range(1, rounds * keys + 1):
         write(log, order(0, Op.UPDATE, number % keys, total=number), number=number)
@@ -383,7 +383,7 @@ def test_a_client_has_the_newest_rows_whatever_is_killed(
     draw = random.Random(seeds.kept_or_new(1))
     workload, client = Workload(draw, log, keys), Table()
     if keys > SMALL:
-        monkeypatch.setattr(running, "WAITING_BYTES_MAX", SMALL * ENTRY_BYTES)
+        monkeypatch.setattr(running_consumer, "WAITING_BYTES_MAX", SMALL * ENTRY_BYTES)
     consumer = Killed(tmp_path, tables=["public.orders"], max_deliver=0, ack_wait_ms=100, **fields)
     held: list[dict[str, Any]] = []
     emptied: set[str] = set()

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.capture.capture_stage import Stage, make_config
 from tests.delivery.test_latest import Table
-from tests.delivery.test_reading import read_all, reader_of
+from tests.delivery.test_record_reader import read_all, reader_of
 
 from millstream.catalog import Catalog
 from millstream.delivery.records.record_messages import Origin, merged

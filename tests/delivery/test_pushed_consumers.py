@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.app.homes import wait_for
 from tests.delivery.receivers import Answerer, Receiver, Request, answer
-from tests.delivery.test_configured import Deployment, Run
+from tests.delivery.test_configured_consumers import Deployment, Run
 
 from millstream.errors import DeliveryError
 from millstream.testing.errors import coded

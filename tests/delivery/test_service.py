@@ -17,7 +17,7 @@ from millstream.home.home import Home
 from millstream.home.retention import tracker_of
 from millstream.model.positions import Seq
 from millstream.protocol.retention import CutOff, HolderKind
-from millstream.writers.consuming import surroundings
+from millstream.writers.home_consumers import surroundings
 
 KEYS = '[streams.web]\n[streams.web.keys]\n"public.orders" = ["id"]\n'
 

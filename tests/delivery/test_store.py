@@ -11,8 +11,8 @@ import pytest
 from millstream.delivery.ack_ids import AckIds
 from millstream.delivery.consumer_store import LOG_NAME, Store, Stored, died_letters, put_consumers
 from millstream.delivery.definition import Definition
-from millstream.delivery.mending import repair
 from millstream.delivery.records.record_messages import Origin
+from millstream.delivery.state_repair import repair
 from millstream.errors import DeliveryError, MillstreamError
 from millstream.protocol.delivery import Consumer, DeliveryId, Limits, Message, State, position_of
 from millstream.testing.errors import coded

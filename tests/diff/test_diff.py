@@ -14,11 +14,11 @@ from deltalake import DeltaTable
 from psycopg.sql import SQL, Identifier
 from tests.app.landed import LandedHome
 
-from millstream.app.tables import copy_table
+from millstream.app.table_requests import copy_table
 from millstream.diff.compare import DiffReport, Progress, diff_stream
 from millstream.errors import LakeBehind, NoFreeSlot, SnapshotWaits, SourceError, UnknownTable
 from millstream.home.home import Home
-from millstream.processes.locks import RoleLock
+from millstream.processes.role_locks import RoleLock
 from millstream.testing.errors import coded
 from millstream.testing.pytest_plugin import Database
 from millstream.testing.workloads.shop import ShopWorkload

@@ -23,7 +23,7 @@ from millstream.home.home import Home
 from millstream.testing.errors import coded
 from millstream.testing.kafka import EmbeddedKafka
 from millstream.testing.redis import EmbeddedRedis
-from millstream.writers.buffered import open_buffer
+from millstream.writers.write_buffers import open_buffer
 
 pytestmark = pytest.mark.siege
 

@@ -42,7 +42,7 @@ from millstream.testing.log import MemoryReservations, plain_ops, plain_spilled,
 from millstream.testing.pytest_plugin import Database
 from millstream.testing.sequencing import MemorySequenceStore
 from millstream.wal.mending.inspect import FrameInfo, inspect
-from millstream.wal.retain import drop_segments
+from millstream.wal.segment_deletion import drop_segments
 from millstream.wal.writing.sequence_allocator import SharedNumbers
 from millstream.wal.writing.writer import LogOptions, LogWriter
 

@@ -28,7 +28,7 @@ from tests.fuzz.shipment_targets import check_message, message_seeds, with_right
 from tests.wal.truth import FOLDER, STREAM, Truth
 
 from millstream.capture.copying import _scan as _copy_scan
-from millstream.capture.copying.text import read_copied
+from millstream.capture.copying.copy_text import read_copied
 from millstream.codec.buffered_op import decode_op, encode_op
 from millstream.codec.log_frame import (
     FrameKind,
@@ -85,7 +85,7 @@ from millstream.testing import pgoutput as pg
 from millstream.testing.files import MemoryFiles
 from millstream.testing.pgoutput import TablesByOid
 from millstream.testing.write_buffer import application_op, every_kind_op
-from millstream.wal.mark import MarkFile, read_dropped, read_mark
+from millstream.wal.durable_mark import MarkFile, read_dropped, read_mark
 from millstream.wal.mending.inspect import inspect, ls, stats, verify
 from millstream.wal.reader import StreamReader
 from millstream.wal.records_json import Cat

@@ -13,7 +13,7 @@ from millstream.home.home import Home
 from millstream.home.retention import bounds_of
 from millstream.protocol.retention import Retention
 from millstream.testing.clock import ManualClock
-from millstream.wal.retain import drop_segments
+from millstream.wal.segment_deletion import drop_segments
 from millstream_forage.clock import DAY_NS
 from millstream_forage.engine import ForageEngine
 from millstream_forage.tables import STREAM

@@ -14,7 +14,7 @@ import pytest
 
 from millstream.errors import CatalogError, HomeBusy, MillstreamError, UnknownStream, UsageError
 from millstream.home.home import FORMAT, Home
-from millstream.processes.locks import RoleLock, holder
+from millstream.processes.role_locks import RoleLock, holder
 from millstream.testing.errors import coded
 
 
@@ -166,7 +166,7 @@ def test_threads_that_open_a_home_at_once_share_the_folder(tmp_path: Path, monke
 
 def test_a_role_is_had_by_one_process_and_freed_by_its_death(tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib; from millstream.processes.locks import RoleLock;"
+        "import sys, pathlib; from millstream.processes.role_locks import RoleLock;"
         "lock = RoleLock.take(pathlib.Path(sys.argv[1]), 'run'); print('taken', flush=True); sys.stdin.read()"
     )
     child = subprocess.Popen(

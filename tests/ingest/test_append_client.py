@@ -12,7 +12,7 @@ import pytest
 
 from millstream.errors import AppendOutcomeUnknown
 from millstream.ingest.append_client import AppendClient, AsyncAppendClient
-from millstream.ingest.frames import HELLO, LENGTHS
+from millstream.ingest.socket_protocol import HELLO, LENGTHS
 from millstream.model.writes import AppendBatch
 
 

@@ -24,7 +24,7 @@ from influxdb_client.client.write_api import PointSettings
 from tests.codec.line_samples import same
 from tests.seeds import examples
 
-from millstream.ingest.lines import column_fault
+from millstream.ingest.line_protocol import column_fault
 from millstream.model.names import parse_qualified_name
 
 POINTS = (influxdb_client.Point, influxdb_client_3.Point)

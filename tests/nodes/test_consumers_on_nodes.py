@@ -19,7 +19,7 @@ from tests.delivery import kafka_topics
 from tests.nodes.nodes import STREAM, Node, eventually, nodes
 
 import millstream
-from millstream.delivery.copies import copied_consumers
+from millstream.delivery.follower_consumers import copied_consumers
 from millstream.errors import MillstreamError
 from millstream.testing.kafka import EmbeddedKafka
 from millstream.testing.pytest_plugin import Database

@@ -19,12 +19,12 @@ from millstream.model.ids import GroupNumber, RegionId
 from millstream.model.positions import Seq
 from millstream.nodes.follower_state import FollowerState
 from millstream.protocol.retention import Retention, RetentionBounds
-from millstream.regions.kept_states import KeptVectors
 from millstream.regions.merged_table import RegionTable
+from millstream.regions.state_files import KeptVectors
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader, TableRecords
 from millstream.wal.replica.divergence import last_group_upto
-from millstream.wal.retain import drop_segments
+from millstream.wal.segment_deletion import drop_segments
 
 CONFIG = """
 [streams.shop]

@@ -18,7 +18,7 @@ from tests.app.homes import wait_for
 from tests.commands import Command
 from tests.nodes.nodes import STREAM, Node, eventually, nodes
 
-from millstream.processes.locks import holder
+from millstream.processes.role_locks import holder
 from millstream.testing.pytest_plugin import Database
 
 pytestmark = pytest.mark.siege

@@ -9,7 +9,7 @@ from tests.app.homes import config, make_home
 
 from millstream.home.home import Home
 from millstream.processes.run import _Conductor
-from millstream.processes.supervise import Event
+from millstream.processes.supervisor import Event
 
 REFUSED: Event = ("capture", "given_up", {"code": "unknown_column", "exit_code": 2})
 

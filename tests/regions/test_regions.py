@@ -32,14 +32,14 @@ from millstream.errors import (
 )
 from millstream.home.home import Home
 from millstream.model.ids import RegionId, parse_region_log_name, region_log_name
-from millstream.processes.locks import RoleLock
+from millstream.processes.role_locks import RoleLock
 from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.regions.merged_table import RegionTable
-from millstream.regions.reconciling import reconcile_stream
+from millstream.regions.reconcile import reconcile_stream
 from millstream.regions.region_logs import RegionClocks, newest_time
 from millstream.testing.errors import coded
 from millstream.wal.reader import StreamReader
-from millstream.wal.retain import drop_segments
+from millstream.wal.segment_deletion import drop_segments
 
 
 def doctor(home: Path) -> tuple[str, str]:

@@ -46,8 +46,8 @@ from millstream.protocol.replication import follower_machine as following
 from millstream.protocol.replication import promotion as promoting
 from millstream.testing.files import Crash
 from millstream.wal.reader import StreamReader
-from millstream.wal.replica.log import ReplicaLog
-from millstream.wal.replica.shipping import ShipSource, durable_marks, log_marks
+from millstream.wal.replica.replica_log import ReplicaLog
+from millstream.wal.replica.ship_source import ShipSource, durable_marks, log_marks
 from millstream.wal.writing.options import LogOptions
 
 LEADER, NODES = NodeName("a"), (NodeName("b"), NodeName("c"))

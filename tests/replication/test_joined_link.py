@@ -19,8 +19,8 @@ from millstream.replication.joined_link import JoinedLink, joined
 from millstream.testing.files import MemoryFiles
 from millstream.testing.in_process import InProcessTransport
 from millstream.testing.transport import hello_of
-from millstream.wal.replica.log import ReplicaLog
-from millstream.wal.replica.shipping import ShipSource
+from millstream.wal.replica.replica_log import ReplicaLog
+from millstream.wal.replica.ship_source import ShipSource
 
 
 def sent_by(pair: Pair, bytes_max: int) -> list[Shipment]:

@@ -32,7 +32,7 @@ from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME
 from millstream.wal.reader import StreamReader
 from millstream.wal.replica.prepare_promotion import prepare_promotion
-from millstream.wal.replica.shipping import durable_marks
+from millstream.wal.replica.ship_source import durable_marks
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.session_file import write_copy
 from millstream.wal.writing.writer import LogWriter

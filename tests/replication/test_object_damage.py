@@ -29,8 +29,8 @@ from millstream.protocol.replication.promises import RoleFact
 from millstream.replication.object_store.scrub import Scrubbed
 from millstream.replication.object_store.transport import ObjectStoreTransport
 from millstream.testing.errors import coded
+from millstream.wal.durable_mark import MarkFile
 from millstream.wal.files import RealFiles
-from millstream.wal.mark import MarkFile
 from millstream.wal.reader import StreamReader
 
 KEPT = f"{STREAM.hex[:8]}.s"

@@ -24,8 +24,8 @@ from millstream.replication.object_store.transport import ObjectStoreTransport
 from millstream.testing.in_process import InProcessTransport
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.reader import StreamReader
-from millstream.wal.replica.log import ReplicaLog
-from millstream.wal.replica.shipping import ShipSource
+from millstream.wal.replica.replica_log import ReplicaLog
+from millstream.wal.replica.ship_source import ShipSource
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.writer import LogWriter
 

@@ -15,7 +15,7 @@ from tests.app.homes import wait_for
 from tests.routing.rows import batch_of, ops_of, schema_of, shards
 
 from millstream.errors import DiskFull, MillstreamError, Overloaded, PartialWrite, Retry, RowsTooLarge, WriterClosed
-from millstream.ingest.requests import operations_of
+from millstream.ingest.append_requests import operations_of
 from millstream.model.buffers import ReadPause
 from millstream.model.ids import ShardId
 from millstream.model.operations import Ack, TableRows, WriteOps
@@ -23,11 +23,11 @@ from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.model.replication import LOCAL, AckLevel
 from millstream.model.writes import SessionFacts, WriteId
 from millstream.ports import SinkOutcome
-from millstream.routing.deliveries import Deliveries
 from millstream.routing.dispatch import Dispatcher
 from millstream.routing.ring import ShardRouter
 from millstream.routing.router import Router
 from millstream.routing.rules import HashRing, Matcher, RuleTarget, ShardConfig, SpecificTarget
+from millstream.routing.sink_deduplication import Deliveries
 from millstream.routing.sinks import BufferSink
 from millstream.testing.memory_buffer import MemoryBuffer, MemoryServer
 

@@ -25,7 +25,7 @@ from millstream.app.log_readers import open_reader
 from millstream.app.open_home import home_appender
 from millstream.errors import InvalidValue, MillstreamError
 from millstream.home.home import Home
-from millstream.ingest.bulk import Cutter, GetRequest, PutRequest
+from millstream.ingest.flight_requests import Cutter, GetRequest, PutRequest
 from millstream.leadership.node_calls import ACTION
 from millstream.model.access import Rights
 from millstream.model.ids import Epoch

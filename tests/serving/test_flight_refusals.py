@@ -14,7 +14,7 @@ from tests.app.homes import make_home
 from millstream.app.open_home import home_appender
 from millstream.errors import InvalidValue, RowsTooLarge
 from millstream.home.home import Home
-from millstream.ingest.bulk import Cutter, PutRequest
+from millstream.ingest.flight_requests import Cutter, PutRequest
 from millstream.leadership.node_calls import ACTION
 from millstream.serving.access import Access
 from millstream.serving.flight.server import FlightServer

@@ -23,7 +23,7 @@ from millstream.errors import (
     WriterClosed,
 )
 from millstream.home.home import Home
-from millstream.ingest.requests import sole_outcome
+from millstream.ingest.append_requests import sole_outcome
 from millstream.ingest.rows_to_arrow import table_of
 from millstream.model.ids import StreamId
 from millstream.model.operations import FIRST_SHARD, Appended

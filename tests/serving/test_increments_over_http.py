@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.app.homes import make_home, wait_for
-from tests.ingest.test_increments import SHOP
+from tests.ingest.test_increment_columns import SHOP
 from tests.serving.serving_process import LINES, Served, rows_of, served
 
 

@@ -20,7 +20,7 @@ import pytest
 from tests.app.homes import wait_for
 from tests.serving.serving_process import LINES, Served, rows_of, served, web_home
 
-from millstream.processes.locks import holder, writer_role
+from millstream.processes.role_locks import holder, writer_role
 from millstream.testing._servers.ports import free_port
 
 pytestmark = pytest.mark.siege

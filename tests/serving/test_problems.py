@@ -8,7 +8,7 @@ import pytest
 from tests.test_errors import CODES, KINDS, Kind
 
 from millstream.errors import Retry
-from millstream.serving.problems import encoded, headers_of, plain_problem, problem_of, status_of
+from millstream.serving.problem_documents import encoded, headers_of, plain_problem, problem_of, status_of
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=CODES)

@@ -22,7 +22,7 @@ import millstream
 from millstream.errors import InvalidQuery, LakeError, QueryBound
 from millstream.home.home import Home
 from millstream.lake.query.bounds import QueryBounds
-from millstream.serving.queries.workers import AskedQuery, Asking, QueryWorkers
+from millstream.serving.queries.worker_pool import AskedQuery, Asking, QueryWorkers
 from millstream.testing.errors import coded
 
 MEMORY = 64 << 20
@@ -182,7 +182,7 @@ import os, signal, sys
 from pathlib import Path
 import psutil
 from millstream.home.home import Home
-from millstream.serving.queries.workers import Asking, QueryWorkers
+from millstream.serving.queries.worker_pool import Asking, QueryWorkers
 from millstream.lake.query.bounds import QueryBounds
 
 home = Home(Path(sys.argv[1]))

@@ -26,7 +26,7 @@ from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.serving.access import Access
 from millstream.serving.application import Application
 from millstream.serving.tail.tails import STALLED_S
-from millstream.wal.retain import drop_segments
+from millstream.wal.segment_deletion import drop_segments
 
 WEB = "[streams.web]\n"
 

@@ -24,7 +24,7 @@ from millstream.spark.pipeline import PipelineProgress
 from millstream.spark.pipeline_tables import PipelineTables
 from millstream.spark.session import SparkOptions
 from millstream.wal.lag import log_size
-from millstream.wal.retain import Sweep
+from millstream.wal.segment_deletion import Sweep
 from millstream.wal.writing.writer import LogOptions
 
 BATCH_SEGMENTS_MAX = 7

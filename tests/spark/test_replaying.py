@@ -13,7 +13,7 @@ from millstream.protocol.retention import HolderKind, Retention, RetentionBounds
 from millstream.spark.replaying import ReplayWatch
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.lag import Backlogs
-from millstream.wal.retain import drop_segments
+from millstream.wal.segment_deletion import drop_segments
 from millstream.wal.writing.writer import LogOptions, LogWriter
 
 TABLE = plain_table(1)

@@ -39,7 +39,7 @@ from millstream.spark.replaying import ReplayWatch
 from millstream.spark.session import SparkOptions
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.reader import StreamReader
-from millstream.wal.retain import oldest_sealed
+from millstream.wal.segment_deletion import oldest_sealed
 from millstream.wal.writing.writer import LogOptions, LogWriter
 
 TABLES = [plain_table(number) for number in (1, 2, 3)]

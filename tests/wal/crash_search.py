@@ -21,7 +21,7 @@ from millstream.protocol.retention import HolderKind, Retention, RetentionBounds
 from millstream.testing.files import Crash
 from millstream.wal.mending.inspect import verify
 from millstream.wal.reader import StreamReader
-from millstream.wal.retain import drop_segments
+from millstream.wal.segment_deletion import drop_segments
 from millstream.wal.writing.group_commit import GroupCommitter
 
 

@@ -9,8 +9,8 @@ from tests.wal.truth import FOLDER, SMALL, Truth
 from millstream.model.replication import Shipment
 from millstream.testing.files import MemoryFiles
 from millstream.wal.reader import StreamReader
-from millstream.wal.replica.log import ReplicaLog
-from millstream.wal.replica.shipping import ShipSource
+from millstream.wal.replica.replica_log import ReplicaLog
+from millstream.wal.replica.ship_source import ShipSource
 from millstream.wal.writing.group_commit import GroupCommitter
 from millstream.wal.writing.options import LogOptions
 

@@ -31,13 +31,13 @@ from millstream.model.positions import Seq
 from millstream.model.replication import ByteEnd, Shipment
 from millstream.protocol.retention import HolderKind, Retention, RetentionBounds
 from millstream.testing.files import Crash, MemoryFiles
+from millstream.wal.durable_mark import read_mark
 from millstream.wal.layout import list_segments, shard_folder
-from millstream.wal.mark import read_mark
 from millstream.wal.mending.inspect import verify
 from millstream.wal.reader import StreamReader
-from millstream.wal.replica.log import ReplicaLog
-from millstream.wal.replica.shipping import ShipSource
-from millstream.wal.retain import drop_segments
+from millstream.wal.replica.replica_log import ReplicaLog
+from millstream.wal.replica.ship_source import ShipSource
+from millstream.wal.segment_deletion import drop_segments
 from millstream.wal.writing.group_commit import GroupCommitter
 
 Rows = dict[tuple[int, int, int], str]

@@ -25,7 +25,7 @@ from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.mending.inspect import verify
 from millstream.wal.reader import StreamReader
-from millstream.wal.retain import drop_segments
+from millstream.wal.segment_deletion import drop_segments
 from millstream.wal.writing.writer import LogOptions, LogWriter
 
 STUCK_S = 120

@@ -11,8 +11,8 @@ from tests.wal.truth import FOLDER, SMALL, Truth
 
 from millstream.model.ids import GroupNumber, ShardId
 from millstream.testing.files import Crash, MemoryFiles, keep_any, lose_all
+from millstream.wal.durable_mark import read_mark, read_readable
 from millstream.wal.layout import shard_folder
-from millstream.wal.mark import read_mark, read_readable
 from millstream.wal.reader import StreamReader
 
 PIECES = st.lists(st.tuples(st.sampled_from([1, 2, 3]), st.integers(1, 9)), min_size=1, max_size=3)

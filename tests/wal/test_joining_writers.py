@@ -17,7 +17,7 @@ from millstream.testing.clock import ManualClock
 from millstream.testing.files import Crash, MemoryFiles
 from millstream.testing.sequencing import MemorySequenceStore
 from millstream.wal.reader import StreamReader
-from millstream.wal.replica.shipping import durable_marks
+from millstream.wal.replica.ship_source import durable_marks
 from millstream.wal.shard_locks import lock_shards
 from millstream.wal.writing.group_commit import GroupCommitter
 from millstream.wal.writing.options import LogOptions

@@ -31,7 +31,7 @@ from millstream.testing.files import FaultPlan, MemoryFiles
 from millstream.testing.log import MemoryReservations
 from millstream.wal.mending.inspect import stats, verify
 from millstream.wal.reader import StreamReader
-from millstream.wal.retain import drop_segments
+from millstream.wal.segment_deletion import drop_segments
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.writer import LogWriter
 

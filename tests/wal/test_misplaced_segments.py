@@ -28,8 +28,8 @@ from millstream.wal.mending.inspect import Loss, inspect, ls, stats, verify
 from millstream.wal.mending.repair import AcceptedRange, plan_repair, repair
 from millstream.wal.misplacement import REPLACED
 from millstream.wal.reader import StreamReader
-from millstream.wal.replica.shipping import ShipSource
-from millstream.wal.retain import drop_segments
+from millstream.wal.replica.ship_source import ShipSource
+from millstream.wal.segment_deletion import drop_segments
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.writer import LogWriter
 

@@ -22,7 +22,7 @@ from millstream.wal.layout import segment_path, shard_folder
 from millstream.wal.mending.inspect import FrameInfo, inspect, ls, stats, verify
 from millstream.wal.mending.repair import AcceptedRange, plan_repair, repair
 from millstream.wal.reader import StreamReader
-from millstream.wal.retain import drop_segments
+from millstream.wal.segment_deletion import drop_segments
 from millstream.wal.writing.options import LogOptions
 
 ONE = LogOptions(segment_bytes=1 << 20)

@@ -29,15 +29,15 @@ from millstream.protocol.retention import HolderKind, Retention, RetentionBounds
 from millstream.testing.clock import ManualClock
 from millstream.testing.errors import coded
 from millstream.testing.files import MemoryFiles, lose_all
+from millstream.wal.durable_mark import read_mark
 from millstream.wal.layout import list_segments, segment_path, shard_folder
-from millstream.wal.mark import read_mark
 from millstream.wal.mending.inspect import verify
 from millstream.wal.mending.plan import AcceptedRange
 from millstream.wal.mending.repair import plan_repair, repair
 from millstream.wal.reader import StreamReader
-from millstream.wal.replica.log import ReplicaLog
-from millstream.wal.replica.shipping import ShipSource
-from millstream.wal.retain import drop_segments
+from millstream.wal.replica.replica_log import ReplicaLog
+from millstream.wal.replica.ship_source import ShipSource
+from millstream.wal.segment_deletion import drop_segments
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from tests.wal.log_writers import OTHER, TABLE, opened, xids
 
 from millstream.testing.log import plain_ops
 from millstream.wal.reader import StreamReader
-from millstream.wal.replica.log import ReplicaLog
-from millstream.wal.replica.shipping import ShipSource
+from millstream.wal.replica.replica_log import ReplicaLog
+from millstream.wal.replica.ship_source import ShipSource
 
 OPERATIONS = 60
 

@@ -15,12 +15,12 @@ from millstream.errors import ShipmentUnreadable
 from millstream.model.ids import GroupNumber, ShardId
 from millstream.model.replication import AckLevel
 from millstream.testing.files import MemoryFiles, lose_all
+from millstream.wal.durable_mark import read_mark, read_shown
 from millstream.wal.layout import shard_folder
-from millstream.wal.mark import read_mark, read_shown
 from millstream.wal.reader import StreamReader
-from millstream.wal.replica.log import ReplicaLog
 from millstream.wal.replica.prepare_promotion import prepare_promotion
-from millstream.wal.replica.shipping import ShipSource
+from millstream.wal.replica.replica_log import ReplicaLog
+from millstream.wal.replica.ship_source import ShipSource
 
 
 class Hidden(Pair):

@@ -13,7 +13,7 @@ from millstream.protocol.retention import CutOff, HolderKind, Retention, Retenti
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import Crash, MemoryFiles, keep_any
 from millstream.wal.reader import StreamReader
-from millstream.wal.retain import drop_segments, oldest_sealed
+from millstream.wal.segment_deletion import drop_segments, oldest_sealed
 
 FOLDER = "/wal/shop"
 

@@ -21,7 +21,7 @@ from millstream.errors import (
     SessionExpired,
     SessionsNeedOneWriter,
 )
-from millstream.ingest.requests import operations_of
+from millstream.ingest.append_requests import operations_of
 from millstream.model.ids import Epoch, RegionId, ShardId, StreamId, WriterId
 from millstream.model.operations import Ack, Outcome, TableRows, WriteOps, writes_in
 from millstream.model.positions import Offset, Seq, SeqRange
@@ -32,8 +32,8 @@ from millstream.testing.clock import ManualClock
 from millstream.testing.files import Crash, FaultPlan, MemoryFiles, keep_any, lose_all
 from millstream.testing.log import MemoryReservations, plain_rows, plain_table
 from millstream.wal.reader import StreamReader
-from millstream.wal.retain import SESSIONS_HOLDER, Sweep, drop_segments
-from millstream.wal.writing.deduplication import DeduplicatedCommits
+from millstream.wal.segment_deletion import SESSIONS_HOLDER, Sweep, drop_segments
+from millstream.wal.writing.deduplicated_commits import DeduplicatedCommits
 from millstream.wal.writing.group_commit import GroupCommitter, WriterIdentity
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.sequence_allocator import BlockNumbers
@@ -431,7 +431,7 @@ def test_a_copy_that_knows_more_than_the_log_is_gone_before_the_log_grows(monkey
         raise OSError(ENOSPC, "no space")
 
     with monkeypatch.context() as patched:
-        patched.setattr("millstream.wal.writing.deduplication.write_copy", full)
+        patched.setattr("millstream.wal.writing.deduplicated_commits.write_copy", full)
         committer, keyed = life.open(earlier)
         keyed.commit([write((s(1, "other"), 9))])
         committer.abandon()
@@ -449,7 +449,7 @@ def test_without_a_copy_each_group_tries_to_make_one(monkeypatch: pytest.MonkeyP
         raise OSError(ENOSPC, "no space")
 
     with monkeypatch.context() as patched:
-        patched.setattr("millstream.wal.writing.deduplication.write_copy", full)
+        patched.setattr("millstream.wal.writing.deduplicated_commits.write_copy", full)
         committer, keyed = life.open(files)
         keyed.commit([write((s(1), 1))])
         keyed.after_group()

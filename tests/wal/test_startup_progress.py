@@ -12,8 +12,8 @@ from tests.wal.truth import FOLDER, Truth
 
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import MemoryFiles
-from millstream.wal.replica.log import ReplicaLog
-from millstream.wal.replica.shipping import ShipSource
+from millstream.wal.replica.replica_log import ReplicaLog
+from millstream.wal.replica.ship_source import ShipSource
 
 
 class SlowDisk(MemoryFiles):

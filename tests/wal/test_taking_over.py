@@ -20,15 +20,15 @@ from millstream.model.positions import Seq
 from millstream.protocol.retention import HolderKind, Retention, RetentionBounds
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import Crash, MemoryFiles, keep_any
+from millstream.wal.durable_mark import MarkFile, read_dropped, read_mark, read_shown
 from millstream.wal.layout import list_segments, list_shards, shard_folder
-from millstream.wal.mark import MarkFile, read_dropped, read_mark, read_shown
 from millstream.wal.mending.inspect import verify
 from millstream.wal.reader import StreamReader
 from millstream.wal.replica.divergence import SetAsideTail, ends_behind, truncate_to
-from millstream.wal.replica.log import ReplicaLog
 from millstream.wal.replica.prepare_promotion import prepare_promotion
-from millstream.wal.replica.shipping import ShipSource, durable_marks
-from millstream.wal.retain import drop_segments
+from millstream.wal.replica.replica_log import ReplicaLog
+from millstream.wal.replica.ship_source import ShipSource, durable_marks
+from millstream.wal.segment_deletion import drop_segments
 
 ASIDE = f"{FOLDER}.aside-20260101"
 PROMOTED_BEHIND = GroupNumber(5)

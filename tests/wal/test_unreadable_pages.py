@@ -21,7 +21,7 @@ from millstream.wal.layout import MARK_NAME, shard_folder
 from millstream.wal.mending.inspect import inspect, ls, stats, verify
 from millstream.wal.mending.repair import plan_repair, repair
 from millstream.wal.reader import StreamReader
-from millstream.wal.replica.shipping import ShipSource
+from millstream.wal.replica.ship_source import ShipSource
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.writer import LogWriter
 

@@ -22,12 +22,12 @@ from millstream.app.open_home import home_appender
 from millstream.errors import IngestError, InvalidValue, MillstreamError, RowsTooLarge
 from millstream.home.home import Home
 from millstream.ingest.append_client import AppendClient, AsyncAppendClient
-from millstream.ingest.requests import REQUESTS_MAX, WRITE_ID_BYTES_MAX
+from millstream.ingest.append_requests import REQUESTS_MAX, WRITE_ID_BYTES_MAX
 from millstream.ingest.rows_to_arrow import table_of
 from millstream.model.operations import Appended
 from millstream.model.writes import AppendBatch, WriteId
 from millstream.testing.errors import coded
-from millstream.writers.appending import HomeAppender, append_socket
+from millstream.writers.home_appender import HomeAppender, append_socket
 
 WEB = '[streams.web]\nlog.shards = 2\n[streams.web.keys]\n"public.users" = ["id"]\n'
 

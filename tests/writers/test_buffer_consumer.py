@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 from tests.app.homes import wait_for
 
-from millstream.app.tables import retry_table
+from millstream.app.table_requests import retry_table
 from millstream.catalog import Catalog
 from millstream.codec.buffered_op import encode_op
 from millstream.codec.checksums import crc32c
@@ -27,8 +27,8 @@ from millstream.errors import (
     UsageError,
     WriteBufferError,
 )
-from millstream.ingest.buffer_consumer import OperationTaker
-from millstream.ingest.schemas import SchemaOnWrite, TableRules, WriteRules
+from millstream.ingest.buffered_op_conversion import OperationTaker
+from millstream.ingest.schema_on_write import SchemaOnWrite, TableRules, WriteRules
 from millstream.model.buffers import BufferOffset
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.operations import FIRST_SHARD, WriteOps

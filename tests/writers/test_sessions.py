@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.app.homes import done, make_home, wait_for
-from tests.writers.test_appending import process, writes
+from tests.writers.test_home_appender import process, writes
 
 import millstream
 import millstream.aio

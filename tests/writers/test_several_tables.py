@@ -22,7 +22,7 @@ from millstream.ingest.append_client import AppendClient
 from millstream.ingest.multi_table_append import tables_for
 from millstream.model.operations import AppendedTables
 from millstream.model.writes import AppendBatch, TableBatch
-from millstream.writers.appending import append_socket
+from millstream.writers.home_appender import append_socket
 
 WEB = '[streams.web]\n[streams.web.keys]\n"public.users" = ["id"]\n'
 

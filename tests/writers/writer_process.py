@@ -14,7 +14,7 @@ from typing import NoReturn
 from uuid import UUID
 
 from millstream.catalog import Catalog
-from millstream.catalog.announcements import PostgresAnnouncements
+from millstream.catalog.writer_notifications import PostgresAnnouncements
 from millstream.errors import AppendOutcomeUnknown, CatalogError, MillstreamError, StaleEpoch, WriterClosed
 from millstream.model.ids import StreamId
 from millstream.testing.log import plain_ops, plain_table

@@ -29,12 +29,12 @@ from millstream.client.consumers import Ask, Flow, with_records
 from millstream.client.following import LOCAL_POLL_S, AsyncFollowing, Step
 from millstream.client.home_calls import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
 from millstream.client.write_session import session_of
-from millstream.delivery.running import Waiter
+from millstream.delivery.running_consumer import Waiter
 from millstream.errors import WriterClosed
 from millstream.export.stretches import FollowedTables, follow_steps, position_of
 from millstream.home.config_mapping import increments_of
 from millstream.home.home import Home
-from millstream.ingest.requests import sole_outcome
+from millstream.ingest.append_requests import sole_outcome
 from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from millstream.model.operations import Appended
     from millstream.model.positions import StreamToken
     from millstream.model.writes import SessionFacts
-    from millstream.writers.appending import HomeAppender
-    from millstream.writers.consuming import HomeConsumers
+    from millstream.writers.home_appender import HomeAppender
+    from millstream.writers.home_consumers import HomeConsumers
 
 _QUERIES_AT_ONCE: Final = 4
 """One query already uses all cores in DuckDB."""

@@ -16,7 +16,7 @@ from millstream.catalog import sql_tables as t
 from millstream.errors import UsageError
 from millstream.home.catalog_rows import check_free, put_rows, rows_of
 from millstream.home.home import Home
-from millstream.processes.locks import Role, RoleLock, nobody_writes
+from millstream.processes.role_locks import Role, RoleLock, nobody_writes
 
 _MOVES: Final = "moves"
 """The scope under which a home notes that its catalog has moved: a repeated move after that only renames the file."""

@@ -28,7 +28,7 @@ from deltalake.exceptions import TableNotFoundError
 
 from millstream.errors import MillstreamError, UsageError
 from millstream.home.home import Home
-from millstream.processes.locks import Role, holder
+from millstream.processes.role_locks import Role, holder
 from millstream.testing.oracle import (
     check_order,
     check_transactions,

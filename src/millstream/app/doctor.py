@@ -32,7 +32,7 @@ from millstream.model.ids import StreamId
 from millstream.nodes.node_checks import examine_nodes
 from millstream.private_files import is_open_to_others, make_folder
 from millstream.protocol.replication.promises import Role
-from millstream.writers.trouble import troubles
+from millstream.writers.stall_reasons import troubles
 from millstream.writers.writer_facts import examine_writers
 
 if TYPE_CHECKING:
@@ -265,8 +265,8 @@ def _writers(home: Home, name: str) -> str:
 
 
 def _consumers(home: Home, name: str) -> str:
-    from millstream.delivery.mending import stored_names
-    from millstream.writers.consuming import check_consumers, check_unmade
+    from millstream.delivery.state_repair import stored_names
+    from millstream.writers.home_consumers import check_consumers, check_unmade
 
     check_consumers(home, name)
     check_unmade(home, name)
@@ -280,7 +280,7 @@ def _sinks(home: Home, name: str) -> Iterator[Diagnosis]:
     It delivers nothing; everything else runs.
     """
     from millstream.delivery.sinks import OURS, open_sink
-    from millstream.writers.consuming import configured_consumers
+    from millstream.writers.home_consumers import configured_consumers
 
     try:
         sinks = {consumer: wanted.sink for consumer, wanted in configured_consumers(home, name).items()}

@@ -151,7 +151,7 @@ def _copy_of(row: TableRow) -> Reason:
 
 def _quarantined(home: Home, stream: StreamId) -> dict[str, str]:
     """Return the names of tables that capture or the pipeline has quarantined, with the reason."""
-    from millstream.app.tables import list_tables
+    from millstream.app.table_requests import list_tables
     from millstream.catalog import TableState
 
     if not home.has_catalog():

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from millstream.lake.query.query_session import LakeSession
     from millstream.model.operations import Appended
     from millstream.wal.reader import StreamReader
-    from millstream.writers.appending import HomeAppender
-    from millstream.writers.consuming import HomeConsumers
+    from millstream.writers.home_appender import HomeAppender
+    from millstream.writers.home_consumers import HomeConsumers
 
 
 class OpenHome(HomeAppends):
@@ -283,7 +283,7 @@ class OpenHome(HomeAppends):
 
     def _append(self, request: AppendRequest, tables: Mapping[str, pa.Table]) -> Appended:
         appender = self._home_appender()
-        from millstream.ingest.requests import sole_outcome
+        from millstream.ingest.append_requests import sole_outcome
 
         batch = request.batch(tables)
         return sole_outcome(appender.append_batch(request.stream, batch, deadline_s=request.deadline_s))
@@ -420,7 +420,7 @@ def check_stream(home: Home, stream: str) -> None:
 def home_appender(home: Home) -> HomeAppender:
     """Return the appender of a home's streams; `missing_extra` if only the core or the client is installed."""
     try:
-        from millstream.writers.appending import HomeAppender
+        from millstream.writers.home_appender import HomeAppender
     except ModuleNotFoundError as error:
         raise needs_run(error) from error
     return HomeAppender(home, open_other)
@@ -429,7 +429,7 @@ def home_appender(home: Home) -> HomeAppender:
 def home_consumers(home: Home) -> HomeConsumers:
     """Return the consumers of a home's streams; `missing_extra` if only the core or the client is installed."""
     try:
-        from millstream.writers.consuming import HomeConsumers
+        from millstream.writers.home_consumers import HomeConsumers
     except ModuleNotFoundError as error:
         raise needs_run(error, "consumers") from error
     return HomeConsumers(home)

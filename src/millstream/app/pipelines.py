@@ -20,8 +20,8 @@ from millstream.leadership.role_files import Roles, ending_with_lead
 from millstream.model.ids import StreamId
 from millstream.processes.catalog_watch import watched_catalog
 from millstream.processes.child_process import Lifeline
-from millstream.processes.control import ControlServer
-from millstream.processes.locks import LOCK_PATIENCE_S, RoleLock
+from millstream.processes.control_socket import ControlServer
+from millstream.processes.role_locks import LOCK_PATIENCE_S, RoleLock
 from millstream.workers import Worker
 
 if TYPE_CHECKING:

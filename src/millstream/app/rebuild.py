@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from millstream.app.log_readers import open_reader
 from millstream.app.status import held_scope, held_tables
-from millstream.app.tables import copy_table
+from millstream.app.table_requests import copy_table
 from millstream.catalog import TableState
 from millstream.catalog.rebuilds import RebuildRequest, Rebuilds
 from millstream.errors import HomeBusy, MillstreamError, UnknownTable, UsageError, error_of
@@ -24,7 +24,7 @@ from millstream.home.home import Home
 from millstream.home.paths import PIPELINE
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.positions import Seq
-from millstream.processes.locks import RoleLock, holder
+from millstream.processes.role_locks import RoleLock, holder
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog, TableRow

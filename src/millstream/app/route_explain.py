@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 
-from millstream.catalog.eras import RingEras
+from millstream.catalog.hash_ring_history import RingEras
 from millstream.errors import UnknownTable, UsageError
 from millstream.home.as_of_parsing import parse_as_of, parse_moment
 from millstream.home.config_mapping import shard_of, write_rules
 from millstream.home.home import Home
 from millstream.ingest.rows_to_arrow import table_of
-from millstream.ingest.schemas import fitted, grown
+from millstream.ingest.schema_on_write import fitted, grown
 from millstream.leadership.known_leaders import leader_facts, leaders_of
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId
 from millstream.model.names import parse_qualified_name, qualified_name
@@ -24,10 +24,10 @@ from millstream.model.operations import FIRST_SHARD, append_rows
 from millstream.model.schema import Column, TableSchema
 from millstream.routing.ring import ShardRouter
 from millstream.routing.rules import DEVNULL, ShardConfig
-from millstream.writers.routing import plain_name, ring_router, router_of, wanted_era
+from millstream.writers.stream_routing import plain_name, ring_router, router_of, wanted_era
 
 if TYPE_CHECKING:
-    from millstream.catalog.eras import RingEra
+    from millstream.catalog.hash_ring_history import RingEra
     from millstream.config.model import StreamConfig
     from millstream.model.ids import StreamId
 

@@ -21,9 +21,9 @@ from millstream.model.names import qualified_name
 from millstream.model.positions import Lsn, Seq, StreamToken, format_lsn
 from millstream.model.schema import TableKind
 from millstream.process_metrics import SINK_IGNORED_ERRORS, SINK_ROWS
-from millstream.processes.control import ask, measures_of
-from millstream.processes.locks import Role, holder, writer_role, writer_roles
-from millstream.writers.trouble import capture_trouble
+from millstream.processes.control_socket import ask, measures_of
+from millstream.processes.role_locks import Role, holder, writer_role, writer_roles
+from millstream.writers.stall_reasons import capture_trouble
 from millstream.writers.writer_facts import writer_facts
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def _ring(catalog: Catalog, stream: StreamId, problems: list[str]) -> list[dict[
 
     Empty if it never had one.
     """
-    from millstream.catalog.eras import RingEras, eras_as_facts
+    from millstream.catalog.hash_ring_history import RingEras, eras_as_facts
 
     try:
         return eras_as_facts(stream, RingEras(catalog, stream).all())
@@ -419,9 +419,9 @@ def _retention(
     """
     from millstream.home.retention import bounds_of, moved_us, tracker_of
     from millstream.protocol.retention import HolderKind
-    from millstream.regions.holders import merge_needs
-    from millstream.regions.kept_states import KeptVectors
-    from millstream.wal.retain import hold_for_sessions, oldest_sealed
+    from millstream.regions.region_retention import merge_needs
+    from millstream.regions.state_files import KeptVectors
+    from millstream.wal.segment_deletion import hold_for_sessions, oldest_sealed
 
     positions = catalog.pipelines(stream)
     folder = home.wal_folder(name)

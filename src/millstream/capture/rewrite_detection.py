@@ -36,7 +36,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from millstream.capture.bound_rules import TEXT_OID
+from millstream.capture.column_rule_binding import TEXT_OID
 from millstream.capture.publication import Restriction
 from millstream.capture.shown_columns import Expected, Judgement, Shape, Shown, judged, kept
 from millstream.capture.source import AttributeFacts, PartitionFacts, SourceTable

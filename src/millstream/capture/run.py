@@ -19,14 +19,13 @@ import structlog
 from psycopg import sql
 
 from millstream.backoff import Backoff
-from millstream.capture.bound_rules import ColumnRules
+from millstream.capture.column_rule_binding import ColumnRules
+from millstream.capture.column_rule_enforcement import check_rules, rule_messages
 from millstream.capture.config import CaptureConfig, CaptureOutcome, CaptureProgress
 from millstream.capture.connection import connect_replication, pinned, take_bytes_as_they_are
 from millstream.capture.copying.repair import CopiesAndRepairs, Repairs
 from millstream.capture.copying.table_copies import UNFINISHED, TableCopies
-from millstream.capture.enforced_rules import check_rules, rule_messages
 from millstream.capture.publication import pgoutput_options
-from millstream.capture.schema_registry import SchemaRegistry
 from millstream.capture.slot import (
     SlotState,
     check_slot,
@@ -54,6 +53,7 @@ from millstream.capture.stream.barrier import StreamBarrier
 from millstream.capture.stream.receiver import Receiver
 from millstream.capture.stream.replication_connection import Wire, start_replication
 from millstream.capture.stream.spill import SpillFolder
+from millstream.capture.table_directory import TableDirectory
 from millstream.capture.timeline import TimelineWatch, follows, read_history
 from millstream.capture.watcher import WatchedTables, Watcher
 from millstream.catalog import Catalog, TableState
@@ -254,7 +254,7 @@ class _Capture:
             check_rules(self._rules, control, config, at_start=not self._ever)
             source = self._source_to_follow(identity, replication, control, slot)
             reached = self._reached(source)
-            directory = SchemaRegistry(self._catalog, self._stream, source, config, self._rules)
+            directory = TableDirectory(self._catalog, self._stream, source, config, self._rules)
             tables = WatchedTables(config, self._catalog, directory, self._rules)
             tables.look(control, Lsn(0))
             if not tables.facts:

@@ -21,7 +21,7 @@ from typing import Final
 
 import structlog
 
-from millstream.capture.bound_rules import RULES, ColumnRules
+from millstream.capture.column_rule_binding import RULES, ColumnRules
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import translated
 from millstream.capture.publication import (
@@ -35,10 +35,10 @@ from millstream.capture.publication import (
 )
 from millstream.capture.raw_past import note_raw_values
 from millstream.capture.rewrite_detection import KnownLayouts, shape_of
-from millstream.capture.schema_registry import NO_IDENTITY, SchemaRegistry
 from millstream.capture.shown_columns import Expected, Shape, Shown
 from millstream.capture.slot import read_slot
 from millstream.capture.source import Connection, SourceIdentity, SourceTable, connect_same, insert_lsn
+from millstream.capture.table_directory import NO_IDENTITY, TableDirectory
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.codec.pgoutput import HEARTBEAT_PREFIX
 from millstream.errors import MillstreamError, PublicationMissing, SourceError
@@ -62,7 +62,7 @@ logger = structlog.get_logger("millstream.capture")
 class WatchedTables:
     """The source's tables and their rows in the catalog, which `look` updates."""
 
-    def __init__(self, config: CaptureConfig, catalog: Catalog, directory: SchemaRegistry, rules: ColumnRules) -> None:
+    def __init__(self, config: CaptureConfig, catalog: Catalog, directory: TableDirectory, rules: ColumnRules) -> None:
         self._config = config
         self._rules = rules
         self._catalog = catalog
@@ -259,7 +259,7 @@ class Watcher:
         config: CaptureConfig,
         identity: SourceIdentity,
         tables: WatchedTables,
-        directory: SchemaRegistry,
+        directory: TableDirectory,
         *,
         passed: Callable[[], Lsn],
         on_look: Callable[[list[TableRow]], None],

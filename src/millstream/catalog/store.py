@@ -8,7 +8,7 @@ from typing import Self
 from millstream.catalog.adoption import Adoption
 from millstream.catalog.database import BUSY_TIMEOUT_S, CatalogDatabase
 from millstream.catalog.facts import Facts
-from millstream.catalog.holders import Holders
+from millstream.catalog.retention_holders import Holders
 from millstream.catalog.sources import Sources
 from millstream.catalog.streams import Streams
 from millstream.catalog.table_copies import Copies

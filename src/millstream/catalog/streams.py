@@ -10,7 +10,7 @@ from sqlalchemy import Connection, func, literal, select, update
 
 from millstream.catalog import sql_tables as t
 from millstream.catalog.part import CatalogPart, greater, lock_stream, now_us
-from millstream.catalog.reservations import StreamReservations
+from millstream.catalog.sequence_reservations import StreamReservations
 from millstream.catalog.values import HomeIdentity, StreamRow, WriterRow
 from millstream.errors import CatalogError, UnknownStream
 from millstream.model.ids import Epoch, StreamId, WriterId, check_stream_name

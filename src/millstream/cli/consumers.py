@@ -231,9 +231,9 @@ def repair(invocation: Invocation, accept_loss: bool, stream: str | None, as_jso
     Consumers then have the state from before the damage: their messages since then are delivered again, under the same ids.
     The cut bytes are kept in a .torn file. Stop `millstream run` and `serve` first.
     """
-    from millstream.delivery.mending import damage_of
-    from millstream.delivery.mending import repair as repair_state
-    from millstream.processes.locks import RoleLock
+    from millstream.delivery.state_repair import damage_of
+    from millstream.delivery.state_repair import repair as repair_state
+    from millstream.processes.role_locks import RoleLock
 
     home = invocation.home(needs_source=False)
     name = home.pick_stream(stream)

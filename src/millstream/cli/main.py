@@ -14,8 +14,8 @@ from typing import Any, Final, NoReturn
 
 import click
 
-from millstream.cli.allocation import return_large_buffers
 from millstream.cli.context import Invocation, SuggestingGroup, extra_words_hint, note, say
+from millstream.cli.malloc_settings import return_large_buffers
 from millstream.cli.startup import without_pandas
 from millstream.errors import MillstreamError, UsageError
 
@@ -27,24 +27,24 @@ _COMMANDS: Final = {
     "catalog": "millstream.cli.setup:catalog",
     "run": "millstream.cli.run:run",
     "capture": "millstream.cli.run:capture",
-    "pipeline": "millstream.cli.rebuilding:pipeline",
+    "pipeline": "millstream.cli.pipeline:pipeline",
     "serve": "millstream.cli.run:serve",
     "status": "millstream.cli.status_and_tables:status",
     "tables": "millstream.cli.status_and_tables:tables",
     "writers": "millstream.cli.writers:writers",
     "token": "millstream.cli.tokens:token",
-    "append": "millstream.cli.appending:append",
+    "append": "millstream.cli.append:append",
     "consumer": "millstream.cli.consumers:consumer",
     "route": "millstream.cli.routing:route",
     "reshard": "millstream.cli.routing:reshard",
-    "follow": "millstream.cli.replicating:follow",
-    "replicas": "millstream.cli.replicating:replicas",
-    "promote": "millstream.cli.replicating:promote",
-    "restore": "millstream.cli.replicating:restore",
-    "scrub": "millstream.cli.replicating:scrub",
-    "query": "millstream.cli.querying:query",
+    "follow": "millstream.cli.replication:follow",
+    "replicas": "millstream.cli.replication:replicas",
+    "promote": "millstream.cli.replication:promote",
+    "restore": "millstream.cli.replication:restore",
+    "scrub": "millstream.cli.replication:scrub",
+    "query": "millstream.cli.query:query",
     "diff": "millstream.cli.diff:diff",
-    "reconcile": "millstream.cli.reconciling:reconcile",
+    "reconcile": "millstream.cli.reconcile:reconcile",
     "wal": "millstream.cli.wal:wal",
     "demo": "millstream.cli.run:demo",
 }

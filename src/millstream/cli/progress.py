@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from millstream.processes.run import RunOutcome
-    from millstream.processes.supervise import Event
+    from millstream.processes.supervisor import Event
 
 _EVERY_S: Final = 10.0
 """Seconds between lines if they can't be redrawn."""

@@ -74,7 +74,7 @@ def capture() -> None:
 @pass_invocation
 def capture_run(invocation: Invocation, until_caught_up: bool, log_format: LogFormat) -> None:
     """Capture every configured stream, as the owner of their logs."""
-    from millstream.app.alerts.watch import watched_alerts
+    from millstream.app.alerts.alert_sender import watched_alerts
     from millstream.app.open_home import open_other
     from millstream.cli.progress import PartReport
     from millstream.processes.child_process import Lifeline
@@ -130,7 +130,7 @@ def pipeline_run(invocation: Invocation, until_caught_up: bool, log_format: LogF
 @pass_invocation
 def serve(invocation: Invocation, log_format: LogFormat) -> None:
     """Serve HTTP: the console at /, appends, queries, /metrics for Prometheus, /healthz, /readyz and /status."""
-    from millstream.app.alerts.watch import watched_alerts
+    from millstream.app.alerts.alert_sender import watched_alerts
     from millstream.console.routes import Console
     from millstream.processes.child_process import Lifeline
     from millstream.processes.logs import configure_logs

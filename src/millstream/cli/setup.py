@@ -216,7 +216,7 @@ def slot_drop(invocation: Invocation, stream: str | None, yes: bool) -> None:
     from millstream.capture.source_checks import drop_slot
     from millstream.home.config_mapping import capture_config
     from millstream.model.readable import human_bytes
-    from millstream.writers.trouble import forget_given_up
+    from millstream.writers.stall_reasons import forget_given_up
 
     home = invocation.home()
     name, stream_config = home.stream_config(stream)

@@ -287,7 +287,7 @@ def tables(context: click.Context, stream: str | None, as_json: bool) -> None:
 def tables_ls(invocation: Invocation, stream: str | None = None, as_json: bool = False) -> None:
     """List each table with its state and the reason."""
     from millstream.app.status import lake_paths, live_progress
-    from millstream.app.tables import list_tables
+    from millstream.app.table_requests import list_tables
 
     home = invocation.home(needs_source=False)
     found: list[dict[str, Any]] = []
@@ -329,8 +329,8 @@ def _ask(invocation: Invocation, table: str, stream: str | None, do: Callable[[C
 @pass_invocation
 def tables_retry(invocation: Invocation, table: str, stream: str | None) -> None:
     """Retry a table that was quarantined by capture or by the pipeline, or that the reader of a write buffer holds."""
-    from millstream.app.tables import retry_table
-    from millstream.writers.buffered import buffer_name
+    from millstream.app.table_requests import retry_table
+    from millstream.writers.write_buffers import buffer_name
 
     home = invocation.home(needs_source=False)
     buffers = {
@@ -356,7 +356,7 @@ def tables_retry(invocation: Invocation, table: str, stream: str | None) -> None
 @pass_invocation
 def tables_copy(invocation: Invocation, table: str, stream: str | None, *, forget: bool) -> None:
     """Copy a table's rows again, while its changes are captured."""
-    from millstream.app.tables import copy_table
+    from millstream.app.table_requests import copy_table
 
     if forget:
         from millstream.app.rebuild import forget_table
@@ -374,7 +374,7 @@ def tables_copy(invocation: Invocation, table: str, stream: str | None, *, forge
 @pass_invocation
 def tables_pause(invocation: Invocation, table: str, stream: str | None) -> None:
     """Pause a table's copy, also in later runs, while its changes are captured."""
-    from millstream.app.tables import pause_table
+    from millstream.app.table_requests import pause_table
 
     _ask(invocation, table, stream, pause_table)
 
@@ -385,6 +385,6 @@ def tables_pause(invocation: Invocation, table: str, stream: str | None) -> None
 @pass_invocation
 def tables_resume(invocation: Invocation, table: str, stream: str | None) -> None:
     """Resume a paused copy at the point where it stopped."""
-    from millstream.app.tables import resume_table
+    from millstream.app.table_requests import resume_table
 
     _ask(invocation, table, stream, resume_table)

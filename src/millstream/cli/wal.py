@@ -22,9 +22,9 @@ from millstream.cli.context import (
     say,
     stream_option,
 )
-from millstream.cli.export_and_import import Damage, export, import_, open_past_damage
 from millstream.cli.formatting import TableWords, say_loss
-from millstream.cli.wal_repairing import repair
+from millstream.cli.wal_export_import import Damage, export, import_, open_past_damage
+from millstream.cli.wal_repair import repair
 from millstream.model.readable import human_bytes
 
 if TYPE_CHECKING:

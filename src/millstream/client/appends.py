@@ -55,7 +55,7 @@ class AppendRequest:
             InvalidValue, RowsTooLarge: as `columns_for` and `tables_for`; or the one table has no rows.
         """
         from millstream.ingest.multi_table_append import tables_for
-        from millstream.ingest.valid_rows import columns_for
+        from millstream.ingest.row_validation import columns_for
 
         if self.table is None:
             of_table = partial(increments, self.stream)

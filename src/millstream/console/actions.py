@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from millstream.app import tables
+from millstream.app import table_requests
 from millstream.console.html import Content, Html, tag
 from millstream.errors import AccessError, MillstreamError, UsageError
 from millstream.leadership.role_files import Roles
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from millstream.catalog import Catalog
     from millstream.home.home import Home
     from millstream.model.ids import StreamId
-    from millstream.writers.consuming import HomeConsumers
+    from millstream.writers.home_consumers import HomeConsumers
 
 OnTable: TypeAlias = "Callable[[Catalog, StreamId, str], str]"
 
@@ -42,14 +42,14 @@ class Action:
 
 
 ACTIONS: Final[Mapping[str, Action]] = {
-    "retry": Action("Try again", on_table=tables.retry_table),
+    "retry": Action("Try again", on_table=table_requests.retry_table),
     "copy": Action(
         "Copy again",
         "All rows of the table are read from the source again, while its changes are captured.",
-        on_table=tables.copy_table,
+        on_table=table_requests.copy_table,
     ),
-    "pause_copy": Action("Pause the copy", on_table=tables.pause_table),
-    "resume_copy": Action("Resume the copy", on_table=tables.resume_table),
+    "pause_copy": Action("Pause the copy", on_table=table_requests.pause_table),
+    "resume_copy": Action("Resume the copy", on_table=table_requests.resume_table),
     "pause": Action("Pause", on_consumer="pause"),
     "resume": Action("Resume", on_consumer="resume"),
     "rewind": Action(
@@ -171,10 +171,10 @@ def _done(home: Home, consumers: HomeConsumers, order: Order, action: Action) ->
     with home.open_catalog() as catalog:
         stream = catalog.stream(order.stream).id
         if order.name == "retry" and config.buffer is not None:
-            from millstream.writers.buffered import buffer_name
+            from millstream.writers.write_buffers import buffer_name
 
             buffer = buffer_name(order.stream, config.buffer)
-            return tables.retry_table(catalog, stream, order.subject, buffer=buffer)
+            return table_requests.retry_table(catalog, stream, order.subject, buffer=buffer)
         return action.on_table(catalog, stream, order.subject)
 
 

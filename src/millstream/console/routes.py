@@ -35,11 +35,11 @@ from millstream.errors import (
 from millstream.model.access import Right
 from millstream.serving.access import Caller, Credentials
 from millstream.serving.application import Application
+from millstream.serving.browser_sessions import cookie_name
 from millstream.serving.memory_budget import ClientGoneError, Held, Intake, read_body
-from millstream.serving.problems import encoded, problem_of, status_of
+from millstream.serving.problem_documents import encoded, problem_of, status_of
 from millstream.serving.reading import Question
 from millstream.serving.requests import ENDING, ClientStalledError, headers_said
-from millstream.serving.sessions import cookie_name
 
 Answer: TypeAlias = Callable[[Request], Awaitable[Response]]
 _FILES: Final = {"console.css": "text/css", "console.js": "text/javascript", "icon.svg": "image/svg+xml"}

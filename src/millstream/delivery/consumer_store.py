@@ -27,8 +27,8 @@ import structlog
 
 from millstream.delivery.backfill.machine import ENDED_MAX, Ended, StoredBackfill
 from millstream.delivery.definition import Definition, selection_of
-from millstream.delivery.records.reading import Earlier
 from millstream.delivery.records.record_messages import record_of
+from millstream.delivery.records.record_reader import Earlier
 from millstream.delivery.state_log import MARK_AT, Contents, Entry, frame, log_of, mark, parse
 from millstream.errors import DeliveryError, WriterClosed
 from millstream.private_files import make_folder, replace_file

@@ -12,7 +12,7 @@ import structlog
 
 from millstream.delivery.push_retries import Pusher
 from millstream.delivery.records.record_messages import Origin
-from millstream.delivery.running import Running, Waiter, now_ms
+from millstream.delivery.running_consumer import Running, Waiter, now_ms
 from millstream.delivery.sinks import Place, PushMessage, PushSink, open_sink
 from millstream.errors import MillstreamError
 from millstream.protocol.delivery import Consumer, DeliveryId, Phase, Status

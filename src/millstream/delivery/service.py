@@ -16,7 +16,15 @@ from typing import Any, Final, NamedTuple
 
 import structlog
 
-from millstream.delivery.arguments import (
+from millstream.delivery.backfill.machine import Ended, StoredBackfill
+from millstream.delivery.backfill.steering import Notes
+from millstream.delivery.backfill.writing import BackfillWriter, stored_backfill
+from millstream.delivery.consumer_lookup import Locked, exists_already, invalid_place, unknown_consumer
+from millstream.delivery.consumer_store import Letter, Store, Stored
+from millstream.delivery.definition import Definition
+from millstream.delivery.dependencies import Surroundings
+from millstream.delivery.push_source import Pushing
+from millstream.delivery.request_fields import (
     ALL_ROWS,
     AskedRows,
     check_empty,
@@ -27,16 +35,8 @@ from millstream.delivery.arguments import (
     wanted_place,
     wanted_rows,
 )
-from millstream.delivery.backfill.machine import Ended, StoredBackfill
-from millstream.delivery.backfill.steering import Notes
-from millstream.delivery.backfill.writing import BackfillWriter, stored_backfill
-from millstream.delivery.consumer_store import Letter, Store, Stored
-from millstream.delivery.definition import Definition
-from millstream.delivery.lookup import Locked, exists_already, invalid_place, unknown_consumer
-from millstream.delivery.push_source import Pushing
-from millstream.delivery.running import Running, Waiter, now_ms
-from millstream.delivery.starting import check_kept
-from millstream.delivery.surroundings import Surroundings
+from millstream.delivery.running_consumer import Running, Waiter, now_ms
+from millstream.delivery.start_position import check_kept
 from millstream.errors import CursorExpired, DeliveryError, MillstreamError
 from millstream.model.positions import Seq
 from millstream.protocol.delivery import Change, Consumer, DeliveryId, Phase, State, Status

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 import pyarrow as pa
 
 from millstream.app.status import held_tables
-from millstream.capture.bound_rules import rules_scope
+from millstream.capture.column_rule_binding import rules_scope
 from millstream.capture.copying.source_snapshot import SourceSnapshot
 from millstream.capture.source import check_same
 from millstream.catalog import TableState

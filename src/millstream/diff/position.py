@@ -22,8 +22,8 @@ from millstream.errors import LakeBehind, MillstreamError
 from millstream.home.home import Home
 from millstream.lake.commit_cuts import last_cut
 from millstream.model.positions import Lsn, Seq, format_lsn
-from millstream.processes.control import ask
-from millstream.processes.locks import runs
+from millstream.processes.control_socket import ask
+from millstream.processes.role_locks import runs
 from millstream.wal.lag import Backlogs
 from millstream.wal.reader import StreamReader
 

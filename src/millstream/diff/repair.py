@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.app.tables import copy_table
+from millstream.app.table_requests import copy_table
 from millstream.capture.copying.repair_request import ask_repair, open_chunks
 from millstream.catalog import TableState
 from millstream.diff.compare import Compared, DiffReport, TableDiff
 from millstream.errors import LakeBehind, MillstreamError
 from millstream.home.home import Home
 from millstream.model.names import parse_qualified_name
-from millstream.processes.locks import runs
+from millstream.processes.role_locks import runs
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog

@@ -30,7 +30,7 @@ from millstream.model.positions import Lsn, Seq
 from millstream.model.records import append_row_schema
 from millstream.model.schema import TableSchema
 from millstream.private_files import make_folder
-from millstream.processes.locks import nobody_writes
+from millstream.processes.role_locks import nobody_writes
 from millstream.routing.router import in_key_order
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from millstream.capture.config import CaptureConfig
     from millstream.config.model import StreamConfig
     from millstream.config.replication_model import ReplicationConfig
-    from millstream.ingest.schemas import WriteRules
+    from millstream.ingest.schema_on_write import WriteRules
     from millstream.lake.commit_cuts import Cut
     from millstream.lake.layout import LakeLayout, View
     from millstream.lake.postgres.target import PostgresTarget, TargetView
@@ -86,7 +86,7 @@ def shard_of(stream: StreamConfig, first_shard: ShardId) -> Callable[[str], Shar
 def write_rules(stream: StreamConfig) -> Callable[[str, str], WriteRules]:
     """Return a function from a table's schema and name to the rules for applications' writes."""
     from millstream.crdt.declared import TableMerge
-    from millstream.ingest.schemas import SchemaOnWrite, WriteRules
+    from millstream.ingest.schema_on_write import SchemaOnWrite, WriteRules
 
     mode = SchemaOnWrite(stream.ingest.schema_on_write)
     merges = {parse_qualified_name(table): TableMerge.parse(words) for table, words in stream.merge.items()}

@@ -69,7 +69,7 @@ def until_words(raw: dict[str, Any]) -> str:
 
 
 def _is_in_log(home: Home, name: str, shard: ShardId, since_s: float) -> bool:
-    from millstream.wal.retain import oldest_created_ns
+    from millstream.wal.segment_deletion import oldest_created_ns
 
     created_ns = oldest_created_ns(str(home.wal_folder(name)), shard)
     return created_ns is not None and created_ns / 1e9 <= since_s

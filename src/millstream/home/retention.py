@@ -23,7 +23,7 @@ from millstream.protocol.retention import CutOff, HolderKind, Retention, Retenti
 if TYPE_CHECKING:
     from millstream.catalog import Catalog, PipelinePosition
     from millstream.config.model import LogConfig
-    from millstream.wal.retain import Sweep
+    from millstream.wal.segment_deletion import Sweep
 
 logger = structlog.get_logger("millstream.retention")
 
@@ -84,7 +84,7 @@ def sweep(
 
     Concurrency: one caller at a time, the owner's.
     """
-    from millstream.wal.retain import drop_segments
+    from millstream.wal.segment_deletion import drop_segments
 
     def cut_off(gone: CutOff) -> bool:
         done = catalog.cut_off(stream, gone)
@@ -109,7 +109,7 @@ def sweep(
 
 def is_for_sessions(swept: Sweep) -> bool:
     """Return whether only the copy of the sessions keeps the oldest segment."""
-    from millstream.wal.retain import SESSIONS_HOLDER
+    from millstream.wal.segment_deletion import SESSIONS_HOLDER
 
     return swept.kept.needed_by == (SESSIONS_HOLDER,)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from millstream.errors import MillstreamError, WriterClosed
-from millstream.ingest.frames import (
+from millstream.ingest.socket_protocol import (
     ANSWER_PATIENCE_S,
     HELLO_PATIENCE_S,
     LENGTHS,

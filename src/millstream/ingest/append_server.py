@@ -1,6 +1,6 @@
 """Appends from other processes of the machine: the writer's socket. `append_client` has its clients.
 
-`frames` has the protocol. A connection takes one request after the other; any number of them share commit
+`socket_protocol` has the protocol. A connection takes one request after the other; any number of them share commit
 groups. Every user with access to the socket's folder may append.
 """
 
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from millstream.errors import MillstreamError, Retry, StaleEpoch, WriterClosed
 from millstream.ingest.appender import Appender
-from millstream.ingest.frames import (
+from millstream.ingest.rows_to_arrow import ROWS_BYTES_MAX
+from millstream.ingest.socket_protocol import (
     BODY_BYTES_MAX,
     CLOSED,
     HEAD_BYTES_MAX,
@@ -31,7 +32,6 @@ from millstream.ingest.frames import (
     oversized,
     session_asked,
 )
-from millstream.ingest.rows_to_arrow import ROWS_BYTES_MAX
 from millstream.workers import Worker, call_in_thread
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.errors import InvalidValue, RowsTooLarge
-from millstream.ingest.increments import NAMED, with_named, without_named
+from millstream.ingest.increment_columns import NAMED, with_named, without_named
 from millstream.ingest.log_types import NOT_A_VALUE, json_of, no_value, stored, text_of, too_long_number
 from millstream.ingest.nested import TextRoom
 from millstream.model.names import NAME_BYTES_MAX, name_fault

@@ -16,7 +16,7 @@ from millstream.leadership.role_files import Roles
 from millstream.model.replication import NodeName
 from millstream.protocol.replication.leader_map import LeaderMap, leader_by, leaders_known
 from millstream.wal.files import RealFiles
-from millstream.wal.replica.shipping import durable_marks
+from millstream.wal.replica.ship_source import durable_marks
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog

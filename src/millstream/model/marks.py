@@ -1,6 +1,6 @@
 """A shard's marks: how far it is durable, how far readers may read, and what retention has dropped.
 
-`wal.mark` writes and reads them.
+`wal.durable_mark` writes and reads them.
 """
 
 from __future__ import annotations

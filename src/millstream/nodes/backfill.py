@@ -18,7 +18,7 @@ from millstream.model.replication import AckKind, AckLevel
 from millstream.nodes.follower_state import FollowerState
 from millstream.nodes.object_stores import FetchedStream, fetch, stored_lineage
 from millstream.protocol.replication.promises import LINEAGE, SESSIONS, Role, RoleFact
-from millstream.wal.replica.log import ReplicaLog
+from millstream.wal.replica.replica_log import ReplicaLog
 from millstream.wal.writing.session_file import covered_in
 
 if TYPE_CHECKING:

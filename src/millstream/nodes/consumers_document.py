@@ -1,4 +1,4 @@
-"""The leader's consumers as documents that are shipped with the log; see `delivery.copies`.
+"""The leader's consumers as documents that are shipped with the log; see `delivery.follower_consumers`.
 
 The key can sign ids of deliveries, so it goes to followers and not to an object store: a restored home makes a new one.
 """
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from millstream.delivery.consumer_store import KEY_NAME, LOG_NAME
-from millstream.delivery.copies import adopt_consumers, packed
+from millstream.delivery.follower_consumers import adopt_consumers, packed
 from millstream.delivery.state_log import whole
 from millstream.errors import CatalogError
 from millstream.model.replication import Document
 from millstream.nodes.catalog_document import later_version
 from millstream.protocol.replication.promises import CONSUMERS, CONSUMERS_KEY
 from millstream.wal.reader import StreamReader
-from millstream.writers.consuming import ConsumerHolders
+from millstream.writers.home_consumers import ConsumerHolders
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog

@@ -22,12 +22,12 @@ from millstream.protocol.delivery import Phase
 from millstream.protocol.replication.promises import SESSIONS
 from millstream.protocol.retention import HolderKind, Retention
 from millstream.wal.reader import StreamReader
-from millstream.wal.retain import SESSIONS_HOLDER, drop_segments
+from millstream.wal.segment_deletion import SESSIONS_HOLDER, drop_segments
 from millstream.wal.writing.session_file import HEAD_BYTES, covered_in
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
-    from millstream.regions.kept_states import KeptVectors
+    from millstream.regions.state_files import KeptVectors
 
 logger = structlog.get_logger("millstream.retention")
 
@@ -45,7 +45,7 @@ class CopyRetention:
         if self._region is not None:
             # Few logs are another region's: the followers of others start sooner without the merge
             # imports.
-            from millstream.regions.kept_states import KeptVectors
+            from millstream.regions.state_files import KeptVectors
 
             self._kept = KeptVectors(home)
         self._looked_s: float | None = None
@@ -71,7 +71,7 @@ class CopyRetention:
         if covered is not None:
             tracker.needs(SESSIONS_HOLDER, HolderKind.SESSIONS, Seq(covered + 1))
         if self._region is not None and self._kept is not None:
-            from millstream.regions.holders import merge_needs_of_copy
+            from millstream.regions.region_retention import merge_needs_of_copy
 
             reader = StreamReader(str(folder))
             merges = merge_needs_of_copy(self._stream, self._region, reader, config, self._kept)
@@ -88,7 +88,7 @@ class CopyRetention:
         if not file.exists():
             return None
         # Few streams have consumers: the followers of others start sooner without these imports.
-        from millstream.delivery.copies import copied_consumers
+        from millstream.delivery.follower_consumers import copied_consumers
 
         with contextlib.suppress(DeliveryError):  # a promotion can't use a damaged one either
             cursors = [

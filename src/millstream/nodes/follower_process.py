@@ -45,8 +45,8 @@ from millstream.nodes.follower_state import FollowerState
 from millstream.nodes.home_identity import instance_of
 from millstream.nodes.object_stores import store_of
 from millstream.processes.catalog_watch import watched_catalog
-from millstream.processes.control import ControlServer
-from millstream.processes.locks import LOCK_PATIENCE_S, RoleLock, holder, nobody_writes
+from millstream.processes.control_socket import ControlServer
+from millstream.processes.role_locks import LOCK_PATIENCE_S, RoleLock, holder, nobody_writes
 from millstream.protocol.replication.promises import Role, RoleFact
 from millstream.replication.flight.transport import FlightTransport
 from millstream.replication.follower import WalFollower

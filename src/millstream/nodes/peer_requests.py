@@ -12,13 +12,13 @@ from millstream.model.ids import GroupNumber
 from millstream.model.positions import Seq
 from millstream.nodes.home_identity import instance_of
 from millstream.nodes.staleness import has_followed_since_boot
-from millstream.processes.locks import holder, once_let_go
+from millstream.processes.role_locks import holder, once_let_go
 from millstream.protocol.replication.promises import Promise, Role
+from millstream.wal.durable_mark import read_dropped, stream_cut
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import list_shards, shard_folder
-from millstream.wal.mark import read_dropped, stream_cut
-from millstream.wal.replica.log import ReplicaLog
-from millstream.wal.replica.shipping import durable_marks
+from millstream.wal.replica.replica_log import ReplicaLog
+from millstream.wal.replica.ship_source import durable_marks
 from millstream.wal.shard_locks import lock_shards
 
 if TYPE_CHECKING:

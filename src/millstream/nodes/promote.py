@@ -38,7 +38,7 @@ from millstream.nodes.follower_state import FollowerState
 from millstream.nodes.level_document import LEVEL, Terms
 from millstream.nodes.peer_requests import node_state, wait_for_writer
 from millstream.private_files import replace_file
-from millstream.processes.locks import RoleLock, once_let_go
+from millstream.processes.role_locks import RoleLock, once_let_go
 from millstream.protocol.replication.leader_events import PersistRole
 from millstream.protocol.replication.promises import (
     CONSUMERS,
@@ -79,7 +79,7 @@ from millstream.protocol.replication.promotion import (
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME
 from millstream.wal.replica.prepare_promotion import prepare_promotion
-from millstream.wal.replica.shipping import durable_marks
+from millstream.wal.replica.ship_source import durable_marks
 from millstream.workers import watching
 from millstream.writers.stream_writer import resolve_stream, take_over
 

@@ -11,7 +11,7 @@ from millstream.leadership.node_calls import this_node
 from millstream.leadership.role_files import Roles
 from millstream.nodes.peer_requests import node_state
 from millstream.nodes.staleness import age_of_replica
-from millstream.processes.control import ask
+from millstream.processes.control_socket import ask
 from millstream.protocol.replication.leader_map import LeaderMap
 from millstream.protocol.replication.promises import Role, RoleFact
 

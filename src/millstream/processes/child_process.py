@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from millstream.errors import MillstreamError, Retry
-from millstream.processes.supervise import REPORT_VARIABLE
+from millstream.processes.supervisor import REPORT_VARIABLE
 from millstream.workers import Worker
 
 _PR_SET_PDEATHSIG: Final = 1

@@ -11,8 +11,8 @@ from typing import Any, Final
 from millstream.errors import ConfigError, UsageError
 from millstream.home.home import Home
 from millstream.home.paths import HomePaths
-from millstream.processes.locks import RoleLock
-from millstream.processes.supervise import Event, PartState, SupervisedProcess, Supervisor
+from millstream.processes.role_locks import RoleLock
+from millstream.processes.supervisor import Event, PartState, SupervisedProcess, Supervisor
 
 _ERRORS_MAX: Final = 5
 """How often a part of `--until-caught-up` may end with the same kind of error before the job fails."""

@@ -1,7 +1,7 @@
 """The state of a merged table in the lake (`lake.folded.merged`), for readers that begin with it, and its rebuild.
 
 A fold commits the state with its position, so a reader needs only the records after that from the logs. The state is as
-good as the kept one (`regions.kept_states`), and mostly newer: it is folded as often as `current`.
+good as the kept one (`regions.state_files`), and mostly newer: it is folded as often as `current`.
 """
 
 from __future__ import annotations

@@ -59,11 +59,11 @@ from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.positions import Seq, StreamToken, short_stream_id
 from millstream.model.schema import TableKind, TableSchema
 from millstream.private_files import make_folder, replacing
-from millstream.regions.kept_states import mapped, merge_file
 from millstream.regions.region_logs import check_forms, check_region, merge_of, region_logs
-from millstream.wal.log_ends import end_at, still_says
+from millstream.regions.state_files import mapped, merge_file
+from millstream.wal.cross_region_duplicates import RepeatedWrites, is_repeat, spans_of
 from millstream.wal.reader import StreamReader, TableRecords
-from millstream.wal.repeated_writes import RepeatedWrites, is_repeat, spans_of
+from millstream.wal.truncation_check import end_at, still_says
 from millstream.wal.truncation_watch import HistoryWatch
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ from millstream.regions.landed_state import place_of
 from millstream.regions.merged_table import RegionTable
 from millstream.regions.region_logs import region_logs
 from millstream.spark.schedule import DISK_FACTOR, FOLD_INTERVAL_S, FoldHistory, fold_is_due
+from millstream.wal.cross_region_duplicates import RepeatedWrites
 from millstream.wal.reader import StreamReader
-from millstream.wal.repeated_writes import RepeatedWrites
 from millstream.workers import Worker
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.wal.files import SystemClock
-from millstream.wal.log_ends import end_at, still_says
 from millstream.wal.reader import StreamReader
-from millstream.wal.writing.deduplication import writes_of
+from millstream.wal.truncation_check import end_at, still_says
+from millstream.wal.writing.deduplicated_commits import writes_of
 
 if TYPE_CHECKING:
     from millstream.config.model import StreamConfig

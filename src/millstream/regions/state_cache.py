@@ -18,7 +18,7 @@ from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.regions.landed_state import landed_state
 from millstream.regions.merged_table import RegionTable
 from millstream.regions.region_logs import merge_of, region_logs
-from millstream.wal.repeated_writes import RepeatedWrites
+from millstream.wal.cross_region_duplicates import RepeatedWrites
 
 if TYPE_CHECKING:
     import pyarrow as pa

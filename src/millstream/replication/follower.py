@@ -47,7 +47,7 @@ from millstream.protocol.replication.leader_events import PersistRole, Tell
 from millstream.protocol.replication.promises import RoleFact
 from millstream.replication.joined_link import JoinedLink
 from millstream.wal.files import RealFiles, SystemClock
-from millstream.wal.replica.log import ReplicaLog
+from millstream.wal.replica.replica_log import ReplicaLog
 
 logger = structlog.get_logger("millstream.follow")
 

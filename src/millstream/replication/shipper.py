@@ -56,7 +56,7 @@ from millstream.protocol.replication.leader_events import (
 from millstream.protocol.replication.leader_machine import Leader, LinkPhase
 from millstream.protocol.replication.promises import LINEAGE, Greeting, RoleFact
 from millstream.wal.files import RealFiles, SystemClock
-from millstream.wal.replica.shipping import LogMarks, ShipSource, durable_marks
+from millstream.wal.replica.ship_source import LogMarks, ShipSource, durable_marks
 from millstream.workers import Worker
 
 logger = structlog.get_logger("millstream.ship")

@@ -19,7 +19,7 @@ from millstream.model.replication import AckLevel
 from millstream.model.steps import run, run_async
 from millstream.model.writes import SessionFacts, WriteId
 from millstream.ports import ApplicationLog, RecordSink, SinkOutcome
-from millstream.routing.deliveries import Deliveries, SinkDelivery
+from millstream.routing.sink_deduplication import Deliveries, SinkDelivery
 from millstream.routing.sinks import TOOK
 
 logger = structlog.get_logger("millstream.routing")

@@ -24,7 +24,7 @@ import structlog
 
 from millstream.errors import AccessError, MillstreamError, Unauthenticated
 from millstream.model.access import ALL_STREAMS, EVERYTHING, Right, Rights, is_secret, token_parts
-from millstream.serving.sessions import Sessions, session_in
+from millstream.serving.browser_sessions import Sessions, session_in
 
 if TYPE_CHECKING:
     from millstream.catalog import AccessToken, Catalog

@@ -19,7 +19,7 @@ from millstream.app.open_home import home_appender
 from millstream.config.quantities import size_bytes
 from millstream.errors import AccessError, MillstreamError, UsageError
 from millstream.home.config_mapping import place_compiled_code
-from millstream.ingest.lines import warm
+from millstream.ingest.line_protocol import warm
 from millstream.model.access import Right
 from millstream.process_metrics import HTTP_REQUEST_SECONDS
 from millstream.serving.access import Access, allow
@@ -30,7 +30,7 @@ from millstream.serving.memory_budget import Intake, Receive
 from millstream.serving.openapi import with_writes
 from millstream.serving.origin_check import Origins
 from millstream.serving.paths import known_parameters
-from millstream.serving.problems import MEDIA_TYPE, plain_problem, response_of, tell_problems
+from millstream.serving.problem_documents import MEDIA_TYPE, plain_problem, response_of, tell_problems
 from millstream.serving.reading import Reading
 from millstream.serving.request_batching import Groups
 from millstream.serving.requests import Scope, Send, answer_problem

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
 
-from millstream.delivery.running import Waiter
+from millstream.delivery.running_consumer import Waiter
 from millstream.errors import HttpError
 from millstream.model.access import Right
 from millstream.serving.access import allow
@@ -22,7 +22,7 @@ from millstream.serving.connections import NEEDS_ITS_CLIENT
 from millstream.serving.memory_budget import ClientGoneError, Held, Intake, read_body
 from millstream.serving.requests import ENDING, headers_said
 from millstream.serving.row_writes import JSON_TYPE
-from millstream.writers.consuming import HomeConsumers
+from millstream.writers.home_consumers import HomeConsumers
 
 if TYPE_CHECKING:
     from millstream.delivery.service import Answer

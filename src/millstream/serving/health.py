@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 from millstream.app.status import collect_status
 from millstream.leadership.role_files import Roles
 from millstream.protocol.replication.promises import Role
-from millstream.writers.appending import append_socket, will_write
-from millstream.writers.trouble import troubles
+from millstream.writers.home_appender import append_socket, will_write
+from millstream.writers.stall_reasons import troubles
 
 if TYPE_CHECKING:
     from millstream.home.home import Home

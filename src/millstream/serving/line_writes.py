@@ -18,10 +18,10 @@ from typing import Any, Final, Literal
 import structlog
 
 from millstream.errors import HttpError, MillstreamError, UsageError
-from millstream.ingest.lines import Lines, TableLines, tables_of_lines
+from millstream.ingest.line_protocol import Lines, TableLines, tables_of_lines
 from millstream.model.operations import TableAppended
 from millstream.serving.memory_budget import ClientGoneError, Held, Receive, read_body
-from millstream.serving.problems import encoded, headers_of, status_of
+from millstream.serving.problem_documents import encoded, headers_of, status_of
 from millstream.serving.request_batching import BatchTarget
 from millstream.serving.requests import (
     Scope,

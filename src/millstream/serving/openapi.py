@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from millstream.client.home_calls import SERVER_DEADLINE_S_MAX
-from millstream.serving.problems import MEDIA_TYPE
+from millstream.serving.problem_documents import MEDIA_TYPE
 from millstream.serving.row_writes import ARROW_TYPE, JSON_TYPE
 
 PROBLEM: Final[Mapping[str, Any]] = {

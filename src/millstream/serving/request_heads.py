@@ -15,7 +15,7 @@ from http import HTTPStatus
 from typing import Any, Final
 
 from millstream.errors import UsageError
-from millstream.serving.problems import plain_problem, problem_of
+from millstream.serving.problem_documents import plain_problem, problem_of
 
 _VERSIONS: Final = {"1.0", "1.1"}
 _HOST: Final = re.compile(rb"\[([0-9A-Fa-f:.]+)\](?::[0-9]*)?|[A-Za-z0-9._~!$&'()*+,;=%:-]*")

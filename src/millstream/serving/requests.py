@@ -12,10 +12,10 @@ from urllib.parse import parse_qsl, unquote_to_bytes
 
 from millstream.client.home_calls import SERVER_DEADLINE_S_MAX
 from millstream.errors import InvalidValue, MillstreamError, UsageError
-from millstream.ingest.requests import check_write_id
+from millstream.ingest.append_requests import check_write_id
 from millstream.model.replication import AckLevel
 from millstream.model.writes import WriteId
-from millstream.serving.problems import encoded, headers_of, problem_of
+from millstream.serving.problem_documents import encoded, headers_of, problem_of
 
 Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]

@@ -19,7 +19,7 @@ import structlog
 from millstream.errors import HttpError, InvalidValue, MillstreamError, RowsTooLarge, UnknownStream
 from millstream.home.config_mapping import increments_of
 from millstream.ingest.arrow_stream_decoding import rows_of_arrow
-from millstream.ingest.increments import as_increments, rejected_as_increments, with_nulls_unnamed
+from millstream.ingest.increment_columns import as_increments, rejected_as_increments, with_nulls_unnamed
 from millstream.ingest.json_rows import (
     Row,
     columns_of,
@@ -36,7 +36,7 @@ from millstream.model.names import parse_qualified_name
 from millstream.model.operations import AppendedTables
 from millstream.serving.memory_budget import ClientGoneError, Held, Intake, Receive, read_body
 from millstream.serving.paths import ROWS_PARAMETERS, check_parameters, unknown_path
-from millstream.serving.problems import encoded, headers_of, plain_problem
+from millstream.serving.problem_documents import encoded, headers_of, plain_problem
 from millstream.serving.request_batching import BatchTarget, Groups
 from millstream.serving.requests import (
     Scope,
@@ -55,7 +55,7 @@ from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
-    from millstream.ingest.lines import TableLines
+    from millstream.ingest.line_protocol import TableLines
     from millstream.model.operations import Appended, RejectedRow
     from millstream.model.writes import WriteId
     from millstream.serving.access import Access

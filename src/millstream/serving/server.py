@@ -19,8 +19,8 @@ from millstream.model.durations import duration_s
 from millstream.private_files import make_folder
 from millstream.processes.catalog_watch import watched_catalog
 from millstream.processes.child_process import Lifeline
-from millstream.processes.control import ControlServer
-from millstream.processes.locks import LOCK_PATIENCE_S, RoleLock
+from millstream.processes.control_socket import ControlServer
+from millstream.processes.role_locks import LOCK_PATIENCE_S, RoleLock
 from millstream.serving.bind_check import check_protected
 from millstream.serving.certificates import LOOK_EVERY_S, Renewal
 

@@ -1,7 +1,7 @@
 """Tables that several regions write, merged by Spark: the same rows as `crdt.row_merge` returns, to the bit.
 
 The merge uses only Spark's own aggregates, which run where its other aggregates do: no row goes
-through Python. Writes that two regions have are found as `regions` finds them (`wal.repeated_writes`). Operations that round are done in one order, and only by sums and products, on both
+through Python. Writes that two regions have are found as `regions` finds them (`wal.cross_region_duplicates`). Operations that round are done in one order, and only by sums and products, on both
 sides (`crdt.signals`).
 """
 
@@ -26,8 +26,8 @@ from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
 from millstream.spark.columns import arrow_schema, spark_schema
 from millstream.spark.signals import REPEATS, SignalColumns, column_of
+from millstream.wal.cross_region_duplicates import Repeat, RepeatedWrites, is_repeat
 from millstream.wal.reader import StreamReader
-from millstream.wal.repeated_writes import Repeat, RepeatedWrites, is_repeat
 from millstream.wal.table_records import TableRecords
 
 _SPAN_BYTES: Final = 16 << 20

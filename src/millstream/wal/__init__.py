@@ -1,6 +1,7 @@
 """The log on disk: its segments are appended to, recovered, read, retained and inspected.
 
-`writer` appends (one process per shard), and `reader` reads (any process, from the folder alone).
-`recover` decides at start what the log holds. `retain` drops old segments. `inspect` shows and
-verifies files, including damaged ones. The byte formats are in `millstream.codec`.
+Start at `reader` (any process reads, from the folder alone) and at `writing.writer` (one process per shard appends).
+`writing.recover` decides at start what the log holds. `segment_deletion` drops old segments. `mending.inspect` shows
+and verifies files, including damaged ones. `replica` is a log on another machine. The byte formats are in
+`millstream.codec`.
 """

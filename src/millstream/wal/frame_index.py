@@ -21,8 +21,8 @@ from millstream.model.ids import Epoch, ShardId, StreamId, TableId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
+from millstream.wal.durable_mark import read_dropped
 from millstream.wal.layout import SegmentFile, list_segments
-from millstream.wal.mark import read_dropped
 from millstream.wal.misplacement import REPLACED, misplacement
 from millstream.wal.segment_scan import (
     UNREADABLE_HEADER,

@@ -12,10 +12,10 @@ from millstream.model.ids import ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
+from millstream.wal.durable_mark import read_mark
 from millstream.wal.files import RealFiles
 from millstream.wal.frame_index import ShardIndex, read_header
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
-from millstream.wal.mark import read_mark
 from millstream.wal.segment_scan import ReadAhead, commit_times, read_frame, reader_of
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Layout of a stream's log folder, and the meaning of file names.
 
     <folder>/<shard:05d>/<base_offset:020d>.wal    segments; names sort as they read
-                         durable.mark              see `mark`; the shard's writer holds its lock
+                         durable.mark              see `durable_mark`; the shard's writer holds its lock
                          *.torn                    what recovery cut off, kept for people to look at
                          *.tmp                     being made; a leftover means nothing
                          recovery.spare            space kept for recovery, so that it works on a full disk

@@ -11,8 +11,8 @@ from collections import Counter
 from millstream.codec.log_segment import SegmentHeader
 from millstream.model.ids import ShardId, StreamId
 from millstream.ports import Files
+from millstream.wal.durable_mark import read_mark
 from millstream.wal.layout import SegmentFile, segments_and_strays, shard_folder, shards_and_strays
-from millstream.wal.mark import read_mark
 from millstream.wal.segment_scan import header_of
 
 REPLACED = "it doesn't follow on the segment before it: one of them was replaced"

@@ -21,9 +21,10 @@ from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq, StreamToken, short_stream_id
 from millstream.model.schema import TableSchema
 from millstream.ports import Files
-from millstream.wal.commit_moments import numbers_around
-from millstream.wal.decoded_frames import DecodedFrames
+from millstream.wal.commit_time_lookup import numbers_around
+from millstream.wal.durable_mark import writer_cuts
 from millstream.wal.files import RealFiles
+from millstream.wal.frame_cache import DecodedFrames
 from millstream.wal.frame_index import (
     OnDamage,
     SchemaPlace,
@@ -34,7 +35,6 @@ from millstream.wal.frame_index import (
     read_header,
 )
 from millstream.wal.layout import SegmentFile, shard_folder
-from millstream.wal.mark import writer_cuts
 from millstream.wal.readable_range import ReadableRange
 from millstream.wal.salvage import KnownSchemas
 from millstream.wal.segment_reader import (

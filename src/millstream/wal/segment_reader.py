@@ -27,7 +27,7 @@ from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd
 from millstream.model.schema import TableSchema
 from millstream.ports import Files
-from millstream.wal.decoded_frames import DecodedFrames, FrameKey
+from millstream.wal.frame_cache import DecodedFrames, FrameKey
 from millstream.wal.frame_index import HEADS_AHEAD_BYTES, OnDamage, SchemaPlace, damage, load_schemas, read_header
 from millstream.wal.layout import SegmentFile
 from millstream.wal.salvage import KnownSchemas

@@ -17,8 +17,8 @@ from millstream.errors import CorruptWal, LogError, ShardLocked
 from millstream.model.ids import ShardId, WriterId
 from millstream.model.positions import Seq
 from millstream.ports import Clock, Files, WritableFile
+from millstream.wal.durable_mark import MarkFile, missing_shards, read_mark
 from millstream.wal.layout import LOCK_NAME, MARK_NAME, list_segments, list_shards, shard_folder
-from millstream.wal.mark import MarkFile, missing_shards, read_mark
 from millstream.wal.writing.sequence_allocator import GroupNumbers
 
 _PATIENCE_NS: Final = 10_000_000_000

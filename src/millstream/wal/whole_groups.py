@@ -17,9 +17,9 @@ from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, StreamId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
+from millstream.wal.durable_mark import stream_cut
 from millstream.wal.frame_index import OnDamage, damage
 from millstream.wal.layout import SegmentFile, list_segments, shard_folder
-from millstream.wal.mark import stream_cut
 from millstream.wal.misplacement import split_misplaced, stream_of
 from millstream.wal.segment_scan import (
     NO_STREAM,

@@ -50,7 +50,7 @@ from millstream.errors import (
     UnsupportedFormat,
     WriteBufferError,
 )
-from millstream.ingest.buffer_consumer import OperationTaker
+from millstream.ingest.buffered_op_conversion import OperationTaker
 from millstream.model.buffers import BUFFER_START, BufferedOp, BufferOffset, ReadPause
 from millstream.model.ids import ShardId, SourceId, StreamId
 from millstream.model.names import parse_qualified_name

@@ -39,18 +39,18 @@ from millstream.leadership.role_files import Roles
 from millstream.model.ids import StreamId
 from millstream.processes.catalog_watch import watched_catalog
 from millstream.processes.child_process import Lifeline
-from millstream.processes.control import ControlServer
-from millstream.processes.locks import LOCK_PATIENCE_S, RoleLock, writer_role
-from millstream.regions.folds import MergedFolds
-from millstream.regions.holders import expect_followers, merge_needs
-from millstream.regions.kept_states import KeptVectors
+from millstream.processes.control_socket import ControlServer
+from millstream.processes.role_locks import LOCK_PATIENCE_S, RoleLock, writer_role
 from millstream.regions.region_logs import RegionClocks
+from millstream.regions.region_retention import expect_followers, merge_needs
+from millstream.regions.retention_folds import MergedFolds
+from millstream.regions.state_files import KeptVectors
 from millstream.workers import Worker, watching
-from millstream.writers.appending import append_socket
 from millstream.writers.buffer_consumer import BufferTaking
-from millstream.writers.buffered import buffer_name, open_buffer
+from millstream.writers.home_appender import append_socket
+from millstream.writers.stall_reasons import forget_given_up, note_given_up
 from millstream.writers.stream_writer import StreamWriter, operation_taker, stream_writer
-from millstream.writers.trouble import forget_given_up, note_given_up
+from millstream.writers.write_buffers import buffer_name, open_buffer
 from millstream.writers.writer_facts import note_capturing_writer, refuse_embedded_catalog, refuse_to_capture
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from millstream.config.replication_model import ReplicationConfig
     from millstream.ingest.appender import Appender
     from millstream.writers.buffer_consumer import TakingProgress
-    from millstream.writers.sinks import OpenOther
+    from millstream.writers.stream_sinks import OpenOther
 
 logger = structlog.get_logger("millstream.owner")
 

@@ -38,8 +38,8 @@ from millstream.workers import Worker, watching
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
-    from millstream.catalog.announcements import PostgresAnnouncements
-    from millstream.catalog.sequencing import PostgresSequenceStore
+    from millstream.catalog.sequence_store import PostgresSequenceStore
+    from millstream.catalog.writer_notifications import PostgresAnnouncements
     from millstream.ports import Announcements
     from millstream.protocol.sequencer import Registration, WriterEntry
     from millstream.wal.writing.sequence_allocator import SharedNumbers
@@ -455,14 +455,14 @@ def check_round_trip(ask: Callable[[], object], lease_s: float) -> float:
 
 
 def _announcements_of(catalog: Catalog, stream: StreamId) -> PostgresAnnouncements:
-    from millstream.catalog.announcements import PostgresAnnouncements
+    from millstream.catalog.writer_notifications import PostgresAnnouncements
 
     return PostgresAnnouncements(catalog.database, stream)
 
 
 def store_of(catalog: Catalog, stream: StreamId, lease_s: float) -> PostgresSequenceStore:
     """Return the numbers that a stream's writers share; `ConfigError` if the catalog can't be shared."""
-    from millstream.catalog.sequencing import PostgresSequenceStore
+    from millstream.catalog.sequence_store import PostgresSequenceStore
 
     refuse_embedded(catalog)
     return PostgresSequenceStore(catalog.database, stream, lease_s=lease_s)

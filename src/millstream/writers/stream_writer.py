@@ -13,28 +13,28 @@ from typing import TYPE_CHECKING
 from millstream.errors import LogError, ShardLocked, StaleEpoch
 from millstream.home.config_mapping import log_options, session_limits, shard_of, write_rules
 from millstream.ingest.appender import Appender
-from millstream.ingest.buffer_consumer import OperationTaker
-from millstream.ingest.schemas import TableRules
+from millstream.ingest.buffered_op_conversion import OperationTaker
+from millstream.ingest.schema_on_write import TableRules
 from millstream.leadership.promotion_check import hear_of_promotions
 from millstream.leadership.role_files import Roles
 from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, StreamId, WriterId
 from millstream.model.operations import FIRST_SHARD
 from millstream.process_metrics import SINK_IGNORED_ERRORS
-from millstream.processes.locks import LOCK_PATIENCE_S
+from millstream.processes.role_locks import LOCK_PATIENCE_S
 from millstream.regions.region_logs import RegionClocks, RegionsHeard, check_merges
 from millstream.routing.dispatch import Dispatcher
 from millstream.wal.files import RealFiles
-from millstream.wal.replica.shipping import durable_marks
-from millstream.writers.buffered import (
+from millstream.wal.replica.ship_source import durable_marks
+from millstream.writers.catalog_catch_up import adopt_log
+from millstream.writers.shared_writer import SharedWriter
+from millstream.writers.stream_routing import StreamRouting, shards_to_open
+from millstream.writers.stream_sinks import sinks_of
+from millstream.writers.write_buffers import (
     BufferDestination,
     buffer_name,
     open_buffer,
     refuses_appends,
 )
-from millstream.writers.older_catalog import adopt_log
-from millstream.writers.routing import StreamRouting, shards_to_open
-from millstream.writers.shared_writer import SharedWriter
-from millstream.writers.sinks import sinks_of
 from millstream.writers.writer_facts import refuse_to_own
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from millstream.model.positions import Seq
     from millstream.ports import ApplicationLog
     from millstream.wal.writing.writer import LogWriter
-    from millstream.writers.sinks import OpenOther
+    from millstream.writers.stream_sinks import OpenOther
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from tests.commands import Command
 from tests.delivery.receivers import Receiver
 from tests.serving.serving_process import served
 
-from millstream.app.alerts.watch import Watch
+from millstream.app.alerts.alert_sender import Watch
 from millstream.app.status import collect_status
 from millstream.delivery.sinks import ACCEPTED, Outcome
 from millstream.home.home import Home

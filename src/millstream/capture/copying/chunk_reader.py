@@ -16,12 +16,12 @@ from typing import Final
 import psycopg
 from psycopg import pq, sql
 
-from millstream.capture.bound_rules import ColumnRules
+from millstream.capture.column_rule_binding import ColumnRules
 from millstream.capture.connection import translate_result, translated
 from millstream.capture.copying.apply_column_rules import check_numbers, hasher, read_columns
 from millstream.capture.copying.copy_output import CopyText, Text, copy_out, copy_pieces
+from millstream.capture.copying.copy_text import CopiedRows, last_key, read_copied
 from millstream.capture.copying.source_snapshot import SourceSnapshot
-from millstream.capture.copying.text import CopiedRows, last_key, read_copied
 from millstream.capture.publication import restriction
 from millstream.capture.source import Connection, KeyColumn, SourceTable, as_record_end, read_table
 from millstream.codec.pgoutput import table_schema

@@ -15,7 +15,7 @@ from typing import IO, Final
 import pyarrow as pa
 
 from millstream.capture.copying.chunk_reader import Begun
-from millstream.capture.copying.text import CopiedRows, chunk_operation, copied_records, truncate_rows
+from millstream.capture.copying.copy_text import CopiedRows, chunk_operation, copied_records, truncate_rows
 from millstream.capture.stream.spill import told
 from millstream.model.ids import ShardId, SourceId
 from millstream.model.operations import SpilledOp, TableRows

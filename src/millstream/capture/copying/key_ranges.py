@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from millstream.capture.copying.chunk_reader import ChunkBounds, FetchedRows, decode_key, encode_key
 from millstream.capture.copying.copied_file import CopiedFile
-from millstream.capture.copying.text import CopiedRows
+from millstream.capture.copying.copy_text import CopiedRows
 from millstream.catalog import ChunkState, CopyChunk
 from millstream.model.ids import TableId
 from millstream.protocol.copy_fence import Key

@@ -29,14 +29,14 @@ from millstream.capture.config import CaptureConfig
 from millstream.capture.copying.chunk_reader import AGAIN, Begun, ChunkBounds, ChunkReader
 from millstream.capture.copying.copied_file import CopiedFile
 from millstream.capture.copying.copy_output import CopyText
+from millstream.capture.copying.copy_progress import Copy
+from millstream.capture.copying.copy_text import read_copied
 from millstream.capture.copying.key_ranges import OpenChunk, Range
 from millstream.capture.copying.source_snapshot import SourceSnapshot
-from millstream.capture.copying.state import Copy
-from millstream.capture.copying.text import read_copied
 from millstream.capture.copying.throttle import CopyRate
-from millstream.capture.schema_registry import SchemaRegistry
 from millstream.capture.stream.barrier import StreamBarrier
 from millstream.capture.stream.spill import SpillFolder
+from millstream.capture.table_directory import TableDirectory
 from millstream.errors import DiskFull, SnapshotWaits, SourceError
 from millstream.failpoints import hit
 from millstream.model.operations import SpilledOp
@@ -90,7 +90,7 @@ class KeylessReads:
         config: CaptureConfig,
         spill: SpillFolder,
         hold: StreamBarrier,
-        directory: SchemaRegistry,
+        directory: TableDirectory,
         *,
         patience_s: float,
         lock: threading.RLock,

@@ -30,14 +30,14 @@ from millstream.capture.copying.chunk_reader import (
     table_of,
 )
 from millstream.capture.copying.conflicting_keys import touches_of, touches_of_spilled
+from millstream.capture.copying.copy_progress import Stage
+from millstream.capture.copying.copy_text import chunk_operation
+from millstream.capture.copying.copy_threads import ChunkWorkers, Work
 from millstream.capture.copying.repair_request import RepairChunk, repair_chunks, repair_scope
 from millstream.capture.copying.standby import StandbySnapshots, reader_on
-from millstream.capture.copying.state import Stage
 from millstream.capture.copying.table_copies import TableCopies
-from millstream.capture.copying.text import chunk_operation
-from millstream.capture.copying.workers import ChunkWorkers, Work
-from millstream.capture.schema_registry import SchemaRegistry
 from millstream.capture.source import SourceIdentity, SourceTable, connect_same
+from millstream.capture.table_directory import TableDirectory
 from millstream.capture.watcher import WatchedTables
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.errors import MillstreamError
@@ -118,7 +118,7 @@ class Repairs:
         config: CaptureConfig,
         identity: SourceIdentity,
         catalog: Catalog,
-        directory: SchemaRegistry,
+        directory: TableDirectory,
         tables: WatchedTables,
         stream: StreamId,
         nudge: Callable[[], None],

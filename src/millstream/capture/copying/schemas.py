@@ -6,9 +6,9 @@ import threading
 import time
 
 from millstream.capture.copying.chunk_reader import table_of
-from millstream.capture.copying.text import chunk_operation, truncate_rows
-from millstream.capture.schema_registry import SchemaRegistry
+from millstream.capture.copying.copy_text import chunk_operation, truncate_rows
 from millstream.capture.source import SourceTable
+from millstream.capture.table_directory import TableDirectory
 from millstream.catalog import Catalog
 from millstream.model.ids import StreamId, TableId
 from millstream.model.operations import TableRows, WriteOps
@@ -19,7 +19,7 @@ from millstream.model.schema import TableSchema
 class CopySchemas:
     """The schemas of one session's copies. `voiding` on the applier's thread, `numbered` on any."""
 
-    def __init__(self, catalog: Catalog, directory: SchemaRegistry, stream: StreamId) -> None:
+    def __init__(self, catalog: Catalog, directory: TableDirectory, stream: StreamId) -> None:
         self._catalog = catalog
         self._directory = directory
         self._stream = stream

@@ -16,11 +16,11 @@ from typing import Final
 import psycopg
 from psycopg import sql
 
-from millstream.capture.bound_rules import ColumnRules
+from millstream.capture.column_rule_binding import ColumnRules
 from millstream.capture.copying.chunk_reader import AGAIN, ChunkReader, Moment
 from millstream.capture.copying.source_snapshot import SourceSnapshot
-from millstream.capture.schema_registry import SchemaRegistry
 from millstream.capture.source import Connection, SourceTable
+from millstream.capture.table_directory import TableDirectory
 from millstream.errors import SnapshotWaits, SourceError
 from millstream.model.ids import SourceId
 from millstream.model.positions import Lsn
@@ -119,7 +119,7 @@ class StandbyChunkReader(ChunkReader):
 
 def reader_on(
     connection: Connection,
-    directory: SchemaRegistry,
+    directory: TableDirectory,
     publications: Sequence[str],
     snapshots: StandbySnapshots | None,
 ) -> ChunkReader:

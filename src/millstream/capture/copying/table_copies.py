@@ -24,18 +24,18 @@ from millstream.capture.config import CaptureConfig
 from millstream.capture.copying.chunk_reader import ChunkBounds, ChunkReader, FetchedRows, TableChanged, TableGone
 from millstream.capture.copying.conflicting_keys import touches_of, touches_of_spilled
 from millstream.capture.copying.copied_file import CopiedFile
+from millstream.capture.copying.copy_progress import Copy, Stage
+from millstream.capture.copying.copy_text import CopiedRows, chunk_operation
+from millstream.capture.copying.copy_threads import ChunkWorkers, Work
 from millstream.capture.copying.key_ranges import FIRST_KEYS_RANGE, OpenChunk, Range
 from millstream.capture.copying.keyless_tables import STANDBY_PATIENCE_S, KeylessReads
 from millstream.capture.copying.schemas import CopySchemas
 from millstream.capture.copying.standby import StandbySnapshots, reader_on
-from millstream.capture.copying.state import Copy, Stage
-from millstream.capture.copying.text import CopiedRows, chunk_operation
 from millstream.capture.copying.throttle import AIM_BYTES, CUT_AT, ChunkSizes, CopyRate, OpenBytes
-from millstream.capture.copying.workers import ChunkWorkers, Work
-from millstream.capture.schema_registry import SchemaRegistry
 from millstream.capture.source import SourceIdentity, SourceTable, connect_same
 from millstream.capture.stream.barrier import StreamBarrier
 from millstream.capture.stream.spill import SpillFolder
+from millstream.capture.table_directory import TableDirectory
 from millstream.capture.watcher import WatchedTables
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.errors import CodecError, ConfigError, DiskFull, MillstreamError, NoFreeSlot, SourceError
@@ -72,7 +72,7 @@ class TableCopies:
         config: CaptureConfig,
         identity: SourceIdentity,
         catalog: Catalog,
-        directory: SchemaRegistry,
+        directory: TableDirectory,
         tables: WatchedTables,
         stream: StreamId,
         nudge: Callable[[], None],

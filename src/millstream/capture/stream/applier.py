@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from millstream import process_metrics
-from millstream.capture.schema_registry import SchemaRegistry
 from millstream.capture.stream.barrier import StreamBarrier, cut
 from millstream.capture.stream.large_transactions import Spilled, StreamedRelation
 from millstream.capture.stream.receiver import Item, Position, Receiver, TransactionRun
 from millstream.capture.stream.slot_confirmation import SlotConfirmation
+from millstream.capture.table_directory import TableDirectory
 from millstream.catalog import Catalog
 from millstream.codec.pgoutput import (
     RelationCache,
@@ -90,7 +90,7 @@ class Applier:
         self,
         receiver: Receiver,
         log: LogAppender,
-        directory: SchemaRegistry,
+        directory: TableDirectory,
         catalog: Catalog,
         *,
         reached: Lsn,

@@ -63,7 +63,7 @@ from millstream.codec.pgoutput.messages import (
     Update,
     parse_message,
 )
-from millstream.codec.pgoutput.plain import decode_plain
+from millstream.codec.pgoutput.reference_decoder import decode_plain
 from millstream.codec.pgoutput.relations import (
     HEARTBEAT_PREFIX,
     MESSAGES_COLUMNS,
@@ -79,7 +79,7 @@ from millstream.codec.pgoutput.relations import (
 )
 from millstream.codec.pgoutput.runs import MessageRun
 from millstream.codec.pgoutput.spilled import decode_spilled
-from millstream.codec.pgoutput.vectorised import decode_transactions, warm
+from millstream.codec.pgoutput.vectorised_decoder import decode_transactions, warm
 
 __all__ = [
     "HEARTBEAT_PREFIX",

@@ -9,7 +9,7 @@ from millstream.codec.pgoutput.messages import Relation
 from millstream.codec.pgoutput.relations import RelationCache, TableDirectory, TransactionFacts
 from millstream.codec.pgoutput.rows import OperationFacts, operations_batch
 from millstream.codec.pgoutput.runs import MessageRun
-from millstream.codec.pgoutput.vectorised import decode_block
+from millstream.codec.pgoutput.vectorised_decoder import decode_block
 from millstream.model.ids import ShardId, SourceId, TableId
 from millstream.model.operations import OperationKind, SpilledOp, TableRows
 from millstream.model.schema import TableSchema

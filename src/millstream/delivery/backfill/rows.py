@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from millstream.delivery.definition import KEY, NO_GROUPS, Definition
 from millstream.delivery.records.groups import groups_of
 from millstream.delivery.records.record_messages import chosen
-from millstream.delivery.records.selecting import matching
+from millstream.delivery.records.where_filter import matching
 from millstream.errors import BeyondRetention, LakeBehind, LakeError, LogError, TokenFromFuture
 from millstream.lake.layout import has_current
 from millstream.lake.query.duckdb_connection import quote

@@ -8,12 +8,12 @@ from typing import Final
 
 import structlog
 
-from millstream.delivery.arguments import AskedRows
 from millstream.delivery.backfill.machine import StoredBackfill, file_of
 from millstream.delivery.backfill.rows import OpenLake, Stopped, Wanted, base_of, tables_of, write_rows
 from millstream.delivery.backfill.steering import new_number
 from millstream.delivery.definition import Definition
-from millstream.delivery.running import Running
+from millstream.delivery.request_fields import AskedRows
+from millstream.delivery.running_consumer import Running
 from millstream.errors import InvalidValue, MillstreamError, UsageError
 from millstream.model.ids import TableId
 from millstream.model.names import TablePatterns

@@ -17,14 +17,14 @@ import pyarrow as pa
 
 from millstream.errors import MillstreamError, WriterClosed
 from millstream.ingest.arrow_stream_decoding import check_batch
-from millstream.ingest.bulk import PIECE_BYTES, Cutter, Piece, PutRequest
+from millstream.ingest.flight_requests import PIECE_BYTES, Cutter, Piece, PutRequest
 from millstream.ingest.rows_to_arrow import table_of
 from millstream.model.writes import AppendBatch
 from millstream.workers import Worker
 
 if TYPE_CHECKING:
     from millstream.model.operations import Appended
-    from millstream.writers.appending import HomeAppender
+    from millstream.writers.home_appender import HomeAppender
 
 SUBMISSION_BYTES: Final = 2 * PIECE_BYTES
 _SUBMISSION_PIECES: Final = 1000

@@ -24,7 +24,7 @@ from millstream.app.log_readers import open_reader
 from millstream.config.quantities import size_bytes
 from millstream.errors import AccessError, MillstreamError, Overloaded, Retry, Unauthenticated, UsageError, WriterClosed
 from millstream.export.record_reading import table_ids
-from millstream.ingest.bulk import GetRequest, PutRequest
+from millstream.ingest.flight_requests import GetRequest, PutRequest
 from millstream.leadership.node_calls import ACTION
 from millstream.model.access import Right
 from millstream.model.conforming import conform
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from millstream.model.schema import TableSchema
     from millstream.nodes.log_shipping import Shipping
     from millstream.wal.reader import StreamReader
-    from millstream.writers.appending import HomeAppender
+    from millstream.writers.home_appender import HomeAppender
 
 logger = structlog.get_logger("millstream.serve")
 

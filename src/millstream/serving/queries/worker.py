@@ -1,6 +1,6 @@
 """The process that runs callers' queries: started by the server, which may kill it at any time without loss.
 
-It reads requests from its standard input and answers on its standard output (see `workers`). It
+It reads requests from its standard input and answers on its standard output (see `worker_pool`). It
 ends when its input ends: with its server.
 """
 

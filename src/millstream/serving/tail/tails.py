@@ -27,7 +27,7 @@ from millstream.export.stretches import next_stretch, position_of
 from millstream.model.access import Right
 from millstream.model.positions import Seq
 from millstream.serving.access import Access, allow
-from millstream.serving.problems import encoded, plain_problem, problem_of
+from millstream.serving.problem_documents import encoded, plain_problem, problem_of
 from millstream.serving.requests import ENDING, ClientStalledError
 from millstream.serving.tail.events import TailFilter, tail_events
 

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.codec.line_protocol.grammar import REASONS, Fault, ValueKind
-from millstream.ingest.lines import (
+from millstream.ingest.line_protocol import (
     PRECISIONS,
     TIME,
     TIME_NS,
@@ -282,7 +282,7 @@ _TYPES: Final = {
 
 
 def tables_of_lines_plain(body: bytes, *, precision: str, now_ns: int, columns_max: int, rejected_max: int) -> Lines:
-    """Return the result of `ingest.lines.tables_of_lines`, without its limits for the whole."""
+    """Return the result of `ingest.line_protocol.tables_of_lines`, without its limits for the whole."""
     unit = PRECISIONS[precision]
     tables: dict[str, _Table] = {}
     rejected: list[RejectedLine] = []

@@ -24,6 +24,14 @@ from millstream.model.ids import GroupNumber, SchemaVersion, ShardId, StreamId, 
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
+from millstream.wal.durable_mark import (
+    is_mark_damaged,
+    missing_shards,
+    read_dropped,
+    read_mark,
+    read_readable,
+    stream_cut,
+)
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import (
     MARK_NAME,
@@ -34,7 +42,6 @@ from millstream.wal.layout import (
     shard_folder,
     shards_and_strays,
 )
-from millstream.wal.mark import is_mark_damaged, missing_shards, read_dropped, read_mark, read_readable, stream_cut
 from millstream.wal.mending.findings import FrameInfo, LogStats, PartitionStats, SegmentInfo, TableStats, Verification
 from millstream.wal.mending.plan import footer_hash_of
 from millstream.wal.misplacement import REPLACED, misplacement, split_misplaced, stream_of

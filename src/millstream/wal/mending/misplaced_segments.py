@@ -11,8 +11,8 @@ from millstream.errors import CorruptFrame, UnsupportedFormat
 from millstream.model.ids import ShardId, StreamId
 from millstream.model.positions import Offset
 from millstream.ports import Files
+from millstream.wal.durable_mark import read_dropped, read_mark
 from millstream.wal.layout import SegmentFile, list_segments, segment_path, shard_folder
-from millstream.wal.mark import read_dropped, read_mark
 from millstream.wal.misplacement import split_misplaced
 from millstream.wal.segment_scan import footer_of, header_of
 

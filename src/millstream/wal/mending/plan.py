@@ -15,9 +15,9 @@ from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.schema import TableSchema
 from millstream.ports import Files
+from millstream.wal.durable_mark import missing_shards, read_dropped, read_mark
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SegmentFile, list_shards, segment_path, shard_folder
-from millstream.wal.mark import missing_shards, read_dropped, read_mark
 from millstream.wal.mending.misplaced_segments import Move, place_segments
 from millstream.wal.misplacement import stream_of
 from millstream.wal.salvage import CheckedFrame, KnownSchemas, Salvaged, salvage_segment

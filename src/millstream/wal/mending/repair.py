@@ -29,9 +29,9 @@ from millstream.model.ids import ShardId
 from millstream.model.positions import Offset, Seq
 from millstream.model.schema import TableSchema
 from millstream.ports import Clock, Files
+from millstream.wal.durable_mark import MarkFile
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.layout import list_shards, shard_folder
-from millstream.wal.mark import MarkFile
 from millstream.wal.mending.misplaced_segments import move_segments
 from millstream.wal.mending.plan import AcceptedRange, RepairPlan, SegmentPlan, plan_repair, span_of
 from millstream.wal.mending.rewrite import Rewriter

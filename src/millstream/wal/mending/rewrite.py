@@ -22,9 +22,9 @@ from millstream.model.ids import GroupNumber, SchemaVersion, ShardId, TableId, W
 from millstream.model.marks import DurableMark, ShownMark
 from millstream.model.positions import Offset, Seq
 from millstream.ports import Files, WritableFile
+from millstream.wal.durable_mark import MarkFile, read_mark, read_shown
 from millstream.wal.files import replacing
 from millstream.wal.layout import SegmentFile
-from millstream.wal.mark import MarkFile, read_mark, read_shown
 from millstream.wal.mending.plan import RepairPlan, SegmentPlan, footer_hash_of, position_of
 from millstream.wal.salvage import CheckedFrame, KnownSchemas, Salvaged
 from millstream.wal.segment_scan import Loss, ScannedFrame, commit_times, read_filled, reader_of

@@ -28,11 +28,11 @@ from millstream.model.marks import DroppedMark, DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd
 from millstream.ports import Files
+from millstream.wal.durable_mark import MarkFile, read_dropped, read_mark
 from millstream.wal.files import RealFiles
 from millstream.wal.frame_index import read_header
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, segment_path, shard_folder
-from millstream.wal.mark import MarkFile, read_dropped, read_mark
-from millstream.wal.replica.marks import NOBODY, placeholder
+from millstream.wal.replica.follower_marks import NOBODY, placeholder
 from millstream.wal.replica.visibility import lower_shown
 from millstream.wal.segment_scan import ReadAhead, ScannedFrame, read_frame, reader_of, scan_frames
 from millstream.wal.shard_locks import lock_shards

@@ -19,9 +19,9 @@ from millstream.model.ids import ShardId
 from millstream.model.marks import DurableMark, ShownMark
 from millstream.model.positions import Offset
 from millstream.ports import Files
+from millstream.wal.durable_mark import MarkFile, read_shown
 from millstream.wal.layout import segment_path
-from millstream.wal.mark import MarkFile, read_shown
-from millstream.wal.replica.marks import NOBODY, is_newer, moves
+from millstream.wal.replica.follower_marks import NOBODY, is_newer, moves
 from millstream.wal.segment_scan import ReadAhead, reader_of, scan_frames
 
 _AHEAD_BYTES: Final = 1 << 16

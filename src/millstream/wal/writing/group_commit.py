@@ -35,12 +35,11 @@ from millstream.model.operations import Ack, SpilledOp, Submitted, WriteOps
 from millstream.model.positions import Lsn, Offset, Seq, SeqRange
 from millstream.ports import Clock, Files
 from millstream.protocol.sequencer import LedgerView
+from millstream.wal.durable_mark import MarkFile
 from millstream.wal.files import NO_SPACE, as_told, is_refused
-from millstream.wal.mark import MarkFile
 from millstream.wal.mending.repair import set_tail_aside
 from millstream.wal.shard_locks import check_not_gone, folder_lock, greatest_known, holds_mark, lock_shards, own_shards
 from millstream.wal.startup_progress import StartupProgress
-from millstream.wal.writing.counts import CommitCounts
 from millstream.wal.writing.frame_plan import FramePlan, plan_chunk, plan_group
 from millstream.wal.writing.hybrid_times import GroupTimes
 from millstream.wal.writing.options import LogOptions
@@ -50,6 +49,7 @@ from millstream.wal.writing.segment import GroupFacts, OpenSegment, WriteFailed
 from millstream.wal.writing.sequence_allocator import GroupNumbers
 from millstream.wal.writing.submissions import acks_of, shards_of
 from millstream.wal.writing.visibility import ShownMarks, show_all
+from millstream.wal.writing.writer_metrics import CommitCounts
 
 _Found = TypeVar("_Found")
 

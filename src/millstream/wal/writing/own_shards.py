@@ -11,8 +11,8 @@ from millstream.model.ids import Epoch, RegionId, ShardId, StreamId, WriterId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset
 from millstream.ports import Clock, Files
+from millstream.wal.durable_mark import MarkFile, left_behind
 from millstream.wal.layout import shard_folder
-from millstream.wal.mark import MarkFile, left_behind
 from millstream.wal.shard_locks import lock_shards
 from millstream.wal.writing.recover import Recovered, keep_spare
 from millstream.wal.writing.segment import OpenSegment

@@ -41,10 +41,10 @@ from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, SourceId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Lsn, Offset, Seq
 from millstream.ports import Files
+from millstream.wal.durable_mark import read_dropped, read_mark
 from millstream.wal.files import NO_SPACE, put_in_place, replacing
 from millstream.wal.frame_index import damage, unreadable
 from millstream.wal.layout import SPARE_NAME, SegmentFile, list_segments, shard_folder
-from millstream.wal.mark import read_dropped, read_mark
 from millstream.wal.misplacement import REPLACED, misplacement
 from millstream.wal.segment_scan import (
     ReadAhead,

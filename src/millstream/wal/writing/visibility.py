@@ -23,9 +23,9 @@ from millstream.model.marks import DroppedMark, DurableMark, ShownMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import LOCAL, AckLevel
 from millstream.ports import Files
+from millstream.wal.durable_mark import MarkFile, common_cut, read_dropped, read_mark, read_shown
 from millstream.wal.layout import list_segments, shard_folder
-from millstream.wal.mark import MarkFile, common_cut, read_dropped, read_mark, read_shown
-from millstream.wal.replica.marks import NOBODY
+from millstream.wal.replica.follower_marks import NOBODY
 from millstream.wal.segment_scan import reader_of
 from millstream.wal.writing.recover import Recovered
 

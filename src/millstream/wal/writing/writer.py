@@ -5,8 +5,8 @@ starts it as soon as that fsync returns. If a caller of `append` finds an empty 
 writer, it writes its own group: that saves two thread switches and moving the rows from one core's
 cache to another's.
 
-The writer is a stack. `group_commit` makes groups durable, in order; `deduplication` has the same
-calls (`CommitGroups`) and leaves out the writes that the log has. Above them are this module's queue
+The writer is a stack. `group_commit` makes groups durable, in order; `deduplicated_commits` has the
+same calls (`CommitGroups`) and leaves out the writes that the log has. Above them are this module's queue
 (`admission_queue`) and thread; `ack_levels` answers the callers (`waiters`) of a durable group, or
 lets them wait for other machines. Durable before readable, durable before acknowledged, always.
 """
@@ -37,7 +37,7 @@ from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.readable_range import ReadableRange
 from millstream.wal.writing.ack_levels import NOTHING, AckLevels, Awaiting, check_level
 from millstream.wal.writing.admission_queue import AdmissionQueue
-from millstream.wal.writing.deduplication import DeduplicatedCommits
+from millstream.wal.writing.deduplicated_commits import DeduplicatedCommits
 from millstream.wal.writing.group_commit import GroupCommitter
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.own_shards import WriterIdentity

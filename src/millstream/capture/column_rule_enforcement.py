@@ -1,0 +1,78 @@
+"""Rules of columns put to use in a session: checked at the start, and applied to the stream's messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from millstream.capture.column_rule_binding import ColumnRules
+from millstream.capture.config import CaptureConfig
+from millstream.capture.connection import translated
+from millstream.capture.publication import inserts_name, list_published, restriction
+from millstream.capture.source import Connection, SourceIdentity, SourceTable, connect_same, read_table
+from millstream.capture.stream.apply_column_rules import RuleMessages, Rules
+from millstream.capture.table_directory import TableDirectory
+from millstream.codec.pgoutput import Relation
+from millstream.errors import ConfigError, UnknownTable
+from millstream.model.names import TablePatterns
+
+
+def check_rules(rules: ColumnRules, control: Connection, config: CaptureConfig, *, at_start: bool) -> None:
+    """Refuse rules that can't be applied, before anything is stored. Later such a table is quarantined instead.
+
+    Raises:
+        UnknownTable, ConfigError: as `ColumnRules.check`.
+    """
+    if rules and at_start:
+        rules.check(list_published(control, TablePatterns.parse(config.tables), config.publication, foreseen=True))
+
+
+def rule_messages(
+    rules: ColumnRules,
+    directory: TableDirectory,
+    config: CaptureConfig,
+    identity: SourceIdentity,
+    set_aside: Callable[[int, Callable[[], None]], None],
+) -> RuleMessages | None:
+    """Return what applies the rules to a session's messages; None if the stream has no rules.
+
+    Args:
+        rules: the stream's.
+        directory: quarantines tables whose rules can't be applied.
+        config: capture's; its DSN is that of the one server that the session reads.
+        identity: that server.
+        set_aside: calls the function that quarantines a table; no copy of the table goes on.
+    """
+    if not rules and not rules.has_bound:
+        return None
+    patterns = TablePatterns.parse(config.tables)
+
+    def look(oid: int) -> tuple[SourceTable, int] | None:
+        # Seldom: once for each form of a table with rules.
+        with connect_same(config.dsn, identity, purpose="rules") as connection:
+            return _present(connection, oid, config.publication)
+
+    def rules_of(relation: Relation) -> Rules | None:
+        refused: ConfigError | UnknownTable
+        try:
+            # Its rules went with it. The changes until its end come without them, and aren't stored.
+            if not rules.is_left_out(relation, patterns):
+                return rules.rules_of(relation, look)
+            refused = UnknownTable(f"table {relation.qualified_name} is left out now, and had rules")
+        except ConfigError as error:
+            refused = error
+        name = (relation.oid, relation.namespace, relation.name)
+        set_aside(relation.oid, lambda: directory.refuse(*name, refused))
+        return ()
+
+    return RuleMessages(rules_of, rules.rules.hashed, directory.is_set_aside)
+
+
+def _present(connection: Connection, oid: int, publication: str) -> tuple[SourceTable, int] | None:
+    """Return a table with the columns that are sent, and the greatest number that a column of it ever had."""
+    table = read_table(connection, oid)
+    with translated():
+        row = connection.execute("SELECT relnatts FROM pg_class WHERE oid = %s", [oid]).fetchone()
+    if table is None or row is None:
+        return None
+    sent = restriction(connection, (publication, inserts_name(publication)), table)
+    return sent.applied_to(table), int(row[0])

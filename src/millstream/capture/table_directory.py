@@ -1,0 +1,306 @@
+"""The directory of captured tables, for the decoder: which relation is which table, and under which schema version.
+
+Answers come from memory. The catalog is read when a relation comes for the first time and whenever a Relation message
+differs from the one before; new tables and new schema versions are written to it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+
+from millstream.capture.column_rule_binding import RULES, ColumnRules
+from millstream.capture.config import CaptureConfig
+from millstream.capture.raw_past import RawPast
+from millstream.capture.shown_columns import ShownColumns
+from millstream.capture.source import KeyColumn, SourceTable
+from millstream.catalog import COPY_HELD, Catalog, TableRow, TableState
+from millstream.codec.pgoutput import MESSAGES_COLUMNS, Relation, raw_schema, table_schema
+from millstream.codec.pgoutput.rows import undecodable
+from millstream.errors import ConfigError, UnknownTable
+from millstream.failpoints import is_asked
+from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId
+from millstream.model.names import TablePatterns, qualified_name
+from millstream.model.operations import FIRST_SHARD
+from millstream.model.readable import human_bytes
+from millstream.model.schema import ReplicaIdentity, TableKind, TableSchema
+
+NO_IDENTITY: Final = (
+    "its replica identity gives updates and deletes no key; inserts and truncates alone are captured, into history"
+)
+
+logger = structlog.get_logger("millstream.capture")
+
+
+@dataclass(frozen=True, slots=True)
+class _CachedSchema:
+    asked: tuple[bytes, TableState | None, tuple[KeyColumn, ...] | None]
+    schema: TableSchema | None
+
+
+class TableDirectory:
+    """`codec.pgoutput.TableDirectory` over the catalog, for one source.
+
+    Concurrency: the decoding thread reads; `learn` and `forget` may be called from others.
+    """
+
+    def __init__(
+        self, catalog: Catalog, stream: StreamId, source: SourceId, config: CaptureConfig, rules: ColumnRules
+    ) -> None:
+        self._catalog = catalog
+        self.rules = rules
+        self.raw_past = RawPast(catalog, stream)
+        self.shown = ShownColumns(catalog, stream)
+        self.stream = stream
+        self._source = source
+        self._config = config
+        self._patterns = TablePatterns.parse(config.tables)
+        self._lock = threading.Lock()
+        self._facts: dict[int, SourceTable] = {}
+        self._rows: dict[int, TableRow] = {row.relation_oid: row for row in self._captured()}
+        self._shards = {row.id: row.shard for row in self._rows.values()}
+        """A table's shard never changes."""
+        known = catalog.sources(stream)
+        mine = [(row.system_identifier, row.database) for row in known if row.id == source]
+        self._branches = {row.id for row in known if (row.system_identifier, row.database) in mine}
+        """The sources that are this database, on any timeline."""
+        self._answers: dict[int, _CachedSchema] = {}
+        self._messages: TableSchema | None = None
+        self._keys = {
+            schema.table_id: schema.key
+            for schema in catalog.latest_schemas(stream).values()
+            # A table that is captured into history only has no key by our choice.
+            if schema.kind is TableKind.TABLE and (schema.key or schema.replica_identity is ReplicaIdentity.FULL)
+        }
+        """By table, the key of its last record in the log."""
+        self.look_wanted = threading.Event()
+        """Set if the stream shows that the last look at the source's tables is outdated."""
+
+    @property
+    def source(self) -> SourceId:
+        """The source whose stream is decoded."""
+        return self._source
+
+    def learn(self, facts: Mapping[int, SourceTable]) -> None:
+        """Replace the facts from the source's catalogs: primary keys under FULL, and usable identities."""
+        with self._lock:
+            self._facts = dict(facts)
+
+    def refresh(self) -> list[TableRow]:
+        """Read the tables' present states from the catalog; return them."""
+        rows = self._captured()
+        with self._lock:
+            self._rows = {row.relation_oid: row for row in rows}
+            self._shards |= {row.id: row.shard for row in rows}
+        return rows
+
+    def table_row(self, facts: SourceTable) -> TableRow:
+        """Return the catalog's row of a source table, which is created if it is new.
+
+        A row as last refreshed is returned without a call of the catalog, if it still has the table's name.
+        """
+        with self._lock:
+            self._facts[facts.oid] = facts
+            row = self._rows.get(facts.oid)
+        if (
+            row is not None
+            and row.source in self._branches
+            and (row.namespace, row.name) == (facts.namespace, facts.name)
+        ):
+            return row
+        return self._row(facts.oid, facts.namespace, facts.name, has_identity=facts.usable)
+
+    def schema_for(self, relation: Relation) -> TableSchema | None:
+        """Return the table's schema under this relation: kind TABLE, or RAW if it is quarantined; None: not captured.
+
+        A quarantined table with rules isn't captured: nothing of it is stored undecoded.
+        """
+        with self._lock:
+            row, facts = self._rows.get(relation.oid), self._facts.get(relation.oid)
+            known = self._answers.get(relation.oid)
+        asked = (relation.encoded, None if row is None else row.state, None if facts is None else facts.key)
+        if known is not None and known.asked == asked:
+            schema = known.schema
+        else:
+            schema = self._resolve(relation, row, facts)
+            if row is not None:
+                with self._lock:
+                    self._answers[relation.oid] = _CachedSchema(asked, schema)
+        if schema is not None:
+            self.note_form(schema)
+        return schema
+
+    def note_form(self, schema: TableSchema) -> None:
+        """Note that records with this schema are about to enter the log. Any thread."""
+        if self.shown.note(schema):
+            self.look_wanted.set()
+
+    def request_copy_again(self, row: TableRow, facts: SourceTable | None, news: str) -> None:
+        """Request another copy of a copied table, whose rows changed with its definition.
+
+        The copy of a table above `copy_again_above` is held: it waits until an operator asks for it.
+        """
+        bound = self._config.copy_again_above
+        held = bound is not None and facts is not None and facts.size_bytes > bound
+        amount = "its rows" if facts is None else _amount(facts)
+        table = qualified_name(row.namespace, row.name)
+        if held:
+            reason = f"{news}: {amount} wait for `millstream tables copy {table}`"
+        else:
+            reason = f"{news}: {amount} are copied again"
+        copied = [TableState.STREAMING, TableState.COPYING]
+        details = {"cause": COPY_HELD} if held else None
+        if self._catalog.set_state(row.id, TableState.COPY_REQUESTED, reason, details=details, only_from=copied):
+            logger.warning(
+                "the copy of a table is held" if held else "table is copied again", table=table, reason=reason
+            )
+
+    def note_key(self, schema: TableSchema) -> None:
+        """Note that from here on a table's records in the log have this key, and none before counts.
+
+        For the decoding thread.
+        """
+        self._keys[schema.table_id] = schema.key
+        self.shown.forget(schema.table_id)
+        self.note_form(schema)
+
+    def messages_schema(self) -> TableSchema:
+        """Return the schema of the source's logical messages."""
+        if self._messages is None:
+            row = self._catalog.table_for(
+                self.stream, self._source, 0, "", "_messages", kind=TableKind.MESSAGES, state=TableState.STREAMING
+            )
+            schema = TableSchema(
+                table_id=row.id,
+                version=SchemaVersion(0),
+                source=self._source,
+                namespace="",
+                name="_messages",
+                columns=MESSAGES_COLUMNS,
+                kind=TableKind.MESSAGES,
+            )
+            self._messages = self._catalog.put_schema(self.stream, schema)
+        return self._messages
+
+    def quarantine(self, relation_oid: int, reason: str) -> TableId | None:
+        """Set a table aside: from now on its changes enter the log undecoded, those of the messages being decoded too."""
+        with self._lock:
+            row = self._rows.get(relation_oid)
+        if row is None:
+            return None
+        self._catalog.set_state(row.id, TableState.QUARANTINED, reason)
+        self.refresh()
+        return row.id
+
+    def refuse(self, oid: int, namespace: str, name: str, error: ConfigError | UnknownTable) -> None:
+        """Quarantine a table whose rules can't be applied: none of its changes enter the log."""
+        with self._lock:
+            row = self._rows.get(oid)
+        row = row or self._row(oid, namespace, name, has_identity=True)
+        reason = f"{error.code}: {error.message}"
+        if row.state is not TableState.QUARANTINED or row.reason != reason:
+            logger.warning(
+                "table quarantined", table=qualified_name(namespace, name), code=error.code, reason=error.message
+            )
+            details = {"cause": RULES, "code": error.code, "hint": error.hint}
+            self._catalog.set_state(row.id, TableState.QUARANTINED, reason, details=details)
+            self.refresh()
+
+    def is_set_aside(self, oid: int) -> bool:
+        """Return whether a table is quarantined, as last refreshed."""
+        with self._lock:
+            row = self._rows.get(oid)
+        return row is not None and row.state is TableState.QUARANTINED
+
+    def rows(self) -> list[TableRow]:
+        """Return the captured tables, as last refreshed."""
+        with self._lock:
+            return list(self._rows.values())
+
+    def shard_of(self, table: TableId) -> ShardId:
+        """Return the shard on which a table lies."""
+        return self._shards.get(table, FIRST_SHARD)
+
+    def _captured(self) -> list[TableRow]:
+        return [row for row in self._catalog.tables(self.stream) if row.is_captured]
+
+    def _row(self, oid: int, namespace: str, name: str, *, has_identity: bool) -> TableRow:
+        row = self._catalog.table_for(
+            self.stream,
+            self._source,
+            oid,
+            namespace,
+            name,
+            shard=self._config.shard_of(f"{namespace}.{name}"),
+            state=TableState.COPY_REQUESTED if has_identity else TableState.HISTORY_ONLY,
+            reason="" if has_identity else NO_IDENTITY,
+        )
+        with self._lock:
+            self._rows[oid] = row
+            self._shards[row.id] = row.shard
+        return row
+
+    def _resolve(self, relation: Relation, row: TableRow | None, facts: SourceTable | None) -> TableSchema | None:
+        identity = relation.replica_identity
+        named = [c.name for c in relation.columns if c.in_identity]
+        has_identity = bool(named) and identity is not ReplicaIdentity.NOTHING
+        if row is None:
+            if not self._patterns.select(relation.namespace, relation.name):
+                return None
+            usable = facts.usable if facts is not None else has_identity
+            row = self._row(relation.oid, relation.namespace, relation.name, has_identity=usable)
+        elif (row.namespace, row.name) != (relation.namespace, relation.name):
+            row = self._row(relation.oid, relation.namespace, relation.name, has_identity=True)
+        if row.state is TableState.QUARANTINED and (
+            row.details.get("cause") == RULES or self.rules.concern(row.relation_oid, row.namespace, row.name)
+        ):
+            return None
+        if row.state is TableState.QUARANTINED:
+            plain = raw_schema(relation, source=self._source, table_id=row.id, version=SchemaVersion(0))
+            return self._catalog.put_schema(self.stream, plain)
+        if is_asked(f"capture.decode.{row.namespace}.{row.name}"):
+            raise undecodable(relation, "a failpoint asks for it")
+        key = self._key(relation, facts)
+        if row.state is TableState.HISTORY_ONLY:
+            key = ()
+        schema = table_schema(relation, source=self._source, key=key, table_id=row.id)
+        if row.state is not TableState.HISTORY_ONLY:
+            self._settle_key(row, schema, facts)
+        return self._catalog.put_schema(self.stream, schema)
+
+    def _settle_key(self, row: TableRow, schema: TableSchema, facts: SourceTable | None) -> None:
+        """Request another copy of a table whose records have another key from here on.
+
+        Deletes and moves under the old key can't be matched by the new one. This comes before the first record under
+        the new key is in the log, so no fold mixes the two.
+        """
+        before = self._keys.get(row.id, schema.key)
+        if before != schema.key:
+            news = f"its key was {_spoken(before)} and is {_spoken(schema.key)}"
+            self.request_copy_again(row, facts, news)
+            self.refresh()
+            self.look_wanted.set()
+        self._keys[row.id] = schema.key
+
+    @staticmethod
+    def _key(relation: Relation, facts: SourceTable | None) -> tuple[str, ...] | None:
+        """Return the primary key under FULL if all its columns are sent; else None (the identity's columns)."""
+        if relation.replica_identity is not ReplicaIdentity.FULL or facts is None:
+            return None
+        names = {c.name for c in relation.columns}
+        primary = tuple(c.name for c in facts.key)
+        return primary if set(primary) <= names else ()
+
+
+def _amount(table: SourceTable) -> str:
+    """Return how much a copy of a table reads, by the source's estimate."""
+    size = human_bytes(table.size_bytes)
+    return f"its rows ({size})" if table.row_estimate <= 0 else f"its about {table.row_estimate:,} rows ({size})"
+
+
+def _spoken(key: tuple[str, ...]) -> str:
+    return f"({', '.join(key)})" if key else "none"

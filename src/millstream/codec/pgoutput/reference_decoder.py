@@ -1,0 +1,206 @@
+"""Runs of messages to operations, message by message: the oracle of the vectorised decoder, and its fallback.
+
+Kept as plain as possible. It and `vectorised_decoder` give equal results for every run, down to the order
+of tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from millstream.codec.pgoutput.messages import (
+    Begin,
+    Commit,
+    Delete,
+    Insert,
+    LogicalMessage,
+    Message,
+    Origin,
+    Relation,
+    Truncate,
+    Type,
+    Update,
+    parse_message,
+)
+from millstream.codec.pgoutput.relations import HEARTBEAT_PREFIX, RelationCache, TableDirectory, TransactionFacts
+from millstream.codec.pgoutput.rows import (
+    OperationFacts,
+    Record,
+    RowsBuilder,
+    check_schema,
+    operations_batch,
+)
+from millstream.errors import ProtocolViolation
+from millstream.model.ids import SourceId, TableId
+from millstream.model.operations import OperationKind, TableRows, WriteOps
+from millstream.model.positions import Lsn
+from millstream.model.records import Op
+from millstream.model.schema import TableSchema
+
+
+def decode_plain(
+    messages: Iterable[bytes], directory: TableDirectory, relations: RelationCache, *, after: Lsn = Lsn(0)
+) -> WriteOps:
+    """Decode a run; see the package's docstring for what a run is.
+
+    Raises:
+        TableUndecodable: one table has to be quarantined; `relations` is unchanged.
+        ProtocolViolation: the messages are no run.
+    """
+    draft = relations.draft()
+    rows = TableBuilders(directory)
+    operations: list[OperationFacts] = []
+    reached: Lsn | None = None
+    begin: Begin | None = None
+    records: list[Record] = []
+    for data in messages:
+        message = parse_message(data)
+        match message:
+            case Begin():
+                if begin is not None:
+                    raise ProtocolViolation("a transaction begins inside another", lsn=message.commit_lsn)
+                begin = message
+            case Commit():
+                if begin is None:
+                    raise ProtocolViolation("a commit without a begin", lsn=message.commit_lsn)
+                facts = TransactionFacts.of(begin, message)
+                reached = facts.commit_end_lsn
+                if reached > after and rows.append_all(records, operation=len(operations)):
+                    operations.append(_transaction(directory.source, facts))
+                begin, records = None, []
+            case LogicalMessage(transactional=False):
+                if begin is not None:
+                    raise ProtocolViolation("a message outside of transactions inside one", lsn=message.lsn)
+                reached = message.lsn  # the end of its record
+                found = list(records_of(message, data, draft))
+                if reached > after and rows.append_all(found, operation=len(operations)):
+                    kind = OperationKind.MESSAGE
+                    operations.append(OperationFacts(kind, directory.source, message.lsn, reached, None, None))
+            case Relation() | Type():
+                draft.add(message)
+            case Origin():
+                continue
+            case _:
+                if begin is None:
+                    raise ProtocolViolation(f"a change outside of a transaction: {type(message).__name__}")
+                records.extend(records_of(message, data, draft))
+    if begin is not None:
+        raise ProtocolViolation("the run ends inside a transaction", lsn=begin.commit_lsn)
+    tables = rows.finish()
+    relations.adopt(draft)
+    return WriteOps(operations_batch(operations), tables, {} if reached is None else {directory.source: reached})
+
+
+def decode_block_plain(
+    messages: Iterable[bytes],
+    directory: TableDirectory,
+    relations: RelationCache,
+    *,
+    streamed: bool,
+    aborted: Collection[int],
+    first_index: int,
+) -> tuple[tuple[TableRows, ...], int]:
+    """Decode a part of one transaction: changes, Relation, Type and Origin messages, no Begin and no Commit.
+
+    The messages change `relations`.
+
+    Args:
+        messages: the part.
+        directory: the catalog's answers.
+        relations: the relations in force inside this transaction.
+        streamed: whether messages carry the id of their subtransaction.
+        aborted: the subtransactions whose messages are dropped.
+        first_index: the `__index` of the first record.
+
+    Returns:
+        The rows, `__operation` 0, and the index behind the last.
+    """
+    rows = TableBuilders(directory)
+    index = first_index
+    for data in messages:
+        message = parse_message(data, streamed=streamed)
+        if isinstance(message, Relation | Type):
+            relations.add(message)
+        elif isinstance(message, Insert | Update | Delete | Truncate | LogicalMessage):
+            if isinstance(message, LogicalMessage) and not message.transactional:
+                raise ProtocolViolation("a message outside of transactions inside one", lsn=message.lsn)
+            if message.xid is None or message.xid not in aborted:
+                change = data[:1] + data[5:] if streamed else data
+                index += rows.append_all(list(records_of(message, change, relations)), operation=0, first_index=index)
+        elif not isinstance(message, Origin):
+            raise ProtocolViolation(f"{type(message).__name__} inside of a spilled transaction")
+    return rows.finish(), index
+
+
+def records_of(message: Message, data: bytes, relations: RelationCache) -> Iterator[Record]:
+    """Yield the records that a change makes, of tables captured or not."""
+    match message:
+        case Insert():
+            relation = relations.get(message.relation_oid)
+            yield Record(Op.CREATE, relation, message.row, message=data)
+        case Update():
+            relation = relations.get(message.relation_oid)
+            old = message.old_row if message.old_key is None else message.old_key
+            yield Record(Op.UPDATE, relation, message.row, old, message=data)
+        case Delete():
+            relation = relations.get(message.relation_oid)
+            if message.old_row is not None:
+                yield Record(Op.DELETE, relation, message.old_row, message=data)
+            else:
+                yield Record(Op.DELETE, relation, message.old_key, message=data, key_only=True)
+        case Truncate():
+            for oid in message.relation_oids:
+                yield Record(Op.TRUNCATE, relations.get(oid), message=data)
+        case LogicalMessage():
+            if message.prefix != HEARTBEAT_PREFIX:
+                yield Record(Op.MESSAGE, None, content=(message.prefix, message.content, message.transactional))
+        case _:
+            raise ProtocolViolation(f"{type(message).__name__} is no change")
+
+
+def _transaction(source: SourceId, facts: TransactionFacts) -> OperationFacts:
+    kind = OperationKind.TRANSACTION
+    return OperationFacts(kind, source, facts.commit_lsn, facts.commit_end_lsn, facts.xid, facts.commit_ts_us)
+
+
+@dataclass(slots=True)
+class TableBuilders:
+    """The builders of a run, in the order in which tables and their versions first appeared."""
+
+    directory: TableDirectory
+    builders: list[RowsBuilder] = field(default_factory=list)
+    current: dict[TableId, RowsBuilder] = field(default_factory=dict)
+    answers: dict[int, tuple[Relation, TableSchema | None]] = field(default_factory=dict)
+
+    def append_all(self, records: Sequence[Record], *, operation: int, first_index: int = 0) -> int:
+        """Add the captured records of an operation; return their number."""
+        index = first_index
+        for record in records:
+            schema = self._schema(record.relation)
+            if schema is None:
+                continue
+            builder = self.current.get(schema.table_id)
+            if builder is None or builder.schema.version != schema.version:
+                builder = RowsBuilder(schema)
+                self.builders.append(builder)
+                self.current[schema.table_id] = builder
+            builder.append(record, operation=operation, index=index)
+            index += 1
+        return index - first_index
+
+    def _schema(self, relation: Relation | None) -> TableSchema | None:
+        if relation is None:
+            return self.directory.messages_schema()
+        known = self.answers.get(relation.oid)
+        if known is not None and known[0] is relation:
+            return known[1]
+        schema = self.directory.schema_for(relation)
+        if schema is not None:
+            check_schema(relation, schema)
+        self.answers[relation.oid] = (relation, schema)
+        return schema
+
+    def finish(self) -> tuple[TableRows, ...]:
+        """Return all rows."""
+        return tuple(builder.finish() for builder in self.builders)

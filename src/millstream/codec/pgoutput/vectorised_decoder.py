@@ -1,0 +1,446 @@
+"""Runs of messages to operations in machine code: almost no Python for a transaction, a record or a value.
+
+Three passes over the bytes: `_scan.scan` finds transactions and records, `_scan.arrange` numbers
+them and groups them by table, `_scan.walk_rows` records the places of values. Then `_columns` reads
+column by column. Values that machine code isn't sure about go through the parser that `reference_decoder` uses,
+so that both decoders give equal results by construction.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from millstream.codec.pgoutput.messages import LogicalMessage, Relation, Type, parse_message
+from millstream.codec.pgoutput.reference_decoder import decode_block_plain, decode_plain
+from millstream.codec.pgoutput.relations import HEARTBEAT_PREFIX, RelationCache, TableDirectory
+from millstream.codec.pgoutput.rows import Record, RowsBuilder, check_schema, undecodable
+from millstream.codec.pgoutput.runs import MessageRun
+from millstream.errors import ProtocolViolation
+from millstream.model.ids import SourceId, TableId
+from millstream.model.operations import OPERATION_SCHEMA, OperationKind, TableRows, WriteOps
+from millstream.model.positions import Lsn
+from millstream.model.records import TEXT_BY_COLUMN, Op, append_row_schema
+from millstream.model.schema import TableKind, TableSchema
+
+_HEARTBEAT: Final = np.frombuffer(HEARTBEAT_PREFIX.encode(), np.uint8)
+_RELATION, _TYPE, _TRUNCATE = ord("R"), ord("Y"), ord("T")
+
+
+def decode_transactions(
+    run: MessageRun, directory: TableDirectory, relations: RelationCache, *, after: Lsn = Lsn(0)
+) -> WriteOps:
+    """Decode a run; see the package's docstring for the definition of a run.
+
+    Raises:
+        TableUndecodable: one table has to be quarantined; `relations` is unchanged.
+        ProtocolViolation: the messages are no run.
+    """
+    if not _has_machine_code():
+        return decode_plain(run, directory, relations, after=after)
+    draft = relations.draft()
+    walk = _ScanResult.of(run, draft, streamed=False, whole=True, aborted=(), after=after)
+    tables, operation_transactions = walk.tables(directory, first_index=0)
+    relations.adopt(draft)
+    reached = {} if walk.reached is None else {directory.source: walk.reached}
+    return WriteOps(_operations(walk.transactions[:, operation_transactions], directory.source), tables, reached)
+
+
+def decode_block(
+    run: MessageRun,
+    directory: TableDirectory,
+    relations: RelationCache,
+    *,
+    streamed: bool,
+    aborted: Collection[int],
+    first_index: int,
+) -> tuple[tuple[TableRows, ...], int]:
+    """Decode a part of one transaction, as `decode_block_plain` does."""
+    if not _has_machine_code():
+        return decode_block_plain(
+            run, directory, relations, streamed=streamed, aborted=aborted, first_index=first_index
+        )
+    walk = _ScanResult.of(run, relations, streamed=streamed, whole=False, aborted=aborted, after=Lsn(0))
+    tables, _ = walk.tables(directory, first_index=first_index)
+    return tables, first_index + sum(table.rows.num_rows for table in tables)
+
+
+def _has_machine_code() -> bool:
+    try:
+        import millstream.codec.pgoutput._scan  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name not in {"numba", "llvmlite"}:
+            raise
+        return False
+    return True
+
+
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class _ScanResult:
+    """The results of `scan` for a run."""
+
+    run: MessageRun
+    buffer: npt.NDArray[np.uint8]
+    streamed: bool
+    slots: list[Relation]
+    """One for each Relation message, known before or in the run; logical messages have the slot behind the last."""
+    records: int
+    record_op: npt.NDArray[np.uint8]
+    record_slot: Ints
+    record_at: Ints
+    record_message: Ints
+    record_transaction: Ints
+    transactions: npt.NDArray[np.int64]
+    reached: Lsn | None
+
+    @classmethod
+    def of(
+        cls,
+        run: MessageRun,
+        relations: RelationCache,
+        *,
+        streamed: bool,
+        whole: bool,
+        aborted: Collection[int],
+        after: Lsn,
+    ) -> _ScanResult:
+        """Scan a run, and put its Relation and Type messages into force."""
+        from millstream.codec.pgoutput import _scan as machine
+
+        buffer = run.buffer.view()
+        buffer.flags.writeable = False  # one version of machine code for all buffers
+        if len(run) and (run.starts >= run.ends).any():
+            raise ProtocolViolation("an empty message")
+        slots = relations.all()
+        oids = relations.oids()
+        kinds = buffer[run.starts] if len(run) else np.empty(0, np.uint8)
+        for number in np.flatnonzero((kinds == _RELATION) | (kinds == _TYPE)).tolist():
+            message = parse_message(run[number], streamed=streamed)
+            assert isinstance(message, Relation | Type)
+            relations.add(message)
+            if isinstance(message, Relation):
+                slots.append(relations.get(message.oid))
+        capacity = len(run) + _more_records(run, kinds, streamed=streamed)
+        places = 1 << (2 * len(slots) + 2).bit_length()
+        mode = machine.RUN if whole else (machine.STREAMED_BLOCK if streamed else machine.BLOCK)
+        walk = cls(
+            run=run,
+            buffer=buffer,
+            streamed=streamed,
+            slots=slots,
+            records=0,
+            record_op=np.empty(capacity, np.uint8),
+            record_slot=np.empty(capacity, np.int32),
+            record_at=np.empty(capacity, np.int32),
+            record_message=np.empty(capacity, np.int32),
+            record_transaction=np.empty(capacity, np.int32),
+            transactions=np.empty((5, len(run)), np.int64),
+            reached=None,
+        )
+        walk.records, _, reached, fault, number = machine.scan(
+            buffer,
+            run.starts,
+            run.ends,
+            mode,
+            np.array(sorted(aborted), np.int64),
+            oids,
+            np.full(places, -1, np.int64),
+            np.zeros(places, np.int32),
+            len(slots),
+            after,
+            _HEARTBEAT,
+            walk.record_op,
+            walk.record_slot,
+            walk.record_at,
+            walk.record_message,
+            walk.record_transaction,
+            walk.transactions,
+        )
+        if fault != machine.FINE:
+            raise _violation(fault, run[number][:1].decode("latin-1"))
+        walk.reached = None if reached < 0 else Lsn(reached)
+        return walk
+
+    def tables(self, directory: TableDirectory, *, first_index: int) -> tuple[tuple[TableRows, ...], Ints]:
+        """Return the rows of all captured tables, and the transaction of each operation."""
+        from millstream.codec.pgoutput import _scan as machine
+
+        entry_of_slot, entries = self._entries(directory)
+        start = np.zeros(len(entries) + 1, np.int64)
+        row_record = np.empty(self.records, np.int32)
+        row_operation = np.empty(self.records, np.int32)
+        row_index = np.empty(self.records, np.int64)
+        operation_transaction = np.empty(self.records, np.int32)
+        operations = machine.arrange(
+            self.record_slot,
+            self.record_transaction,
+            self.records,
+            entry_of_slot,
+            first_index,
+            start,
+            row_record,
+            row_operation,
+            row_index,
+            operation_transaction,
+        )
+        tables = []
+        for number, (relation, schema) in enumerate(entries):
+            piece = slice(int(start[number]), int(start[number + 1]))
+            rows = _EntryRows(self, relation, schema, row_record[piece], row_operation[piece], row_index[piece])
+            tables.append(rows.finish())
+        return tuple(tables), operation_transaction[:operations]
+
+    def _entries(self, directory: TableDirectory) -> tuple[Ints, list[tuple[Relation | None, TableSchema]]]:
+        """Return the result entry of each slot's records (-1: not captured), in order of first records."""
+        from millstream.codec.pgoutput import _scan as machine
+
+        first = np.full(len(self.slots) + 1, self.records, np.int64)
+        machine.first_uses(self.record_slot, self.records, first)
+        used = np.flatnonzero(first < self.records)
+        entry_of_slot = np.full(len(self.slots) + 1, -1, np.int32)
+        entries: list[tuple[Relation | None, TableSchema]] = []
+        current: dict[TableId, int] = {}
+        for slot in used[np.argsort(first[used])].tolist():
+            relation = None if slot == len(self.slots) else self.slots[slot]
+            schema = directory.messages_schema() if relation is None else directory.schema_for(relation)
+            if schema is None:
+                continue
+            if relation is not None:
+                check_schema(relation, schema)
+            entry = current.get(schema.table_id)
+            if entry is None or entries[entry][1].version != schema.version:
+                entry = len(entries)
+                entries.append((relation, schema))
+                current[schema.table_id] = entry
+            entry_of_slot[slot] = entry
+        return entry_of_slot, entries
+
+
+def _more_records(run: MessageRun, kinds: npt.NDArray[np.uint8], *, streamed: bool) -> int:
+    """Return the maximum excess of records over messages: a truncate makes one record for each of its tables."""
+    more = 0
+    for number in np.flatnonzero(kinds == _TRUNCATE).tolist():
+        at = int(run.starts[number]) + (5 if streamed else 1)
+        size = int(run.ends[number]) - at
+        more += max(size, 0) // 4
+    return more
+
+
+def _violation(fault: int, kind: str) -> ProtocolViolation:
+    from millstream.codec.pgoutput import _scan as machine
+
+    said = {
+        machine.TOO_SHORT: "is shorter or longer than it says",
+        machine.UNKNOWN_KIND: "is of an unknown kind",
+        machine.NESTED_BEGIN: "begins a transaction inside another",
+        machine.NO_BEGIN: "stands outside of a transaction",
+        machine.UNKNOWN_RELATION: "changes a relation that the source never described",
+        machine.MISPLACED_MESSAGE: "stands on the wrong side of a transaction's border",
+        machine.NO_COMMIT: "ends the run inside a transaction",
+        machine.BAD_VALUE_KIND: "holds a part of an unknown kind",
+        machine.BEYOND_BOUNDS: "names a position or a time that no source gets to",
+    }
+    return ProtocolViolation(f"a message of kind {kind!r} {said[fault]}", kind=kind)
+
+
+@dataclass(slots=True)
+class _EntryRows:
+    """The rows of one entry: one table and schema version."""
+
+    walk: _ScanResult
+    relation: Relation | None
+    schema: TableSchema
+    records: Ints
+    operation: Ints
+    index: npt.NDArray[np.int64]
+
+    def finish(self) -> TableRows:
+        if self.schema.kind is not TableKind.TABLE:
+            return self._one_by_one()
+        assert self.relation is not None
+        arrow_schema = append_row_schema(self.schema)
+        rows = len(self.records)
+        ops = self.walk.record_op[self.records]
+        width = len(self.relation.columns)
+        value_at, size = np.empty((width, rows), np.int32), np.empty((width, rows), np.int32)
+        before, unchanged = self._walk(ops, value_at, size)
+        names = pa.array([column.name for column in self.schema.columns], pa.string())
+        columns, exact = self._columns(value_at, size)
+        arrays = [
+            pa.array(self.operation),
+            pa.array(self.index),
+            pa.array(ops),
+            self._unchanged(size, unchanged, names),
+            exact,
+            pa.nulls(rows, TEXT_BY_COLUMN) if before is None else before,
+            *columns,
+        ]
+        return TableRows(self.schema, pa.RecordBatch.from_arrays(arrays, schema=arrow_schema))
+
+    def _walk(self, ops: npt.NDArray[np.uint8], value_at: Ints, size: Ints) -> tuple[pa.Array | None, int]:
+        """Find the places of values.
+
+        Returns the `__before` column if there are old values, and the number of unchanged values.
+        """
+        from millstream.codec.pgoutput import _scan as machine
+        from millstream.codec.pgoutput._columns import Texts, text_map
+
+        assert self.relation is not None
+        walk, (width, rows) = self.walk, size.shape
+        identity = np.fromiter((column.in_identity for column in self.relation.columns), np.uint8, width)
+        updates = int(np.count_nonzero(ops == int(Op.UPDATE)))
+        old_at, old_size = np.empty((width, updates), np.int32), np.empty((width, updates), np.int32)
+        old_row = np.empty(updates, np.int32)
+        olds, unchanged, fault, row = machine.walk_rows(
+            walk.buffer,
+            walk.run.ends,
+            walk.record_op,
+            walk.record_at,
+            walk.record_message,
+            self.records,
+            identity,
+            value_at,
+            size,
+            old_at,
+            old_size,
+            old_row,
+        )
+        if fault == machine.WRONG_WIDTH:
+            raise undecodable(self.relation, f"a row has more or fewer values than its {width} columns")
+        if fault != machine.FINE:
+            raise _violation(fault, chr(ops[row]))
+        if olds == 0:
+            return None, unchanged
+        offsets = np.empty(rows + 1, np.int32)
+        name, at, length = (np.empty(width * olds, np.int32) for _ in range(3))
+        found = machine.list_old(old_at, old_size, old_row, olds, rows, offsets, name, at, length)
+        names = pa.array([column.name for column in self.schema.columns], pa.string())
+        there = np.zeros(rows, np.bool_)
+        there[old_row[:olds]] = True
+        items = Texts(walk.buffer, at[:found], length[:found], self.relation).strings()
+        return text_map(rows, offsets, there, names.take(pa.array(name[:found])), items), unchanged
+
+    def _columns(self, value_at: Ints, size: Ints) -> tuple[list[pa.Array], pa.Array]:
+        """Return the table's own columns, and `__exact`."""
+        from millstream.codec.pgoutput._columns import Texts, exact_map, read_column
+
+        assert self.relation is not None
+        columns = []
+        exact: list[tuple[int, int, str]] = []
+        for number, column in enumerate(self.schema.columns):
+            texts = Texts(self.walk.buffer, value_at[number], size[number], self.relation)
+            array, inexact = read_column(texts, column.arrow)
+            columns.append(array)
+            exact.extend((row, number, text) for row, text in inexact.items())
+        rows = len(self.records)
+        names = [column.name for column in self.schema.columns]
+        return columns, exact_map(rows, exact, names) if exact else pa.nulls(rows, TEXT_BY_COLUMN)
+
+    def _unchanged(self, size: Ints, count: int, names: pa.Array) -> pa.Array:
+        """Return the `__unchanged` column."""
+        from millstream.codec.pgoutput import _scan as machine
+        from millstream.codec.pgoutput._columns import validity
+
+        kind, rows = pa.list_(pa.string()), size.shape[1]
+        if count == 0:
+            return pa.nulls(rows, kind)
+        offsets, columns = np.empty(rows + 1, np.int32), np.empty(count, np.int32)
+        machine.list_unchanged(size, offsets, columns)
+        there = validity(offsets[1:] > offsets[:-1])
+        return pa.Array.from_buffers(
+            kind, rows, [there, pa.py_buffer(offsets)], children=[names.take(pa.array(columns))]
+        )
+
+    def _one_by_one(self) -> TableRows:
+        """Return raw rows and logical messages, which are few and have few columns."""
+        walk = self.walk
+        builder = RowsBuilder(self.schema)
+        triples = zip(self.records.tolist(), self.operation.tolist(), self.index.tolist(), strict=True)
+        for record, operation, index in triples:
+            data = walk.run[int(walk.record_message[record])]
+            content = None
+            if self.schema.kind is TableKind.MESSAGES:
+                message = parse_message(data, streamed=walk.streamed)
+                assert isinstance(message, LogicalMessage)
+                content = (message.prefix, message.content, message.transactional)
+            slot = int(walk.record_slot[record])
+            relation = walk.slots[slot] if slot < len(walk.slots) else None
+            change = data[:1] + data[5:] if walk.streamed else data
+            made = Record(Op(int(walk.record_op[record])), relation, message=change, content=content)
+            builder.append(made, operation=operation, index=index)
+        return builder.finish()
+
+
+def _operations(transactions: npt.NDArray[np.int64], source: SourceId) -> pa.RecordBatch:
+    kind, commit_lsn, end_lsn, xid, time = transactions
+    count = len(kind)
+    alone = kind == int(OperationKind.MESSAGE)
+    columns: dict[str, Any] = {
+        "kind": pa.array(kind.astype(np.uint8)),
+        "source": pa.array(np.full(count, source, np.int32)),
+        "commit_lsn": pa.array(commit_lsn),
+        "commit_end_lsn": pa.array(end_lsn),
+        "xid": pa.array(xid, mask=alone),
+        "commit_ts": pa.array(time, mask=alone).view(OPERATION_SCHEMA.field("commit_ts").type),
+    }
+    arrays = [columns[f.name] if f.name in columns else pa.nulls(count, f.type) for f in OPERATION_SCHEMA]
+    return pa.RecordBatch.from_arrays(arrays, schema=OPERATION_SCHEMA)
+
+
+def warm() -> None:
+    """Compile all machine code, or load it: several seconds the first time, 0.3 s later. Does nothing without numba."""
+    types = (
+        (20, -1, b"1"),
+        (25, -1, b"a"),
+        (1700, ((3 << 16) | 1) + 4, b"1.5"),
+        (1184, -1, b"2024-01-01 00:00:00+00"),
+        (1082, -1, b"2024-01-01"),
+        (16, -1, b"t"),
+        (17, -1, b"\\x00"),
+        (701, -1, b"1.5"),
+        (25, -1, None),
+    )
+    names = (bytes([ord("a") + number, 0]) for number in range(len(types)))
+    columns = b"".join(
+        struct.pack(">B2sIi", 1, name, oid, modifier) for name, (oid, modifier, _) in zip(names, types, strict=True)
+    )
+    relation = b"R" + struct.pack(">I", 1) + b"s\0t\0d" + struct.pack(">H", len(types)) + columns
+    values = b"".join(b"u" if text is None else struct.pack(">cI", b"t", len(text)) + text for _, _, text in types)
+    row = struct.pack(">H", len(types)) + values
+    messages = [
+        b"B" + struct.pack(">QqI", 1, 0, 1),
+        relation,
+        b"U" + struct.pack(">I", 1) + b"K" + row + b"N" + row,
+        b"C" + struct.pack(">BQQq", 0, 1, 2, 0),
+    ]
+    decode_transactions(MessageRun.of(messages), _WarmDirectory(), RelationCache())
+    with suppress(ImportError):
+        from millstream.codec.pgoutput._framing import split_copy_data, split_copy_rows
+
+        places = np.empty(1, np.int64)
+        for split in (split_copy_data, split_copy_rows):
+            split(MessageRun.of([b"d"]).buffer, 0, 1, places, places.copy(), np.empty(1, np.uint8))
+
+
+class _WarmDirectory:
+    """A directory that captures every table."""
+
+    source = SourceId(0)
+
+    def schema_for(self, relation: Relation) -> TableSchema:
+        from millstream.codec.pgoutput.relations import table_schema
+
+        return table_schema(relation, source=self.source)
+
+    def messages_schema(self) -> None:
+        return None

@@ -1,0 +1,546 @@
+"""Reading the log for one consumer: its tables' records in commit order, those that `where` matches, as messages.
+
+A message's position is a number of its operation's range, though not always its record's own: numbers go from table to
+table within an operation, and messages go in commit order. So the operation's numbers are given to its messages in that
+order. On a log of several shards, the records of a transaction are in memory at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import repeat
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from millstream.delivery.definition import NO_GROUPS, Definition, Selection
+from millstream.delivery.records.groups import groups_of
+from millstream.delivery.records.latest import OLD
+from millstream.delivery.records.record_messages import Origin, newest_messages, row_of
+from millstream.delivery.records.record_texts import record_texts
+from millstream.delivery.records.where_filter import selected
+from millstream.delivery.sinks import LoggedRow
+from millstream.errors import CorruptWal, MillstreamError
+from millstream.model.ids import Epoch, SchemaVersion, ShardId, TableId
+from millstream.model.positions import Offset, Seq
+from millstream.model.records import Op
+from millstream.model.schema import TableKind, TableSchema
+from millstream.protocol.delivery.messages import Kind, Message, position_of
+from millstream.wal.reader import StreamReader, TableRecords
+from millstream.wal.records_json import indexes_of, merge_shards, operations_of, table_lines
+from millstream.wal.table_records import filtered, joined
+
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
+_PIECE_ROWS: Final = 256
+_PIECE_FRAMES: Final = 64
+"""Received records, or frames, from which on a piece is whole: more would save little, and keep other calls waiting."""
+_TRUNCATE: Final = Op.TRUNCATE.letter
+
+
+class _Item(msgspec.Struct, gc=False):
+    """A record on its way: with the keys by which shards are merged, and its message if the consumer receives it."""
+
+    operation_seq: Seq
+    index: int
+    operation: tuple[Any, ...]
+    seq: int
+    """A number of the operation's range."""
+    end: int
+    """The greatest number of the operation's records that were read with this one."""
+    message: tuple[Any, ...] | None
+    """The fields of its message behind `position` and `before`."""
+    second: tuple[Any, ...] | None = None
+    """Those of the new key's message, if a change of a key gives two."""
+
+
+class Earlier(NamedTuple):
+    """An earlier selection. Messages that were delivered keep their positions, which depend on the tables."""
+
+    upto: int
+    """The `seq` at the end of the last operation whose records are counted by the earlier tables."""
+    known_upto: int
+    """The `seq` of the last record that was delivered or settled; the definition after this one selects the next ones."""
+    selection: Selection
+
+
+class _Piece(NamedTuple):
+    """Some records, in order."""
+
+    operation: tuple[Any, ...]
+    """The operation of the first record of the frame; whether it is received doesn't matter."""
+    items: list[_Item]
+
+
+class _Numbers(NamedTuple):
+    """Numbers of the records of a part, by row."""
+
+    offsets: Ints
+    seqs: Ints
+    ends: Ints
+
+
+class _Kept(NamedTuple):
+    """The records of a part that a definition selects."""
+
+    records: TableRecords
+    seqs: Ints
+    ends: Ints
+    """Their numbers; see `_Item`."""
+    is_gone: Bools
+    """Whether a record's row is gone for the consumer; see `selected`."""
+    definition: Definition
+
+
+class _Found:
+    """Records that were found in one or several frames, and aren't messages so far."""
+
+    def __init__(self) -> None:
+        self.operations: list[tuple[Any, ...]] = []
+        """The operation of the first record of each frame."""
+        self.kept: list[_Kept] = []
+        self.unkept: list[tuple[int, _Item]] = []
+        """Offsets and records that are left out."""
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether they are worth the cost of a batch, or took long to find."""
+        rows = sum(one.records.batch.num_rows for one in self.kept)
+        return rows >= _PIECE_ROWS or len(self.operations) >= _PIECE_FRAMES
+
+
+class Step(NamedTuple):
+    """Some messages, and how far they were read."""
+
+    messages: list[Message]
+    upto: int
+    """The `seq` at the end of the last operation that was read whole."""
+    seen: int
+    """The greatest `seq` of the records that were read."""
+
+
+class ConsumerReader:
+    """Reads the log for one consumer.
+
+    Args:
+        stream: the stream's name, for ids and records.
+        reader: the log; no other thread may use it at the same time.
+        definition: the consumer's.
+        earlier: the consumer's earlier selections, the oldest first.
+
+    Concurrency: none; the caller serialises.
+    """
+
+    def __init__(
+        self, stream: str, reader: StreamReader, definition: Definition, earlier: Iterable[Earlier] = ()
+    ) -> None:
+        self._stream = stream
+        self._reader = reader
+        self._newest = self._definition = definition
+        """The definition whose tables count the records that are being read is `_definition`."""
+        self._earlier = [(one, replace(definition, **one.selection._asdict())) for one in earlier]
+        self._known: dict[tuple[TableId, SchemaVersion], bool] = {}
+        """Whether the consumer receives records of this table and schema version."""
+        self._steps: Iterator[Step] | None = None
+        self.quarantined: set[TableId] = set()
+        """Tables of which undecoded records were read."""
+        self._left_out: dict[TableId, str] | None = None
+        """Names of the tables that `left_out` returns, from its first call on."""
+
+    def restart(self) -> None:
+        """Forget the place in the log: the next `read` says where to begin."""
+        self._steps = None
+
+    def forget_earlier(self) -> None:
+        """Read by the newest definition alone: no earlier delivery counts."""
+        self._earlier = []
+        self.restart()
+
+    def read(self, after: int) -> Step | None:
+        """Return the next messages; None if there is nothing more to read now.
+
+        Args:
+            after: the `seq` to begin behind, in the first call and after `restart`.
+
+        Raises:
+            OffsetExpired: retention has dropped what follows.
+            CorruptWal, LogTruncated: as `StreamReader`.
+        """
+        if self._steps is None:
+            upto = self._reader.persisted_upto()
+            if upto <= after:
+                return None
+            self._reader.extent.check_range(Seq(after), upto, upto)
+            self._steps = self._read_by_definitions(Seq(after), upto)
+        try:
+            step = next(self._steps, None)
+        except BaseException:
+            self._steps = None
+            raise
+        if step is None:
+            self._steps = None
+        return step
+
+    def _read_by_definitions(self, after: Seq, upto: Seq) -> Iterator[Step]:
+        for earlier, definition in self._earlier:
+            if after < earlier.upto:
+                self._use(definition)
+                end = Seq(min(earlier.upto, upto))
+                yield from self._read(after, end)
+                after = end
+        if after < upto:
+            self._use(self._newest)
+            yield from self._read(after, upto)
+
+    def _use(self, definition: Definition) -> None:
+        if self._definition is not definition:
+            self._definition, self._known = definition, {}
+
+    def _read(self, after: Seq, upto: Seq) -> Iterator[Step]:
+        wanted = self._wanted(after, upto)
+        if wanted is not None and not wanted:
+            yield Step([], int(upto), int(upto))
+            return
+        shards = self._reader.shards
+        if len(shards) == 1:
+            pieces: Iterator[_Piece] = self._shard(shards[0], after, upto, wanted, alone=True)
+        else:
+            streams: list[Iterator[_Item]] = [
+                (item for piece in self._shard(shard, after, upto, wanted, alone=False) for item in piece.items)
+                for shard in shards
+            ]
+            pieces = map(_renumbered, _operations(merge_shards(streams)))
+        operation, newest, before, done = None, int(after), int(after), int(after)
+        piece = next(pieces, None)
+        while piece is not None:
+            messages = []
+            for item in piece.items:
+                if item.operation != operation:
+                    operation, done, before = item.operation, newest, max(newest, int(item.operation_seq) - 1)
+                newest = max(newest, item.end)
+                if item.message is not None:
+                    messages.append(Message(position_of(item.seq), before, *item.message))
+                    if item.second is not None:
+                        messages.append(Message(position_of(item.seq, 1), before, *item.second))
+            try:
+                piece = next(pieces, None)
+            except CorruptWal:
+                yield Step(messages, done, newest)
+                raise
+            if piece is not None and piece.operation != operation:
+                done = newest
+            yield Step(messages, int(upto) if piece is None else done, newest)
+        yield Step([], int(upto), int(upto))
+
+    def _wanted(self, after: Seq, upto: Seq) -> frozenset[TableId] | None:
+        """Return the tables of which the consumer may receive records of `(after, upto]`; None for all."""
+        if self._definition.tables is None:
+            return None
+        self.takes_of(after, upto)
+        return frozenset(table for (table, _), is_taken in self._known.items() if is_taken)
+
+    def takes_of(self, after: Seq, upto: Seq) -> Callable[[TableId, SchemaVersion], bool]:
+        """Return whether the consumer receives records of `(after, upto]` of a table and schema version."""
+        for key, schema in self._reader.schemas_between(after, upto, self._known).items():
+            self._known[key] = self._takes(schema)
+        return lambda table, version: self._known[table, version]
+
+    def newer(self, after: int, upto: int, groups: Container[str]) -> Iterator[tuple[set[str], set[int]]]:
+        """Look for newer messages of keys, without making them: yield a frame's findings.
+
+        Args:
+            after: the `seq` behind which the log is read.
+            upto: the `seq` up to which it is read.
+            groups: the keys.
+
+        Yields:
+            The keys of which there are messages that leave no column unchanged, and the tables that were truncated.
+
+        Raises:
+            OffsetExpired, CorruptWal, LogTruncated: as `read`.
+        """
+        wanted = self._wanted(Seq(after), Seq(upto))
+        for shard in () if self._earlier else self._reader.shards:
+            start = self._reader.offset_beyond(shard, Seq(after))
+            for part in self._reader.read(shard, start, tables=wanted, numbers=(Seq(after), Seq(upto))):
+                yield _complete_groups(self._newest, part, groups)
+
+    def row_between(self, older: Message, newer: Message) -> str | None:
+        """Return the row that a key had before its newer message, though no message tells of it, as JSON of an update.
+
+        A row that is inserted again behind an undelivered `d`, and doesn't match `where`, gives no message; an update
+        may then leave columns unchanged in it.
+
+        Args:
+            older: the undelivered message of a key.
+            newer: a later one of the same key.
+
+        Returns:
+            None if the key had no row there, or if the two lie on different shards.
+
+        Raises:
+            OffsetExpired, CorruptWal: as `read`.
+        """
+        (shard, begin), (other, end) = _place(older.id), _place(newer.id)
+        if shard != other or newer.table is None:
+            return None
+        (group,), found = newer.groups, None
+        for part in self._reader.read(ShardId(shard), Offset(begin), tables=[TableId(newer.table)], upto=Offset(end)):
+            names = groups_of(part.schema, part.batch, self._newest.group_by, ())
+            for kept in filtered(part, np.array([group in own for own in names])):
+                lines = table_lines(kept, stream=self._stream)
+                for line, own in zip(lines, (own for own in names if group in own), strict=True):
+                    found = row_of(line, own, group, self._newest)
+        return found
+
+    def left_out(self) -> list[str]:
+        """Return the names of tables that the consumer leaves out, since its kind needs a key."""
+        if self._left_out is None:
+            self._left_out = {}
+            if self._newest.kind is Kind.LATEST:
+                with suppress(MillstreamError):  # nothing has been written so far; reading reports the rest
+                    for schema in self._reader.schemas().values():
+                        self._takes(schema)
+        return sorted(self._left_out.values())
+
+    def _takes(self, schema: TableSchema) -> bool:
+        takes = self._definition.takes(schema)
+        if self._left_out is not None:
+            if self._newest.leaves_out(schema):
+                self._left_out[schema.table_id] = schema.full_name
+            else:
+                self._left_out.pop(schema.table_id, None)
+        return takes
+
+    def _shard(
+        self, shard: ShardId, after: Seq, upto: Seq, wanted: frozenset[TableId] | None, *, alone: bool
+    ) -> Iterator[_Piece]:
+        """Yield a shard's records, frame by frame. If the shard is alone, several frames with only what is received."""
+        start = self._reader.offset_beyond(shard, after)
+        frame: list[TableRecords] = []
+        found = _Found()
+        damaged: CorruptWal | None = None
+        try:
+            for part in self._reader.read(shard, start, tables=wanted, numbers=(after, upto)):
+                if frame and part.frame_offset != frame[0].frame_offset:
+                    self._add(frame, found, alone=alone)
+                    frame = []
+                    if not alone or found.is_enough:
+                        yield self._piece(found)
+                        found = _Found()
+                frame.append(part)
+        except CorruptWal as error:
+            damaged = error
+            if frame and int(error.details.get("offset_from", 0)) <= frame[0].frame_offset:
+                frame = []  # it is the damaged one
+        if frame:
+            self._add(frame, found, alone=alone)
+        if found.operations:
+            yield self._piece(found)
+        if damaged is not None:
+            raise damaged
+
+    def _add(self, parts: list[TableRecords], found: _Found, *, alone: bool) -> None:
+        """Add the records of a frame that are received."""
+        found.operations.append(_first_operation(parts))
+        parts = [part for part in parts if self._takes(part.schema)]
+        if not parts:
+            return
+        offsets = np.concatenate([part.batch.column("__offset").to_numpy() for part in parts])
+        numbers = np.concatenate([part.batch.column("__seq").to_numpy() for part in parts])
+        if alone:
+            # Operations stand one after the other in offsets as in numbers, so both orders have the same operations.
+            order = np.argsort(offsets, kind="stable")
+            numbers[order] = np.sort(numbers)
+        operations = np.concatenate([part.operation_seq.to_numpy() for part in parts])
+        firsts, places = np.unique(operations, return_inverse=True)
+        last = np.zeros(len(firsts), dtype=np.int64)
+        np.maximum.at(last, places, numbers)
+        ends = last[places]
+        begin = 0
+        for part in parts:
+            end = begin + part.batch.num_rows
+            of_part = _Numbers(offsets[begin:end], numbers[begin:end], ends[begin:end])
+            if part.schema.kind is TableKind.RAW:
+                self.quarantined.add(part.schema.table_id)
+            left_out = np.ones(part.batch.num_rows, dtype=bool)
+            for definition, among in self._selecting(of_part.seqs, alone=alone):
+                keep, is_gone = selected(definition, part.schema, part.batch)
+                keep &= among
+                left_out &= ~keep
+                for kept in filtered(part, keep):
+                    gone_rows = np.zeros(kept.batch.num_rows, dtype=bool) if is_gone is None else is_gone[keep]
+                    found.kept.append(_Kept(kept, of_part.seqs[keep], of_part.ends[keep], gone_rows, definition))
+            if not alone:
+                found.unkept += _unkept(part, of_part, left_out)
+            begin = end
+
+    def _piece(self, found: _Found) -> _Piece:
+        items = found.unkept
+        for kept in _joined(found.kept):
+            items += self._part(kept)
+        items.sort(key=_first)
+        return _Piece(found.operations[0], [item for _, item in items])
+
+    def _selecting(self, seqs: Ints, *, alone: bool) -> Iterator[tuple[Definition, Bools]]:
+        """Yield each definition that selects some of these records, and which records."""
+        left = np.ones(len(seqs), dtype=bool)
+        for earlier, definition in self._earlier:
+            # On several shards a message may have another number of its operation: operations are whole.
+            among = left & (seqs <= (earlier.known_upto if alone else earlier.upto))
+            if among.any():
+                yield definition, among
+                left &= ~among
+        if left.any():
+            yield self._newest, left
+
+    def _part(self, found: _Kept) -> Iterable[tuple[int, _Item]]:
+        kept, definition, schema = found.records, found.definition, found.records.schema
+        prefix = f"{self._stream}-{int(kept.shard)}-{int(kept.epoch)}-"
+        offsets = kept.batch.column("__offset").to_pylist()
+        ids = [f"{prefix}{offset}" for offset in offsets]
+        groups = groups_of(schema, kept.batch, definition.group_by, ids)
+        moments = kept.batch.column("__commit_ts").cast(pa.int64()).to_pylist()
+        own = (kept.operation_seq.to_pylist(), indexes_of(kept), operations_of(kept))
+        numbers = found.seqs.tolist(), found.ends.tolist()
+        if definition.kind is Kind.LATEST and schema.kind is TableKind.TABLE:
+            rows = zip(
+                table_lines(kept, stream=self._stream), ids, groups, moments, found.is_gone.tolist(), strict=True
+            )
+            pairs = [newest_messages(*row[:4], definition, is_gone=row[4]) for row in rows]
+            firsts = [first[2:] for first, _ in pairs]
+            seconds = [None if second is None else second[2:] for _, second in pairs]
+            return zip(offsets, map(_Item, *own, *numbers, firsts, seconds), strict=True)
+        return zip(offsets, map(_Item, *own, *numbers, self._messages(found, ids, groups, moments)), strict=True)
+
+    def _messages(
+        self, found: _Kept, ids: list[str], groups: list[tuple[str, ...]], moments: list[int | None]
+    ) -> Iterator[tuple[Any, ...]]:
+        """Return each record's message, without its position; see `_Item`."""
+        kept, definition, schema = found.records, found.definition, found.records.schema
+        batch, count = kept.batch, kept.batch.num_rows
+        texts_of = partial(
+            record_texts,
+            schema,
+            stream=self._stream,
+            shard=kept.shard,
+            epoch=kept.epoch,
+            renamed=definition.renamed,
+        )
+        texts: Iterable[str | None] = repeat(None)
+        sizes: Iterable[int] = repeat(batch.nbytes // count)
+        logged: Iterable[LoggedRow | None] = repeat(None)
+        if definition.keeps_rows:
+            logged = map(LoggedRow, repeat(schema), repeat(batch), range(count), repeat(texts_of))
+        if definition.needs_texts:
+            known = texts_of(batch)
+            texts, sizes = known, map(len, known)
+        names = [own[0] if own else None for own in groups]
+        origins = map(Origin, names, texts, moments, repeat(None), repeat(False), logged)
+        ops = batch.column("__op").to_pylist()
+        barriers = [True] * count if schema.kind is TableKind.RAW else [op == _TRUNCATE for op in ops]
+        is_free = definition.group_by == NO_GROUPS
+        held = [() if is_free or is_barrier else own for own, is_barrier in zip(groups, barriers, strict=True)]
+        table = None if schema.kind is TableKind.MESSAGES else int(schema.table_id)
+        return zip(ids, held, repeat(table), barriers, sizes, origins)
+
+
+def _place(id_: str) -> tuple[int, int]:
+    """Return the shard and the offset that a message's id names."""
+    _, shard, _, offset = id_.removesuffix(OLD).rsplit("-", 3)
+    return int(shard), int(offset)
+
+
+def _complete_groups(definition: Definition, part: TableRecords, groups: Container[str]) -> tuple[set[str], set[int]]:
+    """Return the keys of some that have a record in a part that leaves no column unchanged, and truncated tables."""
+    schema, found, truncated = part.schema, set[str](), set[int]()
+    if schema.kind is not TableKind.TABLE or not definition.takes(schema):
+        return found, truncated
+    keep, _ = selected(definition, schema, part.batch)
+    for kept in filtered(part, keep):
+        partial = kept.batch.column("__unchanged").is_valid().to_pylist()
+        ops = kept.batch.column("__op").to_pylist()
+        names = groups_of(schema, kept.batch, definition.group_by, ())
+        for op, own, is_partial in zip(ops, names, partial, strict=True):
+            if op == _TRUNCATE:
+                truncated.add(int(schema.table_id))
+            # The old key of a change of a key is deleted, whatever the new row lacks.
+            found.update(name for name in own[is_partial:] if name in groups)
+    return found, truncated
+
+
+def _joined(kept: list[_Kept]) -> Iterator[_Kept]:
+    """Join the records of several frames that one definition selects from one table: each batch has its cost."""
+    tables: dict[tuple[TableId, SchemaVersion, Epoch, int], list[_Kept]] = {}
+    for one in kept:
+        key = one.records.schema.table_id, one.records.schema.version, one.records.epoch, id(one.definition)
+        tables.setdefault(key, []).append(one)
+    for some in tables.values():
+        first = some[0]
+        if len(some) == 1:
+            yield first
+            continue
+        records = joined([one.records for one in some])
+        seqs, ends, is_gone = (np.concatenate(arrays) for arrays in zip(*(one[1:4] for one in some), strict=True))
+        yield _Kept(records, seqs, ends, is_gone, first.definition)
+
+
+def _first_operation(parts: Iterable[TableRecords]) -> tuple[Any, ...]:
+    """Return the operation of the first record of a frame."""
+    row, part = min(
+        ((int(np.argmin(offsets)), part) for part in parts if len(offsets := part.batch.column("__offset").to_numpy())),
+        key=lambda found: found[1].batch.column("__offset")[found[0]].as_py(),
+    )
+    source, lsn, xid = (part.batch.column(name)[row].as_py() for name in ("__source", "__commit_lsn", "__xid"))
+    return (source, lsn, xid) if xid is not None else (part.shard, part.operation_seq[row].as_py())
+
+
+def _unkept(part: TableRecords, numbers: _Numbers, left_out: Bools) -> Iterator[tuple[int, _Item]]:
+    """Yield records that `where` leaves out: their numbers are their operation's, too."""
+    for rest in filtered(part, left_out):
+        of_rows = [array[left_out].tolist() for array in numbers]
+        for offset, number, end, first, index, operation in zip(
+            *of_rows, rest.operation_seq.to_pylist(), indexes_of(rest), operations_of(rest), strict=True
+        ):
+            yield offset, _Item(Seq(first), index, operation, number, end, None)
+
+
+def _operations(items: Iterable[_Item]) -> Iterator[list[_Item]]:
+    """Group merged records by operation.
+
+    The parts of an application's operation on several shards have no name in common. Where their numbers interleave,
+    they are one; elsewhere they may as well be several.
+    """
+    found: list[_Item] = []
+    end = 0
+    for item in items:
+        if found and item.operation != found[-1].operation and item.operation_seq > end:
+            yield found
+            found = []
+        found.append(item)
+        end = max(end, item.end)
+    if found:
+        yield found
+
+
+def _renumbered(items: list[_Item]) -> _Piece:
+    """Give the numbers of an operation's records to them in their order."""
+    numbers = sorted(item.seq for item in items)
+    first, end, operation = min(item.operation_seq for item in items), numbers[-1], items[0].operation
+    return _Piece(
+        operation,
+        [
+            _Item(first, item.index, operation, number, end, item.message, item.second)
+            for item, number in zip(items, numbers, strict=True)
+        ],
+    )
+
+
+def _first(found: tuple[int, _Item]) -> int:
+    return found[0]
