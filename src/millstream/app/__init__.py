@@ -1,4 +1,7 @@
-"""A whole home: configuration, owner, supervision, status, metrics; and the API of `millstream.open`.
+"""A home put to work: the local client, its status and checks, the pipelines, and an operator's requests.
 
-The rooms below import nothing from here; heavy parts are imported where they are used.
+Start at `open_home`, which is `millstream.open`. `status` collects a home's state, which `doctor`, the command
+line, the console and `alerts` show and judge. `pipelines` is the process that lands streams in the lake.
+`rebuild`, `fold` and `table_requests` carry out what an operator asks for. Heavy parts are imported where they
+are used.
 """

@@ -1,1 +1,6 @@
-"""`millstream.toml`: its keys, and reading it."""
+"""`millstream.toml`: its keys, and reading it.
+
+Start at `model`: every key, its default and its description; `…_model` has the larger sections. `file` loads the
+text, with variables (`interpolation`) and the environment (`environment`). `…_checks` find settings that are
+valid alone and wrong together.
+"""

@@ -20,8 +20,8 @@ How capture uses it
   not be a byte more: the next record may be a commit, and a server that is asked to continue behind
   the commit's beginning leaves that transaction out. `ops.reached` is the last end in the run,
   dropped or not (empty if the run holds no end); `ops.tables` may be empty.
-- `TableUndecodable` (details: `relation_oid`, `table`, `reason`) names one table. Set the table
-  aside, so that the directory answers with a RAW schema, and decode the same run again: `relations`
+- `TableUndecodable` (details: `relation_oid`, `table`, `reason`) names one table. Quarantine
+  the table, so that the directory answers with a RAW schema, and decode the same run again: `relations`
   is still as it was before the run. `ProtocolViolation` is about the stream itself.
 - Streamed blocks: spill the messages between StreamStart and StreamStop by top xid. Parse
   (`parse_message(…, streamed=True)`) only those of type `R` and `Y`, and pass them to
