@@ -522,7 +522,7 @@ def tables_of(
     """Return a stream's tables, with live figures: capture's progress and the pipeline's."""
     held = held_tables(catalog, stream)
     landed = {facts["table_id"]: facts for facts in landing.get("tables", ())}
-    # A fold that fails sets a table aside too; only the running pipeline knows.
+    # A fold that fails quarantines a table too; only the running pipeline knows.
     failed, trying = dict(landing.get("quarantined", {})), dict(landing.get("trying", {}))
     paused = catalog.paused_copies(stream)
     return [
