@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import UUID
 
+import boto3
+import httpx
 import obstore
 import pytest
 from obstore.store import S3Store
 from tests.app.homes import make_home
 
 from millstream.app.doctor import Diagnosis, examine
+from millstream.errors import LakeUnavailable
+from millstream.home.config_mapping import lake_layout
 from millstream.home.home import Home
+from millstream.lake.commit_cuts import first_cut, last_cut
+from millstream.model.ids import StreamId
 from millstream.testing.s3 import EmbeddedS3
 
 
@@ -22,8 +31,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedS3]:
         yield server
 
 
-def home_at(folder: Path, store: EmbeddedS3, *, bucket: str = "", endpoint: str = "") -> Home:
-    options = {f"aws_{name}": value for name, value in store.options.items()}
+def home_at(folder: Path, store: EmbeddedS3, *, bucket: str = "", endpoint: str = "", **keys: str) -> Home:
+    options = {f"aws_{name}": value for name, value in (store.options | keys).items()}
     options |= {"aws_endpoint": endpoint or store.endpoint, "max_retries": "0", "timeout": "5s"}
     lines = "".join(f"{name} = {json.dumps(value)}\n" for name, value in options.items())
     location = f"s3://{bucket}/lake" if bucket else f"{store.url}/lake"
@@ -54,11 +63,60 @@ def test_a_lake_in_an_object_store_is_written_read_and_left_as_it_was(store: Emb
 def test_a_bucket_that_is_not_there_and_a_store_that_does_not_answer_are_found(
     store: EmbeddedS3, tmp_path: Path
 ) -> None:
-    for number, asked in enumerate(({"bucket": "no-such-bucket"}, {"endpoint": "http://127.0.0.1:1"})):
-        told = told_of_the_lake(home_at(tmp_path / str(number), store, **asked))
-        assert (told.code, told.blocks) == ("lake_unavailable", "home")
-        assert "an object can't be written" in told.message
-        assert "storage_options" in told.fix
+    told = told_of_the_lake(home_at(tmp_path / "0", store, bucket="no-such-bucket"))
+    assert (told.code, told.blocks) == ("lake_bucket_missing", "home")
+    assert "s3://no-such-bucket/lake: the bucket doesn't exist" in told.message
+    assert "Create the bucket" in told.fix
+    told = told_of_the_lake(home_at(tmp_path / "1", store, endpoint="http://127.0.0.1:1"))
+    assert (told.code, told.blocks) == ("lake_unavailable", "home")
+    assert "an object can't be written" in told.message
+    assert told.message.isprintable()
+    assert "storage_options" in told.fix
+
+
+@contextlib.contextmanager
+def keys_checked(store: EmbeddedS3) -> Iterator[dict[str, str]]:
+    """Have the server check keys until the block ends; return those of a user without any right."""
+
+    def after_requests(count: float) -> None:
+        headers = {"content-type": "text/plain"}
+        httpx.post(f"{store.endpoint}/moto-api/reset-auth", content=str(count), headers=headers).raise_for_status()
+
+    keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}
+    client = boto3.client("iam", endpoint_url=store.endpoint, **keys)
+    client.create_user(UserName="reader")
+    made = client.create_access_key(UserName="reader")["AccessKey"]
+    after_requests(0)
+    try:
+        yield {"access_key_id": made["AccessKeyId"], "secret_access_key": made["SecretAccessKey"]}
+    finally:
+        after_requests(math.inf)
+
+
+def test_refused_keys_and_missing_rights_are_told_apart_and_no_file_is_said_to_be_gone(
+    store: EmbeddedS3, tmp_path: Path
+) -> None:
+    with keys_checked(store) as keys:
+        for code, given, said in (
+            ("lake_forbidden", keys, "the keys may not do this (AccessDenied"),
+            ("lake_credentials", keys | {"secret_access_key": "wrong"}, "SignatureDoesNotMatch"),
+            ("lake_credentials", {}, "InvalidAccessKeyId"),
+        ):
+            home = home_at(tmp_path / f"{code}{len(given)}{said[:5]}", store, **given)
+            told = told_of_the_lake(home)
+            assert (told.code, told.blocks) == (code, "home"), told
+            assert said in told.message
+            assert keys["secret_access_key"] not in told.message
+            layout = lake_layout(home, "web", home.config.streams["web"], StreamId(UUID(int=1)))
+            for call in (last_cut, first_cut):
+                with pytest.raises(LakeUnavailable) as caught:
+                    call(layout)
+                assert caught.value.code == code
+    home = home_at(tmp_path / "gone", store, bucket="no-such-bucket")
+    layout = lake_layout(home, "web", home.config.streams["web"], StreamId(UUID(int=1)))
+    for call in (last_cut, first_cut):
+        with pytest.raises(LakeUnavailable, match="the bucket doesn't exist"):
+            call(layout)
 
 
 def test_a_store_that_logs_are_shipped_to_is_written_read_and_left_as_it_was(

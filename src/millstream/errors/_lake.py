@@ -84,6 +84,24 @@ class LakeUnavailable(LakeError):
     code = "lake_unavailable"
     retry = Retry.BACKOFF
     default_hint = "Check the lake's disk or object store."
+    codes: ClassVar[Mapping[str, Code]] = {
+        "lake_credentials": Code(
+            "The lake's object store doesn't accept the keys, or there are none; details: path.",
+            Retry.BACKOFF,
+            "Set the keys in `[streams.S.lake.storage_options]`, or in the environment of `millstream run`; `millstream "
+            "doctor` tries them.",
+        ),
+        "lake_forbidden": Code(
+            "The keys of the lake's object store don't have a right that it needs; details: path.",
+            Retry.BACKOFF,
+            "Allow the keys to list, read, write and delete objects under the lake's `location`.",
+        ),
+        "lake_bucket_missing": Code(
+            "The bucket of the lake's object store doesn't exist; details: path.",
+            Retry.BACKOFF,
+            "Create the bucket, or name another one in the lake's `location`.",
+        ),
+    }
 
 
 class LakeBehind(LakeError):

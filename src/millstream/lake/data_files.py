@@ -32,6 +32,7 @@ from millstream.errors import LakeConflict, LakeUnavailable
 from millstream.lake.bounds import ColumnBounds
 from millstream.lake.delta import OpenTable, lake_errors, live_files, open_table
 from millstream.lake.layout import LakeLayout
+from millstream.lake.store_errors import plain_text, store_error
 from millstream.model.addresses import mask_address
 from millstream.model.ids import TableId
 
@@ -97,7 +98,7 @@ def probe_storage(layout: LakeLayout) -> None:
     """Write a test file into the lake's object store, read it and delete it.
 
     Raises:
-        LakeUnavailable: one of the steps failed; details: path, step.
+        LakeUnavailable: one of the steps failed, under its own code for keys, rights and the bucket; details: path, step.
     """
     name, step = f".millstream-probe-{secrets.token_hex(8)}", "written"
     said = pa.table({"written_by": ["millstream doctor"]})
@@ -111,7 +112,7 @@ def probe_storage(layout: LakeLayout) -> None:
         step = "deleted"
         storage.delete_file(name)
     except (DeltaError, OSError, ValueError, pa.ArrowException) as error:
-        raise _unfit(layout, step, " ".join(str(error).split())) from error
+        raise store_error(layout.location, error) or _unfit(layout, step, plain_text(error)) from error
     if not found.equals(said):
         raise _unfit(layout, "read", "something else came back")
 

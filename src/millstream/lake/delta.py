@@ -25,6 +25,7 @@ from deltalake.writer import WriterProperties
 
 from millstream.errors import LakeConflict, LakeError, LakeFilesGone, LakeTableForeign, LakeUnavailable
 from millstream.lake.layout import LakeLayout
+from millstream.lake.store_errors import plain_text, store_error
 from millstream.model.positions import Seq
 
 STAMP: Final = "millstream"
@@ -157,16 +158,25 @@ def lake_errors(path: str) -> Iterator[None]:
     """Translate delta-rs's errors."""
     try:
         yield
-    except CommitFailedError as error:
-        raise LakeConflict(f"another writer committed to {path} first: {error}", path=path) from error
-    except SchemaMismatchError as error:
-        raise LakeError(f"{path} can't take these columns: {error}", code="lake_schema_conflict", path=path) from error
-    except FileNotFoundError as error:
-        raise LakeFilesGone(f"a file of {path} is gone: {error}", path=path) from error
     except (DeltaError, OSError) as error:
-        raise LakeUnavailable(f"{path}: {error}", path=path) from error
+        raise _translated(path, error) from error
     except pa.ArrowException as error:
         raise LakeError(f"{path}: {error}", path=path) from error
+
+
+def _translated(path: str, error: Exception) -> LakeError:
+    if (refused := store_error(path, error)) is not None:
+        return refused
+    told = plain_text(error)
+    match error:
+        case CommitFailedError():
+            return LakeConflict(f"another writer committed to {path} first: {told}", path=path)
+        case SchemaMismatchError():
+            return LakeError(f"{path} can't take these columns: {told}", code="lake_schema_conflict", path=path)
+        case FileNotFoundError():
+            return LakeFilesGone(f"a file of {path} is gone: {told}", path=path)
+        case _:
+            return LakeUnavailable(f"{path}: {told}", path=path)
 
 
 def open_table(layout: LakeLayout, path: str, app: str, *, version: int | None = None) -> OpenTable | None:

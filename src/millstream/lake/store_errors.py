@@ -1,0 +1,76 @@
+"""What an object store refused, found in delta-rs's errors: they hold the store's answer as text, of whatever class.
+
+A missing bucket comes as a missing file among others, which must not be taken for one of the table's.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from millstream.errors import LakeUnavailable
+from millstream.model.addresses import mask_address
+
+_ANSWERED: Final = re.compile(r"<Code>(\w+)</Code>(?:\s*<Message>([^<]{0,300})</Message>)?")
+"""The body of an error as S3, Google's store and Azure's send it."""
+_CODES: Final = {
+    "lake_bucket_missing": frozenset({"NoSuchBucket", "ContainerNotFound"}),
+    "lake_credentials": frozenset(
+        {
+            "AuthenticationFailed",
+            "ExpiredToken",
+            "InvalidAccessKeyId",
+            "InvalidAuthenticationInfo",
+            "InvalidToken",
+            "NoAuthenticationInformation",
+            "SignatureDoesNotMatch",
+            "TokenRefreshRequired",
+        }
+    ),
+    "lake_forbidden": frozenset(
+        {
+            "AccessDenied",
+            "AccountProblem",
+            "AllAccessDisabled",
+            "AuthorizationFailure",
+            "AuthorizationPermissionMismatch",
+        }
+    ),
+}
+_SAID: Final = {
+    "lake_bucket_missing": "the bucket doesn't exist",
+    "lake_credentials": "the object store doesn't accept the keys",
+    "lake_forbidden": "the keys may not do this",
+}
+_COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
+_OF_THE_MACHINE: Final = re.compile(r"https?://(?:169\.254\.169\.254|metadata\.google\.internal|\[fd00:ec2::254\])[:/]")
+"""Where a machine in a cloud is asked for its role's keys, if no others are given."""
+
+
+def plain_text(error: BaseException) -> str:
+    """Return an error's text on one line, without the colours that delta-rs gives it."""
+    return " ".join(_COLOUR.sub("", str(error)).split())
+
+
+def store_error(path: str, error: BaseException) -> LakeUnavailable | None:
+    """Return what an object store refused; None if the error is another one.
+
+    Args:
+        path: the address of the table or the lake.
+        error: an error of delta-rs or pyarrow.
+    """
+    if "://" not in path:
+        return None
+    text = str(error)
+    if _OF_THE_MACHINE.search(text):
+        return LakeUnavailable(
+            f"{mask_address(path)}: there are no keys for the object store, and this machine has no role that gives them",
+            code="lake_credentials",
+            path=path,
+        )
+    for name, words in _ANSWERED.findall(text):
+        for code, names in _CODES.items():
+            if name in names:
+                told = f"{name}: {words}" if words else name
+                return LakeUnavailable(f"{mask_address(path)}: {_SAID[code]} ({told})", code=code, path=path)
+    return None
