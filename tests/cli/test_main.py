@@ -154,6 +154,25 @@ def test_init_writes_a_configuration_that_holds_no_password_and_never_overwrites
     assert (home / "millstream.toml").read_text() == text
 
 
+def test_init_writes_the_lakes_place_and_refuses_one_with_a_key(tmp_path: Path) -> None:
+    def shown(folder: Path, key: str) -> object:
+        done = here("--home", str(folder), "config", "show", "--json")
+        assert done.returncode == 0, done.stderr
+        return next(entry["value"] for entry in json.loads(done.stdout) if entry["key"] == key)
+
+    for number, place in enumerate(("s3://bucket/lake", "../elsewhere", 'a "quoted" folder')):
+        folder = tmp_path / str(number)
+        done = here("init", str(folder), "--stream", "shop", "--location", place)
+        assert done.returncode == 0, done.stderr
+        assert shown(folder, "streams.shop.lake.location") == place
+        assert ("storage_options]" in (folder / "millstream.toml").read_text()) == (number == 0)
+    refused = here("init", str(tmp_path / "no"), "--stream", "shop", "--location", "s3://key:s3cr3t@bucket/lake")
+    assert refused.returncode == 2
+    assert "storage_options" in refused.stderr
+    assert "s3cr3t" not in refused.stderr
+    assert not (tmp_path / "no").exists()
+
+
 @pytest.mark.parametrize(
     ("dsn", "written", "secret"),
     [

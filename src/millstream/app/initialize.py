@@ -49,6 +49,13 @@ tables = {tables}    # "!" in front leaves out: "!public.audit_*"
 # catch_up = "auto"    # a large backlog is read in chunks where that is faster; "never", "always"
 """
 
+_STORAGE: Final = """
+# [streams.{stream}.lake.storage_options]    # without these: from the environment, or the role of this machine
+# AWS_REGION = "eu-central-1"
+# AWS_ACCESS_KEY_ID = "${{AWS_ACCESS_KEY_ID}}"
+# AWS_SECRET_ACCESS_KEY = "${{AWS_SECRET_ACCESS_KEY}}"
+# AWS_ENDPOINT_URL = "https://store.example.com"    # of another store than Amazon's
+"""
 _TEMPLATE: Final = """\
 # A home of Millstream's. `millstream config show` prints every key with its value and where that came from.
 # ${{NAME}} in any string is taken from the environment.
@@ -62,11 +69,11 @@ _TEMPLATE: Final = """\
 
 [streams.{stream}.lake]
 format = "delta"
-location = "lake"    # a folder, from here; or the URL of an object store, with [streams.{stream}.lake.storage_options]
+location = {location}    # a folder, from here; or the URL of an object store: s3://bucket/folder
 # views = ["current", "history"]    # and "scd2": every version of each row, with the time at which it began and ended;
 #                                   # "merged": the rows of all regions
 # history_retention = "90d"    # whole days of history older than this go, once current has them; unset: kept for ever
-
+{storage}
 # [streams.{stream}.types]    # numeric columns without a precision are text in the lake, unless they stand here
 # "public.orders.total" = "decimal(38,9)"
 
@@ -110,7 +117,13 @@ class NewHome:
 
 
 def make_home(
-    folder: Path, *, stream: str, source: str | None, tables: Sequence[str], password_env: str | None = None
+    folder: Path,
+    *,
+    stream: str,
+    source: str | None,
+    tables: Sequence[str],
+    password_env: str | None = None,
+    location: str = "lake",
 ) -> NewHome:
     """Write `millstream.toml` into a folder, which is made if it doesn't exist.
 
@@ -121,14 +134,20 @@ def make_home(
             applications' appends.
         tables: patterns of the source's tables.
         password_env: the environment variable that holds the password, for a DSN without one.
+        location: where the lake's tables lie: a folder, from the home, or the URL of an object store.
 
     Raises:
-        UsageError: the folder has a configuration already; a name or a pattern is invalid; or the DSN is
-            invalid or ambiguous.
+        UsageError: the folder has a configuration already; a name or a pattern is invalid; the DSN is invalid or
+            ambiguous; or the location has a secret in it.
         MillstreamError (`home_unwritable`): the folder can't be written.
     """
     check_stream_name(stream)
     TablePatterns.parse(tables)
+    if mask_address(location) != location:
+        raise UsageError(
+            "--location is neither a folder nor the URL of an object store, or has a user, a password or a key in it",
+            hint="Leave the keys out: they belong into [streams.S.lake.storage_options], or the environment.",
+        )
     variable, password, has_variable = f"{stream.upper()}_PASSWORD", None, False
     if source is None:
         section = f"[streams.{stream}]    # no source: it has what applications append\n"
@@ -144,7 +163,8 @@ def make_home(
             tables="[" + ", ".join(map(_quoted, tables)) + "]",
             export="" if not has_variable else f"# before a command: export {variable}=…    (the password, as it is)\n",
         )
-    text = _TEMPLATE.format(stream=stream, source=section)
+    storage = _STORAGE.format(stream=stream) if "://" in location else ""
+    text = _TEMPLATE.format(stream=stream, source=section, location=_quoted(location), storage=storage)
     file = folder / FILE_NAME
     try:
         make_folder(folder)

@@ -44,6 +44,13 @@ from millstream.cli.context import (
     help="The environment variable that holds the password: the DSN contains none, and the file refers to the "
     "variable.",
 )
+@click.option(
+    "--location",
+    metavar="PLACE",
+    default="lake",
+    show_default=True,
+    help="Where the lake's tables lie: a folder, or the URL of an object store (s3://bucket/folder).",
+)
 @pass_invocation
 def init(
     invocation: Invocation,
@@ -52,6 +59,7 @@ def init(
     source: str | None,
     tables: tuple[str, ...],
     password_env: str | None,
+    location: str,
 ) -> None:
     """Write a commented millstream.toml into HOME (or the current folder); never overwrite one.
 
@@ -67,7 +75,10 @@ def init(
     if password_env is not None and source is None:
         raise UsageError("--password-env needs --source, the database that the password is for")
     home = Path(folder or invocation.home_named or ".").absolute()
-    made = make_home(home, stream=stream, source=source, tables=tables or ("public.*",), password_env=password_env)
+    patterns = tables or ("public.*",)
+    made = make_home(
+        home, stream=stream, source=source, tables=patterns, password_env=password_env, location=location
+    )
     note(f"Wrote {made.file}.")
     if made.variable is not None:
         what = "is set already" if os.environ.get(made.variable) else f"is needed:  export {made.variable}=…"
