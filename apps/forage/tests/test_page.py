@@ -73,7 +73,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def wait_for_feed(browser: Chromium, home: MemoryHome, number: int) -> None:
-    """Wait until the page shows a feed: from then on it replaces no card by itself."""
+    """Wait until the page shows a feed: from then on it replaces no card on its own."""
     wait_for(lambda: home.rows("impressions")[-1]["feed"] == number)
     browser.until(f"{FACTS}.endsWith('token {home.rows('impressions')[-1]['token']}')")
 
@@ -171,7 +171,7 @@ def test_opening_an_item_is_a_view_and_coming_back_a_dwell(
         browser.open(f"{address}/")
         browser.until(f"{CARDS} === 7")
         opened = browser.run(ITEMS)[0]
-        # The item's own address is in nobody's network.
+        # The item's own address is in no one's network.
         browser.run("document.querySelector('#feed h2 a').href = 'about:blank'")
         browser.click("#feed > li:first-child h2 a")
         wait_for(lambda: [row["kind"] for row in home.rows("signals")] == ["view"])

@@ -76,9 +76,7 @@ def init(
         raise UsageError("--password-env needs --source, the database that the password is for")
     home = Path(folder or invocation.home_named or ".").absolute()
     patterns = tables or ("public.*",)
-    made = make_home(
-        home, stream=stream, source=source, tables=patterns, password_env=password_env, location=location
-    )
+    made = make_home(home, stream=stream, source=source, tables=patterns, password_env=password_env, location=location)
     note(f"Wrote {made.file}.")
     if made.variable is not None:
         what = "is set already" if os.environ.get(made.variable) else f"is needed:  export {made.variable}=…"

@@ -1,4 +1,4 @@
-"""What an object store refused, found in delta-rs's errors: they hold the store's answer as text, of whatever class.
+"""Refusals of an object store, read from delta-rs's errors: they hold the store's answer as text, of whatever class.
 
 A missing bucket comes as a missing file among others, which must not be taken for one of the table's.
 """
