@@ -89,10 +89,12 @@ class Receiver:
                 while (line := data.readline()).startswith(b"POST "):
                     target = line.split()[1].decode()
                     headers = {}
-                    while line := data.readline().strip():
+                    while (line := data.readline()).strip():
                         name, _, value = line.decode("latin-1").partition(":")
                         headers[name.lower()] = value.strip()
-                    body = data.read(int(headers["content-length"]))
+                    body = data.read(int(headers.get("content-length", 0)))
+                    if not line or len(body) < int(headers["content-length"]):
+                        return  # the sender was killed, or gave up, while it sent
                     request = Request(number, target, headers, body)
                     self.requests.append(request)
                     self.answerer(connection, request)
