@@ -175,7 +175,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Written]:
             wait_for(lambda: lag("copied") == 0, what=lambda: http.get("/v1/streams/shop/consumers").text)
             connection.execute("CREATE PUBLICATION theirs FOR ALL TABLES")
             connection.execute("SELECT pg_create_logical_replication_slot('theirs', 'pgoutput')")
-            run(connection, [*after, *([statement] for statement in AFTER)])
+            # A column that was added between the same two looks at the source as a TRUNCATE has the table copied again.
+            altering = next(number for number, some in enumerate(after) if "ALTER TABLE" in some[0])
+            run(connection, after[:altering])
+            done(home, "capture", "run", "--until-caught-up")
+            run(connection, [*after[altering:], *([statement] for statement in AFTER)])
             connection.execute("SELECT pg_logical_emit_message(true, 'end', 'of it')")
             done(home, "capture", "run", "--until-caught-up")
             wait_for(
