@@ -38,7 +38,7 @@ from typing import Any
 
 from millstream.capture.column_rule_binding import TEXT_OID
 from millstream.capture.publication import Restriction
-from millstream.capture.shown_columns import Expected, Judgement, Shape, Shown, judged, kept
+from millstream.capture.shown_columns import Expected, Form, Judgement, Shape, Shown, judged, kept, numbers_of
 from millstream.capture.source import AttributeFacts, PartitionFacts, SourceTable
 from millstream.catalog import Catalog
 from millstream.model.column_rules import Rule, SourceRules
@@ -79,6 +79,13 @@ class KnownLayouts:
         # If the stream shows again what a copy didn't change, another copy won't either.
         odd = known.get("odd", []) if now.is_like(shapes[-1]) else []
         return judged([one for one in shown if one.stored_form() not in odd], shapes, now)
+
+    def numbers(
+        self, table: SourceTable, id_: TableId, now: Shape, shown: Sequence[Shown]
+    ) -> dict[Form, tuple[int, ...]]:
+        """Return the column numbers of forms that records of the table showed; see `shown_columns.numbers_of`."""
+        known = self._known.get(str(id_))
+        return {} if known is None else numbers_of(shown, _shapes(known, table), now)
 
     def remember(
         self,
@@ -138,7 +145,7 @@ class KnownLayouts:
         if known != value:
             self._catalog.put_fact(self._scope, str(id_), value)
             self._known[str(id_)] = value
-        return Expected(now.form, is_certain=len(shapes) == 1)
+        return Expected(now.form, is_certain=len(shapes) == 1, numbers=tuple(sorted(now.columns)))
 
     def forget(self, id_: TableId) -> None:
         """Delete what is recorded of a table that is gone: a relation that comes back is a new table."""

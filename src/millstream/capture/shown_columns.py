@@ -16,7 +16,8 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
@@ -30,6 +31,8 @@ Form: TypeAlias = tuple[tuple[str, int], ...]
 
 _WAYS_MAX: Final = 2000
 """Readings of a form that are tried; a form with more of them counts as unclear."""
+_ASK_AGAIN_S: Final = 0.5
+"""Time after which another look is requested for a form that waits for one."""
 _LOOKS_MAX: Final = 2
 """Looks after which a form that no reading explains counts as unclear: the first may miss a change that has just
 committed."""
@@ -77,6 +80,8 @@ class Expected:
     form: Form
     is_certain: bool
     """Whether records of this form need no explanation: the stream has come past all changes of the columns."""
+    numbers: tuple[int, ...] = ()
+    """The numbers of the form's columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +117,12 @@ class ShownColumns:
         """Forms that the running look has to explain; the same form may be noted again at once."""
         self._forgotten: set[TableId] = set()
         """Tables whose forms were forgotten since the look began: what it leaves of them doesn't count."""
+        self._explained: dict[TableId, dict[Form, tuple[int, ...]]] = {}
+        """The numbers that the last look found for forms; empty for a form that it couldn't explain."""
+        self._begun = self._ended = 0
+        """Number of the last look that has begun, and of the last that has ended."""
+        self._looks = threading.Condition(self._lock)
+        """Notified after each look."""
         self._stored: set[TableId] = set()
         """Tables with forms in the catalog: also those of an earlier process, before the first look of this one."""
         for id_, forms in catalog.facts(self._scope).items():
@@ -123,17 +134,53 @@ class ShownColumns:
         """Note the form of records that are about to enter the log; return whether it is another than expected."""
         if schema.kind is not TableKind.TABLE:
             return False
-        form = tuple((column.name, 0 if column.pg is None else column.pg.oid) for column in schema.columns)
-        table = schema.table_id
         with self._lock:
-            forms = self._shown.setdefault(table, {})
-            if form in forms:
-                return False
-            shown = forms[form] = Shown(form, self._since)
+            return self._note(schema.table_id, form_of(schema))
+
+    def _note(self, table: TableId, form: Form) -> bool:
+        forms = self._shown.setdefault(table, {})
+        if form in forms:
+            return False
+        shown = forms[form] = Shown(form, self._since)
+        expected = self._expected.get(table)
+        if self._is_unusual(shown, expected):
+            self._store(table)
+        return expected is not None and form != expected.form
+
+    def numbers(self, table: TableId, form: Form) -> tuple[int, ...]:
+        """Return the numbers of the columns of records of a form, if they are certain by the last look; else nothing."""
+        with self._lock:
             expected = self._expected.get(table)
-            if self._is_unusual(shown, expected):
-                self._store(table)
-            return expected is not None and form != expected.form
+            is_known = expected is not None and expected.is_certain and expected.form == form
+            return expected.numbers if expected is not None and is_known else ()
+
+    def found_numbers(
+        self, table: TableId, form: Form, *, look: Callable[[], None], patience_s: float
+    ) -> tuple[int, ...]:
+        """Wait for a look, and return the numbers of the columns of records of a form that come next in the stream.
+
+        Args:
+            table: the table.
+            form: the form.
+            look: requests a look; called repeatedly.
+            patience_s: how long to wait.
+
+        Returns:
+            Nothing if more than one reading is possible, or no look has explained the form in time.
+        """
+        until = time.monotonic() + patience_s
+        with self._lock:
+            if table not in self._expected:
+                return ()
+            self._note(table, form)
+            # A look that has begun by now may miss the change that the form shows.
+            begun = self._begun
+            while (left := until - time.monotonic()) > 0:
+                look()
+                self._looks.wait(min(left, _ASK_AGAIN_S))
+                if self._ended > begun and form in self._explained.get(table, {}):
+                    return self._explained[table][form]
+            return ()
 
     def forget(self, table: TableId) -> None:
         """Forget a table's forms: its earlier records no longer count."""
@@ -152,19 +199,29 @@ class ShownColumns:
         """
         with self._lock:
             self._since = max(self._since, passed)
+            self._begun += 1
             for table, forms in self._shown.items():
                 self._looked_at[table] = forms | self._looked_at.get(table, {})
             self._shown, self._forgotten = {}, set()
             return {table: tuple(forms.values()) for table, forms in self._looked_at.items()}
 
-    def end_look(self, left: Mapping[TableId, Sequence[Shown]], expected: Mapping[TableId, Expected]) -> None:
+    def end_look(
+        self,
+        left: Mapping[TableId, Sequence[Shown]],
+        expected: Mapping[TableId, Expected],
+        numbers: Mapping[TableId, Mapping[Form, tuple[int, ...]]] | None = None,
+    ) -> None:
         """End the look: other forms than those that are left are explained, or no longer count.
 
         Args:
             left: the forms for the next look to explain, by table.
             expected: the form of later records, by table.
+            numbers: the column numbers of forms, by table, as `numbers_of` returns them.
         """
         with self._lock:
+            self._explained = {table: dict(forms) for table, forms in (numbers or {}).items()}
+            self._ended = self._begun
+            self._looks.notify_all()
             self._looked_at = {}
             self._expected = dict(expected)
             for table, forms in left.items():
@@ -229,8 +286,7 @@ def judged(shown: Sequence[Shown], before: Sequence[Shape], now: Shape) -> Judge
     """
     left = []
     for one in shown:
-        earlier = _at(before, one.since)
-        found = list(itertools.islice(readings(one.form, earlier, now), _WAYS_MAX + 1))
+        found = _readings(one, before, now)
         names = ", ".join(name for name, _ in one.form)
         if not found and one.looks + 1 < _LOOKS_MAX:
             left.append(replace(one, looks=one.looks + 1))
@@ -241,6 +297,24 @@ def judged(shown: Sequence[Shown], before: Sequence[Shape], now: Shape) -> Judge
                 return Judgement(wrong[0])
             return Judgement(f"records have the columns {names}, of which some were dropped and added since")
     return Judgement(None, tuple(left))
+
+
+def numbers_of(shown: Sequence[Shown], before: Sequence[Shape], now: Shape) -> dict[Form, tuple[int, ...]]:
+    """Return the column numbers of forms that have one reading, and nothing for those that have several.
+
+    A form without a reading, which the next look may explain, isn't among them. The arguments are those of `judged`.
+    """
+    found = {one.form: _readings(one, before, now) for one in shown}
+    return {form: ways[0] if len(ways) == 1 else () for form, ways in found.items() if ways}
+
+
+def _readings(shown: Shown, before: Sequence[Shape], now: Shape) -> list[tuple[int, ...]]:
+    return list(itertools.islice(readings(shown.form, _at(before, shown.since), now), _WAYS_MAX + 1))
+
+
+def form_of(schema: TableSchema) -> Form:
+    """Return the form of records with a schema."""
+    return tuple((column.name, 0 if column.pg is None else column.pg.oid) for column in schema.columns)
 
 
 def kept(before: Sequence[Shape], since: Lsn) -> list[Shape]:

@@ -141,6 +141,12 @@ class SourceTable:
         return any(column.name in self.rules for column in self.key)
 
     @property
+    def column_numbers(self) -> tuple[int, ...]:
+        """The numbers of the relation's columns, in their order."""
+        numbers = {column.name: column.number for column in self.layout}
+        return tuple(numbers[column.name] for column in self.relation.columns)
+
+    @property
     def full_name(self) -> str:
         """`schema.name` as PostgreSQL quotes it."""
         return qualified_name(self.namespace, self.name)

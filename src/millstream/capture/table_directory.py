@@ -7,7 +7,7 @@ differs from the one before; new tables and new schema versions are written to i
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,7 +16,7 @@ import structlog
 from millstream.capture.column_rule_binding import RULES, ColumnRules
 from millstream.capture.config import CaptureConfig
 from millstream.capture.raw_past import RawPast
-from millstream.capture.shown_columns import ShownColumns
+from millstream.capture.shown_columns import ShownColumns, form_of
 from millstream.capture.source import KeyColumn, SourceTable
 from millstream.catalog import COPY_HELD, Catalog, TableRow, TableState
 from millstream.codec.pgoutput import MESSAGES_COLUMNS, Relation, raw_schema, table_schema
@@ -32,6 +32,9 @@ from millstream.model.schema import ReplicaIdentity, TableKind, TableSchema
 NO_IDENTITY: Final = (
     "its replica identity gives updates and deletes no key; inserts and truncates alone are captured, into history"
 )
+
+_LOOK_PATIENCE_S: Final = 10.0
+"""How long the stream waits for a look at the source's tables that explains a form of records."""
 
 logger = structlog.get_logger("millstream.capture")
 
@@ -79,6 +82,8 @@ class TableDirectory:
         """By table, the key of its last record in the log."""
         self.look_wanted = threading.Event()
         """Set if the stream shows that the last look at the source's tables is outdated."""
+        self.hurry: Callable[[], None] = lambda: None
+        """Wakes the thread that looks at the source's tables."""
 
     @property
     def source(self) -> SourceId:
@@ -123,7 +128,7 @@ class TableDirectory:
             row, facts = self._rows.get(relation.oid), self._facts.get(relation.oid)
             known = self._answers.get(relation.oid)
         asked = (relation.encoded, None if row is None else row.state, None if facts is None else facts.key)
-        if known is not None and known.asked == asked:
+        if known is not None and known.asked == asked and not self._gets_numbers(known.schema):
             schema = known.schema
         else:
             schema = self._resolve(relation, row, facts)
@@ -133,6 +138,12 @@ class TableDirectory:
         if schema is not None:
             self.note_form(schema)
         return schema
+
+    def _gets_numbers(self, schema: TableSchema | None) -> bool:
+        """Whether a schema lacks the numbers of its columns, and a look has found them since."""
+        if schema is None or schema.kind is not TableKind.TABLE or schema.is_numbered:
+            return False
+        return bool(self.shown.numbers(schema.table_id, form_of(schema)))
 
     def note_form(self, schema: TableSchema) -> None:
         """Note that records with this schema are about to enter the log. Any thread."""
@@ -268,9 +279,22 @@ class TableDirectory:
         if row.state is TableState.HISTORY_ONLY:
             key = ()
         schema = table_schema(relation, source=self._source, key=key, table_id=row.id)
+        schema = schema.with_numbers(self._numbers(schema, row))
         if row.state is not TableState.HISTORY_ONLY:
             self._settle_key(row, schema, facts)
         return self._catalog.put_schema(self.stream, schema)
+
+    def _numbers(self, schema: TableSchema, row: TableRow) -> tuple[int, ...]:
+        """Return the columns' numbers in the source, which the stream doesn't send; nothing if they aren't known."""
+        form = form_of(schema)
+        numbers = self.shown.numbers(row.id, form)
+        if numbers or not self._config.follows_names:
+            return numbers
+        return self.shown.found_numbers(row.id, form, look=self._look_now, patience_s=_LOOK_PATIENCE_S)
+
+    def _look_now(self) -> None:
+        self.look_wanted.set()
+        self.hurry()
 
     def _settle_key(self, row: TableRow, schema: TableSchema, facts: SourceTable | None) -> None:
         """Request another copy of a table whose records have another key from here on.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 import structlog
@@ -35,7 +35,7 @@ from millstream.capture.publication import (
 )
 from millstream.capture.raw_past import note_raw_values
 from millstream.capture.rewrite_detection import KnownLayouts, shape_of
-from millstream.capture.shown_columns import Expected, Shape, Shown
+from millstream.capture.shown_columns import Expected, Form, Shape, Shown
 from millstream.capture.slot import read_slot
 from millstream.capture.source import Connection, SourceIdentity, SourceTable, connect_same, insert_lsn
 from millstream.capture.table_directory import NO_IDENTITY, TableDirectory
@@ -129,6 +129,7 @@ class WatchedTables:
             self.renew_at = insert_lsn(connection)
         sent = restrictions(connection, self.coverage.publications)
         left, expected = dict[TableId, Sequence[Shown]](), dict[TableId, Expected]()
+        numbers = dict[TableId, Mapping[Form, tuple[int, ...]]]()
         for table in tables:
             row = self._directory.table_row(table)
             if table.refusal is not None:
@@ -136,12 +137,14 @@ class WatchedTables:
                 continue
             restriction = sent.get((table.namespace, table.name)) or Restriction()
             now = shape_of(table, restriction, self.seen_at)
-            left[row.id], expected[row.id] = self._settle_layout(table, row, restriction, now, shown.get(row.id, ()))
+            forms = shown.get(row.id, ())
+            numbers[row.id] = self._layouts.numbers(table, row.id, now, forms) if forms else {}
+            left[row.id], expected[row.id] = self._settle_layout(table, row, restriction, now, forms)
             self._settle(table, row)
         self._notice_leaving(connection, known.values(), passed)
         self._directory.refresh()
         # Last: capture ends only once every form is explained, and the table's state shows a copy that this requests.
-        self._directory.shown.end_look({table: forms for table, forms in left.items() if forms}, expected)
+        self._directory.shown.end_look({table: forms for table, forms in left.items() if forms}, expected, numbers)
 
     def _settle(self, table: SourceTable, row: TableRow) -> None:
         """Update a table's state after a change of its identity or of the publications."""
@@ -273,6 +276,8 @@ class Watcher:
         self._on_look = on_look
         self._stop = threading.Event()
         self._beat = threading.Event()
+        self._wake = threading.Event()
+        directory.hurry = self._wake.set
         self._last_end = Lsn(0)
         self._last_beat = time.monotonic()
         self._can_beat = True
@@ -292,7 +297,7 @@ class Watcher:
     def stop(self) -> None:
         """Stop the thread and wait for its end."""
         self._stop.set()
-        self._beat.set()
+        self._wake.set()
         self._worker.join()
 
     def check(self) -> None:
@@ -302,6 +307,7 @@ class Watcher:
     def beat_soon(self) -> None:
         """Send a heartbeat within a second, even if the source isn't idle."""
         self._beat.set()
+        self._wake.set()
 
     def _look_on(self) -> None:
         while not self._stop.is_set():
@@ -330,7 +336,9 @@ class Watcher:
             self._on_look(self._directory.refresh())
             if not self._identity.on_standby and self._can_beat:
                 self._beat_where_idle(connection, asked=asked)
-            asked = self._beat.wait(min(_STATES_EVERY_S, self._config.look_s))
+            self._wake.wait(min(_STATES_EVERY_S, self._config.look_s))
+            self._wake.clear()
+            asked = self._beat.is_set()
             self._beat.clear()
 
     def _look_at_slot(self, connection: Connection) -> None:

@@ -5,7 +5,8 @@ Runs in executors, with only the core package and deltalake.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -13,12 +14,14 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from millstream.lake.column_names import Renames, renames_in
 from millstream.lake.commit_cuts import cuts_between
 from millstream.lake.data_files import table_in
 from millstream.lake.delta import OpenTable, lake_errors, live_files
 from millstream.lake.layout import LakeLayout
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
+from millstream.model.schema import TableSchema
 
 if TYPE_CHECKING:
     import pyarrow.dataset as ds  # imports pandas if installed: seconds that a query needn't wait
@@ -32,6 +35,70 @@ def read_history(
     """Return history's records in `(after, upto]`, in any order; see `scan_history`."""
     with lake_errors(opened.path):
         return scan_history(opened, after=after, upto=upto, columns=columns, table=table).to_table()
+
+
+@dataclass(frozen=True, slots=True)
+class NamedScan:
+    """A scan of one table's records under the names that its columns have in a schema."""
+
+    scanner: ds.Scanner
+    renames: Renames | None
+    """How the records name the columns; None: as the schema."""
+    schema: pa.Schema
+    """The columns of the records."""
+
+    def batches(self) -> Iterator[pa.Table]:
+        """Yield the records in pieces of bounded size, in any order."""
+        for batch in self.scanner.to_batches():
+            rows = pa.Table.from_batches([batch])
+            yield rows if self.renames is None else self.renames.renamed(rows, self.schema)
+
+    def to_table(self) -> pa.Table:
+        """Return all records."""
+        rows = self.scanner.to_table()
+        return rows if self.renames is None else self.renames.renamed(rows, self.schema)
+
+
+def scan_named(
+    opened: OpenTable,
+    schema: TableSchema,
+    *,
+    after: Seq,
+    upto: Seq,
+    columns: Sequence[str],
+    only: Callable[[str], pc.Expression | None] | None = None,
+) -> NamedScan:
+    """Return a scan of a table's records in `(after, upto]`, under the names of a schema.
+
+    Args:
+        opened: the history table.
+        schema: the table, and the names of its columns.
+        after: exclusive.
+        upto: inclusive.
+        columns: names of that schema, and of the records' own columns; those that no record has are left out.
+        only: returns a condition on the first key column, by its name in the files; records for which none holds may be
+            left out.
+    """
+    table, renames = schema.table_id, renames_in(opened, schema.table_id, schema, after=after, upto=upto)
+    if renames is None:
+        some = None if only is None else only(schema.key[0])
+        scanner = scan_history(opened, after=after, upto=upto, columns=columns, table=table, only=some)
+        return NamedScan(scanner, None, scanner.projected_schema)
+    have = opened.schema()
+    shape = renames.types(columns, have)
+    some = None if only is None else _any_of([only(name) for name in renames.names_of(schema.key[0], have)])
+    scanner = scan_history(opened, after=after, upto=upto, columns=renames.physical(columns), table=table, only=some)
+    return NamedScan(scanner, renames, shape)
+
+
+def _any_of(conditions: Sequence[pc.Expression | None]) -> pc.Expression | None:
+    """Return whether one of some conditions holds; None if one of them is none."""
+    found: pc.Expression | None = None
+    for condition in conditions:
+        if condition is None:
+            return None
+        found = condition if found is None else found | condition
+    return found
 
 
 def scan_history(

@@ -12,7 +12,8 @@ brought from an earlier folder lie between the others' by number. Two things tel
   version again.
 
 The number of eras is bounded. From `ERAS_MAX` on, the oldest go, except the first and the last of each time that
-a table had a name. They are the ones that decide ownership and beginnings.
+a table had a name, and those that rename columns. They are the ones that decide ownership, beginnings, and which column
+a name meant.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import base64
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -88,13 +90,33 @@ class Eras:
         """Return the eras without the oldest ones above the bound."""
         owners = [(schema.table_id, folder_of(schema)) for _, schema in self.told]
         kept, complete_from = list(self.told[:1]), self.complete_from
+        names = self._names()
         for place, era in enumerate(self.told[1:], 1):
             is_old = place < len(self.told) - ERAS_MAX
-            if is_old and owners[place - 1] == owners[place] == owners[place + 1]:
+            if is_old and owners[place - 1] == owners[place] == owners[place + 1] and names[place - 1] == names[place]:
                 complete_from = self.told[place + 1][0]
             else:
                 kept.append(era)
         return replace(self, told=tuple(kept), complete_from=complete_from)
+
+    def _names(self) -> list[dict[int, str]]:
+        """Return, for each era, the names of those columns by number that have had another one, or whose name another had."""
+        pairs = {
+            (schema.table_id, column.number, column.name)
+            for _, schema in self.told
+            for column in schema.columns
+            if column.number
+        }
+        numbers = Counter((table, number) for table, number, _ in pairs)
+        names = Counter((table, name) for table, _, name in pairs)
+        return [
+            {
+                column.number: column.name
+                for column in schema.columns
+                if numbers[schema.table_id, column.number] > 1 or names[schema.table_id, column.name] > 1
+            }
+            for _, schema in self.told
+        ]
 
     def properties(self) -> dict[str, str]:
         """Return the property that records the eras."""

@@ -8,8 +8,8 @@ be read without the catalog. `arrow` types are those of the log; the lake's may 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Final, Self, cast
 
@@ -59,6 +59,8 @@ class Column:
     pg: PgType | None = None
     accumulates: str = ""
     """How rows add to the column's value, as the merge is declared (`pn_counter(increments)`); empty if they replace it."""
+    number: int = 0
+    """The column's number in the source (`attnum`), which a rename doesn't change; 0 if it has none, or isn't known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,11 @@ class TableSchema:
     """
 
     @property
+    def column_names(self) -> list[str]:
+        """Names of the columns, in order."""
+        return [column.name for column in self.columns]
+
+    @property
     def accumulating(self) -> tuple[str, ...]:
         """Names of the columns to whose value rows add."""
         return tuple(column.name for column in self.columns if column.accumulates)
@@ -96,6 +103,18 @@ class TableSchema:
     def full_name(self) -> str:
         """`schema.table` as PostgreSQL quotes it; `_messages` for logical messages."""
         return self.name if self.kind is TableKind.MESSAGES else qualified_name(self.namespace, self.name)
+
+    def with_numbers(self, numbers: Sequence[int]) -> Self:
+        """Return the schema with its columns' numbers in the source, in order; as it is if there are none."""
+        if not numbers:
+            return self
+        columns = (replace(column, number=number) for column, number in zip(self.columns, numbers, strict=True))
+        return replace(self, columns=tuple(columns))
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether the numbers of all columns are known."""
+        return bool(self.columns) and all(column.number for column in self.columns)
 
     def column(self, name: str) -> Column:
         """Return the column of that name; raises `KeyError` if there is none."""
@@ -118,7 +137,13 @@ class TableSchema:
         facts = _read_facts((schema.metadata or {})[_METADATA_KEY])
         own = list(schema)[max(len(schema) - len(facts["columns"]), 0) :]
         columns = tuple(
-            Column(field.name, field.type, None if c["pg"] is None else PgType(*c["pg"]), c.get("accumulates", ""))
+            Column(
+                field.name,
+                field.type,
+                None if c["pg"] is None else PgType(*c["pg"]),
+                c.get("accumulates", ""),
+                c.get("number", 0),
+            )
             for field, c in zip(own, facts["columns"], strict=True)
         )
         if [column.name for column in columns] != [c["name"] for c in facts["columns"]]:
@@ -150,6 +175,7 @@ class TableSchema:
                     "name": c.name,
                     "pg": None if c.pg is None else [c.pg.oid, c.pg.modifier, c.pg.name],
                     **({"accumulates": c.accumulates} if c.accumulates else {}),
+                    **({"number": c.number} if c.number else {}),
                 }
                 for c in self.columns
             ],
@@ -186,7 +212,12 @@ def _read_facts(text: bytes) -> Mapping[str, Any]:
             raise TypeError(f"the type of column {column['name']} is none")
         if type(column.get("accumulates", "")) is not str:
             raise TypeError(f"the way in which column {column['name']} accumulates is no text")
+        if type(column.get("number", 0)) is not int or column.get("number", 0) < 0:
+            raise TypeError(f"the number of column {column['name']} is none")
     names = [column["name"] for column in facts["columns"]]
     if len(set(names)) != len(names):
         raise ValueError("a column is named twice")
+    numbers = [column["number"] for column in facts["columns"] if column.get("number")]
+    if len(set(numbers)) != len(numbers):
+        raise ValueError("two columns have one number")
     return cast("Mapping[str, Any]", facts)

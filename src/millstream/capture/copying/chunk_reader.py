@@ -392,7 +392,8 @@ def table_of(table: SourceTable, source: SourceId, table_id: TableId) -> TableSc
     """Return the schema of a table as the source's catalogs have it now; its version isn't known yet."""
     full = table.replica_identity is ReplicaIdentity.FULL
     key = tuple(column.name for column in table.key) if full else None
-    return table_schema(table.relation, source=source, key=key, table_id=table_id)
+    schema = table_schema(table.relation, source=source, key=key, table_id=table_id)
+    return schema.with_numbers(table.column_numbers)
 
 
 def _copy_query(

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from millstream.lake.delta import OpenTable, live_files
 from millstream.lake.folded.current_fold import fold_records, run_of
 from millstream.lake.keys import Keys, key_codes
-from millstream.lake.scan import scan_history
+from millstream.lake.scan import scan_named
 from millstream.lake.types import EXACT
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
@@ -59,8 +59,8 @@ def plan_build(
     key = list(schema.key)
     names = ["__op", "__seq", "__unchanged", EXACT.name, "__before", *key]
     seen = _KeyPass(schema, key)
-    for batch in scan_history(history, after=Seq(0), upto=upto, columns=names, table=schema.table_id).to_batches():
-        seen.take(pa.Table.from_batches([batch]))
+    for rows in scan_named(history, schema, after=Seq(0), upto=upto, columns=names).batches():
+        seen.take(rows)
     size = sum(live_files(history).column("size_bytes").to_pylist())
     moved = seen.moved_keys()
     count = max(1, -(-size * _EXPANSION // part_bytes))
@@ -78,21 +78,18 @@ def build_rows(history: OpenTable, schema: TableSchema, columns: pa.Schema, upto
         LakeError: a record leaves a column unchanged and history holds no earlier row of it.
     """
     names = ["__op", "__seq", "__unchanged", EXACT.name, "__before", *columns.names]
-    scan = scan_history(
+    types = history.schema()
+    scan = scan_named(
         history,
+        schema,
         after=part.after,
         upto=upto,
         columns=names,
-        table=schema.table_id,
-        only=_coarse(part, schema.key[0], floating=pa.types.is_floating(columns.field(schema.key[0]).type)),
+        only=lambda name: _coarse(part, name, types.field(name).type, columns.field(schema.key[0]).type),
     )
-    held = []
-    for batch in scan.to_batches():
-        if batch.num_rows:
-            rows = pa.Table.from_batches([batch])
-            held.append(rows.filter(pa.array(_mine(rows, part, schema.key))))
+    held = [rows.filter(pa.array(_mine(rows, part, schema.key))) for rows in scan.batches() if rows.num_rows]
     nothing = pa.schema([*columns, EXACT]).empty_table()
-    records = pa.concat_tables(held) if held else scan.projected_schema.empty_table()
+    records = pa.concat_tables(held) if held else scan.schema.empty_table()
     return fold_records(records, schema, columns, lambda _keys: nothing).rows
 
 
@@ -175,10 +172,13 @@ class _KeyPass:
         return picked
 
 
-def _coarse(part: BuildPart, name: str, *, floating: bool) -> pc.Expression | None:
-    """Return a filter on the first key column of a part's records, for skipping in the scan; it may admit others."""
+def _coarse(part: BuildPart, name: str, kind: pa.DataType, wanted: pa.DataType) -> pc.Expression | None:
+    """Return a filter on the first key column of a part's records, for skipping in the scan; it may admit others.
+
+    None if the column's type in history isn't the wanted one, as it may be under a name that other columns had.
+    """
     column = pc.field(name)
-    if floating:
+    if pa.types.is_floating(wanted) or not kind.equals(wanted):
         return None  # no range includes a NaN, and 0 isn't -0 to a scan
     if part.movers:
         assert part.moved is not None, "the part of the moved keys has some"

@@ -21,6 +21,7 @@ import pyarrow as pa
 from millstream import failpoints
 from millstream.errors import LakeError, LakeUnavailable
 from millstream.lake.bounds import boundable
+from millstream.lake.column_names import Names, names_at, own_types, schema_at
 from millstream.lake.data_files import NewFile, TableFiles, swap
 from millstream.lake.delta import (
     BOUNDED_PROPERTY,
@@ -35,15 +36,15 @@ from millstream.lake.delta import (
 from millstream.lake.folded.build import BuildPart, build_rows, plan_build
 from millstream.lake.folded.current_fold import Folded, fold_records
 from millstream.lake.folded.leaves import LEAF_BYTES, Leaves
-from millstream.lake.folded.rewrite import Change, LeafWriter, Touched, placed, touched
+from millstream.lake.folded.rewrite import Change, LeafWriter, Touched, named, placed, touched
 from millstream.lake.folder import history_from, lacks_beginning
 from millstream.lake.history import open_history
 from millstream.lake.keys import Keys, having
 from millstream.lake.layout import LakeLayout, TableCommit, folder_of, has_current
-from millstream.lake.scan import count_history, emptied, fold_step, read_history
+from millstream.lake.scan import count_history, emptied, fold_step, scan_named
 from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import newest_schema
-from millstream.lake.types import EXACT, conform, lake_columns, same_type
+from millstream.lake.types import EXACT, lake_columns, same_type
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
@@ -90,6 +91,8 @@ class FoldPlan:
     anew: bool
     """Whether all files are rewritten, in columns that the table doesn't have yet."""
     sizes: FoldSizes
+    renamed: Names | None = None
+    """The columns' names in the table's files, if they are others."""
     parts: tuple[tuple[int, ...], ...] = ()
     """Indexes of the leaves that each part rewrites."""
     build: tuple[BuildPart, ...] = ()
@@ -118,6 +121,11 @@ class FoldPlan:
     def forgets(self, folded: Folded) -> bool:
         """Whether no existing row stays: the table was truncated, or its rows are of another table of this name."""
         return self.after is None or folded.truncated
+
+    def leaves(self, opened: OpenTable) -> Leaves:
+        """Return the table's files."""
+        renamed = self.renamed or {}
+        return Leaves(opened, [renamed.get(name, name) or name for name in self.schema.key])
 
     def history(self) -> OpenTable:
         """Return the table's history, opened now."""
@@ -149,7 +157,7 @@ class Fold:
         if self.held is not None:
             return self.held
         opened = _at(self.plan)
-        leaves = Leaves(opened, self.plan.schema.key)
+        leaves = self.plan.leaves(opened)
         return opened, leaves, _folded(self.plan, leaves)
 
     def write(self, part: int) -> list[NewFile]:
@@ -160,7 +168,14 @@ class Fold:
         """
         plan = self.plan
         files = TableFiles(plan.layout, plan.path, plan.bounded)
-        writer = LeafWriter(files, plan.target, plan.schema.key, plan.version + 1, leaf_bytes=plan.sizes.leaf_bytes)
+        writer = LeafWriter(
+            files,
+            plan.target,
+            plan.schema.key,
+            plan.version + 1,
+            leaf_bytes=plan.sizes.leaf_bytes,
+            renamed=plan.renamed,
+        )
         if plan.build:
             writer.add(build_rows(plan.history(), plan.schema, plan.columns, plan.upto, plan.build[part]))
             return writer.written()
@@ -196,7 +211,7 @@ class Fold:
         """
         plan = self.plan
         opened = _at(plan)
-        leaves = Leaves(opened, plan.schema.key)
+        leaves = plan.leaves(opened)
         rewritten = (
             range(len(leaves)) if plan.anew else sorted({p for part in plan.parts for p in part if p < len(leaves)})
         )
@@ -274,7 +289,7 @@ def begin_fold(  # noqa: D417 - `anew` is described, as code
     if newest.table_id != schema.table_id:
         # Another table has the name by now, and `current` is its table.
         return _standing(schema, opened, upto)
-    schema = newest
+    schema = schema_at(history, newest, upto)
     columns = current_columns(layout, schema, history)
     opened = with_features(layout, opened or _create(layout, schema, path, app, columns), columns)
     first = anew or not opened.held
@@ -297,27 +312,31 @@ def begin_fold(  # noqa: D417 - `anew` is described, as code
         # In steps, readers would see the partial table in between: a copy that follows an earlier one empties it
         # first.
         first, step = True, upto
+    if step < upto:
+        schema = schema_at(history, newest, step)
+        columns = current_columns(layout, schema, history)
     bounded = _bounded(opened, columns, schema.key)
     if first and schema.key and count_history(history, after=Seq(0))(upto) > sizes.build_rows_min:
         parts, exact = plan_build(history, schema, upto, part_bytes=sizes.build_bytes)
         plan = FoldPlan(layout, schema, columns, exact, bounded, None, upto, opened.version, True, sizes)
         return Fold(replace(plan, build=parts))
     after = None if first else opened.n
-    plan = FoldPlan(layout, schema, columns, False, bounded, after, step, opened.version, first, sizes)
+    renamed = None if after is None else names_at(history, schema, after)
+    plan = FoldPlan(layout, schema, columns, False, bounded, after, step, opened.version, first, sizes, renamed)
     return _begun(plan, opened, history)
 
 
 def _begun(plan: FoldPlan, opened: OpenTable, history: OpenTable) -> Fold | FoldOutcome:
     """Return the fold with its parts; columns to add have already been added to the table."""
-    leaves = Leaves(opened, plan.schema.key)
+    leaves = plan.leaves(opened)
     folded = _folded(plan, leaves, history)
     have = opened.schema()
     exact = EXACT.name in have.names or folded.rows.column(EXACT.name).null_count < folded.rows.num_rows
     plan = replace(plan, exact=exact)
     evolved = _evolved(have, plan.target)
-    if plan.after is not None and folded.records == 0 and not evolved:
+    if plan.after is not None and folded.records == 0 and not evolved and plan.renamed is None:
         return _standing(plan.schema, opened, plan.upto, leaves.size_bytes)
-    anew = plan.anew or evolved == "rewrite" or not _bounds_stand(plan, opened)
+    anew = plan.anew or evolved == "rewrite" or plan.renamed is not None or not _bounds_stand(plan, opened)
     if evolved == "add" and not anew:
         add_columns(opened, plan.target)
         plan = replace(plan, version=opened.version)
@@ -363,19 +382,19 @@ def _parts(hit: Sequence[int], leaves: Leaves, part_bytes: int | None) -> tuple[
 def _folded(plan: FoldPlan, leaves: Leaves, history: OpenTable | None = None) -> Folded:
     """Return the folded records after the table's position."""
     columns = plan.columns
-    tail = read_history(
+    tail = scan_named(
         history or plan.history(),
+        plan.schema,
         after=plan.after or Seq(0),
         upto=plan.upto,
         columns=tail_columns(columns),
-        table=plan.schema.table_id,
-    )
+    ).to_table()
     files = TableFiles(plan.layout, plan.path)
 
     def lookup(keys: Keys) -> pa.Table:
         if plan.after is None:
             return pa.schema([*columns, EXACT]).empty_table()
-        return _rows_in(files, leaves, keys, columns)
+        return _rows_in(files, leaves, keys, columns, plan.renamed)
 
     return fold_records(tail, plan.schema, columns, lookup)
 
@@ -390,6 +409,8 @@ def _at(plan: FoldPlan) -> OpenTable:
 def current_columns(layout: LakeLayout, schema: TableSchema, history: OpenTable) -> pa.Schema:
     """Return the columns of `current`: the newest schema's, in the types that history keeps them in."""
     have = history.schema()
+    own = own_types(history, schema, layout.types)
+    have = have if own is None else own
     fields = []
     for column in lake_columns(schema, layout.types):
         index = have.get_field_index(column.name)
@@ -405,14 +426,14 @@ def tail_columns(columns: pa.Schema) -> list[str]:
     return ["__op", "__seq", "__unchanged", EXACT.name, "__before", *columns.names]
 
 
-def _rows_in(files: TableFiles, leaves: Leaves, keys: Keys, columns: pa.Schema) -> pa.Table:
+def _rows_in(files: TableFiles, leaves: Leaves, keys: Keys, columns: pa.Schema, renamed: Names | None) -> pa.Table:
     """Return rows that may have one of the keys.
 
     They come from leaves that may have such rows, and share a value of the first key column.
     """
     shape = pa.schema([*columns, EXACT])
     hit, _ = leaves.holding(keys)
-    read = (conform(files.read(leaves.files[leaf].path), shape) for leaf in np.flatnonzero(hit).tolist())
+    read = (named(files.read(leaves.files[leaf].path), renamed, shape) for leaf in np.flatnonzero(hit).tolist())
     return pa.concat_tables([shape.empty_table(), *(having(rows, keys) for rows in read)])
 
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from millstream import failpoints
+from millstream.lake.column_names import Names, renamed_rows
 from millstream.lake.data_files import NewFile, TableFiles, new_name
 from millstream.lake.folded.leaves import LEAF_BYTES, Leaf, Leaves, in_key_order
 from millstream.lake.keys import Keys, key_codes
@@ -46,6 +47,7 @@ class LeafWriter:
         *,
         leaf_bytes: int = LEAF_BYTES,
         partition: str = "",
+        renamed: Names | None = None,
     ) -> None:
         """See the class.
 
@@ -56,6 +58,7 @@ class LeafWriter:
             version: the only version that the files can be committed as.
             leaf_bytes: about the size of a file.
             partition: the folder, `column=value`, in a partitioned table.
+            renamed: the columns' names in the files to rewrite, if they are others.
         """
         self._files = files
         self._target = target
@@ -64,6 +67,7 @@ class LeafWriter:
         self._version = version
         self._leaf_bytes = leaf_bytes
         self._partition = partition
+        self._renamed = renamed
         self._held: list[pa.Table] = []
         self._held_bytes = 0.0
         # One file is written while the rows of the next are read and merged; no more, to limit memory.
@@ -84,7 +88,7 @@ class LeafWriter:
             last = place
             rows, density = change.put, _COMPRESSED
             if change.leaf is not None:
-                held = conform(self._files.read(change.leaf.path), self._full)
+                held = named(self._files.read(change.leaf.path), self._renamed, self._full)
                 density = change.leaf.size_bytes / max(1, held.nbytes)
                 if change.gone is not None:
                     held = surviving(held, change.gone, taken)
@@ -124,6 +128,11 @@ class LeafWriter:
         file = self._files.write(rows, self._target, new_name(self._version), partition=self._partition)
         failpoints.hit("lake.fold_file_written")
         return file
+
+
+def named(rows: pa.Table, renamed: Names | None, shape: pa.Schema) -> pa.Table:
+    """Return a file's rows in some columns, which may have other names in it."""
+    return conform(rows, shape) if renamed is None else renamed_rows(rows, renamed, shape)
 
 
 def surviving(rows: pa.Table, gone: Keys, taken: npt.NDArray[np.bool_] | None = None) -> pa.Table:

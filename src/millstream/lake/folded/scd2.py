@@ -24,6 +24,7 @@ import pyarrow.compute as pc
 from millstream import failpoints
 from millstream.errors import LakeError, LakeFilesGone, LakeUnavailable
 from millstream.lake.bounds import boundable
+from millstream.lake.column_names import Names, names_at
 from millstream.lake.commit_cuts import cut_at, cuts_between
 from millstream.lake.data_files import NewFile, TableFiles, new_name, remove_folder, swap
 from millstream.lake.delta import (
@@ -38,7 +39,7 @@ from millstream.lake.delta import (
 )
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldOutcome, FoldSizes
 from millstream.lake.folded.leaves import Leaves, in_key_order
-from millstream.lake.folded.rewrite import Change, LeafWriter, placed, touched
+from millstream.lake.folded.rewrite import Change, LeafWriter, named, placed, touched
 from millstream.lake.folded.scd2_fold import (
     BEGAN_BY,
     ENDED_FOLDER,
@@ -279,8 +280,8 @@ class _Fold:
 
     # --- from current ------------------------------------------------------------------------------------------
 
-    def _current(self, gone: Seq) -> tuple[OpenTable, datetime]:
-        """Return `current`, which has what history lost up to `gone`, and the time of its cut."""
+    def _current(self, gone: Seq) -> tuple[OpenTable, datetime, Names | None]:
+        """Return `current`, which has what history lost up to `gone`, the time of its cut, and its columns' other names."""
         assert self.history is not None
         path = self.layout.table_path("current", self.schema)
         current = open_table(self.layout, path, self.layout.app_id("current", self.schema.table_id))
@@ -293,15 +294,15 @@ class _Fold:
             )
         cut = cut_at(self.layout, current.n)
         assert cut is not None, "a fold ends at a cut"
-        return current, cut.commit_ts_max or cut.committed_at
+        return current, cut.commit_ts_max or cut.committed_at, names_at(self.history, self.schema, current.n)
 
     def _go_on_from_current(self, opened: OpenTable, gone: Seq) -> FoldOutcome:
         """Commit `current`'s rows as a later copy, in place of lost records; it confirms or ends open versions."""
-        current, began = self._current(gone)
+        current, began, renamed = self._current(gone)
         assert current.n is not None, "said above"
         files = TableFiles(self.layout, current.path)
         shape = pa.schema([*self.columns, EXACT])
-        rows = [conform(files.read(leaf.path), shape) for leaf in Leaves(current, self.schema.key).files]
+        rows = [named(files.read(leaf.path), renamed, shape) for leaf in Leaves(current, self.schema.key).files]
         tail = copy_of(pa.concat_tables([shape.empty_table(), *rows]), self.stands or Seq(0), current.n, began)
         found = self.folded(tail, whole=True)
         exact = EXACT.name in current.schema().names
@@ -311,14 +312,14 @@ class _Fold:
 
     def _begin_from_current(self, opened: OpenTable, gone: Seq) -> FoldOutcome:
         """Make the first commit if history lacks its beginning: the rows of `current` as open versions."""
-        current, began = self._current(gone)
+        current, began, renamed = self._current(gone)
         assert current.n is not None, "said above"
         path = current.path
         have = current.schema()
         writer = self._writer(opened, exact=EXACT.name in have.names)
         files = TableFiles(self.layout, path)
         for leaf in Leaves(current, self.schema.key).files:
-            rows = conform(files.read(leaf.path), pa.schema([*self.columns, EXACT]))
+            rows = named(files.read(leaf.path), renamed, pa.schema([*self.columns, EXACT]))
             rows = rows.append_column(VALID_FROM, pa.array([began] * rows.num_rows, INSTANT))
             rows = rows.append_column(VALID_TO, pa.nulls(rows.num_rows, INSTANT))
             rows = rows.append_column(BEGAN_BY, pa.array([int(current.n)] * rows.num_rows, pa.int64()))

@@ -42,6 +42,7 @@ from millstream.lake.query.log_tail import TailTables
 from millstream.lake.query.merged_rows import MERGED, MergedTables, MergedViews
 from millstream.lake.query.namesakes import Namesakes
 from millstream.lake.query.overlay import SEQ
+from millstream.lake.query.renamed_records import records_sql
 from millstream.lake.query.rows import RecordRange, bag_sql, built_sql, keyed_sql, left_sql
 from millstream.lake.query.time_travel import (
     LogTail,
@@ -53,7 +54,6 @@ from millstream.lake.query.time_travel import (
 from millstream.lake.query.version_rows import versions_sql
 from millstream.lake.query.words import CATALOG_WORDS, LIST, LISTED, stands_in, words_to_quote
 from millstream.lake.renames import open_left_behind
-from millstream.lake.scan import records_of
 from millstream.lake.schema_history import Era, era_at, newest_schema
 from millstream.model.ids import TableId
 from millstream.model.names import name_in_full, parse_qualified_name, same_bare
@@ -519,10 +519,10 @@ class LakeSession:
         history = self._history(folder)
         schema = self._era(folder, history).schema
         name = MESSAGES if folder == MESSAGES else f"{schema.namespace}.{schema.name}"
-        # A dataset, because the partition's column isn't in the files.
         moved = None if history.tail is None or history.path.endswith(f"/{folder}") else schema.table_id
-        sources = [records_of(history, table=moved), *self._tail.more_records(history)]
-        records = " UNION ALL BY NAME ".join(f"FROM {self._engine.register(source)}" for source in sources)
+        parts = records_sql(self._engine, self._layout, history, schema, self._n, only=moved)
+        parts += [f"FROM {self._engine.register(source)}" for source in self._tail.more_records(history)]
+        records = " UNION ALL BY NAME ".join(parts)
         self._engine.view(HISTORY, name, f"SELECT * FROM ({records}) WHERE {SEQ} <= {int(self._n)}")
 
     def _make_versions(self, folder: str) -> None:

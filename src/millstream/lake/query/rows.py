@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import BeyondRetention, LakeFilesGone
+from millstream.lake.column_names import names_at, renames_in
 from millstream.lake.data_files import ROW_GROUP_ROWS, LiveFile, TableFiles, files_of, table_in
 from millstream.lake.delta import OpenTable
 from millstream.lake.folded.build import build_rows, plan_build
@@ -22,6 +23,8 @@ from millstream.lake.keys import Keys
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query.duckdb_connection import Engine, names, quote, unavailable
 from millstream.lake.query.overlay import SEQ, overlay
+from millstream.lake.query.renamed_records import renamed_map
+from millstream.lake.scan import scan_named
 from millstream.lake.types import EXACT, conform, text_maps
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.schema import TableSchema
@@ -33,7 +36,7 @@ class RecordRange:
     def __init__(
         self, engine: Engine, layout: LakeLayout, history: OpenTable, table: TableSchema, after: Seq, upto: Seq
     ) -> None:
-        self._engine, self._history = engine, history
+        self._engine, self._history, self._table = engine, history, table
         self._files = TableFiles(layout, history.path)
         self._after, self._upto = int(after), int(upto)
         found = [
@@ -46,19 +49,66 @@ class RecordRange:
         """Maximum number of records."""
         self._alike: Sequence[str] | None = None
         """The files' columns, once all have been read and had the same."""
+        self._layout = layout
+        self._is_renamed = renames_in(history, table.table_id, table) is not None
+        self._named: tuple[str, Sequence[str]] | None = None
+        """A scratch file with the records under the table's names, if they have others, and its columns."""
 
     def scan(self, needed: Sequence[str]) -> tuple[str, list[str]]:
         """Return the text behind FROM, and which columns it has."""
+        if self._is_renamed and self._found:
+            path, have = self._renamed()
+            return self._engine.parquet([path]), [name for name in needed if name in have]
         return self._engine.scan(self._history, [file.path for file in self._found], needed, alike=self._alike)
 
     def read(self, needed: Sequence[str], seqs: pa.Array | None) -> pa.Table:
         """Read as `overlay.Read`. All records are read outside of the engine, which is slow with many small files."""
         if seqs is None or not self._found:
-            return self._read_all(needed)
+            return self._read_named(needed) if self._is_renamed and self._found else self._read_all(needed)
         source, have = self.scan(needed)
         wanted = self._engine.register(pa.table({SEQ: seqs}))
         inside = f"{SEQ} > {self._after} AND {SEQ} <= {self._upto} AND {SEQ} IN (FROM {wanted})"
         return self._engine.fetch(f"SELECT {names(have)} FROM {source} WHERE {inside}")
+
+    def scan_base(self, base: OpenTable, columns: pa.Schema) -> tuple[str, list[str]]:
+        """Return the text behind FROM that reads rows of `current` under the table's names, and which columns it has."""
+        assert base.n is not None, "it has rows"
+        renamed = names_at(self._history, self._table, base.n)
+        if renamed is None:
+            return self._engine.scan(base, None, [*columns.names, EXACT.name])
+        names_in_files = {name: renamed.get(name, name) for name in columns.names}
+        needed = [name for name in names_in_files.values() if name is not None]
+        source, have = self._engine.scan(base, None, [*needed, EXACT.name])
+        if not source:
+            return "", []
+        there = {name: in_files for name, in_files in names_in_files.items() if in_files in have}
+        shown = [f"{quote(in_files or '')} AS {quote(name)}" for name, in_files in there.items()]
+        if EXACT.name in have:
+            shown.append(f"{renamed_map(EXACT.name, renamed)} AS {EXACT.name}")
+        return f"(SELECT {', '.join(shown)} FROM {source})", [*there, *([EXACT.name] if EXACT.name in have else [])]
+
+    def _renamed(self) -> tuple[str, Sequence[str]]:
+        """Write the records under the table's names to a scratch file, once; return it and its columns."""
+        import pyarrow.parquet as pq
+
+        if self._named is None:
+            columns = ["__op", SEQ, "__unchanged", EXACT.name, "__before", *self._table.column_names]
+            scan = scan_named(self._history, self._table, after=Seq(self._after), upto=Seq(self._upto), columns=columns)
+            own = current_columns(self._layout, self._table, self._history)
+            shape = pa.schema([own.field(f.name) if f.name in own.names else f for f in scan.schema])
+            path = self._engine.scratch_file()
+            with pq.ParquetWriter(path, shape, compression="zstd", compression_level=1) as writer:
+                for rows in scan.batches():
+                    self._engine.watch.check()
+                    writer.write_table(conform(rows, shape))
+            self._named = path, shape.names
+        return self._named
+
+    def _read_named(self, needed: Sequence[str]) -> pa.Table:
+        import pyarrow.parquet as pq
+
+        path, have = self._renamed()
+        return pq.read_table(path, columns=[name for name in needed if name in have])
 
     def _read_all(self, needed: Sequence[str]) -> pa.Table:
         shape = self._history.schema()
@@ -92,12 +142,12 @@ def keyed_sql(engine: Engine, run: RecordRange, base: OpenTable | None, schema: 
     stood = base is not None
 
     def lookup(keys: Keys) -> pa.Table:
-        return _rows_of(engine, base, keys, columns)
+        return _rows_of(engine, run, base, keys, columns)
 
     over = overlay(run.read, schema, columns, lookup, stood=stood)
     source, have = "", list[str]()
     if base is not None and not over.truncated:
-        source, have = engine.scan(base, None, [*columns.names, EXACT.name])
+        source, have = run.scan_base(base, columns)
     shown = [column.name for column in schema.columns]
     if EXACT.name in have or over.exact:
         shown.append(EXACT.name)
@@ -137,7 +187,7 @@ def bag_sql(engine: Engine, run: RecordRange, base: OpenTable | None, schema: Ta
     folded = fold_records(run.read(tail_columns(columns), None), schema, columns, _nothing)
     source, have = "", list[str]()
     if base is not None and not folded.truncated:
-        source, have = engine.scan(base, None, [*columns.names, EXACT.name])
+        source, have = run.scan_base(base, columns)
     shown = [column.name for column in schema.columns]
     if EXACT.name in have or folded.rows.column(EXACT.name).null_count < folded.rows.num_rows:
         shown.append(EXACT.name)
@@ -185,10 +235,10 @@ def built_sql(engine: Engine, upto: Seq, history: OpenTable, schema: TableSchema
     return f"SELECT {names(shown)} FROM {engine.parquet([path])}"
 
 
-def _rows_of(engine: Engine, base: OpenTable | None, keys: Keys, columns: pa.Schema) -> pa.Table:
+def _rows_of(engine: Engine, run: RecordRange, base: OpenTable | None, keys: Keys, columns: pa.Schema) -> pa.Table:
     """Return rows of `current` that may have one of the keys."""
     shape = pa.schema([*columns, EXACT])
-    source, have = ("", []) if base is None else engine.scan(base, None, shape.names)
+    source, have = ("", []) if base is None else run.scan_base(base, columns)
     if not source:
         return shape.empty_table()
     first = engine.register(keys.to_table().select([0]))

@@ -1,0 +1,204 @@
+"""Names of a table's columns over time: rows that were written under other names, under those of one schema.
+
+A column keeps its number when it is renamed at the source, and each era of a history says which number a name meant from
+a position on (`schema_history`). So old records, and rows of `current` from before a rename, are read under the names
+of a later schema, or of an earlier one. If the numbers aren't known, a name is a column, as it is if nothing was renamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import pyarrow as pa
+
+from millstream.lake.delta import OpenTable
+from millstream.lake.schema_evolution import widest
+from millstream.lake.schema_history import Eras
+from millstream.lake.types import lake_columns
+from millstream.model.ids import TableId
+from millstream.model.positions import Seq
+from millstream.model.schema import TableSchema
+
+Names: TypeAlias = Mapping[str, str | None]
+"""By a column's name in the wanted schema, its name in the rows, if that is another one; None if the rows lack the column,
+and have another one of its name."""
+
+_MAPS = ("__exact", "__before")
+_LIST = "__unchanged"
+
+
+@dataclass(frozen=True, slots=True)
+class Renames:
+    """The names of a table's columns in its records, by the position from which they hold."""
+
+    starts: tuple[Seq, ...]
+    names: tuple[Names, ...]
+    """As many as there are positions. Records before the first position have its names, too."""
+
+    def physical(self, columns: Sequence[str]) -> list[str]:
+        """Return the columns of history that some wanted columns are made of."""
+        return list(dict.fromkeys(["__seq", *(name for column in columns for name in self._names_of(column))]))
+
+    def types(self, columns: Sequence[str], have: pa.Schema) -> pa.Schema:
+        """Return wanted columns in types that hold all their values; columns that no record has are left out."""
+        fields = []
+        for column in columns:
+            kinds = [have.field(name).type for name in self.names_of(column, have)]
+            if not kinds:
+                continue
+            kind = kinds[0]
+            for other in kinds[1:]:
+                kind = widest(kind, other) or kind
+            fields.append(pa.field(column, kind))
+        return pa.schema(fields)
+
+    def renamed(self, rows: pa.Table, shape: pa.Schema) -> pa.Table:
+        """Return records with the columns of `shape`, by era: not in the order of their numbers."""
+        if not rows.num_rows:
+            return shape.empty_table()
+        places = np.searchsorted([int(start) for start in self.starts], rows.column("__seq").to_numpy(), "right") - 1
+        places = np.maximum(places, 0)
+        pieces = []
+        for place in np.unique(places).tolist():
+            some = rows.filter(pa.array(places == place))
+            pieces.append(renamed_rows(some, self.names[place], shape))
+        return pa.concat_tables(pieces)
+
+    def names_of(self, column: str, have: pa.Schema) -> list[str]:
+        """Return those columns of a history that have a wanted column's values."""
+        return [name for name in self._names_of(column) if have.get_field_index(name) >= 0]
+
+    def _names_of(self, column: str) -> list[str]:
+        found = (names.get(column, column) for names in self.names)
+        return list(dict.fromkeys(name for name in found if name is not None))
+
+    def spans(self) -> Iterator[tuple[Seq, Names]]:
+        """Yield the names with their positions, the newest first."""
+        yield from zip(reversed(self.starts), reversed(self.names), strict=True)
+
+
+def renames_in(
+    history: OpenTable, table: TableId, schema: TableSchema, *, after: Seq = Seq(0), upto: Seq | None = None
+) -> Renames | None:
+    """Return how records in `(after, upto]` name the columns of a schema; None if all have its names.
+
+    Args:
+        history: the history.
+        table: the table of the records.
+        schema: the wanted names.
+        after: exclusive.
+        upto: inclusive; None: up to the last record.
+    """
+    if not schema.is_numbered:
+        return None
+    eras = Eras.of(history).of_table(table)
+    starts, found = list[Seq](), list[Names]()
+    for place, (start, era) in enumerate(eras):
+        ends = eras[place + 1][0] if place + 1 < len(eras) else None
+        if (ends is not None and ends <= after + 1) or (upto is not None and start > upto and found):
+            continue
+        starts.append(start)
+        found.append(_names(_numbered(eras, place), schema, {column.name for column in era.columns}))
+    if not any(found):
+        return None
+    return Renames(tuple(starts), tuple(found))
+
+
+def own_types(history: OpenTable, schema: TableSchema, types: Mapping[str, str]) -> pa.Schema | None:
+    """Return a schema's columns in types that hold all values that each has had; None if no name was another column's.
+
+    A column of history may have a wider type, because it also has the values of another column that had its name.
+    """
+    if renames_in(history, schema.table_id, schema) is None:
+        return None
+    found = {column.number: field for column, field in zip(schema.columns, lake_columns(schema, types), strict=True)}
+    for _, era in Eras.of(history).of_table(schema.table_id):
+        for column, field in zip(era.columns, lake_columns(era, types), strict=True):
+            if (now := found.get(column.number)) is not None:
+                found[column.number] = pa.field(now.name, widest(now.type, field.type) or now.type)
+    return pa.schema(list(found.values()))
+
+
+def names_at(history: OpenTable, schema: TableSchema, n: Seq) -> Names | None:
+    """Return how rows that were folded up to a position name the columns of a schema; None if they have its names."""
+    eras = Eras.of(history).of_table(schema.table_id)
+    place = max((at for at, (start, _) in enumerate(eras) if start <= n), default=None)
+    if place is None or not schema.is_numbered:
+        return None
+    names = _names(_numbered(eras, place), schema, {column.name for column in eras[place][1].columns})
+    return names or None
+
+
+def schema_at(history: OpenTable, newest: TableSchema, n: Seq) -> TableSchema:
+    """Return the schema of rows that are folded up to a position: the newest, or an earlier one with other columns."""
+    found = Eras.of(history).schema_at(newest.table_id, n)
+    if found is None or not found.is_numbered or not newest.is_numbered:
+        return newest
+    if [(c.number, c.name) for c in found.columns] == [(c.number, c.name) for c in newest.columns]:
+        return newest
+    return replace(found, namespace=newest.namespace, name=newest.name, folder_id=newest.folder_id)
+
+
+def renamed_rows(rows: pa.Table, names: Names, shape: pa.Schema) -> pa.Table:
+    """Return rows with the columns of `shape`, which `names` finds; a column that they lack is null."""
+    wanted = {physical: name for name, physical in names.items() if physical is not None}
+    dropped = {name for name in names if name not in wanted}
+    changed = any(name != physical for physical, name in wanted.items()) or bool(dropped)
+    columns = []
+    for field in shape:
+        physical = names.get(field.name, field.name)
+        index = -1 if physical is None else rows.schema.get_field_index(physical)
+        if index < 0:
+            columns.append(pa.chunked_array([pa.nulls(rows.num_rows, field.type)], field.type))
+            continue
+        column = rows.column(index)
+        if changed and field.name in _MAPS:
+            column = pa.chunked_array([_map_keys(column, wanted, dropped)], field.type)
+        elif changed and field.name == _LIST:
+            column = pa.chunked_array([_list_items(column, wanted, dropped)], field.type)
+        columns.append(column if column.type.equals(field.type) else column.cast(field.type))
+    return pa.table(columns, schema=shape)
+
+
+def _numbered(eras: Sequence[tuple[Seq, TableSchema]], place: int) -> dict[str, int] | None:
+    """Return the numbers of an era's columns by name: its own, or those of the next era that has some."""
+    for _, era in eras[place:]:
+        if era.is_numbered:
+            return {column.name: column.number for column in era.columns}
+    return None
+
+
+def _names(numbers: Mapping[str, int] | None, schema: TableSchema, had: set[str]) -> Names:
+    if numbers is None:
+        return {}
+    by_number = {number: name for name, number in numbers.items() if name in had}
+    return {
+        column.name: by_number.get(column.number)
+        for column in schema.columns
+        if by_number.get(column.number) != column.name and (column.number in by_number or column.name in had)
+    }
+
+
+def _map_keys(maps: pa.ChunkedArray, wanted: Mapping[str, str], dropped: set[str]) -> pa.Array:
+    if maps.null_count == len(maps):
+        return maps.combine_chunks()
+    rows = [
+        None
+        if entries is None
+        else [(wanted.get(name, name), text) for name, text in entries if name in wanted or name not in dropped]
+        for entries in maps.to_pylist()
+    ]
+    return pa.array([entries or None for entries in rows], maps.type)
+
+
+def _list_items(lists: pa.ChunkedArray, wanted: Mapping[str, str], dropped: set[str]) -> pa.Array:
+    if lists.null_count == len(lists):
+        return lists.combine_chunks()
+    rows = [
+        None if items is None else [wanted.get(name, name) for name in items if name in wanted or name not in dropped]
+        for items in lists.to_pylist()
+    ]
+    return pa.array([items or None for items in rows], lists.type)

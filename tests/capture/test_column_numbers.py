@@ -1,0 +1,68 @@
+"""Schemas in the log have the numbers of their columns in the source, by which a renamed column is the same column."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.capture.beside import wait_until
+from tests.capture.capture_stage import Stage
+
+
+@pytest.fixture
+def following(stage: Stage) -> Stage:
+    stage.config = replace(stage.config, follows_names=True)
+    return stage
+
+
+def numbered(stage: Stage) -> list[tuple[str, dict[str, int]]]:
+    """Return the op of each record in the log, and the numbers of its columns."""
+    return [
+        (chr(row["__op"]), {column.name: column.number for column in table.schema.columns})
+        for table, _, row in stage.log.records()
+        if row["__op"] != ord("t")
+    ]
+
+
+def test_columns_keep_their_numbers_in_a_backlog(following: Stage) -> None:
+    stage = following
+    stage.sql("CREATE TABLE t (id int PRIMARY KEY, gone int, a int, b int)", "ALTER TABLE t DROP gone")
+    stage.sql("INSERT INTO t VALUES (1, 1, 1)")
+    stage.catch_up()
+    stage.sql("INSERT INTO t VALUES (2, 2, 2)")
+    stage.sql("ALTER TABLE t RENAME a TO c", "INSERT INTO t VALUES (3, 3, 3)")
+    stage.sql("BEGIN; ALTER TABLE t RENAME b TO a; ALTER TABLE t RENAME c TO b; INSERT INTO t VALUES (4, 4, 4); COMMIT")
+    stage.sql("ALTER TABLE t RENAME b TO d", "ALTER TABLE t ADD b int", "INSERT INTO t VALUES (5, 5, 5, 5)")
+    stage.catch_up()
+    first = {"id": 1, "a": 3, "b": 4}
+    assert [found for found in numbered(stage) if found[0] == "c"] == [
+        ("c", first),
+        ("c", {"id": 1, "c": 3, "b": 4}),
+        ("c", {"id": 1, "b": 3, "a": 4}),
+        ("c", {"id": 1, "d": 3, "a": 4, "b": 5}),
+    ]
+    assert numbered(stage)[0] == ("r", first)
+
+
+def test_a_renamed_column_has_its_number_while_capture_runs(following: Stage) -> None:
+    stage = following
+    stage.sql("CREATE TABLE t (id int PRIMARY KEY, a int)", "INSERT INTO t VALUES (1, 1)")
+    stage.catch_up()
+    capture = stage.start()
+    wait_until(stage.slot_active, "it streams")
+    stage.sql("ALTER TABLE t RENAME a TO b", "INSERT INTO t VALUES (2, 2)")
+    wait_until(lambda: any(op == "c" for op, _ in numbered(stage)), "the row is in the log")
+    assert [columns for op, columns in numbered(stage) if op == "c"] == [{"id": 1, "b": 2}]
+    capture.stop()
+
+
+@pytest.mark.long
+def test_columns_that_cannot_be_told_apart_have_no_numbers(following: Stage) -> None:
+    stage = following
+    stage.sql("CREATE TABLE t (id int PRIMARY KEY, a int)", "INSERT INTO t VALUES (1, 1)")
+    stage.catch_up()
+    stage.sql("ALTER TABLE t ADD b int", "INSERT INTO t VALUES (2, 2, 2)", "ALTER TABLE t DROP b")
+    stage.sql("ALTER TABLE t ADD c int", "INSERT INTO t VALUES (3, 3, 3)")
+    stage.catch_up()
+    found = [columns for op, columns in numbered(stage) if op == "c"]
+    assert found == [{"id": 0, "a": 0, "b": 0}, {"id": 0, "a": 0, "c": 0}]

@@ -1,0 +1,203 @@
+"""A renamed column keeps its values in every view, at every moment, however its records land and fold.
+
+The source here is a model: rows by the numbers of their columns, and names that change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from random import Random
+from typing import Any
+from uuid import UUID
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable
+from tests.seeds import Seeds
+
+from millstream.lake.commit_cuts import commit_cut
+from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes, fold_table
+from millstream.lake.history import append_history
+from millstream.lake.layout import LakeLayout
+from millstream.lake.query.query_session import LakeSession
+from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
+from millstream.model.positions import Seq
+from millstream.model.schema import Column, ReplicaIdentity, TableSchema
+
+Records = Callable[..., pa.RecordBatch]
+NAMES = ("a", "b", "c", "d", "e", "f")
+SMALL = FoldSizes(leaf_bytes=1500, small_bytes=0, part_bytes=3000, rows_max=6, build_rows_min=25, build_bytes=2000)
+
+
+@dataclass
+class Source:
+    """A table that changes its names between its rows' changes."""
+
+    rng: Random
+    keyed: bool = True
+    names: dict[int, str] = field(default_factory=lambda: {1: "id", 2: "a", 3: "b"})
+    numbers_max: int = 3
+    version: int = 0
+    n: int = 0
+    rows: dict[int, dict[int, str | None]] = field(default_factory=dict)
+    records: list[tuple[TableSchema, tuple[str, int, dict[str, Any]]]] = field(default_factory=list)
+    written: list[tuple[int, dict[int, str | None]]] = field(default_factory=list)
+    """Number and values of each record that inserts or updates."""
+    versions: dict[tuple[tuple[int, str], ...], int] = field(default_factory=dict)
+
+    @property
+    def schema(self) -> TableSchema:
+        names = tuple(sorted(self.names.items()))
+        version = self.versions.setdefault(names, len(self.versions) + 1)
+        columns = tuple(
+            Column(name, pa.int64() if number == 1 else pa.string(), number=number) for number, name in names
+        )
+        return TableSchema(
+            TableId(3),
+            SchemaVersion(version),
+            SourceId(1),
+            "public",
+            "t",
+            columns,
+            identity=(self.names[1],) if self.keyed else tuple(self.names.values()),
+            key=(self.names[1],) if self.keyed else (),
+            replica_identity=ReplicaIdentity.DEFAULT if self.keyed else ReplicaIdentity.FULL,
+        )
+
+    def define(self) -> None:
+        free = [name for name in (*NAMES, "id") if name not in self.names.values()]
+        mine = [number for number in self.names if number != 1]
+        step = self.rng.choice(["rename", "rename", "key", "swap", "chain", "add", "drop"])
+        if step == "rename" and mine:
+            self.names[self.rng.choice(mine)] = self.rng.choice(free)
+        elif step == "key":
+            self.names[1] = self.rng.choice(free)
+        elif step == "swap" and len(mine) > 1:
+            one, other = self.rng.sample(mine, 2)
+            self.names[one], self.names[other] = self.names[other], self.names[one]
+        elif step == "chain" and len(mine) > 1:
+            one, other = self.rng.sample(mine, 2)
+            self.names[one], self.names[other] = self.names[other], self.rng.choice(free)
+        elif step == "add" and len(self.names) < 6:
+            self.numbers_max += 1
+            self.names[self.numbers_max] = self.rng.choice(free)
+        elif step == "drop" and len(mine) > 1:
+            gone = self.rng.choice(mine)
+            del self.names[gone]
+            for row in self.rows.values():
+                row.pop(gone, None)
+
+    def write(self) -> None:
+        self.n += 1
+        key = self.rng.randrange(8)
+        old = self.rows.get(key)
+        row: dict[int, str | None] = {number: self._text() for number in self.names if number != 1}
+        facts: dict[str, Any] = {}
+        if old is None:
+            op = "c"
+        elif self.rng.random() < 0.2:
+            op = "d"
+            del self.rows[key]
+            whole = {} if self.keyed else {self.names[number]: old.get(number) for number in self.names if number != 1}
+            self.records.append((self.schema, (op, self.n, {self.names[1]: key, **whole})))
+            return
+        else:
+            op = "u"
+            if self.keyed and self.rng.random() < 0.4:
+                left = self.rng.choice([number for number in self.names if number != 1])
+                row[left] = old.get(left)
+                facts["__unchanged"] = [self.names[left]]
+            if self.keyed and self.rng.random() < 0.3:
+                facts["__before"] = [(self.names[1], str(key))]
+                del self.rows[key]
+                key = next(k for k in range(100, 1000) if k not in self.rows)
+            if not self.keyed:
+                facts["__before"] = [
+                    (name, str(key) if number == 1 else old.get(number)) for number, name in self.names.items()
+                ]
+        self.rows[key] = row
+        left_out = facts.get("__unchanged", [])
+        sent = {self.names[number]: text for number, text in row.items() if self.names[number] not in left_out}
+        self.records.append((self.schema, (op, self.n, {self.names[1]: key, **sent, **facts})))
+        self.written.append(
+            (self.n, {number: text for number, text in row.items() if self.names[number] not in left_out})
+        )
+
+    def _text(self) -> str | None:
+        return self.rng.choice(["x", "y", "z", None, f"text {self.n}"])
+
+    def expected(self) -> list[dict[str, Any]]:
+        found = [
+            {self.names[1]: key, **{name: row.get(number) for number, name in self.names.items() if number != 1}}
+            for key, row in self.rows.items()
+        ]
+        return sorted(found, key=lambda row: row[self.names[1]])
+
+
+def batches(source: Source, make: Records) -> list[pa.RecordBatch]:
+    """Return the records since the last call, one batch a schema version in a row."""
+    runs: list[tuple[TableSchema, list[tuple[str, int, dict[str, Any]]]]] = []
+    for schema, record in source.records:
+        if not runs or runs[-1][0] != schema:
+            runs.append((schema, []))
+        runs[-1][1].append(record)
+    source.records = []
+    return [make(schema, *rows) for schema, rows in runs]
+
+
+def shown(session: LakeSession, key: str) -> list[dict[str, Any]]:
+    rows = session.query(f'SELECT * FROM public.t ORDER BY "{key}"').to_pylist()
+    return [{name: value for name, value in row.items() if name != "__exact"} for row in rows]
+
+
+def test_columns_keep_their_values_under_their_names_of_each_moment(
+    tmp_path: Path, records: Records, seeds: Seeds
+) -> None:
+    seed = seeds.kept_or_new(8)
+    life(tmp_path, records, seed, keyed=seed % 4 > 0, rounds=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("keyed", [True, False])
+@pytest.mark.parametrize("seed", range(24))
+def test_columns_keep_their_values_for_long(tmp_path: Path, records: Records, seed: int, *, keyed: bool) -> None:
+    life(tmp_path, records, seed, keyed=keyed, rounds=Random(seed).randint(2, 6))
+
+
+def life(tmp_path: Path, records: Records, seed: int, *, keyed: bool, rounds: int) -> None:
+    """Land, fold and query a table whose columns are renamed, swapped, added and dropped between rows."""
+    layout = LakeLayout(str(tmp_path / "lake"), "shop", StreamId(UUID(int=42)))
+    source = Source(Random(seed), keyed)
+    moments: list[tuple[int, str, list[dict[str, Any]]]] = []
+    for _ in range(rounds):
+        for _ in range(source.rng.randint(1, 3)):
+            for _ in range(source.rng.randint(0, 5)):
+                source.write()
+            source.define()
+        source.write()
+        landed = [append_history(layout, source.schema, batches(source, records), Seq(source.n))]
+        if source.rng.random() < 0.6:
+            upto = source.rng.choice([source.n, *(n for n, _, _ in moments[-1:])])
+            sizes = source.rng.choice([DEFAULT_SIZES, SMALL])
+            landed.append(fold_table(layout, source.schema, Seq(upto), sizes=sizes))
+        commit_cut(layout, Seq(source.n), landed, committed_at=datetime.now(UTC))
+        moments.append((source.n, source.names[1], source.expected()))
+        with LakeSession(layout) as session:
+            assert shown(session, source.names[1]) == moments[-1][2]
+            history = session.query('SELECT * FROM history."public.t"').to_pylist()
+        by_number = {row["__seq"]: row for row in history}
+        for n, row in source.written:
+            have = {number: by_number[n].get(name) for number, name in source.names.items() if number in row}
+            assert have == {number: text for number, text in row.items() if number in source.names}
+    for n, key, rows in moments:
+        with LakeSession(layout, as_of=Seq(n)) as session:
+            assert shown(session, key) == rows, f"as of {n}"
+    for anew in (False, True):
+        done = fold_table(layout, source.schema, Seq(source.n), anew=anew)
+        assert done.n == source.n
+        current = DeltaTable(layout.table_path("current", source.schema)).to_pyarrow_table()
+        current = current.drop_columns([name for name in current.column_names if name == "__exact"])
+        assert sorted(current.to_pylist(), key=lambda row: row[source.names[1]]) == source.expected()
