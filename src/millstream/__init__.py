@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from millstream.codec.buffered_op import decode_op as decode_op
     from millstream.codec.buffered_op import encode_op as encode_op
     from millstream.errors import MillstreamError as MillstreamError
-    from millstream.model.buffers import BufferedOp as BufferedOp
-    from millstream.model.buffers import BufferMeta as BufferMeta
-    from millstream.model.buffers import BufferOffset as BufferOffset
-    from millstream.model.buffers import ReadPause as ReadPause
+    from millstream.model.buffered_operations import BufferedOp as BufferedOp
+    from millstream.model.buffered_operations import BufferMeta as BufferMeta
+    from millstream.model.buffered_operations import BufferOffset as BufferOffset
+    from millstream.model.buffered_operations import ReadPause as ReadPause
     from millstream.model.ids import ShardId as ShardId
     from millstream.model.operations import Appended as Appended
     from millstream.model.operations import AppendedTables as AppendedTables
@@ -42,9 +42,9 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "Appended": ("millstream.model.operations", "Appended"),
     "AppendedTables": ("millstream.model.operations", "AppendedTables"),
-    "BufferMeta": ("millstream.model.buffers", "BufferMeta"),
-    "BufferOffset": ("millstream.model.buffers", "BufferOffset"),
-    "BufferedOp": ("millstream.model.buffers", "BufferedOp"),
+    "BufferMeta": ("millstream.model.buffered_operations", "BufferMeta"),
+    "BufferOffset": ("millstream.model.buffered_operations", "BufferOffset"),
+    "BufferedOp": ("millstream.model.buffered_operations", "BufferedOp"),
     "Following": ("millstream.client.following", "Following"),
     "Latest": ("millstream.client.home_calls", "Latest"),
     "Guard": ("millstream.serving.guard", "Guard"),
@@ -52,7 +52,7 @@ _PUBLIC = {
     "OpenHome": ("millstream.app.open_home", "OpenHome"),
     "PlacedReader": ("millstream.codec.buffer_reading", "PlacedReader"),
     "RemoteHome": ("millstream.client.remote_home", "RemoteHome"),
-    "ReadPause": ("millstream.model.buffers", "ReadPause"),
+    "ReadPause": ("millstream.model.buffered_operations", "ReadPause"),
     "Session": ("millstream.client.write_session", "Session"),
     "ShardId": ("millstream.model.ids", "ShardId"),
     "ShardReader": ("millstream.ports", "ShardReader"),

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Protocol, Self, TypeAlias
 
 from millstream.errors import MillstreamError
-from millstream.model.buffers import BufferedOp, BufferMeta, BufferOffset, ReadPause
+from millstream.model.buffered_operations import BufferedOp, BufferMeta, BufferOffset, ReadPause
 from millstream.model.high_water_mark import Holdings
 from millstream.model.ids import Epoch, GroupNumber, ShardId, SourceId, WriterId
 from millstream.model.operations import Ack, Submitted, WriteOps

@@ -16,7 +16,7 @@ from tests.cli.in_process import command
 
 import millstream
 from millstream.app.lake_sessions import open_lake
-from millstream.app.log_tail import HomeLogTail
+from millstream.app.query_log_tail import HomeLogTail
 from millstream.catalog.values import COPY_HELD, TableState
 from millstream.errors import LakeBehind, TokenFromFuture
 

@@ -15,7 +15,7 @@ from tests.buffers.kills import survive
 
 from millstream.buffers.kafka import KafkaBuffer, KafkaOptions
 from millstream.errors import BufferMissing, BufferOutcomeUnknown, BufferUnavailable, Overloaded, RowsTooLarge
-from millstream.model.buffers import BufferedOp, BufferOffset
+from millstream.model.buffered_operations import BufferedOp, BufferOffset
 from millstream.model.ids import ShardId
 from millstream.ports import ShardReader
 from millstream.testing.kafka import EmbeddedKafka

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from millstream.errors import BufferUnavailable
-from millstream.model.buffers import BufferOffset
+from millstream.model.buffered_operations import BufferOffset
 from millstream.model.ids import ShardId
 from millstream.model.positions import Offset, Seq
 from millstream.protocol.retention import HolderKind, Retention, RetentionBounds

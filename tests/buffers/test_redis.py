@@ -13,7 +13,7 @@ from tests.buffers.kills import survive
 
 from millstream.buffers.redis import RedisBuffer, RedisOptions
 from millstream.errors import BufferOutcomeUnknown, BufferRefused, BufferUnavailable, WriteBufferError
-from millstream.model.buffers import BufferOffset
+from millstream.model.buffered_operations import BufferOffset
 from millstream.model.ids import ShardId
 from millstream.testing.errors import coded
 from millstream.testing.redis import DURABLE, EmbeddedRedis

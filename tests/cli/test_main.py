@@ -421,7 +421,7 @@ def test_doctor_has_no_script_for_a_source_that_can_not_be_asked(tmp_path: Path)
 
 def test_a_table_in_history_only_is_wrong_and_not_said_to_be_stopped(capsys: pytest.CaptureFixture[str]) -> None:
     from millstream.app.doctor import Diagnosis
-    from millstream.cli.setup import _print_diagnosis
+    from millstream.cli.doctor import _print_diagnosis
 
     for blocks in ("source", "table", "current", "nothing"):
         _print_diagnosis(Diagnosis("source of shop", "code", blocks, blocks))

@@ -21,7 +21,7 @@ from tests.app.served import serving
 
 import millstream
 from millstream.app.open_home import OpenHome
-from millstream.client.pieces import END, Pieces, failed, piece
+from millstream.client.batch_stream import END, Pieces, failed, piece
 from millstream.client.remote_home import RemoteHome
 from millstream.errors import (
     AnswerCutOff,

@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.console.frame import address
 from millstream.console.html import Html, Part, Rendered, tag, with_code
+from millstream.console.page_frame import address
 from millstream.model.readable import readable
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from examples.sqlite_buffer import SqliteBuffer
 
-from millstream.model.buffers import BufferOffset
+from millstream.model.buffered_operations import BufferOffset
 from millstream.model.ids import ShardId
 from millstream.testing import WriteBufferConformance
 

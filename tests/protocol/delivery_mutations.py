@@ -17,7 +17,7 @@ from millstream.protocol.delivery import Change, Consumer, DeliveryId, LatestCon
 from millstream.protocol.delivery import changes as kinds
 from millstream.protocol.delivery.dead_letters import DeadLetters
 from millstream.protocol.delivery.pending import Pending
-from millstream.protocol.delivery.unread import Unread
+from millstream.protocol.delivery.unread_after_restart import Unread
 from millstream.protocol.delivery.waiting import Answer, Entry, EntryState, Group
 
 SEEDS_MAX = 2000

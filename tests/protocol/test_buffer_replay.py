@@ -8,7 +8,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.model.buffers import BufferOffset
+from millstream.model.buffered_operations import BufferOffset
 from millstream.model.ids import ShardId
 from millstream.protocol.buffer_replay import Checkpoint, PartitionRows, fold
 

@@ -16,7 +16,7 @@ from tests.routing.rows import batch_of, ops_of, schema_of, shards
 
 from millstream.errors import DiskFull, MillstreamError, Overloaded, PartialWrite, Retry, RowsTooLarge, WriterClosed
 from millstream.ingest.append_requests import operations_of
-from millstream.model.buffers import ReadPause
+from millstream.model.buffered_operations import ReadPause
 from millstream.model.ids import ShardId
 from millstream.model.operations import Ack, TableRows, WriteOps
 from millstream.model.positions import Offset, Seq, SeqRange

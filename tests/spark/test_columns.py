@@ -5,8 +5,8 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
-from millstream.model.conforming import conform
 from millstream.model.records import RECORD_PREFIX
+from millstream.model.schema_conversion import conform
 from millstream.spark.columns import arrow_schema, spark_schema, spark_type
 
 LOG_TYPES = [

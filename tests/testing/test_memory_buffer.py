@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from millstream.errors import BufferOutcomeUnknown, BufferTruncated, BufferUnavailable, Overloaded, RowsTooLarge
-from millstream.model.buffers import BufferOffset, ReadPause
+from millstream.model.buffered_operations import BufferOffset, ReadPause
 from millstream.model.ids import ShardId
 from millstream.testing.memory_buffer import BufferFailure, MemoryBuffer, MemoryServer, lost_answer
 from millstream.testing.write_buffer import NORTH, WriteBufferConformance, application_op, next_op, texts_of

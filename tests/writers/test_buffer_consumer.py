@@ -29,7 +29,7 @@ from millstream.errors import (
 )
 from millstream.ingest.buffered_op_conversion import OperationTaker
 from millstream.ingest.schema_on_write import SchemaOnWrite, TableRules, WriteRules
-from millstream.model.buffers import BufferOffset
+from millstream.model.buffered_operations import BufferOffset
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.operations import FIRST_SHARD, WriteOps
 from millstream.model.positions import Offset, Seq

@@ -27,7 +27,7 @@ from millstream.app.route_explain import explain_route
 from millstream.catalog.hash_ring_history import RingEras
 from millstream.errors import ConfigError, PartialWrite, PositionError, RoutingError, UnknownStream, UsageError
 from millstream.home.home import Home
-from millstream.model.buffers import ReadPause
+from millstream.model.buffered_operations import ReadPause
 from millstream.model.ids import ShardId
 from millstream.model.operations import Appended
 from millstream.model.writes import AppendBatch, WriteId

@@ -19,6 +19,7 @@ from millstream.aio.appends import AsyncHomeAppends
 from millstream.aio.consumers import AsyncConsumers, AsyncConsumption
 from millstream.aio.session import AsyncSession
 from millstream.client.appends import AppendRequest
+from millstream.client.batch_stream import Pieces, change_of, latest_of
 from millstream.client.consumers import Ask, Flow, answer_of_call, call_of
 from millstream.client.following import REMOTE_POLL_S, AsyncFollowing, Step
 from millstream.client.home_calls import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
@@ -36,7 +37,6 @@ from millstream.client.http_requests import (
     session_call,
 )
 from millstream.client.http_retries import HttpAnswer, Lost, Nap, appended, asked, json_of, whole_table
-from millstream.client.pieces import Pieces, change_of, latest_of
 from millstream.client.remote_home import (
     TIMEOUT_S,
     answer_of,

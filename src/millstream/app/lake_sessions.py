@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from millstream.app.log_readers import open_reader
-from millstream.app.log_tail import HomeLogTail
-from millstream.app.merged_rows import FOLDED_TIMES, HomeMergedTables
+from millstream.app.merged_reads import FOLDED_TIMES, HomeMergedTables
+from millstream.app.query_log_tail import HomeLogTail
 from millstream.errors import CatalogError, LogError
 from millstream.home.as_of_parsing import parse_as_of
 from millstream.model.names import qualified_name

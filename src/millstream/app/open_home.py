@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from millstream.app.log_readers import check_age_of_copy, needs_run, open_reader, tables_named
-from millstream.app.merged_rows import latest_with_totals
+from millstream.app.merged_reads import latest_with_totals
 from millstream.client.appends import HomeAppends
 from millstream.client.consumers import Ask, Consumers, Consumption, Flow, with_records
 from millstream.client.following import LOCAL_POLL_S, Following
@@ -237,7 +237,7 @@ class OpenHome(HomeAppends):
             QueryBound (`query_memory_full`): it is larger than a server reads at once.
             ReplicaTooStale: the data of a region is older than allowed; `stream` names it (`shop@2`).
         """
-        from millstream.app.merged_rows import merged_rows
+        from millstream.app.merged_reads import merged_rows
 
         moment = at if at is None or at.tzinfo is not None else at.replace(tzinfo=UTC)
         at_ns = None if moment is None else microseconds(moment) * 1000
@@ -249,7 +249,7 @@ class OpenHome(HomeAppends):
 
     def merged_schema(self, stream: str, table: str) -> pa.Schema:
         """Return the columns of `merged`, without reading its rows; raises as `merged`."""
-        from millstream.app.merged_rows import HomeMergedTables
+        from millstream.app.merged_reads import HomeMergedTables
 
         return HomeMergedTables(self._home, self._home.pick_stream(stream)).columns(table)
 

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 
 from millstream.errors import BufferOutcomeUnknown
-from millstream.model.buffers import BufferMeta
+from millstream.model.buffered_operations import BufferMeta
 from millstream.model.ids import ShardId
 
 

@@ -31,7 +31,7 @@ from millstream.errors import (
     RowsTooLarge,
     WriterClosed,
 )
-from millstream.model.buffers import BufferMeta, BufferOffset
+from millstream.model.buffered_operations import BufferMeta, BufferOffset
 from millstream.model.ids import ShardId
 from millstream.model.operations import WriteOps
 from millstream.workers import Worker

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from millstream.buffers.kafka_errors import SILENT, error_of_kafka, moving, unknown_here, unreachable
 from millstream.codec.buffer_reading import PlacedReader
 from millstream.errors import BufferUnavailable, WriteBufferError
-from millstream.model.buffers import BufferedOp, BufferOffset
+from millstream.model.buffered_operations import BufferedOp, BufferOffset
 from millstream.model.ids import ShardId
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from millstream.buffers.redis_server import RedisKeys, translated
 from millstream.codec.buffer_reading import PlacedReader, replaced
 from millstream.errors import BufferMissing, BufferRefused
-from millstream.model.buffers import BufferedOp, BufferOffset
+from millstream.model.buffered_operations import BufferedOp, BufferOffset
 from millstream.model.ids import ShardId
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import delete, select
 
 from millstream.catalog import sql_tables as t
-from millstream.catalog.part import CatalogPart
+from millstream.catalog.catalog_part import CatalogPart
 
 
 class Facts(CatalogPart):

@@ -7,7 +7,7 @@ import json
 from sqlalchemy import delete, func, select, update
 
 from millstream.catalog import sql_tables as t
-from millstream.catalog.part import CatalogPart, greater, lock_stream, now_us
+from millstream.catalog.catalog_part import CatalogPart, greater, lock_stream, now_us
 from millstream.catalog.values import PipelinePosition
 from millstream.model.ids import ShardId, StreamId
 from millstream.model.positions import Offset, Seq

@@ -5,8 +5,8 @@ from __future__ import annotations
 from sqlalchemy import select, update
 
 from millstream.catalog import sql_tables as t
+from millstream.catalog.catalog_part import lock_stream
 from millstream.catalog.database import CatalogDatabase
-from millstream.catalog.part import lock_stream
 from millstream.errors import StaleEpoch
 from millstream.model.ids import Epoch, StreamId
 from millstream.model.positions import Seq

@@ -19,8 +19,8 @@ import psycopg
 from sqlalchemy import Connection, select, text, update
 
 from millstream.catalog import sql_tables as t
+from millstream.catalog.catalog_part import lock_stream, now_us
 from millstream.catalog.database import CatalogDatabase
-from millstream.catalog.part import lock_stream, now_us
 from millstream.errors import CatalogError, SequencingError
 from millstream.libpq import fetch_row
 from millstream.model.ids import Epoch, StreamId, WriterId

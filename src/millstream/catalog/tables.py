@@ -13,7 +13,7 @@ import pyarrow as pa
 from sqlalchemy import Connection, Row, Select, func, select, update
 
 from millstream.catalog import sql_tables as t
-from millstream.catalog.part import CatalogPart, lock_stream, now_us
+from millstream.catalog.catalog_part import CatalogPart, lock_stream, now_us
 from millstream.catalog.values import TableRow, TableState
 from millstream.errors import CatalogError, IngestError, InvalidValue, UnknownTable
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId

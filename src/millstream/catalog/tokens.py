@@ -11,7 +11,7 @@ from typing import Final
 from sqlalchemy import ColumnElement, and_, delete, select
 
 from millstream.catalog import sql_tables as t
-from millstream.catalog.part import CatalogPart, now_us
+from millstream.catalog.catalog_part import CatalogPart, now_us
 from millstream.catalog.values import AccessToken, HomeIdentity
 from millstream.errors import AccessError, UsageError
 from millstream.model.access import Rights, digest, token_parts, token_text

@@ -20,11 +20,11 @@ from millstream.cli.startup import without_pandas
 from millstream.errors import MillstreamError, UsageError
 
 _COMMANDS: Final = {
-    "init": "millstream.cli.setup:init",
-    "doctor": "millstream.cli.setup:doctor",
-    "config": "millstream.cli.setup:config",
-    "slot": "millstream.cli.setup:slot",
-    "catalog": "millstream.cli.setup:catalog",
+    "init": "millstream.cli.init:init",
+    "doctor": "millstream.cli.doctor:doctor",
+    "config": "millstream.cli.config:config",
+    "slot": "millstream.cli.slot:slot",
+    "catalog": "millstream.cli.catalog:catalog",
     "run": "millstream.cli.run:run",
     "capture": "millstream.cli.run:capture",
     "pipeline": "millstream.cli.pipeline:pipeline",

@@ -17,7 +17,7 @@ from urllib.parse import quote, urlsplit
 
 import pyarrow as pa
 
-from millstream.client.pieces import ARROW_TYPE, PIECES_TYPE
+from millstream.client.batch_stream import ARROW_TYPE, PIECES_TYPE
 from millstream.errors import UnknownStream, UsageError
 from millstream.model.addresses import mask_address
 from millstream.model.ids import check_stream_name

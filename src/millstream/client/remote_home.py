@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 
 from millstream.client.appends import AppendRequest, HomeAppends
+from millstream.client.batch_stream import Pieces, change_of, latest_of
 from millstream.client.consumers import Ask, Consumers, Consumption, Flow, answer_of_call, call_of
 from millstream.client.following import REMOTE_POLL_S, Following, Step
 from millstream.client.home_calls import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
@@ -33,7 +34,6 @@ from millstream.client.http_requests import (
     session_call,
 )
 from millstream.client.http_retries import HttpAnswer, Lost, Nap, appended, asked, json_of, whole_table
-from millstream.client.pieces import Pieces, change_of, latest_of
 from millstream.client.write_session import Session, session_of
 from millstream.errors import AnswerCutOff, UsageError
 from millstream.model.operations import Appended, AppendedTables

@@ -18,7 +18,7 @@ from millstream.errors import (
     UnsupportedFormat,
     WriteBufferError,
 )
-from millstream.model.buffers import BUFFER_START, BufferedOp, BufferMeta, BufferOffset, ReadPause
+from millstream.model.buffered_operations import BUFFER_START, BufferedOp, BufferMeta, BufferOffset, ReadPause
 from millstream.model.ids import ShardId
 
 

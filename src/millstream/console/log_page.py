@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.app.status_words import holder_words, retention_waits
-from millstream.console.frame import link
 from millstream.console.html import Content, Html, Part, Piece, tag
+from millstream.console.page_frame import link
 from millstream.console.pages import listed, state_mark
 from millstream.model.readable import human_bytes, human_seconds
 

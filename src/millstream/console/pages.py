@@ -7,8 +7,8 @@ from functools import lru_cache
 from typing import Any, Final
 
 from millstream.app.alerts.conditions import what_to_run
-from millstream.console.frame import link
 from millstream.console.html import Content, Html, Part, Piece, escaped, opened, tag, with_code
+from millstream.console.page_frame import link
 from millstream.console.view import Status, Trouble, troubles_of
 from millstream.model.readable import copy_words, human_bytes, human_seconds, lag_words
 

@@ -19,9 +19,9 @@ from starlette.responses import RedirectResponse
 from starlette.types import Receive, Scope, Send
 
 from millstream.console import actions, log_page, pages, paths_page, query_page, table_page
-from millstream.console.frame import PAGES, address, error_content, link, login_content, page
 from millstream.console.html import Content, Rendered, tag
-from millstream.console.live import Live, Snapshot, View
+from millstream.console.live_status import Live, Snapshot, View
+from millstream.console.page_frame import PAGES, address, error_content, link, login_content, page
 from millstream.console.view import Sight, troubles_of
 from millstream.errors import (
     AccessError,

@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import structlog
 
-from millstream.delivery.backfill.machine import ENDED_MAX, Ended, StoredBackfill
+from millstream.delivery.backfill.running_backfill import ENDED_MAX, Ended, StoredBackfill
 from millstream.delivery.definition import Definition, selection_of
 from millstream.delivery.records.record_messages import record_of
 from millstream.delivery.records.record_reader import Earlier

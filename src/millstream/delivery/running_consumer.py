@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from millstream.delivery.ack_ids import AckIds
-from millstream.delivery.backfill.steering import Backfilling, Notes
+from millstream.delivery.backfill.backfill_control import Backfilling, Notes
 from millstream.delivery.consumer_store import Letter, Stored, died_letters
 from millstream.delivery.records.record_messages import Origin, merged, record_of
 from millstream.delivery.records.record_reader import ConsumerReader

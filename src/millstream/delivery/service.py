@@ -16,9 +16,9 @@ from typing import Any, Final, NamedTuple
 
 import structlog
 
-from millstream.delivery.backfill.machine import Ended, StoredBackfill
-from millstream.delivery.backfill.steering import Notes
-from millstream.delivery.backfill.writing import BackfillWriter, stored_backfill
+from millstream.delivery.backfill.backfill_control import Notes
+from millstream.delivery.backfill.row_writer import BackfillWriter, stored_backfill
+from millstream.delivery.backfill.running_backfill import Ended, StoredBackfill
 from millstream.delivery.consumer_lookup import Locked, exists_already, invalid_place, unknown_consumer
 from millstream.delivery.consumer_store import Letter, Store, Stored
 from millstream.delivery.definition import Definition

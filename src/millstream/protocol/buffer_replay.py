@@ -29,7 +29,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from millstream.model.buffers import BUFFER_START, BufferOffset
+from millstream.model.buffered_operations import BUFFER_START, BufferOffset
 from millstream.model.ids import ShardId
 
 

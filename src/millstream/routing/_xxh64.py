@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from millstream.codec.little_endian_words import load_word
 from millstream.codec.machine_code import compiled, inlined
-from millstream.codec.words import load_word
 
 Array = Any  # numba knows the element types better than a type checker could
 

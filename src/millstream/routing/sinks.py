@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.errors import MillstreamError
-from millstream.model.buffers import BufferMeta
+from millstream.model.buffered_operations import BufferMeta
 from millstream.model.ids import ShardId
 from millstream.model.operations import TableRows, WriteOps
 from millstream.ports import BufferWriting, SinkOutcome

@@ -29,13 +29,13 @@ from millstream.serving.line_writes import VERSION, LineWrites
 from millstream.serving.memory_budget import Intake, Receive
 from millstream.serving.openapi import with_writes
 from millstream.serving.origin_check import Origins
-from millstream.serving.paths import known_parameters
 from millstream.serving.problem_documents import MEDIA_TYPE, plain_problem, response_of, tell_problems
 from millstream.serving.reading import Reading
 from millstream.serving.request_batching import Groups
 from millstream.serving.requests import Scope, Send, answer_problem
 from millstream.serving.row_writes import ROWS_PATH, TABLES_PATH, Writes, is_rows_path, takes_rows
 from millstream.serving.tail.tails import Tails
+from millstream.serving.unknown_paths import known_parameters
 from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from millstream.errors import MillstreamError, Retry, UsageError
-from millstream.serving.paths import allowed_of, method_not_allowed, unknown_path
+from millstream.serving.unknown_paths import allowed_of, method_not_allowed, unknown_path
 
 MEDIA_TYPE: Final = "application/problem+json"
 RETRY_AFTER_S: Final = 1

@@ -2,7 +2,7 @@
 
 An answer has any length and takes the memory of a batch: threads make it piece by piece while its caller
 reads it. An error before the first byte is a problem document; a later one is in the answer itself (see
-`millstream.client.pieces`). An answer ends early if its caller reads nothing for a while, or goes away.
+`millstream.client.batch_stream`). An answer ends early if its caller reads nothing for a while, or goes away.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field, ValidationError
 from starlette.types import Message, Receive, Scope, Send
 
-from millstream.app.merged_rows import FOLDED_TIMES
+from millstream.app.merged_reads import FOLDED_TIMES
 from millstream.app.open_home import OpenHome
+from millstream.client.batch_stream import ARROW_TYPE, END, PIECES_TYPE, change_piece, failed, latest_piece, piece
 from millstream.client.home_calls import LATEST_ROWS_MAX
-from millstream.client.pieces import ARROW_TYPE, END, PIECES_TYPE, change_piece, failed, latest_piece, piece
 from millstream.config.quantities import size_bytes
 from millstream.errors import HttpError, MillstreamError, Overloaded
 from millstream.export.stretches import FollowedTables, batches_between, position_of

@@ -1,4 +1,4 @@
-"""Rows as an answer's bytes, a batch at a time: an Arrow IPC stream, or pieces (`millstream.client.pieces`)."""
+"""Rows as an answer's bytes, a batch at a time: an Arrow IPC stream, or pieces (`millstream.client.batch_stream`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from millstream.client.pieces import PART_BYTES, piece
+from millstream.client.batch_stream import PART_BYTES, piece
 
 
 def in_pieces(reader: pa.RecordBatchReader) -> Iterator[bytes]:

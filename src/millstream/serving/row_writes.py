@@ -35,7 +35,6 @@ from millstream.model.durations import duration_s
 from millstream.model.names import parse_qualified_name
 from millstream.model.operations import AppendedTables
 from millstream.serving.memory_budget import ClientGoneError, Held, Intake, Receive, read_body
-from millstream.serving.paths import ROWS_PARAMETERS, check_parameters, unknown_path
 from millstream.serving.problem_documents import encoded, headers_of, plain_problem
 from millstream.serving.request_batching import BatchTarget, Groups
 from millstream.serving.requests import (
@@ -51,6 +50,7 @@ from millstream.serving.requests import (
     text_of_path,
     write_id_said,
 )
+from millstream.serving.unknown_paths import ROWS_PARAMETERS, check_parameters, unknown_path
 from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 Spark compares the batches of a Python source with the schema that it declared, field by field,
 types and nullability; any difference is an error. So the declared schema decides. `spark_schema`
-makes it from a record's schema, and `millstream.model.conforming` converts rows of any version of
+makes it from a record's schema, and `millstream.model.schema_conversion` converts rows of any version of
 the table to it.
 """
 

@@ -19,8 +19,8 @@ from pyspark.sql.types import StructType
 
 import millstream
 from millstream.errors import UsageError
-from millstream.model.conforming import conform
 from millstream.model.region_ages import as_line, regions_in
+from millstream.model.schema_conversion import conform
 from millstream.spark.columns import arrow_schema
 from millstream.spark.workers import spare_the_collector
 

@@ -20,10 +20,10 @@ from millstream.crdt.columns import whole_column
 from millstream.crdt.declared import MergeKind, TableMerge, union_of
 from millstream.crdt.row_merge import REGION, SEQ, STATE_PREFIX, WALL, lift, merged_schema, subtracting_region
 from millstream.errors import UnknownTable
-from millstream.model.conforming import conform
 from millstream.model.ids import RegionId, TableId
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
+from millstream.model.schema_conversion import conform
 from millstream.spark.columns import arrow_schema, spark_schema
 from millstream.spark.signals import REPEATS, SignalColumns, column_of
 from millstream.wal.cross_region_duplicates import Repeat, RepeatedWrites, is_repeat

@@ -49,11 +49,11 @@ from pyspark.sql.types import StructType
 
 import millstream
 from millstream.errors import EngineError, InvalidToken, TokenFromFuture, UnknownStream, UnknownTable, UsageError
-from millstream.model.conforming import conform
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.records import record_schema
 from millstream.model.schema import TableKind, TableSchema
+from millstream.model.schema_conversion import conform
 from millstream.spark.columns import arrow_schema, spark_schema
 from millstream.spark.envelope import ENVELOPE_SCHEMA, envelopes
 from millstream.spark.frames import FRAMES_SCHEMA, INLINE_BYTES_MAX, marker, pack, refer

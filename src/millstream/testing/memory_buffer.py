@@ -24,7 +24,7 @@ from millstream.errors import (
     RowsTooLarge,
     WriterClosed,
 )
-from millstream.model.buffers import BufferedOp, BufferMeta, BufferOffset
+from millstream.model.buffered_operations import BufferedOp, BufferMeta, BufferOffset
 from millstream.model.ids import ShardId
 from millstream.model.operations import WriteOps
 

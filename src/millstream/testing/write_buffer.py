@@ -32,7 +32,7 @@ from millstream.errors import (
     WriteBufferError,
     WriterClosed,
 )
-from millstream.model.buffers import BufferedOp, BufferMeta, BufferOffset, ReadPause
+from millstream.model.buffered_operations import BufferedOp, BufferMeta, BufferOffset, ReadPause
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId
 from millstream.model.operations import OPERATION_SCHEMA, OperationKind, TableRows, WriteOps
 from millstream.model.records import Op, append_row_schema

@@ -45,7 +45,7 @@ from millstream.errors import (
     StaleEpoch,
     WriterClosed,
 )
-from millstream.model.buffers import BufferedOp, BufferMeta, BufferOffset
+from millstream.model.buffered_operations import BufferedOp, BufferMeta, BufferOffset
 from millstream.model.ids import Epoch, SchemaVersion, ShardId, SourceId, StreamId, TableId
 from millstream.model.operations import (
     FIRST_SHARD,

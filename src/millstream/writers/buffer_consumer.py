@@ -51,7 +51,7 @@ from millstream.errors import (
     WriteBufferError,
 )
 from millstream.ingest.buffered_op_conversion import OperationTaker
-from millstream.model.buffers import BUFFER_START, BufferedOp, BufferOffset, ReadPause
+from millstream.model.buffered_operations import BUFFER_START, BufferedOp, BufferOffset, ReadPause
 from millstream.model.ids import ShardId, SourceId, StreamId
 from millstream.model.names import parse_qualified_name
 from millstream.model.operations import TableRows, WriteOps, writes_in

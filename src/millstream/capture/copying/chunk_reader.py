@@ -18,7 +18,7 @@ from psycopg import pq, sql
 
 from millstream.capture.column_rule_binding import ColumnRules
 from millstream.capture.connection import translate_result, translated
-from millstream.capture.copying.apply_column_rules import check_numbers, hasher, read_columns
+from millstream.capture.copying.copy_column_rules import check_numbers, hasher, read_columns
 from millstream.capture.copying.copy_output import CopyText, Text, copy_out, copy_pieces
 from millstream.capture.copying.copy_text import CopiedRows, last_key, read_copied
 from millstream.capture.copying.source_snapshot import SourceSnapshot

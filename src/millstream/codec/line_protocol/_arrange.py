@@ -15,8 +15,8 @@ from millstream.codec.line_protocol._names import FIRST, KEPT
 from millstream.codec.line_protocol._scan import LINE_AT, LINE_MEASUREMENT, LINE_NUMBER, LINE_TOKEN
 from millstream.codec.line_protocol._values import TEXT_ESCAPED
 from millstream.codec.line_protocol.grammar import Refusal
+from millstream.codec.little_endian_words import load_word, store_word
 from millstream.codec.machine_code import compiled, inlined
-from millstream.codec.words import load_word, store_word
 
 Array = Any  # numba knows the element types better than a type checker could
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from millstream.codec.line_protocol._floats import INFINITE, UNSURE, double_bits, small_double
 from millstream.codec.line_protocol.grammar import Fault, ValueKind
+from millstream.codec.little_endian_words import are_digits, eight_digits, load_word, trailing_zeros, zero_bytes
 from millstream.codec.machine_code import compiled, inlined
-from millstream.codec.words import are_digits, eight_digits, load_word, trailing_zeros, zero_bytes
 
 Array = Any  # numba knows the element types better than a type checker could
 

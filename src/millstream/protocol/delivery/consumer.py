@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from millstream.protocol.delivery import changes
+from millstream.protocol.delivery.cursor_holds import Order
 from millstream.protocol.delivery.dead_letters import DeadLetters
 from millstream.protocol.delivery.messages import (
     DeadLetter,
@@ -20,12 +21,11 @@ from millstream.protocol.delivery.messages import (
     Status,
     position_of,
 )
-from millstream.protocol.delivery.order import Order
 from millstream.protocol.delivery.pending import Pending
 from millstream.protocol.delivery.push_redelivery import Pushed
 from millstream.protocol.delivery.state import Fact, State
 from millstream.protocol.delivery.timers import Timer, Timers
-from millstream.protocol.delivery.unread import Unread
+from millstream.protocol.delivery.unread_after_restart import Unread
 from millstream.protocol.delivery.waiting import Answer, Back, Entry, EntryState, fact_of
 
 _WAITING, _IN_FLIGHT, _GONE = EntryState.WAITING, EntryState.IN_FLIGHT, EntryState.GONE

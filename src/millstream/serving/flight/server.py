@@ -27,9 +27,9 @@ from millstream.export.record_reading import table_ids
 from millstream.ingest.flight_requests import GetRequest, PutRequest
 from millstream.leadership.node_calls import ACTION
 from millstream.model.access import Right
-from millstream.model.conforming import conform
 from millstream.model.durations import duration_s
 from millstream.model.records import record_schema
+from millstream.model.schema_conversion import conform
 from millstream.nodes.peer_requests import answer_node
 from millstream.replication.flight.wire import FollowRequest
 from millstream.serving.access import Access, Caller, Credentials, token_said

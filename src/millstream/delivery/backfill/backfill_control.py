@@ -11,8 +11,15 @@ from typing import Any, Final, NamedTuple
 import structlog
 
 from millstream.delivery.ack_ids import AckIds
-from millstream.delivery.backfill.machine import ENDED_MAX, Backfill, Deliveries, Ended, StoredBackfill, file_of
 from millstream.delivery.backfill.rows import Rows
+from millstream.delivery.backfill.running_backfill import (
+    ENDED_MAX,
+    Backfill,
+    Deliveries,
+    Ended,
+    StoredBackfill,
+    file_of,
+)
 from millstream.delivery.consumer_store import Stored
 from millstream.errors import DeliveryError
 from millstream.protocol.delivery import (

@@ -9,7 +9,7 @@ import pytest
 from tests.app.homes import make_home, wait_for
 from tests.app.served import serving
 
-from millstream.serving.paths import unknown_path
+from millstream.serving.unknown_paths import unknown_path
 
 TEMPLATES = ["/v1/streams", "/v1/streams/{stream}/token", "/v1/streams/{stream}/tables/{table}", "/status"]
 

@@ -8,9 +8,9 @@ from typing import Final
 
 import structlog
 
-from millstream.delivery.backfill.machine import StoredBackfill, file_of
+from millstream.delivery.backfill.backfill_control import new_number
 from millstream.delivery.backfill.rows import OpenLake, Stopped, Wanted, base_of, tables_of, write_rows
-from millstream.delivery.backfill.steering import new_number
+from millstream.delivery.backfill.running_backfill import StoredBackfill, file_of
 from millstream.delivery.definition import Definition
 from millstream.delivery.request_fields import AskedRows
 from millstream.delivery.running_consumer import Running

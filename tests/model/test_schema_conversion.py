@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from millstream.errors import UsageError
-from millstream.model.conforming import conform
+from millstream.model.schema_conversion import conform
 
 
 def test_rows_of_another_version_are_filled_with_nulls_and_lose_what_is_not_declared() -> None:

@@ -6,9 +6,9 @@ import asyncio
 import threading
 from typing import Any
 
-from millstream.console import live as module
+from millstream.console import live_status as module
 from millstream.console.html import Part, Rendered, tag
-from millstream.console.live import Live, Snapshot, View
+from millstream.console.live_status import Live, Snapshot, View
 from millstream.console.view import Rates, Sight
 from millstream.process_metrics import LOG_RECORDS
 

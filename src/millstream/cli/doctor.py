@@ -1,0 +1,68 @@
+"""`doctor`: everything that would keep a home from running, with the command that fixes it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from millstream.cli.context import (
+    Invocation,
+    json_option,
+    note,
+    pass_invocation,
+    print_json,
+    print_raw,
+    say,
+)
+
+
+@click.command()
+@click.option("--sql", "as_sql", is_flag=True, help="Print one SQL script for the database's administrator.")
+@click.option("--quiet", is_flag=True, help="Print only notes and problems, without the count.")
+@json_option
+@pass_invocation
+def doctor(invocation: Invocation, as_sql: bool, quiet: bool, as_json: bool) -> None:
+    """Check home, disk, catalog, Java, Spark, lake and source; print the command that fixes each problem (exit code 3)."""
+    from millstream.app.doctor import examine, repair_script
+
+    home = invocation.home()
+    if as_sql:
+        script, unasked = repair_script(home)
+        print_raw(script, nl=False)
+        for diagnosis in unasked:
+            note(
+                f"The script has no statements for the {diagnosis.check}, because the check failed: {diagnosis.message}"
+            )
+            note(diagnosis.fix)
+        sys.exit(3 if unasked else 0)
+    found = []
+    for diagnosis in examine(home, (lambda _line: None) if quiet else note):
+        found.append(diagnosis)
+        if not as_json and not (quiet and diagnosis.is_ok):
+            _print_diagnosis(diagnosis)
+    wrong = [diagnosis for diagnosis in found if diagnosis.blocks != "nothing"]
+    if not as_json and not quiet:
+        right = sum(diagnosis.is_ok for diagnosis in found)
+        notes = len(found) - right - len(wrong)
+        checks, noted = "check" + "s" * (len(found) != 1), "note" + "s" * (notes != 1)
+        say(f"{len(found)} {checks}: {right} right, {notes} {noted}, {len(wrong)} wrong")
+    if as_json:
+        print_json({"healthy": not wrong, "findings": [diagnosis.as_dict() for diagnosis in found]})
+    sys.exit(3 if wrong else 0)
+
+
+def _print_diagnosis(diagnosis: Any) -> None:
+    if diagnosis.is_ok:
+        say("ok      ", nl=False, fg="green")
+    elif diagnosis.blocks == "nothing":
+        say("note    ", nl=False, fg="yellow")
+    else:
+        say("wrong   ", nl=False, fg="red", bold=True)
+    where = f" (stops the {diagnosis.blocks})" if diagnosis.blocks in {"source", "table"} else ""
+    say(f"{diagnosis.check}: {diagnosis.message}{where}")
+    if diagnosis.fix:
+        say(f"          {diagnosis.fix}")
+    for line in diagnosis.sql.splitlines():
+        say(f"          {line}")
