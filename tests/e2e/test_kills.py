@@ -30,8 +30,10 @@ from millstream.testing.workloads.workload import StepInfo, Workload
 POINTS = {
     "wal.before_fsync": "before the fsync",
     "capture.before_confirm": "after the fsync, before the slot is confirmed",
-    "lake.before_history_commit": "lake files written, not committed",
-    "pipeline.after_lake_commit": "lake committed, spark checkpoint not",
+    "pipeline.before_batch": "a batch's stretches handed out",
+    "lake.records_written": "lake files written, not committed",
+    "lake.after_history_commit": "a table committed, the cut not",
+    "pipeline.after_lake_commit": "lake committed, the catalog not told",
     "lake.before_fold_commit": "in a fold",
     "capture.copy_chunk_read": "in a chunk of the table copy",
 }

@@ -1,4 +1,4 @@
-"""The tightest retention under SIGKILL: a pipeline killed between the lake's commit and Spark's own can replay.
+"""The tightest retention under SIGKILL: a pipeline that is killed around the lake's commit finds what it lacks.
 
 `retention_age` is 0 and retention runs ten times a second, so a segment that isn't needed is gone before
 anything else happens.
@@ -18,8 +18,8 @@ from millstream.testing.postgres import EmbeddedPostgres
 pytestmark = pytest.mark.siege
 
 POINTS = {
-    "pipeline.after_lake_commit": "the lake has the batch; neither the catalog nor Spark knows",
-    "pipeline.before_spark_commit": "the catalog knows too; Spark doesn't",
+    "pipeline.after_lake_commit": "the lake has the batch; the catalog doesn't know",
+    "pipeline.after_catalog": "the catalog knows too",
 }
 LOG = """[streams.shop.log]
 segment_bytes = "16KiB"
@@ -33,7 +33,7 @@ ROWS = 200
 
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("spark")
-def test_nothing_is_lost_or_doubled_and_the_log_is_freed_whenever_the_pipeline_dies_between_two_commits(
+def test_nothing_is_lost_or_doubled_and_the_log_is_freed_whenever_the_pipeline_dies_behind_a_commit(
     tmp_path: Path, postgres_server: EmbeddedPostgres
 ) -> None:
     home = Home(tmp_path / "shop", postgres_server.create_database("tight"), slot="tight", extra_config=LOG)

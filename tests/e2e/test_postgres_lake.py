@@ -25,7 +25,7 @@ POINTS = {
     "capture.copy_chunk_read": "in a chunk of the table copy",
     "lake.before_postgres_commit": "all tables written, nothing committed",
     "lake.after_postgres_commit": "committed, nobody told",
-    "pipeline.after_lake_commit": "the cut committed, spark checkpoint not",
+    "pipeline.after_lake_commit": "the cut committed, the catalog not told",
 }
 SEED = 31
 TIMES = 2

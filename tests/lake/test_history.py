@@ -26,7 +26,7 @@ from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.delta import open_table
 from millstream.lake.folded.current import FoldSizes, fold_table
 from millstream.lake.folded.scd2 import fold_into_versions
-from millstream.lake.history import append_history, open_history
+from millstream.lake.history import append_history, commit_records, open_history, write_records
 from millstream.lake.layout import LakeLayout
 from millstream.lake.maintenance import tend_table
 from millstream.lake.query.query_session import LakeSession
@@ -535,3 +535,22 @@ def test_the_schemas_in_the_properties_are_bounded_and_an_older_moment_is_refuse
         pytest.raises(BeyondRetention, match="changed more than"),
     ):
         session.query("SELECT count(*) FROM public.orders")
+
+
+def test_files_of_another_position_or_of_long_ago_are_never_committed(
+    layout: LakeLayout, orders: TableSchema, records: Records, monkeypatch: pytest.MonkeyPatch
+):
+    some = [records(orders, ("c", 1, {"id": 1}), ("c", 2, {"id": 2}))]
+    late = write_records(layout, orders, some, Seq(2))
+    append_history(layout, orders, [records(orders, ("c", 1, {"id": 1}))], Seq(1))
+    with pytest.raises(LakeConflict):
+        commit_records(layout, [late], Seq(2))
+    parts = [write_records(layout, orders, [records(orders, ("c", seq, {"id": seq}))], Seq(3)) for seq in (2, 3)]
+    now_s = time.time()
+    with monkeypatch.context() as changed:
+        changed.setattr(time, "time", lambda: now_s + 3_000)
+        with pytest.raises(LakeConflict):
+            commit_records(layout, parts, Seq(3))
+    assert commit_records(layout, parts, Seq(3)).rows == 2
+    assert commit_records(layout, parts, Seq(3)).rows == 0
+    assert seqs(layout, orders) == [1, 2, 3]

@@ -22,6 +22,7 @@ from deltalake import DeltaTable
 
 from millstream.catalog import Catalog
 from millstream.lake.layout import LakeLayout
+from millstream.lake.maintenance import UpkeepRules
 from millstream.model.ids import StreamId
 from millstream.spark.driver import run_pipeline
 from millstream.spark.pipeline import PipelineConfig, PipelineOutcome, PipelineProgress
@@ -35,7 +36,6 @@ def config_of(home: Path, stream: StreamId, spark: SparkOptions, **changes: Any)
         "stream_id": stream,
         "wal_folder": home / "data" / "wal" / "shop",
         "sink": LakeOfFiles(LakeLayout(str(home / "lake"), "shop", stream)),
-        "checkpoint_dir": home / "data" / "spark" / "lake",
         "spark": spark,
         "trigger_interval_ms": 100,
         "fold_interval_s": 0.0,
@@ -211,7 +211,8 @@ def main(home: Path, work: Path, mode: str, *views: str) -> None:
         drain_asked.set()
     with Catalog(home / "data" / "catalog.db") as catalog:
         config = config_of(home, catalog.stream("shop").id, SparkOptions(work), batch_bytes_max=20_000)
-        config = replace(config, views=views or config.views)
+        # Files are tended all the time, so that kills meet that too.
+        config = replace(config, views=views or config.views, upkeep=UpkeepRules(interval_s=0.5, compact_files=3))
         run_pipeline(
             config,
             catalog,

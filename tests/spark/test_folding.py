@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pyarrow as pa
 import pytest
-from pyspark.sql import SparkSession
+from pyspark import SparkContext
 from tests.spark.hand_made import Home, insert
 from tests.spark.lake_run import config_of
 
@@ -35,10 +35,6 @@ class JobsHere:
 
     defaultParallelism: int = 2  # noqa: N815 - Spark's name
     tasks: Sequence[Any] = ()
-
-    @property
-    def sparkContext(self) -> JobsHere:  # noqa: N802 - Spark's name
-        return self
 
     def parallelize(self, tasks: Sequence[Any], _slices: int) -> JobsHere:
         return JobsHere(tasks=tasks)
@@ -65,7 +61,7 @@ class Folding:
 
     def run(self) -> None:
         copies = CompleteCopies(self.home.catalog, self.home.stream)
-        jobs = cast("SparkSession", JobsHere())
+        jobs = cast("SparkContext", JobsHere())
         thread = FoldThread(self.config, self.home.catalog, self.tables, jobs, lambda: None, threading.Lock(), copies)
         thread.fold_all()
 

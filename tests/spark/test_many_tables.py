@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pyarrow as pa
 import pytest
-from pyspark.sql import SparkSession
+from pyspark import SparkContext
 from sqlalchemy import Engine, event
 from tests.spark.hand_made import Home, insert
 from tests.spark.lake_run import config_of
@@ -63,7 +63,7 @@ def test_a_start_a_round_of_folds_and_a_batch_ask_the_catalog_as_often_as_for_on
     assert not [entry.name for entry in entries.values() if entry.waiting_since_s is not None], "a fold is repeated"
 
     copies = CompleteCopies(home.catalog, home.stream)
-    jobs = cast("SparkSession", JobsHere())
+    jobs = cast("SparkContext", JobsHere())
     thread = FoldThread(config, home.catalog, folding.tables, jobs, lambda: None, threading.Lock(), copies)
     folding.tables.appended(
         [TableCommit(table.table_id, table.full_name, f"public.{table.name}", "history", 2, 1, n) for table in tables],

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime
 
 import pytest
-from pyspark.sql import DataFrame, Row
+from pyspark import SparkContext
 from tests.spark.hand_made import Home
 from tests.spark.lake_run import config_of
 
@@ -15,7 +15,8 @@ from millstream.lake.layout import TableCommit
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
-from millstream.spark.landing import Around
+from millstream.spark.batch_parts import BatchPart
+from millstream.spark.landing import Around, TableAnswer
 from millstream.spark.pipeline_tables import HeldTable, PipelineTables
 from millstream.spark.session import SparkOptions
 
@@ -58,7 +59,7 @@ class SinkInMemory:
         self.holders = {position.name for position in self._home.catalog.pipelines(self._home.stream)}
         return self.cut
 
-    def land(self, batch: DataFrame, around: Around) -> list[Row]:
+    def land(self, context: SparkContext, batch: BatchPart, upto: Seq, around: Around) -> list[TableAnswer]:
         raise NotImplementedError
 
 

@@ -16,7 +16,6 @@ from millstream.errors import EngineError, TokenFromFuture, UnknownStream, Unkno
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.records import Op
 from millstream.model.schema import TableSchema
-from millstream.spark.frames import MARKER, records_in
 from millstream.spark.source import SourceOptions, position_of
 from millstream.testing.errors import coded
 
@@ -120,38 +119,6 @@ def test_without_a_table_every_record_comes_as_an_envelope(spark: SparkSession, 
         {"id": 1},
     ]
     assert rows[2]["__before"] == [("id", "5")]
-
-
-@pytest.mark.parametrize("named", [0, 1, 2])
-def test_frames_hold_or_name_every_record_once_and_mark_their_bounds(
-    spark: SparkSession, home: Home, named: int
-) -> None:
-    orders, items = orders_of(home), items_of(home)
-    home.commits(some_transactions(orders, items, 1, 40))
-    wider = home.add_column(orders, "paid", pa.bool_())
-    upto = home.commit(insert(wider, id=900, paid=True))
-
-    sizes: dict[int, int] = {}
-    for span in home.log.spans(Seq(0), Seq(upto)):
-        for part in home.log.parts_of(span):
-            sizes[part.schema.table_id] = sizes.get(part.schema.table_id, 0) + part.size_bytes
-    bound = [10**6, max(sizes.values()), min(sizes.values())][named]
-
-    rows = load(spark, home, layout="frames", inline_bytes_max=str(bound)).collect()
-
-    assert len({row["table_id"] for row in rows if row["span"]}) == named
-    assert len({row["table_id"] for row in rows if row["ipc"]}) == len(sizes) - named
-    assert {(row["batch_after"], row["batch_upto"]) for row in rows} == {(0, upto)}
-    assert [row for row in rows if row["table_id"] == MARKER]
-    for schema in (orders, items):
-        found = []
-        for row in sorted((r for r in rows if r["table_id"] == schema.table_id), key=lambda r: r["first_seq"]):
-            pieces = list(records_in(schema.table_id, pa.py_buffer(row["ipc"]), row["span"]))
-            assert {stored.table_id for stored, _ in pieces} == {schema.table_id}
-            assert max(stored.version for stored, _ in pieces) == row["schema_version"]
-            assert sum(batch.num_rows for _, batch in pieces) == row["rows"]
-            found += [record for _, batch in pieces for record in batch.to_pylist()]
-        assert found == in_log(home, schema)
 
 
 def run_query(
@@ -273,10 +240,8 @@ def test_an_empty_log_gives_no_rows(spark: SparkSession, home: Home, tmp_path: P
         ({"stream": "shop"}, UsageError),
         ({"path": "s3://bucket/shop", "stream": "shop"}, UsageError),
         ({"path": "HOME", "stream": "shop", "colums": "id"}, UsageError),
-        ({"path": "HOME", "stream": "shop", "layout": "wide"}, UsageError),
         ({"path": "HOME", "stream": "shop", "max_rows_per_trigger": "0"}, UsageError),
         ({"path": "HOME", "stream": "shop", "max_bytes_per_trigger": "many"}, UsageError),
-        ({"path": "HOME", "stream": "shop", "layout": "frames", "table": "public.a"}, UsageError),
     ],
 )
 def test_options_that_make_no_sense_are_refused(home: Home, options: dict[str, str], error: type[Exception]) -> None:

@@ -18,6 +18,9 @@ from tests.spark.lake_run import RunningPipeline, config_of, drain, eventually, 
 from millstream.catalog import TableState
 from millstream.catalog.rebuilds import Rebuilds
 from millstream.lake.commit_cuts import last_cut
+from millstream.lake.layout import LakeLayout
+from millstream.lake.replay import replay_range
+from millstream.model.positions import Seq
 from millstream.model.records import Op
 from millstream.model.schema import TableSchema
 from millstream.spark.session import SparkOptions
@@ -80,6 +83,21 @@ class Story:
         names = ("id", "size", "note", "valid_from", "valid_to")
         told = self.told + [(key, row["size"], row["note"], began, None) for key, (row, began) in self.live.items()]
         assert sorted((tuple(row[name] for name in names) for row in found), key=str) == sorted(told, key=str)
+
+    def check_all(self) -> None:
+        """Check every view against the rows, and history and a replay of it against the log."""
+        self.check()
+        current = sorted(rows_in(self.home.path, "current", "public.items"), key=lambda row: row["id"])
+        assert current == [self.rows[key] for key in sorted(self.rows)]
+        log = self.home.log
+        end = log.persisted_upto()
+        numbers = [n for piece in log.read_between(Seq(0), end) for n in piece.batch.column("__seq").to_pylist()]
+        assert sorted(row["__seq"] for row in rows_in(self.home.path, "history", "public.items")) == numbers
+        layout = LakeLayout(str(self.home.path / "lake"), "shop", self.home.stream)
+        cut = last_cut(layout)
+        assert cut is not None
+        again = replay_range(layout, cut, "public.items", after=Seq(0), upto=end, into=f"upto-{end}")
+        assert sorted(DeltaTable(again.path).to_pyarrow_table().column("__seq").to_pylist()) == numbers
 
 
 @pytest.fixture

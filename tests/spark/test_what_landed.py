@@ -1,26 +1,23 @@
 """Retention during a pipeline that fails, is killed and returns: the log keeps what the lake lacks, and nothing else.
 
 The log, the catalog, the pipeline's tables, the cuts and retention are the real ones. So is the order in which a batch
-lands, is quarantined and catches up. Spark is simulated: it plans batches and notes finished ones in its own
-files. The records that it would append to a table's history are remembered here, number by number, as the
+lands, is quarantined and catches up. Only Spark's job is simulated. The records that it would append to a table's history are remembered here, number by number, as the
 oracle.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from pyspark import SparkContext
 from tests.spark.lake_run import config_of
 
 from millstream.catalog import Catalog
@@ -29,7 +26,7 @@ from millstream.errors import Retry
 from millstream.home.retention import sweep
 from millstream.lake.layout import TableCommit
 from millstream.model.ids import SchemaVersion, ShardId, StreamId, TableId
-from millstream.model.positions import Seq, StreamToken
+from millstream.model.positions import Seq
 from millstream.spark.batches import BatchLander, Landed
 from millstream.spark.complete_copies import CompleteCopies
 from millstream.spark.driver import take_up
@@ -52,6 +49,9 @@ OPERATION = st.lists(st.tuples(st.sampled_from(IDS), st.integers(1, 3)), min_siz
 """Tables with their number of records."""
 WRITES = st.sampled_from([None, None, 0, 1, 2, 3, 4])
 """Number of catalog writes that a process survives."""
+
+
+NO_SPARK = cast("SparkContext", None)
 
 
 class Killed(BaseException):
@@ -91,29 +91,6 @@ class MortalCatalog(Catalog):
         super().drop_fact(*args)
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """Stands for a DataFrame of frames."""
-
-    after: Seq
-    upto: Seq
-    table: int | None = None
-
-
-class Reads:
-    """Stands for `spark.read`."""
-
-    def format(self, _name: str) -> Self:
-        return self
-
-    def options(self, *, starting: str, ending: str, tables: str, **_others: str) -> SimpleNamespace:
-        after, upto = (StreamToken.parse(token).minimum for token in (starting, ending))
-        return SimpleNamespace(load=lambda: Stretch(after, upto, int(tables)))
-
-
-SPARK: Any = SimpleNamespace(read=Reads())
-
-
 class Histories:
     """Every table's history: exactly once by its own position, as the lake's are."""
 
@@ -133,26 +110,27 @@ class Lander(BatchLander):
     histories: Histories
     numbers: Callable[[Seq, Seq], dict[int, list[int]]]
 
-    def _run(self, batch: Any, held: frozenset[TableId], start: Seq) -> Landed | None:  # noqa: ARG002 - as Spark's
-        stretch = cast("Stretch", batch)
+    def _run(
+        self, after: Seq, upto: Seq, held: frozenset[TableId], *, only: frozenset[TableId] | None = None
+    ) -> Landed:
         commits: dict[TableId, TableCommit] = {}
         errors: dict[TableId, TableError] = {}
-        for table, numbers in self.numbers(stretch.after, stretch.upto).items():
+        for table, numbers in self.numbers(after, upto).items():
             table_id = TableId(table)
-            if stretch.table not in {None, table} or table_id in held:
+            if (only is not None and table_id not in only) or table_id in held:
                 continue
             if table in self.histories.failing:
                 errors[table_id] = NOWHERE
                 continue
-            self.histories.append(table, numbers, stretch.upto)
+            self.histories.append(table, numbers, upto)
             name = f"public.table{table}"
-            commits[table_id] = TableCommit(table_id, name, name, "history", 1, len(numbers), stretch.upto)
+            commits[table_id] = TableCommit(table_id, name, name, "history", 1, len(numbers), upto)
         versions = dict.fromkeys(commits, SchemaVersion(1))
-        return Landed(stretch.after, stretch.upto, commits, errors, versions, None)
+        return Landed(after, upto, commits, errors, versions, None)
 
 
 class LifeOfAPipeline(RuleBasedStateMachine):
-    """Batches, failing tables, kills before catalog writes, lost notes, a restored lake, the tightest retention."""
+    """Batches, failing tables, kills before catalog writes, a restored lake, the tightest retention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,8 +151,6 @@ class LifeOfAPipeline(RuleBasedStateMachine):
         self.histories = Histories()
         self.appended: dict[int, list[int]] = {table: [] for table in IDS}
         self.xid = 0
-        self.planned: Stretch | None = None
-        self.batches = 0
         self.append([[(1, 1)]])
         self.start()
 
@@ -193,16 +169,22 @@ class LifeOfAPipeline(RuleBasedStateMachine):
         self.log = StreamReader(str(self.config.wal_folder))
         self.pipeline_tables = PipelineTables(self.config, self.catalog)
         take_up(self.config, self.log, self.pipeline_tables)
-        if not self.noted_batches():
-            self.planned = None
         replay = ReplayWatch(str(self.config.wal_folder), Seq(0), Seq(0), bytes_max=1)
         log = StreamReader(str(self.config.wal_folder))
         copies = CompleteCopies(self.catalog, self.stream)
         self.lander = Lander(
-            self.config, self.catalog, log, self.pipeline_tables, copies, replay, lambda _progress: None, lambda: None
+            NO_SPARK,
+            self.config,
+            self.catalog,
+            log,
+            self.pipeline_tables,
+            copies,
+            replay,
+            lambda _progress: None,
+            lambda: None,
         )
         self.lander.histories, self.lander.numbers = self.histories, self.numbers
-        self.lander.retry_held(SPARK)
+        self.lander.retry_held()
 
     def mortal(self, work: Callable[[], None], writes: int | None) -> None:
         """Do the work, or die before a catalog write and come back; in between, the owner's retention runs."""
@@ -223,32 +205,6 @@ class LifeOfAPipeline(RuleBasedStateMachine):
             found.setdefault(int(piece.schema.table_id), []).extend(piece.batch.column("__seq").to_pylist())
         return found
 
-    # --- Spark's notes -----------------------------------------------------------------------------------------------
-
-    def noted_batches(self) -> list[int]:
-        folder = self.config.checkpoint_dir / "offsets"
-        return sorted(int(file.name) for file in folder.iterdir()) if folder.is_dir() else []
-
-    def note(self, kind: str, text: str) -> None:
-        (self.config.checkpoint_dir / kind).mkdir(parents=True, exist_ok=True)
-        (self.config.checkpoint_dir / kind / str(self.batches)).write_text(text)
-
-    def plan(self) -> Stretch:
-        """Return the planned batch if it isn't done, else a new one."""
-        if self.planned is None:
-            done = self.config.checkpoint_dir / "commits"
-            cut = self.pipeline_tables.cut
-            after = Seq(0) if cut is None else cut.n
-            if done.is_dir():
-                last = (self.config.checkpoint_dir / "offsets" / str(self.batches)).read_text().splitlines()[2]
-                after = StreamToken.parse(json.loads(last)["token"]).minimum
-            upto = self.log.cut(after, bytes_max=self.config.batch_bytes_max)
-            self.batches += 1
-            offset = {"stream": str(self.stream), "token": self.config.token(upto)}
-            self.note("offsets", f"v1\n{{}}\n{json.dumps(offset)}")
-            self.planned = Stretch(after, upto)
-        return self.planned
-
     # --- what happens ------------------------------------------------------------------------------------------------
 
     @rule(operations=st.lists(OPERATION, min_size=1, max_size=4))
@@ -262,16 +218,12 @@ class LifeOfAPipeline(RuleBasedStateMachine):
 
     @rule(writes=WRITES)
     def land(self, writes: int | None) -> None:
-        """Land a batch, often an empty one; after a kill perhaps again, when the lake has it already."""
-        batch = self.plan()
+        """Land a batch, if anything waits for one."""
+        self.mortal(self.land_one, writes)
 
-        def work() -> None:
-            self.lander._land(cast("Any", batch))
-            self.catalog.come()  # between the pipeline's last write and Spark's
-            self.note("commits", "v1\n{}")
-            self.planned = None
-
-        self.mortal(work, writes)
+    def land_one(self) -> None:
+        self.lander.land_next()
+        self.catalog.come()
 
     @rule(table=st.sampled_from(IDS), count=st.integers(1, 3), writes=WRITES)
     def land_a_table_that_fails(self, table: int, count: int, writes: int | None) -> None:
@@ -293,12 +245,10 @@ class LifeOfAPipeline(RuleBasedStateMachine):
             self.histories.failing.clear()
         for table in self.pipeline_tables.held:
             request_retry(self.catalog, held_scope(self.config), table)
-        self.mortal(lambda: self.lander.retry_held(SPARK), writes)
+        self.mortal(self.lander.retry_held, writes)
 
-    @rule(writes=WRITES, notes=st.sampled_from(["kept", "kept", "lost"]))
-    def restart(self, writes: int | None, notes: str) -> None:
-        if notes == "lost":
-            shutil.rmtree(self.config.checkpoint_dir, ignore_errors=True)
+    @rule(writes=WRITES)
+    def restart(self, writes: int | None) -> None:
         self.mortal(self.start, writes)
 
     @precondition(lambda self: not self.pipeline_tables.held)
@@ -317,7 +267,7 @@ class LifeOfAPipeline(RuleBasedStateMachine):
         if copy.is_dir():
             copy.rename(lake)
         kept.failing = self.histories.failing
-        self.histories, self.planned = kept, None
+        self.histories = kept
         # Before the process's first write only the lake knows its position: retention may drop records until
         # then.
         self.mortal(self.start, None if writes is None else writes + 1)
@@ -326,11 +276,7 @@ class LifeOfAPipeline(RuleBasedStateMachine):
         self.retain()
 
     def land_all(self) -> None:
-        while (
-            self.planned is not None
-            or self.pipeline_tables.cut is None
-            or self.pipeline_tables.cut.n < self.writer.persisted_upto()
-        ):
+        while self.pipeline_tables.cut is None or self.pipeline_tables.cut.n < self.writer.persisted_upto():
             self.land(None)
 
     @rule()
@@ -344,7 +290,7 @@ class LifeOfAPipeline(RuleBasedStateMachine):
     # --- what must hold ----------------------------------------------------------------------------------------------
 
     def asked_from(self) -> Seq:
-        """Return the number after which Spark may read the log: the last batch's start, since it may repeat it."""
+        """Return the number after which the log is kept: the last batch's start."""
         position = {p.name: p for p in self.catalog.pipelines(self.stream)}["lake"]
         assert position.needed_from is not None
         return Seq(position.needed_from - 1)
@@ -355,8 +301,6 @@ class LifeOfAPipeline(RuleBasedStateMachine):
         for table in IDS:
             lacks = set(self.appended[table]) - set(self.histories.rows[table])
             assert not lacks or min(lacks) >= first, f"table {table} lacks {min(lacks)}, the log begins at {first}"
-        if self.planned is not None:
-            assert self.planned.after >= first - 1, "a planned batch is asked for again"
 
     @invariant()
     def nothing_lands_twice(self) -> None:

@@ -206,7 +206,7 @@ def run_pipelines(home: Home, lifeline: Lifeline, *, on_progress: Callable[[dict
     """
     home.prepare()
     try:
-        from millstream.spark.session import open_session
+        from millstream.spark.session import open_context
     except ImportError as error:
         raise UsageError(
             f"the pipeline needs {error.name}, which isn't installed",
@@ -234,7 +234,7 @@ def run_pipelines(home: Home, lifeline: Lifeline, *, on_progress: Callable[[dict
         if not _wait_for_lead(home, lifeline):
             return {}
         # Spark starts while capture is still finding its position; the threads below share the session.
-        if not _start_spark(lifeline, lambda: open_session(spark_options(home))):
+        if not _start_spark(lifeline, lambda: open_context(spark_options(home))):
             return {}
         workers = [
             Worker(

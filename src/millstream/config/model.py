@@ -469,7 +469,9 @@ class SparkConfig(Section):
     master: str = Field(
         default="local[*]", min_length=1, description="The Spark master: `local[*]`, `spark://…`, `yarn`, `k8s://…`."
     )
-    trigger_interval: Duration = Field(default="500ms", description="Minimum time between two batches.")
+    trigger_interval: Duration = Field(
+        default="500ms", description="Minimum time from the start of a batch to the next, unless a full one is waiting."
+    )
     batch_bytes: Size = Field(default="64MiB", description="Approximate bytes of the log that one batch reads.")
     conf: dict[str, str] = Field(
         default={}, repr=False, description='Options that are passed to Spark: `"spark.driver.memory" = "2g"`.'

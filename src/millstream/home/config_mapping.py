@@ -210,7 +210,6 @@ def pipeline_config(home: Home, name: str, stream: StreamConfig, stream_id: Stre
         stream_id=stream_id,
         wal_folder=home.wal_folder(name),
         sink=sink_of(home, name, stream, stream_id),
-        checkpoint_dir=home.pipeline_folder / name,
         spark=spark_options(home),
         views=() if stream.lake.format == "postgres" else tuple(cast("View", view) for view in stream.lake.shown),
         trigger_interval_ms=max(1, round(duration_s(spark.trigger_interval) * 1000)),

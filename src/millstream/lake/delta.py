@@ -296,6 +296,11 @@ def set_properties(opened: OpenTable, properties: Mapping[str, str]) -> None:
         opened.table.update_incremental()
 
 
+def stored_schema(columns: pa.Schema) -> pa.Schema:
+    """Return columns as a table that has them returns them (`OpenTable.schema`)."""
+    return pa.schema(Schema.from_arrow(columns).to_arrow())
+
+
 def add_columns(opened: OpenTable, columns: pa.Schema) -> None:
     """Add those of some columns that the table lacks; the handle is at the new version afterwards."""
     _add_features(opened, columns)

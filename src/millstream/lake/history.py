@@ -6,12 +6,14 @@ The Delta table keeps the union of all versions' columns, and in its properties 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -19,8 +21,8 @@ import pyarrow.parquet as pq
 from millstream import failpoints
 from millstream.errors import LakeConflict, LakeUnavailable
 from millstream.lake.commit_cuts import last_cut
-from millstream.lake.data_files import ROW_GROUP_ROWS, TableFiles, new_name, swap
-from millstream.lake.delta import OpenTable, Tail, create_table, open_table, set_properties
+from millstream.lake.data_files import ROW_GROUP_ROWS, UNCOMMITTED_S_MAX, NewFile, TableFiles, new_name, swap
+from millstream.lake.delta import OpenTable, Tail, create_table, open_table, set_properties, stored_schema
 from millstream.lake.folded.accumulating import lacking_named
 from millstream.lake.folder import (
     BOUNDED,
@@ -35,7 +37,7 @@ from millstream.lake.renames import Places, bring_records, columns_of, places_of
 from millstream.lake.scan import read_history
 from millstream.lake.schema_evolution import union_schema, widened
 from millstream.lake.schema_history import SINCE_PROPERTY, Eras, owned_since, schema_property
-from millstream.lake.types import HISTORY_PREFIX, conform, lake_columns, to_lake
+from millstream.lake.types import HISTORY_PREFIX, conform, lake_columns, same_type, to_lake
 from millstream.model.ids import TableId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
@@ -43,6 +45,31 @@ from millstream.model.records import MONTH_COLUMN, RECORD_PREFIX, record_schema
 from millstream.model.schema import TableKind, TableSchema
 
 _END: Final = Seq(2**63 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenRecords:
+    """Some of one table's records in files of its history, which no commit names yet. A value: crosses processes."""
+
+    schema: TableSchema
+    """Schema of the last record."""
+    after: Seq
+    """The history's position when they were written: records at or below it were left out."""
+    columns: pa.Schema
+    """The history's columns with these records; all files have them."""
+    runs: tuple[tuple[TableSchema, Seq, Seq], ...]
+    """The records' schemas, each with the first and the last number of some records."""
+    files: tuple[NewFile, ...] = ()
+    rows: int = 0
+    written_s: float = 0.0
+    """When their first file was begun, in seconds since 1970."""
+    elsewhere: bool = False
+    """Whether earlier records lie in the folder of another name, and have to be brought first (`bring_history`)."""
+
+    @property
+    def last(self) -> Seq:
+        """The greatest number, 0 if there are no records."""
+        return max((last for _, _, last in self.runs), default=Seq(0))
 
 
 def append_history(
@@ -55,9 +82,8 @@ def append_history(
 ) -> TableCommit:
     """Append one table's records up to `n` to its history, exactly once, in one commit.
 
-    Records at or below the table's position are dropped. So earlier batch bounds, a second call, and a call by a
-    task that was thought dead are harmless. If the table had another name before, its records there are brought
-    first.
+    A process that writes and one that commits share the work: `write_records`, then `commit_records`. Here one
+    process does both.
 
     Args:
         layout: where the lake is.
@@ -67,40 +93,128 @@ def append_history(
         places: of the last cut, if the caller has them; otherwise they are read.
 
     Raises:
-        LakeError (`lake_schema_conflict`): a column can't follow its change; nothing was written.
-        LakeTableForeign: another program wrote into the table; nothing was written.
-        LakeConflict: another task committed first; call again.
+        as `write_records` and `commit_records`.
+    """
+    places = _places(layout, schema, places)
+    return commit_records(layout, [write_records(layout, schema, batches, n, places=places)], n, places=places)
+
+
+def write_records(
+    layout: LakeLayout,
+    schema: TableSchema,
+    batches: Sequence[pa.RecordBatch],
+    n: Seq,
+    *,
+    places: Places | None = None,
+) -> WrittenRecords:
+    """Write one table's records as files of its history; nothing of the table changes. Arguments as of `append_history`.
+
+    Records at or below the table's position are left out. So earlier batch bounds and a second call are harmless.
+
+    Raises:
+        LakeError (`lake_schema_conflict`): a column can't follow its change.
+        LakeTableForeign: another program wrote into the table.
         LakeError (`lake_history_lost`): records that the table had at the last cut are gone.
     """
     assert schema.kind is not TableKind.RAW, "rows of a table that is quarantined have no place in the lake"
+    path = layout.table_path("history", schema)
+    opened = open_table(layout, path, layout.app_id("history", schema.table_id))
+    source: OpenTable | None = None
+    if schema.kind is TableKind.TABLE:
+        source = records_elsewhere(layout, schema, opened, _places(layout, schema, places))
+    before = source or opened
+    if schema.source == 0:
+        schema, batches = under_the_newest(schema, batches, before)
+    after = (before and before.n) or Seq(0)
+    have = pa.schema([*HISTORY_PREFIX, *lake_columns(schema, layout.types)]) if opened is None else opened.schema()
+    if source is not None:
+        had = columns_of(layout, schema.table_id, source)
+        have = union_schema(f"{schema.namespace}.{schema.name}", have, had, narrows=True)
+    rows = _rows(schema, have, batches, layout.types, after=after, upto=n)
+    began_s = time.time()
+    columns = stored_schema(rows.schema)
+    files: list[NewFile] = []
+    if rows.num_rows:
+        files = write_months(TableFiles(layout, path, BOUNDED), conform(rows, columns), schema.table_id)
+        failpoints.hit("lake.records_written")
+    runs = _runs(batches, after)
+    return WrittenRecords(
+        schema, after, columns, runs, tuple(files), rows.num_rows, began_s, elsewhere=source is not None
+    )
+
+
+def commit_records(
+    layout: LakeLayout, parts: Sequence[WrittenRecords], n: Seq, *, places: Places | None = None
+) -> TableCommit:
+    """Commit that a table's history has everything up to `n`, with the records that were written, exactly once.
+
+    A call by a driver that was thought dead is harmless: the table has moved on from where its records begin.
+
+    Args:
+        layout: where the lake is.
+        parts: the table's records behind its position, one or more; in the order of their numbers, if it is of a source.
+        n: the cut that these records end at.
+        places: of the last cut, if the caller has them; otherwise they are read.
+
+    Raises:
+        LakeError (`lake_schema_conflict`): a column can't follow its change; nothing was committed.
+        LakeTableForeign: another program wrote into the table; nothing was committed.
+        LakeConflict: the table has changed since, or its parts have columns of different types; write them again, as
+            one part.
+        LakeError (`lake_history_lost`): records that the table had at the last cut are gone.
+    """
+    opened = bring_history(layout, parts, n, places=places)
+    schema, path = _newest(parts), opened.path
+    rows = sum(part.rows for part in parts)
+    if not rows or (opened.n is not None and opened.n >= n):
+        return _commit(schema, path, opened, 0, n)
+    again = LakeConflict(f"the table at {path} changed while its records were written", path=path)
+    if any(part.after != (opened.n or Seq(0)) for part in parts):
+        raise again
+    if time.time() - min(part.written_s for part in parts if part.rows) > UNCOMMITTED_S_MAX / 2:
+        raise again  # the machine slept in between: upkeep may be deleting the files
+    union = opened.schema()
+    for part in parts:
+        union = union_schema(f"{schema.namespace}.{schema.name}", union, part.columns, narrows=True)
+    if not all(same_type(union.field(column.name).type, column.type) for part in parts for column in part.columns):
+        raise again
+    if schema.source == 0 and any(part.schema.version != schema.version for part in parts):
+        raise again
+    ready = _ready(layout, schema, opened, union, parts)
+    if ready.n != opened.n:
+        # Records that were filtered by the first handle's n may not be committed through a handle that has seen
+        # another commit.
+        raise again
+    failpoints.hit("lake.before_history_commit")
+    swap(ready, ready.commit(n), add=[file for part in parts for file in part.files], partition_by=[MONTH_COLUMN])
+    failpoints.hit("lake.after_history_commit")
+    return _commit(schema, path, ready, rows, n)
+
+
+def bring_history(
+    layout: LakeLayout, parts: Sequence[WrittenRecords], n: Seq, *, places: Places | None = None
+) -> OpenTable:
+    """Return the history for some records, made if there is none, with the table's records under an earlier name.
+
+    Arguments and errors as of `commit_records`, which calls it. A call beforehand, elsewhere, leaves it nothing to copy.
+    """
+    schema = _newest(parts)
     path = layout.table_path("history", schema)
     app = layout.app_id("history", schema.table_id)
     opened = open_table(layout, path, app)
     source: OpenTable | None = None
     if schema.kind is TableKind.TABLE:
-        places = places_of(last_cut(layout)) if places is None else places
-        source = records_elsewhere(layout, schema, opened, places)
-    if schema.source == 0:
-        schema, batches = under_the_newest(schema, batches, opened)
-    opened = opened or _create(layout, schema, path, app, batches, n)
-    if source is not None:
-        opened = bring_records(layout, schema, opened, source)
-    if opened.n is not None and opened.n >= n:
-        return _commit(schema, path, opened, 0, n)
-    rows = _rows(schema, opened.schema(), batches, layout.types, after=opened.n or Seq(0), upto=n)
-    if not rows.num_rows:
-        return _commit(schema, path, opened, 0, n)
-    ready = _ready(layout, schema, opened, rows, batches)
-    if ready.n != opened.n:
-        # Records that were filtered by the first handle's n may not be written through a handle that has seen
-        # another commit.
-        raise LakeConflict(f"another task appended to {path} at the same time", path=path)
-    files = TableFiles(layout, path, BOUNDED)
-    written = write_months(files, conform(rows, ready.schema()), schema.table_id)
-    failpoints.hit("lake.before_history_commit")
-    swap(ready, ready.commit(n), add=written, partition_by=[MONTH_COLUMN])
-    failpoints.hit("lake.after_history_commit")
-    return _commit(schema, path, ready, rows.num_rows, n)
+        source = records_elsewhere(layout, schema, opened, _places(layout, schema, places))
+    opened = opened or _create(layout, schema, path, app, _ends(parts), n)
+    return opened if source is None else bring_records(layout, schema, opened, source)
+
+
+def _places(layout: LakeLayout, schema: TableSchema, places: Places | None) -> Places:
+    return places_of(last_cut(layout)) if places is None and schema.kind is TableKind.TABLE else places or {}
+
+
+def _newest(parts: Sequence[WrittenRecords]) -> TableSchema:
+    return max(parts, key=lambda part: part.last).schema
 
 
 def tailed_history(
@@ -137,7 +251,7 @@ def tailed_history(
         schema, batches = under_the_newest(schema, batches, opened)
     if opened is None:
         own = replace(layout, location=scratch, storage_options={})
-        opened = _create(own, schema, own.table_path("history", schema), app, batches, n)
+        opened = _create(own, schema, own.table_path("history", schema), app, _numbers(batches), n)
     after = opened.n or Seq(0)
     have = opened.schema() if source is None else columns_of(layout, schema.table_id, source)
     rows = _rows(schema, have, batches, layout.types, after=after, upto=n)
@@ -148,7 +262,7 @@ def tailed_history(
     properties = dict[str, str]()
     if schema.kind is TableKind.TABLE:
         eras = replace(Eras.of(opened), folder=folder_of(schema))
-        properties = _told(_begun(eras, [*batches, *rivals], Seq(0)))
+        properties = _told(_begun(eras, _numbers([*batches, *rivals]), Seq(0)))
     file = f"{scratch}/{new_name(table=schema.table_id)}"
     pq.write_table(rows, file, compression="none", row_group_size=ROW_GROUP_ROWS)
     bounds = pc.min_max(rows.column("__seq")).as_py()
@@ -245,14 +359,12 @@ def _rows(
     return pa.concat_tables([conform(table, union) for table in tables]) if tables else union.empty_table()
 
 
-def _create(
-    layout: LakeLayout, schema: TableSchema, path: str, app: str, batches: Sequence[pa.RecordBatch], n: Seq
-) -> OpenTable:
+def _create(layout: LakeLayout, schema: TableSchema, path: str, app: str, numbers: _Numbers, n: Seq) -> OpenTable:
     properties = schema_property(schema)
     name = "logical messages"
     if schema.kind is TableKind.TABLE:
         name = f"{schema.namespace}.{schema.name}"
-        eras = _begun(Eras(folder_of(schema), ()), batches, Seq(0))
+        eras = _begun(Eras(folder_of(schema), ()), numbers, Seq(0))
         properties |= eras.bounded().properties() | {SINCE_PROPERTY: str(int(eras.since or n))}
     return create_table(
         layout,
@@ -267,14 +379,17 @@ def _create(
 
 
 def _ready(
-    layout: LakeLayout, schema: TableSchema, opened: OpenTable, rows: pa.Table, batches: Sequence[pa.RecordBatch]
+    layout: LakeLayout, schema: TableSchema, opened: OpenTable, columns: pa.Schema, parts: Sequence[WrittenRecords]
 ) -> OpenTable:
-    """Return the table with columns wide enough, and properties that match the rows about to be appended."""
-    ready = widened(layout, opened, f"{schema.namespace}.{schema.name}", rows.schema)
+    """Return the table with columns wide enough, and properties that match the records about to be appended."""
+    ready = widened(layout, opened, f"{schema.namespace}.{schema.name}", columns)
     if schema.kind is TableKind.MESSAGES:
         return ready
     eras = Eras.of(ready)
-    begun = _begun(eras, batches, ready.n or Seq(0))
+    # Where an era of another table begins in the midst of some records, their numbers decide.
+    inside = any(first < start <= last for part in parts for _, first, last in part.runs for start, _ in eras.native)
+    numbers = _all_numbers(TableFiles(layout, ready.path), parts) if inside else _ends(parts)
+    begun = _begun(eras, numbers, ready.n or Seq(0))
     if begun == eras:
         return ready
     set_properties(ready, _told(_given_back(ready, eras, begun)))
@@ -289,17 +404,62 @@ def _told(begun: Eras) -> dict[str, str]:
     return properties
 
 
-def _begun(eras: Eras, batches: Sequence[pa.RecordBatch], after: Seq) -> Eras:
-    """Return the eras, with new ones that begin with one table's records above `after`.
+_Numbers = Sequence[tuple[TableSchema, npt.NDArray[np.int64]]]
+"""Numbers of records, with the schema that they have."""
 
-    An era begins when the table's schema changes, and when it takes over the name.
-    """
-    some = [(TableSchema.from_arrow(batch.schema), batch.column("__seq").to_numpy()) for batch in batches]
+
+def _numbers(batches: Sequence[pa.RecordBatch]) -> _Numbers:
+    return [(TableSchema.from_arrow(batch.schema), batch.column("__seq").to_numpy()) for batch in batches]
+
+
+def _runs(batches: Sequence[pa.RecordBatch], after: Seq) -> tuple[tuple[TableSchema, Seq, Seq], ...]:
+    """Return where the schema changes among the records above `after`: each schema, its first and its last number."""
+    some = _numbers(batches)
+    seqs, which = _ordered(some, after)
+    if not len(seqs):
+        return ()
+    starts = np.concatenate([np.zeros(1, np.int64), np.flatnonzero(np.diff(which)) + 1])
+    ends = np.concatenate([starts[1:] - 1, np.array([len(seqs) - 1])])
+    return tuple(
+        (some[int(which[start])][0], Seq(int(seqs[start])), Seq(int(seqs[end])))
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
+    )
+
+
+def _ends(parts: Sequence[WrittenRecords]) -> _Numbers:
+    """Return the first and last numbers of each run."""
+    return [
+        (schema, np.array([first, last] if first < last else [first], np.int64))
+        for part in parts
+        for schema, first, last in part.runs
+    ]
+
+
+def _all_numbers(files: TableFiles, parts: Sequence[WrittenRecords]) -> _Numbers:
+    """Return the numbers of all records, from the files."""
+    found = []
+    for part in parts:
+        read = [batch.column(0).to_numpy() for file in part.files for batch in files.batches(file.path, ["__seq"])]
+        seqs = np.sort(np.concatenate([np.zeros(0, np.int64), *read]))
+        found += [(schema, seqs[(seqs >= first) & (seqs <= last)]) for schema, first, last in part.runs]
+    return found
+
+
+def _ordered(some: _Numbers, after: Seq) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the numbers above `after` in order, and of each, its place in `some`."""
     seqs = np.concatenate([np.zeros(0, np.int64), *(numbers for _, numbers in some)])
     which = np.concatenate([np.full(len(numbers), place) for place, (_, numbers) in enumerate(some)] or [seqs])
     order = np.argsort(seqs, kind="stable")
     order = order[seqs[order] > after]
-    seqs, which = seqs[order], which[order]
+    return seqs[order], which[order]
+
+
+def _begun(eras: Eras, some: _Numbers, after: Seq) -> Eras:
+    """Return the eras, with new ones that begin with one table's records above `after`.
+
+    An era begins when the table's schema changes, and when it takes over the name.
+    """
+    seqs, which = _ordered(some, after)
     changes = np.flatnonzero(np.diff(which)) + 1
     others = np.searchsorted(seqs, [int(start) for start, _ in eras.native])
     for place in np.unique(np.concatenate([np.zeros(1, np.int64), changes, others])).tolist():

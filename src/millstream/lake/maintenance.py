@@ -20,7 +20,16 @@ import pyarrow as pa
 from millstream import failpoints
 from millstream.errors import LakeConflict
 from millstream.lake.commit_cut_upkeep import compact_cuts
-from millstream.lake.data_files import NewFile, TableFiles, new_name, remove_folder, replace_files, table_in, version_in
+from millstream.lake.data_files import (
+    UNCOMMITTED_S_MAX,
+    NewFile,
+    TableFiles,
+    new_name,
+    remove_folder,
+    replace_files,
+    table_in,
+    version_in,
+)
 from millstream.lake.delta import OpenTable, bounded_columns, lake_errors, live_files, open_table
 from millstream.lake.delta_log import CHECKPOINT_S, LOG_RETENTION_S, log_files, trim_log
 from millstream.lake.folded.scd2_fold import ENDED_FOLDER, IS_CURRENT
@@ -42,8 +51,6 @@ _COMPACT_FILES_MONTH: Final = 2
 _TARGET_BYTES: Final = 64 << 20
 _SMALL_BYTES: Final = 16 << 20
 """Smaller files are compacted. A day with fewer bytes shares files with other days of its month, once it is over."""
-_WRITE_S_MAX: Final = 3_600.0
-"""No write of ours keeps a file uncommitted for as long."""
 _Group = TypeVar("_Group", bound=Hashable)
 _CLOCK_MS: Final = 2_000
 """The storage's clock and the clock that stamps commits may differ by this much."""
@@ -262,7 +269,7 @@ def delete_unneeded(
     needed = _live(opened) | _live(before)
     with lake_errors(path):
         removed = set(before.table.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=True))
-    too_old = datetime.fromtimestamp((now_ms / 1000) - keep_s - _WRITE_S_MAX, UTC)
+    too_old = datetime.fromtimestamp((now_ms / 1000) - keep_s - UNCOMMITTED_S_MAX, UTC)
     files = TableFiles(layout, path)
     unneeded = []
     for name, info in files.all().items():

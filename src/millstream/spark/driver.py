@@ -1,43 +1,42 @@
-"""A pipeline's driver: one streaming query for all tables of a stream, and folds, until it is stopped or caught up.
+"""A pipeline's driver: a loop of Spark jobs for all tables of a stream, and folds, until it is stopped or caught up.
 
-The driver coordinates; executors read, append and fold. It starts at the lake's last cut, or at
-Spark's own notes if they agree with it. It ends in order when `stop` or `drain` is set, and with an
+The driver coordinates and commits; executors read, write and fold. Each batch begins at the lake's last
+cut, and no other place has a position. The driver ends in order when `stop` or `drain` is set, and with an
 error when the engine fails. Then its supervisor starts another process, because a dead JVM can't be
 restarted in this one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
+import shutil
 import threading
 import time
 from typing import Final
 
 from py4j.protocol import Py4JError
+from pyspark import SparkContext
 from pyspark.errors import PySparkException
-from pyspark.sql import SparkSession
-from pyspark.sql.streaming.query import StreamingQuery
 
 from millstream import errors
 from millstream.catalog import Catalog
 from millstream.errors import EngineError, MillstreamError, OffsetExpired
 from millstream.model.positions import Seq
-from millstream.private_files import make_folder
 from millstream.spark.batches import BatchLander
-from millstream.spark.checkpoint import goes_on_from, prepare_checkpoint
 from millstream.spark.complete_copies import CompleteCopies
 from millstream.spark.folding import FoldThread
 from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineOutcome
 from millstream.spark.pipeline_tables import PipelineTables
 from millstream.spark.replaying import ReplayWatch
-from millstream.spark.session import open_session
+from millstream.spark.session import open_context
 from millstream.spark.sinks import LakeOfFiles
 from millstream.wal.reader import StreamReader
+from millstream.workers import Worker
 
 _POLL_S: Final = 0.1
 """How often the driver checks whether it should stop; a wait inside Python, which costs next to nothing."""
-_NOTE_S: Final = 2.0
+_LAST_BATCH_S: Final = 30.0
+"""How long a driver that ends by an error waits for the batch in flight."""
 _REPORT_S: Final = 1.0
 """Interval of reports while nothing lands, since lags grow."""
 _RETRY_ROUND_S: Final = 5.0
@@ -65,7 +64,6 @@ def run_pipeline(
         The lake's position, and which tables were quarantined.
 
     Raises:
-        EngineError (`checkpoint_foreign`): `checkpoint_dir` holds another stream's notes.
         OffsetExpired: the log no longer has what the lake lacks.
         LakeTableForeign: another program wrote into `_commits`.
         EngineError (`java_missing`), EngineError: Spark doesn't start, or failed; nothing is lost, start another process.
@@ -76,29 +74,32 @@ def run_pipeline(
     config.sink.begin(catalog.latest_schemas(config.stream_id).values(), sources)
     pipeline_tables = PipelineTables(config, catalog)
     take_up(config, log, pipeline_tables)
-    spark = open_session(config.spark)
-    return _Run(config, catalog, log, pipeline_tables, spark, on_progress).until(stop, drain)
+    context = open_context(config.spark)
+    return _Run(config, catalog, log, pipeline_tables, context, on_progress).until(stop, drain)
 
 
 def take_up(config: PipelineConfig, log: StreamReader, pipeline_tables: PipelineTables) -> None:
-    """Ensure that a query may start at the lake's last cut, and that the log keeps what it will read.
+    """Ensure that the log has what the lake lacks, and keeps it.
 
     Raises:
-        EngineError (`checkpoint_foreign`), OffsetExpired: as `run_pipeline`.
+        OffsetExpired: as `run_pipeline`.
     """
     start = Seq(0) if pipeline_tables.cut is None else pipeline_tables.cut.n
-    prepare_checkpoint(
-        config.checkpoint_dir, config.stream_id, None if pipeline_tables.cut is None else start, log.first_seq()
-    )
     _check_log_reaches(log, start, config)
-    # Before the first batch is planned: retention may drop nothing above the lake's own cut, nor
-    # the batch that Spark repeats although the lake has it.
-    noted = goes_on_from(config.checkpoint_dir, config.stream_id)
-    pipeline_tables.claim(Seq((start if noted is None else min(start, noted)) + 1))
+    # Before the first batch: retention may drop nothing above the lake's own cut.
+    pipeline_tables.claim(Seq(start + 1))
+    _remove_old_checkpoint(config)
+
+
+def _remove_old_checkpoint(config: PipelineConfig) -> None:
+    """Remove what earlier versions kept of a streaming query, which nothing reads."""
+    folder = config.spark.work_dir.parent / config.stream
+    if (folder / "offsets").is_dir():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Run:
-    """One query, and what runs next to it."""
+    """The loop, and what runs next to it."""
 
     def __init__(
         self,
@@ -106,18 +107,18 @@ class _Run:
         catalog: Catalog,
         log: StreamReader,
         pipeline_tables: PipelineTables,
-        spark: SparkSession,
+        context: SparkContext,
         on_progress: OnProgress,
     ) -> None:
         self.config = config
         self.log = log
         self.pipeline_tables = pipeline_tables
-        self.spark = spark
+        self.context = context
         self.news = threading.Event()
         batches = threading.Lock()
         self.copies = CompleteCopies(catalog, config.stream_id)
         self.folder = (
-            FoldThread(config, catalog, pipeline_tables, spark, self.news.set, batches, self.copies)
+            FoldThread(config, catalog, pipeline_tables, context, self.news.set, batches, self.copies)
             if isinstance(config.sink, LakeOfFiles)
             else None
         )
@@ -125,20 +126,31 @@ class _Run:
         lander_log = StreamReader(str(config.wal_folder))
         start = Seq(0) if pipeline_tables.cut is None else pipeline_tables.cut.n
         replay = ReplayWatch(str(config.wal_folder), start, log.persisted_upto(), bytes_max=config.batch_bytes_max)
+        self.ending = threading.Event()
         self.lander = BatchLander(
-            config, catalog, lander_log, pipeline_tables, self.copies, replay, on_progress, self._landed, lock=batches
+            context,
+            config,
+            catalog,
+            lander_log,
+            pipeline_tables,
+            self.copies,
+            replay,
+            on_progress,
+            self._landed,
+            wait=self.ending.wait,
+            lock=batches,
         )
+        self.batches = Worker("millstream-batches", self._step, on_failure=lambda _: self.news.set())
 
     def until(self, stop: threading.Event, drain: threading.Event) -> PipelineOutcome:
-        """Run the query; see `run_pipeline`."""
+        """Land batches; see `run_pipeline`."""
         target: Seq | None = None
-        query: StreamingQuery | None = None
         try:
-            self.lander.retry_held(self.spark)
-            query = self._start()
+            self.lander.retry_held()
+            self.batches.start()
             if self.folder is not None:
                 self.folder.start()
-            # The query is starting already: counting what there is to replay takes a moment.
+            # The first batch is under way: counting what there is to replay takes a moment.
             self.lander.report(self.log.persisted_upto())
             rounds = 0
             while not stop.is_set():
@@ -146,51 +158,39 @@ class _Run:
                     target = self.copies.observe(self.log.persisted_upto)
                 if target is not None and self._has(target):
                     break
-                self._check(query)
+                self._check()
                 self.news.wait(_POLL_S)
                 self.news.clear()
                 rounds += 1
                 if rounds % round(_REPORT_S / _POLL_S) == 0:
                     self.lander.report(self.log.persisted_upto())
                 if rounds % round(_RETRY_ROUND_S / _POLL_S) == 0:
-                    self.lander.retry_held(self.spark)
-            self.lander.close()
-            self._let_note(query)
-            query.stop()
+                    self.lander.retry_held()
+            self.ending.set()
+            self.batches.join()
+            self.batches.check()
             if self.folder is not None:
                 self.folder.stop()
             caught_up = target is not None and not stop.is_set()
             if caught_up:
-                self.lander.retry_held(self.spark)
+                self.lander.retry_held()
                 if self.folder is not None:
                     self.folder.fold_all()
             return self._outcome(caught_up=caught_up)
         except (PySparkException, Py4JError, OSError) as error:
             raise self._translated(error) from error
         finally:
+            self.ending.set()
             if self.folder is not None:
                 self.folder.abandon()
-            if query is not None:
-                with contextlib.suppress(PySparkException, Py4JError, OSError):
-                    query.stop()
+            self.batches.join(_LAST_BATCH_S)
 
-    def _start(self) -> StreamingQuery:
-        cut = self.pipeline_tables.cut
-        frames = self.spark.readStream.format("millstream").options(
-            wal=str(self.config.wal_folder),
-            layout="frames",
-            # Used only if there are no notes of Spark's.
-            starting="earliest" if cut is None else self.config.token(cut.n),
-            max_bytes_per_trigger=str(self.config.batch_bytes_max),
-        )
-        make_folder(self.config.checkpoint_dir.parent)
-        return (
-            frames.load()
-            .writeStream.option("checkpointLocation", self.config.checkpoint_dir.absolute().as_uri())
-            .trigger(processingTime=f"{self.config.trigger_interval_ms} milliseconds")
-            .foreachBatch(self.lander)
-            .start()
-        )
+    def _step(self) -> bool:
+        """Land a batch, then wait for the next one's time, unless a backlog is waiting."""
+        started = time.monotonic()
+        if not self.lander.land_next():
+            self.ending.wait(max(0.0, self.config.trigger_interval_ms / 1000 - (time.monotonic() - started)))
+        return not self.ending.is_set()
 
     def _has(self, target: Seq) -> bool:
         """Whether all records up to `target` are in the lake."""
@@ -198,20 +198,14 @@ class _Run:
         # Numbers that were reserved and never used have no record that a batch could bring.
         return n >= target or self.log.cut(n, rows_max=1) == n
 
-    def _let_note(self, query: StreamingQuery) -> None:
-        """Give Spark a moment to note the batch that has just landed; if interrupted, the next run repeats it."""
-        deadline = time.monotonic() + _NOTE_S
-        while query.isActive and query.status["isTriggerActive"] and time.monotonic() < deadline:
-            self.news.wait(_POLL_S / 4)
-
     def _landed(self) -> None:
         if self.folder is not None:
             self.folder.wake()
         self.news.set()
 
-    def _check(self, query: StreamingQuery) -> None:
-        """Raise if the query, the folds or the JVM have ended."""
-        gateway = self.spark.sparkContext._gateway  # noqa: SLF001 - there is no public way to its process
+    def _check(self) -> None:
+        """Raise if the batches, the folds or the JVM have ended."""
+        gateway = self.context._gateway  # noqa: SLF001 - there is no public way to its process
         process = getattr(gateway, "proc", None)
         if process is not None and process.poll() is not None:
             raise EngineError(
@@ -220,17 +214,15 @@ class _Run:
             )
         if self.folder is not None and self.folder.failure is not None:
             raise self._translated(self.folder.failure) from self.folder.failure
-        if not query.isActive:
-            failure = self.lander.failure or query.exception()
-            raise self._translated(failure) from failure
+        if self.batches.failure is not None:
+            raise self._translated(self.batches.failure) from self.batches.failure
 
-    def _translated(self, error: BaseException | None) -> MillstreamError:
-        """Return an error of our tree for an error from Spark, py4j or our own code in Spark's threads."""
-        known = self.lander.failure or error
-        if isinstance(known, MillstreamError):
-            return known
-        return _typed(str(known)) or EngineError(
-            f"Spark failed: {_said(known)}",
+    def _translated(self, error: BaseException) -> MillstreamError:
+        """Return an error of our tree for an error from Spark, py4j or our own code in a thread."""
+        if isinstance(error, MillstreamError):
+            return error
+        return _typed(str(error)) or EngineError(
+            f"Spark failed: {_said(error)}",
             hint=f"{self.config.spark.work_dir / 'spark.log'} has the whole story.",
         )
 
@@ -241,12 +233,12 @@ class _Run:
         )
 
 
-_DUMP: Final = re.compile(r"\n*(=== Streaming Query ===|JVM stacktrace:)")
+_DUMP: Final = re.compile(r"\n*(JVM stacktrace:|Driver stacktrace:)")
 
 
-def _said(error: BaseException | None) -> str:
-    """Return an error's message without the query's plan and Java's stack, which are in Spark's own log."""
-    said = "" if error is None else _DUMP.split(str(error), maxsplit=1)[0].strip()
+def _said(error: BaseException) -> str:
+    """Return an error's message without Java's stack, which is in Spark's own log."""
+    said = _DUMP.split(str(error), maxsplit=1)[0].strip()
     return said or type(error).__name__
 
 

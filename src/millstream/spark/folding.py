@@ -1,4 +1,4 @@
-"""Folding of `current` and `scd2` during the streaming query: a thread of the driver starts its own Spark jobs.
+"""Folding of `current` and `scd2` next to the batches: a thread of the driver starts its own Spark jobs.
 
 It folds what the last cut covers, never more, so that `current` holds no half of a transaction.
 After each round the cut names the new versions. A table waits until its copy is complete in the
@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeVar, cast
 
 from py4j.protocol import Py4JError
+from pyspark import SparkContext
 from pyspark.errors import PySparkException
-from pyspark.sql import SparkSession
 
 from millstream.backoff import Backoff
 from millstream.catalog import Catalog
@@ -47,6 +47,7 @@ from millstream.spark.landing import (
 from millstream.spark.pipeline import PipelineConfig
 from millstream.spark.pipeline_tables import PipelineTable, PipelineTables, held_scope, request_retry
 from millstream.spark.schedule import SMALL_BYTES, FoldHistory, fold_is_due
+from millstream.spark.sinks import run_job
 from millstream.spark.table_views import CutByTable, TableViews
 from millstream.spark.upkeep import Upkeep
 from millstream.workers import Worker
@@ -67,7 +68,7 @@ class FoldThread:
         config: PipelineConfig,
         catalog: Catalog,
         pipeline_tables: PipelineTables,
-        spark: SparkSession,
+        context: SparkContext,
         folded: Callable[[], None],
         batches: threading.Lock,
         copies: CompleteCopies,
@@ -76,7 +77,7 @@ class FoldThread:
         self._catalog = catalog
         self._views = TableViews(config, catalog)
         self._pipeline_tables = pipeline_tables
-        self._spark = spark
+        self._context = context
         self._folded = folded
         self._batches = batches
         """Held while a batch lands."""
@@ -91,7 +92,7 @@ class FoldThread:
         self._worker = Worker("millstream-fold", self._loop, on_failure=lambda _: folded())
 
     def start(self) -> None:
-        """Start folding and upkeep, next to the query."""
+        """Start folding and upkeep, next to the batches."""
         self._worker.start()
         self._upkeep.worker.start()
 
@@ -265,10 +266,8 @@ class FoldThread:
         self, function: Callable[[_Task], _Answer], tasks: list[_Task], *, every_core: bool = False
     ) -> list[_Answer]:
         """Run one job on all cores but one, which the batches keep; on every core if a task a slice is asked for."""
-        context = self._spark.sparkContext
-        slices = len(tasks) if every_core else max(1, min(len(tasks), context.defaultParallelism - 1))
-        answers: list[_Answer] = context.parallelize(tasks, slices).map(function).collect()
-        return answers
+        slices = len(tasks) if every_core else max(1, min(len(tasks), self._context.defaultParallelism - 1))
+        return run_job(self._context, function, tasks, slices)
 
     def _round(self, tasks: list[FoldTask]) -> None:
         """Fold the tables, small ones in one job and large ones in parts; then commit a cut with their new versions."""
@@ -342,7 +341,7 @@ class FoldThread:
         as run in parallel.
         """
         parts = range(plan.part_count)
-        tasks = len(parts) if plan.build else min(len(parts), max(1, self._spark.sparkContext.defaultParallelism - 1))
+        tasks = len(parts) if plan.build else min(len(parts), max(1, self._context.defaultParallelism - 1))
         return [PartsTask(plan, tuple(parts[first::tasks])) for first in range(tasks)]
 
     def _note(self, answers: Iterable[FoldAnswer], started: float) -> None:

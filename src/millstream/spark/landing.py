@@ -1,8 +1,8 @@
-"""Executors' tasks for a pipeline: append a table's records to its history, land a batch in a database, fold a table.
+"""Executors' tasks for a pipeline: write a batch's files, land a batch in a database, fold a table, tend its files.
 
 Every function here runs in a Python worker of Spark, perhaps twice (retries, speculation, a
 restarted driver while the old one's task still ran). The lake's transactions make all but one of
-the runs harmless. An error belongs to one table: it is returned as an answer, so that the other
+the runs harmless: files that no commit names are deleted by upkeep. An error belongs to one table: it is returned as an answer, so that the other
 tables of the batch land.
 """
 
@@ -14,10 +14,9 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from millstream import failpoints
 from millstream.errors import MillstreamError, Retry
@@ -25,7 +24,7 @@ from millstream.lake.commit_cuts import Cut
 from millstream.lake.data_files import NewFile
 from millstream.lake.folded.current import DEFAULT_SIZES, Fold, FoldOutcome, FoldPlan, FoldSizes, begin_fold
 from millstream.lake.folded.scd2 import fold_into_versions, rebuild_versions
-from millstream.lake.history import append_history
+from millstream.lake.history import WrittenRecords, bring_history, write_records
 from millstream.lake.layout import LakeLayout, TableCommit, View
 from millstream.lake.maintenance import Upkeep, UpkeepRules, delete_unneeded, tend_table
 from millstream.lake.postgres.land import LandedTable, Loaded, land
@@ -33,26 +32,11 @@ from millstream.lake.postgres.target import PostgresTarget
 from millstream.lake.rebuild import prepare_rebuild
 from millstream.lake.renames import PackedPlaces
 from millstream.lake.retain import HistoryBound, drop_history
-from millstream.model.ids import TableId
+from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
-from millstream.spark.frames import MARKER, records_in
+from millstream.spark.batch_parts import BatchPart, Load, TableBatch, table_loads
 from millstream.spark.workers import spare_the_collector
-
-ANSWER_COLUMNS: Final = (
-    "table_id long, schema_version long, batch_after long, batch_upto long, commit string, commit_us long, error string"
-)
-_ANSWER_SCHEMA: Final = pa.schema(
-    [
-        ("table_id", pa.int64()),
-        ("schema_version", pa.int64()),
-        ("batch_after", pa.int64()),
-        ("batch_upto", pa.int64()),
-        ("commit", pa.string()),
-        ("commit_us", pa.int64()),
-        ("error", pa.string()),
-    ]
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,31 +72,6 @@ class TableError:
         return cls(facts["code"], facts["message"], facts["hint"], Retry(facts["retry"]))
 
 
-def table_writer(layout: LakeLayout, held: frozenset[TableId], places: PackedPlaces) -> Callable[[pa.Table], pa.Table]:
-    """Return the function that Spark applies to each table's rows of a batch; tables in `held` are skipped.
-
-    Nothing may be appended to a table that failed before: its next batch would leave a gap.
-    `places` are those of the last cut.
-    """
-
-    def write(rows: pa.Table) -> pa.Table:
-        group = _TableBatch.of(rows)
-        commit: TableCommit | None = None
-        error: Exception | None = None
-        if group.table_id != MARKER:
-            try:
-                # Also for a skipped table: a cut's time covers everything that was committed up to it.
-                schema, batches = group.load()
-                if group.table_id not in held:
-                    commit = append_history(layout, schema, batches, group.upto, places=places.unpacked())
-            except Exception as failure:  # noqa: BLE001 - whatever it is, it is this table's alone
-                error = None if group.table_id in held else failure
-        spare_the_collector("append")
-        return _answers([group.answer(commit, error)])
-
-    return write
-
-
 @dataclass(frozen=True, slots=True)
 class Around:
     """The driver's state when a batch lands."""
@@ -129,106 +88,132 @@ class Around:
     """Tables that the source still has."""
     history_only: frozenset[TableId] = frozenset()
     """Tables whose rows weren't copied."""
+    tables: int = 1
+    """About how many tables have records in the batch."""
 
 
-def database_writer(target: PostgresTarget, around: Around) -> Callable[[pa.Table], pa.Table]:
-    """Return the function that Spark applies to all rows of a batch: one transaction of a database."""
-    cut = Seq(0) if around.cut is None else around.cut.n
-    # Tasks receive what they use, not the tables of the cut.
-    held, copying, live, history_only = around.held, around.unfinished, around.live, around.history_only
-
-    def write(rows: pa.Table) -> pa.Table:
-        ids = [TableId(found) for found in pc.unique(rows.column("table_id")).to_pylist()]
-        groups = {found: _TableBatch.of(rows.filter(pc.equal(rows.column("table_id"), int(found)))) for found in ids}
-        asked = {found: _loader(group) for found, group in groups.items() if found != MARKER and found not in held}
-        upto = next(iter(groups.values())).upto
-        # Even without tables to land, it checks that the destination is at the expected position.
-        landed = land(
-            target,
-            asked,
-            upto,
-            cut=cut,
-            copying=copying,
-            live=live,
-            history_only=history_only,
-        )
-        for found in held & groups.keys():
-            with contextlib.suppress(MillstreamError):
-                groups[found].load()
-        spare_the_collector("append")
-        nothing = LandedTable(None)
-        return _answers(
-            [
-                group.answer(landed.get(found, nothing).commit, landed.get(found, nothing).error)
-                for found, group in groups.items()
-            ]
-        )
-
-    return write
-
-
-def _loader(group: _TableBatch) -> Callable[[], Loaded]:
-    def load() -> Loaded:
-        schema, batches = group.load()
-        return Loaded(schema, [(TableSchema.from_arrow(batch.schema), batch) for batch in batches])
-
-    return load
-
-
-@dataclass(slots=True)
-class _TableBatch:
-    """One table's rows of a batch, or a marker's."""
+@dataclass(frozen=True, slots=True)
+class TableAnswer:
+    """One table of a part: what was written of it or landed, or the error; neither if it is quarantined."""
 
     table_id: TableId
-    rows: pa.Table
-    after: Seq
-    upto: Seq
-    version: int
-    """Schema version of the last record, once the records are loaded."""
+    schema_version: SchemaVersion
+    """Schema version of the last record."""
     newest_us: int | None = None
-    """The newest commit time among the records, µs since 1970, once they are loaded."""
-
-    @classmethod
-    def of(cls, rows: pa.Table) -> _TableBatch:
-        rows = rows.sort_by("first_seq")
-        first = [rows.column(name)[0].as_py() for name in ("table_id", "batch_after", "batch_upto")]
-        version = int(pc.max(rows.column("schema_version")).as_py())
-        return cls(TableId(first[0]), rows, Seq(first[1]), Seq(first[2]), version)
-
-    def load(self) -> tuple[TableSchema, list[pa.RecordBatch]]:
-        """Return the schema of the last record, and the records."""
-        schema, batches, self.newest_us = _records(self.table_id, self.rows)
-        self.version = int(schema.version)
-        return schema, batches
-
-    def answer(self, commit: TableCommit | None, error: Exception | None) -> list[Any]:
-        """Return a row of `ANSWER_COLUMNS`."""
-        told = None if commit is None else json.dumps(commit.as_dict())
-        failed = None if error is None else TableError.of(error).to_json()
-        return [self.table_id, self.version, self.after, self.upto, told, self.newest_us, failed]
+    """The newest commit time among the records, µs since 1970."""
+    written: WrittenRecords | None = None
+    """Files for the driver to commit."""
+    commit: TableCommit | None = None
+    """In a database: what the task has committed."""
+    error: TableError | None = None
 
 
-def _answers(answers: list[list[Any]]) -> pa.Table:
-    columns = zip(*answers, strict=True)
-    return pa.Table.from_arrays(
-        [pa.array(values, field.type) for values, field in zip(columns, _ANSWER_SCHEMA, strict=True)],
-        schema=_ANSWER_SCHEMA,
+@dataclass(frozen=True, slots=True)
+class WriteTask:
+    """One part of a batch for a lake of files."""
+
+    layout: LakeLayout
+    part: BatchPart
+    upto: Seq
+    held: frozenset[TableId]
+    """Nothing may be written to a table that failed before: its next batch would leave a gap."""
+    places: PackedPlaces
+
+
+def write_part(task: WriteTask) -> list[TableAnswer]:
+    """Write the files of a part's tables; the driver commits them."""
+    failpoints.hit("pipeline.part_taken")
+    answers = []
+    places = task.places.unpacked()
+    for table_id, load in table_loads(task.part):
+        found = load()
+        if found is None:
+            continue
+        version, newest_us = found.schema.version, found.newest_us
+        if table_id in task.held:
+            # A cut's time covers everything that was committed up to it.
+            answers.append(TableAnswer(table_id, version, newest_us))
+            continue
+        try:
+            batches = [batch for _, batch in found.batches]
+            written = write_records(task.layout, found.schema, batches, task.upto, places=places)
+            answers.append(TableAnswer(table_id, written.schema.version, newest_us, written))
+        except Exception as failure:  # noqa: BLE001 - whatever it is, it is this table's alone
+            answers.append(TableAnswer(table_id, version, newest_us, error=TableError.of(failure)))
+    spare_the_collector("append")
+    return answers
+
+
+@dataclass(frozen=True, slots=True)
+class BringTask:
+    """A renamed table, whose earlier records are to be brought along."""
+
+    layout: LakeLayout
+    parts: tuple[WrittenRecords, ...]
+    upto: Seq
+    places: PackedPlaces
+
+
+def bring_one(task: BringTask) -> TableError | None:
+    """Bring a renamed table's records along, before the new ones are committed; return the error if it can't be."""
+    try:
+        bring_history(task.layout, task.parts, task.upto, places=task.places.unpacked())
+    except Exception as failure:  # noqa: BLE001 - as above
+        return TableError.of(failure)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseTask:
+    """A whole batch for a database."""
+
+    target: PostgresTarget
+    part: BatchPart
+    upto: Seq
+    cut: Seq
+    held: frozenset[TableId]
+    copying: frozenset[TableId]
+    live: frozenset[TableId]
+    history_only: frozenset[TableId]
+
+
+def land_in_database(task: DatabaseTask) -> list[TableAnswer]:
+    """Land a batch in one transaction of a database."""
+    found: dict[TableId, TableBatch] = {}
+
+    def loading(table_id: TableId, load: Load) -> Callable[[], Loaded]:
+        def loaded() -> Loaded:
+            batch = load()
+            assert batch is not None, "its frames were found in the log"
+            found[table_id] = replace(batch, batches=[])
+            return Loaded(batch.schema, batch.batches)
+
+        return loaded
+
+    loads = dict(table_loads(task.part))
+    asked = {table_id: loading(table_id, load) for table_id, load in loads.items() if table_id not in task.held}
+    # Even without tables to land, it checks that the destination is at the expected position.
+    landed = land(
+        task.target,
+        asked,
+        task.upto,
+        cut=task.cut,
+        copying=task.copying,
+        live=task.live,
+        history_only=task.history_only,
     )
-
-
-def _records(table_id: TableId, rows: pa.Table) -> tuple[TableSchema, list[pa.RecordBatch], int | None]:
-    """Return one table's records: the last one's schema, the batches, and the newest commit time, µs since 1970."""
-    last: tuple[int, TableSchema] | None = None
-    batches: list[pa.RecordBatch] = []
-    for ipc, span in zip(rows.column("ipc"), rows.column("span").to_pylist(), strict=True):
-        for schema, batch in records_in(table_id, ipc.as_buffer(), span):
-            batches.append(batch)
-            # Not by version: a table that is renamed back to an earlier name also has that name's version again.
-            ends = pc.max(batch.column("__seq")).as_py() or 0
-            last = (ends, schema) if last is None or ends >= last[0] else last
-    assert last is not None, "a group of rows has at least one"
-    times = [pc.max(batch.column("__commit_ts").cast(pa.int64())).as_py() for batch in batches]
-    return last[1], batches, max((time for time in times if time is not None), default=None)
+    for table_id in task.held & loads.keys():
+        with contextlib.suppress(MillstreamError):
+            loading(table_id, loads[table_id])()
+    spare_the_collector("append")
+    answers = []
+    for table_id in loads:
+        result, batch = landed.get(table_id, LandedTable(None)), found.get(table_id)
+        version = SchemaVersion(0) if batch is None else batch.schema.version
+        error = None if result.error is None else TableError.of(result.error)
+        newest_us = None if batch is None else batch.newest_us
+        answers.append(TableAnswer(table_id, version, newest_us, commit=result.commit, error=error))
+    return answers
 
 
 @dataclass(frozen=True, slots=True)

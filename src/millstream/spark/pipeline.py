@@ -26,13 +26,11 @@ class PipelineConfig:
     wal_folder: Path
     sink: Sink
     """The target of its tables, and the pipeline's name."""
-    checkpoint_dir: Path
-    """Spark's own notes. Without them, or with those of an older run, the pipeline continues at the lake's last cut."""
     spark: SparkOptions
     views: tuple[View, ...] = ("current", "history")
     """In a lake of files, the views to keep; all but history are folded from it."""
     trigger_interval_ms: int = 500
-    """Spark asks for new records this often; by default it would do so some 90 times a second."""
+    """Minimum time from the start of a batch to the start of the next, unless a full batch is waiting."""
     batch_bytes_max: int = 64 << 20
     """Maximum log bytes of a batch; a table's rows of it take a few times that in a worker's memory."""
     history_retention_s: float | None = None

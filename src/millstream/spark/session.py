@@ -49,9 +49,6 @@ appender.file.strategy.type = DefaultRolloverStrategy
 appender.file.strategy.max = 2
 appender.file.layout.type = PatternLayout
 appender.file.layout.pattern = %d{{yyyy-MM-dd'T'HH:mm:ss.SSSXXX}} %p %c{{1}}: %m%n%ex
-# A trigger interval that a slow batch overruns is no news: the next batch is larger.
-logger.trigger.name = org.apache.spark.sql.execution.streaming.runtime.ProcessingTimeExecutor
-logger.trigger.level = error
 """
 
 
@@ -71,7 +68,15 @@ class SparkOptions:
 
 
 def open_session(options: SparkOptions) -> SparkSession:
-    """Return the process's session; start it if there is none (3 to 20 seconds).
+    """Return the process's session; start Spark if it isn't running. Raises and concurrency as of `open_context`."""
+    open_context(options)
+    return SparkSession.builder.getOrCreate()
+
+
+def open_context(options: SparkOptions) -> SparkContext:
+    """Return the process's context; start Spark if it isn't running (2 to 10 seconds).
+
+    A pipeline needs no more: a session loads all of Spark SQL, which takes two thirds of that time again.
 
     Raises:
         EngineError (`java_missing`): there is no Java to run it on.
@@ -80,7 +85,7 @@ def open_session(options: SparkOptions) -> SparkSession:
     Concurrency: one caller, before any other thread uses Spark.
     """
     if SparkContext._active_spark_context is not None:  # noqa: SLF001 - there is no public way to ask
-        return SparkSession.builder.getOrCreate()
+        return SparkContext.getOrCreate()
     work_dir = options.work_dir.absolute()
     make_folder(work_dir)
     # Spark's launcher and the data sources' look-up read the environment once, when the JVM starts.
@@ -100,8 +105,9 @@ def open_session(options: SparkOptions) -> SparkSession:
         # Output of the JVM and Python workers goes to a file: this terminal is for people.
         with (work_dir / "spark.out").open("ab") as output, _started_from(options, work_dir):
             gateway = launch_gateway(at_launch, {"stdout": output, "stderr": output})
-        _hush(SparkContext(conf=conf, gateway=gateway))
-        return SparkSession.builder.getOrCreate()
+        context = SparkContext(conf=conf, gateway=gateway)
+        _hush(context)
+        return context
     except (PySparkException, Py4JError, OSError, RuntimeError) as error:
         raise EngineError(
             f"Spark did not start on {options.master}: {error}",
@@ -154,12 +160,7 @@ def _defaults(options: SparkOptions, work_dir: Path) -> dict[str, str]:
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.session.timeZone": "UTC",
         "spark.python.worker.reuse": "true",
-        # Frames are large rows: a batch of the default 10 000 of them would exceed memory.
-        "spark.sql.execution.arrow.maxBytesPerBatch": str(64 << 20),
         "spark.sql.execution.arrow.pyspark.enabled": "true",
-        # Each batch leaves files in the spark checkpoint; replay needs the last one, a person perhaps ten.
-        "spark.sql.streaming.minBatchesToRetain": "10",
-        "spark.sql.streaming.stopTimeout": "30000",
         "spark.log.structuredLogging.enabled": "false",
     }
     if options.master.startswith("local"):
@@ -177,11 +178,6 @@ def _defaults(options: SparkOptions, work_dir: Path) -> dict[str, str]:
             ),
             "spark.local.dir": str(work_dir / "tmp"),
             "spark.sql.warehouse.dir": str(work_dir / "warehouse"),
-            # Without Hadoop's native library each file of a spark checkpoint costs a `chmod`
-            # process, and so does its checksum's file: a third of a small batch. The notes'
-            # content, and the lake's last cut, show whether notes are complete.
-            "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
-            "spark.hadoop.fs.AbstractFileSystem.file.impl": "org.apache.hadoop.fs.local.RawLocalFs",
             # Re-planning a small batch after each of its stages costs more than it could save.
             "spark.sql.adaptive.enabled": "false",
             # Tasks here are small and few; 200 partitions would cost a second a batch.

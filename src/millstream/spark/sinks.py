@@ -1,22 +1,25 @@
-"""Targets of a pipeline's batches: a lake of files, or a database. Both land the same way, in two kinds of jobs.
+"""Targets of a pipeline's batches: a lake of files, or a database. One Spark job a batch.
 
-Executors commit each table's data and its position together; then the driver commits the cut that
-covers all tables.
+In a lake of files executors write data files, and the driver commits each table's files and its position
+together. In a database the data and the commit are one transaction, so a task does both. Then the driver
+commits the cut that covers all tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol, TypeVar
 
-from pyspark.sql import DataFrame, Row
-from pyspark.sql.functions import lit
+from pyspark import SparkContext
 
+from millstream import failpoints
 from millstream.lake import commit_cuts
 from millstream.lake.commit_cuts import Cut
+from millstream.lake.history import WrittenRecords, commit_records
 from millstream.lake.layout import LakeLayout, TableCommit
 from millstream.lake.postgres import cuts
 from millstream.lake.postgres.land import begin
@@ -25,7 +28,24 @@ from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.private_files import make_folder
-from millstream.spark.landing import ANSWER_COLUMNS, Around, database_writer, table_writer
+from millstream.spark.batch_parts import BatchPart, divided
+from millstream.spark.landing import (
+    Around,
+    BringTask,
+    DatabaseTask,
+    TableAnswer,
+    TableError,
+    WriteTask,
+    bring_one,
+    land_in_database,
+    write_part,
+)
+from millstream.workers import call_in_thread
+
+_COMMITS_AT_ONCE: Final = 4
+"""Most of a commit's time is spent outside of Python, or waiting for an object store."""
+_Task = TypeVar("_Task")
+_Answer = TypeVar("_Answer")
 
 
 class Sink(Protocol):
@@ -63,8 +83,8 @@ class Sink(Protocol):
     ) -> Cut:
         """Commit that every table has everything up to `n`, except those held: `lake.commit_cuts.commit_cut`."""
 
-    def land(self, batch: DataFrame, around: Around) -> list[Row]:
-        """Run the job that lands a batch; return a row of `ANSWER_COLUMNS` for each table, and for each marker."""
+    def land(self, context: SparkContext, batch: BatchPart, upto: Seq, around: Around) -> list[TableAnswer]:
+        """Run the job that lands a batch up to `upto`; return an answer for each of its tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +125,78 @@ class LakeOfFiles:
             self.layout, n, table_commits, committed_at=committed_at, commit_ts_max=commit_ts_max
         )
 
-    def land(self, batch: DataFrame, around: Around) -> list[Row]:
+    def land(self, context: SparkContext, batch: BatchPart, upto: Seq, around: Around) -> list[TableAnswer]:
         """See `Sink`."""
-        writer = table_writer(self.layout, around.held, around.places)
-        return batch.groupBy("table_id").applyInArrow(writer, ANSWER_COLUMNS).collect()
+        parallel = context.defaultParallelism if batch.only is None else 1
+        parts = divided(batch, tasks=parallel, tables=around.tables)
+        tasks = [WriteTask(self.layout, part, upto, around.held, around.places) for part in parts]
+        by_table: dict[TableId, list[TableAnswer]] = {}
+        for answers in run_job(context, write_part, tasks):
+            for answer in answers:
+                by_table.setdefault(answer.table_id, []).append(answer)
+        written = {table: _joined(answers) for table, answers in by_table.items()}
+        renamed = {
+            table: BringTask(self.layout, answer[1], upto, around.places)
+            for table, answer in written.items()
+            if answer[0].error is None and any(part.elsewhere for part in answer[1])
+        }
+        brought = dict(zip(renamed, run_job(context, bring_one, list(renamed.values())), strict=True))
+        failpoints.hit("pipeline.files_written")
+        places = around.places.unpacked()
+
+        def commit(answer: TableAnswer, files: tuple[WrittenRecords, ...]) -> TableAnswer:
+            error = answer.error or brought.get(answer.table_id)
+            if error is None and files:
+                try:
+                    return replace(answer, commit=commit_records(self.layout, files, upto, places=places))
+                except Exception as failure:  # noqa: BLE001 - whatever it is, it is this table's alone
+                    error = TableError.of(failure)
+            return replace(answer, error=error)
+
+        return _in_threads([partial(commit, *found) for found in written.values()])
+
+
+def _joined(answers: Sequence[TableAnswer]) -> tuple[TableAnswer, tuple[WrittenRecords, ...]]:
+    """Return a table's answers from all parts as one, without the files, and the files."""
+    parts = tuple(answer.written for answer in answers if answer.written is not None)
+    version = max(parts, key=lambda part: part.last).schema.version if parts else answers[-1].schema_version
+    times = [answer.newest_us for answer in answers if answer.newest_us is not None]
+    error = next((answer.error for answer in answers if answer.error is not None), None)
+    return TableAnswer(answers[0].table_id, version, max(times, default=None), error=error), parts
+
+
+def run_job(
+    context: SparkContext, function: Callable[[_Task], _Answer], tasks: Sequence[_Task], slices: int | None = None
+) -> list[_Answer]:
+    """Run one Spark job; return the answers in the order of the tasks, without a job if there are none.
+
+    Args:
+        context: Spark's.
+        function: of a module that executors have.
+        tasks: values that cross processes.
+        slices: the number of Spark's own tasks among which they are divided; default: one each.
+    """
+    if not tasks:
+        return []
+    answers: list[_Answer] = context.parallelize(tasks, slices or len(tasks)).map(function).collect()
+    return answers
+
+
+def _in_threads(calls: Sequence[Callable[[], TableAnswer]]) -> list[TableAnswer]:
+    """Return the results, in order; a few calls run at a time."""
+    count = min(_COMMITS_AT_ONCE, len(calls))
+    if count < 2:
+        return [call() for call in calls]
+    waiting = iter(list(enumerate(calls)))
+    results: dict[int, TableAnswer] = {}
+
+    def work() -> None:
+        for place, call in waiting:
+            results[place] = call()
+
+    for future in [call_in_thread("millstream-commit", work) for _ in range(count)]:
+        future.result()
+    return [results[place] for place in range(len(calls))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +236,9 @@ class LakeDatabase:
             self.target, n, table_commits, committed_at=committed_at, commit_ts_max=commit_ts_max, held=held
         )
 
-    def land(self, batch: DataFrame, around: Around) -> list[Row]:
+    def land(self, context: SparkContext, batch: BatchPart, upto: Seq, around: Around) -> list[TableAnswer]:
         """See `Sink`."""
-        writer = database_writer(self.target, around)
-        return batch.withColumn("database", lit(0)).groupBy("database").applyInArrow(writer, ANSWER_COLUMNS).collect()
+        cut = Seq(0) if around.cut is None else around.cut.n
+        copying, live, history_only = around.unfinished, around.live, around.history_only
+        task = DatabaseTask(self.target, batch, upto, cut, around.held, copying, live, history_only)
+        return run_job(context, land_in_database, [task])[0]

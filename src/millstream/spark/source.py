@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Self
 
 import pyarrow as pa
 from pyspark.sql.datasource import (
@@ -56,10 +56,9 @@ from millstream.model.schema import TableKind, TableSchema
 from millstream.model.schema_conversion import conform
 from millstream.spark.columns import arrow_schema, spark_schema
 from millstream.spark.envelope import ENVELOPE_SCHEMA, envelopes
-from millstream.spark.frames import FRAMES_SCHEMA, INLINE_BYTES_MAX, marker, pack, refer
 from millstream.spark.merged_source import MergedReader, MergedTable
 from millstream.spark.workers import spare_the_collector
-from millstream.wal.reader import LogSpan, StreamReader, TablePart, TableRecords
+from millstream.wal.reader import LogSpan, StreamReader, TableRecords
 from millstream.wal.table_batches import is_raw
 
 PARTITION_BYTES: Final = 16 << 20
@@ -71,8 +70,8 @@ _OTHER_COLUMNS: Final = (
 )
 
 _OPTIONS: Final = frozenset(
-    {"path", "wal", "stream", "table", "tables", "columns", "starting", "ending", "layout", "merged", "at"}
-    | {"max_rows_per_trigger", "max_bytes_per_trigger", "partition_bytes", "inline_bytes_max"}
+    {"path", "wal", "stream", "table", "columns", "starting", "ending", "merged", "at"}
+    | {"max_rows_per_trigger", "max_bytes_per_trigger", "partition_bytes"}
 )
 
 
@@ -91,25 +90,19 @@ class SourceOptions:
             if both are given and the engine asks for one.
         merged: `true` for the rows of all regions instead of records; needs `path` and `table`.
         at: with `merged`, the moment up to which signals have decayed, in ISO 8601.
-        layout: `records` (default) or `frames` (see `millstream.spark.frames`).
-        tables: with frames, table ids separated by commas.
         partition_bytes: bytes of the log a Spark partition.
-        inline_bytes_max: with frames, a table's bytes in a partition from which on a row only names their place.
     """
 
     wal: Path
     home: Path | None = None
     """The log's home, if one was named."""
     table: str | None = None
-    table_ids: frozenset[TableId] | None = None
     columns: tuple[str, ...] = ()
     starting: str = "earliest"
     ending: str | None = None
     rows_max: int | None = None
     bytes_max: int | None = None
-    layout: Literal["records", "frames"] = "records"
     partition_bytes: int = PARTITION_BYTES
-    inline_bytes_max: int = INLINE_BYTES_MAX
     merged: MergedTable | None = None
 
     @classmethod
@@ -126,26 +119,16 @@ class SourceOptions:
             raise UsageError(
                 f"the millstream source has no option {unknown[0]!r}", hint=f"It has: {', '.join(sorted(_OPTIONS))}."
             )
-        layout = given.get("layout", "records")
-        if layout not in {"records", "frames"}:
-            raise UsageError(f"layout {layout!r} is unknown", hint="It is `records` or `frames`.")
-        if layout == "frames" and ("table" in given or "columns" in given):
-            raise UsageError("layout=frames takes neither table nor columns", hint="Use `tables` with table ids.")
-        if "tables" in given and layout != "frames":
-            raise UsageError("tables goes with layout=frames only", hint="Use `table` with a name.")
         return cls(
             wal=_wal_folder(given),
             home=None if "wal" in given else _folder_of(given["path"]),
             table=given.get("table"),
-            table_ids=frozenset(TableId(int(t)) for t in _names(given["tables"])) if "tables" in given else None,
             columns=_names(given.get("columns", "")),
             starting=given.get("starting", "earliest"),
             ending=given.get("ending"),
             rows_max=_count(given, "max_rows_per_trigger"),
             bytes_max=_count(given, "max_bytes_per_trigger"),
-            layout="frames" if layout == "frames" else "records",
             partition_bytes=_count(given, "partition_bytes") or PARTITION_BYTES,
-            inline_bytes_max=_count(given, "inline_bytes_max") or INLINE_BYTES_MAX,
             merged=MergedTable.parse(given, _wal_folder(given).name),
         )
 
@@ -161,8 +144,6 @@ class MillstreamSource(DataSource):
     def schema(self) -> StructType:
         """Return the columns, from the log's latest schema of the table; they are fixed for the DataFrame's life."""
         options = SourceOptions.parse(self.options)
-        if options.layout == "frames":
-            return spark_schema(FRAMES_SCHEMA)
         if options.merged is not None:
             whole = options.merged.schema()
         elif options.table is None:
@@ -205,10 +186,7 @@ class MillstreamSource(DataSource):
 class LogPartition(InputPartition):
     """One task's part of `(after, upto]`."""
 
-    span: LogSpan | None
-    """None: no records, only a frames marker."""
-    after: Seq
-    upto: Seq
+    span: LogSpan
     table_ids: frozenset[TableId] | None
     """The tables to read; None: all."""
 
@@ -255,56 +233,18 @@ class _Scan:
     def partitions(self, after: Seq, upto: Seq) -> list[LogPartition]:
         if upto <= after:
             return []
-        table_ids = self.options.table_ids
+        table_ids: frozenset[TableId] | None = None
         if self.options.table is not None:
             table_ids = frozenset(t.table_id for t in _tables_named(self.log, self.options.table))
         spans = self.log.spans(after, upto, bytes_target=self.options.partition_bytes)
-        if not spans and self.options.layout == "frames":
-            return [LogPartition(None, after, upto, table_ids)]
-        return [LogPartition(span, after, upto, table_ids) for span in spans]
+        return [LogPartition(span, table_ids) for span in spans]
 
     def read(self, partition: LogPartition) -> Iterator[pa.RecordBatch]:
-        if self.options.layout == "frames":
-            yield from self._frames(partition)
-        elif partition.span is not None:
-            target = arrow_schema(self.declared)
-            columns = None if self.options.table is None else frozenset(target.names)
-            pieces = self._pieces(partition.span, partition.table_ids, columns)
-            yield from _together(self._rows(pieces, target), target)
+        target = arrow_schema(self.declared)
+        columns = None if self.options.table is None else frozenset(target.names)
+        found = self.log.read_span(partition.span, tables=partition.table_ids, columns=columns)
+        yield from _together(self._rows((piece for piece in found if not is_raw(piece.schema)), target), target)
         spare_the_collector("read")
-
-    def _frames(self, partition: LogPartition) -> Iterator[pa.RecordBatch]:
-        span, after, upto = partition.span, partition.after, partition.upto
-        yield marker(after, upto)
-        if span is None:
-            return
-        inline = partition.table_ids
-        if span.size_bytes >= self.options.inline_bytes_max:
-            parts: dict[TableId, list[TablePart]] = {}
-            for part in self.log.parts_of(span):
-                if not is_raw(part.schema) and (inline is None or part.schema.table_id in inline):
-                    parts.setdefault(part.schema.table_id, []).append(part)
-            inline = frozenset(
-                table_id
-                for table_id, found in parts.items()
-                if sum(part.size_bytes for part in found) < self.options.inline_bytes_max
-            )
-            for table_id, found in parts.items():
-                if table_id not in inline:
-                    yield refer(str(self.options.wal.absolute()), span, found, after, upto)
-        if inline is None or inline:
-            yield from pack(self._pieces(span, inline, moments=True), after, upto)
-
-    def _pieces(
-        self,
-        span: LogSpan,
-        tables: frozenset[TableId] | None,
-        columns: frozenset[str] | None = None,
-        *,
-        moments: bool = False,
-    ) -> Iterator[TableRecords]:
-        found = self.log.read_span(span, tables=tables, columns=columns, moments=moments)
-        return (piece for piece in found if not is_raw(piece.schema))
 
     def _rows(self, pieces: Iterator[TableRecords], target: pa.Schema) -> Iterator[pa.RecordBatch]:
         for piece in pieces:
