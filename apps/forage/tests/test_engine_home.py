@@ -13,9 +13,10 @@ import pytest
 import millstream
 from millstream.errors import CorruptWal, HomeBusy
 from millstream_forage.answers import as_json
+from millstream_forage.corpus import default_corpus
 from millstream_forage.engine import ForageEngine
 from millstream_forage.homes import HomeUnusable, NotForagesHome
-from millstream_forage.tables import STREAM, home_config, region_of
+from millstream_forage.tables import ID_MAX, REGION_MAX, STREAM, home_config, region_of
 
 NOW_NS = 1_700_000_000_000_000_000
 
@@ -111,6 +112,20 @@ def test_a_log_whose_beginning_is_gone_serves_nothing(tmp_path: Path):
 def test_a_homes_region_is_in_its_configuration():
     assert region_of(home_config()) == 0
     assert region_of(home_config(3)) == 3
+
+
+def test_a_region_whose_ids_json_can_not_keep_is_refused(tmp_path: Path):
+    for region, fits in ((REGION_MAX, True), (REGION_MAX + 1, False)):
+        home = tmp_path / str(region)
+        home.mkdir()
+        (home / "millstream.toml").write_text(home_config(region))
+        if not fits:
+            with pytest.raises(HomeUnusable, match=f"region {region}"):
+                ForageEngine.open(home)
+            continue
+        with ForageEngine.open(home) as engine:
+            assert engine.add_item(default_corpus()[0]).item_id <= ID_MAX
+            assert len(engine.feed(1).items) == 1
 
 
 CHILD = """

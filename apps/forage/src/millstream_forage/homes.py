@@ -12,7 +12,7 @@ import millstream
 from millstream import OpenHome
 from millstream.errors import HomeBusy
 from millstream_forage.errors import ForageError
-from millstream_forage.tables import STREAM, has_stream, home_config
+from millstream_forage.tables import REGION_MAX, STREAM, has_stream, home_config, region_of
 
 CONFIG_FILE: Final = "millstream.toml"
 LOCK_FILE: Final = "forage.lock"
@@ -26,10 +26,10 @@ class NotForagesHome(ForageError):
 
 
 class HomeUnusable(ForageError):
-    """The folder of the home can't be made, written or read."""
+    """The folder of the home can't be made, written or read, or its configuration can't be used."""
 
     code = "home_unusable"
-    default_hint = "Give this user write access to the folder, or name another one with --home."
+    default_hint = "Give this user write access to the folder and room on its disk, or name another one with --home."
 
 
 def opened_home(folder: Path, held: ExitStack) -> OpenHome:
@@ -41,7 +41,7 @@ def opened_home(folder: Path, held: ExitStack) -> OpenHome:
 
     Raises:
         HomeBusy: another process has it.
-        HomeUnusable: the folder can't be made, written or read.
+        HomeUnusable: the folder can't be made, written or read, or its region is above `REGION_MAX`.
         NotForagesHome: the folder is another home.
         MillstreamError: the home can't be opened.
     """
@@ -51,13 +51,19 @@ def opened_home(folder: Path, held: ExitStack) -> OpenHome:
         config = folder / CONFIG_FILE
         if not config.exists():
             write_whole(config, home_config())
-        is_ours = has_stream(config.read_text())
+        text = config.read_text()
+        is_ours = has_stream(text)
     except OSError as error:
         raise HomeUnusable(f"{folder} can't be Forage's home: {error.strerror}") from error
     except ValueError as error:  # not TOML, or not UTF-8
         raise HomeUnusable(f"{folder / CONFIG_FILE} can't be read: {error}", hint="Correct the file.") from error
     if not is_ours:
         raise NotForagesHome(f"{folder} is a home without the stream {STREAM}")
+    if region_of(text) > REGION_MAX:
+        raise HomeUnusable(
+            f"{config}: region {region_of(text)} is too great for ids that every JSON reader keeps exactly",
+            hint=f"Give the home a number up to {REGION_MAX}.",
+        )
     return held.enter_context(millstream.open(folder))
 
 

@@ -25,6 +25,7 @@ ID_MAX: Final = (1 << 53) - 1
 REGION_BITS: Final = 40
 """Ids of a region, as bits: a trillion. Above them 13 bits are left for the region's number."""
 REGION_MAX: Final = ID_MAX >> REGION_BITS
+"""The greatest number of a region."""
 DIMENSIONS: Final = 64
 """Dimensions of an embedding."""
 
