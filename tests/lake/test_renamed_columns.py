@@ -6,8 +6,10 @@ The source here is a model: rows by the numbers of their columns, and names that
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,16 +20,24 @@ import pytest
 from deltalake import DeltaTable
 from tests.seeds import Seeds
 
+from millstream import failpoints
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes, fold_table
 from millstream.lake.history import append_history
-from millstream.lake.layout import LakeLayout
+from millstream.lake.layout import LakeLayout, TableCommit
 from millstream.lake.query.query_session import LakeSession
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import Column, ReplicaIdentity, TableSchema
 
 Records = Callable[..., pa.RecordBatch]
+POINTS = (
+    "lake.before_history_commit",
+    "lake.after_history_commit",
+    "lake.fold_file_written",
+    "lake.before_fold_commit",
+    "lake.after_fold_commit",
+)
 NAMES = ("a", "b", "c", "d", "e", "f")
 SMALL = FoldSizes(leaf_bytes=1500, small_bytes=0, part_bytes=3000, rows_max=6, build_rows_min=25, build_bytes=2000)
 
@@ -167,6 +177,24 @@ def test_columns_keep_their_values_for_long(tmp_path: Path, records: Records, se
     life(tmp_path, records, seed, keyed=keyed, rounds=Random(seed).randint(2, 6))
 
 
+class Killed(Exception):
+    """The process died at a failpoint."""
+
+
+def repeated(rng: Random, step: Callable[[], TableCommit]) -> TableCommit:
+    """Return the outcome of a step that may have been killed at some point before, and is done again then."""
+    point = rng.choice([None, *POINTS])
+
+    def hit(name: str) -> None:
+        if name == point:
+            raise Killed
+
+    with pytest.MonkeyPatch.context() as patch, suppress(Killed):
+        patch.setattr(failpoints, "hit", hit)
+        step()
+    return step()
+
+
 def life(tmp_path: Path, records: Records, seed: int, *, keyed: bool, rounds: int) -> None:
     """Land, fold and query a table whose columns are renamed, swapped, added and dropped between rows."""
     layout = LakeLayout(str(tmp_path / "lake"), "shop", StreamId(UUID(int=42)))
@@ -178,11 +206,13 @@ def life(tmp_path: Path, records: Records, seed: int, *, keyed: bool, rounds: in
                 source.write()
             source.define()
         source.write()
-        landed = [append_history(layout, source.schema, batches(source, records), Seq(source.n))]
+        append = partial(append_history, layout, source.schema, batches(source, records), Seq(source.n))
+        landed = [repeated(source.rng, append)]
         if source.rng.random() < 0.6:
             upto = source.rng.choice([source.n, *(n for n, _, _ in moments[-1:])])
             sizes = source.rng.choice([DEFAULT_SIZES, SMALL])
-            landed.append(fold_table(layout, source.schema, Seq(upto), sizes=sizes))
+            fold = partial(fold_table, layout, source.schema, Seq(upto), sizes=sizes)
+            landed.append(repeated(source.rng, fold))
         commit_cut(layout, Seq(source.n), landed, committed_at=datetime.now(UTC))
         moments.append((source.n, source.names[1], source.expected()))
         with LakeSession(layout) as session:
@@ -201,3 +231,23 @@ def life(tmp_path: Path, records: Records, seed: int, *, keyed: bool, rounds: in
         current = DeltaTable(layout.table_path("current", source.schema)).to_pyarrow_table()
         current = current.drop_columns([name for name in current.column_names if name == "__exact"])
         assert sorted(current.to_pylist(), key=lambda row: row[source.names[1]]) == source.expected()
+
+
+def test_history_shows_columns_that_are_gone_also_under_a_name_of_another(tmp_path: Path, records: Records) -> None:
+    layout = LakeLayout(str(tmp_path / "lake"), "shop", StreamId(UUID(int=42)))
+    source = Source(Random(0))
+    found = []
+    for names in ({2: "a", 3: "b"}, {3: "a", 4: "b"}, {4: "b", 5: "c"}):
+        source.names = {1: "id", **names}
+        source.n += 1
+        row = {source.names[number]: f"{number}" for number in names}
+        found.append(records(source.schema, ("c", source.n, {"id": source.n, **row})))
+    landed = append_history(layout, source.schema, found, Seq(source.n))
+    commit_cut(layout, Seq(source.n), [landed], committed_at=datetime.now(UTC))
+    with LakeSession(layout) as session:
+        rows = session.query('SELECT __seq, a, b, c FROM history."public.t" ORDER BY 1').to_pylist()
+    assert rows == [
+        {"__seq": 1, "a": "2", "b": "3", "c": None},
+        {"__seq": 2, "a": "3", "b": "4", "c": None},
+        {"__seq": 3, "a": None, "b": "4", "c": "5"},
+    ]

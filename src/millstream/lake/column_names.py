@@ -37,6 +37,8 @@ class Renames:
     starts: tuple[Seq, ...]
     names: tuple[Names, ...]
     """As many as there are positions. Records before the first position have its names, too."""
+    had: tuple[frozenset[str], ...]
+    """Names of the columns of the records from each position on."""
 
     def physical(self, columns: Sequence[str]) -> list[str]:
         """Return the columns of history that some wanted columns are made of."""
@@ -75,9 +77,9 @@ class Renames:
         found = (names.get(column, column) for names in self.names)
         return list(dict.fromkeys(name for name in found if name is not None))
 
-    def spans(self) -> Iterator[tuple[Seq, Names]]:
-        """Yield the names with their positions, the newest first."""
-        yield from zip(reversed(self.starts), reversed(self.names), strict=True)
+    def spans(self) -> Iterator[tuple[Seq, Names, frozenset[str]]]:
+        """Yield the names with their positions, and the columns of the records, the newest first."""
+        yield from zip(reversed(self.starts), reversed(self.names), reversed(self.had), strict=True)
 
 
 def renames_in(
@@ -95,16 +97,17 @@ def renames_in(
     if not schema.is_numbered:
         return None
     eras = Eras.of(history).of_table(table)
-    starts, found = list[Seq](), list[Names]()
+    starts, found, had = list[Seq](), list[Names](), list[frozenset[str]]()
     for place, (start, era) in enumerate(eras):
         ends = eras[place + 1][0] if place + 1 < len(eras) else None
         if (ends is not None and ends <= after + 1) or (upto is not None and start > upto and found):
             continue
         starts.append(start)
-        found.append(_names(_numbered(eras, place), schema, {column.name for column in era.columns}))
+        had.append(frozenset(era.column_names))
+        found.append(_names(_numbered(eras, place), schema, had[-1]))
     if not any(found):
         return None
-    return Renames(tuple(starts), tuple(found))
+    return Renames(tuple(starts), tuple(found), tuple(had))
 
 
 def own_types(history: OpenTable, schema: TableSchema, types: Mapping[str, str]) -> pa.Schema | None:
@@ -128,7 +131,7 @@ def names_at(history: OpenTable, schema: TableSchema, n: Seq) -> Names | None:
     place = max((at for at, (start, _) in enumerate(eras) if start <= n), default=None)
     if place is None or not schema.is_numbered:
         return None
-    names = _names(_numbered(eras, place), schema, {column.name for column in eras[place][1].columns})
+    names = _names(_numbered(eras, place), schema, frozenset(eras[place][1].column_names))
     return names or None
 
 
@@ -171,7 +174,7 @@ def _numbered(eras: Sequence[tuple[Seq, TableSchema]], place: int) -> dict[str, 
     return None
 
 
-def _names(numbers: Mapping[str, int] | None, schema: TableSchema, had: set[str]) -> Names:
+def _names(numbers: Mapping[str, int] | None, schema: TableSchema, had: frozenset[str]) -> Names:
     if numbers is None:
         return {}
     by_number = {number: name for name, number in numbers.items() if name in had}

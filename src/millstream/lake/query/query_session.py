@@ -520,7 +520,7 @@ class LakeSession:
         schema = self._era(folder, history).schema
         name = MESSAGES if folder == MESSAGES else f"{schema.namespace}.{schema.name}"
         moved = None if history.tail is None or history.path.endswith(f"/{folder}") else schema.table_id
-        parts = records_sql(self._engine, self._layout, history, schema, self._n, only=moved)
+        parts = records_sql(self._engine, history, schema, self._n, only=moved)
         parts += [f"FROM {self._engine.register(source)}" for source in self._tail.more_records(history)]
         records = " UNION ALL BY NAME ".join(parts)
         self._engine.view(HISTORY, name, f"SELECT * FROM ({records}) WHERE {SEQ} <= {int(self._n)}")

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 
-from millstream.lake.column_names import Names, Renames, own_types, renames_in
+from millstream.lake.column_names import Names, Renames, renames_in
 from millstream.lake.delta import OpenTable
-from millstream.lake.layout import LakeLayout
 from millstream.lake.query.duckdb_connection import Engine, literal, quote
 from millstream.lake.scan import records_of
+from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import Eras
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
+from millstream.model.records import MONTH_COLUMN, RECORD_COLUMNS
 from millstream.model.schema import TableSchema
 
 _MAPS = ("__exact", "__before")
@@ -43,19 +44,12 @@ def renamed_list(column: str, names: Names) -> str:
 
 
 def records_sql(
-    engine: Engine,
-    layout: LakeLayout,
-    history: OpenTable,
-    schema: TableSchema,
-    upto: Seq,
-    *,
-    only: TableId | None,
+    engine: Engine, history: OpenTable, schema: TableSchema, upto: Seq, *, only: TableId | None
 ) -> list[str]:
     """Return SELECTs that together have the records of a history, a table's under the names of its schema.
 
     Args:
         engine: reads them.
-        layout: where the lake is.
         history: the history.
         schema: the table's schema at the end.
         upto: the end.
@@ -66,47 +60,55 @@ def records_sql(
         # A dataset, because the partition's column isn't in the files.
         return [f"FROM {engine.register(records_of(history, table=only))}"]
     mine = engine.register(records_of(history, table=schema.table_id))
-    own = own_types(history, schema, layout.types) or pa.schema([])
-    types = engine.register(own.empty_table())
-    kinds = {name: engine.type_of(types, name) for name in own.names}
     others = set[TableId]() if only is not None else {era.table_id for _, era in Eras.of(history).told}
     rest = (engine.register(records_of(history, table=other)) for other in others - {schema.table_id})
-    return [_renamed_records(renames, kinds, history.schema().names, mine), *(f"FROM {source}" for source in rest)]
+    have = history.schema()
+    columns = [*have.names, *(name for name in schema.column_names if name not in have.names)]
+    shown = [_shown(engine, renames, name, have) for name in columns]
+    return [f"SELECT {', '.join(filter(None, shown))} FROM {mine}", *(f"FROM {source}" for source in rest)]
 
 
-def _renamed_records(renames: Renames, kinds: Mapping[str, str], have: Sequence[str], source: str) -> str:
-    """Return a SELECT of one table's records, with the columns that it no longer has.
+def _shown(engine: Engine, renames: Renames, name: str, have: pa.Schema) -> str:
+    """Return the expression for a column of the records, over all their eras; an empty text if they don't have it.
 
-    Args:
-        renames: how the records name the columns.
-        kinds: the types of the table's columns, by name.
-        have: the columns of the source.
-        source: the text behind FROM.
+    A column that the table no longer has is shown, too, also if another one has its name.
     """
-    taken = {physical for names in renames.names for physical in names.values()}
-    shown = []
-    for name in have:
-        if name in _MAPS or name == _LIST:
-            shown.append(_by_era(renames, name, _list_or_map))
-        elif name not in kinds and name not in taken:
-            shown.append(quote(name))
-
-    def value(name: str, names: Names) -> str:
+    if name in _MAPS or name == _LIST:
+        return _cases(name, [(start, _list_or_map(name, names)) for start, names, _ in renames.spans()])
+    if name in RECORD_COLUMNS or name == MONTH_COLUMN:
+        return quote(name)
+    found, is_there = list[tuple[Seq, str | None]](), False
+    for start, names, had in renames.spans():
         physical = names.get(name, name)
-        return f"{'NULL' if physical not in have else quote(physical or '')}::{kinds[name]}"
-
-    shown += [_by_era(renames, name, value) for name in kinds]
-    return f"SELECT {', '.join(shown)} FROM {source}"
+        if physical in {None, name} and name in names.values():
+            physical = None  # it has the values of a column with another name
+        elif physical is None:
+            physical = name  # of a column that is gone
+        if physical is not None and have.get_field_index(physical) < 0:
+            physical = None
+        found.append((start, physical))
+        is_there = is_there or physical in had
+    if not is_there:
+        return ""
+    kinds = list(dict.fromkeys(have.field(physical).type for _, physical in found if physical is not None))
+    wide: pa.DataType | None = kinds[0]
+    for kind in kinds[1:]:
+        wide = None if wide is None else widest(wide, kind)
+    empty = engine.register(pa.schema([pa.field("kind", wide or pa.string())]).empty_table())
+    type_name = engine.type_of(empty, "kind")
+    texts = ((start, "NULL" if physical is None else quote(physical)) for start, physical in found)
+    return _cases(name, [(start, f"{text}::{type_name}") for start, text in texts])
 
 
 def _list_or_map(column: str, names: Names) -> str:
+    names = {name: physical for name, physical in names.items() if physical is not None}  # others keep their names
     if not names:
         return column
     return renamed_list(column, names) if column == _LIST else renamed_map(column, names)
 
 
-def _by_era(renames: Renames, name: str, value: Callable[[str, Names], str]) -> str:
-    found = [(start, value(name, names)) for start, names in renames.spans()]
+def _cases(name: str, found: Sequence[tuple[Seq, str]]) -> str:
+    """Return an expression for the values from some positions on, the newest first."""
     if len({text for _, text in found}) == 1:
         return f"{found[0][1]} AS {quote(name)}"
     cases = " ".join(f"WHEN __seq >= {int(start)} THEN {text}" for start, text in found[:-1])
