@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from tests.capture.beside import Beside, wait_until
 from tests.capture.capture_stage import Stage
 
-from millstream.capture.config import CaptureOutcome
+from millstream.capture.config import CaptureOutcome, CaptureProgress
 from millstream.capture.run import run_capture
 from millstream.capture.stream.frames import Block
 from millstream.capture.stream.replication_connection import SocketWire
@@ -84,6 +84,28 @@ def test_nothing_is_confirmed_that_is_not_durable(stage: Stage) -> None:
     wait_until(lambda: stage.log.entries or stage.slot_confirmed() > before, "something happens")
     assert stage.log.entries, "the slot moved before the log had the row"
     running.stop()
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_position_of_keepalives_is_confirmed_at_the_end_by_a_leader_alone(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, leads: bool
+) -> None:
+    """The log doesn't carry such a position. A new leader would find the slot above everything that it knows."""
+    monkeypatch.setattr("millstream.capture.stream.slot_confirmation.STORE_EVERY_S", 3600.0)
+    stage.sql(ORDERS)
+    stage.catch_up()
+    seen: list[CaptureProgress] = []
+    running = stage.start(leads=lambda: leads, on_progress=seen.append)
+    stage.sql("INSERT INTO orders VALUES (1, 'one', 1, now())")
+    wait_until(lambda: stream_positions(stage), "the log has the row")
+    in_log = max(stage.log.reached().values())
+    stage.sql("SELECT pg_current_xact_id()")  # WAL without a change of ours
+    wait_until(lambda: seen and seen[-1].durable > in_log, "a keepalive moves the position")
+    running.stop()
+    if leads:
+        assert stage.slot_confirmed() >= seen[-1].durable
+    else:
+        assert stage.slot_confirmed() <= max(stage.log.reached().values())
 
 
 def test_a_restart_goes_on_exactly_where_the_log_stands(stage: Stage) -> None:

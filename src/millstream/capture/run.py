@@ -58,13 +58,7 @@ from millstream.capture.timeline import TimelineWatch, follows, read_history
 from millstream.capture.watcher import WatchedTables, Watcher
 from millstream.catalog import Catalog, TableState
 from millstream.codec.pgoutput import warm
-from millstream.errors import (
-    DiskFull,
-    MillstreamError,
-    ProtocolViolation,
-    Retry,
-    SourceError,
-)
+from millstream.errors import DiskFull, MillstreamError, ProtocolViolation, Retry, SourceError
 from millstream.model.ids import SourceId, StreamId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Lsn, format_lsn
@@ -95,6 +89,7 @@ def run_capture(
     on_progress: Callable[[CaptureProgress], None] | None = None,
     on_wait: Callable[[MillstreamError], None] | None = None,
     clock: Clock | None = None,
+    leads: Callable[[], bool] = lambda: True,
 ) -> CaptureOutcome:
     """Capture until `stop` is set, or until everything that the source had committed at the call is durable.
 
@@ -107,6 +102,7 @@ def run_capture(
         on_progress: called about once a second, on this thread.
         on_wait: called with the error, on this thread, before each wait for another attempt.
         clock: for waiting between attempts; real time by default.
+        leads: returns whether this node leads the stream. If it doesn't at the end, the slot is confirmed no further.
 
     Returns:
         How it ended, with the tables that were quarantined, which isn't an error.
@@ -115,7 +111,7 @@ def run_capture(
         MillstreamError: an error that a retry can't mend: the first connection failed, the slot is lost, the log is
             closed … After a broken connection or a full disk, capture waits and retries.
     """
-    return _Capture(config, catalog, log, stop, until_caught_up, on_progress, on_wait, clock).run()
+    return _Capture(config, catalog, log, stop, until_caught_up, on_progress, on_wait, clock, leads).run()
 
 
 @dataclass(slots=True)
@@ -142,6 +138,7 @@ class _Capture:
         on_progress: Callable[[CaptureProgress], None] | None,
         on_wait: Callable[[MillstreamError], None] | None,
         clock: Clock | None,
+        leads: Callable[[], bool],
     ) -> None:
         self._config = config
         self._catalog = catalog
@@ -149,7 +146,7 @@ class _Capture:
         self._stop = stop
         self._until_caught_up = until_caught_up
         self._on_progress, self._on_wait = on_progress, on_wait or (lambda _: None)
-        self._clock = clock
+        self._clock, self._leads = clock, leads
         self._stream: StreamId = catalog.stream(config.stream).id
         self._scope = f"capture/{self._stream}"
         self._rules = ColumnRules(catalog, self._stream, config.rules)
@@ -371,7 +368,8 @@ class _Capture:
             self._drain(applier)
             final = None
             if not failed:
-                applier.store_position()
+                if self._leads():  # else the new leader has another catalog, and would find the slot above its position
+                    applier.store_position()
                 final = applier.confirmed
             receiver.stop(final=final)
             assert applier.durable >= begun
