@@ -35,8 +35,8 @@ from millstream.workers import Worker
 
 _POLL_S: Final = 0.1
 """How often the driver checks whether it should stop; a wait inside Python, which costs next to nothing."""
-_LAST_BATCH_S: Final = 30.0
-"""How long a driver that ends by an error waits for the batch in flight."""
+_LAST_S: Final = 30.0
+"""How long a driver that ends by an error waits for each thread: if Spark is gone, they end at once."""
 _REPORT_S: Final = 1.0
 """Interval of reports while nothing lands, since lags grow."""
 _RETRY_ROUND_S: Final = 5.0
@@ -180,10 +180,11 @@ class _Run:
         except (PySparkException, Py4JError, OSError) as error:
             raise self._translated(error) from error
         finally:
+            # A process that ends while a thread is inside delta-rs may crash, and its error would be lost.
             self.ending.set()
+            self.batches.join(_LAST_S)
             if self.folder is not None:
-                self.folder.abandon()
-            self.batches.join(_LAST_BATCH_S)
+                self.folder.stop(_LAST_S)
 
     def _step(self) -> bool:
         """Land a batch, then wait for the next one's time, unless a backlog is waiting."""

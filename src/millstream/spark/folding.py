@@ -100,11 +100,11 @@ class FoldThread:
         """Look for due folds again, after a cut was committed. Any thread."""
         self._news.set()
 
-    def stop(self) -> None:
-        """End the threads after their current rounds."""
+    def stop(self, timeout_s: float | None = None) -> None:
+        """End the threads after their current rounds; wait for each, for so many seconds at most."""
         self.abandon()
-        self._worker.join()
-        self._upkeep.worker.join()
+        self._worker.join(timeout_s)
+        self._upkeep.worker.join(timeout_s)
 
     @property
     def failure(self) -> BaseException | None:
@@ -112,7 +112,7 @@ class FoldThread:
         return self._worker.failure or self._upkeep.worker.failure
 
     def abandon(self) -> None:
-        """Let the threads end on their own, without waiting for them: the engine may be gone."""
+        """Let the threads end on their own, without waiting for them."""
         self._stopped.set()
         self._upkeep.stopped.set()
         self._news.set()
