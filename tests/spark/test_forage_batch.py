@@ -70,7 +70,7 @@ def test_the_tables_agree_with_the_engine_and_estimate_other_policies(home: Path
         liked = {arm for arm in arms if arm.startswith(f"{LIKED}/")}
         others = {arm: 1 / len(arms - liked) for arm in arms - liked}
         loved = {arm: 1 / len(liked) for arm in liked}
-        landed = run_batch(spark, home, policies={"loved": loved, "others": others})
+        landed = run_batch(spark, home, policies={"loved": loved, "others": others, "nothing": {}})
     tables = {table.name: rows_of(table.folder) for table in landed}
     assert [len(tables[table.name]) for table in landed] == [table.rows for table in landed]
 
@@ -90,7 +90,8 @@ def test_the_tables_agree_with_the_engine_and_estimate_other_policies(home: Path
     assert sum(row["trials"] for row in days) == first["trials"]
 
     values = {row["policy"]: row for row in tables["policy_values"]}
-    assert set(values) == {"uniform", "loved", "others"}
+    assert set(values) == {"uniform", "loved", "others", "nothing"}
+    assert (values["nothing"]["support"], values["nothing"]["self_normalized_ips"]) == (0, None)
     # The reader saves each item of the category that the first policy shows, and reacts to few of the others.
     for estimate in ("self_normalized_ips", "doubly_robust"):
         assert values["loved"][estimate] > values["uniform"][estimate] > values["others"][estimate]

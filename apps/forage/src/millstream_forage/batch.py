@@ -107,7 +107,7 @@ WITH arms AS (
   FROM rewarded r JOIN arms a ON a.arm = r.arm
 ), direct AS (SELECT policy, sum(probability * model) AS value FROM arms GROUP BY policy)
 SELECT s.policy, count(*) AS slots, avg(ratio * reward) AS ips, stddev(ratio * reward) / sqrt(count(*)) AS ips_error,
-  avg(ratio) AS support, sum(ratio * reward) / sum(ratio) AS self_normalized_ips,
+  avg(ratio) AS support, try_divide(sum(ratio * reward), sum(ratio)) AS self_normalized_ips,
   first(d.value) + avg(ratio * (reward - model)) AS doubly_robust,
   stddev(ratio * (reward - model)) / sqrt(count(*)) AS doubly_robust_error
 FROM slots s JOIN direct d ON d.policy = s.policy GROUP BY s.policy
