@@ -20,13 +20,13 @@ from millstream.lake.delta import OpenTable
 from millstream.lake.folded.current import FoldSizes, fold_table
 from millstream.lake.folded.scd2 import fold_into_versions
 from millstream.lake.history import append_history, open_history
+from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.known_tables import KnownTable
 from millstream.lake.layout import LakeLayout, TableCommit
 from millstream.lake.maintenance import tend_table
 from millstream.lake.query.query_session import LakeSession
 from millstream.lake.rebuild import check_history, rebuild_view, restart_history
 from millstream.lake.replay import replay_range
-from millstream.lake.retain import HistoryBound, drop_history
 from millstream.lake.schema_evolution import widened
 from millstream.model.ids import SchemaVersion, SourceId, TableId
 from millstream.model.positions import Seq

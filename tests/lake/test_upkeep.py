@@ -23,9 +23,9 @@ from millstream.lake.delta import open_table
 from millstream.lake.folded.current import Fold, begin_fold, fold_table
 from millstream.lake.folder import history_from
 from millstream.lake.history import append_history
+from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.layout import LakeLayout, View
 from millstream.lake.maintenance import tend_cuts, tend_table
-from millstream.lake.retain import HistoryBound, drop_history
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 

@@ -35,10 +35,10 @@ from millstream.lake.folded.scd2 import fold_into_versions
 from millstream.lake.folded.scd2_fold import VERSION_COLUMNS
 from millstream.lake.folder import history_from_property
 from millstream.lake.history import append_history
+from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.maintenance import tend_table
 from millstream.lake.query.query_session import LakeSession
-from millstream.lake.retain import HistoryBound, drop_history
 from millstream.model.ids import SchemaVersion, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import Column, TableSchema

@@ -24,10 +24,10 @@ from millstream.catalog import Catalog
 from millstream.lake.layout import LakeLayout
 from millstream.lake.maintenance import UpkeepRules
 from millstream.model.ids import StreamId
+from millstream.spark.batch_targets import LakeOfFiles
 from millstream.spark.driver import run_pipeline
 from millstream.spark.pipeline import PipelineConfig, PipelineOutcome, PipelineProgress
 from millstream.spark.session import SparkOptions
-from millstream.spark.sinks import LakeOfFiles
 
 
 def config_of(home: Path, stream: StreamId, spark: SparkOptions, **changes: Any) -> PipelineConfig:

@@ -17,10 +17,10 @@ from tests.spark.hand_made import Home, insert
 from tests.spark.lake_run import config_of
 from tests.spark.test_folding import Folding, JobsHere
 
-from millstream.lake import renames
+from millstream.lake import table_renames
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.layout import TableCommit
-from millstream.lake.renames import PackedPlaces, RecordFolder
+from millstream.lake.table_renames import PackedPlaces, RecordFolder
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.spark.complete_copies import CompleteCopies
@@ -90,7 +90,7 @@ def test_a_batch_pickles_the_places_that_changed() -> None:
     places = {TableId(number): RecordFolder(f"public.t{number}", Seq(number)) for number in range(1000)}
     first = PackedPlaces().followed_by(places)
     assert (first.changed, first.unpacked()) == ({}, places)
-    parsed = renames._parsed.cache_info().misses
+    parsed = table_renames._parsed.cache_info().misses
     packed = first
     for batch in range(50):
         table = TableId(batch % 20)
@@ -101,6 +101,6 @@ def test_a_batch_pickles_the_places_that_changed() -> None:
         sent: PackedPlaces = pickle.loads(pickle.dumps(packed))
         assert sent.unpacked() == places
     assert set(packed.changed) == {*map(TableId, range(20)), TableId(999)}
-    assert renames._parsed.cache_info().misses == parsed, "parsed once a process"
+    assert table_renames._parsed.cache_info().misses == parsed, "parsed once a process"
     many = {table: RecordFolder("elsewhere", Seq(5000)) for table in places}
     assert packed.followed_by(many).changed == {}

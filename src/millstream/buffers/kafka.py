@@ -19,10 +19,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from millstream.buffers.answers import answered, no_answer
 from millstream.buffers.kafka_errors import error_of_kafka, nothing_stored
 from millstream.buffers.kafka_reader import KafkaReader
 from millstream.buffers.kafka_server import client_settings, describe_topic, make_topic
+from millstream.buffers.waiting_for_answers import answered, no_answer
 from millstream.codec.buffer_reading import unknown_shard
 from millstream.codec.buffered_op import encode_op
 from millstream.errors import (

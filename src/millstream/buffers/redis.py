@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Self
 from uuid import uuid4
 
-from millstream.buffers.answers import answered, no_answer
 from millstream.buffers.redis_reader import RedisReader
 from millstream.buffers.redis_server import RedisKeys, check_durable, connect, error_of_redis, translated
+from millstream.buffers.waiting_for_answers import answered, no_answer
 from millstream.codec.buffer_reading import unknown_shard
 from millstream.codec.buffered_op import encode_op
 from millstream.errors import (

@@ -27,7 +27,7 @@ from millstream.cli.main import say_error
 from millstream.cli.output_formats import STYLES, Style
 from millstream.cli.query_output import answer
 from millstream.errors import MillstreamError, UsageError
-from millstream.lake.query.words import TEXTS
+from millstream.lake.query.sql_keywords import TEXTS
 
 if TYPE_CHECKING:
     from millstream.home.home import Home

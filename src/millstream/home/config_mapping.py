@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from millstream.lake.layout import LakeLayout, View
     from millstream.lake.postgres.target import PostgresTarget, TargetView
     from millstream.protocol.deduplication.known_writes import SessionLimits
+    from millstream.spark.batch_targets import Sink
     from millstream.spark.pipeline import PipelineConfig
     from millstream.spark.session import SparkOptions
-    from millstream.spark.sinks import Sink
     from millstream.wal.writing.writer import LogOptions
 
 
@@ -151,7 +151,7 @@ def postgres_target(name: str, stream: StreamConfig, stream_id: StreamId) -> Pos
 
 def sink_of(home: Home, name: str, stream: StreamConfig, stream_id: StreamId) -> Sink:
     """Return the sink that a stream's pipeline lands in."""
-    from millstream.spark.sinks import LakeDatabase, LakeOfFiles
+    from millstream.spark.batch_targets import LakeDatabase, LakeOfFiles
 
     if stream.lake.format == "postgres":
         return LakeDatabase(postgres_target(name, stream, stream_id))

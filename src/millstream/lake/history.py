@@ -33,10 +33,10 @@ from millstream.lake.folder import (
     write_months,
 )
 from millstream.lake.layout import LakeLayout, TableCommit, folder_of
-from millstream.lake.renames import Places, bring_records, columns_of, places_of, records_elsewhere
 from millstream.lake.scan import read_history
 from millstream.lake.schema_evolution import union_schema, widened
 from millstream.lake.schema_history import SINCE_PROPERTY, Eras, owned_since, schema_property
+from millstream.lake.table_renames import Places, bring_records, columns_of, places_of, records_elsewhere
 from millstream.lake.types import HISTORY_PREFIX, conform, lake_columns, same_type, to_lake
 from millstream.model.ids import TableId
 from millstream.model.names import qualified_name

@@ -26,7 +26,7 @@ from millstream.lake.folded.scd2 import rebuild_versions
 from millstream.lake.folder import history_from, lacks_beginning
 from millstream.lake.history import begin_history
 from millstream.lake.layout import LakeLayout, TableCommit, View
-from millstream.lake.renames import lost_records, places_of
+from millstream.lake.table_renames import lost_records, places_of
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema

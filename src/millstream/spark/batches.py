@@ -29,7 +29,7 @@ from millstream.backoff import Backoff
 from millstream.catalog import Catalog
 from millstream.errors import EngineError, Retry
 from millstream.lake.layout import TableCommit
-from millstream.lake.renames import PackedPlaces, places_of
+from millstream.lake.table_renames import PackedPlaces, places_of
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
 from millstream.spark.batch_parts import SPAN_BYTES, BatchPart

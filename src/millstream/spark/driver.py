@@ -22,6 +22,7 @@ from millstream import errors
 from millstream.catalog import Catalog
 from millstream.errors import EngineError, MillstreamError, OffsetExpired
 from millstream.model.positions import Seq
+from millstream.spark.batch_targets import LakeOfFiles
 from millstream.spark.batches import BatchLander
 from millstream.spark.complete_copies import CompleteCopies
 from millstream.spark.folding import FoldThread
@@ -29,7 +30,6 @@ from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineOutcom
 from millstream.spark.pipeline_tables import PipelineTables
 from millstream.spark.replaying import ReplayWatch
 from millstream.spark.session import open_context
-from millstream.spark.sinks import LakeOfFiles
 from millstream.wal.reader import StreamReader
 from millstream.workers import Worker
 

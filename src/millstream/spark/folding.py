@@ -30,6 +30,7 @@ from millstream.lake.rebuild import erase_view, make_way
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
+from millstream.spark.batch_targets import run_job
 from millstream.spark.complete_copies import CompleteCopies
 from millstream.spark.landing import (
     CommitTask,
@@ -47,7 +48,6 @@ from millstream.spark.landing import (
 from millstream.spark.pipeline import PipelineConfig
 from millstream.spark.pipeline_tables import PipelineTable, PipelineTables, held_scope, request_retry
 from millstream.spark.schedule import SMALL_BYTES, FoldHistory, fold_is_due
-from millstream.spark.sinks import run_job
 from millstream.spark.table_views import CutByTable, TableViews
 from millstream.spark.upkeep import Upkeep
 from millstream.workers import Worker

@@ -25,18 +25,18 @@ from millstream.lake.data_files import NewFile
 from millstream.lake.folded.current import DEFAULT_SIZES, Fold, FoldOutcome, FoldPlan, FoldSizes, begin_fold
 from millstream.lake.folded.scd2 import fold_into_versions, rebuild_versions
 from millstream.lake.history import WrittenRecords, bring_history, write_records
+from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.layout import LakeLayout, TableCommit, View
 from millstream.lake.maintenance import Upkeep, UpkeepRules, delete_unneeded, tend_table
 from millstream.lake.postgres.land import LandedTable, Loaded, land
 from millstream.lake.postgres.target import PostgresTarget
 from millstream.lake.rebuild import prepare_rebuild
-from millstream.lake.renames import PackedPlaces
-from millstream.lake.retain import HistoryBound, drop_history
+from millstream.lake.table_renames import PackedPlaces
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.spark.batch_parts import BatchPart, Load, TableBatch, table_loads
-from millstream.spark.workers import spare_the_collector
+from millstream.spark.python_worker_setup import spare_the_collector
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from millstream.errors import UsageError
 from millstream.model.region_ages import as_line, regions_in
 from millstream.model.schema_conversion import conform
 from millstream.spark.columns import arrow_schema
-from millstream.spark.workers import spare_the_collector
+from millstream.spark.python_worker_setup import spare_the_collector
 
 _ROWS: Final = 16_384
 _ONLY_RECORDS: Final = (

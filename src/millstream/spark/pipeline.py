@@ -12,9 +12,9 @@ from millstream.lake.layout import LakeLayout, View
 from millstream.lake.maintenance import UpkeepRules
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq, StreamToken
+from millstream.spark.batch_targets import LakeOfFiles, Sink
 from millstream.spark.schedule import DISK_FACTOR, FOLD_INTERVAL_S
 from millstream.spark.session import SparkOptions
-from millstream.spark.sinks import LakeOfFiles, Sink
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,10 @@ from millstream.model.positions import Seq
 from millstream.model.rates import Rate
 from millstream.model.schema import TableSchema
 from millstream.protocol.retention import HolderKind
+from millstream.spark.batch_targets import LakeOfFiles
 from millstream.spark.landing import TableError, TendAnswer
 from millstream.spark.pipeline import PipelineConfig, TableProgress
 from millstream.spark.schedule import FoldHistory
-from millstream.spark.sinks import LakeOfFiles
 
 RETRY_HELD_S_MIN: Final = 30.0
 RETRY_HELD_S_MAX: Final = 600.0

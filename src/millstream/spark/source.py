@@ -57,7 +57,7 @@ from millstream.model.schema_conversion import conform
 from millstream.spark.columns import arrow_schema, spark_schema
 from millstream.spark.envelope import ENVELOPE_SCHEMA, envelopes
 from millstream.spark.merged_source import MergedReader, MergedTable
-from millstream.spark.workers import spare_the_collector
+from millstream.spark.python_worker_setup import spare_the_collector
 from millstream.wal.reader import LogSpan, StreamReader, TableRecords
 from millstream.wal.table_batches import is_raw
 

@@ -19,9 +19,9 @@ from pyspark.errors import PySparkException
 
 from millstream.catalog import Catalog
 from millstream.errors import MillstreamError
+from millstream.lake.history_retention import HistoryBound
 from millstream.lake.layout import View
 from millstream.lake.maintenance import tend_cuts
-from millstream.lake.retain import HistoryBound
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema

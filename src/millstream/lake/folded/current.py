@@ -35,7 +35,7 @@ from millstream.lake.delta import (
 )
 from millstream.lake.folded.build import BuildPart, build_rows, plan_build
 from millstream.lake.folded.current_fold import Folded, fold_records
-from millstream.lake.folded.leaves import LEAF_BYTES, Leaves
+from millstream.lake.folded.key_ranges import LEAF_BYTES, Leaves
 from millstream.lake.folded.rewrite import Change, LeafWriter, Touched, named, placed, touched
 from millstream.lake.folder import history_from, lacks_beginning
 from millstream.lake.history import open_history

@@ -28,7 +28,7 @@ from millstream.lake.bounds import boundable
 from millstream.lake.data_files import TableFiles, new_name, swap
 from millstream.lake.delta import OpenTable, create_table, live_files, open_table, with_features
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes
-from millstream.lake.folded.leaves import Leaf, Leaves
+from millstream.lake.folded.key_ranges import Leaf, Leaves
 from millstream.lake.folded.rewrite import Change, LeafWriter, placed, touched
 from millstream.lake.keys import Keys, having, key_codes
 from millstream.lake.layout import LakeLayout

@@ -38,7 +38,7 @@ from millstream.lake.delta import (
     with_features,
 )
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldOutcome, FoldSizes
-from millstream.lake.folded.leaves import Leaves, in_key_order
+from millstream.lake.folded.key_ranges import Leaves, in_key_order
 from millstream.lake.folded.rewrite import Change, LeafWriter, named, placed, touched
 from millstream.lake.folded.scd2_fold import (
     BEGAN_BY,

@@ -44,6 +44,7 @@ from millstream.lake.query.namesakes import Namesakes
 from millstream.lake.query.overlay import SEQ
 from millstream.lake.query.renamed_records import records_sql
 from millstream.lake.query.rows import RecordRange, bag_sql, built_sql, keyed_sql, left_sql
+from millstream.lake.query.sql_keywords import CATALOG_WORDS, LIST, LISTED, stands_in, words_to_quote
 from millstream.lake.query.time_travel import (
     LogTail,
     add_since_the_cut,
@@ -52,9 +53,8 @@ from millstream.lake.query.time_travel import (
     standing_at,
 )
 from millstream.lake.query.version_rows import versions_sql
-from millstream.lake.query.words import CATALOG_WORDS, LIST, LISTED, stands_in, words_to_quote
-from millstream.lake.renames import open_left_behind
 from millstream.lake.schema_history import Era, era_at, newest_schema
+from millstream.lake.table_renames import open_left_behind
 from millstream.model.ids import TableId
 from millstream.model.names import name_in_full, parse_qualified_name, same_bare
 from millstream.model.positions import Seq, StreamToken

@@ -25,7 +25,7 @@ from millstream.lake.delta import OpenTable, open_table
 from millstream.lake.folder import history_begun, history_from
 from millstream.lake.known_tables import KnownTable, is_meant
 from millstream.lake.layout import MESSAGES, LakeLayout, folder_of
-from millstream.lake.operations import upto_moment, whole_upto
+from millstream.lake.operation_ends import upto_moment, whole_upto
 from millstream.lake.schema_history import era_at
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq, StreamToken

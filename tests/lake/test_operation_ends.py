@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import fold_table
 from millstream.lake.history import append_history
+from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.maintenance import tend_table
-from millstream.lake.operations import whole_upto
+from millstream.lake.operation_ends import whole_upto
 from millstream.lake.query.query_session import LakeSession
-from millstream.lake.retain import HistoryBound, drop_history
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
