@@ -1,0 +1,73 @@
+"""The main job with the lake in an object store: from PostgreSQL to queries, as with a lake in a folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from deltalake import DeltaTable
+from tests.e2e.harness import Home
+
+from millstream.testing.postgres import EmbeddedPostgres
+from millstream.testing.s3 import EmbeddedS3
+
+pytestmark = pytest.mark.siege
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EmbeddedS3]:
+    with EmbeddedS3(tmp_path / "s3") as server:
+        for name, value in server.options.items():
+            monkeypatch.setenv(f"AWS_{name.upper()}", value)
+        yield server
+
+
+@pytest.mark.usefixtures("spark")
+def test_every_command_works_on_a_lake_in_an_object_store(
+    store: EmbeddedS3, postgres_server: EmbeddedPostgres, tmp_path: Path
+) -> None:
+    home = Home(tmp_path / "shop", postgres_server.create_database("stored"), slot="stored")
+    home.init()
+    home.set_lake(f'location = "{store.url}/lake"\nviews = ["current", "history", "scd2"]\n')
+
+    def queried(sql: str, *options: str) -> list[dict[str, object]]:
+        said = home.command("query", sql, "--format", "json", *options)
+        return list(json.loads(said)["rows"])
+
+    everything = "SELECT id, v FROM public.items ORDER BY id"
+    with postgres_server.connect("stored", autocommit=True) as connection:
+        run = connection.execute
+        run("CREATE TABLE items (id int PRIMARY KEY, v text)")
+        run("INSERT INTO items SELECT i, 'v' || i FROM generate_series(1, 500) AS i")
+        assert home.caught_up_here() == {}
+        first = home.status()["streams"][0]["tokens"]["landed"]
+        copied = queried(everything)
+        assert copied == [{"id": i, "v": f"v{i}"} for i in range(1, 501)]
+        run("UPDATE items SET v = 'new' WHERE id <= 100")
+        run("DELETE FROM items WHERE id > 490")
+        run("ALTER TABLE items ADD COLUMN price numeric(10,2)")
+        run("INSERT INTO items VALUES (1000, 'priced', 9.99)")
+        assert home.caught_up_here() == {}
+        changed = [
+            {"id": i, "v": "new" if i <= 100 else "priced" if i == 1000 else f"v{i}"} for i in (*range(1, 491), 1000)
+        ]
+        assert queried(everything) == changed
+        assert queried(everything, "--lake-only") == changed
+        assert queried(everything, "--as-of", first) == copied
+        home.command("pipeline", "fold")
+        home.command("diff")
+        home.command("pipeline", "rebuild", "public.items")
+        home.command("diff")
+        assert queried(everything) == changed
+    options = {f"aws_{name}": value for name, value in store.options.items()}
+    current = DeltaTable(f"{store.url}/lake/shop/current/public.items", storage_options=options).to_pyarrow_table()
+    assert sorted(current["id"].to_pylist()) == [row["id"] for row in changed]
+    scd2 = DeltaTable(f"{store.url}/lake/shop/scd2/public.items", storage_options=options).to_pyarrow_table()
+    assert scd2.num_rows == 500 + 100 + 1
+    assert sum(scd2["is_current"].to_pylist()) == len(changed)
+    assert not (home.path / "lake").exists(), "a part of the lake lies in the home"
+    store.kill()
+    said = home.command("doctor", "--json", check=False)
+    assert "lake_unavailable" in said
