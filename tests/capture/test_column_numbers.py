@@ -8,6 +8,8 @@ import pytest
 from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage
 
+from millstream.catalog import TableState
+
 
 @pytest.fixture
 def following(stage: Stage) -> Stage:
@@ -66,3 +68,21 @@ def test_columns_that_cannot_be_told_apart_have_no_numbers(following: Stage) -> 
     stage.catch_up()
     found = [columns for op, columns in numbered(stage) if op == "c"]
     assert found == [{"id": 0, "a": 0, "b": 0}, {"id": 0, "a": 0, "c": 0}]
+
+
+def test_a_column_dropped_and_added_again_while_its_table_is_idle_has_its_new_number(following: Stage) -> None:
+    """The Relation message behind it is the same as before."""
+    stage = following
+    stage.sql("CREATE TABLE t (id int PRIMARY KEY, a int)", "INSERT INTO t VALUES (1, 1)")
+    stage.catch_up()
+    capture = stage.start()
+    wait_until(stage.slot_active, "it streams")
+    stage.sql("INSERT INTO t VALUES (2, 2)")
+    wait_until(lambda: ("c", {"id": 1, "a": 2}) in numbered(stage), "the row is in the log")
+    stage.sql("ALTER TABLE t DROP a", "ALTER TABLE t ADD a int")
+    wait_until(lambda: numbered(stage).count(("r", {"id": 1, "a": 3})) == 2, "it is copied again")
+    wait_until(lambda: stage.state("public.t") is TableState.STREAMING, "the copy is complete")
+    stage.sql("INSERT INTO t VALUES (3, 3)")
+    wait_until(lambda: numbered(stage)[-1][0] == "c", "the row is in the log")
+    assert numbered(stage)[-1][1]["a"] in {0, 3}
+    capture.stop()

@@ -154,6 +154,12 @@ class ShownColumns:
             is_known = expected is not None and expected.is_certain and expected.form == form
             return expected.numbers if expected is not None and is_known else ()
 
+    def expects_others(self, table: TableId, form: Form, numbers: Sequence[int]) -> bool:
+        """Return whether the last look found this form with other column numbers than these."""
+        with self._lock:
+            expected = self._expected.get(table)
+            return expected is not None and expected.form == form and expected.numbers != tuple(numbers)
+
     def found_numbers(
         self, table: TableId, form: Form, *, look: Callable[[], None], patience_s: float
     ) -> tuple[int, ...]:

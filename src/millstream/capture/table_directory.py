@@ -128,7 +128,7 @@ class TableDirectory:
             row, facts = self._rows.get(relation.oid), self._facts.get(relation.oid)
             known = self._answers.get(relation.oid)
         asked = (relation.encoded, None if row is None else row.state, None if facts is None else facts.key)
-        if known is not None and known.asked == asked and not self._gets_numbers(known.schema):
+        if known is not None and known.asked == asked and not self._gets_other_numbers(known.schema):
             schema = known.schema
         else:
             schema = self._resolve(relation, row, facts)
@@ -139,11 +139,17 @@ class TableDirectory:
             self.note_form(schema)
         return schema
 
-    def _gets_numbers(self, schema: TableSchema | None) -> bool:
-        """Whether a schema lacks the numbers of its columns, and a look has found them since."""
-        if schema is None or schema.kind is not TableKind.TABLE or schema.is_numbered:
+    def _gets_other_numbers(self, schema: TableSchema | None) -> bool:
+        """Whether a look has found the numbers of a schema's columns since, or others than it has.
+
+        A column that was dropped and added again may leave the Relation message as it was.
+        """
+        if schema is None or schema.kind is not TableKind.TABLE:
             return False
-        return bool(self.shown.numbers(schema.table_id, form_of(schema)))
+        form = form_of(schema)
+        if not schema.is_numbered:
+            return bool(self.shown.numbers(schema.table_id, form))
+        return self.shown.expects_others(schema.table_id, form, [column.number for column in schema.columns])
 
     def note_form(self, schema: TableSchema) -> None:
         """Note that records with this schema are about to enter the log. Any thread."""
