@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 import pyarrow as pa
@@ -21,7 +22,7 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 
 from millstream.errors import BeyondRetention, LakeConflict, LakeError, LakeTableForeign, LakeUnavailable
-from millstream.lake import schema_history
+from millstream.lake import history, schema_history
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.delta import open_table
 from millstream.lake.folded.current import FoldSizes, fold_table
@@ -554,3 +555,48 @@ def test_files_of_another_position_or_of_long_ago_are_never_committed(
     assert commit_records(layout, parts, Seq(3)).rows == 2
     assert commit_records(layout, parts, Seq(3)).rows == 0
     assert seqs(layout, orders) == [1, 2, 3]
+
+
+def test_parts_under_two_names_of_a_table_are_written_again_as_one(
+    layout: LakeLayout, orders: TableSchema, records: Records
+):
+    """Each part's files lie in the folder of its own name."""
+    other = replace(orders, name="renamed", version=SchemaVersion(2))
+    parts = [
+        write_records(layout, orders, [records(orders, ("c", 1, {"id": 1}))], Seq(2)),
+        write_records(layout, other, [records(other, ("c", 2, {"id": 2}))], Seq(2)),
+    ]
+    with pytest.raises(LakeConflict):
+        commit_records(layout, parts, Seq(2))
+    both = [records(orders, ("c", 1, {"id": 1})), records(other, ("c", 2, {"id": 2}))]
+    append_history(layout, other, both, Seq(2))
+    assert seqs(layout, other) == [1, 2]
+
+
+def test_a_batch_with_other_bounds_after_a_kill_claims_no_records_that_a_table_lacks(
+    layout: LakeLayout, orders: TableSchema, records: Records
+):
+    first = records(orders, ("c", 1, {"id": 1}))
+    append_history(layout, orders, [first], Seq(1))  # killed before the cut
+    commit_cut(layout, Seq(5), [append_history(layout, orders, [first], Seq(5))], committed_at=datetime.now(UTC))
+    append_history(layout, orders, [records(orders, ("c", 7, {"id": 7}))], Seq(7))
+    assert seqs(layout, orders) == [1, 7]
+
+
+def test_files_that_grew_old_while_the_table_was_made_ready_are_never_committed(
+    layout: LakeLayout, orders: TableSchema, records: Records, monkeypatch: pytest.MonkeyPatch
+):
+    """A wider type rewrites all of history, which may take hours."""
+    append_history(layout, orders, [records(orders, ("c", 1, {"id": 1}))], Seq(1))
+    part = write_records(layout, orders, [records(orders, ("c", 2, {"id": 2}))], Seq(2))
+    now_s, ready = time.time(), history._ready
+    with monkeypatch.context() as changed:
+
+        def slow(*arguments: Any) -> Any:
+            changed.setattr(time, "time", lambda: now_s + 9_000)
+            return ready(*arguments)
+
+        changed.setattr(history, "_ready", slow)
+        with pytest.raises(LakeConflict):
+            commit_records(layout, [part], Seq(2))
+    assert seqs(layout, orders) == [1]

@@ -159,19 +159,22 @@ def commit_records(
     Raises:
         LakeError (`lake_schema_conflict`): a column can't follow its change; nothing was committed.
         LakeTableForeign: another program wrote into the table; nothing was committed.
-        LakeConflict: the table has changed since, or its parts have columns of different types; write them again, as
-            one part.
+        LakeConflict: the table has changed since, or its parts have columns of different types or different names of
+            the table; write them again, as one part.
         LakeError (`lake_history_lost`): records that the table had at the last cut are gone.
     """
     opened = bring_history(layout, parts, n, places=places)
     schema, path = _newest(parts), opened.path
     rows = sum(part.rows for part in parts)
     if not rows or (opened.n is not None and opened.n >= n):
-        return _commit(schema, path, opened, 0, n)
+        # Without records it stays where it is: a cut may not name a position that the table hasn't reached.
+        return _commit(schema, path, opened, 0, n if opened.n is None else min(n, opened.n))
     again = LakeConflict(f"the table at {path} changed while its records were written", path=path)
     if any(part.after != (opened.n or Seq(0)) for part in parts):
         raise again
-    if time.time() - min(part.written_s for part in parts if part.rows) > UNCOMMITTED_S_MAX / 2:
+    if any(folder_of(part.schema) != folder_of(schema) for part in parts if part.rows):
+        raise again  # it was renamed in between, and the files lie in several folders
+    if _are_old(parts):
         raise again  # the machine slept in between: upkeep may be deleting the files
     union = opened.schema()
     for part in parts:
@@ -185,6 +188,8 @@ def commit_records(
         # Records that were filtered by the first handle's n may not be committed through a handle that has seen
         # another commit.
         raise again
+    if _are_old(parts):
+        raise again  # a wider type has rewritten all of history
     failpoints.hit("lake.before_history_commit")
     swap(ready, ready.commit(n), add=[file for part in parts for file in part.files], partition_by=[MONTH_COLUMN])
     failpoints.hit("lake.after_history_commit")
@@ -211,6 +216,11 @@ def bring_history(
 
 def _places(layout: LakeLayout, schema: TableSchema, places: Places | None) -> Places:
     return places_of(last_cut(layout)) if places is None and schema.kind is TableKind.TABLE else places or {}
+
+
+def _are_old(parts: Sequence[WrittenRecords]) -> bool:
+    """Whether upkeep may soon take the files for abandoned."""
+    return time.time() - min(part.written_s for part in parts if part.rows) > UNCOMMITTED_S_MAX / 2
 
 
 def _newest(parts: Sequence[WrittenRecords]) -> TableSchema:
