@@ -27,7 +27,7 @@ from pyspark import SparkContext
 from millstream import failpoints, process_metrics
 from millstream.backoff import Backoff
 from millstream.catalog import Catalog
-from millstream.errors import EngineError, Retry
+from millstream.errors import EngineError, LakeUnavailable, Retry
 from millstream.lake.layout import TableCommit
 from millstream.lake.table_renames import PackedPlaces, places_of
 from millstream.model.ids import SchemaVersion, TableId
@@ -75,6 +75,7 @@ class BatchLander:
     landed: Callable[[], None]
     """Called after each cut."""
     wait: Callable[[float], object] = time.sleep
+    """Waits so many seconds; returns true if the driver ends."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while a batch lands or a table catches up."""
     _places: PackedPlaces = field(default_factory=PackedPlaces)
@@ -126,6 +127,8 @@ class BatchLander:
         started = time.monotonic()
         failpoints.hit("pipeline.before_batch")
         landed = self._write(after, upto, frozenset(self.pipeline_tables.held))
+        if landed is None:
+            return  # no cut covers it: the next run begins with it
         for table_id, error in landed.errors.items():
             self._hold(table_id, after, error)
         self.pipeline_tables.appended(landed.commits.values(), landed.versions)
@@ -142,8 +145,8 @@ class BatchLander:
         process_metrics.LAKE_BATCH_SECONDS.of(str(stream)).observe(self._last[1])
         self.report(self.log.persisted_upto())
 
-    def _write(self, after: Seq, upto: Seq, held: frozenset[TableId]) -> Landed:
-        """Run the job; repeat it for tables whose error may be temporary."""
+    def _write(self, after: Seq, upto: Seq, held: frozenset[TableId]) -> Landed | None:
+        """Run the job; repeat it for tables whose error may be temporary. None if the driver ends before the repetition."""
         landed = self._run(after, upto, held)
         backoff = Backoff(0.8, factor=4, most_s=60.0, jitter=0)
         for _ in range(1, ATTEMPTS_MAX):
@@ -152,14 +155,18 @@ class BatchLander:
                 break
             # Reported at once: a temporary fault, such as a full disk, may also last.
             self._try_again({self._name(table_id): landed.errors[table_id].message for table_id in failing})
-            self.wait(backoff.next_s())
+            if self.wait(backoff.next_s()):
+                return None
             landed = _joined(landed, self._run(after, upto, held, only=failing))
         if self._trying:
             self._try_again({})
         if landed.errors and not landed.commits and all(map(_may_pass, landed.errors.values())):
             # Not one table's fault: the disk, the mount, the network. Setting all tables aside wouldn't help.
             error = next(iter(landed.errors.values()))
-            raise EngineError(f"no table of the lake can be written: {error.message}", hint=error.hint, code=error.code)
+            told = f"no table of the lake can be written: {error.message}"
+            if error.code in {LakeUnavailable.code, *LakeUnavailable.codes}:
+                raise LakeUnavailable(told, code=error.code, hint=error.hint)
+            raise EngineError(told, hint=error.hint, cause=error.code)
         return landed
 
     def _run(
