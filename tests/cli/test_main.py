@@ -60,12 +60,29 @@ def test_a_follower_begins_without_what_it_does_not_need() -> None:
         "from millstream.cli.startup import importing, without_pandas\n"
         "with without_pandas(), importing():\n"
         "    import millstream.nodes.follower_process, millstream.config.model, pyarrow as pa\n"
-        "    assert pa.array([1]).to_pylist() == [1]\n"
+        "    exec('assert pa.array([1]).to_pylist() == [1]', {'__name__': 'millstream.wal', 'pa': pa})\n"
         "assert gc.isenabled() and gc.get_freeze_count()\n"
         "print(sorted(set(sys.modules) & {'alembic', 'duckdb', 'fastapi', 'numba', 'obstore', 'pandas', 'sqlalchemy'}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_pandas_is_left_out_of_commands_and_not_of_other_packages(tmp_path: Path) -> None:
+    (tmp_path / "pandas.py").write_text("found = True\n__version__ = '2.2.0'\n")
+    (tmp_path / "their_sink.py").write_text("import pandas\n")
+    code = (
+        "import sys\n"
+        "import pyarrow as pa\n"
+        "from millstream.cli.startup import without_pandas\n"
+        "with without_pandas():\n"
+        "    exec(compile('import pyarrow as pa\\npa.array([1])', 'x', 'exec'), {'__name__': 'millstream.wal'})\n"
+        "    assert 'pandas' not in sys.modules\n"
+        "    import their_sink\n"
+        "    assert their_sink.pandas.found\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environ)
 
 
 def cpu_s_of_children() -> float:
