@@ -21,6 +21,7 @@ from millstream.errors import LakeUnavailable
 from millstream.home.config_mapping import lake_layout
 from millstream.home.home import Home
 from millstream.lake.commit_cuts import first_cut, last_cut
+from millstream.lake.store_errors import store_error
 from millstream.model.ids import StreamId
 from millstream.testing.s3 import EmbeddedS3
 
@@ -134,3 +135,21 @@ def test_a_store_that_logs_are_shipped_to_is_written_read_and_left_as_it_was(
         assert told.code == code, told
         assert said in told.message
     assert objects(store) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("Error performing PUT http://169.254.169.254/latest/api/token in 1s", "lake_credentials"),
+        ("an error occurred while loading credentials: failed to load IMDS session token", "lake_credentials"),
+        ("403 Forbidden <Error><Code>ExpiredToken</Code><Message>The token has expired.</Message>", "lake_credentials"),
+        ("404 Not Found <Error><Code>NoSuchBucket</Code></Error>", "lake_bucket_missing"),
+        ("<?xml?><Error><Code>ContainerNotFound</Code>\n<Message>…</Message></Error>", "lake_bucket_missing"),
+        ("404 Not Found <Error><Code>NoSuchKey</Code></Error>", None),
+        ("a row with <Code>Gold</Code>", None),
+    ],
+)
+def test_what_a_store_says_has_one_meaning(text: str, code: str | None) -> None:
+    found = store_error("s3://bucket/lake", OSError(text))
+    assert (None if found is None else found.code) == code
+    assert store_error("/a/folder", OSError(text)) is None

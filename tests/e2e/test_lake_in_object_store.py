@@ -17,10 +17,8 @@ pytestmark = pytest.mark.siege
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EmbeddedS3]:
+def store(tmp_path: Path) -> Iterator[EmbeddedS3]:
     with EmbeddedS3(tmp_path / "s3") as server:
-        for name, value in server.options.items():
-            monkeypatch.setenv(f"AWS_{name.upper()}", value)
         yield server
 
 
@@ -30,11 +28,14 @@ def test_every_command_works_on_a_lake_in_an_object_store(
 ) -> None:
     home = Home(tmp_path / "shop", postgres_server.create_database("stored"), slot="stored")
     home.init()
-    home.set_lake(f'location = "{store.url}/lake"\nviews = ["current", "history", "scd2"]\n')
+    options = {f"aws_{name}": value for name, value in store.options.items()}
+    keys = "".join(f"{name} = {json.dumps(value)}\n" for name, value in options.items())
+    views = 'views = ["current", "history", "scd2"]'
+    home.set_lake(f'location = "{store.url}/lake"\n{views}\n[streams.shop.lake.storage_options]\n{keys}')
 
     def queried(sql: str, *options: str) -> list[dict[str, object]]:
         said = home.command("query", sql, "--format", "json", *options)
-        return list(json.loads(said)["rows"])
+        return list(json.loads(said))
 
     everything = "SELECT id, v FROM public.items ORDER BY id"
     with postgres_server.connect("stored", autocommit=True) as connection:
@@ -61,7 +62,6 @@ def test_every_command_works_on_a_lake_in_an_object_store(
         home.command("pipeline", "rebuild", "public.items")
         home.command("diff")
         assert queried(everything) == changed
-    options = {f"aws_{name}": value for name, value in store.options.items()}
     current = DeltaTable(f"{store.url}/lake/shop/current/public.items", storage_options=options).to_pyarrow_table()
     assert sorted(current["id"].to_pylist()) == [row["id"] for row in changed]
     scd2 = DeltaTable(f"{store.url}/lake/shop/scd2/public.items", storage_options=options).to_pyarrow_table()

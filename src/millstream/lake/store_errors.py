@@ -43,7 +43,9 @@ _SAID: Final = {
     "lake_forbidden": "the keys may not do this",
 }
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
-_OF_THE_MACHINE: Final = re.compile(r"https?://(?:169\.254\.169\.254|metadata\.google\.internal|\[fd00:ec2::254\])[:/]")
+_OF_THE_MACHINE: Final = re.compile(
+    r"https?://(?:169\.254\.169\.254|metadata\.google\.internal|\[fd00:ec2::254\])[:/]|occurred while loading credentials"
+)
 """Where a machine in a cloud is asked for its role's keys, if no others are given."""
 
 
