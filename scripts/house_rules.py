@@ -44,6 +44,7 @@ UNFINISHED = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "X" * 3]) 
 MACHINE_PATH = re.compile(r"(?<![\w.~{}/-])/(?:root|work|home|Users)/[\w.-]+")
 ADDRESS = re.compile(r"\b(?:https?|ftp)://(?:[^/\s@]*@)?([\w.-]+)")
 HOSTS = {
+    "169.254.169.254",  # where a machine in a cloud asks for its own role
     "127.0.0.1",
     "localhost",
     "0.0.0.0",  # noqa: S104 - the text, not a socket
