@@ -232,6 +232,7 @@ def compile_packages(environment: dict[str, str]) -> None:
         return
     folders = [*VENV.glob("lib/python*/site-packages"), ROOT / "src", *(ROOT / app / "src" for app in APPS)]
     # A package may hold templates and tests for other Pythons: files that can't be compiled aren't imported either.
+    say("Compiling the packages, for a minute or two …")
     command: list[str | Path] = [PYTHON, "-m", "compileall", "-qq", "-j", "0", *folders]
     subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
 

@@ -99,6 +99,7 @@ class DemoReport:
             f"  .venv/bin/millstream --home {place} wal cat --table public.deals --limit 5",
             f"  .venv/bin/millstream --home {place} status",
             "  and on your own PostgreSQL: .venv/bin/millstream init --help",
+            "The demo's PostgreSQL has ended: commands that ask a source (`run`, `doctor`, `diff`) find none there.",
         ]
 
 

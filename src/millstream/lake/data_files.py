@@ -122,7 +122,8 @@ def probe_storage(layout: LakeLayout) -> None:
 def _unfit(layout: LakeLayout, step: str, why: str) -> LakeUnavailable:
     return LakeUnavailable(
         f"{mask_address(layout.location)}: an object can't be {step}: {why}",
-        hint="Check `location` and `storage_options` of the lake, and that the credentials may write, read and delete there.",
+        hint="Check `location` and `storage_options` of the lake (`AWS_ENDPOINT_URL`, and `AWS_ALLOW_HTTP` without TLS), and that "
+        "the credentials may write, read and delete there.",
         path=layout.location,
         step=step,
     )

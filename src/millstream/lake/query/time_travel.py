@@ -207,9 +207,13 @@ def known_later(layout: LakeLayout, n: Seq, said: str, tables: Iterable[CutTable
         history = open_history(layout, folder, table.table_id)
         era = None if last is None else era_at(history, last.n)
         first = None if era is None or not era.first else StreamToken.scalar(layout.stream_id, era.first)
+        begin = (
+            ""
+            if first is None
+            else f" Its first record is at {first}; name a token at or behind the end of its operation."
+        )
         return InvalidQuery(
-            f"there was no table {table.name} at {token}: it didn't exist yet",
-            hint=f"Query a later time.{'' if first is None else f' Its first record is at {first}.'}",
+            f"there was no table {table.name} at {token}: it didn't exist yet", hint=f"Query a later time.{begin}"
         )
     return None
 
