@@ -89,7 +89,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LakeOfFiles:
-    """A lake of Delta tables: a task a table, each with a transaction of its own."""
+    """A lake of Delta tables: tasks write the files of their parts, and the driver commits each table in a transaction."""
 
     layout: LakeLayout
 
