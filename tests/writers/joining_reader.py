@@ -1,13 +1,13 @@
 """A process that reads a log again and again after its own newest tokens, and opens the log for each read.
 
-That is the pattern of short-lived processes. `main`, with the words FOLDER and SECONDS, prints its number of
-reads and of rows; it ends with a traceback if a token went back.
+That is the pattern of short-lived processes. `main`, with the words FOLDER and UNTIL, reads until the file UNTIL is
+there and prints its number of reads and of rows; it ends with a traceback if a token went back.
 """
 
 from __future__ import annotations
 
 import sys
-import time
+from pathlib import Path
 
 from millstream.model.positions import StreamToken
 from millstream.wal.reader import StreamReader
@@ -26,12 +26,13 @@ def look(reader: StreamReader, before: StreamToken, seen: set[int]) -> StreamTok
 
 
 def main(words: list[str]) -> int:
-    folder, seconds = words[0], float(words[1])
-    end = time.monotonic() + seconds
+    folder, until = words[0], Path(words[1])
     seen: set[int] = set()
     token = StreamToken.scalar(StreamReader(folder).stream_id, StreamReader(folder).first_seq() - 1)
     looks = 0
-    while time.monotonic() < end:
+    is_last = False
+    while not is_last:
+        is_last = until.exists()
         token = look(StreamReader(folder), token, seen)
         looks += 1
     sys.stdout.write(f"{looks} {len(seen)}\n")
