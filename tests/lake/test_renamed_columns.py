@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -23,6 +23,7 @@ from tests.seeds import Seeds
 from millstream import failpoints
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes, fold_table
+from millstream.lake.folded.scd2 import fold_into_versions, rebuild_versions
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, TableCommit
 from millstream.lake.query.query_session import LakeSession
@@ -37,9 +38,21 @@ POINTS = (
     "lake.fold_file_written",
     "lake.before_fold_commit",
     "lake.after_fold_commit",
+    "lake.before_scd2_commit",
+    "lake.after_scd2_commit",
 )
+MIDNIGHT = datetime(2026, 1, 1, tzinfo=UTC)
 NAMES = ("a", "b", "c", "d", "e", "f")
 SMALL = FoldSizes(leaf_bytes=1500, small_bytes=0, part_bytes=3000, rows_max=6, build_rows_min=25, build_bytes=2000)
+
+
+@dataclass
+class Version:
+    """A version of a row."""
+
+    key: int
+    row: dict[int, str | None]
+    ended: int | None = None
 
 
 @dataclass
@@ -56,6 +69,10 @@ class Source:
     records: list[tuple[TableSchema, tuple[str, int, dict[str, Any]]]] = field(default_factory=list)
     written: list[tuple[int, dict[int, str | None]]] = field(default_factory=list)
     """Number and values of each record that inserts or updates."""
+    told: dict[int, Version] = field(default_factory=dict)
+    """The rows' versions, by the number of the record that each began with."""
+    began: dict[int, int] = field(default_factory=dict)
+    """By key, the number of the record that its open version began with."""
     versions: dict[tuple[tuple[int, str], ...], int] = field(default_factory=dict)
 
     @property
@@ -106,18 +123,22 @@ class Source:
         old = self.rows.get(key)
         row: dict[int, str | None] = {number: self._text() for number in self.names if number != 1}
         facts: dict[str, Any] = {}
+        if key in self.began:
+            self.told[self.began.pop(key)].ended = self.n
         if old is None:
             op = "c"
         elif self.rng.random() < 0.2:
             op = "d"
             del self.rows[key]
             whole = {} if self.keyed else {self.names[number]: old.get(number) for number in self.names if number != 1}
-            self.records.append((self.schema, (op, self.n, {self.names[1]: key, **whole})))
+            self.records.append((self.schema, (op, self.n, {self.names[1]: key, **whole, **moment(self.n)})))
             return
         else:
             op = "u"
-            if self.keyed and self.rng.random() < 0.4:
-                left = self.rng.choice([number for number in self.names if number != 1])
+            changed, *others = self.rng.sample(list(row), len(row))
+            row[changed] = f"text {self.n}"  # an equal row is no version of its own
+            if self.keyed and others and self.rng.random() < 0.4:
+                left = others[0]
                 row[left] = old.get(left)
                 facts["__unchanged"] = [self.names[left]]
             if self.keyed and self.rng.random() < 0.3:
@@ -129,9 +150,10 @@ class Source:
                     (name, str(key) if number == 1 else old.get(number)) for number, name in self.names.items()
                 ]
         self.rows[key] = row
+        self.told[self.n], self.began[key] = Version(key, row), self.n
         left_out = facts.get("__unchanged", [])
         sent = {self.names[number]: text for number, text in row.items() if self.names[number] not in left_out}
-        self.records.append((self.schema, (op, self.n, {self.names[1]: key, **sent, **facts})))
+        self.records.append((self.schema, (op, self.n, {self.names[1]: key, **sent, **facts, **moment(self.n)})))
         self.written.append(
             (self.n, {number: text for number, text in row.items() if self.names[number] not in left_out})
         )
@@ -145,6 +167,31 @@ class Source:
             for key, row in self.rows.items()
         ]
         return sorted(found, key=lambda row: row[self.names[1]])
+
+
+def moment(n: int) -> dict[str, Any]:
+    """Return a record's place at the source."""
+    return {"__commit_lsn": n, "__commit_index": 0, "__commit_ts": MIDNIGHT + timedelta(seconds=n)}
+
+
+def versions(source: Source) -> list[dict[str, Any]]:
+    """Return the rows' versions under today's names."""
+    return [
+        {
+            **{name: source.told[n].row.get(number) for number, name in source.names.items() if number != 1},
+            source.names[1]: source.told[n].key,
+            "valid_to": None if (ended := source.told[n].ended) is None else MIDNIGHT + timedelta(seconds=ended),
+            "__seq": n,
+        }
+        for n in sorted(source.told)
+    ]
+
+
+def live(rows: list[dict[str, Any]], source: Source) -> list[dict[str, Any]]:
+    """Return versions, without the columns that the source no longer has."""
+    wanted = {*source.names.values(), "valid_to", "__seq"}
+    found = [{name: row.get(name) for name in wanted} for row in rows]
+    return sorted(found, key=lambda row: row["__seq"])
 
 
 def batches(source: Source, make: Records) -> list[pa.RecordBatch]:
@@ -200,6 +247,7 @@ def life(tmp_path: Path, records: Records, seed: int, *, keyed: bool, rounds: in
     layout = LakeLayout(str(tmp_path / "lake"), "shop", StreamId(UUID(int=42)))
     source = Source(Random(seed), keyed)
     moments: list[tuple[int, str, list[dict[str, Any]]]] = []
+    is_versioned = False
     for _ in range(rounds):
         for _ in range(source.rng.randint(1, 3)):
             for _ in range(source.rng.randint(0, 5)):
@@ -213,11 +261,20 @@ def life(tmp_path: Path, records: Records, seed: int, *, keyed: bool, rounds: in
             sizes = source.rng.choice([DEFAULT_SIZES, SMALL])
             fold = partial(fold_table, layout, source.schema, Seq(upto), sizes=sizes)
             landed.append(repeated(source.rng, fold))
+        has_versions = keyed and source.rng.random() < 0.6
+        if has_versions:
+            sizes = source.rng.choice([DEFAULT_SIZES, SMALL])
+            fold = partial(fold_into_versions, layout, source.schema, Seq(source.n), sizes=sizes)
+            landed.append(repeated(source.rng, lambda fold=fold: fold().commit))
         commit_cut(layout, Seq(source.n), landed, committed_at=datetime.now(UTC))
+        is_versioned = is_versioned or has_versions
         moments.append((source.n, source.names[1], source.expected()))
         with LakeSession(layout) as session:
             assert shown(session, source.names[1]) == moments[-1][2]
             history = session.query('SELECT * FROM history."public.t"').to_pylist()
+            if is_versioned:
+                rows = session.query('SELECT * FROM scd2."public.t"').to_pylist()
+                assert live(rows, source) == versions(source)
         by_number = {row["__seq"]: row for row in history}
         for n, row in source.written:
             have = {number: by_number[n].get(name) for number, name in source.names.items() if number in row}
@@ -225,12 +282,19 @@ def life(tmp_path: Path, records: Records, seed: int, *, keyed: bool, rounds: in
     for n, key, rows in moments:
         with LakeSession(layout, as_of=Seq(n)) as session:
             assert shown(session, key) == rows, f"as of {n}"
+    had: list[list[dict[str, Any]]] = []
     for anew in (False, True):
         done = fold_table(layout, source.schema, Seq(source.n), anew=anew)
         assert done.n == source.n
         current = DeltaTable(layout.table_path("current", source.schema)).to_pyarrow_table()
         current = current.drop_columns([name for name in current.column_names if name == "__exact"])
         assert sorted(current.to_pylist(), key=lambda row: row[source.names[1]]) == source.expected()
+    for fold in (fold_into_versions, rebuild_versions) if keyed else ():
+        fold(layout, source.schema, Seq(source.n))
+        rows = DeltaTable(layout.table_path("scd2", source.schema)).to_pyarrow_table()
+        assert live(rows.to_pylist(), source) == versions(source)
+        had.append(sorted(rows.drop_columns(["valid_from"]).to_pylist(), key=lambda row: row["__seq"]))
+    assert not had or had[0] == had[1], "a rebuild finds the same values of dropped columns"
 
 
 def test_history_shows_columns_that_are_gone_also_under_a_name_of_another(tmp_path: Path, records: Records) -> None:

@@ -104,7 +104,7 @@ def renames_in(
             continue
         starts.append(start)
         had.append(frozenset(era.column_names))
-        found.append(_names(_numbered(eras, place), schema, had[-1]))
+        found.append(_names(numbered(eras, place), schema, had[-1]))
     if not any(found):
         return None
     return Renames(tuple(starts), tuple(found), tuple(had))
@@ -131,7 +131,7 @@ def names_at(history: OpenTable, schema: TableSchema, n: Seq) -> Names | None:
     place = max((at for at, (start, _) in enumerate(eras) if start <= n), default=None)
     if place is None or not schema.is_numbered:
         return None
-    names = _names(_numbered(eras, place), schema, frozenset(eras[place][1].column_names))
+    names = _names(numbered(eras, place), schema, frozenset(eras[place][1].column_names))
     return names or None
 
 
@@ -166,8 +166,11 @@ def renamed_rows(rows: pa.Table, names: Names, shape: pa.Schema) -> pa.Table:
     return pa.table(columns, schema=shape)
 
 
-def _numbered(eras: Sequence[tuple[Seq, TableSchema]], place: int) -> dict[str, int] | None:
-    """Return the numbers of an era's columns by name: its own, or those of the next era that has some."""
+def numbered(eras: Sequence[tuple[Seq, TableSchema]], place: int) -> dict[str, int] | None:
+    """Return the numbers of an era's columns by name: its own, or those of the next era that has some.
+
+    None if none has.
+    """
     for _, era in eras[place:]:
         if era.is_numbered:
             return {column.name: column.number for column in era.columns}
@@ -178,11 +181,14 @@ def _names(numbers: Mapping[str, int] | None, schema: TableSchema, had: frozense
     if numbers is None:
         return {}
     by_number = {number: name for name, number in numbers.items() if name in had}
-    return {
-        column.name: by_number.get(column.number)
-        for column in schema.columns
-        if by_number.get(column.number) != column.name and (column.number in by_number or column.name in had)
-    }
+    names: dict[str, str | None] = {}
+    for column in schema.columns:
+        # A column without a number, which only versions have, is found by its name.
+        by_name = column.number < 0 and column.name not in numbers and column.name in had
+        name = column.name if by_name else by_number.get(column.number)
+        if name != column.name and (name is not None or column.name in had):
+            names[column.name] = name
+    return names
 
 
 def _map_keys(maps: pa.ChunkedArray, wanted: Mapping[str, str], dropped: set[str]) -> pa.Array:

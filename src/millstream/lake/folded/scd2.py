@@ -15,7 +15,6 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Final
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +23,7 @@ import pyarrow.compute as pc
 from millstream import failpoints
 from millstream.errors import LakeError, LakeFilesGone, LakeUnavailable
 from millstream.lake.bounds import boundable
-from millstream.lake.column_names import Names, names_at
+from millstream.lake.column_names import Names
 from millstream.lake.commit_cuts import cut_at, cuts_between
 from millstream.lake.data_files import NewFile, TableFiles, new_name, remove_folder, swap
 from millstream.lake.delta import (
@@ -38,7 +37,8 @@ from millstream.lake.delta import (
     with_features,
 )
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldOutcome, FoldSizes
-from millstream.lake.folded.key_ranges import Leaves, in_key_order
+from millstream.lake.folded.ended_versions import EndedVersions
+from millstream.lake.folded.key_ranges import Leaves
 from millstream.lake.folded.rewrite import Change, LeafWriter, named, placed, touched
 from millstream.lake.folded.scd2_fold import (
     BEGAN_BY,
@@ -51,23 +51,20 @@ from millstream.lake.folded.scd2_fold import (
     Versions,
     copy_of,
     fold_versions,
-    version_inputs,
 )
+from millstream.lake.folded.version_columns import VersionColumns, version_columns
 from millstream.lake.folded.version_times import at_entry, clock_of, entry_us, goes_on, taken_since, times_told
 from millstream.lake.folder import history_begun, history_from, lacks_beginning
 from millstream.lake.history import open_history
 from millstream.lake.keys import Keys, having, key_codes
 from millstream.lake.layout import BESIDE, LakeLayout, TableCommit, folder_of
-from millstream.lake.scan import emptied, fold_step, read_history
+from millstream.lake.scan import emptied, fold_step
 from millstream.lake.schema_history import newest_schema
 from millstream.lake.types import EXACT, conform, same_type
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
-from millstream.model.records import INSTANT, MONTH_COLUMN, RECORD_COLUMNS
+from millstream.model.records import INSTANT
 from millstream.model.schema import TableSchema
-
-_CLOSED_ROWS: Final = 1 << 20
-"""Rows of a file of ended versions."""
 
 
 def has_versions(schema: TableSchema) -> bool:
@@ -127,8 +124,10 @@ def rebuild_versions(
 
 def unfolded_versions(
     layout: LakeLayout, schema: TableSchema, opened: OpenTable, history: OpenTable, upto: Seq
-) -> tuple[Versions | None, pa.Schema]:
-    """Return the effect of later records on a table's versions, for a reader to overlay, and the table's own columns.
+) -> tuple[Versions | None, pa.Schema, Names | None]:
+    """Return the effect of later records on a table's versions, for a reader to overlay.
+
+    With it come the table's own columns, and the names that they have in its files, if those are others.
 
     Records from the start of a later copy on are left out: until such a copy is complete, its result is unknown.
 
@@ -137,15 +136,14 @@ def unfolded_versions(
     """
     if not opened.held:
         raise LakeError(f'scd2."{schema.namespace}.{schema.name}" is being folded for the first time')
-    fold = _Fold(layout, schema, upto, DEFAULT_SIZES, opened, history, _own_columns(schema, history), opened.path)
+    fold = _Fold(layout, schema, upto, DEFAULT_SIZES, opened, history, path=opened.path)
     fold.stands = opened.n
-    tail = read_history(
-        history, after=opened.n or Seq(0), upto=upto, columns=version_inputs(fold.columns), table=schema.table_id
-    )
+    fold.take_columns(upto)
+    tail = fold.own.records(history, after=opened.n or Seq(0), upto=upto)
     begins = _copy_begins(tail)
     if begins is not None:
         tail = tail.filter(pc.less(tail.column("__seq"), int(begins)))
-    return fold.folded(tail, whole=True), fold.columns
+    return fold.folded(tail, whole=True), fold.columns, fold.renamed
 
 
 @dataclass
@@ -158,9 +156,10 @@ class _Fold:
     sizes: FoldSizes
     opened: OpenTable | None
     history: OpenTable | None = None
-    columns: pa.Schema = field(default_factory=lambda: pa.schema([]))
-    """The table's own columns, those of the key first."""
-
+    own: VersionColumns = field(init=False)
+    """The table's own columns where this commit ends."""
+    renamed: Names | None = None
+    """Their names in the table's files, if those are others."""
     path: str = ""
     entered_us: int | None = None
     """When the table took over the name from another, µs since 1970; None if it didn't, and while it isn't known."""
@@ -183,6 +182,18 @@ class _Fold:
         opened = open_table(layout, path, layout.app_id("scd2", schema.table_id))
         return cls(layout, schema, upto, sizes, opened, path=path, entered_us=entered_us)
 
+    @property
+    def columns(self) -> pa.Schema:
+        """The table's own columns, those of the key first."""
+        return self.own.columns
+
+    def take_columns(self, n: Seq) -> None:
+        """Take the table's columns and their names at a position."""
+        assert self.history is not None
+        self.own = version_columns(self.layout, self.history, newest_schema(self.history), n)
+        self.schema = self.own.schema
+        self.renamed = self.own.names_at(self.history, self.stands)
+
     def all(self) -> FoldOutcome:
         """Run as many commits as it takes."""
         done = self.run()
@@ -198,11 +209,12 @@ class _Fold:
         newest = newest_schema(history)
         if newest.table_id != self.schema.table_id:
             return self._standing(self.upto)  # another table has the name by now, and the versions are its versions
-        self.schema, self.history = newest, history
-        self.columns = _own_columns(newest, history)
+        self.history = history
+        self.take_columns(self.upto)
         opened = self.opened = with_features(self.layout, opened or self._create(), self.columns)
         self.since = taken_since(history)
         self.stands = opened.n if goes_on(opened, history) else None
+        self.take_columns(self.upto)
         self.entered_us = entry_us(opened, history) if self.entered_us is None else self.entered_us
         gone = history_from(history)
         if (self.stands or Seq(0)) < gone and lacks_beginning(history):
@@ -222,14 +234,18 @@ class _Fold:
         exact = found is not None and any(
             rows.column(EXACT.name).null_count < rows.num_rows for rows in (found.opened, found.closed)
         )
-        return self._write(opened, Leaves(opened, self.schema.key, partition=OPEN_FOLDER), found, step, exact=exact)
+        return self._write(opened, self._open_leaves(opened), found, step, exact=exact)
+
+    def _open_leaves(self, opened: OpenTable) -> Leaves:
+        renamed = self.renamed or {}
+        return Leaves(opened, [renamed.get(name, name) or name for name in self.schema.key], partition=OPEN_FOLDER)
 
     def folded(self, tail: pa.Table, *, whole: bool) -> Versions | None:
         """Return the folded records; None if there are none."""
         if not tail.num_rows:
             return None
         assert self.opened is not None
-        leaves = Leaves(self.opened, self.schema.key, partition=OPEN_FOLDER)
+        leaves = self._open_leaves(self.opened)
         clock = clock_of(self.opened)
         if self.stands is None and self.entered_us is not None:
             clock = max(self.entered_us, self.entered_us if clock is None else clock)
@@ -257,8 +273,8 @@ class _Fold:
         step = fold_step(
             self.layout, history, after=after, upto=self.upto, rows_max=self.sizes.rows_max, table=self.schema.table_id
         )
-        names = version_inputs(self.columns)
-        tail = read_history(history, after=after, upto=step, columns=names, table=self.schema.table_id)
+        self.take_columns(step)
+        tail = self.own.records(history, after=after, upto=step)
         if step == self.upto:
             return step, tail
         begins = _copy_begins(tail)
@@ -266,22 +282,29 @@ class _Fold:
             return step, tail
         # No record marks the end of such a copy; the caller ensures that `upto` isn't inside of one.
         before = cuts_between(self.layout, after, Seq(begins - 1))
-        earlier = tail.filter(pc.less_equal(tail.column("__seq"), int(before[-1]))) if before else tail.slice(0, 0)
-        if earlier.num_rows:
-            return before[-1], earlier
-        return self.upto, read_history(history, after=after, upto=self.upto, columns=names, table=self.schema.table_id)
+        if before:
+            self.take_columns(before[-1])
+            earlier = self.own.records(history, after=after, upto=before[-1])
+            if earlier.num_rows:
+                return before[-1], earlier
+        self.take_columns(self.upto)
+        return self.upto, self.own.records(history, after=after, upto=self.upto)
 
     def _look_up(self, leaves: Leaves, keys: Keys) -> pa.Table:
         """Return open versions that may have one of the keys."""
         shape = pa.schema([*self.columns, EXACT, VALID_FROM, BEGAN_BY])
         hit, _ = leaves.holding(keys)
-        read = (conform(self._files.read(leaves.files[leaf].path), shape) for leaf in np.flatnonzero(hit).tolist())
+        read = (self._read(leaves.files[leaf].path, shape) for leaf in np.flatnonzero(hit).tolist())
         return pa.concat_tables([shape.empty_table(), *(having(rows, keys) for rows in read)])
+
+    def _read(self, path: str, shape: pa.Schema) -> pa.Table:
+        """Return the versions of a file of the table, under the names of this commit."""
+        return named(self._files.read(path), self.renamed, shape)
 
     # --- from current ------------------------------------------------------------------------------------------
 
-    def _current(self, gone: Seq) -> tuple[OpenTable, datetime, Names | None]:
-        """Return `current`, which has what history lost up to `gone`, the time of its cut, and its columns' other names."""
+    def _current(self, gone: Seq) -> tuple[OpenTable, datetime]:
+        """Return `current`, which has what history lost up to `gone`, and the time of its cut; take its columns."""
         assert self.history is not None
         path = self.layout.table_path("current", self.schema)
         current = open_table(self.layout, path, self.layout.app_id("current", self.schema.table_id))
@@ -294,32 +317,31 @@ class _Fold:
             )
         cut = cut_at(self.layout, current.n)
         assert cut is not None, "a fold ends at a cut"
-        return current, cut.commit_ts_max or cut.committed_at, names_at(self.history, self.schema, current.n)
+        self.take_columns(current.n)
+        return current, cut.commit_ts_max or cut.committed_at
 
     def _go_on_from_current(self, opened: OpenTable, gone: Seq) -> FoldOutcome:
         """Commit `current`'s rows as a later copy, in place of lost records; it confirms or ends open versions."""
-        current, began, renamed = self._current(gone)
+        current, began = self._current(gone)
         assert current.n is not None, "said above"
         files = TableFiles(self.layout, current.path)
         shape = pa.schema([*self.columns, EXACT])
-        rows = [named(files.read(leaf.path), renamed, shape) for leaf in Leaves(current, self.schema.key).files]
+        rows = [conform(files.read(leaf.path), shape) for leaf in Leaves(current, self.schema.key).files]
         tail = copy_of(pa.concat_tables([shape.empty_table(), *rows]), self.stands or Seq(0), current.n, began)
         found = self.folded(tail, whole=True)
         exact = EXACT.name in current.schema().names
-        return self._write(
-            opened, Leaves(opened, self.schema.key, partition=OPEN_FOLDER), found, current.n, exact=exact
-        )
+        return self._write(opened, self._open_leaves(opened), found, current.n, exact=exact)
 
     def _begin_from_current(self, opened: OpenTable, gone: Seq) -> FoldOutcome:
         """Make the first commit if history lacks its beginning: the rows of `current` as open versions."""
-        current, began, renamed = self._current(gone)
+        current, began = self._current(gone)
         assert current.n is not None, "said above"
         path = current.path
         have = current.schema()
         writer = self._writer(opened, exact=EXACT.name in have.names)
         files = TableFiles(self.layout, path)
         for leaf in Leaves(current, self.schema.key).files:
-            rows = named(files.read(leaf.path), renamed, pa.schema([*self.columns, EXACT]))
+            rows = conform(files.read(leaf.path), pa.schema([*self.columns, EXACT]))
             rows = rows.append_column(VALID_FROM, pa.array([began] * rows.num_rows, INSTANT))
             rows = rows.append_column(VALID_TO, pa.nulls(rows.num_rows, INSTANT))
             rows = rows.append_column(BEGAN_BY, pa.array([int(current.n)] * rows.num_rows, pa.int64()))
@@ -341,22 +363,25 @@ class _Fold:
         exact = exact or EXACT.name in have.names
         target = self._table_columns(exact=exact)
         clock = None if found is None else found.clock_us
-        if _widened(have, target) or not set(self._bounded) <= set(bounded_columns(opened)):
+        anew = self.renamed is not None
+        if not anew and (_widened(have, target) or not set(self._bounded) <= set(bounded_columns(opened))):
             # Not every reader reads older files' types as the new ones; a column has bounds in all files or in none.
             self._rewrite_all(opened, target, exact=exact)
             return self._again(upto)
-        if not set(target.names) <= set(have.names):
+        if not anew and not set(target.names) <= set(have.names):
             add_columns(opened, target)
-        if found is None:
+        if found is None and not anew:
             return self._standing(upto)
+        found = found or Versions.unchanged(self.columns, self.schema.key)
         full = self._file_columns(exact=True)
         put = conform(found.opened, full)
         writer = self._writer(opened, exact=exact)
         put_at = placed(leaves, Keys.of(put, self.schema.key), leaf_bytes=self.sizes.leaf_bytes)
         small = leaves.size_bytes < self.sizes.small_bytes
         rest = found.rest_closed_us is not None
-        places = touched(leaves, found.gone, put_at, everything=rest or (small and bool(len(found.gone) + len(put))))
-        extra = _Ended(self._files, self._file_columns(exact=exact), opened.version + 1)
+        everything = anew or rest or (small and bool(len(found.gone) + len(put)))
+        places = touched(leaves, found.gone, put_at, everything=everything)
+        extra = EndedVersions(self._files, self._file_columns(exact=exact), opened.version + 1)
         extra.add(conform(found.closed, full))
         changes = []
         removed: list[str] = []
@@ -367,20 +392,34 @@ class _Fold:
             mine = put.filter(pa.array(put_at == place))
             if leaf is not None and rest:
                 gone = self._end_rest(leaf.path, found, extra)
-            if leaf is not None and not len(gone) and not mine.num_rows and not small:
+            if leaf is not None and not len(gone) and not mine.num_rows and not (small or anew):
                 continue
             if leaf is not None:
                 removed.append(leaf.path)
             changes.append((place, Change(leaf, gone, mine)))
         writer.rewrite(changes)
         extra.flush()
-        return self._commit(
-            opened, [*writer.written(), *extra.written], removed, upto, clock, anew=False, exact=exact, leaves=leaves
-        )
+        written = [*writer.written(), *extra.written]
+        if not anew:
+            return self._commit(opened, written, removed, upto, clock, anew=False, exact=exact, leaves=leaves)
+        written += self._ended_anew(opened, self._file_columns(exact=exact))
+        done = self._commit(opened, written, [], upto, clock, anew=True, exact=exact)
+        if set(self._bounded) != set(bounded_columns(opened)):
+            set_properties(opened, bounded_property(self._bounded))
+        return done
 
-    def _end_rest(self, path: str, found: Versions, extra: _Ended) -> Keys:
+    def _ended_anew(self, opened: OpenTable, columns: pa.Schema) -> list[NewFile]:
+        """Rewrite the files of ended versions under the names of this commit."""
+        files = Leaves(opened, (), partition=ENDED_FOLDER).files
+        version = opened.version + 1
+        return [
+            self._files.write(self._read(leaf.path, columns), columns, new_name(version), partition=ENDED_FOLDER)
+            for leaf in files
+        ]
+
+    def _end_rest(self, path: str, found: Versions, extra: EndedVersions) -> Keys:
         """End a leaf's versions that the run left open and the table's end closed; return the keys to delete."""
-        rows = conform(self._files.read(path), self._file_columns(exact=True))
+        rows = self._read(path, self._file_columns(exact=True))
         keys = Keys.of(rows, self.schema.key)
         have, gone, kept = key_codes([keys, found.gone, found.kept])
         stays, told = np.isin(have, kept), np.isin(have, gone)
@@ -416,10 +455,11 @@ class _Fold:
     def replace_by(self, beside: OpenTable) -> FoldOutcome:
         """Replace all of this table's files by those of a separately built table."""
         history = self.history = open_history(self.layout, self.schema)
-        self.schema, self.since = newest_schema(history), taken_since(history)
-        self.columns = _own_columns(self.schema, history)
+        self.take_columns(self.upto)
+        self.since = taken_since(history)
         opened = self.opened = with_features(self.layout, self.opened or self._create(), self.columns)
         self.stands = opened.n if goes_on(opened, history) else None
+        self.take_columns(self.upto)
         exact = EXACT.name in beside.schema().names or EXACT.name in opened.schema().names
         columns = self._file_columns(exact=exact)
         theirs = TableFiles(self.layout, beside.path)
@@ -435,12 +475,12 @@ class _Fold:
 
     def _of_another(self, opened: OpenTable, columns: pa.Schema, entered_us: int) -> list[NewFile]:
         """Rewrite versions from before the table took over the name; those that are still open end at that moment."""
-        kept = _Ended(self._files, columns, opened.version + 1)
+        kept = EndedVersions(self._files, columns, opened.version + 1)
         moment = pa.scalar(entered_us, pa.int64()).cast(INSTANT)
         for folder in (ENDED_FOLDER, OPEN_FOLDER) if self.stands is None else (ENDED_FOLDER,):
             for leaf in Leaves(opened, self.schema.key, partition=folder).files:
                 with contextlib.suppress(LakeFilesGone, LakeUnavailable):  # a deleted file, which can't be restored
-                    rows = conform(self._files.read(leaf.path), columns)
+                    rows = self._read(leaf.path, columns)
                     ends = pc.fill_null(rows.column(VALID_TO.name), moment)
                     rows = rows.set_column(rows.schema.get_field_index(VALID_TO.name), VALID_TO, ends)
                     before = pc.less(rows.column(VALID_FROM.name), moment)
@@ -493,10 +533,11 @@ class _Fold:
 
     @property
     def _bounded(self) -> tuple[str, ...]:
-        names = (*boundable(self.columns, self.schema.key), VALID_FROM.name, BEGAN_BY.name)
         # Columns of an earlier key keep their bounds.
-        before = () if self.opened is None else bounded_columns(self.opened)
-        return (*names, *(name for name in before if name not in names))
+        before = [] if self.opened is None else bounded_columns(self.opened)
+        names = [*self.schema.key, *(name for name in before if name not in self.schema.key)]
+        mine = [name for name in names if self.columns.get_field_index(name) >= 0]
+        return (*boundable(self.columns, mine), VALID_FROM.name, BEGAN_BY.name)
 
     def _writer(self, opened: OpenTable, *, exact: bool) -> LeafWriter:
         return LeafWriter(
@@ -506,6 +547,7 @@ class _Fold:
             opened.version + 1,
             leaf_bytes=self.sizes.leaf_bytes,
             partition=OPEN_FOLDER,
+            renamed=self.renamed,
         )
 
     def _table_columns(self, *, exact: bool) -> pa.Schema:
@@ -538,51 +580,6 @@ class _Fold:
     def _told(self, version: int, rows: int, n: Seq) -> TableCommit:
         folder = folder_of(self.schema)
         return TableCommit(self.schema.table_id, self.name, folder, "scd2", version, rows, n)
-
-
-class _Ended:
-    """Writes versions that have ended."""
-
-    def __init__(self, files: TableFiles, columns: pa.Schema, version: int) -> None:
-        self._files = files
-        self._columns = columns
-        self._version = version
-        self._held: list[pa.Table] = []
-        self.written: list[NewFile] = []
-
-    def add(self, rows: pa.Table) -> None:
-        """Add rows; files are written once there are enough."""
-        if rows.num_rows:
-            self._held.append(conform(rows, self._columns))
-        if sum(held.num_rows for held in self._held) >= _CLOSED_ROWS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write the held rows."""
-        if self._held:
-            rows = pa.concat_tables(self._held)
-            self._held = []
-            key = self._columns.names[: self._columns.get_field_index(VALID_FROM.name)]
-            rows = in_key_order(rows, [*key, VALID_FROM.name])
-            self.written.append(self._files.write(rows, self._columns, new_name(self._version), partition=ENDED_FOLDER))
-
-
-def _own_columns(schema: TableSchema, history: OpenTable) -> pa.Schema:
-    """Return the columns that history keeps of the table, key first, including dropped ones of older versions."""
-    columns = [column for column in history.schema() if column.name not in {*RECORD_COLUMNS, MONTH_COLUMN}]
-    ours = {column.name for column in VERSION_COLUMNS}
-    clash = [column.name for column in columns if column.name.lower() in ours]
-    if clash:
-        name = f"{schema.namespace}.{schema.name}"
-        raise LakeError(
-            f"the column {clash[0]} of {name} has the name of a column that Millstream adds to versions",
-            code="lake_schema_conflict",
-            hint="Rename the column at the source, or leave `scd2` out of the stream's views.",
-            table=name,
-            column=clash[0],
-        )
-    key = [column for name in schema.key for column in columns if column.name == name]
-    return pa.schema([*key, *(column for column in columns if column.name not in schema.key)])
 
 
 def _copy_begins(tail: pa.Table) -> Seq | None:

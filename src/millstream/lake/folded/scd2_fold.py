@@ -23,10 +23,10 @@ Runs end at cuts, which split no transaction, and not inside a copy that began w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -91,6 +91,13 @@ class Versions:
     """The greatest time so far, for the next run; None if there was none."""
     records: int
     """Number of records in the run."""
+
+    @classmethod
+    def unchanged(cls, columns: pa.Schema, key: Sequence[str]) -> Self:
+        """Return the effect of no record on versions with these columns and this key."""
+        none = pa.schema([*columns, EXACT, *VERSION_COLUMNS]).empty_table()
+        keys = Keys.of(none, key)
+        return cls(none, none, keys, keys, None, None, 0)
 
 
 def fold_versions(  # noqa: D417 - `anew` is described, as code

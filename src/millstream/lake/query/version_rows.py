@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pyarrow as pa
 
+from millstream.lake.column_names import Names
 from millstream.lake.delta import OpenTable
 from millstream.lake.folded.scd2 import unfolded_versions
-from millstream.lake.folded.scd2_fold import IS_CURRENT, VALID_TO
+from millstream.lake.folded.scd2_fold import IS_CURRENT, VALID_TO, VERSION_COLUMNS
 from millstream.lake.keys import Keys
 from millstream.lake.layout import LakeLayout
-from millstream.lake.query.duckdb_connection import Engine, names
+from millstream.lake.query.duckdb_connection import Engine, names, quote
+from millstream.lake.query.renamed_records import renamed_map
 from millstream.lake.query.rows import filled, gone_table, same_key
 from millstream.lake.types import EXACT
 from millstream.model.positions import Seq
@@ -20,20 +22,18 @@ def versions_sql(
     engine: Engine, layout: LakeLayout, schema: TableSchema, opened: OpenTable, history: OpenTable, upto: Seq
 ) -> str:
     """Return a SELECT of a table's versions, with its columns, the version columns, and `__exact` if a row needs it."""
-    found, columns = unfolded_versions(layout, schema, opened, history, upto)
-    have = opened.schema()
-    shown = [name for name in have.names if name != EXACT.name]
+    found, columns, renamed = unfolded_versions(layout, schema, opened, history, upto)
+    base, have = _base(engine, opened, columns, renamed)
+    shown = [name for name in have if name != EXACT.name]
     shown += [name for name in columns.names if name not in shown]
     fresh: list[pa.Table] = [] if found is None else [found.closed, found.opened]
-    if EXACT.name in have.names or any(rows.column(EXACT.name).null_count < rows.num_rows for rows in fresh):
+    if EXACT.name in have or any(rows.column(EXACT.name).null_count < rows.num_rows for rows in fresh):
         shown.append(EXACT.name)
-    # A dataset, because the partition's column isn't in the files.
-    base = engine.register(opened.table.to_pyarrow_dataset())
     types = engine.register(pa.schema([*columns, EXACT]).empty_table())
-    listed = filled(engine, shown, have.names, "c", types)
+    listed = filled(engine, shown, have, "c", types)
     if found is None:
         return f"SELECT {listed} FROM {base} c"
-    exact = EXACT.name in have.names
+    exact = EXACT.name in have
     still = f"SELECT * FROM {base} c WHERE c.{IS_CURRENT.name}"
     left = _joined(engine, "ANTI", still, found.gone, exact=exact)
     told = [f"SELECT * FROM {base} c WHERE NOT c.{IS_CURRENT.name}"]
@@ -46,6 +46,21 @@ def versions_sql(
     parts = [f"SELECT {listed} FROM ({part}) c" for part in told]
     parts += [f"SELECT {names(shown)} FROM {engine.register(rows)}" for rows in fresh if rows.num_rows]
     return " UNION ALL ".join(parts)
+
+
+def _base(engine: Engine, opened: OpenTable, columns: pa.Schema, renamed: Names | None) -> tuple[str, list[str]]:
+    """Return the text behind FROM for the versions of the last fold, under the wanted names, and the columns of it."""
+    have = opened.schema()
+    # A dataset, because the partition's column isn't in the files.
+    source = engine.register(opened.table.to_pyarrow_dataset())
+    if renamed is None:
+        return source, have.names
+    mine = {name: renamed.get(name, name) for name in [*columns.names, *(column.name for column in VERSION_COLUMNS)]}
+    there = {name: in_files for name, in_files in mine.items() if in_files in have.names}
+    shown = [f"{quote(in_files or '')} AS {quote(name)}" for name, in_files in there.items()]
+    if EXACT.name in have.names:
+        shown.append(f"{renamed_map(EXACT.name, renamed)} AS {EXACT.name}")
+    return f"(SELECT {', '.join(shown)} FROM {source})", [*there, *([EXACT.name] if EXACT.name in have.names else [])]
 
 
 def _joined(engine: Engine, kind: str, rows: str, keys: Keys, *, exact: bool) -> str:

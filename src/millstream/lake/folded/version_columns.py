@@ -1,0 +1,178 @@
+"""Columns of a table of versions: those that the source has, and dropped ones, whose values ended versions keep.
+
+A column is followed by its number in the source (`column_names`). So a renamed column has one column of versions, under
+its name at their position. A dropped column keeps its last name. If another column gets that name, the number is
+appended to the dropped one's: `price__4`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import pyarrow as pa
+
+from millstream.errors import LakeError
+from millstream.lake.column_names import Names, numbered, schema_at
+from millstream.lake.delta import OpenTable, lake_errors
+from millstream.lake.folded.scd2_fold import VERSION_COLUMNS, version_inputs
+from millstream.lake.layout import LakeLayout
+from millstream.lake.scan import read_history, scan_named
+from millstream.lake.schema_evolution import widest
+from millstream.lake.schema_history import Eras
+from millstream.lake.types import lake_columns
+from millstream.model.positions import Seq
+from millstream.model.records import MONTH_COLUMN, RECORD_COLUMNS
+from millstream.model.schema import Column, TableSchema
+
+_Identity: TypeAlias = int | str
+"""A column's number in the source; its name if no record shows its number."""
+_Had: TypeAlias = Sequence[tuple[Seq, Mapping[_Identity, Column]]]
+"""The columns of each era of a table, by the position at which it begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionColumns:
+    """The columns of a table's versions at a position."""
+
+    schema: TableSchema
+    """The table's schema there."""
+    columns: pa.Schema
+    """The table's own columns with dropped ones, in the lake's types; those of the key first."""
+    followed: TableSchema | None = None
+    """The schema with dropped columns; None if no column was renamed, so that names find all values."""
+
+    def records(self, history: OpenTable, *, after: Seq, upto: Seq) -> pa.Table:
+        """Return the table's records in `(after, upto]` for a fold, under these names, in any order."""
+        names, table = version_inputs(self.columns), self.schema.table_id
+        if self.followed is None:
+            return read_history(history, after=after, upto=upto, columns=names, table=table)
+        with lake_errors(history.path):
+            return scan_named(history, self.followed, after=after, upto=upto, columns=names).to_table()
+
+    def names_at(self, history: OpenTable, n: Seq | None) -> Names | None:
+        """Return how versions at an earlier position name these columns; None if they have these names."""
+        if self.followed is None or n is None:
+            return None
+        had = {identity: column.name for identity, column in _held(_had(history, self.schema), n).items()}
+        others = set(had.values())
+        names: dict[str, str | None] = {}
+        for column in self.followed.columns:
+            identity = column.number if column.number > 0 else column.name
+            if had.get(identity) != column.name and (identity in had or column.name in others):
+                names[column.name] = had.get(identity)
+        return names or None
+
+
+def version_columns(layout: LakeLayout, history: OpenTable, newest: TableSchema, n: Seq) -> VersionColumns:
+    """Return the columns of a table's versions at a position.
+
+    Args:
+        layout: where the lake is.
+        history: the table's history.
+        newest: the newest schema in it.
+        n: the position.
+
+    Raises:
+        LakeError (`lake_schema_conflict`): a column has the name of a version column, or a type that doesn't hold the
+            values that it had under another name.
+    """
+    schema = schema_at(history, newest, n)
+    names = [column for column in history.schema() if column.name not in {*RECORD_COLUMNS, MONTH_COLUMN}]
+    followed, fields = schema, names
+    had = _had(history, schema)
+    is_followed = newest.is_numbered and schema.is_numbered and _has_renamed(had)
+    if is_followed:
+        held, live = _held(had, n), {column.number for column in schema.columns}
+        dropped = [
+            replace(column, number=identity if isinstance(identity, int) else -1 - place)
+            for place, (identity, column) in enumerate(held.items())
+            if identity not in live and column.name not in schema.column_names
+        ]
+        followed = replace(schema, columns=(*schema.columns, *dropped))
+        theirs = {column.name for _, columns in had for column in columns.values()}
+        others = [column for column in names if column.name not in theirs]
+        fields = [*_types(layout, history, followed, had), *others]
+    _check_names(schema, fields)
+    key = [field for name in schema.key for field in fields if field.name == name]
+    columns = pa.schema([*key, *(field for field in fields if field.name not in schema.key)])
+    return VersionColumns(schema, columns, followed if is_followed else None)
+
+
+def _had(history: OpenTable, schema: TableSchema) -> _Had:
+    eras = Eras.of(history).of_table(schema.table_id)
+    had = []
+    for place, (start, era) in enumerate(eras):
+        numbers = numbered(eras, place) or {}
+        had.append((start, {numbers.get(column.name, column.name): column for column in era.columns}))
+    return had
+
+
+def _has_renamed(had: _Had) -> bool:
+    """Whether a column had two names, or a name two columns."""
+    pairs = {(identity, column.name) for _, columns in had for identity, column in columns.items()}
+    return len({identity for identity, _ in pairs}) < len(pairs) or len({name for _, name in pairs}) < len(pairs)
+
+
+def _held(had: _Had, n: Seq) -> dict[_Identity, Column]:
+    """Return the columns that versions have at a position, by identity."""
+    held: dict[_Identity, Column] = {}
+    for start, columns in had:
+        if start > n and held:
+            break
+        taken = {column.name.lower() for column in columns.values()}
+        gone = dict[_Identity, Column]()
+        for identity, column in held.items():
+            name = column.name
+            if identity in columns or (isinstance(identity, str) and name.lower() in taken):
+                continue
+            name = f"{name}__{identity}" if name.lower() in taken else name
+            while name.lower() in taken:
+                name += "_"
+            taken.add(name.lower())
+            gone[identity] = replace(column, name=name)
+        held = {**columns, **gone}
+    return held
+
+
+def _types(layout: LakeLayout, history: OpenTable, followed: TableSchema, had: _Had) -> list[pa.Field]:
+    """Return the columns in types that hold all values that each has had."""
+    have = history.schema()
+    found: dict[_Identity, pa.Field] = {}
+    for column, field in zip(followed.columns, lake_columns(followed, layout.types), strict=True):
+        index = have.get_field_index(column.name)
+        by_name = column.number < 0 and index >= 0
+        found[column.number if column.number > 0 else column.name] = have.field(index) if by_name else field
+    for _, columns in had:
+        era = replace(followed, columns=tuple(columns.values()))
+        for identity, field in zip(columns, lake_columns(era, layout.types), strict=True):
+            if (now := found.get(identity)) is None:
+                continue
+            wide = widest(now.type, field.type)
+            if wide is None:
+                table = f"{followed.namespace}.{followed.name}"
+                raise LakeError(
+                    f"{table}.{now.name} was {field.type} in the lake, as {field.name}, and is now {now.type}",
+                    code="lake_schema_conflict",
+                    hint=f"Run `millstream pipeline rebuild {table} --from source` to start a new history with the new "
+                    "columns; the old one is kept next to it.",
+                    table=table,
+                    column=now.name,
+                )
+            found[identity] = pa.field(now.name, wide)
+    return list(found.values())
+
+
+def _check_names(schema: TableSchema, columns: Sequence[pa.Field]) -> None:
+    ours = {column.name for column in VERSION_COLUMNS}
+    clash = [column.name for column in columns if column.name.lower() in ours]
+    if clash:
+        name = f"{schema.namespace}.{schema.name}"
+        raise LakeError(
+            f"the column {clash[0]} of {name} has the name of a column that Millstream adds to versions",
+            code="lake_schema_conflict",
+            hint="Rename the column at the source, or leave `scd2` out of the stream's views.",
+            table=name,
+            column=clash[0],
+        )
