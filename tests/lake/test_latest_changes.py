@@ -74,6 +74,23 @@ def test_records_of_several_versions_are_of_the_newest(
     assert "note" not in found[0]
 
 
+def test_renamed_columns_are_the_same_columns(orders: TableSchema, records: Records) -> None:
+    """Names are swapped, and the key has another name."""
+    names = [("id", "note"), ("total", "total"), ("note", "id")]
+    old = replace(orders, columns=tuple(replace(c, number=at) for at, c in enumerate(orders.columns, 1)))
+    columns = tuple(replace(column, name=dict(names)[column.name]) for column in old.columns)
+    new = replace(old, version=SchemaVersion(2), columns=columns, key=("note",), identity=("note",))
+    found = latest_rows(
+        new,
+        [
+            records(old, ("c", 1, {"id": 1, "note": "x"}), ("c", 2, {"id": 2, "note": "y"})),
+            records(new, ("u", 3, {"note": 1, "total": None, "__unchanged": ["id"]}), ("d", 4, {"note": 2})),
+        ],
+    )
+    assert not found.emptied
+    assert {row["note"]: (row["__op"], row["id"]) for row in found.rows.to_pylist()} == {1: ("u", "x"), 2: ("d", None)}
+
+
 def test_another_key_begins_the_copy_anew(orders: TableSchema, records: Records) -> None:
     newer = replace(orders, version=SchemaVersion(2), key=("note",), identity=("note",))
     found = latest_rows(newer, [records(orders, ("c", 1, {"id": 1})), records(newer, ("c", 2, {"id": 2, "note": "x"}))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from tests.spark.hand_made import Change, Home, delete, insert, update
 
 from millstream.errors import EngineError, TokenFromFuture, UnknownStream, UnknownTable, UsageError
+from millstream.model.ids import SchemaVersion
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.records import Op
 from millstream.model.schema import TableSchema
@@ -103,6 +105,18 @@ def test_older_rows_come_in_the_columns_of_the_latest_schema(spark: SparkSession
     rows = rows_of(load(spark, home, table="public.orders", columns="id,paid,__seq"))
 
     assert [(row["id"], row["paid"]) for row in rows] == [(1, None), (2, True)]
+
+
+def test_a_renamed_column_is_the_same_column(spark: SparkSession, home: Home) -> None:
+    plain = orders_of(home)
+    orders = replace(plain, columns=tuple(replace(c, number=at) for at, c in enumerate(plain.columns, 1)))
+    home.commit(insert(orders, id=1, note="old"))
+    before = load(spark, home, table="public.orders", columns="id,note,__seq")
+    columns = tuple(replace(c, name="remark" if c.name == "note" else c.name) for c in orders.columns)
+    renamed = replace(orders, version=SchemaVersion(orders.version + 1), columns=columns)
+    home.commit(insert(renamed, id=2, remark="new"))
+    for frame in (before, load(spark, home, table="public.orders", columns="id,remark,__seq")):
+        assert [[*row.values()][:2] for row in rows_of(frame)] == [[1, "old"], [2, "new"]]
 
 
 def test_without_a_table_every_record_comes_as_an_envelope(spark: SparkSession, home: Home) -> None:

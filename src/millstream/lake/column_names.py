@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -18,16 +17,10 @@ from millstream.lake.delta import OpenTable
 from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import Eras
 from millstream.lake.types import lake_columns
+from millstream.model.column_renames import Names, named_by_number, renamed_rows
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
-
-Names: TypeAlias = Mapping[str, str | None]
-"""By a column's name in the wanted schema, its name in the rows, if that is another one; None if the rows lack the column,
-and have another one of its name."""
-
-_MAPS = ("__exact", "__before")
-_LIST = "__unchanged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +97,7 @@ def renames_in(
             continue
         starts.append(start)
         had.append(frozenset(era.column_names))
-        found.append(_names(numbered(eras, place), schema, had[-1]))
+        found.append(_names(eras, place, schema))
     if not any(found):
         return None
     return Renames(tuple(starts), tuple(found), tuple(had))
@@ -131,8 +124,7 @@ def names_at(history: OpenTable, schema: TableSchema, n: Seq) -> Names | None:
     place = max((at for at, (start, _) in enumerate(eras) if start <= n), default=None)
     if place is None or not schema.is_numbered:
         return None
-    names = _names(numbered(eras, place), schema, frozenset(eras[place][1].column_names))
-    return names or None
+    return _names(eras, place, schema) or None
 
 
 def schema_at(history: OpenTable, newest: TableSchema, n: Seq) -> TableSchema:
@@ -143,27 +135,6 @@ def schema_at(history: OpenTable, newest: TableSchema, n: Seq) -> TableSchema:
     if [(c.number, c.name) for c in found.columns] == [(c.number, c.name) for c in newest.columns]:
         return newest
     return replace(found, namespace=newest.namespace, name=newest.name, folder_id=newest.folder_id)
-
-
-def renamed_rows(rows: pa.Table, names: Names, shape: pa.Schema) -> pa.Table:
-    """Return rows with the columns of `shape`, which `names` finds; a column that they lack is null."""
-    wanted = {physical: name for name, physical in names.items() if physical is not None}
-    dropped = {name for name in names if name not in wanted}
-    changed = any(name != physical for physical, name in wanted.items()) or bool(dropped)
-    columns = []
-    for field in shape:
-        physical = names.get(field.name, field.name)
-        index = -1 if physical is None else rows.schema.get_field_index(physical)
-        if index < 0:
-            columns.append(pa.chunked_array([pa.nulls(rows.num_rows, field.type)], field.type))
-            continue
-        column = rows.column(index)
-        if changed and field.name in _MAPS:
-            column = pa.chunked_array([_map_keys(column, wanted, dropped)], field.type)
-        elif changed and field.name == _LIST:
-            column = pa.chunked_array([_list_items(column, wanted, dropped)], field.type)
-        columns.append(column if column.type.equals(field.type) else column.cast(field.type))
-    return pa.table(columns, schema=shape)
 
 
 def numbered(eras: Sequence[tuple[Seq, TableSchema]], place: int) -> dict[str, int] | None:
@@ -177,37 +148,7 @@ def numbered(eras: Sequence[tuple[Seq, TableSchema]], place: int) -> dict[str, i
     return None
 
 
-def _names(numbers: Mapping[str, int] | None, schema: TableSchema, had: frozenset[str]) -> Names:
-    if numbers is None:
-        return {}
-    by_number = {number: name for name, number in numbers.items() if name in had}
-    names: dict[str, str | None] = {}
-    for column in schema.columns:
-        # A column without a number, which only versions have, is found by its name.
-        by_name = column.number < 0 and column.name not in numbers and column.name in had
-        name = column.name if by_name else by_number.get(column.number)
-        if name != column.name and (name is not None or column.name in had):
-            names[column.name] = name
-    return names
-
-
-def _map_keys(maps: pa.ChunkedArray, wanted: Mapping[str, str], dropped: set[str]) -> pa.Array:
-    if maps.null_count == len(maps):
-        return maps.combine_chunks()
-    rows = [
-        None
-        if entries is None
-        else [(wanted.get(name, name), text) for name, text in entries if name in wanted or name not in dropped]
-        for entries in maps.to_pylist()
-    ]
-    return pa.array([entries or None for entries in rows], maps.type)
-
-
-def _list_items(lists: pa.ChunkedArray, wanted: Mapping[str, str], dropped: set[str]) -> pa.Array:
-    if lists.null_count == len(lists):
-        return lists.combine_chunks()
-    rows = [
-        None if items is None else [wanted.get(name, name) for name in items if name in wanted or name not in dropped]
-        for items in lists.to_pylist()
-    ]
-    return pa.array([items or None for items in rows], lists.type)
+def _names(eras: Sequence[tuple[Seq, TableSchema]], place: int, schema: TableSchema) -> Names:
+    """Return how an era's records name the columns of a schema."""
+    numbers = numbered(eras, place)
+    return {} if numbers is None else named_by_number(numbers, schema, eras[place][1].column_names)

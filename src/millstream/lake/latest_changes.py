@@ -23,6 +23,7 @@ from millstream.lake.history import under_the_newest
 from millstream.lake.keys import Keys, key_codes
 from millstream.lake.schema_evolution import union_schema
 from millstream.lake.types import EXACT, conform, lake_columns, to_lake, to_text
+from millstream.model.column_renames import names_in, under_names
 from millstream.model.records import RECORD_PREFIX, TEXT_BY_COLUMN, Op
 from millstream.model.schema import TableSchema
 
@@ -68,12 +69,16 @@ def latest_rows(schema: TableSchema, batches: Sequence[pa.RecordBatch], before: 
             f"the rows of {schema.full_name} have no key",
             hint="Read the table's records instead; the documentation describes their effect on equal rows.",
         )
-    mixed = [at for at, batch in enumerate(batches) if TableSchema.from_arrow(batch.schema).key != schema.key]
+    versions = [TableSchema.from_arrow(batch.schema) for batch in batches]
+    mixed = [at for at, version in enumerate(versions) if not version.has_key_of(schema)]
     if mixed:
         # Records with another key are copied again behind it.
-        batches = batches[mixed[-1] + 1 :]
+        batches, versions = batches[mixed[-1] + 1 :], versions[mixed[-1] + 1 :]
     columns = lake_columns(schema)
-    tables = [to_lake(TableSchema.from_arrow(batch.schema), batch) for batch in batches]
+    tables = [
+        under_names(to_lake(version, batch), names_in(version, schema))
+        for version, batch in zip(versions, batches, strict=True)
+    ]
     union = pa.schema([*RECORD_PREFIX, *columns])
     for table in tables:
         union = union_schema(schema.full_name, union, table.schema, narrows=True)

@@ -116,6 +116,12 @@ class TableSchema:
         """Whether the numbers of all columns are known."""
         return bool(self.columns) and all(column.number for column in self.columns)
 
+    def has_key_of(self, other: TableSchema) -> bool:
+        """Return whether the key has the same columns as that of another version; a renamed column is the same one."""
+        if self.is_numbered and other.is_numbered:
+            return [self.column(name).number for name in self.key] == [other.column(n).number for n in other.key]
+        return self.key == other.key
+
     def column(self, name: str) -> Column:
         """Return the column of that name; raises `KeyError` if there is none."""
         for column in self.columns:

@@ -7,11 +7,12 @@ from typing import Final
 import pyarrow as pa
 
 from millstream.errors import UsageError
+from millstream.model.column_renames import Names, under_names
 
 _DECIMAL_DIGITS_MAX: Final = 38
 
 
-def conform(batch: pa.RecordBatch, target: pa.Schema, *, hint: str) -> pa.RecordBatch:
+def conform(batch: pa.RecordBatch, target: pa.Schema, *, hint: str, names: Names | None = None) -> pa.RecordBatch:
     """Return the rows of `batch` in the columns and types of `target`.
 
     A column that the rows don't have is null; a column that `target` doesn't name is left out.
@@ -20,10 +21,14 @@ def conform(batch: pa.RecordBatch, target: pa.Schema, *, hint: str) -> pa.Record
         batch: rows of some version of the table.
         target: the columns of another version.
         hint: what the caller can do if the values don't fit.
+        names: the columns' names in the rows, if a column was renamed; see `column_renames`.
 
     Raises:
         UsageError: values of an older version don't fit the current type; nothing is rounded or cut. Details: column.
     """
+    if names:
+        rows = under_names(pa.Table.from_batches([batch]), names)
+        batch = pa.RecordBatch.from_arrays([column.combine_chunks() for column in rows.columns], schema=rows.schema)
     has = batch.schema
     if has.equals(target):
         return pa.RecordBatch.from_arrays(batch.columns, schema=target)

@@ -49,9 +49,10 @@ from pyspark.sql.types import StructType
 
 import millstream
 from millstream.errors import EngineError, InvalidToken, TokenFromFuture, UnknownStream, UnknownTable, UsageError
+from millstream.model.column_renames import Names, names_in
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq, StreamToken
-from millstream.model.records import record_schema
+from millstream.model.records import RECORD_COLUMNS, record_schema
 from millstream.model.schema import TableKind, TableSchema
 from millstream.model.schema_conversion import conform
 from millstream.spark.columns import arrow_schema, spark_schema
@@ -59,7 +60,7 @@ from millstream.spark.envelope import ENVELOPE_SCHEMA, envelopes
 from millstream.spark.merged_source import MergedReader, MergedTable
 from millstream.spark.python_worker_setup import spare_the_collector
 from millstream.wal.reader import LogSpan, StreamReader, TableRecords
-from millstream.wal.table_batches import is_raw
+from millstream.wal.table_batches import is_raw, schemas_in
 
 PARTITION_BYTES: Final = 16 << 20
 """Log bytes of a partition: about a quarter of a second's work for a Python worker, several times what a task costs."""
@@ -189,6 +190,8 @@ class LogPartition(InputPartition):
     span: LogSpan
     table_ids: frozenset[TableId] | None
     """The tables to read; None: all."""
+    named: tuple[TableSchema, ...] = ()
+    """Their schemas with the names of the declared columns."""
 
 
 @dataclass(frozen=True)
@@ -234,22 +237,44 @@ class _Scan:
         if upto <= after:
             return []
         table_ids: frozenset[TableId] | None = None
+        named: tuple[TableSchema, ...] = ()
         if self.options.table is not None:
-            table_ids = frozenset(t.table_id for t in _tables_named(self.log, self.options.table))
+            newest = _tables_named(self.log, self.options.table)
+            table_ids = frozenset(schema.table_id for schema in newest)
+            named = tuple(found for schema in newest if (found := self._declared(schema)) is not None)
         spans = self.log.spans(after, upto, bytes_target=self.options.partition_bytes)
-        return [LogPartition(span, table_ids) for span in spans]
+        return [LogPartition(span, table_ids, named) for span in spans]
+
+    def _declared(self, newest: TableSchema) -> TableSchema | None:
+        """Return a table's newest schema that has the declared columns; None if none with numbers has them."""
+        wanted = {*self.declared.names} - RECORD_COLUMNS
+        found = [newest]
+        if not wanted <= {*newest.column_names}:  # it was renamed since the table was loaded
+            versions = sorted(self.log.schema_versions().items(), reverse=True)
+            found = [schema for (table_id, _), schema in versions if table_id == newest.table_id]
+        having = (schema for schema in found if wanted <= {*schema.column_names} and schema.is_numbered)
+        return next(having, None)
 
     def read(self, partition: LogPartition) -> Iterator[pa.RecordBatch]:
         target = arrow_schema(self.declared)
-        columns = None if self.options.table is None else frozenset(target.names)
+        columns: frozenset[str] | None = None
+        names = dict[TableSchema, Names]()
+        if self.options.table is not None:
+            by_table = {schema.table_id: schema for schema in partition.named}
+            for schema in schemas_in(partition.span, by_table):
+                names[schema] = names_in(schema, by_table[schema.table_id])
+            columns = frozenset([*target.names, *(name for some in names.values() for name in some.values() if name)])
         found = self.log.read_span(partition.span, tables=partition.table_ids, columns=columns)
-        yield from _together(self._rows((piece for piece in found if not is_raw(piece.schema)), target), target)
+        pieces = (piece for piece in found if not is_raw(piece.schema))
+        yield from _together(self._rows(pieces, target, names), target)
         spare_the_collector("read")
 
-    def _rows(self, pieces: Iterator[TableRecords], target: pa.Schema) -> Iterator[pa.RecordBatch]:
+    def _rows(
+        self, pieces: Iterator[TableRecords], target: pa.Schema, names: Mapping[TableSchema, Names]
+    ) -> Iterator[pa.RecordBatch]:
         for piece in pieces:
             rows = piece.batch if self.options.table is not None else envelopes(piece.schema, piece.batch, target.names)
-            yield conform(rows, target, hint=_OTHER_COLUMNS)
+            yield conform(rows, target, hint=_OTHER_COLUMNS, names=names.get(piece.schema))
 
     def _existing(self, text: str) -> Seq:
         seq = self._parse(text)

@@ -139,6 +139,10 @@ class SegmentSource:
         """Return a schema that has been loaded."""
         return self._schemas.find(table, version)
 
+    def known_schemas(self) -> list[TableSchema]:
+        """Return the schemas that have been loaded."""
+        return list(self._schemas.tables.values())
+
     def bring_schemas(self, places: Iterable[SchemaPlace], wanted: frozenset[TableId] | None = None) -> None:
         """Load the schemas at these positions, each once; if `wanted` is given, only those of its tables.
 

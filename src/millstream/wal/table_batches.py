@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import pyarrow as pa
 
 from millstream.model.ids import TableId
 from millstream.model.schema import TableKind, TableSchema
+from millstream.wal.files import RealFiles
 from millstream.wal.reader import LogSpan, StreamReader, TableRecords
+from millstream.wal.segment_reader import SegmentSource
 
 _TOGETHER_ROWS: Final = 1 << 15
 """A batch of this many rows, plus one frame, is large enough."""
@@ -44,6 +46,17 @@ def one_batch(pieces: list[TableRecords]) -> pa.RecordBatch:
     if len(pieces) == 1:
         return pieces[0].batch
     return pa.concat_batches([piece.batch for piece in pieces])
+
+
+def schemas_in(span: LogSpan, tables: Iterable[TableId]) -> list[TableSchema]:
+    """Return the schemas under which records of some tables may stand in a span.
+
+    Raises:
+        CorruptWal: its segment is damaged.
+    """
+    source = SegmentSource(RealFiles(), span.path, shard=span.shard, stream=span.stream)
+    source.bring_schemas(span.schema_frames, frozenset(tables))
+    return source.known_schemas()
 
 
 def is_raw(schema: TableSchema) -> bool:

@@ -21,7 +21,7 @@ import pyarrow as pa
 from millstream import failpoints
 from millstream.errors import LakeError, LakeUnavailable
 from millstream.lake.bounds import boundable
-from millstream.lake.column_names import Names, names_at, own_types, schema_at
+from millstream.lake.column_names import names_at, own_types, schema_at
 from millstream.lake.data_files import NewFile, TableFiles, swap
 from millstream.lake.delta import (
     BOUNDED_PROPERTY,
@@ -45,6 +45,7 @@ from millstream.lake.scan import count_history, emptied, fold_step, scan_named
 from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import newest_schema
 from millstream.lake.types import EXACT, lake_columns, same_type
+from millstream.model.column_renames import Names
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema

@@ -13,11 +13,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from millstream import failpoints
-from millstream.lake.column_names import Names, renamed_rows
 from millstream.lake.data_files import NewFile, TableFiles, new_name
 from millstream.lake.folded.key_ranges import LEAF_BYTES, Leaf, Leaves, in_key_order
 from millstream.lake.keys import Keys, key_codes
 from millstream.lake.types import EXACT, conform
+from millstream.model.column_renames import Names, renamed_rows
 
 _COMPRESSED: Final = 0.3
 """Approximate file bytes over Arrow's bytes, if there is no file to measure yet."""

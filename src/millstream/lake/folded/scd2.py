@@ -23,7 +23,6 @@ import pyarrow.compute as pc
 from millstream import failpoints
 from millstream.errors import LakeError, LakeFilesGone, LakeUnavailable
 from millstream.lake.bounds import boundable
-from millstream.lake.column_names import Names
 from millstream.lake.commit_cuts import cut_at, cuts_between
 from millstream.lake.data_files import NewFile, TableFiles, new_name, remove_folder, swap
 from millstream.lake.delta import (
@@ -61,6 +60,7 @@ from millstream.lake.layout import BESIDE, LakeLayout, TableCommit, folder_of
 from millstream.lake.scan import emptied, fold_step
 from millstream.lake.schema_history import newest_schema
 from millstream.lake.types import EXACT, conform, same_type
+from millstream.model.column_renames import Names
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
 from millstream.model.records import INSTANT

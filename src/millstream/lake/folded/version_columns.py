@@ -14,7 +14,7 @@ from typing import TypeAlias
 import pyarrow as pa
 
 from millstream.errors import LakeError
-from millstream.lake.column_names import Names, numbered, schema_at
+from millstream.lake.column_names import numbered, schema_at
 from millstream.lake.delta import OpenTable, lake_errors
 from millstream.lake.folded.scd2_fold import VERSION_COLUMNS, version_inputs
 from millstream.lake.layout import LakeLayout
@@ -22,6 +22,7 @@ from millstream.lake.scan import read_history, scan_named
 from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import Eras
 from millstream.lake.types import lake_columns
+from millstream.model.column_renames import Names
 from millstream.model.positions import Seq
 from millstream.model.records import MONTH_COLUMN, RECORD_COLUMNS
 from millstream.model.schema import Column, TableSchema

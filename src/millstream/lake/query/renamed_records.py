@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 
-from millstream.lake.column_names import Names, Renames, renames_in
+from millstream.lake.column_names import Renames, renames_in
 from millstream.lake.delta import OpenTable
 from millstream.lake.query.duckdb_connection import Engine, literal, quote
 from millstream.lake.scan import records_of
 from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import Eras
+from millstream.model.column_renames import Names
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.records import MONTH_COLUMN, RECORD_COLUMNS

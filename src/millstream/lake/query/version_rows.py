@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from millstream.lake.column_names import Names
 from millstream.lake.delta import OpenTable
 from millstream.lake.folded.scd2 import unfolded_versions
 from millstream.lake.folded.scd2_fold import IS_CURRENT, VALID_TO, VERSION_COLUMNS
@@ -14,6 +13,7 @@ from millstream.lake.query.duckdb_connection import Engine, names, quote
 from millstream.lake.query.renamed_records import renamed_map
 from millstream.lake.query.rows import filled, gone_table, same_key
 from millstream.lake.types import EXACT
+from millstream.model.column_renames import Names
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 

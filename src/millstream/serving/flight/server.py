@@ -27,8 +27,10 @@ from millstream.export.record_reading import table_ids
 from millstream.ingest.flight_requests import GetRequest, PutRequest
 from millstream.leadership.node_calls import ACTION
 from millstream.model.access import Right
+from millstream.model.column_renames import names_in
 from millstream.model.durations import duration_s
 from millstream.model.records import record_schema
+from millstream.model.schema import TableSchema
 from millstream.model.schema_conversion import conform
 from millstream.nodes.peer_requests import answer_node
 from millstream.replication.flight.wire import FollowRequest
@@ -42,7 +44,6 @@ from millstream.workers import Worker
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
-    from millstream.model.schema import TableSchema
     from millstream.nodes.log_shipping import Shipping
     from millstream.wal.reader import StreamReader
     from millstream.writers.home_appender import HomeAppender
@@ -261,12 +262,13 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
         shown = self._shown(context)
         self._check(shown, Right.READ, asked.stream)
         reader = open_reader(self._home, asked.stream)
-        schema = record_schema(_schema_of(reader, asked))
-        return fl.GeneratorStream(schema, self._sent(reader, asked, schema, context.peer(), shown))
+        schema = _schema_of(reader, asked)
+        return fl.GeneratorStream(record_schema(schema), self._sent(reader, asked, schema, context.peer(), shown))
 
     def _sent(
-        self, reader: StreamReader, asked: GetRequest, schema: pa.Schema, peer: str, shown: Credentials
+        self, reader: StreamReader, asked: GetRequest, schema: TableSchema, peer: str, shown: Credentials
     ) -> Iterator[pa.RecordBatch]:
+        target = record_schema(schema)
         with telling(), self._slot(self._reads), self._readers.reading(peer) as caller:
             for batch in records(reader, asked):
                 caller.took()
@@ -275,7 +277,9 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
                     raise WriterClosed(
                         "the server ends", hint="Read on from the last record's `__seq` when it is back."
                     )
-                yield conform(batch, schema, hint=_OTHER_COLUMNS)
+                is_other = not batch.schema.equals(target, check_metadata=True)
+                names = names_in(TableSchema.from_arrow(batch.schema), schema) if is_other else None
+                yield conform(batch, target, hint=_OTHER_COLUMNS, names=names)
 
     # --- other nodes
     # -----------------------------------------------------------------------------------------------
