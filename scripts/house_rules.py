@@ -8,6 +8,8 @@
   user's mirrors, so no registry's address belongs into a file.
 - No path that exists on one developer's machine only.
 - `src` starts a thread only as a `Worker`, and replaces a file only by `replacing`: each has one home.
+- No module of a package imports from the package itself, if that imports its modules: two threads that import both at once
+  would end with "partially initialized module".
 - Every room that must stay pure is named in import-linter's contract once it exists.
 """
 
@@ -99,6 +101,7 @@ def module_breaches(path: Path, text: str) -> Iterator[str]:
         yield from private_imports(path, tree)
     if path.parts[:2] == ("src", "millstream"):
         yield from one_home_breaches(path, tree)
+        yield from own_package_imports(path, tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             body = [part for part in node.body if not is_docstring(part)]
@@ -135,6 +138,20 @@ def one_home_breaches(path: Path, tree: ast.Module) -> Iterator[str]:
             instead, homes = ONE_HOME.get(name, ("", set()))
             if instead and path.relative_to("src/millstream").as_posix() not in homes:
                 yield f"{path}:{node.lineno}: {name}; use {instead}"
+
+
+def own_package_imports(path: Path, tree: ast.Module) -> Iterator[str]:
+    """Yield a module's imports from a package around it whose `__init__` imports modules of that package."""
+    packages = [
+        ".".join(folder.relative_to("src").parts)
+        for folder in path.parents
+        if folder.is_relative_to("src/millstream") and (ROOT / folder / "__init__.py").exists()
+    ]
+    for node in tree.body if path.name != "__init__.py" else ():
+        if isinstance(node, ast.ImportFrom) and node.module in packages:
+            init = (ROOT / "src" / Path(*node.module.split(".")) / "__init__.py").read_text()
+            if re.search(rf"^from {re.escape(node.module)}[. ]", init, re.MULTILINE):
+                yield f"{path}:{node.lineno}: from {node.module} import …; import the module itself"
 
 
 def is_docstring(node: ast.stmt) -> bool:

@@ -49,6 +49,14 @@ def test_a_long_module_and_an_idle_function_are_found(rules: ModuleType) -> None
     assert list(rules.module_breaches(Path("tests/a.py"), idle)) == ["tests/a.py:1: idle() does nothing"]
 
 
+def test_a_module_imports_nothing_from_its_own_package(rules: ModuleType) -> None:
+    """Two threads that import the package and the module at once would wait for each other."""
+    text = "from millstream.catalog import sql_tables\n"
+    (found,) = rules.module_breaches(Path("src/millstream/catalog/tables.py"), text)
+    assert found.startswith("src/millstream/catalog/tables.py:1: from millstream.catalog import")
+    assert list(rules.module_breaches(Path("src/millstream/lake/a.py"), text)) == []
+
+
 @pytest.mark.parametrize(
     ("text", "name"),
     [

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Row, select, update
 
-from millstream.catalog import sql_tables as t
+import millstream.catalog.sql_tables as t
 from millstream.catalog.catalog_part import CatalogPart, lock_stream, now_us
 from millstream.catalog.tables import NAME_TAKEN, fingerprint_of, schema_of
 from millstream.catalog.values import TableState

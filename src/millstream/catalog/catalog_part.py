@@ -6,7 +6,7 @@ import time
 
 from sqlalchemy import ColumnElement, Connection, case, select
 
-from millstream.catalog import sql_tables as t
+import millstream.catalog.sql_tables as t
 from millstream.catalog.database import CatalogDatabase
 from millstream.errors import UnknownStream
 from millstream.model.ids import StreamId

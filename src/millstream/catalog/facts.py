@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlalchemy import delete, select
 
-from millstream.catalog import sql_tables as t
+import millstream.catalog.sql_tables as t
 from millstream.catalog.catalog_part import CatalogPart
 
 

@@ -6,7 +6,7 @@ import json
 
 from sqlalchemy import delete, func, select, update
 
-from millstream.catalog import sql_tables as t
+import millstream.catalog.sql_tables as t
 from millstream.catalog.catalog_part import CatalogPart, greater, lock_stream, now_us
 from millstream.catalog.values import PipelinePosition
 from millstream.model.ids import ShardId, StreamId

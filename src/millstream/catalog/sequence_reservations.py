@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import select, update
 
-from millstream.catalog import sql_tables as t
+import millstream.catalog.sql_tables as t
 from millstream.catalog.catalog_part import lock_stream
 from millstream.catalog.database import CatalogDatabase
 from millstream.errors import StaleEpoch

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 import psycopg
 from sqlalchemy import Connection, select, text, update
 
-from millstream.catalog import sql_tables as t
+import millstream.catalog.sql_tables as t
 from millstream.catalog.catalog_part import lock_stream, now_us
 from millstream.catalog.database import CatalogDatabase
 from millstream.errors import CatalogError, SequencingError

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, select, update
 
-from millstream.catalog import sql_tables as t
+import millstream.catalog.sql_tables as t
 from millstream.catalog.catalog_part import CatalogPart, lock_stream
 from millstream.catalog.values import SourceRow
 from millstream.errors import CatalogError

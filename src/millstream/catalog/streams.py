@@ -8,7 +8,7 @@ from uuid import UUID, uuid4
 
 from sqlalchemy import Connection, func, literal, select, update
 
-from millstream.catalog import sql_tables as t
+import millstream.catalog.sql_tables as t
 from millstream.catalog.catalog_part import CatalogPart, greater, lock_stream, now_us
 from millstream.catalog.sequence_reservations import StreamReservations
 from millstream.catalog.values import HomeIdentity, StreamRow, WriterRow

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from sqlalchemy import Delete, delete, insert, select
 
-from millstream.catalog import sql_tables as t
+import millstream.catalog.sql_tables as t
 from millstream.catalog.catalog_part import CatalogPart
 from millstream.catalog.values import ChunkState, CopyChunk, TableState
 from millstream.model.ids import StreamId, TableId

@@ -12,7 +12,7 @@ from uuid import UUID
 import pyarrow as pa
 from sqlalchemy import Connection, Row, Select, func, select, update
 
-from millstream.catalog import sql_tables as t
+import millstream.catalog.sql_tables as t
 from millstream.catalog.catalog_part import CatalogPart, lock_stream, now_us
 from millstream.catalog.values import TableRow, TableState
 from millstream.errors import CatalogError, IngestError, InvalidValue, UnknownTable

@@ -10,7 +10,7 @@ from typing import Final
 
 from sqlalchemy import ColumnElement, and_, delete, select
 
-from millstream.catalog import sql_tables as t
+import millstream.catalog.sql_tables as t
 from millstream.catalog.catalog_part import CatalogPart, now_us
 from millstream.catalog.values import AccessToken, HomeIdentity
 from millstream.errors import AccessError, UsageError

@@ -8,7 +8,21 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import ClassVar
 
-from millstream.protocol.delivery import changes
+from millstream.protocol.delivery.changes import (
+    Change,
+    Delayed,
+    Delivered,
+    Died,
+    Dropped,
+    Extended,
+    Moved,
+    Retried,
+    Returned,
+    Rewound,
+    Settled,
+    Started,
+    Steered,
+)
 from millstream.protocol.delivery.cursor_holds import Order
 from millstream.protocol.delivery.dead_letters import DeadLetters
 from millstream.protocol.delivery.messages import (
@@ -62,7 +76,7 @@ class Consumer(Pushed):
         self._order = Order()
         self._timers = Timers(self._is_void)
         self._letters = DeadLetters(state.dead, state.retried)
-        self._changes: list[changes.Change] = [changes.Started(run)]
+        self._changes: list[Change] = [Started(run)]
         for letter in state.retried.values():
             self._restore(self._add_retried(letter), state.facts.pop(letter.message.position, None))
         self._unread = Unread(state)
@@ -219,7 +233,7 @@ class Consumer(Pushed):
             delivered.append(Delivery(message, entry.deliveries, delivery, entry.failures))
         pending.end_answer(answer)
         self._timers.set(deadline, run, number)
-        self._changes.append(changes.Delivered(run, number, deadline, list(answer.flying)))
+        self._changes.append(Delivered(run, number, deadline, list(answer.flying)))
         return delivered
 
     # --- settling ----------------------------------------------------------------------------------------------------
@@ -239,7 +253,7 @@ class Consumer(Pushed):
                     self._drop_acked(delivery.position)
                     status = Status.ACKED
                 elif status is Status.ACKED and entry is None:  # it isn't offered again so far
-                    self._note_unread(changes.Settled((delivery.position,), 1, is_unread=True))
+                    self._note_unread(Settled((delivery.position,), 1, is_unread=True))
             if entry is not None and self._settle(entry):
                 count += 1
                 settled.append(entry.position)
@@ -248,7 +262,7 @@ class Consumer(Pushed):
             statuses.append(status)
         if settled:
             self.counters.acked += count
-            self._changes.append(changes.Settled(settled, count))
+            self._changes.append(Settled(settled, count))
         return statuses
 
     def nack(
@@ -278,7 +292,7 @@ class Consumer(Pushed):
                 status = Status.NACKED
                 if entry is None:
                     failed = (delivery.position,) if counts else ()
-                    self._note_unread(changes.Returned((delivery.position,), failed, until))
+                    self._note_unread(Returned((delivery.position,), failed, until))
                 elif not counts:
                     if entry.state is _IN_FLIGHT:
                         back.returned += self._come_back(entry)
@@ -287,7 +301,7 @@ class Consumer(Pushed):
                     if entry.state is _WAITING:
                         self._delay(entry, until)
                         if until and entry.position != delivery.position:  # a newer one replaced it
-                            self._changes.append(changes.Delayed((entry.position,), until))
+                            self._changes.append(Delayed((entry.position,), until))
             statuses.append(status)
         self._note_back(back)
         return statuses
@@ -307,7 +321,7 @@ class Consumer(Pushed):
             if status is Status.ACKED:
                 status = Status.EXTENDED
                 if entry is None:
-                    self._note_unread(changes.Extended(delivery.run, delivery.answer, deadline, (delivery.position,)))
+                    self._note_unread(Extended(delivery.run, delivery.answer, deadline, (delivery.position,)))
                 else:
                     answer = delivery[2:]
                     if entry.answer is not None:
@@ -323,9 +337,9 @@ class Consumer(Pushed):
         for (run, number), positions in extended.items():
             if (run, number) in self._pending.answers:
                 self._timers.set(deadline, run, number)
-            self._changes.append(changes.Extended(run, number, deadline, positions))
+            self._changes.append(Extended(run, number, deadline, positions))
         if held:
-            self._changes += [changes.Returned(held, ()), changes.Delayed(held, deadline)]
+            self._changes += [Returned(held, ()), Delayed(held, deadline)]
         return statuses
 
     def _find(self, delivery: DeliveryId) -> tuple[Status, Entry | None]:
@@ -342,7 +356,7 @@ class Consumer(Pushed):
             return Status.DEAD, None
         return (Status.ALREADY_ACKED if position <= self._last else self._unread.find(delivery)), None
 
-    def _note_unread(self, change: changes.Settled | changes.Returned | changes.Extended) -> None:
+    def _note_unread(self, change: Settled | Returned | Extended) -> None:
         """Note what happened to a message that the log wasn't read for so far."""
         self._unread.apply(change)
         self._changes.append(change)
@@ -353,7 +367,7 @@ class Consumer(Pushed):
         if entry.is_retried:
             del self._letters.retried[entry.message.id]
             self.counters.acked += 1
-            self._changes.append(changes.Dropped((entry.message.id,), 1))
+            self._changes.append(Dropped((entry.message.id,), 1))
             return False
         self._order.note_gone()
         return True
@@ -420,13 +434,13 @@ class Consumer(Pushed):
         if not entry.is_retried:
             self._order.note_gone()
         if entry.replaced:
-            self._changes.append(changes.Settled(entry.replaced, 0))
+            self._changes.append(Settled(entry.replaced, 0))
         self._letters.add(letter)
-        self._changes.append(changes.Died(letter))
+        self._changes.append(Died(letter))
 
     def _note_back(self, back: Back) -> None:
         if back.returned or back.failed:
-            self._changes.append(changes.Returned(back.returned, back.failed, back.until))
+            self._changes.append(Returned(back.returned, back.failed, back.until))
             back.returned, back.failed = [], []
 
     # --- waking ------------------------------------------------------------------------------------------------------
@@ -493,7 +507,7 @@ class Consumer(Pushed):
 
     def _steer(self, phase: Phase) -> None:
         self._phase = phase
-        self._changes.append(changes.Steered(phase))
+        self._changes.append(Steered(phase))
 
     def _begin_generation(self, cursor: int, end: int | None = None) -> None:
         held = self._pending.held
@@ -508,7 +522,7 @@ class Consumer(Pushed):
         known = State.begin(cursor)
         known.counters = self.counters
         self._unread = Unread(known)
-        self._changes.append(changes.Rewound(self._generation, cursor, end))
+        self._changes.append(Rewound(self._generation, cursor, end))
 
     # --- dead letters ------------------------------------------------------------------------------------------------
 
@@ -527,13 +541,11 @@ class Consumer(Pushed):
             id_, position = letter.message.id, letter.message.position
             is_read = position <= self._last or self._unread.is_settled(position)
             if not is_read or position in self._pending.entries or letter.is_overtaken:
-                self._changes.append(
-                    changes.Dropped((id_,))
-                )  # since a rewind, the log delivers it; or a newer one replaced it
+                self._changes.append(Dropped((id_,)))  # since a rewind, the log delivers it; or a newer one replaced it
             else:
                 letters.retried[id_] = letter
                 self._add_retried(letter)
-                self._changes.append(changes.Retried((id_,)))
+                self._changes.append(Retried((id_,)))
         return [(id_, found.pop(id_, None) is not None) for id_ in wanted]
 
     def adopt(self, letter: DeadLetter) -> None:
@@ -542,22 +554,20 @@ class Consumer(Pushed):
         A dead letter of its id is replaced. A message of its id that is being retried stays, and the letter isn't taken.
         """
         if letter.message.id not in self._letters.retried:
-            self._changes.append(changes.Died(self._letters.adopt(letter, self._generation)))
+            self._changes.append(Died(self._letters.adopt(letter, self._generation)))
 
     def drop(self, ids: Iterable[str] | None = None) -> list[tuple[str, bool]]:
         """Forget the dead letters of these ids, or all; return each id, and whether it was one."""
         known = [(id_, self._letters.remove(id_) is not None) for id_ in self._letters.wanted(ids)]
-        dropped = [id_ for id_, is_dead in known if is_dead]
-        if dropped:
-            self._changes.append(changes.Dropped(dropped))
+        if dropped := [id_ for id_, is_dead in known if is_dead]:
+            self._changes.append(Dropped(dropped))
         return known
 
     def _drop_acked(self, position: int) -> None:
-        id_ = self._letters.at(position, self._generation)
-        if id_ is not None:
+        if (id_ := self._letters.at(position, self._generation)) is not None:
             self._letters.remove(id_)
             self.counters.acked += 1
-            self._changes.append(changes.Dropped((id_,), 1))
+            self._changes.append(Dropped((id_,), 1))
 
     def _add_retried(self, letter: DeadLetter) -> Entry:
         entry = self._pending.add_retried(letter.message)
@@ -566,12 +576,12 @@ class Consumer(Pushed):
 
     # --- durable state -----------------------------------------------------------------------------------------------
 
-    def take_changes(self) -> list[changes.Change]:
+    def take_changes(self) -> list[Change]:
         """Return the changes since the last call, in order; `State.apply` takes them."""
         cursor = self.cursor
         if cursor != self._noted_cursor:
             self._noted_cursor = cursor
-            self._changes.append(changes.Moved(cursor))
+            self._changes.append(Moved(cursor))
         taken, self._changes = self._changes, []
         return taken
 

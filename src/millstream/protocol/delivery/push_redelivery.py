@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
-from millstream.protocol.delivery import changes
+from millstream.protocol.delivery.changes import Change, Delivered, Returned
 from millstream.protocol.delivery.messages import DeadLetter, DeliveryId, Status
 from millstream.protocol.delivery.pending import Pending
 from millstream.protocol.delivery.state import Counters
@@ -20,7 +20,7 @@ class Pushed(ABC):
     _generation: int
     _pending: Pending
     _timers: Timers
-    _changes: list[changes.Change]
+    _changes: list[Change]
 
     def redeliver(self, ids: Iterable[DeliveryId], now: int, ack_wait_ms: int) -> bool:
         """Count a failure and another delivery of messages in flight, which stay in flight under the same ids.
@@ -54,8 +54,8 @@ class Pushed(ABC):
             answers.setdefault((entry.answer.run, entry.answer.number), []).append(entry.position)
         for (run, number), positions in answers.items():
             self._timers.set(now + ack_wait_ms, run, number)
-            self._changes.append(changes.Returned((), positions))
-            self._changes.append(changes.Delivered(run, number, now + ack_wait_ms, positions))
+            self._changes.append(Returned((), positions))
+            self._changes.append(Delivered(run, number, now + ack_wait_ms, positions))
         return True
 
     def bury(self, ids: Iterable[DeliveryId], now: int, *, error: str) -> None:
