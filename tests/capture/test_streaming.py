@@ -86,26 +86,39 @@ def test_nothing_is_confirmed_that_is_not_durable(stage: Stage) -> None:
     running.stop()
 
 
-@pytest.mark.parametrize("leads", [True, False])
-def test_a_position_of_keepalives_is_confirmed_at_the_end_by_a_leader_alone(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, leads: bool
+@pytest.mark.parametrize("is_shipped", [False, True])
+def test_a_position_of_keepalives_is_confirmed_once_other_nodes_know_it(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, is_shipped: bool
 ) -> None:
     """The log doesn't carry such a position. A new leader would find the slot above everything that it knows."""
-    monkeypatch.setattr("millstream.capture.stream.slot_confirmation.STORE_EVERY_S", 3600.0)
+    monkeypatch.setattr("millstream.capture.stream.slot_confirmation.STORE_EVERY_S", 0.0)
     stage.sql(ORDERS)
     stage.catch_up()
+    stage.config = replace(stage.config, shipped_within_s=3600.0 if is_shipped else 0.0, status_s=0.1)
     seen: list[CaptureProgress] = []
-    running = stage.start(leads=lambda: leads, on_progress=seen.append)
+    running = stage.start(on_progress=seen.append)
     stage.sql("INSERT INTO orders VALUES (1, 'one', 1, now())")
     wait_until(lambda: stream_positions(stage), "the log has the row")
-    in_log = max(stage.log.reached().values())
     stage.sql("SELECT pg_current_xact_id()")  # WAL without a change of ours
-    wait_until(lambda: seen and seen[-1].durable > in_log, "a keepalive moves the position")
-    running.stop()
-    if leads:
-        assert stage.slot_confirmed() >= seen[-1].durable
-    else:
-        assert stage.slot_confirmed() <= max(stage.log.reached().values())
+    wait_until(lambda: seen and seen[-1].durable > in_log(stage), "a keepalive moves the position")
+    wait_until(lambda: known(stage) > in_log(stage), "it is stored")
+    reached = running.stop().reached
+    assert known(stage) == reached
+    assert (stage.slot_confirmed() <= in_log(stage)) == is_shipped
+
+    stage.config = replace(stage.config, shipped_within_s=0.1)
+    again = stage.start()
+    wait_until(lambda: stage.slot_confirmed() >= reached, "it is confirmed in the end")
+    again.stop()
+
+
+def in_log(stage: Stage) -> int:
+    return max(stage.log.reached().values())
+
+
+def known(stage: Stage) -> int:
+    stream = stage.catalog.stream("shop").id
+    return stage.catalog.reached(stage.catalog.sources(stream)[0].id)
 
 
 def test_a_restart_goes_on_exactly_where_the_log_stands(stage: Stage) -> None:

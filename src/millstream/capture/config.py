@@ -69,6 +69,7 @@ class CaptureConfig:
         give_up_s: how long `until_caught_up` goes on without a connection, or on a full disk.
         others_s: how long an ending session waits until other machines have its durable operations, if the stream asks
             for that.
+        shipped_within_s: time in which copies of the catalog come to the stream's other nodes; 0 if there are none.
         plain_turns: how often a table without a key is read without holding the stream: enough for one that is written to
             now and then.
         free_patience_s: how long to wait for a snapshot while nothing waits for it; then it is requested again.
@@ -106,6 +107,7 @@ class CaptureConfig:
     status_s: float = 10.0
     give_up_s: float = 120.0
     others_s: float = 5.0
+    shipped_within_s: float = 0.0
     plain_turns: int = 2
     free_patience_s: float = 120.0
     held_patience_s: float = 2.0

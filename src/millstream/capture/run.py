@@ -89,7 +89,6 @@ def run_capture(
     on_progress: Callable[[CaptureProgress], None] | None = None,
     on_wait: Callable[[MillstreamError], None] | None = None,
     clock: Clock | None = None,
-    leads: Callable[[], bool] = lambda: True,
 ) -> CaptureOutcome:
     """Capture until `stop` is set, or until everything that the source had committed at the call is durable.
 
@@ -102,7 +101,6 @@ def run_capture(
         on_progress: called about once a second, on this thread.
         on_wait: called with the error, on this thread, before each wait for another attempt.
         clock: for waiting between attempts; real time by default.
-        leads: returns whether this node leads the stream. If it doesn't at the end, the slot is confirmed no further.
 
     Returns:
         How it ended, with the tables that were quarantined, which isn't an error.
@@ -111,7 +109,7 @@ def run_capture(
         MillstreamError: an error that a retry can't mend: the first connection failed, the slot is lost, the log is
             closed … After a broken connection or a full disk, capture waits and retries.
     """
-    return _Capture(config, catalog, log, stop, until_caught_up, on_progress, on_wait, clock, leads).run()
+    return _Capture(config, catalog, log, stop, until_caught_up, on_progress, on_wait, clock).run()
 
 
 @dataclass(slots=True)
@@ -138,7 +136,6 @@ class _Capture:
         on_progress: Callable[[CaptureProgress], None] | None,
         on_wait: Callable[[MillstreamError], None] | None,
         clock: Clock | None,
-        leads: Callable[[], bool],
     ) -> None:
         self._config = config
         self._catalog = catalog
@@ -146,7 +143,7 @@ class _Capture:
         self._stop = stop
         self._until_caught_up = until_caught_up
         self._on_progress, self._on_wait = on_progress, on_wait or (lambda _: None)
-        self._clock, self._leads = clock, leads
+        self._clock = clock
         self._stream: StreamId = catalog.stream(config.stream).id
         self._scope = f"capture/{self._stream}"
         self._rules = ColumnRules(catalog, self._stream, config.rules)
@@ -286,7 +283,7 @@ class _Capture:
             stack.callback(wire.close)  # in case no receiver comes to own it
             timeout_ms = sender_timeout_ms(control)
             settling = self._log.settled()
-            confirmed = reached if settling is None or slot is None else min(slot.confirmed, reached)
+            confirmed = reached if slot is None else min(slot.confirmed, reached)
             status_s = config.status_s if timeout_ms == 0 else min(config.status_s, timeout_ms / 4000)
             receiver = Receiver(
                 wire,
@@ -308,6 +305,7 @@ class _Capture:
                 reached=reached,
                 settling=None if slot is None else settling,
                 confirmed=confirmed,
+                shipped_within_s=config.shipped_within_s,
                 copies=copies,
                 hold=hold,
                 before_each=before_each,
@@ -368,8 +366,7 @@ class _Capture:
             self._drain(applier)
             final = None
             if not failed:
-                if self._leads():  # else the new leader has another catalog, and would find the slot above its position
-                    applier.store_position()
+                applier.store_position()
                 final = applier.confirmed
             receiver.stop(final=final)
             assert applier.durable >= begun
@@ -414,7 +411,7 @@ class _Capture:
         if session.tables.waits_for_look() or not session.copies.all_done:
             return False
         applier.store_position()
-        return applier.confirmed >= self._target
+        return applier.stored >= self._target
 
     # --- before streaming --------------------------------------------------------------------------------------
 
@@ -584,10 +581,8 @@ class _Capture:
         self._tell(session)
         self._records += session.applier.records
         return CaptureOutcome(
-            reached=session.applier.confirmed,
-            caught_up=self._target is not None
-            and session.applier.confirmed >= self._target
-            and not self._stop.is_set(),
+            reached=session.applier.stored,
+            caught_up=self._target is not None and session.applier.stored >= self._target and not self._stop.is_set(),
             tables=tuple(name for name, _ in named),
             paused=tuple(name for name, row in named if row.state in UNFINISHED and row.id in paused),
             copies_held={name: row.reason for name, row in named if row.is_copy_held},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from millstream.config.quantities import size_bytes
 from millstream.errors import ConfigError, LakeError, MillstreamError
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from millstream.spark.session import SparkOptions
     from millstream.wal.writing.writer import LogOptions
 
+_SHIPPED_WITHIN_S: Final = 3.0
+"""Time in which the catalog's copies, of which one is made each second, come to other nodes."""
+
 
 def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: ShardId = FIRST_SHARD) -> CaptureConfig:
     """Return capture's parameters; `first_shard` is the writer's. `ConfigError` for a stream without a source."""
@@ -48,6 +51,8 @@ def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: 
             f"stream {name} captures nothing: it has what applications append",
             hint=f"Configure a source, [streams.{name}.source], or name another stream.",
         )
+    replication = home.config.replication
+    is_shipped = bool(replication.nodes) or replication.object_store is not None
     return CaptureConfig(
         stream=name,
         dsn=source.dsn,
@@ -63,6 +68,7 @@ def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: 
         copy_again_above=size_bytes(source.copy_again_above),
         buffer_bytes_max=size_bytes(source.memory),
         heartbeat_s=duration_s(source.heartbeat_interval),
+        shipped_within_s=_SHIPPED_WITHIN_S if is_shipped else 0.0,
         catch_up=CatchUpMode(source.catch_up),
         failover=source.failover,
         origin=source.origin,

@@ -350,7 +350,6 @@ class OwnedStream:
                 logger.warning(
                     "older values are kept", code="raw_values_kept", table=raw["table"], reason=until_words(raw)
                 )
-        roles = Roles(self.home)
         return run_capture(
             capture_config(self.home, self.name, self.config, first_shard=writer.first_shard),
             self.catalog,
@@ -359,7 +358,6 @@ class OwnedStream:
             until_caught_up=until_caught_up,
             on_progress=on_progress,
             on_wait=self._waits,
-            leads=lambda: roles.leads_surely(self.name),
         )
 
 

@@ -78,7 +78,8 @@ class Applier:
         reached: X; transactions that end at or below it are dropped whole.
         settling: done once the log up to there is held as its stream asks; nothing more is confirmed before. None: it
             is.
-        confirmed: position already reported to the source, for a log that is settling.
+        confirmed: position that the source has, at or below X.
+        shipped_within_s: time in which copies of the catalog come to other nodes; 0 if there are none.
         copies: the table copy.
         hold: the barrier, if the stream has one.
         before_each: called before an item is looked at; if it raises, the item is left out, and the session ends.
@@ -95,7 +96,8 @@ class Applier:
         *,
         reached: Lsn,
         settling: Future[Ack] | None = None,
-        confirmed: Lsn | None = None,
+        confirmed: Lsn,
+        shipped_within_s: float,
         copies: CopySink,
         hold: StreamBarrier,
         before_each: Callable[[], None] = lambda: None,
@@ -120,8 +122,15 @@ class Applier:
         """The end of the last operation of the stream that was submitted: later operations enter the log only after
         it."""
         # Everything up to here is in the log: the log reported so, or there was nothing of ours.
-        durable = reached if settling is None or confirmed is None else confirmed
-        self._slot = SlotConfirmation(receiver, catalog, directory.source, durable)
+        durable = reached if settling is None else confirmed
+        self._slot = SlotConfirmation(
+            receiver,
+            catalog,
+            directory.source,
+            durable=durable,
+            confirmed=confirmed,
+            shipped_within_s=shipped_within_s,
+        )
         self.passed = reached
         self.records = 0
         copies.passed(reached)
@@ -140,9 +149,14 @@ class Applier:
         return self._slot.durable
 
     @property
-    def confirmed(self) -> Lsn:
-        """The position that may be reported to the source: durable, and known after a restart."""
+    def stored(self) -> Lsn:
+        """The LSN up to which everything is durable, and which a restart finds."""
         return self._slot.stored
+
+    @property
+    def confirmed(self) -> Lsn:
+        """The position that may be reported to the source."""
+        return self._slot.confirmed
 
     @property
     def idle(self) -> bool:

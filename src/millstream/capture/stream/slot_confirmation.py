@@ -6,7 +6,9 @@ confirmed only once nothing below it is needed again:
 - *durable*: everything below is in the log, or there was nothing of ours below it.
 - *stored*: a restart finds the position. An operation of the log carries its own; a position that only keepalives
   moved is stored in the catalog, at intervals.
-- *confirmed*: a stored position that was given to the receiver, which reports it with its next status.
+- *confirmed*: a stored position that was given to the receiver, which reports it with its next status. Where other
+  nodes receive the log, a position that the catalog alone has waits until its copies have come to them: a node that
+  was promoted with an older copy would find the slot above everything that it knows.
 """
 
 from __future__ import annotations
@@ -34,44 +36,66 @@ class SlotConfirmation:
         catalog: stores positions that no operation carries.
         source: the source whose slot this is.
         durable: the position with which the stream begins; it is stored.
+        confirmed: the position that the source already has.
+        shipped_within_s: time in which copies of the catalog come to other nodes; 0 if there are none.
     """
 
-    def __init__(self, receiver: Receiver, catalog: Catalog, source: SourceId, durable: Lsn) -> None:
+    def __init__(
+        self,
+        receiver: Receiver,
+        catalog: Catalog,
+        source: SourceId,
+        *,
+        durable: Lsn,
+        confirmed: Lsn,
+        shipped_within_s: float,
+    ) -> None:
         self._receiver = receiver
         self._catalog = catalog
         self._source = source
+        self._shipped_within_s = shipped_within_s
         self._stored_at = time.monotonic()
         self.durable = durable
         """The LSN up to which every commit is durable in the log."""
         self.stored = durable
-        """The position that may be reported to the source: durable, and known after a restart."""
+        """The position that a restart finds."""
+        self.confirmed = confirmed
+        """The position that may be reported to the source."""
 
     def note_durable(self, end: Lsn, *, in_log: bool) -> None:
         """Note that everything up to `end` is durable; `in_log` if an operation of the log carries that position."""
         if in_log:
             self.stored = max(self.stored, end)
+            self.confirmed = max(self.confirmed, end)
         self.durable = max(self.durable, end)
 
     def confirm(self) -> None:
-        """Report the stored position to the source, with the next status."""
+        """Report the confirmed position to the source, with the next status."""
         hit("capture.before_confirm")
-        self._receiver.confirm(self.stored)
+        self._receiver.confirm(self.confirmed)
 
     def store_if_due(self) -> None:
-        """Store a durable position that no operation carries, if that is due; then confirm it."""
-        if self.durable > self.stored and (
-            time.monotonic() - self._stored_at >= STORE_EVERY_S or self.durable - self.stored >= STORE_BYTES
+        """Store a durable position that no operation carries, if that is due; confirm it once other nodes know it."""
+        if self.confirmed == self.stored < self.durable and (
+            self._stored_for_s() >= STORE_EVERY_S or self.durable - self.stored >= STORE_BYTES
         ):
             self._store()
+        if self.confirmed < self.stored and self._stored_for_s() >= self._shipped_within_s:
+            self.confirmed = self.stored
+            self._receiver.confirm(self.confirmed)
 
     def store_now(self) -> None:
-        """Store the durable position, and report it to the source at once."""
-        if self.durable > self.stored:
+        """Store the durable position, and report to the source at once what is confirmed."""
+        if self.stored < self.durable:
             self._store()
-        self._receiver.confirm(self.stored, now=True)
+        if not self._shipped_within_s:
+            self.confirmed = self.stored
+        self._receiver.confirm(self.confirmed, now=True)
 
     def _store(self) -> None:
         self._catalog.move_reached(self._source, self.durable)
         self._stored_at = time.monotonic()
         self.stored = self.durable
-        self._receiver.confirm(self.stored)
+
+    def _stored_for_s(self) -> float:
+        return time.monotonic() - self._stored_at
