@@ -54,7 +54,7 @@ def test_every_code_documents_itself() -> None:
 
 
 def test_a_code_s_own_hint_and_retry_stand_in() -> None:
-    slot = errors_module.NoFreeSlot("none")
+    slot = errors_module.SourceError("none", code="no_free_slot")
     assert (slot.code, "drop an unused slot" in slot.hint) == ("no_free_slot", True)
     dsn = errors_module.SourceError("it isn't one", code="wal_level_not_logical")
     assert ("ALTER SYSTEM" in dsn.hint, dsn.retry, type(dsn).retry) == (True, Retry.OPERATOR, Retry.OPERATOR)

@@ -127,7 +127,7 @@ class SeqReservations(Protocol):
 class SequenceStore(Protocol):
     """The state that several writers of one stream share: `protocol.sequencer.Ledger`, with its own clock and leases.
 
-    Each call is one atomic, durable step. If a call raises `CatalogBusy` or `CatalogError`, its
+    Each call is one atomic, durable step. If a call raises `CatalogError`, its
     outcome is unknown: the step may have been executed, or may be executed later.
 
     Raises (from the steps):
@@ -142,7 +142,7 @@ class SequenceStore(Protocol):
         """
 
     def take_over(self, writer: WriterId) -> Registration:
-        """Fence a writer whose lease has expired, to recover its log. Raises `WriterAlive` if it hasn't."""
+        """Fence a writer whose lease has expired, to recover its log. Raises `SequencingError` (`writer_alive`) if it hasn't."""
 
     def recovered(self, writer: WriterId, epoch: Epoch) -> Drawn:
         """Report that the writer's log is recovered, and return an empty range that its numbers begin behind.
@@ -171,7 +171,7 @@ class SequenceStore(Protocol):
         """Record that nothing of the writer is undecided."""
 
     def forget(self, writer: WriterId) -> None:
-        """Give up what a dead writer left undecided. Raises `WriterAlive` while its lease runs."""
+        """Give up what a dead writer left undecided. Raises `SequencingError` (`writer_alive`) while its lease runs."""
 
     def view(self) -> LedgerView:
         """Return the positions of all writers."""
@@ -309,7 +309,7 @@ class BufferWriting(Protocol):
         Raises (or ends the future with):
             WriteBufferError (`unknown_buffer_shard`): there is no such shard; nothing was stored.
             Overloaded: too much is in flight; nothing was stored.
-            RowsTooLarge: the buffer takes no operation of that size; nothing was stored.
+            IngestError (`rows_too_large`): the buffer takes no operation of that size; nothing was stored.
             BufferUnavailable, BufferRefused, BufferMissing: nothing was stored.
             BufferOutcomeUnknown: the operation was sent, and no answer came in time; it may or may not be stored.
             WriterClosed: the buffer was closed; nothing was stored.
@@ -361,7 +361,7 @@ class ShardReader(Protocol):
         Raises:
             BufferedOpUndecodable: the next item holds no operation. The position is behind it: the next call continues.
             BufferOffsetGone: the item at the position was dropped. Raised once.
-            BufferTruncated, WriteBufferError (`buffer_replaced`): the buffer ends before the position, or was created again. Raised always.
+            WriteBufferError (`buffer_truncated`), WriteBufferError (`buffer_replaced`): the buffer ends before the position, or was created again. Raised always.
             BufferUnavailable: the server can't be asked; the position is unchanged.
             BufferMissing, BufferRefused: likewise, until an operator acts.
         """
@@ -370,7 +370,7 @@ class ShardReader(Protocol):
         """Read from that offset on. If the offset is gone, the next `read` raises.
 
         Raises:
-            BufferSeekBeyondEnd: the offset lies past `end_offset()`; the reader's position is unchanged.
+            WriteBufferError (`buffer_seek_beyond_end`): the offset lies past `end_offset()`; the reader's position is unchanged.
             BufferUnavailable: as `read`.
         """
 
@@ -479,7 +479,7 @@ class LeaderLink(Protocol):
         Raises:
             LinkLost: the link broke.
             ShipmentUnreadable: the received bytes are damaged; the link is no longer usable.
-            Fenced, OtherStream, FollowerBehindRetention, AccessError …: the leader's reason to refuse the follower.
+            Fenced, ReplicationError (`other_stream`), FollowerBehindRetention, AccessError …: the leader's reason to refuse the follower.
         """
 
     def send(self, word: Acknowledgement | Hello | MillstreamError) -> None:
@@ -501,7 +501,7 @@ class Transport(Protocol):
     def accept(self, timeout_s: float) -> FollowerLink | None:
         """Return the next follower's link, at the leader; None if none came in time.
 
-        An object store raises `StoreUnavailable`, `StoreUnusable`.
+        An object store raises `StoreUnavailable`.
         """
 
     def connect(self, hello: Hello, timeout_s: float) -> LeaderLink:

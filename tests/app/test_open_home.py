@@ -12,7 +12,7 @@ from tests.app.homes import run
 from tests.commands import Command
 
 import millstream
-from millstream.errors import InvalidToken, TokenFromFuture, UnknownStream, UnknownTable, UsageError
+from millstream.errors import PositionError, TokenFromFuture, UnknownStream, UnknownTable, UsageError
 from millstream.home.home import Home
 from millstream.model.ids import ShardId
 from millstream.testing.errors import coded
@@ -65,7 +65,7 @@ def test_a_home_gives_records_between_tokens(home: Path) -> None:
             opened.token("clicks")
         with pytest.raises(UnknownTable):
             list(opened.read("shop", table="public.nothing"))
-        with pytest.raises(InvalidToken):
+        with pytest.raises(PositionError, check=coded("invalid_token")):
             list(opened.read("shop", after="00000000.s1"))
 
 

@@ -18,7 +18,7 @@ from millstream import open as millstream_open
 from millstream.app.rebuild import await_outcome, rebuild_table, replay_table
 from millstream.app.status import held_scope
 from millstream.catalog.rebuilds import RebuildRequest, Rebuilds
-from millstream.errors import BeyondRetention, HomeBusy, LakeBehind, LakeError, UnknownTable, UsageError
+from millstream.errors import HomeBusy, LakeBehind, LakeError, PositionError, UnknownTable, UsageError
 from millstream.home.home import Home
 from millstream.model.ids import StreamId, TableId
 from millstream.testing.errors import coded
@@ -100,7 +100,10 @@ def test_a_damaged_history_sends_to_the_source_and_begins_anew_there(
     assert rows(home) == {n: note for n, note in EXPECTED.items() if n != 7}
     with pytest.raises(LakeError, check=coded("lake_history_lost"), match="have been dropped"):
         rebuild_table(home.home, "public.items")
-    with millstream_open(home.home.path) as opened, pytest.raises(BeyondRetention, match=str(newest)) as caught:
+    with (
+        millstream_open(home.home.path) as opened,
+        pytest.raises(PositionError, check=coded("beyond_retention"), match=str(newest)) as caught,
+    ):
         opened.query("FROM public.items", as_of=f"{newest.stream}.s{newest.minimum - 1}")
     assert "restarted the history" in caught.value.hint
     assert "history_retention" not in caught.value.hint

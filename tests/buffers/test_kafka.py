@@ -14,10 +14,11 @@ from tests.app.homes import wait_for
 from tests.buffers.kills import survive
 
 from millstream.buffers.kafka import KafkaBuffer, KafkaOptions
-from millstream.errors import BufferMissing, BufferOutcomeUnknown, BufferUnavailable, Overloaded, RowsTooLarge
+from millstream.errors import BufferMissing, BufferOutcomeUnknown, BufferUnavailable, IngestError, Overloaded
 from millstream.model.buffered_operations import BufferedOp, BufferOffset
 from millstream.model.ids import ShardId
 from millstream.ports import ShardReader
+from millstream.testing.errors import coded
 from millstream.testing.kafka import EmbeddedKafka
 from millstream.testing.write_buffer import NORTH, WriteBufferConformance, application_op, next_op, texts_of
 
@@ -155,7 +156,7 @@ def test_what_the_topic_does_not_take_is_refused_and_others_go_on(kafka_server: 
         kafka_server.servers, topic, create_shards=1, topic_options={"max.message.bytes": "100000"}, timeout_s=60
     )
     with KafkaBuffer(options) as buffer:
-        with pytest.raises(RowsTooLarge):
+        with pytest.raises(IngestError, check=coded("rows_too_large")):
             buffer.append(NORTH, application_op(texts=[f"{number:x}" for number in range(200_000)]))
         buffer.append(NORTH, application_op(texts=["fine"]))
         assert texts_of(next_op(buffer.reader(NORTH))) == ["fine"]

@@ -19,7 +19,7 @@ from tests.capture.test_timelines import Servers, copy_slot, make_servers
 
 from millstream.app.table_requests import copy_table
 from millstream.catalog import TableState
-from millstream.errors import PublicationMissing, SourceError
+from millstream.errors import SourceError
 from millstream.testing.postgres import EmbeddedPostgres
 from millstream.testing.standby import promote, wait_for_replay
 
@@ -187,7 +187,7 @@ def test_publications_are_made_at_the_primary(tmp_path: Path) -> None:
         wait_for_replay(servers.primary, standby)
         servers.point_at(standby)
         error = servers.refused()
-        assert isinstance(error, PublicationMissing)
+        assert error.code == "publication_missing"
         assert "at the primary" in error.hint
         on_primary(servers, error.details["sql"])
         wait_for_replay(servers.primary, standby)

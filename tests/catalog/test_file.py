@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.catalog import Catalog
-from millstream.errors import CatalogBusy, CatalogError, CatalogReplaced, DiskFull
+from millstream.errors import CatalogError, DiskFull
 from millstream.model.positions import Lsn, Seq
+from millstream.testing.errors import coded
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def test_a_lock_that_is_held_too_long_is_catalog_busy(tmp_path: Path) -> None:
     catalog = Catalog(path, busy_timeout_s=0.05)
     holder = sqlite3.connect(path, isolation_level=None)
     holder.execute("BEGIN IMMEDIATE")
-    with pytest.raises(CatalogBusy):
+    with pytest.raises(CatalogError, check=coded("catalog_busy")):
         catalog.resolve_stream("shop")
     holder.execute("ROLLBACK")
     assert catalog.resolve_stream("shop")
@@ -107,7 +108,9 @@ def test_files_that_are_removed_or_replaced_under_an_open_catalog_are_noticed(
         if is_replaced:
             file.write_bytes(kept)
         for call in (lambda: catalog.resolve_stream("web"), catalog.streams, catalog.database.check_files):
-            with pytest.raises(CatalogReplaced, match="replaced by another" if is_replaced else "removed") as caught:
+            with pytest.raises(
+                CatalogError, check=coded("catalog_replaced"), match="replaced by another" if is_replaced else "removed"
+            ) as caught:
                 call()
             assert caught.value.details["file"] == str(file)
         (tmp_path / "elsewhere").rename(file)
@@ -123,7 +126,7 @@ def test_a_commit_to_a_file_that_was_removed_meanwhile_is_not_acknowledged(tmp_p
                 connection.exec_driver_sql("UPDATE streams SET epoch = 7")
                 (tmp_path / "catalog.db-wal").unlink()
 
-        with pytest.raises(CatalogReplaced, match="-wal was removed"):
+        with pytest.raises(CatalogError, check=coded("catalog_replaced"), match="-wal was removed"):
             commit()
 
 

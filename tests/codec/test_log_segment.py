@@ -25,9 +25,10 @@ from millstream.codec.log_segment import (
     SegmentHeader,
     SegmentTotals,
 )
-from millstream.errors import CodecError, CorruptFrame, LogError, TruncatedFrame
+from millstream.errors import CodecError, CorruptFrame, LogError
 from millstream.model.ids import Epoch, GroupNumber, RegionId, SchemaVersion, ShardId, StreamId, TableId
 from millstream.model.positions import Offset, Seq
+from millstream.testing.errors import coded
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 LATER_DIRECTORY = Directory(DIRECTORY.operations, DIRECTORY.batches.append(pa.field("origin", pa.string())))
@@ -109,7 +110,7 @@ def test_a_header_with_a_flipped_byte_is_a_typed_error(header: SegmentHeader, at
 
 @given(headers, st.integers(0, SEGMENT_HEADER_SIZE - 1))
 def test_a_header_cut_short_is_truncated(header: SegmentHeader, length: int) -> None:
-    with pytest.raises(TruncatedFrame):
+    with pytest.raises(CorruptFrame, check=coded("truncated_frame")):
         SegmentHeader.decode(header.encode()[:length])
 
 

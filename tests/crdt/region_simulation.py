@@ -40,7 +40,7 @@ from tests.seeds import Violation, main
 
 from millstream.crdt.hlc import HLC
 from millstream.crdt.reconcile import Missing, ReconciliationEngine, RegionState, Vector, behind
-from millstream.errors import LostTailMerged, ReplicationError
+from millstream.errors import ReplicationError
 from millstream.model.ids import Epoch, GroupNumber, RegionId
 from millstream.model.positions import Seq
 from millstream.model.replication import NodeName
@@ -193,7 +193,9 @@ class Site:
         table = self.table((lambda: None) if is_still else world.meanwhile)
         try:
             state = table.merged_state()
-        except LostTailMerged as error:
+        except ReplicationError as error:
+            if error.code != "lost_tail_merged":
+                raise
             self._check_refused(error, before)
             return
         if cuts != self.cuts:
@@ -221,7 +223,7 @@ class Site:
                 f"site {self.region.number} has merged something else than its logs say: {self.world.difference(state, said)}"
             )
 
-    def _check_refused(self, error: LostTailMerged, before: RegionState | None) -> None:
+    def _check_refused(self, error: ReplicationError, before: RegionState | None) -> None:
         number = error.details["region"]
         world = self.world
         world.count("refused")

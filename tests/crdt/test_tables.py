@@ -18,7 +18,7 @@ from millstream.crdt.declared import ColumnMerge, MergeKind, TableMerge, union_o
 from millstream.crdt.lattice import StateKind, opened, seal
 from millstream.crdt.reconcile import HeardEnd, MergePlan, ReconciliationEngine, RegionState
 from millstream.crdt.row_merge import fold, lift, merged, state_schema
-from millstream.errors import InvalidValue, MergeStateUnreadable, OtherStream, ReplicationError, UsageError
+from millstream.errors import InvalidValue, MergeStateUnreadable, ReplicationError, UsageError
 from millstream.model.ids import Epoch, GroupNumber, RegionId
 from millstream.model.positions import Seq
 from millstream.testing.errors import coded
@@ -266,7 +266,7 @@ def test_a_state_of_before_ends_were_noted_is_read_and_ends_that_make_no_sense_a
 def test_a_region_whose_log_was_made_anew_is_told_from_the_one_before() -> None:
     state = posts(1, {"id": 1, "part": "a"})
     other = RegionState(state.rows, {RegionId(1): token_of(7, 3)})
-    with pytest.raises(OtherStream, match="region 1"):
+    with pytest.raises(ReplicationError, check=coded("other_stream"), match="region 1"):
         ENGINE.plan(state, other)
 
 

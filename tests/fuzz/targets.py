@@ -59,12 +59,11 @@ from millstream.config.quantities import size_bytes
 from millstream.errors import (
     CorruptFrame,
     HttpError,
-    InvalidToken,
+    IngestError,
     InvalidValue,
     MillstreamError,
     PositionError,
     ProtocolViolation,
-    RowsTooLarge,
     ShipmentUnreadable,
     TableUndecodable,
     UnsupportedFormat,
@@ -510,7 +509,7 @@ def _decode_position(data: bytes) -> None:
         try:
             found = parse(text)
             assert not isinstance(found, StreamToken) or StreamToken.parse(str(found)) == found
-        except (InvalidToken, InvalidValue, PositionError, UsageError):
+        except (PositionError, InvalidValue, UsageError):
             continue
     for parse in (duration_s, lambda t: size_bytes(t, whole=100)):
         try:
@@ -613,11 +612,11 @@ def _body_seeds() -> list[bytes]:
 def _decode_body(data: bytes) -> None:
     """Decode a request's body, as each content type that a request may name."""
     for decode in (rows_of_lines, rows_of_json):
-        with suppress(HttpError, InvalidValue, RowsTooLarge):
+        with suppress(HttpError, InvalidValue, IngestError):
             columns_of(decode(data)).validate(full=True)
-        with suppress(HttpError, InvalidValue, RowsTooLarge):
+        with suppress(HttpError, InvalidValue, IngestError):
             valid_columns_of(decode(data))
-    with suppress(HttpError, InvalidValue, RowsTooLarge):
+    with suppress(HttpError, InvalidValue, IngestError):
         rows_of_arrow(data).to_pylist()
 
 

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.errors import InvalidValue, MillstreamError, RowsTooLarge
+from millstream.errors import IngestError, InvalidValue, MillstreamError
 from millstream.ingest.arrow_stream_decoding import rows_of_arrow, written_bytes
 from millstream.ingest.nested import is_countable, pieces, python_bytes, values_in
 from millstream.ingest.rows_to_arrow import table_of
+from millstream.testing.errors import code_of, coded
 
 ROWS = 10_000
 BODY_BYTES_MAX = 180_000
@@ -129,7 +130,7 @@ def test_nested_types_that_use_a_value_many_times_are_refused(what: str) -> None
 def test_a_small_body_takes_some_tens_of_megabytes_at_most(what: str) -> None:
     body = body_of(MANY[what])
     assert len(body) < BODY_BYTES_MAX
-    with measured(MEMORY_MAX), pytest.raises(RowsTooLarge):
+    with measured(MEMORY_MAX), pytest.raises(IngestError, check=coded("rows_too_large")):
         rows_of_arrow(body)
 
 
@@ -139,7 +140,10 @@ def test_columns_that_are_within_bounds_one_by_one_are_counted_together() -> Non
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as out:
         out.write_table(table)
-    with measured(MEMORY_MAX), pytest.raises(RowsTooLarge, match="its columns, written out"):
+    with (
+        measured(MEMORY_MAX),
+        pytest.raises(IngestError, check=coded("rows_too_large"), match="its columns, written out"),
+    ):
         rows_of_arrow(bytes(sink.getvalue()))
     assert rows_of_arrow(body_of(shared)).num_rows == ROWS
 
@@ -226,4 +230,4 @@ def test_what_a_call_writes_as_text_is_bounded_over_its_columns() -> None:
     assert table.nbytes > 60 << 20
     with pytest.raises(MillstreamError) as caught:
         table_of(table)
-    assert isinstance(caught.value, RowsTooLarge)
+    assert code_of(caught.value) == "rows_too_large"

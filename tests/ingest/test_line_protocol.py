@@ -12,9 +12,10 @@ import pyarrow as pa
 import pytest
 from tests.codec.line_samples import NOW_NS, same
 
-from millstream.errors import RowsTooLarge, UsageError
+from millstream.errors import IngestError, UsageError
 from millstream.ingest.line_protocol import NAMES_MAX, PRECISIONS, Lines, bytes_max_of, tables_of_lines, warm
 from millstream.ingest.rows_to_arrow import ROWS_BYTES_MAX, table_of
+from millstream.testing.errors import coded
 
 LONGEST = "n" * 255
 
@@ -326,9 +327,9 @@ def test_bounds_on_the_whole_refuse_it():
     limits = {"precision": "ns", "now_ns": 0}
     assert len(tables_of_lines(body, rows_bytes_max=size, tables_max=3, **limits).tables) == 3  # type: ignore[arg-type]
     for bounds in ({"rows_bytes_max": size - 1}, {"rows_bytes_max": 9 * 8 * 4 - 1}, {"tables_max": 2}):
-        with pytest.raises(RowsTooLarge):
+        with pytest.raises(IngestError, check=coded("rows_too_large")):
             tables_of_lines(body, **bounds, **limits)  # type: ignore[arg-type]
-    with pytest.raises(RowsTooLarge, match="names"):
+    with pytest.raises(IngestError, check=coded("rows_too_large"), match="names"):
         tables_of_lines(b"".join(b"m f%d=1\n" % n for n in range(NAMES_MAX + 1)), **limits)  # type: ignore[arg-type]
 
 
@@ -340,10 +341,10 @@ def test_many_names_in_one_body():
 
 def test_memory_follows_the_values_and_not_the_shapes_of_lines():
     body = b"".join(b"m " + b",".join(b"f%d_%d=t" % (n % 7, k) for k in range(200)) + b"\n" for n in range(5000))
-    with pytest.raises(RowsTooLarge, match="rows' bytes"):
+    with pytest.raises(IngestError, check=coded("rows_too_large"), match="rows' bytes"):
         tables_of_lines(body, precision="ns", now_ns=0, rows_bytes_max=32 << 20)
     sparse = b"".join(b"m f%d=t\n" % n for n in range(1500)) * 2
-    with pytest.raises(RowsTooLarge, match="rows' bytes"):
+    with pytest.raises(IngestError, check=coded("rows_too_large"), match="rows' bytes"):
         tables_of_lines(sparse, precision="ns", now_ns=0)
     assert bytes_max_of(len(sparse)) < 3000 * 1501 * 8 < ROWS_BYTES_MAX
     assert bytes_max_of(10 << 20) == ROWS_BYTES_MAX

@@ -16,11 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.errors import InvalidValue, RowsTooLarge
+from millstream.errors import IngestError, InvalidValue
 from millstream.ingest.log_types import log_type
 from millstream.ingest.rows_to_arrow import COLUMNS_MAX, ROWS_BYTES_MAX, table_of
 from millstream.model.names import NAME_BYTES_MAX
 from millstream.model.records import INSTANT
+from millstream.testing.errors import coded
 
 VIENNA = dt.timezone(dt.timedelta(hours=1))
 NAIVE = dt.datetime(2024, 1, 1, 5)  # noqa: DTZ001
@@ -176,14 +177,14 @@ def test_frames_of_others_are_rows_too() -> None:
 
 
 def test_what_is_too_large_says_so() -> None:
-    with pytest.raises(RowsTooLarge):
+    with pytest.raises(IngestError, check=coded("rows_too_large")):
         table_of({f"c{n}": 1 for n in range(COLUMNS_MAX + 1)})
     assert table_of({f"c{n}": 1 for n in range(COLUMNS_MAX)}).num_columns == COLUMNS_MAX
-    with pytest.raises(RowsTooLarge):
+    with pytest.raises(IngestError, check=coded("rows_too_large")):
         table_of({"é" * (NAME_BYTES_MAX // 2 + 1): 1})
     half = pa.array([b"x" * (ROWS_BYTES_MAX // 2 - 16)])
     assert table_of(pa.table({"a": half, "b": half})).num_rows == 1
-    with pytest.raises(RowsTooLarge):
+    with pytest.raises(IngestError, check=coded("rows_too_large")):
         table_of(pa.table({"a": half, "b": half, "c": half}))
 
 

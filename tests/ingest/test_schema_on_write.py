@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.errors import InvalidValue, MillstreamError, RowsTooLarge
+from millstream.errors import IngestError, InvalidValue, MillstreamError
 from millstream.ingest.rows_to_arrow import COLUMNS_MAX, table_of
 from millstream.ingest.schema_on_write import SchemaOnWrite, WriteRules, fitted, grown
 from millstream.model.ids import SchemaVersion, SourceId, TableId
@@ -83,7 +83,7 @@ def test_rows_that_would_fill_the_memory_with_what_they_lack_are_too_many() -> N
     wide = table(**{f"c{n}": pa.string() for n in range(1000)}, id=pa.int64())
     rows = pa.table({"id": pa.nulls(20_000, pa.int64())})
     assert len(fitted(wide, rows)) == 1001
-    with pytest.raises(RowsTooLarge):
+    with pytest.raises(IngestError, check=coded("rows_too_large")):
         fitted(wide, pa.table({"id": pa.nulls(40_000, pa.int64())}))
 
 

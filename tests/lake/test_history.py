@@ -21,7 +21,7 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
 
-from millstream.errors import BeyondRetention, LakeConflict, LakeError, LakeTableForeign, LakeUnavailable
+from millstream.errors import LakeConflict, LakeError, LakeTableForeign, LakeUnavailable, PositionError
 from millstream.lake import history, schema_history
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.delta import open_table
@@ -533,7 +533,7 @@ def test_the_schemas_in_the_properties_are_bounded_and_an_older_moment_is_refuse
             assert session.query("SELECT count(*) AS c FROM public.orders").to_pylist() == [{"c": rows}]
     with (
         LakeSession(layout, as_of=Seq(26)) as session,
-        pytest.raises(BeyondRetention, match="changed more than"),
+        pytest.raises(PositionError, check=coded("beyond_retention"), match="changed more than"),
     ):
         session.query("SELECT count(*) FROM public.orders")
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.lake.test_scd2 import STORIES, schemas, told_by
 
-from millstream.errors import BeyondRetention, CorruptWal, InvalidQuery, LakeBehind, OffsetExpired, TokenFromFuture
+from millstream.errors import CorruptWal, InvalidQuery, LakeBehind, OffsetExpired, PositionError, TokenFromFuture
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import fold_table
 from millstream.lake.folded.scd2 import fold_into_versions, has_versions
@@ -28,6 +28,7 @@ from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.records import record_schema
 from millstream.model.schema import Column, ReplicaIdentity, TableSchema
+from millstream.testing.errors import coded
 
 Records = Callable[..., pa.RecordBatch]
 NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
@@ -320,7 +321,7 @@ def test_a_moment_is_the_last_operation_before_the_first_later_one_in_the_lake_a
     assert {second: seen(second, log) for second in through_log} == through_log
     assert through_log == {1: "1", 2.5: "2", 4: "4", 5.9: "5", 6: "7", 9: "7"}
     assert (seen(3, None), seen(9, None)) == ("3", "4")
-    with pytest.raises(BeyondRetention):
+    with pytest.raises(PositionError, check=coded("beyond_retention")):
         seen(0.5, log)
     land(layout, log.batches, 7)
     assert {second: seen(second, None) for second in through_log} == through_log

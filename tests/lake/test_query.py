@@ -19,14 +19,7 @@ from deltalake import CommitProperties, DeltaTable, write_deltalake
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from millstream.errors import (
-    BeyondRetention,
-    InvalidQuery,
-    LakeTableForeign,
-    LakeUnavailable,
-    PositionError,
-    TokenFromFuture,
-)
+from millstream.errors import InvalidQuery, LakeTableForeign, LakeUnavailable, PositionError, TokenFromFuture
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import fold_table
 from millstream.lake.history import append_history
@@ -357,7 +350,7 @@ def test_the_past_is_shown_with_the_columns_and_the_name_that_the_table_had(
 
 
 def test_times_and_tokens_outside_of_the_lake_are_told_apart(layout: LakeLayout, orders: TableSchema, records: Records):
-    with pytest.raises(BeyondRetention):
+    with pytest.raises(PositionError, check=coded("beyond_retention")):
         LakeSession(layout, as_of=NOON)
     land_at(layout, 5, 0, (orders, records(orders, ("c", 5, {"id": 1}))))
     land_at(layout, 9, 5, (orders, records(orders, ("c", 9, {"id": 2}))))
@@ -365,7 +358,7 @@ def test_times_and_tokens_outside_of_the_lake_are_told_apart(layout: LakeLayout,
     assert at(layout, count, NOON + timedelta(days=30)) == [{"n": 2}]
     with pytest.raises(PositionError, check=coded("time_from_future")):
         LakeSession(layout, as_of=datetime.now(UTC) + timedelta(minutes=1))
-    with pytest.raises(BeyondRetention) as caught:
+    with pytest.raises(PositionError, check=coded("beyond_retention")) as caught:
         LakeSession(layout, as_of=NOON - timedelta(seconds=1))
     assert NOON.isoformat() in caught.value.hint
     with pytest.raises(TokenFromFuture, match=r"up to [0-9a-f]{8}\.s9, not [0-9a-f]{8}\.s10") as future:
@@ -397,7 +390,7 @@ def test_what_retention_dropped_is_neither_guessed_nor_needed(
     # If a fold ended exactly at that number, it suffices.
     assert [row["id"] for row in at(layout, ids, 3)] == [1, 2, 3]
     with LakeSession(layout, as_of=Seq(5)) as session:
-        with pytest.raises(BeyondRetention) as caught:
+        with pytest.raises(PositionError, check=coded("beyond_retention")) as caught:
             session.query(ids)
         assert caught.value.details["first"] == 6
         assert re.search(r"as of [0-9a-f]{8}\.s5: .* after [0-9a-f]{8}\.s6 \(2026-03-01T12:02", caught.value.message)

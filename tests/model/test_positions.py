@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.errors import InvalidToken, InvalidValue
+from millstream.errors import InvalidValue, PositionError
 from millstream.model.ids import StreamId, WriterId
 from millstream.model.positions import Lsn, Seq, SeqRange, StreamToken, format_lsn, parse_lsn
+from millstream.testing.errors import coded
 
 STREAM = StreamId(UUID("5f0c21aa-0d5e-4b7e-9c1e-0123456789ab"))
 OTHER = StreamId(UUID("6f0c21aa-0d5e-4b7e-9c1e-0123456789ab"))
@@ -60,15 +61,15 @@ def test_a_scalar_token_reads_short() -> None:
      "5f0c21aa.m10~1.15~1.16", "5f0c21aa.m10~2.15~1.16"],
 )  # fmt: skip
 def test_a_malformed_token_is_refused(text: str) -> None:
-    with pytest.raises(InvalidToken):
+    with pytest.raises(PositionError, check=coded("invalid_token")):
         StreamToken.parse(text)
 
 
 def test_a_token_of_another_stream_is_refused() -> None:
     token = StreamToken.scalar(OTHER, Seq(1))
-    with pytest.raises(InvalidToken, match="another stream"):
+    with pytest.raises(PositionError, check=coded("invalid_token"), match="another stream"):
         StreamToken.parse(str(token), stream=STREAM)
-    with pytest.raises(InvalidToken):
+    with pytest.raises(PositionError, check=coded("invalid_token")):
         token.join(StreamToken.scalar(STREAM, Seq(1)))
 
 

@@ -16,12 +16,13 @@ from tests.serving.tail_client import refusal, tailing
 import millstream
 from millstream.app.open_home import OpenHome
 from millstream.client.remote_home import RemoteHome
-from millstream.errors import InvalidQuery, ReplicaTooStale
+from millstream.errors import InvalidQuery, ReplicationError
 from millstream.home.home import Home
 from millstream.leadership.role_files import Roles, replication_folder
 from millstream.model.replication import NodeName
 from millstream.nodes.staleness import note_age
 from millstream.protocol.replication.promises import Role, RoleFact
+from millstream.testing.errors import coded
 
 STREAM = """
 [streams.web]
@@ -80,7 +81,7 @@ def test_changes_are_followed_on_a_node_that_follows(follower: Path, monkeypatch
             assert [event.data["row"]["id"] for event in events.take(10)] == list(range(10))
         grown(follower, 7200.0)
         assert refusal(url, after=start) == (503, "replica_too_stale")
-        with millstream.open(follower) as home, pytest.raises(ReplicaTooStale):
+        with millstream.open(follower) as home, pytest.raises(ReplicationError, check=coded("replica_too_stale")):
             home.follow("web")
 
 
@@ -102,10 +103,10 @@ def test_all_who_read_a_home_hear_that_it_is_too_old_in_the_same_words(
     with serving(follower) as url, millstream.open(follower) as here, millstream.connect(url) as there:
         for home in (here, there):
             for read in READS.values():
-                with pytest.raises(ReplicaTooStale) as stale:
+                with pytest.raises(ReplicationError, check=coded("replica_too_stale")) as stale:
                     read(home)
                 said.add(str(stale.value.as_dict()))
-        with pytest.raises(ReplicaTooStale) as stale:
+        with pytest.raises(ReplicationError, check=coded("replica_too_stale")) as stale:
             here.check_age("web")
         assert said == {str(stale.value.as_dict())}
         assert "web is of unknown age; max_staleness is 1h" in stale.value.message
@@ -126,7 +127,7 @@ def test_what_is_merged_is_as_new_as_the_oldest_region_by_every_client(
         def refused(words: str) -> None:
             for way in WAYS:
                 with a_home(way, url if way.endswith("connect") else follower) as home:
-                    with pytest.raises(ReplicaTooStale, match=words) as stale:
+                    with pytest.raises(ReplicationError, check=coded("replica_too_stale"), match=words) as stale:
                         home.merged("web", "t")
                     assert stale.value.details["stream"] == "web@2"
                     home.token("web")
@@ -135,7 +136,10 @@ def test_what_is_merged_is_as_new_as_the_oldest_region_by_every_client(
         shutil.copytree(other / "data/wal/web", follower / "data/wal/web@2")
         grown(follower, 7200.0, "web@2")
         refused(r"web@2 is 7\d{3}\.\d s old")
-        with millstream.open(follower) as home, pytest.raises(ReplicaTooStale, match="web@2"):
+        with (
+            millstream.open(follower) as home,
+            pytest.raises(ReplicationError, check=coded("replica_too_stale"), match="web@2"),
+        ):
             home.token("web@2")
         grown(follower, 5.0, "web@2")
         for way in WAYS:
@@ -147,7 +151,7 @@ def test_who_was_fenced_and_doesnt_follow_yet_shows_nothing_of_unknown_age(follo
     with Roles(Home(follower)).changing("web") as changing:
         changing.put(replace(changing.fact, role=Role.FENCED))
     with millstream.open(follower) as home:
-        with pytest.raises(ReplicaTooStale, match="unknown age"):
+        with pytest.raises(ReplicationError, check=coded("replica_too_stale"), match="unknown age"):
             home.token("web")
         with Roles(Home(follower)).changing("web") as changing:
             changing.put(replace(changing.fact, role=Role.LEADS))

@@ -12,7 +12,7 @@ from tests.protocol import sequencer_search as search
 from tests.protocol.sequencer_search import Budget, Scope
 from tests.seeds import examples
 
-from millstream.errors import SequencingError, StaleEpoch, WriterAlive
+from millstream.errors import SequencingError, StaleEpoch
 from millstream.model.ids import Epoch, WriterId
 from millstream.model.positions import SEQ_MAX, Seq, SeqRange, StreamToken
 from millstream.protocol.sequencer import Ledger, LedgerView, WriterNumbers, WriterPhase
@@ -250,7 +250,7 @@ def test_a_name_in_use_elsewhere_is_refused_and_so_is_a_log_that_is_not_here():
 def test_only_what_is_dead_is_taken_over_or_forgotten():
     ledger = opened("a")
     for early in (lambda: ledger.take_over(A, now_us=9, lease_us=1), lambda: ledger.forget(A, now_us=9)):
-        with pytest.raises(WriterAlive) as caught:
+        with pytest.raises(SequencingError, check=coded("writer_alive")) as caught:
             early()
         assert caught.value.details["lease_s"] > 0
     assert ledger.take_over(A, now_us=10, lease_us=1)[1].epoch == 2

@@ -24,8 +24,6 @@ from millstream.errors import (
     HomeBusy,
     MergeStateUnreadable,
     MillstreamError,
-    OtherRegion,
-    OtherStream,
     ReplicationError,
     UnknownTable,
     UsageError,
@@ -161,24 +159,28 @@ def test_what_is_kept_is_damaged_or_of_another_log(tmp_path: Path) -> None:
         with millstream.open(two) as home:
             home.append("shop", "posts", [{"id": 9, "likes": 1}])
         follow(one, two, 2)
-        with pytest.raises(OtherStream, match="log of region 2 was made anew"):
+        with pytest.raises(ReplicationError, check=coded("other_stream"), match="log of region 2 was made anew"):
             rows_of(one)
 
 
 def test_a_log_that_is_not_the_regions_it_stands_for_is_refused(tmp_path: Path) -> None:
     with both(tmp_path) as (one, two):
         follow(one, two, 3)
-        with pytest.raises(OtherRegion, match="stands for region 3 is that of region 2"):
+        with pytest.raises(
+            ReplicationError, check=coded("other_region"), match="stands for region 3 is that of region 2"
+        ):
             rows_of(one)
         shutil.rmtree(one / "data" / "wal" / "shop@3")
         follow(one, two, 1)
-        with pytest.raises(OtherRegion, match="named for region 1, which is this home's own"):
+        with pytest.raises(
+            ReplicationError, check=coded("other_region"), match="named for region 1, which is this home's own"
+        ):
             rows_of(one)
         shutil.rmtree(one / "data" / "wal" / "shop@1")
         follow(one, two, 2)
         assert doctor(one) == ("ok", "this is region 1, has the log of region 2, 1 table can merge")
         (one / "millstream.toml").write_text(CONFIG.format(region=4))
-        with pytest.raises(OtherRegion), millstream.open(one) as home:
+        with pytest.raises(ReplicationError, check=coded("other_region")), millstream.open(one) as home:
             home.append("shop", "posts", [{"id": 9}])
         assert doctor(one) == ("other_region", "the log that stands for region 4 is that of region 1")
 

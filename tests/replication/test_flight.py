@@ -22,16 +22,16 @@ from tests.serving.servers import Authority
 from millstream.codec.shipment import encode_message
 from millstream.errors import (
     AccessError,
-    CertificateUnusable,
     LinkLost,
     MillstreamError,
-    OtherStream,
+    ReplicationError,
     ShipmentUnreadable,
     Unauthenticated,
     UsageError,
 )
 from millstream.ports import FollowerLink, LeaderLink
 from millstream.replication.flight.transport import FlightTransport, FollowRequest, LeaderAddress
+from millstream.testing.errors import coded
 from millstream.testing.transport import (
     LinkConformance,
     arrived,
@@ -178,7 +178,7 @@ def test_a_leader_that_is_gone_breaks_the_link_and_cant_be_reached():
             right="admin",
             stream="web",
         ),
-        OtherStream("another one"),
+        ReplicationError("another one", code="other_stream"),
     ],
     ids=lambda error: error.code,
 )
@@ -287,7 +287,7 @@ def test_over_tls(tmp_path: Path):
         ships(of, of.connect())
         other = tmp_path / "other"
         other.mkdir()
-        with pytest.raises(CertificateUnusable, match="certificate of localhost"):
+        with pytest.raises(AccessError, check=coded("certificate_unusable"), match="certificate of localhost"):
             of.connect(trusted=Authority(other).file)
         with pytest.raises(LinkLost, match="speaks TLS") as caught:
             FlightTransport("web", LeaderAddress(of.server.place)).connect(hello_of(), 60.0)
@@ -298,20 +298,23 @@ def test_with_certificates_of_both(tmp_path: Path):
     with secured(tmp_path, is_mutual=True) as of:
         shown = of.authority.issue("follower", ["north-2"])
         ships(of, of.connect(shown))
-        with pytest.raises(CertificateUnusable):
+        with pytest.raises(AccessError, check=coded("certificate_unusable")):
             of.connect()
         # A renewed certificate is read when the next link is made.
         of.authority.issue("follower", ["north-2"], not_after=YESTERDAY)
-        with pytest.raises(CertificateUnusable, match="expired"):
+        with pytest.raises(AccessError, check=coded("certificate_unusable"), match="expired"):
             of.connect(shown)
         of.authority.issue("follower", ["north-2"])
         ships(of, of.connect(shown))
         shown[0].unlink()
-        with pytest.raises(CertificateUnusable, match="can't be read"):
+        with pytest.raises(AccessError, check=coded("certificate_unusable"), match="can't be read"):
             of.connect(shown)
 
 
 def test_a_leaders_certificate_that_has_run_out_is_told_of_as_that(tmp_path: Path):
-    with secured(tmp_path, not_after=YESTERDAY) as of, pytest.raises(CertificateUnusable, match="expired") as caught:
+    with (
+        secured(tmp_path, not_after=YESTERDAY) as of,
+        pytest.raises(AccessError, check=coded("certificate_unusable"), match="expired") as caught,
+    ):
         of.connect()
     assert caught.value.details["place"] == of.server.place

@@ -14,7 +14,7 @@ import pytest
 from tests.app.homes import wait_for
 
 from millstream.catalog import AccessToken, Catalog
-from millstream.errors import AccessError, CatalogUnreachable, Unauthenticated, UsageError
+from millstream.errors import AccessError, CatalogError, Unauthenticated, UsageError
 from millstream.model.access import ALL_STREAMS, Right, Rights, token_parts
 from millstream.serving import access as module
 from millstream.serving.access import EVERYBODY, Access, Credentials, TokenBook, credentials_of, name_in_certificate
@@ -188,7 +188,7 @@ class Counted:
     def access_tokens(self) -> list[AccessToken]:
         self.reads += 1
         if self.fails:
-            raise CatalogUnreachable("it is away")
+            raise CatalogError("it is away", code="catalog_unreachable")
         return self.tokens
 
     def close(self) -> None:
@@ -228,7 +228,7 @@ def test_tokens_hold_for_a_while_where_the_catalog_is_away(catalog: Catalog) -> 
     store.fails = True
     assert access.caller(Credentials(text)).name == "one"
     assert store.reads == 3
-    with pytest.raises(CatalogUnreachable):
+    with pytest.raises(CatalogError, check=coded("catalog_unreachable")):
         strict.caller(Credentials(text))
     store.fails = False
     assert strict.caller(Credentials(text)).name == "one"

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives import serialization
 from tests.app.homes import done, make_home, run, wait_for
 from tests.serving.servers import Authority, served
 
-from millstream.errors import AccessError, CertificateUnusable
+from millstream.errors import AccessError
 from millstream.home.home import Home
 from millstream.serving.bind_check import check_protected, is_loopback
 from millstream.serving.certificates import Certificates, Renewal
@@ -172,7 +172,7 @@ def test_what_can_not_be_used_is_said_with_the_file_s_name(tmp_path: Path, autho
         (Certificates(good, key, junk), junk, "no certificates that can be read"),
         (Certificates(good, key, tmp_path / "none.ca"), tmp_path / "none.ca", "No such file"),
     ):
-        with pytest.raises(CertificateUnusable, match=says) as caught:
+        with pytest.raises(AccessError, check=coded("certificate_unusable"), match=says) as caught:
             files.server_context()
         assert caught.value.details["file"] == str(at_fault)
     assert Certificates(other, other_key, authority.file).server_context().verify_mode is ssl.CERT_REQUIRED

@@ -12,12 +12,13 @@ import pytest
 from tests.app.homes import make_home
 
 from millstream.app.open_home import home_appender
-from millstream.errors import InvalidValue, RowsTooLarge
+from millstream.errors import IngestError, InvalidValue
 from millstream.home.home import Home
 from millstream.ingest.flight_requests import Cutter, PutRequest
 from millstream.leadership.node_calls import ACTION
 from millstream.serving.access import Access
 from millstream.serving.flight.server import FlightServer
+from millstream.testing.errors import coded
 
 ROWS = pa.record_batch({"id": [1]})
 WHERE = fl.FlightDescriptor.for_path("web", "clicks")
@@ -95,7 +96,7 @@ def test_an_empty_key_is_refused_and_makes_no_two_callers_one(
 
 
 def test_a_key_is_bounded_with_what_is_put_behind_it() -> None:
-    with pytest.raises(RowsTooLarge):
+    with pytest.raises(IngestError, check=coded("rows_too_large")):
         list(Cutter(PutRequest("web", "t", idempotency_key="k" * 256)).pieces(ROWS))
     with pytest.raises(InvalidValue):
         list(Cutter(PutRequest("web", "t")).pieces(ROWS, b'{"idempotency_key": "\\u0000"}'))

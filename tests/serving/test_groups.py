@@ -14,14 +14,7 @@ import pytest
 from tests.app.homes import make_home
 
 from millstream.app.open_home import home_appender
-from millstream.errors import (
-    AppendOutcomeUnknown,
-    InvalidValue,
-    MillstreamError,
-    Overloaded,
-    RowsTooLarge,
-    WriterClosed,
-)
+from millstream.errors import AppendOutcomeUnknown, IngestError, InvalidValue, MillstreamError, Overloaded, WriterClosed
 from millstream.home.home import Home
 from millstream.ingest.append_requests import sole_outcome
 from millstream.ingest.rows_to_arrow import table_of
@@ -53,7 +46,7 @@ class Log:
         if self.error is not None:
             raise self.error
         if batch.row_count > self.rows_max:
-            raise RowsTooLarge("too many together")
+            raise IngestError("too many together", code="rows_too_large")
         outcomes: list[Appended | MillstreamError] = []
         for count in batch.tables[0].counts:
             token = StreamToken.scalar(STREAM, Seq(self._next + count - 1))
@@ -128,7 +121,7 @@ def test_requests_that_are_too_large_together_go_alone() -> None:
     async def story(log: Log, groups: Groups) -> None:
         log.rows_max = 1
         answers = [sent(groups, [{"n": 1}]), sent(groups, [{"n": 2}, {"n": 3}]), sent(groups, [{"n": 4}])]
-        assert [await outcome(answer) for answer in answers] == [1, RowsTooLarge.code, 2]
+        assert [await outcome(answer) for answer in answers] == [1, "rows_too_large", 2]
 
     played(story)
 

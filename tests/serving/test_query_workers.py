@@ -19,7 +19,7 @@ from tests.app.homes import make_home, wait_for
 from tests.app.served import serving
 
 import millstream
-from millstream.errors import InvalidQuery, LakeError, QueryBound
+from millstream.errors import InvalidQuery, LakeError
 from millstream.home.home import Home
 from millstream.lake.query.bounds import QueryBounds
 from millstream.serving.queries.worker_pool import AskedQuery, Asking, QueryWorkers
@@ -99,7 +99,7 @@ def test_plans_that_take_gigabytes_are_refused_within_the_bound(workers: QueryWo
             except psutil.NoSuchProcess:
                 break
             time.sleep(0.01)
-        with pytest.raises(QueryBound, check=coded("query_memory_full")) as caught:
+        with pytest.raises(LakeError, check=coded("query_memory_full")) as caught:
             bomb.result()
     assert caught.value.details["size_max"] == MEMORY
     if sys.platform == "linux":
@@ -108,7 +108,7 @@ def test_plans_that_take_gigabytes_are_refused_within_the_bound(workers: QueryWo
 
 
 def test_a_value_that_takes_gigabytes_is_refused(workers: QueryWorkers) -> None:
-    with pytest.raises(QueryBound, check=coded("query_memory_full")):
+    with pytest.raises(LakeError, check=coded("query_memory_full")):
         answered(workers, "select length(repeat('x', 4000000000)) as n")
     assert answered(workers)
 
@@ -135,7 +135,7 @@ def test_a_query_ends_with_its_time_even_while_it_is_planned(home: Home, sql: st
     with closing(QueryWorkers(home, QueryBounds(MEMORY, 64 << 20, 10, home.queries_folder))) as workers:
         answered(workers)
         began_s = time.monotonic()
-        with pytest.raises(QueryBound, check=coded("query_timeout"), match="within 10 s"):
+        with pytest.raises(LakeError, check=coded("query_timeout"), match="within 10 s"):
             answered(workers, sql)
         assert time.monotonic() - began_s < 25
         assert answered(workers)
@@ -163,7 +163,7 @@ def test_a_crash_is_an_error_of_the_query_alone(workers: QueryWorkers) -> None:
     assert next(parts)
     (child,) = children()
     child.send_signal(signal.SIGSEGV)
-    with pytest.raises(QueryBound, check=coded("query_crashed")) as caught:
+    with pytest.raises(LakeError, check=coded("query_crashed")) as caught:
         list(parts)
     assert caught.value.details["status"] == -signal.SIGSEGV
     assert answered(workers)

@@ -18,7 +18,7 @@ from tests.app.served import serving
 from tests.serving.servers import served
 
 import millstream
-from millstream.errors import QueryBound
+from millstream.errors import LakeError
 from millstream.home.home import Home
 from millstream.model.access import Rights
 from millstream.serving.access import Access
@@ -110,7 +110,7 @@ def test_a_query_takes_what_it_may_and_the_server_goes_on(tmp_path: Path) -> Non
             ("select array_agg(r) from range(10000000) t(r)", "query_memory_full", 16 << 20),
             (SORTED.format(1_000_000), "query_spill_full", 8 << 20),
         ):
-            with pytest.raises(QueryBound, check=coded(code)) as caught:
+            with pytest.raises(LakeError, check=coded(code)) as caught:
                 there.query(sql, stream="web")
             assert caught.value.details["size_max"] == size
             assert "[http] query_" in caught.value.hint
@@ -164,7 +164,7 @@ def test_a_query_has_its_time(home: Path) -> None:
         assert (refused.status_code, refused.json()["code"]) == (422, "query_timeout")
         assert "[http] query_timeout" in refused.json()["hint"]
         # Also in the middle of an answer.
-        with pytest.raises(QueryBound, check=coded("query_timeout"), match=r"0\.8 s"):
+        with pytest.raises(LakeError, check=coded("query_timeout"), match=r"0\.8 s"):
             there.query("select r from range(1000000000000) t(r) where hash(r) % 1000 = 1", stream="web")
 
 
@@ -190,6 +190,6 @@ def test_what_became_of_rows_is_told_in_stretches_of_a_size(tmp_path: Path) -> N
             assert {row["id"] for one in stretches for row in one.rows.to_pylist()} == expected
             assert len(stretches) > 1, "compressed they have room in one"
             here.append("web", "users", [{"id": k, "text": "." * 1000} for k in range(3000)])
-            with pytest.raises(QueryBound, check=coded("query_memory_full"), match="more than 1048576 bytes"):
+            with pytest.raises(LakeError, check=coded("query_memory_full"), match="more than 1048576 bytes"):
                 list(there.read_latest("web", "users"))
             assert len(list(here.read_latest("web", "users"))) == 1

@@ -16,12 +16,13 @@ from tests.nodes.nodes import STREAM, Node, eventually, nodes
 from tests.spark.hand_made import Home, insert
 
 import millstream
-from millstream.errors import ReplicaTooStale
+from millstream.errors import ReplicationError
 from millstream.home.home import Home as Folder
 from millstream.leadership.role_files import Roles, replication_folder
 from millstream.model.replication import NodeName
 from millstream.nodes.staleness import note_age
 from millstream.protocol.replication.promises import Role, RoleFact
+from millstream.testing.errors import coded
 
 
 def test_spark_reads_a_follower_as_its_leader(tmp_path: Path, spark: SparkSession) -> None:
@@ -76,7 +77,10 @@ def test_spark_reads_nothing_that_is_older_than_a_follower_may_show(
     try:
         wait_for(lambda: seen == [1], what=lambda: str(query.exception() or seen))
         note_age(ages, None)
-        with millstream.open(home.path) as opened, pytest.raises(ReplicaTooStale) as told:
+        with (
+            millstream.open(home.path) as opened,
+            pytest.raises(ReplicationError, check=coded("replica_too_stale")) as told,
+        ):
             opened.token("shop")
         with pytest.raises(PySparkException) as failed:
             query.awaitTermination(300)
@@ -86,7 +90,7 @@ def test_spark_reads_nothing_that_is_older_than_a_follower_may_show(
         failed,
         *map(_failure_of, (lambda: batch(**of_home), lambda: stream(is_all=True).awaitTermination(300))),
     ):
-        assert f"ReplicaTooStale: {told.value.message}" in str(found.value)
+        assert f"ReplicationError: {told.value.message}" in str(found.value)
         assert told.value.hint in str(found.value)
     assert batch(wal=str(home.wal), table="public.orders") == [1], "a folder is read as it lies there"
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from millstream.errors import BufferOutcomeUnknown, BufferTruncated, BufferUnavailable, Overloaded, RowsTooLarge
+from millstream.errors import BufferOutcomeUnknown, BufferUnavailable, IngestError, Overloaded, WriteBufferError
 from millstream.model.buffered_operations import BufferOffset, ReadPause
 from millstream.model.ids import ShardId
+from millstream.testing.errors import coded
 from millstream.testing.memory_buffer import BufferFailure, MemoryBuffer, MemoryServer, lost_answer
 from millstream.testing.write_buffer import NORTH, WriteBufferConformance, application_op, next_op, texts_of
 
@@ -82,12 +83,12 @@ def test_a_reader_beyond_a_cut_is_told_at_every_call() -> None:
         next_op(reader)
     server.cut_from(NAME, NORTH, metas[1].offset)
     for _ in range(2):
-        with pytest.raises(BufferTruncated):
+        with pytest.raises(WriteBufferError, check=coded("buffer_truncated")):
             reader.read()
 
 
 def test_what_is_too_large_is_refused_by_name() -> None:
     buffer = MemoryBuffer(MemoryServer(), NAME, create_shards=1, op_bytes_max=10_000)
-    with pytest.raises(RowsTooLarge):
+    with pytest.raises(IngestError, check=coded("rows_too_large")):
         buffer.append(NORTH, application_op(texts=[str(number) for number in range(100_000)]))
     assert buffer.reader(NORTH).end_offset() == 0

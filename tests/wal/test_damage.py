@@ -9,8 +9,9 @@ from tests.seeds import examples
 from tests.wal.truth import Truth
 
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
-from millstream.errors import CorruptWal, LogError, MillstreamError, StaleEpoch, UnexpectedFile
+from millstream.errors import CorruptWal, LogError, MillstreamError, StaleEpoch
 from millstream.model.positions import Seq
+from millstream.testing.errors import coded
 from millstream.testing.files import MemoryFiles
 from millstream.wal.mending.inspect import Loss, inspect, ls, stats, verify
 from millstream.wal.reader import StreamReader
@@ -179,7 +180,7 @@ def test_another_streams_log_a_newer_epoch_and_a_foreign_file_are_refused_by_nam
     with pytest.raises(StaleEpoch):
         stale.open(files)
     files.create(f"{FOLDER}/00000/notes.txt")
-    with pytest.raises(UnexpectedFile, match=r"notes\.txt"):
+    with pytest.raises(LogError, check=coded("unexpected_file"), match=r"notes\.txt"):
         truth.open(files)
     ((shard, found), *others) = [(loss.shard, loss) for loss in verify(FOLDER, files=files).losses]
     assert (shard, found.file, others) == (0, f"{FOLDER}/00000/notes.txt", [])

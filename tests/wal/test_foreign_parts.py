@@ -19,11 +19,11 @@ from uuid import UUID
 import pytest
 
 from millstream.cli.main import _report
-from millstream.errors import DiskFull, MillstreamError, UnexpectedFile
+from millstream.errors import DiskFull, LogError, MillstreamError
 from millstream.home.home import Home
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.positions import Seq
-from millstream.testing.errors import code_of
+from millstream.testing.errors import code_of, coded
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.files import as_told
 from millstream.wal.layout import shard_folder
@@ -185,14 +185,14 @@ def test_a_name_that_stands_for_something_else_is_unexpected(tmp_path: Path, cha
     assert [loss.file for loss in report.losses] == [str(path)]
     assert "isn't the log's" in report.losses[0].why
     assert report.records == 4
-    with pytest.raises(UnexpectedFile) as caught:
+    with pytest.raises(LogError, check=coded("unexpected_file")) as caught:
         LogWriter.open(str(folder), stream=STREAM, shards=[ShardId(0)], epoch=Epoch(5), reservations=reservations)
     assert caught.value.details["file"] == str(path)
-    with pytest.raises(UnexpectedFile):
+    with pytest.raises(LogError, check=coded("unexpected_file")):
         plan_repair(str(folder))
     if change is not a_folder_like_a_segment_behind_the_end:  # where no reader looks
         reader = StreamReader(str(folder))
-        with pytest.raises(UnexpectedFile):
+        with pytest.raises(LogError, check=coded("unexpected_file")):
             list(reader.read_between(Seq(0), reader.persisted_upto()))
 
 

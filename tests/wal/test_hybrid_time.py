@@ -11,7 +11,7 @@ from uuid import UUID
 import pytest
 
 from millstream.crdt.hlc import DRIFT_MAX_NS, HLC
-from millstream.errors import OtherRegion, ReplicationError
+from millstream.errors import ReplicationError
 from millstream.model.ids import Epoch, RegionId, ShardId, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.testing import ManualClock
@@ -92,6 +92,8 @@ def test_a_log_is_not_opened_as_another_regions(tmp_path: Path) -> None:
     clock, reservations = ManualClock(), MemoryReservations()
     with opened(tmp_path / "log", 1, clock, reservations, REGION) as log:
         log.append(plain_ops({1: [(plain_table(1), 1, "x")]}))
-    with pytest.raises(OtherRegion, match="region 3, but the configuration has region 0"):
+    with pytest.raises(
+        ReplicationError, check=coded("other_region"), match="region 3, but the configuration has region 0"
+    ):
         opened(tmp_path / "log", 2, clock, reservations, RegionId(0))
     opened(tmp_path / "log", 3, clock, reservations, REGION).close()

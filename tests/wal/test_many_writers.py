@@ -13,13 +13,12 @@ from tests.seeds import Seeds
 
 from millstream.errors import (
     AppendOutcomeUnknown,
-    CatalogBusy,
+    CatalogError,
     LogError,
     SequencingError,
     ShardLocked,
     StaleEpoch,
     TokenFromFuture,
-    WriterAlive,
     WriterClosed,
 )
 from millstream.model.ids import Epoch, RegionId, ShardId, SourceId, StreamId, WriterId
@@ -451,7 +450,7 @@ def test_setting_a_forgotten_writers_records_aside_is_done_once_however_often_it
     recovered = writers.store.recovered
     writers.store.recovered = _fails  # type: ignore[method-assign]
     for _ in range(3):
-        with pytest.raises(CatalogBusy):
+        with pytest.raises(CatalogError, check=coded("catalog_busy")):
             writers.start(1)
         writers.clock.advance(10.0)
     writers.store.recovered = recovered  # type: ignore[method-assign]
@@ -462,7 +461,7 @@ def test_setting_a_forgotten_writers_records_aside_is_done_once_however_often_it
 
 
 def _fails(*_: object) -> Drawn:
-    raise CatalogBusy("the catalog is away for a moment")
+    raise CatalogError("the catalog is away for a moment", code="catalog_busy")
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -572,7 +571,7 @@ def test_a_sign_given_while_a_group_is_written_keeps_the_lease():
             view = log.sign()
             assert view is not None
             assert not view.expired
-            with pytest.raises(WriterAlive):
+            with pytest.raises(SequencingError, check=coded("writer_alive")):
                 writers.store.take_over(WriterId(1))
 
     writers.pause = lasts
@@ -623,7 +622,7 @@ def test_a_store_that_is_away_refuses_appends_and_wedges_nothing():
     writers.start(0)
     writers.start(1)
     writers.store.fails = lambda step: "after" if step == "draw" else "before" if step == "last" else None
-    with pytest.raises(CatalogBusy):
+    with pytest.raises(CatalogError, check=coded("catalog_busy")):
         writers.append(0)
     writers.store.fails = lambda _step: None
     writers.texts.clear()
@@ -674,7 +673,7 @@ class Chance:
         """Let time pass while a writer stands still; another often takes its place."""
         if self.random.random() < 0.1:
             self.writers.clock.advance(self.random.choice([1.0, 10.0]))
-            with suppress(CatalogBusy, ShardLocked, StaleEpoch):
+            with suppress(CatalogError, ShardLocked, StaleEpoch):
                 self.writers.start(who)
 
     def step(self) -> None:
@@ -685,7 +684,7 @@ class Chance:
         happens = self.random.choices(list(weights), list(weights.values()))[0]
         try:
             happens(who, log)
-        except (CatalogBusy, ShardLocked):
+        except (CatalogError, ShardLocked):
             return
         except (StaleEpoch, AppendOutcomeUnknown, WriterClosed):
             if log is not None and log.failure is not None and self.writers.open.get(who) is log:

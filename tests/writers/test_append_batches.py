@@ -19,7 +19,7 @@ from tests.app.homes import make_home
 
 import millstream
 from millstream.app.open_home import home_appender
-from millstream.errors import IngestError, InvalidValue, MillstreamError, RowsTooLarge
+from millstream.errors import IngestError, InvalidValue, MillstreamError
 from millstream.home.home import Home
 from millstream.ingest.append_client import AppendClient, AsyncAppendClient
 from millstream.ingest.append_requests import REQUESTS_MAX, WRITE_ID_BYTES_MAX
@@ -143,27 +143,25 @@ def every_way_strict(home: Path) -> Iterator[Append]:
 @pytest.mark.parametrize(
     ("batch", "error"),
     [
-        (AppendBatch.of_table("t", pa.table({"x": [1, 2]}), [1], [None]), InvalidValue),
-        (AppendBatch.of_table("t", pa.table({"x": [1, 2]}), [2, 0], [None, None]), InvalidValue),
-        (AppendBatch.of_table("t", pa.table({"x": [1, 2]}), [], []), InvalidValue),
-        (AppendBatch.of_table("t", pa.table({"x": [1, 2]}), [1, 1], [None]), InvalidValue),
-        (AppendBatch.of_table("t", pa.table({"x": [1]}), [1], [WriteId("s", 0)]), InvalidValue),
-        (AppendBatch.of_table("t", pa.table({"x": [1]}), [1], [WriteId("s")]), InvalidValue),
-        (AppendBatch.of_table("t", pa.table({"x": [1]}), [1], [WriteId("s", 1, "k")]), InvalidValue),
-        (AppendBatch.of_table("t", pa.table({"x": [1]}), [1], [WriteId(None, 1, "k")]), InvalidValue),
-        (AppendBatch.of_table("t", pa.table({"x": [1]}), [1], [WriteId(key="")]), InvalidValue),
-        (AppendBatch.of_table("t", pa.table({"x": [1]}), [1], [WriteId(key="k" * (WRITE_ID_BYTES_MAX + 1))]), RowsTooLarge),
+        (AppendBatch.of_table("t", pa.table({"x": [1, 2]}), [1], [None]), "invalid_value"),
+        (AppendBatch.of_table("t", pa.table({"x": [1, 2]}), [2, 0], [None, None]), "invalid_value"),
+        (AppendBatch.of_table("t", pa.table({"x": [1, 2]}), [], []), "invalid_value"),
+        (AppendBatch.of_table("t", pa.table({"x": [1, 2]}), [1, 1], [None]), "invalid_value"),
+        (AppendBatch.of_table("t", pa.table({"x": [1]}), [1], [WriteId("s", 0)]), "invalid_value"),
+        (AppendBatch.of_table("t", pa.table({"x": [1]}), [1], [WriteId("s")]), "invalid_value"),
+        (AppendBatch.of_table("t", pa.table({"x": [1]}), [1], [WriteId("s", 1, "k")]), "invalid_value"),
+        (AppendBatch.of_table("t", pa.table({"x": [1]}), [1], [WriteId(None, 1, "k")]), "invalid_value"),
+        (AppendBatch.of_table("t", pa.table({"x": [1]}), [1], [WriteId(key="")]), "invalid_value"),
+        (AppendBatch.of_table("t", pa.table({"x": [1]}), [1], [WriteId(key="k" * (WRITE_ID_BYTES_MAX + 1))]), "rows_too_large"),
         (
             AppendBatch.of_table("t", pa.table({"x": [1] * (REQUESTS_MAX + 1)}), [1] * (REQUESTS_MAX + 1), [None] * (REQUESTS_MAX + 1)),
-            RowsTooLarge,
+            "rows_too_large",
         ),
     ],
 )  # fmt: skip
-def test_a_batch_that_is_none_is_refused_whole(
-    shared: dict[str, Append], batch: AppendBatch, error: type[MillstreamError]
-) -> None:
+def test_a_batch_that_is_none_is_refused_whole(shared: dict[str, Append], batch: AppendBatch, error: str) -> None:
     for append in shared.values():
-        with pytest.raises(error):
+        with pytest.raises(MillstreamError, check=coded(error)):
             append(batch)
     assert isinstance(shared["socket"](batch_of("users", [1], [1]))[0], Appended), "the next one is taken"
 

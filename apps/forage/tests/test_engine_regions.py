@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from millstream.errors import OtherRegion
+from millstream.errors import ReplicationError
 from millstream_forage.corpus import default_corpus
 from millstream_forage.engine import ForageEngine
 from millstream_forage.errors import UnknownImpression, UnknownItem
@@ -166,9 +166,9 @@ def test_a_home_with_the_number_of_this_region_is_refused(tmp_path: Path) -> Non
             engine.add_item(CORPUS[0])
     with ForageEngine.open(homes[0]) as engine:
         shutil.copytree(homes[1] / "data/wal/forage", homes[0] / "data/wal/forage@2")
-        with pytest.raises(OtherRegion):
+        with pytest.raises(ReplicationError, check=lambda error: error.code == "other_region"):
             engine.feed(1)
-    with pytest.raises(OtherRegion):
+    with pytest.raises(ReplicationError, check=lambda error: error.code == "other_region"):
         ForageEngine.open(homes[0])
 
 

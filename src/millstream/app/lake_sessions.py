@@ -52,8 +52,8 @@ def open_lake(
         bounds: the session's limits; None for no limit.
 
     Raises:
-        PositionError (`invalid_time`), InvalidToken: the text is neither.
-        BeyondRetention, PositionError (`time_from_future`), TokenFromFuture: the lake no longer has it, or the log
+        PositionError (`invalid_time`), PositionError (`invalid_token`): the text is neither.
+        PositionError (`beyond_retention`), PositionError (`time_from_future`), TokenFromFuture: the lake no longer has it, or the log
             doesn't have it yet.
         LakeBehind: the log has more records up to it than a query merges.
     """

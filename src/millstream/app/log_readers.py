@@ -36,7 +36,7 @@ def open_reader(
 
     Raises:
         UnknownStream: the home has none of that name.
-        ReplicaTooStale: as `check_age_of_copy`.
+        ReplicationError (`replica_too_stale`): as `check_age_of_copy`.
         LogError: as `StreamReader`.
     """
     from millstream.wal.reader import StreamReader
@@ -60,7 +60,7 @@ def tables_named(home: Home, stream: str, table: str) -> list[TableId]:
 
 
 def check_age_of_copy(home: Home, stream: str) -> None:
-    """Raise `ReplicaTooStale` if this follower's data is older than `[replication] max_staleness`."""
+    """Raise `ReplicationError` (`replica_too_stale`) if this follower's data is older than `[replication] max_staleness`."""
     # This home can't lead another region's log, whether it was followed yet or not.
     if home.role_file(stream).exists() or (parse_region_log_name(stream) and home.config_file.exists()):
         from millstream.nodes.staleness import check_age

@@ -103,7 +103,7 @@ class OpenHome(HomeAppends):
 
         Raises:
             UnknownStream: there is none of that name.
-            ReplicaTooStale: it is older, or its age is unknown; never for a stream that this node leads.
+            ReplicationError (`replica_too_stale`): it is older, or its age is unknown; never for a stream that this node leads.
         """
         check_age_of_copy(self._home, self._home.pick_stream(stream))
 
@@ -132,7 +132,7 @@ class OpenHome(HomeAppends):
 
         Raises:
             UnknownStream, UnknownTable: there is none of that name.
-            InvalidToken: a token is malformed, or another stream's.
+            PositionError (`invalid_token`): a token is malformed, or another stream's.
             OffsetExpired: retention has dropped part of the range; without `after`, all of it up to
                 `upto` and more, or all records of the table.
             TokenFromFuture: `upto` lies beyond what is durable.
@@ -170,12 +170,12 @@ class OpenHome(HomeAppends):
 
         Raises:
             UnknownStream: there is none of that name.
-            InvalidToken: `after` is malformed, another stream's, or has a position for each writer.
+            PositionError (`invalid_token`): `after` is malformed, another stream's, or has a position for each writer.
             OffsetExpired: retention has dropped records behind `after`; also while iterating, if the caller
                 is slower than retention.
             TokenFromFuture: `after` lies beyond what may be read.
             UsageError: a text is no table's name.
-            ReplicaTooStale: as `read`, at the call.
+            ReplicationError (`replica_too_stale`): as `read`, at the call.
         """
         tables = FollowedTables(table)
         reader = open_reader(self._home, stream)
@@ -209,9 +209,9 @@ class OpenHome(HomeAppends):
             token to continue from after that.
 
         Raises:
-            UnknownStream, UnknownTable, InvalidToken, OffsetExpired, TokenFromFuture: as `read`.
+            UnknownStream, UnknownTable, PositionError (`invalid_token`), OffsetExpired, TokenFromFuture: as `read`.
             UsageError: the table has no key, or a token is a vector token.
-            QueryBound (`query_memory_full`): one operation changes more rows of the table than a server reads at once.
+            LakeError (`query_memory_full`): one operation changes more rows of the table than a server reads at once.
         """
         limits = rows_max, self._latest_bytes_max
         yield from latest_with_totals(self._home, stream, table, self.reader(stream), after, upto, *limits)
@@ -231,11 +231,11 @@ class OpenHome(HomeAppends):
         Raises:
             UnknownTable: no region has records of it.
             ReplicationError (`merge_unsuitable`): it can't merge as configured.
-            OtherRegion, OtherStream: a log doesn't match its folder, or the earlier merged state.
+            ReplicationError (`other_region`), ReplicationError (`other_stream`): a log doesn't match its folder, or the earlier merged state.
             OffsetExpired: retention has dropped records that weren't merged yet (`millstream reconcile`).
             InvalidValue: a counter's sum is beyond its type.
-            QueryBound (`query_memory_full`): it is larger than a server reads at once.
-            ReplicaTooStale: the data of a region is older than allowed; `stream` names it (`shop@2`).
+            LakeError (`query_memory_full`): it is larger than a server reads at once.
+            ReplicationError (`replica_too_stale`): the data of a region is older than allowed; `stream` names it (`shop@2`).
         """
         from millstream.app.merged_reads import merged_rows
 
@@ -362,7 +362,7 @@ class OpenHome(HomeAppends):
 
         Raises:
             InvalidQuery: the SQL fails; the message is DuckDB's.
-            PositionError (`invalid_time`), InvalidToken, BeyondRetention, PositionError (`time_from_future`), TokenFromFuture: `as_of` is
+            PositionError (`invalid_time`), PositionError (`invalid_token`), PositionError (`beyond_retention`), PositionError (`time_from_future`), TokenFromFuture: `as_of` is
                 invalid or unavailable.
             LakeBehind: too many records up to `as_of` haven't landed.
         """

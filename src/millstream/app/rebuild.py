@@ -208,7 +208,7 @@ def replay_table(
         stream: as `rebuild_table`.
 
     Raises:
-        PositionError (`invalid_time`), InvalidToken, PositionError (`time_from_future`): a bound can't be parsed, or is in the future.
+        PositionError (`invalid_time`), PositionError (`invalid_token`), PositionError (`time_from_future`): a bound can't be parsed, or is in the future.
         MillstreamError: as `replay_range`.
     """
     from millstream.lake.replay import replay_range

@@ -65,7 +65,7 @@ def explain_route(
     Raises:
         UnknownStream, UsageError: there is no such stream, or the text is no table's name; no ring was in
             force then.
-        PositionError (`invalid_time`), InvalidToken: `as_of` is neither a token of the stream nor a moment.
+        PositionError (`invalid_time`), PositionError (`invalid_token`): `as_of` is neither a token of the stream nor a moment.
         RoutingError (`no_route_matches`), RoutingError (`invalid_route`): as an append of the row would.
         InvalidValue, UnknownTable, IngestError (`unknown_column`) …: likewise.
     """

@@ -25,12 +25,7 @@ from millstream.buffers.kafka_server import client_settings, describe_topic, mak
 from millstream.buffers.waiting_for_answers import answered, no_answer
 from millstream.codec.buffer_reading import unknown_shard
 from millstream.codec.buffered_op import encode_op
-from millstream.errors import (
-    MillstreamError,
-    Overloaded,
-    RowsTooLarge,
-    WriterClosed,
-)
+from millstream.errors import IngestError, MillstreamError, Overloaded, WriterClosed
 from millstream.model.buffered_operations import BufferMeta, BufferOffset
 from millstream.model.ids import ShardId
 from millstream.model.operations import WriteOps
@@ -306,10 +301,11 @@ def _admin_of(options: KafkaOptions) -> AdminClient:
     return AdminClient(settings)
 
 
-def _too_large(topic: str, size: int, size_max: int | None) -> RowsTooLarge:
+def _too_large(topic: str, size: int, size_max: int | None) -> IngestError:
     bound = "" if size_max is None else f", {size_max}"
-    return RowsTooLarge(
+    return IngestError(
         f"an operation of {size} bytes exceeds the limit of write buffer {topic}{bound}",
+        code="rows_too_large",
         hint="Send fewer rows at a time, or raise the topic's max.message.bytes.",
         size=size,
         size_max=size_max,

@@ -27,14 +27,7 @@ from millstream.buffers.redis_server import RedisKeys, check_durable, connect, e
 from millstream.buffers.waiting_for_answers import answered, no_answer
 from millstream.codec.buffer_reading import unknown_shard
 from millstream.codec.buffered_op import encode_op
-from millstream.errors import (
-    BufferMissing,
-    BufferUnavailable,
-    MillstreamError,
-    Overloaded,
-    RowsTooLarge,
-    WriterClosed,
-)
+from millstream.errors import BufferMissing, BufferUnavailable, IngestError, MillstreamError, Overloaded, WriterClosed
 from millstream.model.buffered_operations import BufferMeta, BufferOffset
 from millstream.model.ids import ShardId
 from millstream.model.operations import WriteOps
@@ -156,8 +149,9 @@ class RedisBuffer:
         if shard not in self._shards:
             raise unknown_shard(name, shard, self._shards)
         if len(data) > options.op_bytes_max:
-            raise RowsTooLarge(
+            raise IngestError(
                 f"an operation of {len(data)} bytes exceeds the limit of write buffer {name}, {options.op_bytes_max}",
+                code="rows_too_large",
                 hint="Send fewer rows at a time.",
                 size=len(data),
                 size_max=options.op_bytes_max,

@@ -15,11 +15,7 @@ import psycopg
 from psycopg import pq
 from psycopg.conninfo import make_conninfo
 
-from millstream.errors import (
-    MillstreamError,
-    NoFreeSlot,
-    SourceError,
-)
+from millstream.errors import MillstreamError, SourceError
 from millstream.libpq import (
     ADDRESS_HINT,
     describe_parameters,
@@ -142,7 +138,7 @@ def _translate_refusal(error: psycopg.Error, dsn: str) -> SourceError:
             "source_privilege_missing",
             "Run `ALTER ROLE <role> REPLICATION` (and `GRANT CONNECT ON DATABASE …`) as a superuser.",
         ),
-        (("number of requested standby connections exceeds",), NoFreeSlot.code, None),
+        (("number of requested standby connections exceeds",), "no_free_slot", None),
         (
             ("definition of service", "service file", "invalid port", "invalid sslmode", "invalid connection option"),
             "source_dsn_invalid",
@@ -163,7 +159,7 @@ def _translate_refusal(error: psycopg.Error, dsn: str) -> SourceError:
         )
     for parts, code, hint in kinds:
         if any(part in lower for part in parts):
-            return _coded(f"{where}: {text}", code, hint)
+            return SourceError(f"{where}: {text}", code=code, hint=hint)
     return SourceError(f"{where}: {text}", code="source_unreachable")
 
 
@@ -172,7 +168,7 @@ _BY_SQLSTATE: Final[dict[str, tuple[str, str | None]]] = {
     "28P01": ("source_authentication_failed", None),
     "3D000": ("source_database_missing", None),
     "42501": ("source_privilege_missing", "Run the GRANT statements that `millstream doctor --sql` prints."),
-    "53400": (NoFreeSlot.code, None),
+    "53400": ("no_free_slot", None),
     "53300": ("source_unreachable", "Close other connections to the server, or raise max_connections."),
     "55006": ("slot_active", "Stop the other connection that reads the slot, or wait for it to end."),
     "57P01": ("source_unreachable", None),
@@ -187,11 +183,6 @@ _BY_SQLSTATE: Final[dict[str, tuple[str, str | None]]] = {
 _DATA_EXCEPTION: Final = "22"
 """Class of SQLSTATEs for values that don't fit an operation."""
 _QUOTED_HINT: Final = "Look for the whole message in the server's own log: it may quote the value."
-
-
-def _coded(message: str, code: str, hint: str | None, **details: Any) -> SourceError:
-    kind = NoFreeSlot if code == NoFreeSlot.code else SourceError
-    return kind(message, code=code, hint=hint, **details)
 
 
 def next_result(pgconn: pq.abc.PGconn) -> pq.abc.PGresult | None:
@@ -253,7 +244,7 @@ def _of_sqlstate(state: str | None, text: str, *, lost: bool) -> MillstreamError
         return SourceError(text, hint="Raise temp_file_limit at the source.", sqlstate=state)
     if state in _BY_SQLSTATE:
         code, hint = _BY_SQLSTATE[state]
-        return _coded(text, code, hint, sqlstate=state)
+        return SourceError(text, code=code, hint=hint, sqlstate=state)
     if state is None and lost:
         return SourceError(text, code="source_unreachable")
     return SourceError(text, hint="The message is PostgreSQL's own.", sqlstate=state)

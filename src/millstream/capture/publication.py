@@ -20,7 +20,7 @@ from psycopg import sql
 
 from millstream.capture.connection import translated
 from millstream.capture.source import Connection, SourceTable, list_tables
-from millstream.errors import PublicationMissing, SourceError
+from millstream.errors import SourceError
 from millstream.model.names import TablePatterns
 
 
@@ -65,7 +65,7 @@ def sync_publications(connection: Connection, publication: str, tables: Sequence
         tables: all tables that match the patterns.
 
     Raises:
-        PublicationMissing: the first publication doesn't exist and may not be created; the hint has the SQL.
+        SourceError (`publication_missing`): the first publication doesn't exist and may not be created; the hint has the SQL.
     """
     usable = [t for t in tables if t.usable]
     others = [t for t in tables if not t.usable]
@@ -367,8 +367,9 @@ def _sync_one(
                 return {
                     t.oid: f"the publication {name} doesn't exist and can't be created: {error.message}" for t in wanted
                 }
-            raise PublicationMissing(
+            raise SourceError(
                 f"the publication {name} doesn't exist and can't be created: {error.message}",
+                code="publication_missing",
                 hint=f"Run {'at the primary, ' if _on_standby(error) else ''}as the tables' owner: {script}; (`millstream doctor --sql` prints the whole script)",
                 sql=script,
             ) from error

@@ -41,7 +41,7 @@ from millstream.capture.source import Connection, SourceIdentity, SourceTable, c
 from millstream.capture.table_directory import NO_IDENTITY, TableDirectory
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.codec.pgoutput import HEARTBEAT_PREFIX
-from millstream.errors import MillstreamError, PublicationMissing, SourceError
+from millstream.errors import MillstreamError, SourceError
 from millstream.model.ids import TableId
 from millstream.model.names import TablePatterns, qualified_name
 from millstream.model.positions import Lsn
@@ -98,7 +98,7 @@ class WatchedTables:
             passed: how far the stream is in the log; a missing table is given up once the log has all its changes.
 
         Raises:
-            PublicationMissing, SourceError: as their messages say; changes made before the error persist.
+            SourceError: as their messages say; changes made before the error persist.
         """
         shown = self._directory.shown.begin_look(passed)
         try:
@@ -118,11 +118,12 @@ class WatchedTables:
                 self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "it had left the publication")
         try:
             self.coverage = sync_publications(connection, self._config.publication, tables)
-        except PublicationMissing as error:
-            for table in tables:
-                if table.oid in known and table.oid not in before:
-                    self._set_unsent_aside(table, self._directory.table_row(table), error.message, error.hint)
-            self._directory.refresh()
+        except SourceError as error:
+            if error.code == "publication_missing":
+                for table in tables:
+                    if table.oid in known and table.oid not in before:
+                        self._set_unsent_aside(table, self._directory.table_row(table), error.message, error.hint)
+                self._directory.refresh()
             raise
         self._streamed = self._streamed or self.coverage.publications
         if self.renew_at is None and not set(self.coverage.publications) <= set(self._streamed):

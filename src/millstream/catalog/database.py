@@ -21,7 +21,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from millstream.backoff import Backoff
-from millstream.errors import CatalogError, CatalogUnreachable, MillstreamError
+from millstream.errors import CatalogError, MillstreamError
 from millstream.libpq import is_address
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Backend(Protocol):
         """Return the outcome of a transaction whose COMMIT raised `error`; None if it can't be known."""
 
     def check_files(self) -> None:
-        """Raise `CatalogReplaced` if a file of the open connections is no longer the one at its path.
+        """Raise `CatalogError` (`catalog_replaced`) if a file of the open connections is no longer the one at its path.
 
         A server has none.
         """
@@ -167,8 +167,8 @@ class CatalogDatabase:
 
     Raises:
         CatalogError (`catalog_too_new`): a newer Millstream wrote it.
-        CatalogUnreachable: the server doesn't answer. Any call may raise this, after `busy_timeout_s`.
-        CatalogBusy, CatalogReplaced, DiskFull, CatalogError: as `Catalog`.
+        CatalogError (`catalog_unreachable`): the server doesn't answer. Any call may raise this, after `busy_timeout_s`.
+        CatalogError (`catalog_busy`), CatalogError (`catalog_replaced`), DiskFull, CatalogError: as `Catalog`.
     """
 
     def __init__(self, where: str | Path, *, busy_timeout_s: float = BUSY_TIMEOUT_S, look: bool = False) -> None:
@@ -230,7 +230,7 @@ class CatalogDatabase:
 
         If the connection breaks during the COMMIT, the backend is asked for the outcome. The block ends normally if the
         transaction was committed, and raises if it wasn't. If the outcome can't be known, because the server crashed
-        or stayed away, it raises `CatalogUnreachable` with `outcome="unknown"` in its details. A caller that retries
+        or stayed away, it raises `CatalogError` (`catalog_unreachable`) with `outcome="unknown"` in its details. A caller that retries
         then may find the write done; all calls of `Catalog` allow that.
         """
         with self._translated():
@@ -265,15 +265,16 @@ class CatalogDatabase:
         """Check that the files are still those that were opened, without a transaction; does nothing over PostgreSQL.
 
         Raises:
-            CatalogReplaced: a file was removed, or another file is at its path.
+            CatalogError (`catalog_replaced`): a file was removed, or another file is at its path.
         """
         self._backend.check_files()
 
     def _resolve(self, transaction: tuple[str, str] | None, error: DBAPIError) -> None:
         committed = self._backend.was_committed(transaction, error)
         if committed is None:
-            raise CatalogUnreachable(
+            raise CatalogError(
                 f"{self.place}: the connection broke during a COMMIT, so its outcome is unknown",
+                code="catalog_unreachable",
                 hint="Check that the catalog's server runs.",
                 outcome="unknown",
             ) from error
@@ -294,7 +295,8 @@ class CatalogDatabase:
                 connection.begin()
                 return connection, self._backend.begin(connection, reading=reading)
             except BaseException as error:
-                gone = isinstance(self._said(error), CatalogUnreachable)
+                said = self._said(error)
+                gone = isinstance(said, CatalogError) and said.code == "catalog_unreachable"
                 if connection is not None:
                     with contextlib.suppress(Exception):
                         if gone:

@@ -22,7 +22,7 @@ from sqlalchemy.dialects.postgresql import Insert, insert
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from millstream.errors import CatalogBusy, CatalogError, CatalogUnreachable, DiskFull, MillstreamError
+from millstream.errors import CatalogError, DiskFull, MillstreamError
 from millstream.libpq import ADDRESS_HINT, BEGIN, describe_parameters, fetch_row, one_line, parse_address, with_patience
 from millstream.model.names import CATALOG_SCHEMA as SCHEMA
 
@@ -219,8 +219,9 @@ class PostgresBackend:
     def translate(self, error: BaseException) -> MillstreamError:
         """Translate by SQLSTATE; by the server's message if connecting failed, because libpq has no code there."""
         if isinstance(error, PoolTimeout):
-            return CatalogBusy(
+            return CatalogError(
                 f"{self.place}: no connection of this process was free for {self._busy_timeout_s:g} s",
+                code="catalog_busy",
                 hint="Check the catalog server's locks and load.",
             )
         cause = error.orig if isinstance(error, DBAPIError) else error
@@ -229,15 +230,18 @@ class PostgresBackend:
         if state is None:
             refusal = isinstance(cause, psycopg.OperationalError)
             return self._refusal(said) if refusal else CatalogError(f"{self.place}: {said}", hint=_OWN_WORDS)
-        kind, hint = _BY_STATE.get(state) or _BY_CLASS.get(state[:2]) or (CatalogError, _OWN_WORDS)
-        return kind(f"{self.place}: {said}", hint=hint, sqlstate=state)
+        if state == _DISK_FULL:
+            free = "Free space on the catalog's server; streams resume by themselves."
+            return DiskFull(f"{self.place}: {said}", hint=free, sqlstate=state)
+        code, hint = _BY_STATE.get(state) or _BY_CLASS.get(state[:2]) or (CatalogError.code, _OWN_WORDS)
+        return CatalogError(f"{self.place}: {said}", code=code, hint=hint, sqlstate=state)
 
     def _refusal(self, said: str) -> MillstreamError:
         lower = said.lower()
-        for parts, kind, hint in _BY_WORDS:
+        for parts, code, hint in _BY_WORDS:
             if any(all(word in lower for word in part) for part in parts):
-                return kind(f"{self.place}: {said}", hint=hint)
-        return CatalogUnreachable(f"{self.place}: {said}")
+                return CatalogError(f"{self.place}: {said}", code=code, hint=hint)
+        return CatalogError(f"{self.place}: {said}", code="catalog_unreachable")
 
 
 _PRIVILEGES: Final = """
@@ -275,33 +279,32 @@ _PRIVILEGE: Final = (
 )
 _GONE: Final = f"The schema {SCHEMA} is damaged or not a catalog: restore the database from a backup. The log itself doesn't depend on it."
 
-_Kind = tuple[type[MillstreamError], str | None]
-_BY_STATE: Final[dict[str, _Kind]] = {
-    "25006": (CatalogUnreachable, _STANDBY),
-    "25P03": (CatalogBusy, "The process stood still within a transaction; it is tried again."),
-    "25P04": (CatalogBusy, _WAITS),
-    "3D000": (CatalogError, _DATABASE),
-    "3F000": (CatalogError, _GONE),
-    "40001": (CatalogBusy, _WAITS),
-    "40P01": (CatalogBusy, _WAITS),
-    "42501": (CatalogError, _PRIVILEGE),
-    "42703": (CatalogError, _GONE),
-    "42P01": (CatalogError, _GONE),
-    "53100": (DiskFull, "Free space on the catalog's server; streams resume by themselves."),
-    "53300": (CatalogUnreachable, _FULL),
-    "55P03": (CatalogBusy, _WAITS),
-    "57014": (CatalogBusy, _WAITS),
-    "57P04": (CatalogError, _DATABASE),
+_DISK_FULL: Final = "53100"
+_BY_STATE: Final[dict[str, tuple[str, str | None]]] = {
+    "25006": ("catalog_unreachable", _STANDBY),
+    "25P03": ("catalog_busy", "The process stood still within a transaction; it is tried again."),
+    "25P04": ("catalog_busy", _WAITS),
+    "3D000": (CatalogError.code, _DATABASE),
+    "3F000": (CatalogError.code, _GONE),
+    "40001": ("catalog_busy", _WAITS),
+    "40P01": ("catalog_busy", _WAITS),
+    "42501": (CatalogError.code, _PRIVILEGE),
+    "42703": (CatalogError.code, _GONE),
+    "42P01": (CatalogError.code, _GONE),
+    "53300": ("catalog_unreachable", _FULL),
+    "55P03": ("catalog_busy", _WAITS),
+    "57014": ("catalog_busy", _WAITS),
+    "57P04": (CatalogError.code, _DATABASE),
 }
-_BY_CLASS: Final[dict[str, _Kind]] = {
-    "08": (CatalogUnreachable, None),
-    "28": (CatalogError, _LOGIN),
-    "53": (CatalogBusy, _WAITS),
-    "57": (CatalogUnreachable, None),
+_BY_CLASS: Final[dict[str, tuple[str, str | None]]] = {
+    "08": ("catalog_unreachable", None),
+    "28": (CatalogError.code, _LOGIN),
+    "53": ("catalog_busy", _WAITS),
+    "57": ("catalog_unreachable", None),
 }
-_BY_WORDS: Final[tuple[tuple[tuple[tuple[str, ...], ...], type[MillstreamError], str | None], ...]] = (
-    ((("too many",), ("remaining connection slots",), ("connection limit exceeded",)), CatalogUnreachable, _FULL),
-    ((("read-only",), ("hot standby mode",)), CatalogUnreachable, _STANDBY),
+_BY_WORDS: Final[tuple[tuple[tuple[tuple[str, ...], ...], str, str | None], ...]] = (
+    ((("too many",), ("remaining connection slots",), ("connection limit exceeded",)), "catalog_unreachable", _FULL),
+    ((("read-only",), ("hot standby mode",)), "catalog_unreachable", _STANDBY),
     (
         (
             ("password",),
@@ -310,13 +313,13 @@ _BY_WORDS: Final[tuple[tuple[tuple[tuple[str, ...], ...], type[MillstreamError],
             ("role", "does not exist"),
             ("not permitted to log in",),
         ),
-        CatalogError,
+        CatalogError.code,
         _LOGIN,
     ),
-    ((("database", "does not exist"), ("not currently accepting connections",)), CatalogError, _DATABASE),
+    ((("database", "does not exist"), ("not currently accepting connections",)), CatalogError.code, _DATABASE),
     (
         (("permission denied for database",),),
-        CatalogError,
+        CatalogError.code,
         "As the owner of the database: GRANT CONNECT ON DATABASE … TO the role of [catalog] url.",
     ),
     (
@@ -327,7 +330,7 @@ _BY_WORDS: Final[tuple[tuple[tuple[tuple[str, ...], ...], type[MillstreamError],
             ("invalid sslmode",),
             ("invalid connection option",),
         ),
-        CatalogError,
+        CatalogError.code,
         "Correct [catalog] url in millstream.toml, or the file that it names.",
     ),
 )

@@ -50,7 +50,7 @@ class PostgresSequenceStore:
         lease_s: how long a writer lives without a report.
 
     Raises (from every step):
-        CatalogBusy, CatalogError: as `Catalog`; the step may have been executed, and may still be.
+        CatalogError: as `Catalog`; the step may have been executed, and may still be.
 
     Concurrency: any number of threads and processes. Open it after a fork, never before.
     """

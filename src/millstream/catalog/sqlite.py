@@ -20,7 +20,7 @@ from sqlalchemy import URL, Connection, Engine, Table, create_engine, event, tex
 from sqlalchemy.dialects.sqlite import Insert, insert
 from sqlalchemy.exc import DBAPIError
 
-from millstream.errors import CatalogBusy, CatalogError, CatalogReplaced, DiskFull, MillstreamError
+from millstream.errors import CatalogError, DiskFull, MillstreamError
 from millstream.private_files import make_folder, open_private
 
 _BUSY_CODES: Final = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_BUSY | (2 << 8)})
@@ -111,9 +111,10 @@ class SqliteBackend:
             known, found = self._files, self._look()
         for file, before, now in zip(self._paths, known, found, strict=True):
             if before != now:
-                raise CatalogReplaced(
+                raise CatalogError(
                     f"{file} was {'removed' if now is None else 'replaced by another file'} while this process had it open: "
                     "other processes don't see what this one commits to the catalog, and it would be lost",
+                    code="catalog_replaced",
                     file=str(file),
                 )
 
@@ -135,8 +136,9 @@ class SqliteBackend:
         ):
             return DiskFull(f"no space for {self.place}", file=self.place)
         if code in _BUSY_CODES or "locked" in str(error):
-            return CatalogBusy(
+            return CatalogError(
                 f"{self.place} stayed locked for {self._busy_timeout_s:g} s",
+                code="catalog_busy",
                 hint="Check for another process with a long transaction, and that the disk responds.",
                 file=self.place,
             )
@@ -164,7 +166,7 @@ class SqliteBackend:
                     raw.close()
                 return
             except (DBAPIError, sqlite3.Error) as error:
-                if not isinstance(self.translate(error), CatalogBusy) or time.monotonic() > deadline:
+                if self.translate(error).code != "catalog_busy" or time.monotonic() > deadline:
                     raise
                 time.sleep(0.02)
 

@@ -28,9 +28,9 @@ class Catalog(Streams, Sources, Tables, Adoption, Copies, Holders, Tokens, Facts
 
     Raises:
         CatalogError (`catalog_too_new`): a newer Millstream wrote it.
-        CatalogBusy: it stayed locked past the busy timeout (any call may raise that).
-        CatalogUnreachable: its server doesn't answer (any call may raise that, once it has waited as long).
-        CatalogReplaced: one of its files was removed or replaced while it was open (any call may raise that).
+        CatalogError (`catalog_busy`): it stayed locked past the busy timeout (any call may raise that).
+        CatalogError (`catalog_unreachable`): its server doesn't answer (any call may raise that, once it has waited as long).
+        CatalogError (`catalog_replaced`): one of its files was removed or replaced while it was open (any call may raise that).
         DiskFull: there is no space for what a call writes; nothing was changed.
         CatalogError: it can't be read or written (any call may raise that).
 

@@ -52,7 +52,7 @@ class AppendRequest:
 
         Raises:
             UsageError: a text is no table's name.
-            InvalidValue, RowsTooLarge: as `columns_for` and `tables_for`; or the one table has no rows.
+            InvalidValue, IngestError (`rows_too_large`): as `columns_for` and `tables_for`; or the one table has no rows.
         """
         from millstream.ingest.multi_table_append import tables_for
         from millstream.ingest.row_validation import columns_for
@@ -129,7 +129,7 @@ class HomeAppends(Protocol):
             UnknownStream, UsageError: there is no such stream, the text is no table's name, or
                 `deadline_s` is invalid.
             InvalidValue: a value doesn't fit its column; nothing was appended.
-            UnknownTable, IngestError (`unknown_column`), IngestError (`key_changed`), IngestError (`table_captured`), RowsTooLarge: likewise.
+            UnknownTable, IngestError (`unknown_column`), IngestError (`key_changed`), IngestError (`table_captured`), IngestError (`rows_too_large`): likewise.
             Overloaded, DiskFull: there is no room for it now; nothing was appended.
             AppendOutcomeUnknown: the disk failed, or the writing process ended: the rows may or may not
                 be stored.

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from millstream.errors import AnswerUnreadable, InvalidToken, MillstreamError, error_of
+from millstream.errors import MillstreamError, PositionError, RemoteError, error_of
 from millstream.model.positions import StreamToken
 
 PIECES_TYPE: Final = "application/vnd.millstream.batches"
@@ -68,13 +68,13 @@ def change_of(rows: pa.Table) -> tuple[list[pa.RecordBatch], StreamToken]:
     """Return the arguments of `change_piece`.
 
     Raises:
-        AnswerUnreadable: it isn't one.
+        RemoteError (`answer_unreadable`): it isn't one.
     """
     said = dict(rows.schema.metadata or {})
     try:
         token = StreamToken.parse(said.pop(_TOKEN).decode())
-    except (KeyError, ValueError, InvalidToken) as error:
-        raise AnswerUnreadable(f"a batch has no token: {error}") from error
+    except (KeyError, ValueError, PositionError) as error:
+        raise RemoteError(f"a batch has no token: {error}", code="answer_unreadable") from error
     return rows.replace_schema_metadata(said or None).to_batches(), token
 
 
@@ -82,13 +82,13 @@ def latest_of(rows: pa.Table) -> tuple[bool, pa.Table, StreamToken]:
     """Return the arguments of `latest_piece`.
 
     Raises:
-        AnswerUnreadable: it isn't one.
+        RemoteError (`answer_unreadable`): it isn't one.
     """
     said = dict(rows.schema.metadata or {})
     try:
         token, emptied = StreamToken.parse(said.pop(_TOKEN).decode()), said.pop(_EMPTIED) == b"1"
-    except (KeyError, ValueError, InvalidToken) as error:
-        raise AnswerUnreadable(f"a range of rows has no end position: {error}") from error
+    except (KeyError, ValueError, PositionError) as error:
+        raise RemoteError(f"a range of rows has no end position: {error}", code="answer_unreadable") from error
     return emptied, rows.replace_schema_metadata(said or None), token
 
 
@@ -107,7 +107,7 @@ class Pieces:
 
         Raises:
             MillstreamError: the error that the server sent for the rest.
-            AnswerUnreadable: the bytes are no pieces.
+            RemoteError (`answer_unreadable`): the bytes are no pieces.
         """
         self._held += data
         while (whole := self._next()) is not None:
@@ -127,7 +127,7 @@ class Pieces:
         """Return the next part if it is there, and whether another one of its piece follows."""
         held = self._held
         if self.ended and held:
-            raise AnswerUnreadable(f"{len(held)} bytes stand behind an answer's end")
+            raise RemoteError(f"{len(held)} bytes stand behind an answer's end", code="answer_unreadable")
         if len(held) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(held)
@@ -146,7 +146,7 @@ class Pieces:
             raise error_of(_facts_of(part))
         if length == 0:
             if has_more or self._parts:
-                raise AnswerUnreadable("a piece of an answer lacks its last part")
+                raise RemoteError("a piece of an answer lacks its last part", code="answer_unreadable")
             self.ended = True
             return self._part()
         return part, has_more
@@ -157,7 +157,7 @@ def _facts_of(said: bytes) -> Mapping[str, Any]:
         facts: dict[str, Any] = json.loads(said)
         return {"code": facts["code"], "message": facts["message"], "hint": facts["hint"], "details": facts["details"]}
     except (ValueError, KeyError, TypeError) as error:
-        raise AnswerUnreadable(f"an error in an answer can't be read: {error}") from error
+        raise RemoteError(f"an error in an answer can't be read: {error}", code="answer_unreadable") from error
 
 
 def _table_of(encoded: bytes) -> pa.Table:
@@ -165,4 +165,4 @@ def _table_of(encoded: bytes) -> pa.Table:
         with pa.ipc.open_stream(pa.py_buffer(encoded)) as stream:
             return stream.read_all()
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise AnswerUnreadable(f"a piece of an answer can't be read: {error}") from error
+        raise RemoteError(f"a piece of an answer can't be read: {error}", code="answer_unreadable") from error

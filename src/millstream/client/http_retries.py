@@ -17,8 +17,6 @@ from millstream.client.home_calls import SERVER_DEADLINE_S_MAX
 from millstream.client.http_requests import Call
 from millstream.errors import (
     AccessError,
-    AnswerCutOff,
-    AnswerUnreadable,
     AppendOutcomeUnknown,
     Fenced,
     MillstreamError,
@@ -26,7 +24,6 @@ from millstream.errors import (
     PositionError,
     ReadOnly,
     RemoteError,
-    ReplicaTooStale,
     RoutingError,
     SessionsNeedOneWriter,
     error_of,
@@ -91,7 +88,7 @@ def asked(call: Call, *, url: str, patience_s: float, now: Callable[[], float]) 
 
     Raises:
         RemoteError (`server_unreachable`): no server answers.
-        AnswerUnreadable: another kind of server answers.
+        RemoteError (`answer_unreadable`): another kind of server answers.
         MillstreamError: the server's error.
     """
     give_up_s, nap_s = now() + patience_s, _NAP_S
@@ -107,7 +104,7 @@ def asked(call: Call, *, url: str, patience_s: float, now: Callable[[], float]) 
             if 200 <= got.status < 300:
                 return got
             error = problem_of(got, url)
-            if got.status not in _BUSY or isinstance(error, PositionError | ReplicaTooStale):
+            if got.status not in _BUSY or isinstance(error, PositionError) or error.code == "replica_too_stale":
                 # If a follower is behind, ask the leader, at once.
                 raise error
             wait_s = _wait_of(got, nap_s)
@@ -146,7 +143,9 @@ def appended(
             if got.hint:
                 raise unknown or error
             if got.sent:
-                unknown = _doubt(AnswerCutOff(f"{url} gave no answer: {got.why}"), unknown, call, url)
+                unknown = _doubt(
+                    RemoteError(f"{url} gave no answer: {got.why}", code="answer_cut_off"), unknown, call, url
+                )
         else:
             assert got is not None, "a call is answered"
             if got.status == 200:
@@ -178,7 +177,7 @@ def appended(
 
 
 def json_of(answer: HttpAnswer, url: str) -> dict[str, Any]:
-    """Return the object in an answer; `AnswerUnreadable` if there is none."""
+    """Return the object in an answer; `RemoteError` (`answer_unreadable`) if there is none."""
     try:
         found = json.loads(answer.body)
     except ValueError as error:
@@ -213,7 +212,7 @@ def whole_table(pieces: Iterator[pa.Table] | list[pa.Table], url: str) -> pa.Tab
     """Return the pieces of a query's answer as one table."""
     found = list(pieces)
     if not found:
-        raise AnswerUnreadable(f"{url} answered without columns", url=url)
+        raise RemoteError(f"{url} answered without columns", code="answer_unreadable", url=url)
     return pa.concat_tables(found)
 
 
@@ -256,10 +255,13 @@ def _doubt(
     return error
 
 
-def _no_answer(answer: HttpAnswer, url: str) -> AnswerUnreadable:
+def _no_answer(answer: HttpAnswer, url: str) -> RemoteError:
     said = answer.body[:200].decode(errors="replace")
-    return AnswerUnreadable(
-        f"{url} answered {answer.status}, but the answer isn't Millstream's: {said!r}", url=url, status=answer.status
+    return RemoteError(
+        f"{url} answered {answer.status}, but the answer isn't Millstream's: {said!r}",
+        code="answer_unreadable",
+        url=url,
+        status=answer.status,
     )
 
 

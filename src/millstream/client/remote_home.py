@@ -35,7 +35,7 @@ from millstream.client.http_requests import (
 )
 from millstream.client.http_retries import HttpAnswer, Lost, Nap, appended, asked, json_of, whole_table
 from millstream.client.write_session import Session, session_of
-from millstream.errors import AnswerCutOff, UsageError
+from millstream.errors import RemoteError, UsageError
 from millstream.model.operations import Appended, AppendedTables
 from millstream.model.positions import StreamToken
 from millstream.model.steps import run
@@ -65,8 +65,8 @@ class RemoteHome(HomeAppends):
     """A home behind an address. Made by `connect`.
 
     It raises the errors of an `OpenHome`, rebuilt from the server's answer, and in addition:
-    `server_unreachable` (nothing was done), `AnswerCutOff` (an answer ended before its end),
-    `AnswerUnreadable` (the server isn't Millstream). An append is resent until its deadline if no answer came, or the
+    `server_unreachable` (nothing was done), `RemoteError` (`answer_cut_off`) (an answer ended before its end),
+    `RemoteError` (`answer_unreadable`) (the server isn't Millstream). An append is resent until its deadline if no answer came, or the
     server has no room just now.
 
     Concurrency: any number of threads.
@@ -393,6 +393,6 @@ def _speaks_tls(url: str) -> bool:
         return False
 
 
-def cut_off(url: str, why: str) -> AnswerCutOff:
+def cut_off(url: str, why: str) -> RemoteError:
     """Return the error of an answer that ended before its end."""
-    return AnswerCutOff(f"{url} broke off its answer: {why}", url=url)
+    return RemoteError(f"{url} broke off its answer: {why}", code="answer_cut_off", url=url)

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from millstream.client.appends import APPEND_DEADLINE_S, AppendRequest, check_deadline, no_increments
 from millstream.errors import (
-    AnswerCutOff,
-    AnswerUnreadable,
     AppendOutcomeUnknown,
     BufferOutcomeUnknown,
     DedupWindowExpired,
@@ -65,16 +63,17 @@ def session_of(name: str | None, next_number: int | None) -> tuple[str, int | No
     return (uuid.uuid4().hex, next_number or 1) if name is None else (name, next_number)
 
 
-_DOUBTFUL: Final = (
-    AppendOutcomeUnknown,
-    BufferOutcomeUnknown,
-    PartialWrite,
-    AnswerCutOff,
-    AnswerUnreadable,
-    NotEnoughReplicas,
+_DOUBTFUL: Final = frozenset(
+    {
+        AppendOutcomeUnknown.code,
+        BufferOutcomeUnknown.code,
+        PartialWrite.code,
+        "answer_cut_off",
+        "answer_unreadable",
+        NotEnoughReplicas.code,
+    }
 )
-"""Errors of writes that may be stored, or a part of them: another write under their number would be taken for a resend.
-"""
+"""Codes of errors after which a write, or a part of it, may be stored: another one under its number would be taken for a resend."""
 
 
 class Numbers:
@@ -149,12 +148,12 @@ class Numbers:
             yield number
         except (DedupWindowExpired, IdempotencyKeyReused):
             raise  # it is another write's, or was durable
-        except _DOUBTFUL:
-            self._doubtful.add(number)  # it may be stored, under this number
-            raise
-        except MillstreamError:
-            with self._lock:
-                heapq.heappush(self._given_back, number)
+        except MillstreamError as error:
+            if error.code in _DOUBTFUL:
+                self._doubtful.add(number)  # it may be stored, under this number
+            else:
+                with self._lock:
+                    heapq.heappush(self._given_back, number)
             raise
         except BaseException:
             self._doubtful.add(number)

@@ -11,8 +11,6 @@ from millstream.codec.buffered_op import decode_op
 from millstream.errors import (
     BufferedOpUndecodable,
     BufferOffsetGone,
-    BufferSeekBeyondEnd,
-    BufferTruncated,
     CodecError,
     MillstreamError,
     UnsupportedFormat,
@@ -74,7 +72,7 @@ class PlacedReader(ABC):
         self._place, self._ended = offset, False
 
     def check_place(self, first: BufferOffset, end: BufferOffset) -> None:
-        """Raise if the position is no longer readable: `BufferTruncated`, each time; `BufferOffsetGone`, once."""
+        """Raise if the position is no longer readable: `WriteBufferError` (`buffer_truncated`), each time; `BufferOffsetGone`, once."""
         if self._place > end:
             raise went_back(self._buffer, self._shard, self._place, end)
         if self._place < first:
@@ -153,10 +151,11 @@ def gone(buffer: str, shard: ShardId, place: BufferOffset, first: BufferOffset) 
     )
 
 
-def went_back(buffer: str, shard: ShardId, place: BufferOffset, end: BufferOffset) -> BufferTruncated:
+def went_back(buffer: str, shard: ShardId, place: BufferOffset, end: BufferOffset) -> WriteBufferError:
     """Return the error that the end lies before offsets already read."""
-    return BufferTruncated(
+    return WriteBufferError(
         f"shard {shard} of write buffer {buffer} ends at {end}, and was read up to {place} before",
+        code="buffer_truncated",
         buffer=buffer,
         shard=int(shard),
         place=int(place),
@@ -164,10 +163,11 @@ def went_back(buffer: str, shard: ShardId, place: BufferOffset, end: BufferOffse
     )
 
 
-def beyond_end(buffer: str, shard: ShardId, place: BufferOffset, end: BufferOffset) -> BufferSeekBeyondEnd:
+def beyond_end(buffer: str, shard: ShardId, place: BufferOffset, end: BufferOffset) -> WriteBufferError:
     """Return the error that an offset lies past the end."""
-    return BufferSeekBeyondEnd(
+    return WriteBufferError(
         f"shard {shard} of write buffer {buffer} ends at {end}, and {place} was asked for",
+        code="buffer_seek_beyond_end",
         buffer=buffer,
         shard=int(shard),
         place=int(place),

@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from millstream.codec.arrow_ipc import decode_batch, decode_schema, encode_batch, encode_schema
 from millstream.codec.checksums import Bytes, crc32c
-from millstream.errors import CorruptFrame, InvalidValue, TruncatedFrame, UnsupportedFormat
+from millstream.errors import CorruptFrame, InvalidValue, UnsupportedFormat
 from millstream.model.ids import ShardId, SourceId
 from millstream.model.operations import OPERATION_SCHEMA, TableRows, WriteOps
 from millstream.model.positions import Lsn
@@ -80,11 +80,11 @@ def decode_op(data: Bytes, shard: ShardId) -> WriteOps:
     """Decode an operation, with its rows on that shard.
 
     Raises:
-        TruncatedFrame, CorruptFrame, UnsupportedFormat: never a wrong operation.
+        CorruptFrame, UnsupportedFormat: never a wrong operation.
     """
     view = memoryview(data)
     if len(view) < _START.size:
-        raise TruncatedFrame("the bytes end inside of an operation's start")
+        raise CorruptFrame("the bytes end inside of an operation's start", code="truncated_frame")
     magic, crc, version, flags, n_tables, n_reached, n_operation = _START.unpack_from(view)
     if magic != MAGIC:
         raise CorruptFrame("no operation begins here")

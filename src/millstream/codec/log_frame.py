@@ -32,7 +32,7 @@ from millstream.codec.checksums import Bytes, crc32c
 from millstream.codec.log_directory import Announced, check_directory, decode_directory
 from millstream.codec.log_records import log_columns, records_of
 from millstream.codec.log_schemas import SchemaSet
-from millstream.errors import CorruptFrame, TruncatedFrame, UnsupportedFormat
+from millstream.errors import CorruptFrame, UnsupportedFormat
 from millstream.model.ids import Epoch, GroupNumber, RegionId, SchemaVersion, ShardId, SourceId, TableId, WriterId
 from millstream.model.positions import Lsn, Offset, Seq
 from millstream.model.records import LOG_ROW_PREFIX
@@ -340,12 +340,12 @@ def frame_extent(start: bytes | memoryview) -> FrameExtent:
     Nothing is verified yet.
 
     Raises:
-        TruncatedFrame: fewer bytes than that.
+        CorruptFrame (`truncated_frame`): fewer bytes than that.
         CorruptFrame: these bytes can't begin a frame (for example zeros).
         UnsupportedFormat: a header version that this code doesn't support.
     """
     if len(start) < FRAME_HEADER_MIN:
-        raise TruncatedFrame("the file ends inside of a frame's header")
+        raise CorruptFrame("the file ends inside of a frame's header", code="truncated_frame")
     length, _, head_length, version, kind, flags = _START.unpack_from(start)
     if length == 0 or kind not in _KINDS:
         raise CorruptFrame("no frame begins here")
@@ -364,7 +364,7 @@ def decode_frame_head(head: bytes | memoryview) -> tuple[FrameHeader, FrameExten
         head: at least the frame's whole head.
 
     Raises:
-        TruncatedFrame, CorruptFrame, UnsupportedFormat: as `frame_extent`, or the head fails its checksum.
+        CorruptFrame, UnsupportedFormat: as `frame_extent`, or the head fails its checksum.
     """
     view = memoryview(head)
     try:
@@ -437,13 +437,13 @@ def decode_frame(
         read_payload: returns payload bytes at (position behind the head, length); parts are then read on demand.
 
     Raises:
-        TruncatedFrame, CorruptFrame, UnsupportedFormat: never wrong data. Payload parts are verified when read.
+        CorruptFrame, UnsupportedFormat: never wrong data. Payload parts are verified when read.
     """
     header, extent, operations, batches = decode_frame_head(data)
     if read_payload is None:
         view = memoryview(data)
         if len(view) < extent.length:
-            raise TruncatedFrame("the bytes end inside of a frame's payload")
+            raise CorruptFrame("the bytes end inside of a frame's payload", code="truncated_frame")
 
         def read_payload(position: int, length: int) -> Bytes:
             return view[extent.head_length + position : extent.head_length + position + length]
@@ -480,9 +480,9 @@ def announced(headers: Sequence[FrameHeader]) -> Announced:
 
 
 def verify_part(part: PayloadPart, data: Bytes) -> None:
-    """Check a part's bytes against its length and its CRC32C; raises `TruncatedFrame` or `CorruptFrame`."""
+    """Check a part's bytes against its length and its CRC32C; raises `CorruptFrame`."""
     if len(data) < part.length:
-        raise TruncatedFrame("the file ends inside of a frame's payload")
+        raise CorruptFrame("the file ends inside of a frame's payload", code="truncated_frame")
     if crc32c(data) != part.crc:
         raise CorruptFrame(f"the rows of table {part.table_id} fail their checksum")
 
@@ -495,10 +495,10 @@ def check_rows(table_id: TableId, rows: pa.RecordBatch) -> None:
 
 
 def verify_payload(header: FrameHeader, payload: Bytes) -> None:
-    """Check every part of a frame's payload against its CRC32C; raises `CorruptFrame` or `TruncatedFrame`."""
+    """Check every part of a frame's payload against its CRC32C; raises `CorruptFrame`."""
     view = memoryview(payload)
     if len(view) < header.payload_length:
-        raise TruncatedFrame("the file ends inside of a frame's payload")
+        raise CorruptFrame("the file ends inside of a frame's payload", code="truncated_frame")
     position = 0
     for part in header.parts:
         verify_part(part, view[position : position + part.length])
@@ -507,7 +507,7 @@ def verify_payload(header: FrameHeader, payload: Bytes) -> None:
 
 def _verify_head(view: memoryview, head_length: int) -> None:
     if len(view) < head_length:
-        raise TruncatedFrame("the file ends inside of a frame's head")
+        raise CorruptFrame("the file ends inside of a frame's head", code="truncated_frame")
     (crc,) = struct.unpack_from("<I", view, 4)
     if crc != crc32c(view[:4], view[8:head_length]):
         raise CorruptFrame("a frame's head fails its checksum")
@@ -519,7 +519,7 @@ def _decode_schema_payload(header: FrameHeader, read: Callable[[int, int], Bytes
     part = header.parts[0]
     data = read(0, part.length)
     if len(data) < part.length:
-        raise TruncatedFrame("the file ends inside of a schema frame")
+        raise CorruptFrame("the file ends inside of a schema frame", code="truncated_frame")
     if crc32c(data) != part.crc:
         raise CorruptFrame("a schema frame's payload fails its checksum")
     message = decode_schema(data)

@@ -90,7 +90,7 @@ class FrameRun:
             moments: likewise.
 
         Raises:
-            CorruptFrame, TruncatedFrame: a part fails its checksum, or rows and directory disagree.
+            CorruptFrame: a part fails its checksum, or rows and directory disagree.
         """
         for _, part, data in parts:
             verify_part(part, data)

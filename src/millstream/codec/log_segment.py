@@ -31,7 +31,7 @@ from millstream.codec.arrow_ipc import decode_schema, encode_schema
 from millstream.codec.checksums import crc32c
 from millstream.codec.log_directory import DIRECTORY, Directory
 from millstream.codec.log_frame import FrameKind
-from millstream.errors import CorruptFrame, TruncatedFrame, UnsupportedFormat
+from millstream.errors import CorruptFrame, UnsupportedFormat
 from millstream.model.ids import Epoch, GroupNumber, RegionId, SchemaVersion, ShardId, StreamId, TableId
 from millstream.model.positions import Offset, Seq
 
@@ -116,13 +116,15 @@ class SegmentHeader:
         """Decode the header from a segment's first bytes.
 
         Raises:
-            TruncatedFrame: fewer than `SEGMENT_HEADER_SIZE` bytes.
+            CorruptFrame (`truncated_frame`): fewer than `SEGMENT_HEADER_SIZE` bytes.
             UnsupportedFormat: a version that this code doesn't support.
             CorruptFrame: not a segment, or damaged.
         """
         head = bytes(data[:SEGMENT_HEADER_SIZE])
         if len(head) < SEGMENT_HEADER_SIZE:
-            raise TruncatedFrame(f"a segment header has {SEGMENT_HEADER_SIZE} bytes, here are {len(head)}")
+            raise CorruptFrame(
+                f"a segment header has {SEGMENT_HEADER_SIZE} bytes, here are {len(head)}", code="truncated_frame"
+            )
         (magic, crc, version, _, stream, region, shard, epoch, base, previous, created, n_ops, n_batches) = (
             _HEADER.unpack_from(head)
         )

@@ -23,7 +23,7 @@ from millstream.crdt.columns import codes_of, whole_column
 from millstream.crdt.declared import INCREMENTS, MergeKind, TableMerge, union_of
 from millstream.crdt.lattice import Sealing, StateKind, opened
 from millstream.crdt.row_merge import REGION, SEQ, fold, merged, newest_event_ns, own_columns, state_schema
-from millstream.errors import InvalidToken, MergeStateUnreadable, MillstreamError, OtherStream
+from millstream.errors import MergeStateUnreadable, MillstreamError, PositionError, ReplicationError
 from millstream.model.ids import Epoch, GroupNumber, RegionId
 from millstream.model.positions import Seq, StreamToken
 
@@ -116,7 +116,7 @@ class ReconciliationEngine:
         """Return what each side lacks of the other.
 
         Raises:
-            OtherStream: the sides have received from two different logs of one region.
+            ReplicationError (`other_stream`): the sides have received from two different logs of one region.
             ReplicationError (`merge_unsuitable`): a column has types that no one type holds.
         """
         return MergePlan(
@@ -368,7 +368,7 @@ def _parsed(text: bytes) -> tuple[dict[str, Any], Vector]:
     try:
         head = json.loads(text)
         vector = {RegionId(int(region)): StreamToken.parse(token) for region, token in head["vector"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError, InvalidToken) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, PositionError) as error:
         raise MergeStateUnreadable(f"the bytes of a table's state make no sense: {error}") from error
     return head, vector
 
@@ -400,15 +400,16 @@ def widened(rows: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def _greatest(table: str, one: Vector, other: Vector) -> Vector:
-    """Return each region's later token. `OtherStream` if a region has two logs: an operator's error, not the data's."""
+    """Return each region's later token. `ReplicationError` (`other_stream`) if a region has two logs: an operator's error, not the data's."""
     found = dict(one)
     for region, token in other.items():
         held = found.get(region)
         try:
             found[region] = token if held is None else held.join(token)
         except MillstreamError as error:
-            raise OtherStream(
+            raise ReplicationError(
                 f"{table}: region {region} was heard of by two logs, {held} and {token}",
+                code="other_stream",
                 hint="Delete the old merged state (data/regions): it is built again from the new log.",
                 region=int(region),
             ) from error

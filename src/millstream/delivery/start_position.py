@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 import pyarrow.compute as pc
 
-from millstream.errors import CursorExpired, InvalidToken, MillstreamError, PositionError, TokenFromFuture
+from millstream.errors import CursorExpired, MillstreamError, PositionError, TokenFromFuture
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq, StreamToken
 from millstream.wal.reader import StreamReader
@@ -22,7 +22,7 @@ class ParseMoment(Protocol):
     """Reads a token or a time: `millstream.home.as_of_parsing.parse_as_of` with the present moment."""
 
     def __call__(self, text: str, stream: StreamId) -> Moment:
-        """Return it; `PositionError` or `InvalidToken` if it is neither."""
+        """Return it; `PositionError` if it is neither."""
 
 
 def resolve(
@@ -56,7 +56,7 @@ def resolve(
     try:
         moment = parse(text, stream)
         seq = moment.linear() if isinstance(moment, StreamToken) else None
-    except (InvalidToken, PositionError) as error:
+    except PositionError as error:
         raise refuse(error.message) from error
     if seq is not None:
         if seq > end:

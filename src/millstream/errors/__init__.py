@@ -12,15 +12,12 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from millstream.errors._access import AccessError as AccessError
-from millstream.errors._access import CertificateUnusable as CertificateUnusable
 from millstream.errors._access import Unauthenticated as Unauthenticated
 from millstream.errors._buffers import BufferedOpUndecodable as BufferedOpUndecodable
 from millstream.errors._buffers import BufferMissing as BufferMissing
 from millstream.errors._buffers import BufferOffsetGone as BufferOffsetGone
 from millstream.errors._buffers import BufferOutcomeUnknown as BufferOutcomeUnknown
 from millstream.errors._buffers import BufferRefused as BufferRefused
-from millstream.errors._buffers import BufferSeekBeyondEnd as BufferSeekBeyondEnd
-from millstream.errors._buffers import BufferTruncated as BufferTruncated
 from millstream.errors._buffers import BufferUnavailable as BufferUnavailable
 from millstream.errors._buffers import WriteBufferError as WriteBufferError
 from millstream.errors._delivery import DeliveryError as DeliveryError
@@ -28,7 +25,6 @@ from millstream.errors._http import HttpError as HttpError
 from millstream.errors._ingest import DedupWindowExpired as DedupWindowExpired
 from millstream.errors._ingest import IdempotencyKeyReused as IdempotencyKeyReused
 from millstream.errors._ingest import IngestError as IngestError
-from millstream.errors._ingest import RowsTooLarge as RowsTooLarge
 from millstream.errors._ingest import SessionExpired as SessionExpired
 from millstream.errors._ingest import SessionGap as SessionGap
 from millstream.errors._ingest import SessionsNeedOneWriter as SessionsNeedOneWriter
@@ -38,28 +34,19 @@ from millstream.errors._lake import LakeError as LakeError
 from millstream.errors._lake import LakeFilesGone as LakeFilesGone
 from millstream.errors._lake import LakeTableForeign as LakeTableForeign
 from millstream.errors._lake import LakeUnavailable as LakeUnavailable
-from millstream.errors._lake import QueryBound as QueryBound
-from millstream.errors._remote import AnswerCutOff as AnswerCutOff
-from millstream.errors._remote import AnswerUnreadable as AnswerUnreadable
 from millstream.errors._remote import RemoteError as RemoteError
 from millstream.errors._replication import Diverged as Diverged
 from millstream.errors._replication import Fenced as Fenced
 from millstream.errors._replication import LinkLost as LinkLost
-from millstream.errors._replication import LostTailMerged as LostTailMerged
 from millstream.errors._replication import MergeStateUnreadable as MergeStateUnreadable
 from millstream.errors._replication import NodeNameTaken as NodeNameTaken
 from millstream.errors._replication import NotEnoughReplicas as NotEnoughReplicas
-from millstream.errors._replication import OtherRegion as OtherRegion
-from millstream.errors._replication import OtherStream as OtherStream
-from millstream.errors._replication import PromotionLost as PromotionLost
 from millstream.errors._replication import ReadOnly as ReadOnly
 from millstream.errors._replication import ReplicaGap as ReplicaGap
 from millstream.errors._replication import ReplicationError as ReplicationError
-from millstream.errors._replication import ReplicaTooStale as ReplicaTooStale
 from millstream.errors._replication import RoleUnreadable as RoleUnreadable
 from millstream.errors._replication import ShipmentUnreadable as ShipmentUnreadable
 from millstream.errors._replication import StoreUnavailable as StoreUnavailable
-from millstream.errors._replication import StoreUnusable as StoreUnusable
 from millstream.errors._root import Code as Code
 from millstream.errors._root import MillstreamError as MillstreamError
 from millstream.errors._root import Retry as Retry
@@ -68,10 +55,6 @@ from millstream.errors._root import error_of as error_of
 from millstream.errors._routing import PartialWrite as PartialWrite
 from millstream.errors._routing import RoutingError as RoutingError
 from millstream.errors._sequencing import SequencingError as SequencingError
-from millstream.errors._sequencing import WriterAlive as WriterAlive
-from millstream.errors._source import NoFreeSlot as NoFreeSlot
-from millstream.errors._source import PublicationMissing as PublicationMissing
-from millstream.errors._source import SnapshotWaits as SnapshotWaits
 from millstream.errors._source import SourceError as SourceError
 
 # --- usage and configuration -------------------------------------------------------------------------------------
@@ -194,27 +177,19 @@ class PositionError(MillstreamError):
             ),
             exit_code=2,
         ),
+        "offset_beyond_end": Code("The offset lies past the durable end.", Retry.BACKOFF),
+        "beyond_retention": Code(
+            "The position lies before everything that the lake still has; details: first (the earliest position available).",
+            hint="Query a later time, or raise `history_retention`.",
+        ),
+        "invalid_token": Code("The text is not a token, or not a token of this stream.", exit_code=2),
     }
-
-
-class InvalidToken(PositionError):
-    """The text is not a token, or not a token of this stream."""
-
-    code = "invalid_token"
-    exit_code = 2
 
 
 class TokenFromFuture(PositionError):
     """The token lies beyond what the stream has; it is never clamped."""
 
     code = "token_from_future"
-    retry = Retry.BACKOFF
-
-
-class OffsetBeyondEnd(PositionError):
-    """The offset lies past the durable end."""
-
-    code = "offset_beyond_end"
     retry = Retry.BACKOFF
 
 
@@ -263,13 +238,6 @@ class FollowerBehindRetention(PositionError):
     )
 
 
-class BeyondRetention(PositionError):
-    """The position lies before everything that the lake still has; details: first (the earliest position available)."""
-
-    code = "beyond_retention"
-    default_hint = "Query a later time, or raise `history_retention`."
-
-
 # --- the log -------------------------------------------------------------------------------------------------------
 
 
@@ -309,6 +277,11 @@ class LogError(MillstreamError):
             "Give each writer its own shards with `[writer] name` and `first_shard` in millstream.toml; "
             "`millstream writers` lists the writers.",
         ),
+        "unexpected_file": Code(
+            "The log's folder holds a file that isn't the log's; details: file.",
+            Retry.OPERATOR,
+            "Move the file out of the log's folder.",
+        ),
     }
 
 
@@ -329,14 +302,6 @@ class UnsupportedFormat(LogError):
     code = "unsupported_format"
     retry = Retry.OPERATOR
     default_hint = "Upgrade this Millstream."
-
-
-class UnexpectedFile(LogError):
-    """The log's folder holds a file that isn't the log's; details: file."""
-
-    code = "unexpected_file"
-    retry = Retry.OPERATOR
-    default_hint = "Move the file out of the log's folder."
 
 
 class DiskFull(LogError):
@@ -395,6 +360,9 @@ class CorruptFrame(CodecError):
     """A frame, header or footer fails its checksum or its own rules."""
 
     code = "corrupt_frame"
+    codes: ClassVar[Mapping[str, Code]] = {
+        "truncated_frame": Code("The bytes end before the frame does."),
+    }
 
 
 class UnreadableBytes(CorruptFrame):
@@ -403,12 +371,6 @@ class UnreadableBytes(CorruptFrame):
     code = "unreadable_bytes"
     retry = Retry.OPERATOR
     default_hint = "Check the operating system's log (`dmesg`) for the disk, and restore the file from a copy."
-
-
-class TruncatedFrame(CorruptFrame):
-    """The bytes end before the frame does."""
-
-    code = "truncated_frame"
 
 
 class ProtocolViolation(CodecError):
@@ -464,33 +426,18 @@ class CatalogError(MillstreamError):
             "Restore a catalog as new as the log, or the log that belongs to this catalog (`data/wal`); to give "
             "up the log, move its folder away and start a new stream.",
         ),
+        "catalog_unreachable": Code(
+            "The catalog's server doesn't answer, is starting or stopping, has no free connection, or is a standby.",
+            Retry.BACKOFF,
+            "Check host, port and that the catalog's server runs.",
+        ),
+        "catalog_replaced": Code(
+            "The catalog's file, or its `-wal` or `-shm`, was removed or replaced while it was open; details: `file`.",
+            Retry.OPERATOR,
+            "Stop every process of this home, restore its catalog from the newest copy, and start them again.",
+        ),
+        "catalog_busy": Code("The catalog stayed locked past the busy timeout.", Retry.BACKOFF),
     }
-
-
-class CatalogBusy(CatalogError):
-    """The catalog stayed locked past the busy timeout."""
-
-    code = "catalog_busy"
-    retry = Retry.BACKOFF
-
-
-class CatalogUnreachable(CatalogError):
-    """The catalog's server doesn't answer, is starting or stopping, has no free connection, or is a standby."""
-
-    code = "catalog_unreachable"
-    retry = Retry.BACKOFF
-    default_hint = "Check host, port and that the catalog's server runs."
-
-
-class CatalogReplaced(CatalogError):
-    """The catalog's file, or its `-wal` or `-shm`, was removed or replaced while it was open; details: `file`.
-
-    No other process sees the commits after that, and they are lost when the process ends. So every
-    call on the open catalog raises this error, and a process of `millstream` exits with it.
-    """
-
-    code = "catalog_replaced"
-    default_hint = "Stop every process of this home, restore its catalog from the newest copy, and start them again."
 
 
 # --- engine ---------------------------------------------------------------------------------------------------------

@@ -52,6 +52,11 @@ class AccessError(MillstreamError):
             Retry.OPERATOR,
             "Send the request from a page of this server or outside a browser; add a proxy's name to `[http] hosts`.",
         ),
+        "certificate_unusable": Code(
+            "A certificate, its key or the clients' authority is unusable: unreadable, of another key, or expired. Details: file.",
+            Retry.OPERATOR,
+            exit_code=2,
+        ),
     }
 
 
@@ -67,13 +72,3 @@ class Unauthenticated(AccessError):
             "Create another token: `millstream token create --name … --expires …`.",
         ),
     }
-
-
-class CertificateUnusable(AccessError):
-    """A certificate, its key or the clients' authority is unusable: unreadable, of another key, or expired.
-
-    Details: file.
-    """
-
-    code = "certificate_unusable"
-    exit_code = 2

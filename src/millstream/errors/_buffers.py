@@ -38,6 +38,14 @@ class WriteBufferError(MillstreamError):
             Retry.OPERATOR,
             "Append to the stream that writes the buffer, or remove [streams.S.buffer] from the configuration.",
         ),
+        "buffer_seek_beyond_end": Code(
+            "A seek went past the buffer's end; the reader's position is unchanged. Details: buffer, shard, place, end."
+        ),
+        "buffer_truncated": Code(
+            "A write buffer ends before the position that was read up to: it was truncated, or restored from an older copy. Details: buffer, shard, place, end.",
+            Retry.OPERATOR,
+            "Restore the buffer's lost operations; those read before are in the log.",
+        ),
     }
 
 
@@ -77,17 +85,6 @@ class BufferMissing(WriteBufferError):
     default_hint = "Create the topic or stream, or let Millstream create it: [streams.S.buffer] create = true."
 
 
-class BufferTruncated(WriteBufferError):
-    """A write buffer ends before the position that was read up to: it was truncated, or restored from an older copy.
-
-    Details: buffer, shard, place, end.
-    """
-
-    code = "buffer_truncated"
-    retry = Retry.OPERATOR
-    default_hint = "Restore the buffer's lost operations; those read before are in the log."
-
-
 class BufferOffsetGone(WriteBufferError):
     """The buffer's retention dropped the operation at a reader's position.
 
@@ -97,12 +94,6 @@ class BufferOffsetGone(WriteBufferError):
     code = "buffer_offset_gone"
     retry = Retry.OPERATOR
     default_hint = "Restore the dropped operations, and run readers within the buffer's retention."
-
-
-class BufferSeekBeyondEnd(WriteBufferError):
-    """A seek went past the buffer's end; the reader's position is unchanged. Details: buffer, shard, place, end."""
-
-    code = "buffer_seek_beyond_end"
 
 
 class BufferedOpUndecodable(WriteBufferError):

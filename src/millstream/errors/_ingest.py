@@ -37,13 +37,10 @@ class IngestError(MillstreamError):
             Retry.OPERATOR,
             "Run the same version of Millstream in both processes, and restart the one that you changed.",
         ),
+        "rows_too_large": Code(
+            "A call exceeds a limit: on rows' bytes, columns, or a name's length; details: what, size, size_max."
+        ),
     }
-
-
-class RowsTooLarge(IngestError):
-    """A call exceeds a limit: on rows' bytes, columns, or a name's length; details: what, size, size_max."""
-
-    code = "rows_too_large"
 
 
 class IdempotencyKeyReused(IngestError):

@@ -53,6 +53,24 @@ class LakeError(MillstreamError):
             "Wait for the pipeline, which continues from the destination's state if the log still has the missing "
             "records.",
         ),
+        "query_memory_full": Code(
+            "A query, or reading a table's changes, needs more memory than one query may have; details: size_max "
+            "(bytes).",
+            hint=("Query less data (fewer columns, a narrower WHERE), or raise `[http] query_memory_bytes_max`."),
+        ),
+        "query_spill_full": Code(
+            "A query spills more to disk than one query may, to sort, join or group. Details: size_max (bytes).",
+            hint=("Query less data (fewer columns, a narrower WHERE), or raise `[http] query_spill_bytes_max`."),
+        ),
+        "query_timeout": Code(
+            "A query wasn't computed and read by its caller in time; details: time_s.",
+            hint="Query less data, read the answer faster, or raise `[http] query_timeout`.",
+        ),
+        "query_crashed": Code(
+            "DuckDB failed in the process that ran a query, before the answer was complete. Other queries "
+            "continue. Details: status.",
+            hint="Write the query in another form, and report the failing query.",
+        ),
     }
 
 
@@ -110,29 +128,3 @@ class LakeBehind(LakeError):
     code = "lake_behind"
     retry = Retry.BACKOFF
     default_hint = "Start `millstream run`, or wait for it to catch up; `millstream status` shows the lag."
-
-
-class QueryBound(LakeError):
-    """A query exceeds its limit of the server's resources; the server continues with other queries."""
-
-    code = "query_bound"
-    codes: ClassVar[Mapping[str, Code]] = {
-        "query_memory_full": Code(
-            "A query, or reading a table's changes, needs more memory than one query may have; details: size_max "
-            "(bytes).",
-            hint=("Query less data (fewer columns, a narrower WHERE), or raise `[http] query_memory_bytes_max`."),
-        ),
-        "query_spill_full": Code(
-            "A query spills more to disk than one query may, to sort, join or group. Details: size_max (bytes).",
-            hint=("Query less data (fewer columns, a narrower WHERE), or raise `[http] query_spill_bytes_max`."),
-        ),
-        "query_timeout": Code(
-            "A query wasn't computed and read by its caller in time; details: time_s.",
-            hint="Query less data, read the answer faster, or raise `[http] query_timeout`.",
-        ),
-        "query_crashed": Code(
-            "DuckDB failed in the process that ran a query, before the answer was complete. Other queries "
-            "continue. Details: status.",
-            hint="Write the query in another form, and report the failing query.",
-        ),
-    }

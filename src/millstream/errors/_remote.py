@@ -18,20 +18,14 @@ class RemoteError(MillstreamError):
             Retry.BACKOFF,
             "Check the address, and that `millstream serve` (or `run`) answers at `/healthz`.",
         ),
+        "answer_cut_off": Code(
+            "An answer was cut off: the part received is right but incomplete. Details: url.",
+            Retry.BACKOFF,
+            "Repeat the call from the last token that you received.",
+        ),
+        "answer_unreadable": Code(
+            "The server isn't Millstream, or is of another version; details: url, status.",
+            Retry.OPERATOR,
+            "Check that the address is that of `millstream serve`, without `/v1`.",
+        ),
     }
-
-
-class AnswerCutOff(RemoteError):
-    """An answer was cut off: the part received is right but incomplete. Details: url."""
-
-    code = "answer_cut_off"
-    retry = Retry.BACKOFF
-    default_hint = "Repeat the call from the last token that you received."
-
-
-class AnswerUnreadable(RemoteError):
-    """The server isn't Millstream, or is of another version; details: url, status."""
-
-    code = "answer_unreadable"
-    retry = Retry.OPERATOR
-    default_hint = "Check that the address is that of `millstream serve`, without `/v1`."

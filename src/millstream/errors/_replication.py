@@ -56,6 +56,31 @@ class ReplicationError(MillstreamError):
             "booleans, lww for any type.",
             exit_code=2,
         ),
+        "promotion_lost": Code(
+            "Another node is being promoted, or was at the same time.",
+            Retry.OPERATOR,
+            "Run `millstream follow` to make this node follow the promoted one.",
+        ),
+        "replica_too_stale": Code(
+            "The follower's data is older than the caller, or its configuration, allows.",
+            Retry.BACKOFF,
+            "Read from the leader, allow a higher staleness, or wait for the regions that are behind; `millstream replicas` shows the lag.",
+        ),
+        "other_region": Code(
+            "A log belongs to another region than its folder, or the configuration, names.",
+            Retry.OPERATOR,
+            "Correct `region` in [streams.STREAM], or move the log to its folder: data/wal/STREAM@N for region N, data/wal/STREAM for the home's own.",
+        ),
+        "lost_tail_merged": Code(
+            "A merged state holds records that a region has since lost. Retention has dropped the records to rebuild the state without them.",
+            Retry.OPERATOR,
+            "Move the table's merged state (in data/regions) away, and run `millstream reconcile` to build it from the remaining logs.",
+        ),
+        "other_stream": Code(
+            "The follower has another stream under that name.",
+            Retry.OPERATOR,
+            "Follow the stream in another home, or move the folder data/wal/STREAM away first.",
+        ),
     }
 
 
@@ -95,14 +120,6 @@ class ShipmentUnreadable(ReplicationError):
     }
 
 
-class OtherStream(ReplicationError):
-    """The follower has another stream under that name."""
-
-    code = "other_stream"
-    retry = Retry.OPERATOR
-    default_hint = "Follow the stream in another home, or move the folder data/wal/STREAM away first."
-
-
 class RoleUnreadable(ReplicationError):
     """A node's record of its role in a stream is unreadable, so its promise is unknown."""
 
@@ -132,13 +149,6 @@ class ReadOnly(ReplicationError):
     default_hint = "Write to the leader, or make this node the leader with `millstream promote`."
 
 
-class ReplicaTooStale(ReplicationError):
-    """The follower's data is older than the caller, or its configuration, allows."""
-
-    code = "replica_too_stale"
-    default_hint = "Read from the leader, allow a higher staleness, or wait for the regions that are behind; `millstream replicas` shows the lag."
-
-
 class NotEnoughReplicas(ReplicationError):
     """Too few followers, or no object store, confirmed a write in time. It is durable here, and may be nowhere else."""
 
@@ -149,30 +159,18 @@ class NotEnoughReplicas(ReplicationError):
     )
 
 
-class PromotionLost(ReplicationError):
-    """Another node is being promoted, or was at the same time."""
-
-    code = "promotion_lost"
-    retry = Retry.OPERATOR
-    default_hint = "Run `millstream follow` to make this node follow the promoted one."
-
-
-class StoreUnusable(ReplicationError):
-    """The object store lacks a capability that shipping needs."""
-
-    code = "store_unusable"
-    retry = Retry.OPERATOR
-    default_hint = (
-        "Use a store that rejects a conditional write (If-None-Match) to an existing object, such as S3, GCS,"
-        " Azure or R2."
-    )
-
-
 class StoreUnavailable(ReplicationError):
     """The object store doesn't answer."""
 
     code = "store_unavailable"
     default_hint = "Check the store's address and credentials, and repeat the command; a running process retries."
+    codes: ClassVar[Mapping[str, Code]] = {
+        "store_unusable": Code(
+            "The object store lacks a capability that shipping needs.",
+            Retry.OPERATOR,
+            "Use a store that rejects a conditional write (If-None-Match) to an existing object, such as S3, GCS, Azure or R2.",
+        ),
+    }
 
 
 class LinkLost(ReplicationError):
@@ -201,28 +199,3 @@ class MergeStateUnreadable(ReplicationError):
     code = "merge_state_unreadable"
     retry = Retry.OPERATOR
     default_hint = "Delete the file: it is built again from the logs of the regions."
-
-
-class LostTailMerged(ReplicationError):
-    """A merged state holds records that a region has since lost.
-
-    Retention has dropped the records to rebuild the state without them.
-    """
-
-    code = "lost_tail_merged"
-    retry = Retry.OPERATOR
-    default_hint = (
-        "Move the table's merged state (in data/regions) away, and run `millstream reconcile` to build it "
-        "from the remaining logs."
-    )
-
-
-class OtherRegion(ReplicationError):
-    """A log belongs to another region than its folder, or the configuration, names."""
-
-    code = "other_region"
-    retry = Retry.OPERATOR
-    default_hint = (
-        "Correct `region` in [streams.STREAM], or move the log to its folder: data/wal/STREAM@N for region N,"
-        " data/wal/STREAM for the home's own."
-    )

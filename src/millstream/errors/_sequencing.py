@@ -42,12 +42,9 @@ class SequencingError(MillstreamError):
             "found and the value expected.",
             Retry.OPERATOR,
         ),
+        "writer_alive": Code(
+            "A writer can't be taken over or forgotten while its lease is valid; details: writer, lease_s (the remaining time).",
+            Retry.BACKOFF,
+            "Stop that writer, or wait until its lease has expired; `millstream writers` shows it.",
+        ),
     }
-
-
-class WriterAlive(SequencingError):
-    """A writer can't be taken over or forgotten while its lease is valid; details: writer, lease_s (the remaining time)."""
-
-    code = "writer_alive"
-    retry = Retry.BACKOFF
-    default_hint = "Stop that writer, or wait until its lease has expired; `millstream writers` shows it."

@@ -83,29 +83,18 @@ class SourceError(MillstreamError):
             Retry.OPERATOR,
         ),
         "no_tables_match": Code("The configured patterns match no table.", Retry.OPERATOR),
+        "snapshot_waits": Code(
+            "A snapshot of the source must wait for older transactions there to end.", Retry.BACKOFF
+        ),
+        "no_free_slot": Code(
+            "`max_replication_slots` or `max_wal_senders` is used up.",
+            Retry.OPERATOR,
+            "Raise max_replication_slots (or max_wal_senders), or drop an unused slot.",
+        ),
+        "publication_missing": Code("The publication doesn't exist and may not be created.", Retry.OPERATOR),
     }
 
     @property
     def mends_at_source(self) -> bool:
         """Whether a change at the source alone repairs it, with nothing lost; a running capture retries until then."""
         return self.code not in _LASTING
-
-
-class NoFreeSlot(SourceError):
-    """`max_replication_slots` or `max_wal_senders` is used up."""
-
-    code = "no_free_slot"
-    default_hint = "Raise max_replication_slots (or max_wal_senders), or drop an unused slot."
-
-
-class SnapshotWaits(SourceError):
-    """A snapshot of the source must wait for older transactions there to end."""
-
-    code = "snapshot_waits"
-    retry = Retry.BACKOFF
-
-
-class PublicationMissing(SourceError):
-    """The publication doesn't exist and may not be created."""
-
-    code = "publication_missing"

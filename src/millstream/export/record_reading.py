@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from millstream.client.home_calls import LATEST_ROWS_MAX, Latest
-from millstream.errors import OffsetExpired, QueryBound, UnknownTable
+from millstream.errors import LakeError, OffsetExpired, UnknownTable
 from millstream.model.ids import StreamId, TableId
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
@@ -75,7 +75,7 @@ def latest_stretches(
         known: see `table_ids`.
 
     Raises:
-        QueryBound (`query_memory_full`): the records of one commit group, which can't be split, have more.
+        LakeError (`query_memory_full`): the records of one commit group, which can't be split, have more.
     """
     from millstream.lake.latest_changes import latest_rows, with_latest
 
@@ -115,7 +115,7 @@ def latest_stretches(
             reach = min(target, reader.cut(low, rows_max=1))
             found = _records_within(reader, low, reach, wanted, one, bytes_max)
         if found is None:
-            raise QueryBound(
+            raise LakeError(
                 f"what was written to {table} at once, behind {StreamToken.scalar(reader.stream_id, low)}, has more than {bytes_max} bytes",
                 code="query_memory_full",
                 hint="Read its records instead (`read`), or raise `[http] query_memory_bytes_max`.",
@@ -126,7 +126,7 @@ def latest_stretches(
             if accumulates:
                 before = with_latest(before, rows)
                 if bytes_max is not None and before.nbytes > bytes_max:
-                    raise QueryBound(
+                    raise LakeError(
                         f"the rows of {table} have columns with totals, and together more than {bytes_max} bytes",
                         code="query_memory_full",
                         hint="Query the lake's current, or raise `[http] query_memory_bytes_max`.",

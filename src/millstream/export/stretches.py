@@ -185,7 +185,7 @@ def position_of(reader: StreamReader, after: StreamToken | str | None) -> Seq:
     """Return the position from which to follow a log: behind a token, or its readable end.
 
     Raises:
-        InvalidToken: the token is malformed, another stream's, or has a position for each writer.
+        PositionError (`invalid_token`): the token is malformed, another stream's, or has a position for each writer.
         OffsetExpired: retention has dropped records behind it.
         TokenFromFuture: it lies beyond the readable end.
     """

@@ -55,7 +55,7 @@ def parse_as_of(text: str, stream: StreamId, *, now: datetime) -> datetime | Str
 
     Raises:
         PositionError (`invalid_time`): it is neither.
-        InvalidToken: it is a token, but malformed or of another stream.
+        PositionError (`invalid_token`): it is a token, but malformed or of another stream.
     """
     if is_token(text):
         return StreamToken.parse(text.strip(), stream=stream)

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
-from millstream.errors import InvalidValue, MillstreamError, RowsTooLarge
+from millstream.errors import IngestError, InvalidValue, MillstreamError
 from millstream.ingest.rows_to_arrow import too_large
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.operations import ROWS_DIGEST, Appended, append_operations
@@ -36,7 +36,7 @@ def sole_outcome(outcomes: Sequence[Appended | MillstreamError]) -> Appended:
 
 
 def check_batch(batch: AppendBatch) -> None:
-    """Raise `InvalidValue`, `RowsTooLarge` if the counts don't match the rows, a table is named twice, or an id is invalid.
+    """Raise `InvalidValue`, `IngestError` (`rows_too_large`) if the counts don't match the rows, a table is named twice, or an id is invalid.
 
     `UsageError` if a table has no name.
     """
@@ -53,8 +53,9 @@ def check_batch(batch: AppendBatch) -> None:
             raise InvalidValue(f"{len(table.counts)} requests have {requests} write ids")
     check_tables([table.table for table in batch.tables])
     if requests > REQUESTS_MAX:
-        raise RowsTooLarge(
+        raise IngestError(
             f"a batch has {requests} requests, of at most {REQUESTS_MAX}",
+            code="rows_too_large",
             hint="Append it in several batches.",
             what="requests",
             size=requests,
@@ -71,7 +72,7 @@ def check_tables(names: Sequence[str]) -> list[str]:
     Raises:
         UsageError: a text is no table's name.
         InvalidValue: two name the same table.
-        RowsTooLarge: there are more than `TABLES_MAX`.
+        IngestError (`rows_too_large`): there are more than `TABLES_MAX`.
     """
     full: dict[str, str] = {}
     for name in names:
@@ -89,7 +90,7 @@ def check_tables(names: Sequence[str]) -> list[str]:
 
 
 def check_write_id(write_id: WriteId) -> None:
-    """Raise `InvalidValue` for neither a session with a number from 1 nor a key; `RowsTooLarge` for a long text."""
+    """Raise `InvalidValue` for neither a session with a number from 1 nor a key; `IngestError` (`rows_too_large`) for a long text."""
     session, number, key = write_id.session, write_id.number, write_id.key
     if (
         key is None
@@ -121,8 +122,9 @@ def check_write_id(write_id: WriteId) -> None:
         raise InvalidValue(f"{text!r} isn't text") from error
     if size > WRITE_ID_BYTES_MAX:
         what = "session's name" if session else "idempotency key"
-        raise RowsTooLarge(
+        raise IngestError(
             f"the {what} has {size} bytes, of at most {WRITE_ID_BYTES_MAX}",
+            code="rows_too_large",
             what=what,
             size=size,
             size_max=WRITE_ID_BYTES_MAX,

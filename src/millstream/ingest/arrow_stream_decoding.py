@@ -41,7 +41,7 @@ def rows_of_arrow(body: bytes, *, rows_max: int = ROWS_MAX) -> pa.Table:
 
     Raises:
         HttpError (`invalid_body`): it isn't one, or it is cut off.
-        RowsTooLarge: more rows than `rows_max`, or more decompressed bytes, columns or nested values than
+        IngestError (`rows_too_large`): more rows than `rows_max`, or more decompressed bytes, columns or nested values than
             allowed.
         InvalidValue: a column has an unsupported type or value; details: column.
     """
@@ -73,7 +73,7 @@ def check_batch(rows: pa.RecordBatch) -> None:
 
     Raises:
         HttpError (`invalid_body`): it is inconsistent.
-        RowsTooLarge: it has too many columns.
+        IngestError (`rows_too_large`): it has too many columns.
     """
     try:
         rows.validate(full=True)
@@ -87,7 +87,7 @@ def written_bytes(rows: pa.RecordBatch) -> int:
     """Estimate the bytes that rows take in an append: their own, their repeated values, and a number for each.
 
     Raises:
-        RowsTooLarge, InvalidValue: as `rows_of_arrow`, for an unsupported column.
+        IngestError (`rows_too_large`), InvalidValue: as `rows_of_arrow`, for an unsupported column.
     """
     columns = zip(rows.schema, rows.columns, strict=True)
     meant = sum(_check_unfolded(field, pa.chunked_array([column])) for field, column in columns)

@@ -141,7 +141,7 @@ class Cutter:
 
         Raises:
             UsageError: the metadata is something else.
-            RowsTooLarge, InvalidValue: a column is unsupported, or a key is empty or too long.
+            IngestError (`rows_too_large`), InvalidValue: a column is unsupported, or a key is empty or too long.
         """
         batch, self._batches = self._batches, self._batches + 1
         key = None

@@ -76,7 +76,7 @@ def rows_of_lines(body: bytes, *, rows_max: int = ROWS_MAX) -> list[Row]:
 
     Raises:
         HttpError (`invalid_body`): a line isn't a JSON object; details: line, from 1.
-        RowsTooLarge: there are more rows than `rows_max`.
+        IngestError (`rows_too_large`): there are more rows than `rows_max`.
         InvalidValue: a number has more digits than any type holds.
     """
     try:
@@ -103,7 +103,7 @@ def tables_of_json(body: bytes, *, rows_max: int = ROWS_MAX) -> dict[str, list[R
     Raises:
         HttpError (`invalid_body`): it isn't such a text.
         InvalidValue: it has other fields, or names a table twice.
-        RowsTooLarge: there are more rows than `rows_max`.
+        IngestError (`rows_too_large`): there are more rows than `rows_max`.
     """
     names: list[str] = []
 
@@ -176,7 +176,7 @@ def columns_of(rows: Sequence[Row], counts: Sequence[int] = ()) -> pa.Table:
         counts: each request's number of rows, if there are several.
 
     Raises:
-        InvalidValue, RowsTooLarge: as `table_of`; and if one request's lists would become text because of
+        InvalidValue, IngestError (`rows_too_large`): as `table_of`; and if one request's lists would become text because of
             another's objects.
     """
     columns = _by_name(rows)

@@ -120,7 +120,7 @@ def tables_of_lines(
 
     Raises:
         UsageError: no such precision.
-        RowsTooLarge: the lines make more than `rows_bytes_max` or `tables_max`, or have more than
+        IngestError (`rows_too_large`): the lines make more than `rows_bytes_max` or `tables_max`, or have more than
             `NAMES_MAX` names: none of them is taken.
     """
     unit = PRECISIONS.get(precision)

@@ -33,7 +33,7 @@ def tables_for(
     Raises:
         UsageError: a text is no table's name.
         InvalidValue: two texts name one table; as `columns_for`, details: table; or no valid row is left.
-        RowsTooLarge: the tables are too many, or their rows take more than `ROWS_BYTES_MAX`.
+        IngestError (`rows_too_large`): the tables are too many, or their rows take more than `ROWS_BYTES_MAX`.
     """
     if not isinstance(tables, Mapping):
         raise InvalidValue(

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.errors import RowsTooLarge
+from millstream.errors import IngestError
 
 Sizes = npt.NDArray[np.int64]
 _PIECE_BYTES: Final = 8 << 20
@@ -37,11 +37,12 @@ class TextRoom:
         self._size = 0
 
     def take(self, name: str, size: int) -> None:
-        """Count the text of a column's values; `RowsTooLarge` if there is no room for it."""
+        """Count the text of a column's values; `IngestError` (`rows_too_large`) if there is no room for it."""
         self._size += size
         if self._size > self._size_max:
-            raise RowsTooLarge(
+            raise IngestError(
                 f"an append is too large: the rows' values that are written as text, up to column {name}, take more than {self._size_max} bytes",
+                code="rows_too_large",
                 hint="Append it in several calls.",
                 what="its text",
                 size=self._size,

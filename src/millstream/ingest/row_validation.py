@@ -18,12 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.errors import (
-    IngestError,
-    InvalidValue,
-    MillstreamError,
-    RowsTooLarge,
-)
+from millstream.errors import IngestError, InvalidValue, MillstreamError
 from millstream.ingest.append_requests import said
 from millstream.ingest.increment_columns import (
     NAMED,
@@ -80,7 +75,7 @@ def valid_part(known: TableSchema, rows: pa.Table, rules: WriteRules) -> ValidPa
         rules: the table's.
 
     Raises:
-        UnknownTable, IngestError (`key_changed`), RowsTooLarge, InvalidValue: it is no single row's fault.
+        UnknownTable, IngestError (`key_changed`), IngestError (`rows_too_large`), InvalidValue: it is no single row's fault.
     """
     clashes: dict[int, Clash] = {}
     rows = _weighted(known.full_name, rows, rules, clashes)
@@ -133,9 +128,9 @@ def _known_columns(known: TableSchema, rows: pa.Table, rules: WriteRules, clashe
                 grown(known, pa.schema([field]), rules)
             elif pa.types.is_list(field.type) and pa.types.is_null(field.type.value_type):
                 raise InvalidValue(f"column {field.name} is new, and its lists are all empty", column=field.name)
-        except RowsTooLarge:
-            raise
         except (InvalidValue, IngestError) as error:
+            if error.code == "rows_too_large":
+                raise
             place = rows.schema.get_field_index(field.name)
             _note(clashes, rows.column(place).combine_chunks().is_valid(), Clash.of(error, field.name))
             rows = rows.set_column(place, field.name, pa.nulls(rows.num_rows))
@@ -301,7 +296,7 @@ def table_of_valid(rows: Rows, *, may_be_empty: bool = False) -> tuple[pa.Table,
 
     Raises:
         InvalidValue: no row is left, more than `REJECTED_MAX` don't fit, or it is no single row's fault.
-        RowsTooLarge: as `table_of`.
+        IngestError (`rows_too_large`): as `table_of`.
     """
     if isinstance(rows, Mapping):
         rows = [rows]

@@ -18,7 +18,7 @@ from uuid import UUID
 import numpy as np
 import pyarrow as pa
 
-from millstream.errors import InvalidValue, RowsTooLarge
+from millstream.errors import IngestError, InvalidValue
 from millstream.ingest.increment_columns import NAMED, with_named, without_named
 from millstream.ingest.log_types import NOT_A_VALUE, json_of, no_value, stored, text_of, too_long_number
 from millstream.ingest.nested import TextRoom
@@ -75,7 +75,7 @@ def table_of(rows: Rows) -> pa.Table:
     Raises:
         InvalidValue: a value has no type in the log, or a column has values of several kinds; details:
             column.
-        RowsTooLarge: the rows take more than `ROWS_BYTES_MAX`, also as text, or have more columns than
+        IngestError (`rows_too_large`): the rows take more than `ROWS_BYTES_MAX`, also as text, or have more columns than
             `COLUMNS_MAX`, or a name is too long.
     """
     if isinstance(rows, pa.Table) and _MADE.get(id(rows)) is rows:
@@ -229,7 +229,7 @@ def _roomy(kind: pa.DataType) -> pa.DataType:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Refuse invalid column names, or too many of them: `InvalidValue`, `RowsTooLarge`."""
+    """Refuse invalid column names, or too many of them: `InvalidValue`, `IngestError` (`rows_too_large`)."""
     if len(names) > COLUMNS_MAX:
         raise too_large("its columns", len(names), COLUMNS_MAX)
     seen: dict[str, str] = {}
@@ -252,7 +252,7 @@ def _reserved(name: str) -> InvalidValue:
 
 
 def check_name(name: str, what: Literal["table", "schema", "column"]) -> None:
-    """Refuse an invalid name: `InvalidValue`, or `RowsTooLarge` if it is too long."""
+    """Refuse an invalid name: `InvalidValue`, or `IngestError` (`rows_too_large`) if it is too long."""
     fault = name_fault(name)
     if fault is None:
         return
@@ -282,10 +282,11 @@ def _is_within(value: object, depth: int) -> bool:
     return True
 
 
-def too_large(what: str, size: int, size_max: int) -> RowsTooLarge:
+def too_large(what: str, size: int, size_max: int) -> IngestError:
     """Return the error for an exceeded limit."""
-    return RowsTooLarge(
+    return IngestError(
         f"an append is too large: {what} are {size}, of at most {size_max}",
+        code="rows_too_large",
         hint="Append it in several calls." if size_max >= ROWS_BYTES_MAX else "",
         what=what,
         size=size,

@@ -80,7 +80,7 @@ def grown(known: TableSchema, columns: pa.Schema, rules: WriteRules) -> TableSch
         IngestError (`key_changed`): it was written with another key.
         IngestError (`merge_changed`): a column of it took increments and is to take totals, or the other way round.
         InvalidValue (`increment_unsuitable`): a new column takes increments, and the rows' values can't be added.
-        RowsTooLarge: it would have more than `COLUMNS_MAX` columns, or a name is longer than
+        IngestError (`rows_too_large`): it would have more than `COLUMNS_MAX` columns, or a name is longer than
             `NAME_BYTES_MAX`.
         InvalidValue: its name or columns are invalid: a name that differs from another's only by case, a
             key that isn't among the columns.
@@ -204,7 +204,7 @@ def fitted(schema: TableSchema, rows: pa.Table) -> list[pa.Array]:
         rows: in the log's types.
 
     Raises:
-        RowsTooLarge: with the missing columns they take more than `FITTED_BYTES_MAX`.
+        IngestError (`rows_too_large`): with the missing columns they take more than `FITTED_BYTES_MAX`.
         InvalidValue: a value can't be stored exactly in its column's type, or a key is null; details:
             table, column.
     """

@@ -22,15 +22,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from millstream.errors import (
-    AppendOutcomeUnknown,
-    IngestError,
-    InvalidValue,
-    MillstreamError,
-    RowsTooLarge,
-    WriterClosed,
-    error_of,
-)
+from millstream.errors import AppendOutcomeUnknown, IngestError, InvalidValue, MillstreamError, WriterClosed, error_of
 from millstream.ingest.append_requests import REQUESTS_MAX
 from millstream.ingest.rows_to_arrow import ROWS_BYTES_MAX
 from millstream.model.operations import Appended
@@ -64,7 +56,7 @@ def frame_of(facts: Mapping[str, Any]) -> bytes:
 def asking(stream: str, batch: AppendBatch, deadline_s: float) -> tuple[bytes, pa.Buffer]:
     """Return a batch's frame: its beginning, and the Arrow streams after it.
 
-    `RowsTooLarge` if the writer would refuse it.
+    `IngestError` (`rows_too_large`) if the writer would refuse it.
     """
     sink = pa.BufferOutputStream()
     tables: list[tuple[str, list[int], int]] = []
@@ -205,8 +197,12 @@ def no_answer(error: BaseException) -> AppendOutcomeUnknown:
     )
 
 
-def oversized(size: int) -> RowsTooLarge:
+def oversized(size: int) -> IngestError:
     """Return the error of a request of that many bytes."""
-    return RowsTooLarge(
-        f"a request of {size} bytes is too large", hint="Append it in several calls.", what="request", size=size
+    return IngestError(
+        f"a request of {size} bytes is too large",
+        code="rows_too_large",
+        hint="Append it in several calls.",
+        what="request",
+        size=size,
     )

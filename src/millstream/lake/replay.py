@@ -19,7 +19,7 @@ from deltalake import write_deltalake
 from deltalake.fs import DeltaStorageHandler
 
 from millstream import failpoints
-from millstream.errors import BeyondRetention, LakeError, LakeTableForeign, TokenFromFuture, UnknownTable, UsageError
+from millstream.errors import LakeError, LakeTableForeign, PositionError, TokenFromFuture, UnknownTable, UsageError
 from millstream.lake.commit_cuts import Cut, CutTable
 from millstream.lake.delta import WRITER, OpenTable, create_table, lake_errors, open_table
 from millstream.lake.folder import BOUNDED, history_from
@@ -73,7 +73,7 @@ def replay_range(layout: LakeLayout, cut: Cut, name: str, *, after: Seq, upto: S
     Raises:
         UnknownTable: the lake has no table of that name.
         LakeError (`lake_table_exists`): something else is there already; details: path.
-        BeyondRetention: part of the range may have been dropped from history.
+        PositionError (`beyond_retention`): part of the range may have been dropped from history.
         TokenFromFuture: the lake hasn't reached `upto`.
     """
     folder, table = table_named(cut, name)
@@ -88,8 +88,9 @@ def replay_range(layout: LakeLayout, cut: Cut, name: str, *, after: Seq, upto: S
     if history is None:
         raise LakeError(f"the Delta table {history_path} is gone", path=history_path)
     if after < history_from(history):
-        raise BeyondRetention(
+        raise PositionError(
             f"records of {name} up to {StreamToken.scalar(layout.stream_id, history_from(history))} may have been dropped",
+            code="beyond_retention",
             first=int(history_from(history)),
         )
     app = layout.app_id("history", table.table_id) + f"/{REPLAYS}"

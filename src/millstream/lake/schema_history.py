@@ -30,7 +30,7 @@ from typing import Final
 
 import pyarrow as pa
 
-from millstream.errors import BeyondRetention, LakeTableForeign
+from millstream.errors import LakeTableForeign, PositionError
 from millstream.lake.delta import OpenTable
 from millstream.lake.layout import folder_of
 from millstream.model.ids import TableId
@@ -204,14 +204,15 @@ def era_at(opened: OpenTable, n: Seq) -> Era | None:
     If no table had the name at `n`, take the handle's table.
 
     Raises:
-        BeyondRetention: the schema at `n` is no longer recorded.
+        PositionError (`beyond_retention`): the schema at `n` is no longer recorded.
     """
     eras = Eras.of(opened)
     owner = eras.owner_at(n) or table_of(opened)
     schema = eras.schema_at(owner, n)
     if schema is not None and n < eras.complete_from:
-        raise BeyondRetention(
+        raise PositionError(
             f"the columns of {schema.full_name} changed more than {ERAS_MAX} times since then, and are no longer recorded",
+            code="beyond_retention",
             hint="Query a later time.",
             first=int(eras.complete_from),
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, NewType, Self
 
-from millstream.errors import InvalidToken, InvalidValue
+from millstream.errors import InvalidValue, PositionError
 from millstream.model.ids import StreamId, WriterId
 
 Lsn = NewType("Lsn", int)
@@ -98,24 +98,29 @@ class StreamToken:
         """Parse a token.
 
         Raises:
-            InvalidToken: the text is malformed, or belongs to another stream than `stream`.
+            PositionError (`invalid_token`): the text is malformed, or belongs to another stream than `stream`.
         """
         found = _TOKEN_TEXT.match(text)
         if found is None:
-            raise InvalidToken(f"{text!r} is not a token", hint=_HOW_TOKENS_READ)
+            raise PositionError(f"{text!r} is not a token", code="invalid_token", hint=_HOW_TOKENS_READ)
         ahead: dict[WriterId, Seq] = {}
         minimum = int(found[2] or found[3])
         for part in (found[4] or "").split("~")[1:]:
             writer, position = part.split(".")
             ahead[WriterId(int(writer))] = Seq(int(position))
         if any(number > SEQ_MAX for number in (minimum, *ahead.values())):
-            raise InvalidToken(f"{text!r} holds a number that no stream can reach")
+            raise PositionError(f"{text!r} holds a number that no stream can reach", code="invalid_token")
         token = cls(found[1], Seq(minimum), ahead)
         if str(token) != text:
-            raise InvalidToken(f"{text!r} is not how a token is written, which would be {token}", hint=_HOW_TOKENS_READ)
+            raise PositionError(
+                f"{text!r} is not how a token is written, which would be {token}",
+                code="invalid_token",
+                hint=_HOW_TOKENS_READ,
+            )
         if stream is not None and token.stream != short_stream_id(stream):
-            raise InvalidToken(
+            raise PositionError(
                 f"{text!r} is a token of another stream (this one is {short_stream_id(stream)})",
+                code="invalid_token",
                 hint="Use a token of this stream; a stream that was created again has a new id.",
             )
         return token
@@ -128,11 +133,12 @@ class StreamToken:
     def linear(self) -> Seq:
         """Return the number at which all writers stand, for linear readers.
 
-        Raises `InvalidToken` for a vector token.
+        Raises `PositionError` (`invalid_token`) for a vector token.
         """
         if self.ahead:
-            raise InvalidToken(
+            raise PositionError(
                 f"{self} holds a position for each writer, and what is asked for goes by one number",
+                code="invalid_token",
                 hint=f"Use {self.stream}.s{self.minimum}, which all writers have reached, or request a linear token.",
             )
         return self.minimum
@@ -154,7 +160,9 @@ class StreamToken:
 
     def _same_stream(self, other: StreamToken) -> None:
         if self.stream != other.stream:
-            raise InvalidToken(f"tokens of two streams ({self.stream}, {other.stream}) can't be compared")
+            raise PositionError(
+                f"tokens of two streams ({self.stream}, {other.stream}) can't be compared", code="invalid_token"
+            )
 
 
 def greatest(positions: Iterable[Lsn]) -> Lsn:

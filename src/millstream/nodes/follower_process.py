@@ -24,7 +24,6 @@ from millstream.errors import (
     RoleUnreadable,
     ShipmentUnreadable,
     StoreUnavailable,
-    StoreUnusable,
     UnknownStream,
     UsageError,
 )
@@ -147,7 +146,7 @@ def follow_home(
     Raises:
         HomeBusy: another process follows already.
         ConfigError: the home is no node, or the variable that has its token isn't set.
-        Diverged, FollowerBehindRetention, OtherStream …: a stream can't go on (the first one's error,
+        Diverged, FollowerBehindRetention, ReplicationError (`other_stream`) …: a stream can't go on (the first one's error,
             after the others have ended).
     """
     this_node(home)
@@ -259,7 +258,7 @@ class _FollowedStream:
         """
         try:
             return self._fill() is not None
-        except (StoreUnavailable, StoreUnusable, ShipmentUnreadable) as error:
+        except (StoreUnavailable, ShipmentUnreadable) as error:
             if not self._leader_has_all():
                 raise
             logger.warning(

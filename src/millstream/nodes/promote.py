@@ -21,7 +21,7 @@ from millstream.errors import (
     LogError,
     MillstreamError,
     NodeNameTaken,
-    PromotionLost,
+    ReplicationError,
     UnknownStream,
     UsageError,
 )
@@ -129,7 +129,7 @@ def promote(
         ReplicationError (`two_leaders`): this node leads, and has never followed the other node that does.
         ReplicationError (`not_caught_up`): too few nodes answer, or one has more that can't be fetched; this node goes on as it
             was.
-        PromotionLost: another node is being promoted, or was.
+        ReplicationError (`promotion_lost`): another node is being promoted, or was.
         NodeNameTaken: another home of this node's name is.
         HomeBusy: another promotion goes on here; or the writer here doesn't end.
         CatalogError, StoreUnavailable …: this node can't take over; nothing is lost, and it can be
@@ -282,7 +282,9 @@ class _Attempt:
             with contextlib.closing(store_of(self._home, self._stream)) as store:
                 if not store.claim(promise.epoch, promise.node, self._claimant):
                     holder = store.holder_of(promise.epoch)
-                    lost = PromotionLost(f"epoch {promise.epoch} was claimed by {holder or 'another node'}")
+                    lost = ReplicationError(
+                        f"epoch {promise.epoch} was claimed by {holder or 'another node'}", code="promotion_lost"
+                    )
                     return ClaimFailed(name_taken(promise) if holder == promise.node else lost)
                 rank, _, persisted_upto = stored_lineage(store)
                 return Claimed(rank, persisted_upto)

@@ -72,7 +72,7 @@ def restore_stream(
         UsageError: the folder has something else, or was fully restored already; or the store's address
             is invalid.
         UnknownStream: the store has nothing of that name.
-        InvalidToken, TokenFromFuture: the token is another stream's, or lies beyond what is stored.
+        PositionError (`invalid_token`), TokenFromFuture: the token is another stream's, or lies beyond what is stored.
         PositionError (`invalid_time`), PositionError (`time_from_future`): it is neither a token nor a moment, or lies in the future.
         ShipmentUnreadable (`store_damaged`): objects are damaged, and not everything requested lies before them.
         StoreUnavailable, ShipmentUnreadable, DiskFull …: the restore can be started again, and continues

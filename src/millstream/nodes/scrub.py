@@ -33,7 +33,7 @@ def scrub_home(
     Raises:
         ConfigError: the home has no object store.
         UnknownStream: there is no such stream, or this node has nothing of it.
-        StoreUnavailable, StoreUnusable, OtherStream, ShipmentUnreadable: as `Scrub.run`.
+        StoreUnavailable, ReplicationError (`other_stream`), ShipmentUnreadable: as `Scrub.run`.
     """
     found = []
     for name in streams or sorted(home.config.streams):

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from millstream.errors import ReplicaTooStale
+from millstream.errors import ReplicationError
 from millstream.leadership.role_files import Roles, replication_folder
 from millstream.model.durations import duration_s
 from millstream.model.ids import RegionId, parse_region_log_name, region_log_name
@@ -62,7 +62,7 @@ def check_age(home: Home, stream: str) -> None:
     for another region's log (`shop@2`) that hasn't been followed yet.
 
     Raises:
-        ReplicaTooStale: it is older, or the age is unknown.
+        ReplicationError (`replica_too_stale`): it is older, or the age is unknown.
     """
     if not home.config_file.exists():
         return  # a copied folder: no limit on its age is configured
@@ -72,8 +72,11 @@ def check_age(home: Home, stream: str) -> None:
     age_s, most_s = age_of_replica(home, stream), duration_s(text)
     if age_s is None or age_s > most_s:
         age = "of unknown age" if age_s is None else f"{age_s:.1f} s old"
-        raise ReplicaTooStale(
-            f"what this node has of stream {stream} is {age}; max_staleness is {text}", stream=stream, age_s=age_s
+        raise ReplicationError(
+            f"what this node has of stream {stream} is {age}; max_staleness is {text}",
+            code="replica_too_stale",
+            stream=stream,
+            age_s=age_s,
         )
 
 
@@ -83,7 +86,7 @@ def check_ages(home: Home, stream: str) -> None:
     These are the stream's own log, and those of the other regions, present or to come.
 
     Raises:
-        ReplicaTooStale: for the first that is too old; its `stream` names the region (`shop@2`).
+        ReplicationError (`replica_too_stale`): for the first that is too old; its `stream` names the region (`shop@2`).
         UsageError: a log's folder has an invalid name.
     """
     config = home.config if home.config_file.exists() else None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from millstream.errors import CatalogReplaced, MillstreamError
+from millstream.errors import MillstreamError
 from millstream.workers import Worker
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _LOOK_EVERY_S: Final = 1.0
 
 @contextmanager
 def watched_catalog(home: Home, lifeline: Lifeline) -> Iterator[None]:
-    """Watch the home's catalog while the block lasts; the process ends with `CatalogReplaced` if its files change.
+    """Watch the home's catalog while the block lasts; the process ends with `CatalogError` (`catalog_replaced`) if its files change.
 
     A missing catalog is watched from the moment that it is made.
     """
@@ -43,11 +43,11 @@ def watched_catalog(home: Home, lifeline: Lifeline) -> Iterator[None]:
                 catalog.database.check_files()
             elif home.catalog_file.exists():
                 catalog = home.open_catalog()
-        except CatalogReplaced as error:
-            logger.warning("the catalog was replaced; this process ends", error=error.message, code=error.code)
-            lifeline.fail(error)
-            return False
         except MillstreamError as error:
+            if error.code == "catalog_replaced":
+                logger.warning("the catalog was replaced; this process ends", error=error.message, code=error.code)
+                lifeline.fail(error)
+                return False
             logger.debug("the catalog can't be watched now", error=error.message, code=error.code)
         return not worker.stopping.wait(_LOOK_EVERY_S)
 

@@ -40,7 +40,7 @@ def landed_state(home: Home, stream: str, table: RegionTable) -> RegionState | N
     None if the lake has no view `merged`, or can't be read, or the logs don't continue its state.
 
     Raises:
-        QueryBound (`query_memory_full`): see `RegionTable`.
+        LakeError (`query_memory_full`): see `RegionTable`.
     """
     config = home.config.streams.get(stream) if home.config_file.exists() else None
     if config is None or config.lake.format == "postgres" or "merged" not in config.lake.shown:

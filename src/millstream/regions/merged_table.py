@@ -43,13 +43,11 @@ from millstream.crdt.row_merge import (
     subtractions,
 )
 from millstream.errors import (
+    LakeError,
     LogError,
     LogTruncated,
-    LostTailMerged,
     OffsetExpired,
-    OtherStream,
     PositionError,
-    QueryBound,
     ReplicationError,
     TokenFromFuture,
     UnknownTable,
@@ -123,10 +121,10 @@ class RegionTable:
         repeated: the writes known so far that regions have twice, to read only on; None to read all of them.
 
     Raises:
-        QueryBound (`query_memory_full`): the kept state alone is larger.
+        LakeError (`query_memory_full`): the kept state alone is larger.
         UnknownTable: no region has records of it.
         ReplicationError (`merge_unsuitable`): it can't merge as configured.
-        OtherRegion: a log belongs to another region than its folder.
+        ReplicationError (`other_region`): a log belongs to another region than its folder.
     """
 
     def __init__(
@@ -254,12 +252,12 @@ class RegionTable:
         return self.bytes_max is not None and sum(one.nbytes for one in waiting) > self.bytes_max
 
     def check_fits(self, state: RegionState) -> None:
-        """Raise `QueryBound` if a state has more bytes than may be held."""
+        """Raise `LakeError` (`query_memory_full`) if a state has more bytes than may be held."""
         self._check_fits(state.rows.nbytes, self.name)
 
     def _check_fits(self, size: int, table: str) -> None:
         if self.bytes_max is not None and size > self.bytes_max:
-            raise QueryBound(
+            raise LakeError(
                 f"{table}, merged, has more than {self.bytes_max} bytes",
                 code="query_memory_full",
                 hint="Read it on the home's machine (`millstream.open`), or raise `[http] query_memory_bytes_max` there.",
@@ -308,11 +306,11 @@ class RegionTable:
 
         Raises:
             OffsetExpired: records were dropped, and `take` is None.
-            OtherStream: a region's log was recreated after the state was kept.
+            ReplicationError (`other_stream`): a region's log was recreated after the state was kept.
             MergeStateUnreadable: the kept state is damaged.
             ReplicationError (`merge_unsuitable`): columns merge differently than before, and retention has dropped the records
                 to rebuild from.
-            LostTailMerged: a region has lost its merged tail, and retention has dropped the records to
+            ReplicationError (`lost_tail_merged`): a region has lost its merged tail, and retention has dropped the records to
                 read again.
         """
         state = self._kept()
@@ -500,9 +498,10 @@ class RegionTable:
             if region not in heard.ends or self._still_says(heard, region):
                 break
         if first > 1 and lost.any():
-            raise LostTailMerged(
+            raise ReplicationError(
                 f"{self.name} was merged with records of region {region} that were lost there since ({np.count_nonzero(lost)} rows), and retention has "
                 f"dropped what those rows were before: what region {region} wrote before number {first}",
+                code="lost_tail_merged",
                 hint=f"Wait if this home's copy of that log is being rebuilt; otherwise move {self._file} away and run "
                 "`millstream reconcile`.",
                 table=self.name,
@@ -525,8 +524,9 @@ class RegionTable:
         if token is None:
             return Seq(0)
         if token.stream != short_stream_id(reader.stream_id):
-            raise OtherStream(
+            raise ReplicationError(
                 f"{self.name}: the log of region {region} was made anew: it was {token}, and is {reader.token()}",
+                code="other_stream",
                 hint=f"Delete {self._file}: it is built again from the logs.",
                 region=int(region),
             )

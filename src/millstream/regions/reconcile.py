@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from millstream.errors import LostTailMerged, UsageError
+from millstream.errors import ReplicationError, UsageError
 from millstream.model.ids import RegionId
 from millstream.processes.role_locks import LOCK_PATIENCE_S, RoleLock
 from millstream.regions.merged_table import Reconciled, RegionTable
@@ -85,11 +85,11 @@ def reconcile_stream(
         patience_s: how long to wait for another process that reconciles here.
 
     Raises:
-        QueryBound (`query_memory_full`): a table is larger than `bytes_max`.
+        LakeError (`query_memory_full`): a table is larger than `bytes_max`.
         UsageError: no table is named, and the configuration merges none.
-        UnknownStream, UnknownTable, ReplicationError (`merge_unsuitable`), OtherRegion, OtherStream, OffsetExpired,
+        UnknownStream, UnknownTable, ReplicationError (`merge_unsuitable`), ReplicationError (`other_region`), ReplicationError (`other_stream`), OffsetExpired,
         MergeStateUnreadable: see `OpenHome.merged`; tables already done stay so.
-        LostTailMerged: as those, but all other tables are done.
+        ReplicationError (`lost_tail_merged`): as those, but all other tables are done.
         HomeBusy: another process reconciles here.
     """
     if not dry_run:
@@ -119,7 +119,7 @@ def _reconciled(
             hint=f'Set how a table merges, [streams.{name}.merge."public.posts"], or name one, which then merges by lww.',
         )
     found = []
-    failed: LostTailMerged | None = None
+    failed: ReplicationError | None = None
     for one in names:
         table = RegionTable(home, name, one, bytes_max=bytes_max)
         regions = len(table.regions)
@@ -134,7 +134,9 @@ def _reconciled(
         taken: list[Reconciled] = []
         try:
             state = table.merged_state(take=taken)
-        except LostTailMerged as error:
+        except ReplicationError as error:
+            if error.code != "lost_tail_merged":
+                raise
             failed = failed or error
             continue
         table.keep(state)

@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING, Final
 from millstream.crdt.declared import TableMerge
 from millstream.crdt.hlc import HLC, NEVER, check_drift
 from millstream.crdt.reconcile import HeardEnd
-from millstream.errors import (
-    IngestError,
-    LogError,
-    MillstreamError,
-    OtherRegion,
-    PositionError,
-    ReplicationError,
-    UnknownStream,
-)
+from millstream.errors import IngestError, LogError, MillstreamError, PositionError, ReplicationError, UnknownStream
 from millstream.model.ids import RegionId, StreamId
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.positions import Seq
@@ -46,7 +38,7 @@ def region_readers(home: Home, stream: str, config: StreamConfig | None) -> dict
     """Return a home's logs of a stream's regions, its own first.
 
     Raises:
-        OtherRegion: another region's log is named like the home's own region.
+        ReplicationError (`other_region`): another region's log is named like the home's own region.
     """
     return {region: StreamReader(folder) for region, folder in region_logs(home, stream, config).items()}
 
@@ -56,8 +48,9 @@ def region_logs(home: HomePaths, stream: str, config: StreamConfig | None) -> di
     own = RegionId(0 if config is None else config.region)
     names = home.regions_on_disk(stream)
     if own in names:
-        raise OtherRegion(
+        raise ReplicationError(
             f"data/wal/{names[own]} is named for region {own}, which is this home's own",
+            code="other_region",
             hint=f"Set `region` in [streams.{stream}] to a number of this home's own, or move the folder away.",
         )
     return {region: str(home.wal_folder(name)) for region, name in ({own: stream} | names).items()}
@@ -67,7 +60,7 @@ def declared_tables(home: Home, stream: str) -> list[str]:
     """Return the names of the tables whose merge the configuration declares, and that a region has written.
 
     Raises:
-        OtherRegion, LogError: as `RegionTable`.
+        ReplicationError (`other_region`), LogError: as `RegionTable`.
     """
     config = home.config.streams.get(stream) if home.config_file.exists() else None
     declared = {parse_qualified_name(name) for name in (() if config is None else config.merge)}
@@ -116,7 +109,7 @@ def examine_regions(home: Home, stream: str, config: StreamConfig) -> str:
     """Check before a writer starts that each log belongs to its region, and that tables can merge as configured.
 
     Raises:
-        ReplicationError (`merge_unsuitable`), OtherRegion: an error that would prevent opening the stream.
+        ReplicationError (`merge_unsuitable`), ReplicationError (`other_region`): an error that would prevent opening the stream.
         LogError, CatalogError: the check isn't possible.
     """
     if home.has_catalog():
@@ -182,7 +175,7 @@ class RegionClocks:
 
         Raises:
             ReplicationError (`clock_skew`): a region's clock is too far ahead of this one; the others' have been heard, and its writes noted.
-            OtherRegion: a log belongs to another region than its folder.
+            ReplicationError (`other_region`): a log belongs to another region than its folder.
             LogError, PositionError: a log can't be read; the others' clocks have been heard.
         """
         if not self._home.regions_on_disk(self._stream):
@@ -282,10 +275,11 @@ def newest_time(reader: StreamReader, region: RegionId) -> HLC | None:
 
 
 def check_region(found: RegionId, expected: RegionId) -> None:
-    """Raise `OtherRegion` unless a log belongs to the region that its folder names."""
+    """Raise `ReplicationError` (`other_region`) unless a log belongs to the region that its folder names."""
     if found != expected:
-        raise OtherRegion(
+        raise ReplicationError(
             f"the log that stands for region {expected} is that of region {found}",
+            code="other_region",
             found=int(found),
             expected=int(expected),
         )

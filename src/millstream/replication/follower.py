@@ -110,7 +110,7 @@ class WalFollower:
         files, clock: the file system and the clock.
 
     Raises (from making it):
-        ShardLocked, CorruptWal, UnexpectedFile, DiskFull …: as `ReplicaLog.open`.
+        ShardLocked, CorruptWal, LogError (`unexpected_file`), DiskFull …: as `ReplicaLog.open`.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class WalFollower:
         """Follow until `stop` is set; or, with `until_caught_up`, until everything that the leader has is here.
 
         Raises:
-            Diverged, OtherStream, FollowerBehindRetention: a person has to intervene.
+            Diverged, ReplicationError (`other_stream`), FollowerBehindRetention: a person has to intervene.
             AccessError, LinkLost …: with `until_caught_up`, if the leader refuses this node, or
                 can't be reached for a minute.
             ReplicationError (`replica_failed`): the disk failed.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from millstream.errors import CertificateUnusable
+from millstream.errors import AccessError
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
@@ -50,7 +50,7 @@ class Certificates:
         """Return a server's context with them.
 
         Raises:
-            CertificateUnusable: a file can't be read, the key is another's or has a passphrase, or one
+            AccessError (`certificate_unusable`): a file can't be read, the key is another's or has a passphrase, or one
                 has expired.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -198,7 +198,7 @@ class Renewal:
                 self._certificates.renew(self.context)
             else:
                 self._newest = self._certificates.server_context()
-        except CertificateUnusable as error:
+        except AccessError as error:
             logger.warning(
                 "the certificate or the clients' authority has changed and can't be used; what was before stays",
                 error=error.message,
@@ -236,8 +236,8 @@ def _check_readable(file: Path) -> bytes:
 
 def _unusable(
     file: Path, what: str, *, hint: str = "See [http] tls_certificate, tls_key and client_ca in millstream.toml."
-) -> CertificateUnusable:
-    return CertificateUnusable(f"{file} {what}", hint=hint, file=str(file))
+) -> AccessError:
+    return AccessError(f"{file} {what}", code="certificate_unusable", hint=hint, file=str(file))
 
 
 def _words(error: ssl.SSLError) -> str:

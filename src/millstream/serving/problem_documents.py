@@ -73,7 +73,10 @@ _STATUS: Final[Mapping[str, HTTPStatus]] = {
     "not_one_operation": HTTPStatus.UNPROCESSABLE_ENTITY,
     "no_route_matches": HTTPStatus.UNPROCESSABLE_ENTITY,
     "invalid_route": HTTPStatus.UNPROCESSABLE_ENTITY,
-    "query_bound": HTTPStatus.UNPROCESSABLE_ENTITY,
+    "query_memory_full": HTTPStatus.UNPROCESSABLE_ENTITY,
+    "query_spill_full": HTTPStatus.UNPROCESSABLE_ENTITY,
+    "query_timeout": HTTPStatus.UNPROCESSABLE_ENTITY,
+    "query_crashed": HTTPStatus.UNPROCESSABLE_ENTITY,
     # Not a 5xx: clients resend those, and the sinks that took it would get it twice.
     "partial_write": HTTPStatus.FAILED_DEPENDENCY,
     # Errors that may go away.

@@ -90,7 +90,7 @@ def write_id_said(headers: Mapping[bytes, bytes]) -> WriteId | None:
 
     Raises:
         UsageError: a session without a number, a number without a session, or both a session and a key.
-        InvalidValue, RowsTooLarge: the number isn't one from 1, or a text is empty or too long.
+        InvalidValue, IngestError (`rows_too_large`): the number isn't one from 1, or a text is empty or too long.
     """
     key, session = headers.get(b"idempotency-key"), headers.get(b"millstream-session")
     number = headers.get(b"millstream-session-number")

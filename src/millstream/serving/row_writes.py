@@ -16,7 +16,7 @@ import msgspec
 import pyarrow as pa
 import structlog
 
-from millstream.errors import HttpError, InvalidValue, MillstreamError, RowsTooLarge, UnknownStream
+from millstream.errors import HttpError, IngestError, InvalidValue, MillstreamError, UnknownStream
 from millstream.home.config_mapping import increments_of
 from millstream.ingest.arrow_stream_decoding import rows_of_arrow
 from millstream.ingest.increment_columns import as_increments, rejected_as_increments, with_nulls_unnamed
@@ -242,10 +242,11 @@ class Writes:
             )
 
     def weigh(self, held: Held, size_bytes: int) -> None:
-        """Count the memory that a body will need; `RowsTooLarge` if that could never be within limits."""
+        """Count the memory that a body will need; `IngestError` (`rows_too_large`) if that could never be within limits."""
         if size_bytes > self.intake.bytes_max:
-            raise RowsTooLarge(
+            raise IngestError(
                 f"the body's rows may take {size_bytes} bytes of memory, of {self.intake.bytes_max} for all requests",
+                code="rows_too_large",
                 hint="Send it in several requests.",
                 what="memory",
                 size=size_bytes,

@@ -52,7 +52,7 @@ def serve_home(home: Home, lifeline: Lifeline, parts: Iterable[Callable[[Applica
         HomeBusy: the home is served already.
         MillstreamError (`address_in_use`): it can't listen there.
         AccessError (`unprotected`): other machines would reach it, without TLS or without tokens.
-        CertificateUnusable: TLS is configured, but not usable.
+        AccessError (`certificate_unusable`): TLS is configured, but not usable.
         ConfigError: the variable that has this node's token isn't set; or a consumer can't be as `millstream.toml` has it.
     """
     from millstream.serving.access import Access

@@ -48,7 +48,7 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 import millstream
-from millstream.errors import EngineError, InvalidToken, TokenFromFuture, UnknownStream, UnknownTable, UsageError
+from millstream.errors import EngineError, PositionError, TokenFromFuture, UnknownStream, UnknownTable, UsageError
 from millstream.model.column_renames import Names, names_in
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq, StreamToken
@@ -212,13 +212,13 @@ class _Scan:
         return self._opened[0]
 
     def check_age(self) -> None:
-        """Raise `ReplicaTooStale` if the home follows another one, and its data is older than it allows."""
+        """Raise `ReplicationError` (`replica_too_stale`) if the home follows another one, and its data is older than it allows."""
         if self.options.home is not None:
             with millstream.open(self.options.home) as home:
                 home.check_age(self.options.wal.name)
 
     def start(self) -> Seq:
-        """Return the position of `starting`; raises `TokenFromFuture` or `InvalidToken` if there is none."""
+        """Return the position of `starting`; raises `TokenFromFuture` or `PositionError` (`invalid_token`) if there is none."""
         if self.options.starting == "earliest":
             return Seq(max(0, self.log.first_seq() - 1))
         if self.options.starting == "latest":
@@ -379,7 +379,7 @@ def position_of(offset: Mapping[str, Any], stream: StreamId) -> Seq:
         )
     try:
         return StreamToken.parse(str(offset.get("token", "")), stream=stream).linear()
-    except InvalidToken as error:
+    except PositionError as error:
         raise EngineError(f"the spark checkpoint's offset can't be read: {error}", code="checkpoint_foreign") from error
 
 

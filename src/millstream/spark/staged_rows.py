@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql.datasource import WriterCommitMessage
 
-from millstream.errors import EngineError, RowsTooLarge
+from millstream.errors import EngineError, IngestError
 from millstream.private_files import make_folder
 
 PART_BYTES: Final = 24 << 20
@@ -86,7 +86,7 @@ def stage(batches: Iterator[pa.RecordBatch], schema: pa.Schema, folder: Path | N
         query: see `Staged`.
 
     Raises:
-        RowsTooLarge: there are more than a message may hold.
+        IngestError (`rows_too_large`): there are more than a message may hold.
         EngineError: the folder can't be written.
     """
     rows = size = 0
@@ -102,8 +102,9 @@ def stage(batches: Iterator[pa.RecordBatch], schema: pa.Schema, folder: Path | N
                 out.write_batch(batch)
                 rows, size = rows + batch.num_rows, size + measure(batch)
                 if file is None and size > MESSAGE_BYTES_MAX:
-                    raise RowsTooLarge(
+                    raise IngestError(
                         f"a task has more than {MESSAGE_BYTES_MAX} bytes of rows, and hands them over through the driver",
+                        code="rows_too_large",
                         hint='Name a folder that the driver and all executors share, .option("staging", …), or more partitions.',
                         what="rows of a task",
                         size=size,

@@ -17,13 +17,7 @@ from uuid import uuid4
 from millstream.buffers.waiting_for_answers import answered, no_answer
 from millstream.codec.buffer_reading import PlacedReader, replaced, unknown_shard
 from millstream.codec.buffered_op import encode_op
-from millstream.errors import (
-    BufferMissing,
-    BufferUnavailable,
-    MillstreamError,
-    RowsTooLarge,
-    WriterClosed,
-)
+from millstream.errors import BufferMissing, BufferUnavailable, IngestError, MillstreamError, WriterClosed
 from millstream.model.buffered_operations import BufferedOp, BufferMeta, BufferOffset
 from millstream.model.ids import ShardId
 from millstream.model.operations import WriteOps
@@ -211,8 +205,9 @@ class MemoryBuffer:
             raise WriterClosed(f"write buffer {self._name} was closed; nothing was stored")
         data = encode_op(op)
         if len(data) > self._op_bytes_max:
-            raise RowsTooLarge(
+            raise IngestError(
                 f"an operation of {len(data)} bytes exceeds the limit of write buffer {self._name}, {self._op_bytes_max}",
+                code="rows_too_large",
                 size=len(data),
                 size_max=self._op_bytes_max,
             )

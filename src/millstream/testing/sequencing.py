@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import pytest
 
-from millstream.errors import CatalogBusy, MillstreamError
+from millstream.errors import CatalogError, MillstreamError
 from millstream.model.ids import Epoch, WriterId
 from millstream.model.positions import Seq, SeqRange
 from millstream.ports import Announcements, Clock, SequenceStore
@@ -93,14 +93,14 @@ class MemorySequenceStore:
         with self._lock:
             fails = self.fails(step)
             if fails == "before":
-                raise CatalogBusy(f"{step}: the connection was lost before it came to the store")
+                raise CatalogError(f"{step}: the connection was lost before it came to the store", code="catalog_busy")
             done = getattr(self.ledger, step)(*arguments, **named)
             if isinstance(done, tuple):
                 self.ledger, told = done
             else:
                 self.ledger, told = (done, None) if isinstance(done, Ledger) else (self.ledger, done)
             if fails == "after":
-                raise CatalogBusy(f"{step}: the reply was lost")
+                raise CatalogError(f"{step}: the reply was lost", code="catalog_busy")
             assert isinstance(told, kind)
             return told
 

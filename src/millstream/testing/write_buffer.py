@@ -27,7 +27,6 @@ from millstream.errors import (
     BufferedOpUndecodable,
     BufferMissing,
     BufferOffsetGone,
-    BufferSeekBeyondEnd,
     InvalidValue,
     WriteBufferError,
     WriterClosed,
@@ -329,7 +328,7 @@ class WriteBufferConformance:
         buffer.append(NORTH, application_op(texts=["0"]))
         reader = buffer.reader(NORTH)
         end = reader.end_offset()
-        with pytest.raises(BufferSeekBeyondEnd) as caught:
+        with pytest.raises(WriteBufferError, check=coded("buffer_seek_beyond_end")) as caught:
             reader.seek(BufferOffset(end + 1))
         assert caught.value.details["end"] == end
         assert texts_of(next_op(reader)) == ["0"]
@@ -369,7 +368,7 @@ class WriteBufferConformance:
         assert [reader.read(wait_s=0.05) for _ in range(3)] == [ReadPause.ENDED] * 3
         buffer.append(NORTH, application_op(texts=["4"]))
         assert reader.read() is ReadPause.ENDED
-        with pytest.raises(BufferSeekBeyondEnd):
+        with pytest.raises(WriteBufferError, check=coded("buffer_seek_beyond_end")):
             reader.seek(BufferOffset(reader.end_offset() + 1))
         assert reader.read() is ReadPause.ENDED
         reader.seek_earliest()
@@ -403,7 +402,7 @@ class WriteBufferConformance:
         fresh = stage.open(create=False)
         assert fresh.identity() != identity
         reader = fresh.reader(NORTH)
-        with pytest.raises(BufferSeekBeyondEnd):
+        with pytest.raises(WriteBufferError, check=coded("buffer_seek_beyond_end")):
             reader.seek(BufferOffset(metas[-1].offset + 1))
 
     def test_one_that_is_not_there_is_said(self, stage: BufferStage) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final, TypeGuard
 
-from millstream.errors import DiskFull, MillstreamError, UnexpectedFile, UnreadableBytes
+from millstream.errors import DiskFull, LogError, MillstreamError, UnreadableBytes
 from millstream.ports import Files, WritableFile
 from millstream.private_files import make_folder, open_private, sync_folder
 
@@ -155,7 +155,7 @@ class RealFiles:
         """Return bytes from a position; fewer at the end of the file.
 
         Raises `UnreadableBytes` if the disk can't return them, `home_unreadable` if this user may
-        not read the file, `UnexpectedFile` if it is a folder.
+        not read the file, `LogError` (`unexpected_file`) if it is a folder.
         """
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -172,7 +172,7 @@ class RealFiles:
                 position += len(piece)
                 wanted -= len(piece)
         except IsADirectoryError as error:
-            raise UnexpectedFile(f"{path} is a folder, not a file of the log", file=path) from error
+            raise LogError(f"{path} is a folder, not a file of the log", code="unexpected_file", file=path) from error
         except OSError as error:
             if error.errno not in UNREADABLE:
                 raise _naming(error, path) from error

@@ -19,7 +19,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from millstream.errors import UnexpectedFile
+from millstream.errors import LogError
 from millstream.model.ids import ShardId
 from millstream.model.positions import Offset
 from millstream.ports import Files
@@ -57,11 +57,11 @@ def list_shards(files: Files, folder: str) -> list[ShardId]:
     """Return the shards in a stream's folder, in order; none if the folder doesn't exist.
 
     Raises:
-        UnexpectedFile: the folder has something else in it.
+        LogError (`unexpected_file`): the folder has something else in it.
     """
     shards, strays = shards_and_strays(files, folder)
     for stray in strays:
-        raise UnexpectedFile(f"{stray} isn't a shard's folder", file=stray)
+        raise LogError(f"{stray} isn't a shard's folder", code="unexpected_file", file=stray)
     return shards
 
 
@@ -76,11 +76,11 @@ def list_segments(files: Files, shard_dir: str) -> list[SegmentFile]:
     """Return a shard's segments in order; none if the folder doesn't exist.
 
     Raises:
-        UnexpectedFile: the folder has a file that isn't the log's.
+        LogError (`unexpected_file`): the folder has a file that isn't the log's.
     """
     segments, strays = segments_and_strays(files, shard_dir)
     for stray in strays:
-        raise UnexpectedFile(f"{stray} isn't a file of the log", file=stray)
+        raise LogError(f"{stray} isn't a file of the log", code="unexpected_file", file=stray)
     return segments
 
 

@@ -37,10 +37,10 @@ from millstream.errors import (
     BufferRefused,
     BufferUnavailable,
     CorruptWal,
+    IngestError,
     MillstreamError,
-    OffsetBeyondEnd,
     OffsetExpired,
-    RowsTooLarge,
+    PositionError,
     ShardLocked,
     StaleEpoch,
     WriterClosed,
@@ -124,8 +124,9 @@ class LogBuffer:
         """See `ports.BufferWriting.submit`; raises `BufferUnavailable` also if another process writes the shard."""
         data = encode_op(op)
         if len(data) > self._options.op_bytes_max:
-            raise RowsTooLarge(
+            raise IngestError(
                 f"an operation of {len(data)} bytes exceeds the limit of write buffer {self._options.folder}",
+                code="rows_too_large",
                 hint="Send fewer rows at a time.",
                 size=len(data),
                 size_max=self._options.op_bytes_max,
@@ -319,12 +320,14 @@ class LogBufferReader(PlacedReader):
         self._check_identity()
         try:
             found = next(self._reader.read(FIRST_SHARD, Offset(self._place)), None)
-        except OffsetBeyondEnd as error:
-            raise went_back(self._buffer, self._shard, self._place, BufferOffset(error.details["end"])) from error
         except OffsetExpired as error:
             self._ended = True
             first = BufferOffset(self._reader.first_offset(FIRST_SHARD))
             raise gone(self._buffer, self._shard, self._place, first) from error
+        except PositionError as error:
+            if error.code != "offset_beyond_end":
+                raise
+            raise went_back(self._buffer, self._shard, self._place, BufferOffset(error.details["end"])) from error
         except CorruptWal as error:
             end = error.details.get("offset_to")
             if end is None:

@@ -15,7 +15,7 @@ from typing import Final
 from millstream.backoff import Backoff
 from millstream.codec.log_frame import FrameKind, RecordsFrame
 from millstream.codec.log_segment import FrameEntry
-from millstream.errors import CorruptWal, LogError, OffsetBeyondEnd, TokenFromFuture
+from millstream.errors import CorruptWal, LogError, PositionError, TokenFromFuture
 from millstream.model.ids import SchemaVersion, ShardId, StreamId, TableId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq, StreamToken, short_stream_id
@@ -381,14 +381,15 @@ class StreamReader:
             moments: give copied rows the moment of their copy as `__commit_ts`.
 
         Raises:
-            OffsetBeyondEnd: `from_offset` lies past the durable end.
+            PositionError (`offset_beyond_end`): `from_offset` lies past the durable end.
             OffsetExpired: retention has dropped it; details: first.
             CorruptWal.
         """
         mark = self._marks()[0].get(shard)
         end = Offset(0) if mark is None else mark.durable_offset
         if from_offset > end:
-            raise OffsetBeyondEnd(f"offset {from_offset} is beyond the end of shard {shard}, {end}", end=int(end))
+            beyond = f"offset {from_offset} is beyond the end of shard {shard}, {end}"
+            raise PositionError(beyond, code="offset_beyond_end", end=int(end))
         self.extent.check_offset(shard, from_offset)
         if mark is None:
             return

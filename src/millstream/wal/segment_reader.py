@@ -21,7 +21,7 @@ from millstream.codec.log_records import first_seqs, of_part
 from millstream.codec.log_run import FrameHead, FramePart, FrameRun, RunRecords
 from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import FrameTable, SegmentHeader
-from millstream.errors import CorruptFrame, CorruptWal, TruncatedFrame, UnsupportedFormat
+from millstream.errors import CorruptFrame, CorruptWal, UnsupportedFormat
 from millstream.model.ids import Epoch, RegionId, SchemaVersion, ShardId, StreamId, TableId
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd
@@ -220,7 +220,7 @@ class SegmentSource:
         found: list[TableRecords] | None = None
         if len(run) > 1:
             # If it fails, the frames are read one by one, which shows the damaged one.
-            with suppress(CorruptFrame, TruncatedFrame):
+            with suppress(CorruptFrame):
                 found = self._decode_run(
                     run, wanted, columns=columns, offsets=offsets, moments=moments, by_table=by_table
                 )
@@ -245,7 +245,7 @@ class SegmentSource:
     ) -> list[TableRecords] | None:
         """Return the pieces of a run; None if a table's numbers don't ascend from frame to frame.
 
-        Raises `CorruptFrame`, `TruncatedFrame`.
+        Raises `CorruptFrame`.
         """
         parts, decoded = self._decode_parts(run, wanted, columns=columns, offsets=offsets, moments=moments)
         for records, _ in decoded.values():
@@ -274,7 +274,7 @@ class SegmentSource:
     ) -> tuple[list[FramePart], dict[_Key, tuple[RunRecords, Ints]]]:
         """Return a run's parts in their order; and by table and version the records, with the hybrid time of each.
 
-        Raises `CorruptFrame`, `TruncatedFrame`.
+        Raises `CorruptFrame`.
         """
         frames = FrameRun([FrameHead(s.header, s.operations, s.batches) for s in run], self._schemas)
         parts = self._read_parts(run, wanted)
@@ -356,7 +356,7 @@ class SegmentSource:
                 if _tables_of(following.header, wanted):
                     run.append(following)
             if len(run) > 1:
-                with suppress(CorruptFrame, TruncatedFrame):  # if it is this one, decoding it alone says so
+                with suppress(CorruptFrame):  # if it is this one, decoding it alone says so
                     first, *others = self._decode_by_frame(run, wanted)
                     for following, records in zip(run[1:], others, strict=True):
                         decoded.keep(key_of(following), records, following.length)
@@ -369,7 +369,7 @@ class SegmentSource:
     def _following(self, scanned: ScannedFrame) -> Iterator[ScannedFrame]:
         """Yield the durable records frames behind a frame, up to the first of another kind or with an unknown schema."""
         header = replace(self._header, base_offset=Offset(scanned.header.first_offset + scanned.header.count))
-        with suppress(CorruptFrame, TruncatedFrame, UnsupportedFormat):  # whoever reads it says so
+        with suppress(CorruptFrame, UnsupportedFormat):  # whoever reads it says so
             for following in scan_frames(
                 self._heads, header, position=scanned.end, end=self._durable_end, payload=False
             ):
@@ -383,7 +383,7 @@ class SegmentSource:
     def _decode_by_frame(
         self, run: Sequence[ScannedFrame], wanted: frozenset[TableId] | None
     ) -> list[list[TableRecords]]:
-        """Return the records of each frame of a run. Raises `CorruptFrame`, `TruncatedFrame`."""
+        """Return the records of each frame of a run. Raises `CorruptFrame`."""
         parts, decoded = self._decode_parts(run, wanted, columns=None, offsets=True, moments=False)
         done = dict.fromkeys(decoded, 0)
         found: list[list[TableRecords]] = [[] for _ in run]

@@ -32,7 +32,7 @@ from millstream.codec.log_frame import (
 )
 from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentFooter, SegmentHeader
-from millstream.errors import CorruptFrame, TruncatedFrame, UnreadableBytes, UnsupportedFormat
+from millstream.errors import CorruptFrame, UnreadableBytes, UnsupportedFormat
 from millstream.model.ids import GroupNumber, ShardId, StreamId, TableId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
@@ -130,7 +130,7 @@ def scan_frames(
         payload: whether to verify payloads too, or heads only.
 
     Raises:
-        CorruptFrame, TruncatedFrame, UnsupportedFormat: the bytes at the position reached aren't
+        CorruptFrame, UnsupportedFormat: the bytes at the position reached aren't
             the next frame.
     """
     expected = segment.base_offset if offset is None else offset
@@ -223,7 +223,7 @@ def frames_behind(read: Callable[[int, int], bytes], position: int, size: int) -
             try:
                 if frame_extent(window.at(at, FRAME_HEADER_MIN)).length <= size - at:
                     yield read_frame(window, at, payload=False)
-            except (CorruptFrame, TruncatedFrame, UnsupportedFormat):
+            except (CorruptFrame, UnsupportedFormat):
                 continue
         if len(data) <= overlap:
             return

@@ -38,8 +38,6 @@ from millstream.catalog.sources import OF_A_BUFFER
 from millstream.errors import (
     BufferedOpUndecodable,
     BufferOffsetGone,
-    BufferSeekBeyondEnd,
-    BufferTruncated,
     CatalogError,
     CodecError,
     DiskFull,
@@ -77,6 +75,7 @@ _AGAIN: Final = "again"
 """Key of a held part's fact: a retry was requested."""
 _UNFIT: Final = (CodecError, IngestError, RoutingError, UnknownTable)
 """Errors about one table's rows and nothing else. InvalidValue is a `CodecError`."""
+_LOST: Final = frozenset({"buffer_truncated", BufferOffsetGone.code})
 
 
 @dataclass(slots=True)
@@ -173,7 +172,7 @@ class BufferTaking:
         Raises:
             WriteBufferError (`buffer_replaced`): the buffer isn't the one that was read before.
             CatalogError: the log was written with another catalog.
-            BufferTruncated: the buffer ends before the position already read.
+            WriteBufferError (`buffer_truncated`): the buffer ends before the position already read.
             BufferOffsetGone: the buffer has dropped items that weren't taken yet.
             BufferUnavailable, BufferMissing, BufferRefused: as the buffer raises them.
             UnsupportedFormat: a newer Millstream wrote into the buffer; nothing is passed over.
@@ -231,7 +230,7 @@ class BufferTaking:
             for reader in readers.values():
                 reader.close()
         if self._failed is not None:
-            if isinstance(self._failed, BufferTruncated | BufferOffsetGone):
+            if isinstance(self._failed, WriteBufferError) and self._failed.code in _LOST:
                 self._check_identity()  # reports further progress, if there is any
             raise self._failed
         return asked and not stop.is_set()
@@ -304,10 +303,13 @@ class BufferTaking:
             reader.seek_earliest()
             # Items before the start are only looked at. If the start itself is gone, that raises.
             reader.seek(min(start, max(reader.place, BufferOffset(start - self.again_within))))
-        except BufferSeekBeyondEnd as error:
+        except WriteBufferError as error:
+            if error.code != "buffer_seek_beyond_end":
+                raise
             reader.close()
-            raise BufferTruncated(
+            raise WriteBufferError(
                 f"shard {shard} of write buffer {self._name} ends at {error.details['end']}, and the log has what lay there up to {replay.end(shard)}",
+                code="buffer_truncated",
                 buffer=self._name,
                 shard=int(shard),
                 place=int(replay.end(shard)),

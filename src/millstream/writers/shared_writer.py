@@ -22,15 +22,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 import structlog
 
-from millstream.errors import (
-    CatalogError,
-    ConfigError,
-    MillstreamError,
-    SequencingError,
-    ShardLocked,
-    StaleEpoch,
-    WriterAlive,
-)
+from millstream.errors import CatalogError, ConfigError, MillstreamError, SequencingError, ShardLocked, StaleEpoch
 from millstream.model.ids import Epoch, ShardId, StreamId, WriterId
 from millstream.model.positions import Seq
 from millstream.protocol.sequencer import Announcement
@@ -329,9 +321,9 @@ class WriterKeeper:
                     continue
                 try:
                     inherit(self._store, self._place, entry)
-                except (WriterAlive, StaleEpoch):
-                    continue  # it has come back, or another process was faster
                 except MillstreamError as error:
+                    if error.code in {"writer_alive", StaleEpoch.code}:
+                        continue  # it has come back, or another process was faster
                     self._failed_s[entry.name] = time.monotonic()
                     self._say(entry.name, f"its lease has run out, and its shards can't be recovered: {error.message}")
                 else:
@@ -382,7 +374,7 @@ def inherit(store: PostgresSequenceStore, place: WriterPlace, dead: WriterEntry)
     """Recover a dead writer's log in this folder: its whole groups stay, its other numbers will never exist.
 
     Raises:
-        WriterAlive: its lease hasn't expired.
+        SequencingError (`writer_alive`): its lease hasn't expired.
         StaleEpoch: it left nothing undecided.
         CorruptWal, DiskFull …: as `LogWriter.open`.
     """

@@ -93,7 +93,7 @@ def stream_writer(
         CorruptWal, DiskFull …: as `LogWriter.open`.
         CatalogError (`catalog_older`): the catalog has something else under a number of the log's.
         ReplicationError (`merge_unsuitable`): a table can't merge as configured.
-        OtherRegion: the log belongs to another region than the configured one.
+        ReplicationError (`other_region`): the log belongs to another region than the configured one.
     """
     # Before the first write: another node may have been promoted while this one was away.
     hear_of_promotions(home, name)

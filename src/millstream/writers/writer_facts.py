@@ -80,7 +80,7 @@ def forget_writer(home: Home, stream: str | None, name: str) -> tuple[int, bool]
 
     Raises:
         SequencingError (`unknown_writer`): the stream has none of that name.
-        WriterAlive: its lease hasn't expired.
+        SequencingError (`writer_alive`): its lease hasn't expired.
         StaleEpoch: it left nothing undecided.
         CorruptWal, DiskFull, ShardLocked …: its log is here, and can't be recovered; nothing is given up.
     """

@@ -24,7 +24,7 @@ from millstream.errors import (
     AppendOutcomeUnknown,
     DedupWindowExpired,
     LogError,
-    OtherRegion,
+    ReplicationError,
     SessionExpired,
     UnknownStream,
     UnknownTable,
@@ -45,7 +45,7 @@ class FoldedLog:
             regions: the other regions that the home follows. A log that hasn't come yet is waited for.
 
         Raises:
-            OtherRegion: see `check_region`.
+            ReplicationError (`other_region`): see `check_region`.
             OffsetExpired: a part of a log is gone. Its records decide what is hidden, so nothing goes without them.
             MillstreamError: a log can't be read or written.
         """
@@ -220,14 +220,15 @@ def check_region(batch: pa.RecordBatch, log: str) -> None:
     """Check that the records of another region's log have ids that this region hands out.
 
     Raises:
-        OtherRegion: two homes have one region's number, so that an id of theirs means two records.
+        ReplicationError (`other_region`): two homes have one region's number, so that an id of theirs means two records.
     """
     region = log.partition("@")[2]
     if region and "id" in batch.schema.names and batch.num_rows:
         found = set((batch.column("id").to_numpy() >> REGION_BITS).tolist()) - {int(region)}
         if found:
-            raise OtherRegion(
+            raise ReplicationError(
                 f"the log {log} has ids of region {min(found)}",
+                code="other_region",
                 found=min(found),
                 expected=int(region),
             )

@@ -37,7 +37,7 @@ from millstream.capture.copying.throttle import CopyRate
 from millstream.capture.stream.barrier import StreamBarrier
 from millstream.capture.stream.spill import SpillFolder
 from millstream.capture.table_directory import TableDirectory
-from millstream.errors import DiskFull, SnapshotWaits, SourceError
+from millstream.errors import DiskFull, SourceError
 from millstream.failpoints import hit
 from millstream.model.operations import SpilledOp
 from millstream.model.schema import TableSchema
@@ -178,8 +178,8 @@ class KeylessReads:
             ) as snapshot:
                 if self._hold.begin(copy, snapshot.lsn):
                     self._read(reading, part, reader, snapshot)
-        except SnapshotWaits:
-            if self._goes_on(copy) and not ahead:
+        except SourceError as error:
+            if error.code != "snapshot_waits" or (self._goes_on(copy) and not ahead):
                 raise
             if self._goes_on(copy):
                 logger.info("the stream goes on: a snapshot takes long", table=copy.name, after_s=patience_s)

@@ -19,7 +19,7 @@ from psycopg import sql
 from millstream.capture.connection import connect, connect_replication, pinned, translated
 from millstream.capture.slot import ask_for_slot, who_is_waited_for
 from millstream.capture.source import Connection, SourceIdentity, identify_replication
-from millstream.errors import SnapshotWaits, SourceError
+from millstream.errors import SourceError
 from millstream.model.positions import Lsn
 
 
@@ -59,8 +59,8 @@ class SourceSnapshot:
             stopped: called about once a second; the wait ends when it returns true.
 
         Raises:
-            SnapshotWaits: a transaction is still running after `patience_s`.
-            NoFreeSlot, SourceError (`wal_level_not_logical`), SourceError (`source_privilege_missing`): the server refused.
+            SourceError (`snapshot_waits`): a transaction is still running after `patience_s`.
+            SourceError (`no_free_slot`), SourceError (`wal_level_not_logical`), SourceError (`source_privilege_missing`): the server refused.
         """
         with connect_replication(dsn) as replication:
             if check is not None:
@@ -117,11 +117,12 @@ def _create_slot(
 
     def meanwhile(seconds: float) -> None:
         if stopped():
-            raise SnapshotWaits("the snapshot is no longer needed")
+            raise SourceError("the snapshot is no longer needed", code="snapshot_waits")
         if seconds >= patience_s:
-            raise SnapshotWaits(
+            raise SourceError(
                 f"after {patience_s:.0f} s the source still can't give a snapshot, which waits for running"
                 f" transactions{who_is_waited_for(dsn)}",
+                code="snapshot_waits",
                 hint="End that transaction, or run `millstream diff` with a longer --timeout.",
             )
 

@@ -21,7 +21,7 @@ from millstream.capture.copying.chunk_reader import AGAIN, ChunkReader, Moment
 from millstream.capture.copying.source_snapshot import SourceSnapshot
 from millstream.capture.source import Connection, SourceTable
 from millstream.capture.table_directory import TableDirectory
-from millstream.errors import SnapshotWaits, SourceError
+from millstream.errors import SourceError
 from millstream.model.ids import SourceId
 from millstream.model.positions import Lsn
 
@@ -60,7 +60,7 @@ class StandbySnapshots:
         """Set the snapshot of a transaction that has done nothing so far; it sees every commit below `not_before`.
 
         Raises:
-            SnapshotWaits: the primary hasn't reported its running transactions.
+            SourceError (`snapshot_waits`): the primary hasn't reported its running transactions.
             SourceError: the snapshot was lost; a later call takes another.
         """
         with self._lock:
@@ -74,7 +74,7 @@ class StandbySnapshots:
                 self._taken_at, self._served = time.monotonic(), asked
             if self._closed:
                 self._drop()
-                raise SnapshotWaits("the copy was ended")
+                raise SourceError("the copy was ended", code="snapshot_waits")
             try:
                 connection.execute(held.set_statement())
             except psycopg.Error as error:

@@ -7,7 +7,7 @@ If the log already has records of the table (after `tables copy`, `tables retry`
 one `t` record: it voids what the log had of the table before, rows deleted since included. It enters when the stream
 has come to where the source's tables were last looked at: if the table's key has changed, no record under the old key
 follows. A table without a key (REPLICA IDENTITY FULL and no primary key) enters whole after such a record, as one
-operation, because its rows can't be told apart. `copy_whole` reads it.
+operation: its rows can't be told apart (`keyless_tables`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from millstream.capture.stream.spill import SpillFolder
 from millstream.capture.table_directory import TableDirectory
 from millstream.capture.watcher import WatchedTables
 from millstream.catalog import Catalog, TableRow, TableState
-from millstream.errors import CodecError, ConfigError, DiskFull, MillstreamError, NoFreeSlot, SourceError
+from millstream.errors import CodecError, ConfigError, DiskFull, MillstreamError, SourceError
 from millstream.failpoints import hit
 from millstream.model.ids import StreamId, TableId
 from millstream.model.operations import SpilledOp, TableRows, WriteOps
@@ -60,9 +60,7 @@ Entry = tuple[WriteOps | SpilledOp, Callable[[], None]]
 
 
 class TableCopies:
-    """All copies of one session. `applier.CopySink`.
-
-    A session that reads a backlog in chunks (`reads_backlog`) soon ends: it begins no table without a key.
+    """All copies of one session (an `applier.CopySink`). A session with `reads_backlog` begins no table without a key.
 
     Concurrency: `note`, `passed`, `ready` on the applier's thread; `see`, `progress` and the rest from any.
     """
@@ -503,9 +501,11 @@ class TableCopies:
         copy.look_at(self._tables.facts)
         try:
             self._whole.read(copy, part, reader)
-        except (DiskFull, NoFreeSlot) as error:
-            put_off_s = self._config.put_off_s
-            logger.warning("a table waits to be copied", table=copy.name, reason=error.message, in_s=put_off_s)
+        except (DiskFull, SourceError) as error:
+            if error.code not in {DiskFull.code, "no_free_slot"}:
+                raise
+            after_s = self._config.put_off_s
+            logger.warning("a table waits to be copied", table=copy.name, reason=error.message, in_s=after_s)
             self._catalog.set_state(
                 copy.row.id,
                 TableState.COPYING,
@@ -514,7 +514,7 @@ class TableCopies:
                 copy_id=copy.copy_id,
                 only_from=[TableState.COPYING],
             )
-            self._queue(copy, self._reading_of(copy, part), after_s=put_off_s)
+            self._queue(copy, self._reading_of(copy, part), after_s=after_s)
             return
         with self._lock:
             part.reading = False

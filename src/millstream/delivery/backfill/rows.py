@@ -24,7 +24,7 @@ from millstream.delivery.definition import KEY, NO_GROUPS, Definition
 from millstream.delivery.records.groups import groups_of
 from millstream.delivery.records.record_messages import chosen
 from millstream.delivery.records.where_filter import matching
-from millstream.errors import BeyondRetention, LakeBehind, LakeError, LogError, TokenFromFuture
+from millstream.errors import LakeBehind, LakeError, LogError, PositionError
 from millstream.lake.layout import has_current
 from millstream.lake.query.duckdb_connection import quote
 from millstream.lake.types import EXACT, from_text, same_type, texts_of, to_text
@@ -132,7 +132,7 @@ def base_of(wanted: Wanted, reader: StreamReader, open_lake: OpenLake) -> LakeSe
         return None
     try:
         lake = open_lake(wanted.upto)
-    except (BeyondRetention, TokenFromFuture, LakeBehind) as error:
+    except (PositionError, LakeBehind) as error:
         raise _behind(error.message) from error
     except LakeError as error:
         raise _behind(f"the lake can't be read: {error.message}") from error

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from millstream.errors import MillstreamError, QueryBound
+from millstream.errors import LakeError, MillstreamError
 from millstream.workers import Worker
 
 _LOOKS_EVERY_S: Final = 0.1
@@ -69,7 +69,7 @@ class QueryWatch:
         """Raise the error that the session was ended with.
 
         Raises:
-            QueryBound (`query_timeout`, `query_spill_full`): it exceeded a bound.
+            LakeError (`query_timeout`, `query_spill_full`): it exceeded a bound.
             MillstreamError: the error of `give_up`.
         """
         if self._failure is not None:
@@ -89,7 +89,7 @@ class QueryWatch:
         if any(word in said for word in _SPILL_WORDS):
             return self._spilled(self._bounds)
         size = self._bounds.memory_bytes
-        return QueryBound(
+        return LakeError(
             f"the query needs more than {size} bytes of memory at once", code="query_memory_full", size_max=size
         )
 
@@ -114,7 +114,7 @@ class QueryWatch:
             if self._failure is None:
                 left_s = end_s - time.monotonic()
                 if left_s <= 0:
-                    self._failure = QueryBound(
+                    self._failure = LakeError(
                         f"the query didn't finish within {bounds.time_s:g} s",
                         code="query_timeout",
                         time_s=bounds.time_s,
@@ -128,9 +128,9 @@ class QueryWatch:
                 self._ended.wait(_LOOKS_EVERY_S)
 
     @staticmethod
-    def _spilled(bounds: QueryBounds) -> QueryBound:
+    def _spilled(bounds: QueryBounds) -> LakeError:
         size = bounds.spill_bytes
-        return QueryBound(f"the query spills more than {size} bytes to disk", code="query_spill_full", size_max=size)
+        return LakeError(f"the query spills more than {size} bytes to disk", code="query_spill_full", size_max=size)
 
 
 def _bytes_in(folder: str) -> int:

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Final, Self, cast
 import pyarrow as pa
 
 from millstream.errors import (
-    BeyondRetention,
     InvalidQuery,
     LakeBehind,
     LakeError,
@@ -116,7 +115,7 @@ class LakeSession:
             LakeBehind: the log has more records up to `as_of` than a query merges. Without `as_of` it then leaves them
                 out (`left_out`).
             PositionError (`time_from_future`): the clock hasn't reached `as_of`.
-            BeyondRetention: the lake begins after `as_of`.
+            PositionError (`beyond_retention`): the lake begins after `as_of`.
             LakeTableForeign: another program wrote into `_commits`.
         """
         self._layout = layout
@@ -238,7 +237,7 @@ class LakeSession:
 
         Raises:
             InvalidQuery: DuckDB rejects it, with DuckDB's message; or it would do more than read.
-            BeyondRetention: a table's past doesn't reach back so far.
+            PositionError (`beyond_retention`): a table's past doesn't reach back so far.
             LakeTableForeign: another program wrote into a table.
             LakeUnavailable: files of the session's cut were deleted since: open another session.
             MillstreamError: as `OpenHome.merged`, of a table whose merged rows it names.
@@ -362,9 +361,8 @@ class LakeSession:
         if table is None:
             return InvalidQuery(said)
         for name, failure in self._failures.items():
-            if isinstance(failure, BeyondRetention | LakeBehind | LakeUnavailable | LakeTableForeign) and is_meant(
-                table, name
-            ):
+            explains = isinstance(failure, LakeBehind | LakeUnavailable | LakeTableForeign)
+            if (explains or failure.code == "beyond_retention") and is_meant(table, name):
                 return failure
         if self._past and (later := known_later(self._layout, self._n, table, self._tables.values())) is not None:
             return later

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.errors import BeyondRetention, LakeFilesGone
+from millstream.errors import LakeFilesGone, PositionError
 from millstream.lake.column_names import names_at, renames_in
 from millstream.lake.data_files import ROW_GROUP_ROWS, LiveFile, TableFiles, files_of, table_in
 from millstream.lake.delta import OpenTable
@@ -206,12 +206,13 @@ def left_sql(engine: Engine, layout: LakeLayout, history: OpenTable, schema: Tab
     """Return the rows of a table that lost its name to another, from its history: its `current` went with the name.
 
     Raises:
-        BeyondRetention: it lacks its beginning.
+        PositionError (`beyond_retention`): it lacks its beginning.
     """
     if lacks_beginning(history):
         gone = history_from(history)
-        raise BeyondRetention(
+        raise PositionError(
             f"the records of {schema.full_name} up to {StreamToken.scalar(layout.stream_id, gone)} were dropped from history",
+            code="beyond_retention",
             hint="Change the row at the source, which captures its missing values.",
             first=int(gone),
         )

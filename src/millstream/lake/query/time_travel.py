@@ -10,7 +10,6 @@ from typing import Protocol
 import pyarrow as pa
 
 from millstream.errors import (
-    BeyondRetention,
     CorruptWal,
     InvalidQuery,
     LakeBehind,
@@ -92,7 +91,7 @@ def standing_at(layout: LakeLayout, as_of: Seq | datetime | None, log: LogTail |
     """Return the position to show.
 
     Raises:
-        TokenFromFuture, PositionError (`time_from_future`), BeyondRetention, LakeBehind: as `LakeSession`.
+        TokenFromFuture, PositionError (`time_from_future`), PositionError (`beyond_retention`), LakeBehind: as `LakeSession`.
     """
     cut = last_cut(layout)
     while True:
@@ -249,7 +248,7 @@ def check_beginning(
         known: returns the source's tables, as of `LakeSession`; None if the session stands at an earlier position.
 
     Raises:
-        BeyondRetention: it lacks some.
+        PositionError (`beyond_retention`): it lacks some.
         LakeBehind: the table is being rebuilt from its source.
     """
     gone = history_from(history)
@@ -261,7 +260,7 @@ def check_beginning(
     raise _beyond(layout, schema, n, gone, anew=anew)
 
 
-def _beyond(layout: LakeLayout, schema: TableSchema, n: Seq, gone: Seq, *, anew: bool) -> BeyondRetention:
+def _beyond(layout: LakeLayout, schema: TableSchema, n: Seq, gone: Seq, *, anew: bool) -> PositionError:
     """Return the error for a table that can't be shown at a position.
 
     Its records up to another position were dropped, or its history was begun again.
@@ -269,8 +268,9 @@ def _beyond(layout: LakeLayout, schema: TableSchema, n: Seq, gone: Seq, *, anew:
     cut = cut_from(layout, gone)
     when = "" if cut is None else f" ({(cut.commit_ts_max or cut.committed_at).isoformat(timespec='seconds')})"
     at, begins = (StreamToken.scalar(layout.stream_id, position) for position in (n, gone))
-    return BeyondRetention(
+    return PositionError(
         f"{schema.full_name} can't be shown as of {at}: its history begins after {begins}{when}",
+        code="beyond_retention",
         hint="Query a later time: `millstream pipeline rebuild --from source` restarted the history then; the old one "
         "was quarantined next to it."
         if anew
@@ -292,14 +292,15 @@ def _rebuilding(schema: TableSchema, known: Iterable[KnownTable]) -> LakeBehind:
     )
 
 
-def _before(layout: LakeLayout, asked: str) -> BeyondRetention:
+def _before(layout: LakeLayout, asked: str) -> PositionError:
     first = first_cut(layout)
     if first is None:
-        return BeyondRetention(f"the lake is empty, so it can't be read at {asked}", first=None)
+        return PositionError(f"the lake is empty, so it can't be read at {asked}", code="beyond_retention", first=None)
     at = first.commit_ts_max or first.committed_at
     token = StreamToken.scalar(layout.stream_id, first.n)
-    return BeyondRetention(
+    return PositionError(
         f"the lake begins at {at.isoformat()} ({token}), after {asked}",
+        code="beyond_retention",
         hint=f"Query {at.isoformat()} or later.",
         first=str(token),
     )

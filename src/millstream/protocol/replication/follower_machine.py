@@ -57,7 +57,6 @@ from millstream.errors import (
     FollowerBehindRetention,
     MillstreamError,
     NodeNameTaken,
-    OtherStream,
     ReplicaGap,
     ReplicationError,
     RoleUnreadable,
@@ -539,7 +538,7 @@ class Follower:
         self._taken = None
         if isinstance(error, ReplicaGap):
             return self._say_hello()
-        return self._stop(error) if isinstance(error, _LASTING) else self._apply_failed_for_now(error, chance, now_s)
+        return self._stop(error) if error.code in _LASTING else self._apply_failed_for_now(error, chance, now_s)
 
     def _apply_failed_for_now(self, error: MillstreamError, chance: float, now_s: float) -> list[Effect]:
         self._later(chance, now_s)
@@ -547,7 +546,7 @@ class Follower:
         return [Tell(self._node, "could not take what came", error), BreakLink()]
 
     def _link_gone(self, error: MillstreamError, chance: float, now_s: float) -> list[Effect]:
-        if isinstance(error, _LASTING):
+        if error.code in _LASTING:
             self.phase, self.stopped_by = FollowerPhase.STOPPED, error
             return [Stop(error)]
         if isinstance(error, Fenced) and error.details.get("leader") not in {None, NOBODY, self._node}:
@@ -583,8 +582,8 @@ class Follower:
 
 _TURN_S: Final = 5.0
 """Longest time for which a home stays away while another home of its name is connected."""
-_LASTING: Final = (Diverged, FollowerBehindRetention, OtherStream)
-"""Errors that time doesn't mend."""
+_LASTING: Final = frozenset({Diverged.code, FollowerBehindRetention.code, "other_stream"})
+"""Codes of errors that time doesn't mend."""
 _NOTHING: Final = ByteEnd(Offset(0), 0)
 
 
@@ -595,5 +594,7 @@ def _promise_of(shipment: Shipment, mine: Promise) -> Promise:
     return Promise(shipment.epoch, shipment.leader)
 
 
-def _other_stream(theirs: StreamId, mine: StreamId) -> OtherStream:
-    return OtherStream(f"the leader has stream {theirs} under this name, and this node {mine}", stream=str(mine))
+def _other_stream(theirs: StreamId, mine: StreamId) -> ReplicationError:
+    return ReplicationError(
+        f"the leader has stream {theirs} under this name, and this node {mine}", code="other_stream", stream=str(mine)
+    )

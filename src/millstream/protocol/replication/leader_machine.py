@@ -39,14 +39,7 @@ from enum import StrEnum
 from typing import Final
 
 from millstream.backoff import Backoff
-from millstream.errors import (
-    Fenced,
-    FollowerBehindRetention,
-    MillstreamError,
-    NodeNameTaken,
-    OtherStream,
-    ReplicationError,
-)
+from millstream.errors import Fenced, FollowerBehindRetention, MillstreamError, NodeNameTaken, ReplicationError
 from millstream.model.high_water_mark import Holding, Holdings
 from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId
 from millstream.model.marks import DurableMark
@@ -248,8 +241,9 @@ class Leader:
 
     def _refusal(self, hello: Hello) -> MillstreamError | None:
         if hello.stream not in (None, self._stream):
-            return OtherStream(
+            return ReplicationError(
                 f"{hello.node} has stream {hello.stream} under this name, not {self._stream}",
+                code="other_stream",
                 stream=str(self._stream),
                 node=str(hello.node),
             )

@@ -2,11 +2,11 @@
 
 | state       | action                                                  | then                                                      |
 |-------------|---------------------------------------------------------|-----------------------------------------------------------|
-| surveying   | asks every node for its promise and its rank            | all have answered, or time is up: another node is a candidate -> failed (PromotionLost), or has promised this name an epoch that this home never asked for -> failed (NodeNameTaken); too few for the level -> failed, both with nothing changed; else BecomeCandidate -> candidate |
-| candidate   | takes nothing more from the leader, and notes its own promise | noted -> claiming or asking; this node has given a promise since it began -> failed (PromotionLost) |
-| claiming    | if a store decides between candidates: claims there     | claimed -> asking; another node has claimed -> failed (PromotionLost) |
-| asking      | asks every node for its promise, which makes the leader step down | a node has promised higher -> failed (PromotionLost), but surveying again if the store has decided against that promise; or the same to another home of this name -> failed (NodeNameTaken); all have answered (or enough, and every node that answered the survey), or time is up: too few -> failed (ReplicationError (`not_caught_up`)); a node has more -> catching up; else -> promoting |
-| catching up | takes what it lacks from the node that has most, whose log can no longer grow | it has it -> promoting; can't -> failed (ReplicationError (`not_caught_up`)) |
+| surveying   | asks every node for its promise and its rank            | all have answered, or time is up: another node is a candidate -> failed (`promotion_lost`), or has promised this name an epoch that this home never asked for -> failed (NodeNameTaken); too few for the level -> failed, both with nothing changed; else BecomeCandidate -> candidate |
+| candidate   | takes nothing more from the leader, and notes its own promise | noted -> claiming or asking; this node has given a promise since it began -> failed (`promotion_lost`) |
+| claiming    | if a store decides between candidates: claims there     | claimed -> asking; another node has claimed -> failed (`promotion_lost`) |
+| asking      | asks every node for its promise, which makes the leader step down | a node has promised higher -> failed (`promotion_lost`), but surveying again if the store has decided against that promise; or the same to another home of this name -> failed (NodeNameTaken); all have answered (or enough, and every node that answered the survey), or time is up: too few -> failed (`not_caught_up`); a node has more -> catching up; else -> promoting |
+| catching up | takes what it lacks from the node that has most, whose log can no longer grow | it has it -> promoting; can't -> failed (`not_caught_up`) |
 | promoting   | recovers the log, takes the catalog                     | PersistRole(leads, a term behind its last group) -> leads |
 | leads       |                                                         |                                                           |
 | failed      | the promise stays: a leader with a lower promise is fenced when it meets it. Any node can be promoted then |                |
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from millstream.errors import MillstreamError, NodeNameTaken, PromotionLost, ReplicationError
+from millstream.errors import MillstreamError, NodeNameTaken, ReplicationError
 from millstream.model.ids import Epoch, GroupNumber
 from millstream.model.positions import Seq
 from millstream.model.replication import AckKind, AckLevel, NodeName
@@ -335,7 +335,7 @@ class Promotion:
                     self._reports[STORE] = NodeReport(self._promise, Role.FOLLOWS, stored, persisted_upto)
                 return self._ask(now_s)
             case PromotionState.CLAIMING, ClaimFailed(error):
-                if self._accepts_loss and not isinstance(error, PromotionLost | NodeNameTaken):
+                if self._accepts_loss and error.code not in {"promotion_lost", NodeNameTaken.code}:
                     self.losses.append(
                         f"the store that decides who leads doesn't answer ({error}): somebody else may be promoted as well"
                     )
@@ -461,9 +461,10 @@ class Promotion:
         return [Failed(error)]
 
 
-def _lost_to(promise: Promise) -> PromotionLost:
-    return PromotionLost(
+def _lost_to(promise: Promise) -> ReplicationError:
+    return ReplicationError(
         f"{promise.node} is being promoted with epoch {promise.epoch}",
+        code="promotion_lost",
         leader=str(promise.node),
         epoch=int(promise.epoch),
     )

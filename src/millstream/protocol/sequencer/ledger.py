@@ -11,7 +11,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Final
 
-from millstream.errors import SequencingError, StaleEpoch, WriterAlive
+from millstream.errors import SequencingError, StaleEpoch
 from millstream.model.ids import Epoch, WriterId
 from millstream.model.positions import NO_NUMBERS, SEQ_MAX, Seq, SeqRange
 from millstream.protocol.sequencer.view import LedgerView
@@ -152,7 +152,7 @@ class Ledger:
             lease_us: how long the recovery may take.
 
         Raises:
-            WriterAlive: its lease hasn't run out.
+            SequencingError (`writer_alive`): its lease hasn't run out.
         """
         entry = self.entry(writer)
         if entry.phase is WriterPhase.SETTLED:
@@ -241,7 +241,7 @@ class Ledger:
         """Give up the undecided numbers of a dead writer whose log can't be reached; linear readers pass it.
 
         Raises:
-            WriterAlive: its lease hasn't run out.
+            SequencingError (`writer_alive`): its lease hasn't run out.
         """
         entry = self.entry(writer)
         if entry.phase is WriterPhase.SETTLED:
@@ -316,8 +316,9 @@ def check_count(count: int, newest: Seq) -> None:
 def _check_expired(entry: WriterEntry, now_us: int, done: str) -> None:
     left_us = entry.lease_until_us - now_us
     if left_us > 0:
-        raise WriterAlive(
+        raise SequencingError(
             f"writer {entry.name} can't be {done}: its lease runs for {left_us / 1e6:.1f} s more",
+            code="writer_alive",
             writer=entry.name,
             lease_s=left_us / 1e6,
         )

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import pyarrow.flight as fl
 
-from millstream.errors import CertificateUnusable, LinkLost
+from millstream.errors import AccessError, LinkLost
 
 _HANDSHAKE_STEPS: Final = 4
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
@@ -43,7 +43,7 @@ class LeaderAddress:
     token: Callable[[], str | None] = lambda: None
 
     def client(self) -> Any:
-        """Return a Flight client. Raises `CertificateUnusable` if a file can't be read."""
+        """Return a Flight client. Raises `AccessError` (`certificate_unusable`) if a file can't be read."""
         options: dict[str, Any] = {"generic_options": list(_OPTIONS)}
         if self.is_tls:
             if self.authority is not None:
@@ -62,7 +62,7 @@ class LeaderAddress:
 
         Raises:
             LinkLost: it can't be reached in time; or it speaks TLS, and the address is without TLS.
-            CertificateUnusable: the leader's certificate has expired or isn't trusted here, or it
+            AccessError (`certificate_unusable`): the leader's certificate has expired or isn't trusted here, or it
                 doesn't trust ours.
         """
         host, _, port = self.place.rpartition(":")
@@ -74,14 +74,16 @@ class LeaderAddress:
                 else:
                     self._greet(connection)
         except ssl.SSLCertVerificationError as error:
-            raise CertificateUnusable(
+            raise AccessError(
                 f"the certificate of {self.place} can't be used: {error.verify_message}",
+                code="certificate_unusable",
                 hint="Have it renewed, trust its authority, or set the clock right.",
                 place=self.place,
             ) from error
         except ssl.SSLError as error:
-            raise CertificateUnusable(
+            raise AccessError(
                 f"{self.place} and this node don't shake hands: {_inbox(error)}",
+                code="certificate_unusable",
                 hint="Check that both use TLS, and that each trusts the other's authority.",
                 place=self.place,
             ) from error
@@ -112,8 +114,9 @@ class LeaderAddress:
             # gRPC's server speaks first, once it has checked our certificate; its verdict arrives
             # here.
             if not tls.recv(1):
-                raise CertificateUnusable(
+                raise AccessError(
                     f"{self.place} has ended the connection: it asks for a certificate, and trusts none that this node has shown",
+                    code="certificate_unusable",
                     hint="Give this node a certificate of an authority that the leader trusts.",
                     place=self.place,
                 )
@@ -123,7 +126,9 @@ def _read(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise CertificateUnusable(f"{file} can't be read: {error.strerror}", file=str(file)) from error
+        raise AccessError(
+            f"{file} can't be read: {error.strerror}", code="certificate_unusable", file=str(file)
+        ) from error
 
 
 def _check_own(certificate: Path, key: Path) -> None:
@@ -144,14 +149,16 @@ def _check_own(certificate: Path, key: Path) -> None:
             with contextlib.suppress(ssl.SSLWantReadError):
                 side.do_handshake()
     except ssl.SSLCertVerificationError as error:
-        raise CertificateUnusable(
+        raise AccessError(
             f"{certificate}, which this node shows the leader, can't be used: {error.verify_message}",
+            code="certificate_unusable",
             hint="Have it renewed, or set the clock right.",
             file=str(certificate),
         ) from error
     except ssl.SSLError as error:
-        raise CertificateUnusable(
+        raise AccessError(
             f"{certificate} and {key} are no certificate and key that can be used: {_inbox(error)}",
+            code="certificate_unusable",
             file=str(certificate),
         ) from error
 

@@ -70,7 +70,7 @@ class FlightTransport:
     def connect(self, hello: Hello, timeout_s: float) -> LeaderLink:
         """See `ports.Transport`.
 
-        Raises `CertificateUnusable` if a certificate has expired, or isn't trusted at the other
+        Raises `AccessError` (`certificate_unusable`) if a certificate has expired, or isn't trusted at the other
         end.
         """
         if self._is_closed or self._leader is None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from millstream.codec.shipment import Message, decode_message, encode_message
-from millstream.errors import Fenced, ShipmentUnreadable, StoreUnusable
+from millstream.errors import Fenced, ShipmentUnreadable, StoreUnavailable
 from millstream.model.ids import Epoch, RegionId, ShardId
 from millstream.model.positions import Offset
 from millstream.model.replication import ByteEnd, SegmentPart
@@ -205,13 +205,13 @@ def end_of(data: memoryview) -> Fenced | None:
 
 
 def probe(objects: Objects, layout: Layout) -> None:
-    """Test conditional writes: write an object twice. Raises `StoreUnusable` if the second write succeeds, too."""
+    """Test conditional writes: write an object twice. Raises `StoreUnavailable` (`store_unusable`) if the second write succeeds, too."""
     name = f"{layout.root}/probes/{secrets.token_hex(8)}"
     try:
         if not objects.put_new(name, [b"first"]):
-            raise StoreUnusable("the object store reports that a new name already exists")
+            raise StoreUnavailable("the object store reports that a new name already exists", code="store_unusable")
         if objects.put_new(name, [b"second"]) or bytes(objects.get(name) or b"") != b"first":
-            raise StoreUnusable("the object store overwrote an object despite If-None-Match")
+            raise StoreUnavailable("the object store overwrote an object despite If-None-Match", code="store_unusable")
     finally:
         objects.delete([name])
 

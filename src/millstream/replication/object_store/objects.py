@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
 from millstream.codec.checksums import Bytes
-from millstream.errors import MillstreamError, StoreUnavailable, StoreUnusable, UsageError
+from millstream.errors import MillstreamError, StoreUnavailable, UsageError
 from millstream.model.addresses import mask_address
 from millstream.private_files import UNFINISHED, replacing, sync_folder
 
@@ -74,7 +74,7 @@ def open_objects(url: str, options: Mapping[str, str] | None = None) -> Objects:
     Raises:
         UsageError: the URL is invalid.
         UsageError (`missing_extra`): obstore isn't installed.
-        StoreUnusable: obstore can't make a store of it.
+        StoreUnavailable (`store_unusable`): obstore can't make a store of it.
     """
     if mask_address(url) != url:
         raise UsageError(
@@ -110,8 +110,10 @@ def open_objects(url: str, options: Mapping[str, str] | None = None) -> Objects:
     try:
         made = store.from_url(url, config=config, client_options=client, retry_config={"max_retries": _RETRIES})
     except (obstore.exceptions.BaseError, ValueError, TypeError) as error:
-        raise StoreUnusable(
-            f"{url} can't be used: {_line(error)}", hint="Write it as s3://bucket/prefix, gs://…, az://… or file:///…."
+        raise StoreUnavailable(
+            f"{url} can't be used: {_line(error)}",
+            code="store_unusable",
+            hint="Write it as s3://bucket/prefix, gs://…, az://… or file:///….",
         ) from error
     return StoreObjects(obstore, made, url)
 
@@ -193,10 +195,10 @@ class StoreObjects:
                 hint="Set credentials in the environment that may read, write, list and delete there.",
             ) from error
         except errors.NotSupportedError as error:
-            raise StoreUnusable(f"{self._url} can't {what}: {_line(error)}") from error
+            raise StoreUnavailable(f"{self._url} can't {what}: {_line(error)}", code="store_unusable") from error
         except (errors.BaseError, OSError, ValueError) as error:
             if "NotImplemented" in str(error):
-                raise StoreUnusable(f"{self._url} can't {what}: {_line(error)}") from error
+                raise StoreUnavailable(f"{self._url} can't {what}: {_line(error)}", code="store_unusable") from error
             raise StoreUnavailable(f"{self._url} failed to {what}: {_line(error)}") from error
 
 

@@ -22,7 +22,7 @@ from millstream.errors import (
     FollowerBehindRetention,
     LinkLost,
     MillstreamError,
-    OtherStream,
+    ReplicationError,
     ShipmentUnreadable,
 )
 from millstream.model.ids import Epoch, ShardId
@@ -97,7 +97,7 @@ class StoreReader:
         Raises:
             StoreUnavailable: the store doesn't answer; the link is unusable.
             FollowerBehindRetention: the store lacks the bytes at the position.
-            OtherStream: it has another stream of that name.
+            ReplicationError (`other_stream`): it has another stream of that name.
             LinkLost: a new leader's log diverges from what was read, at a lower position: the link
                 is unusable.
         """
@@ -177,7 +177,9 @@ class StoreReader:
             found = self._shipment(listed.name)
             if isinstance(found, Shipment):
                 if self._hello.stream is not None and found.stream != self._hello.stream:
-                    raise OtherStream(f"the object store has another stream under the name {self._layout.stream}")
+                    raise ReplicationError(
+                        f"the object store has another stream under the name {self._layout.stream}", code="other_stream"
+                    )
                 return dataclasses.replace(found, parts=(), marks={}, first_kept={}, documents=())
         return None
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SEGMENT_TRAILER_SIZE, SegmentFooter, SegmentHeader
-from millstream.errors import CorruptFrame, Diverged, OtherStream, ShipmentUnreadable, TruncatedFrame, UnsupportedFormat
+from millstream.errors import CorruptFrame, Diverged, ReplicationError, ShipmentUnreadable, UnsupportedFormat
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.positions import Offset
 from millstream.model.replication import Shipment
@@ -117,7 +117,7 @@ class Scrub:
 
         Raises:
             StoreUnavailable: the store doesn't answer; objects restored so far stay.
-            OtherStream: the store has another stream of that name.
+            ReplicationError (`other_stream`): the store has another stream of that name.
             ShipmentUnreadable: a branch of the log's history can't be read, so it is unknown which
                 objects are the log.
         """
@@ -155,7 +155,7 @@ class Scrub:
                 one = found.setdefault(part.shard, {}).setdefault(part.base_offset, _Next(part.base_offset))
                 one.epoch = epoch
                 if part.position == 0:
-                    with suppress(CorruptFrame, TruncatedFrame, UnsupportedFormat):
+                    with suppress(CorruptFrame, UnsupportedFormat):
                         one.previous_hash = SegmentHeader.decode(part.data).previous_hash
         return found
 
@@ -249,7 +249,7 @@ class Scrub:
         facts: dict[str, Any] = {"object": name, "shard": int(shard), "base_offset": int(base)}
         self._found.damaged.append(ShipmentUnreadable(f"{was}; {why}", code="store_damaged", **facts))
         header: SegmentHeader | None = None
-        with suppress(CorruptFrame, TruncatedFrame, UnsupportedFormat):
+        with suppress(CorruptFrame, UnsupportedFormat):
             header = SegmentHeader.decode(self._reader_of_object(name, stored_bytes)(0, SEGMENT_HEADER_SIZE))
         return _Next(base, None if header is None else header.previous_hash)
 
@@ -257,7 +257,9 @@ class Scrub:
         """As `_whole`, for this node's file: it may belong to another log."""
         try:
             return self._whole(shard, base, size, read)
-        except OtherStream as error:
+        except ReplicationError as error:
+            if error.code != "other_stream":
+                raise
             return None, error.message
 
     def _is_same(self, own: _StoredSegment, after: _Next, name: str, stored_bytes: int) -> bool:
@@ -272,7 +274,7 @@ class Scrub:
     # --- verifying -----------------------------------------------------------------------------------------------
 
     def _whole(self, shard: ShardId, base: Offset, size: int, read: _Read) -> tuple[_StoredSegment | None, str]:
-        """Verify a sealed segment to its last byte; return it, or why it is invalid. Raises `OtherStream`."""
+        """Verify a sealed segment to its last byte; return it, or why it is invalid. Raises `ReplicationError` (`other_stream`)."""
         arriving = ArrivingShard(self._stream, None, shard, base, end_offset=base, previous_hash=None)
         footer = self._footer(size, read)
         try:

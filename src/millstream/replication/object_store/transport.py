@@ -59,7 +59,7 @@ class ObjectStoreTransport:
             aside; None: the current log.
 
     Raises:
-        UsageError, UsageError (`missing_extra`), StoreUnusable: as `open_objects`.
+        UsageError, StoreUnavailable (`store_unusable`): as `open_objects`.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ObjectStoreTransport:
         """Check that the store has the needed guarantees.
 
         Raises:
-            StoreUnusable: it overwrites an existing object despite the condition.
+            StoreUnavailable (`store_unusable`): it overwrites an existing object despite the condition.
             StoreUnavailable: it doesn't answer, or refuses.
         """
         layout.probe(self._objects, self._layout)
@@ -103,7 +103,7 @@ class ObjectStoreTransport:
         """Return the store as a follower, at once if the previous link has ended; else None, after that time.
 
         Raises:
-            StoreUnusable, StoreUnavailable: as `check`, the first time; or its contents can't be
+            StoreUnavailable: as `check`, the first time; or its contents can't be
                 read.
             ShipmentUnreadable: its contents can't be read.
         """
@@ -170,7 +170,7 @@ class ObjectStoreTransport:
 
         Raises:
             Fenced: another node has claimed it, or a higher one was claimed.
-            StoreUnusable, StoreUnavailable, ShipmentUnreadable: as `accept`; and any error of
+            StoreUnavailable, ShipmentUnreadable: as `accept`; and any error of
                 `common`.
         """
         if not self._is_probed:

@@ -166,7 +166,7 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
 
     Raises:
         MillstreamError (`address_in_use`): it can't listen there.
-        CertificateUnusable: as `Certificates.read`.
+        AccessError (`certificate_unusable`): as `Certificates.read`.
     """
 
     def __init__(
@@ -438,7 +438,7 @@ def flight_of(
     """Run a home's Flight server while the block lasts, on threads of its own; the home configures one.
 
     Raises:
-        MillstreamError (`address_in_use`), AccessError (`unprotected`), CertificateUnusable: it can't or may not listen.
+        MillstreamError (`address_in_use`), AccessError (`unprotected`), AccessError (`certificate_unusable`): it can't or may not listen.
     """
     address = home.config.flight.address
     assert address is not None

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Final
 import pyarrow as pa
 
 from millstream.app.lake_sessions import open_lake
-from millstream.errors import MillstreamError, QueryBound
+from millstream.errors import LakeError, MillstreamError
 from millstream.lake.query.bounds import QueryBounds
 from millstream.model.query_reasons import REASONS_METADATA
 from millstream.model.region_ages import regions_as_json
@@ -105,7 +105,7 @@ def _answer(start: WorkerStart, request: QueryRequest, out: BinaryIO) -> None:
         os._exit(0)
     except (MemoryError, pa.ArrowMemoryError):
         size = start.memory_bytes
-        full = QueryBound(
+        full = LakeError(
             f"the query needs more than {size} bytes of memory at once", code="query_memory_full", size_max=size
         )
         write_frame(out, Frame.ERROR, json.dumps(full.as_dict()).encode())

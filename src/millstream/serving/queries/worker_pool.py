@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import IO, TYPE_CHECKING, Final, cast
 
-from millstream.errors import LakeError, MillstreamError, QueryBound, error_of
+from millstream.errors import LakeError, MillstreamError, error_of
 from millstream.model.query_reasons import REASONS_HEADER, as_header
 from millstream.model.region_ages import REGIONS_HEADER
 from millstream.private_files import make_folder
@@ -93,7 +93,7 @@ class QueryWorkers:
                 return worker
             status, said = worker.end()
             if is_new:
-                raise QueryBound(
+                raise LakeError(
                     f"a process for queries didn't start (status {status}): {said.decode(errors='replace')}",
                     code="query_crashed",
                     status=status,
@@ -129,8 +129,8 @@ class AskedQuery:
         """Yield the answer's bytes, as they are made.
 
         Raises:
-            QueryBound (`query_timeout`, `query_memory_full`, `query_spill_full`): it exceeded its limit.
-            QueryBound (`query_crashed`): its process ended.
+            LakeError (`query_timeout`, `query_memory_full`, `query_spill_full`): it exceeded its limit.
+            LakeError (`query_crashed`): its process ended.
             MillstreamError: the errors of `LakeSession.stream`.
         """
         bounds, asking = self._workers.bounds, self._asking
@@ -170,9 +170,9 @@ class AskedQuery:
         worker.end()
         return None
 
-    def _over(self) -> QueryBound:
+    def _over(self) -> LakeError:
         time_s = self._workers.bounds.time_s
-        return QueryBound(f"the query didn't finish within {time_s:g} s", code="query_timeout", time_s=time_s)
+        return LakeError(f"the query didn't finish within {time_s:g} s", code="query_timeout", time_s=time_s)
 
     def _left_s(self) -> float:
         return max(0.0, self._until_s - time.monotonic())
@@ -213,11 +213,11 @@ class AskedQuery:
         size = self._workers.bounds.memory_bytes
         # The system kills processes that take more than there is.
         if status == -signal.SIGKILL or any(words in said for words in _NO_MEMORY):
-            raise QueryBound(
+            raise LakeError(
                 f"the query needs more than {size} bytes of memory at once", code="query_memory_full", size_max=size
             )
         last = said.decode(errors="replace").strip().rpartition("\n")[2]
-        raise QueryBound(
+        raise LakeError(
             f"the query's process ended with status {status}{': ' if last else ''}{last}",
             code="query_crashed",
             status=status,

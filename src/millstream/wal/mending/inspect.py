@@ -19,7 +19,7 @@ from millstream.codec.log_directory import decode_directory
 from millstream.codec.log_frame import FrameKind, SchemaFrame, decode_frame
 from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentFooter, SegmentHeader
-from millstream.errors import CorruptFrame, CorruptWal, MillstreamError, UnexpectedFile, UnsupportedFormat
+from millstream.errors import CorruptFrame, CorruptWal, LogError, MillstreamError, UnsupportedFormat
 from millstream.model.ids import GroupNumber, SchemaVersion, ShardId, StreamId, TableId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
@@ -143,15 +143,17 @@ def verify(folder: str, *, files: Files | None = None) -> Verification:
     marks_there = (read_mark(files, shard_folder(folder, shard)) for shard in shards)
     if (missing := missing_shards(folder, shards, filter(None, marks_there))) is not None:
         report.losses.append(Loss(folder, 0, missing.message, None, None))
-    if report.unmarked:
-        # A group that one shard lacks is torn if it is the last of all, and damage if another
-        # follows.
-        with suppress(UnexpectedFile):  # already reported
-            marks, _ = marks_of_whole_groups(files, folder, shards, lambda error: _add_missing(report, error))
-            newest = {
-                shard: max(m.group for m in marks.values() if m.writer == mark.writer) for shard, mark in marks.items()
-            }
-            report.losses += [loss for loss, group in torn if loss.shard in newest and group <= newest[loss.shard]]
+    if not report.unmarked:
+        return report
+    # A group that one shard lacks is torn if it is the last of all, and damage if another follows.
+    try:
+        marks, _ = marks_of_whole_groups(files, folder, shards, lambda error: _add_missing(report, error))
+    except LogError as error:
+        if error.code != "unexpected_file":
+            raise
+        return report  # the file is already reported
+    newest = {shard: max(m.group for m in marks.values() if m.writer == mark.writer) for shard, mark in marks.items()}
+    report.losses += [loss for loss, group in torn if loss.shard in newest and group <= newest[loss.shard]]
     return report
 
 

@@ -61,7 +61,7 @@ def place_segments(files: Files, folder: str, shards: Sequence[ShardId], stream:
         stream: the log's stream; None if nothing names it.
 
     Raises:
-        UnexpectedFile: a file lies there that isn't the log's.
+        LogError (`unexpected_file`): a file lies there that isn't the log's.
     """
     placed: dict[ShardId, list[SegmentFile]] = {}
     candidates: list[_Candidate] = []

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SEGMENT_TRAILER_SIZE, SegmentFooter, SegmentHeader
-from millstream.errors import CorruptFrame, LogError, TruncatedFrame, UsageError
+from millstream.errors import CorruptFrame, LogError, UsageError
 from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
@@ -135,7 +135,7 @@ def plan_repair(
         above: read only the last segments, with the groups that end above that number.
 
     Raises:
-        UnexpectedFile: a file lies there that isn't the log's.
+        LogError (`unexpected_file`): a file lies there that isn't the log's.
         LogError: nothing in the log names its stream.
         CorruptWal: a shard's folder is gone, and nothing shows what was in it.
     """
@@ -226,7 +226,7 @@ def _plan_shard(
 def _ending_above(files: Files, segments: Sequence[SegmentFile], above: Seq) -> list[SegmentFile]:
     """Return the last segments, from the last one that begins with a group at or below a number."""
     for place in reversed(range(len(segments))):
-        with suppress(CorruptFrame, TruncatedFrame):
+        with suppress(CorruptFrame):
             first = read_frame(ReadAhead(reader_of(files, segments[place].path)), SEGMENT_HEADER_SIZE, payload=False)
             if first.header.group_last_seq <= above:
                 return list(segments[place:])

@@ -71,7 +71,7 @@ def repair(
         LogError (`loss_not_accepted`): the ranges don't cover what is lost, or cover what isn't; nothing was
             changed.
         ShardLocked: a writer runs.
-        UnexpectedFile, LogError: as `plan_repair`.
+        LogError: as `plan_repair`.
         OSError: the disk failed, or is full; what was renamed before stays, and the rest can be
             repeated.
     """

@@ -22,7 +22,7 @@ from typing import Final
 
 from millstream.codec.log_frame import FrameHeader
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentFooter
-from millstream.errors import CorruptFrame, LogError, TruncatedFrame
+from millstream.errors import CorruptFrame, LogError
 from millstream.model.ids import GroupNumber, ShardId
 from millstream.model.marks import DroppedMark, DurableMark
 from millstream.model.positions import Offset, Seq
@@ -162,7 +162,7 @@ def _with_frames(files: Files, segments: Sequence[SegmentFile]) -> Iterator[Segm
 def _frames(files: Files, segment: SegmentFile, *, payload: bool = True) -> Iterator[ScannedFrame]:
     """Yield a segment's frames, up to the first that isn't whole."""
     header = read_header(files, segment)
-    with suppress(CorruptFrame, TruncatedFrame):
+    with suppress(CorruptFrame):
         yield from scan_frames(ReadAhead(reader_of(files, segment.path)), header, payload=payload)
 
 

@@ -55,7 +55,7 @@ def recover_replica(
 
     Raises:
         CorruptWal: what the mark covers isn't there, or is damaged.
-        OtherStream: a segment is of another stream.
+        ReplicationError (`other_stream`): a segment is of another stream.
     """
     begin = Offset(0) if dropped is None else dropped.offset
     segments = [segment for segment in list_segments(files, shard_dir) if segment.base_offset >= begin]

@@ -23,15 +23,7 @@ from typing import NamedTuple
 
 from millstream import failpoints
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
-from millstream.errors import (
-    DiskFull,
-    Diverged,
-    MillstreamError,
-    OtherStream,
-    ReplicaGap,
-    ReplicationError,
-    ShipmentUnreadable,
-)
+from millstream.errors import DiskFull, Diverged, MillstreamError, ReplicaGap, ReplicationError, ShipmentUnreadable
 from millstream.model.ids import GroupNumber, RegionId, ShardId, StreamId, WriterId
 from millstream.model.marks import DroppedMark, DurableMark
 from millstream.model.positions import Offset, Seq
@@ -155,8 +147,8 @@ class ReplicaLog:
         Raises:
             ShardLocked: another process follows here, or writes.
             CorruptWal: what the marks cover is damaged, or isn't there.
-            OtherStream: another stream's log lies here.
-            UnexpectedFile: a file lies there that isn't the log's.
+            ReplicationError (`other_stream`): another stream's log lies here.
+            LogError (`unexpected_file`): a file lies there that isn't the log's.
             DiskFull: there is no space to rewrite what lies after the marks.
         """
         files = RealFiles() if files is None else files
@@ -168,7 +160,7 @@ class ReplicaLog:
             found = {shard: read_mark(files, shard_folder(folder, shard)) for shard in marks}
             known = next((mark.stream for mark in found.values() if mark is not None), None)
             if None not in (stream, known) and stream != known:
-                raise OtherStream(f"{folder} is the log of stream {known}, not of {stream}")
+                raise ReplicationError(f"{folder} is the log of stream {known}, not of {stream}", code="other_stream")
             stream = stream or known
             groups, ends, readers = PartialGroups(), GroupEnds(), ReplicaShown(files)
             shards: dict[ShardId, _ReplicaShard] = {}
@@ -252,7 +244,7 @@ class ReplicaLog:
             ShipmentUnreadable: a checksum fails, or the marks don't match the bytes; a frame that was cut must come
                 again whole.
             Diverged: other bytes lie here at the same place, or whole frames don't follow on; nothing was changed.
-            OtherStream: it is of another stream or region; nothing was changed.
+            ReplicationError (`other_stream`): it is of another stream or region; nothing was changed.
             DiskFull: there is no space; nothing of it is here, and it may come again.
             ReplicationError (`replica_failed`): the disk failed; nothing more is taken.
             ShardLocked: a writer has one of the shards.
@@ -262,8 +254,9 @@ class ReplicaLog:
                 "the follower's log has failed; the shipment wasn't applied", code="replica_failed"
             ) from self.failure
         if self._stream not in (None, shipment.stream) or self._region not in (None, shipment.region):
-            raise OtherStream(
-                f"the shipment belongs to stream {shipment.stream} in region {shipment.region}; {self._folder} holds stream {self._stream} in region {self._region}"
+            raise ReplicationError(
+                f"the shipment belongs to stream {shipment.stream} in region {shipment.region}; {self._folder} holds stream {self._stream} in region {self._region}",
+                code="other_stream",
             )
         plan = _Plan()
         for part in shipment.parts:

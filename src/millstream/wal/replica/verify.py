@@ -30,14 +30,7 @@ from millstream.codec.log_segment import (
     SegmentFooter,
     SegmentHeader,
 )
-from millstream.errors import (
-    CorruptFrame,
-    Diverged,
-    OtherStream,
-    ReplicationError,
-    ShipmentUnreadable,
-    UnsupportedFormat,
-)
+from millstream.errors import CorruptFrame, Diverged, ReplicationError, ShipmentUnreadable, UnsupportedFormat
 from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, StreamId
 from millstream.model.positions import Offset
 from millstream.model.replication import ByteEnd
@@ -119,14 +112,15 @@ class ArrivingShard:
         return ByteEnd(self.base, self.position)
 
     def begin(self, data: memoryview) -> None:
-        """Take a segment's header, which is never cut. Raises `ShipmentUnreadable`, `OtherStream`, `Diverged`."""
+        """Take a segment's header, which is never cut. Raises `ShipmentUnreadable`, `ReplicationError` (`other_stream`), `Diverged`."""
         try:
             header = SegmentHeader.decode(data)
         except (CorruptFrame, UnsupportedFormat) as error:
             raise self.unreadable(error) from error
         if header.stream != self.stream or self.region not in (None, header.region):
-            raise OtherStream(
-                f"the segment belongs to stream {header.stream} in region {header.region}; this log holds stream {self.stream} in region {self.region}"
+            raise ReplicationError(
+                f"the segment belongs to stream {header.stream} in region {header.region}; this log holds stream {self.stream} in region {self.region}",
+                code="other_stream",
             )
         if (header.shard, header.base_offset) != (self.shard, self.base):
             raise self.unreadable("its header belongs to another segment")

@@ -126,7 +126,7 @@ class GroupCommitter:
             hides: whether durable records are shown only as `shown` allows; otherwise at once.
 
         Raises:
-            ShardLocked, CorruptWal, UnexpectedFile, UnsupportedFormat, StaleEpoch, DiskFull: see `LogWriter.open`.
+            ShardLocked, CorruptWal, LogError (`unexpected_file`), UnsupportedFormat, StaleEpoch, DiskFull: see `LogWriter.open`.
             LogError (`loss_not_accepted`): the writer was forgotten, and its shards are damaged.
         """
         marks: dict[ShardId, MarkFile] = {}
@@ -334,7 +334,7 @@ class GroupCommitter:
 
         Raises:
             StaleEpoch: another incarnation has taken over; nothing more is taken.
-            CatalogError, CatalogBusy: the store can't be asked now; nothing was changed.
+            CatalogError: the store can't be asked now; nothing was changed.
         """
         if self.failure is not None:
             return None

@@ -36,7 +36,15 @@ from millstream.codec.log_segment import (
     SegmentFooter,
     SegmentHeader,
 )
-from millstream.errors import CorruptFrame, CorruptWal, DiskFull, LogError, OtherRegion, StaleEpoch, UnreadableBytes
+from millstream.errors import (
+    CorruptFrame,
+    CorruptWal,
+    DiskFull,
+    LogError,
+    ReplicationError,
+    StaleEpoch,
+    UnreadableBytes,
+)
 from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, SourceId, StreamId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Lsn, Offset, Seq
@@ -264,8 +272,9 @@ def _segment_header(
             epoch=int(header.epoch),
         )
     if header.region != region:
-        raise OtherRegion(
+        raise ReplicationError(
             f"{segment.path} belongs to region {header.region}, but the configuration has region {region}",
+            code="other_region",
             file=segment.path,
             found=int(header.region),
             expected=int(region),

@@ -78,7 +78,7 @@ class GroupNumbers(Protocol):
 
         Raises:
             StaleEpoch: a newer incarnation has taken over.
-            CatalogError, CatalogBusy: the store can't be asked now; a later call may succeed.
+            CatalogError: the store can't be asked now; a later call may succeed.
             SequencingError (`invalid_count`): the stream hasn't so many left.
         """
 
@@ -88,7 +88,7 @@ class GroupNumbers(Protocol):
         Raises:
             StaleEpoch: a newer incarnation has taken over; its recovered log may or may not have
                 it.
-            CatalogError, CatalogBusy: that can't be found out now.
+            CatalogError: that can't be found out now.
         """
 
     def finish(self, given: SeqRange) -> None:
@@ -110,7 +110,7 @@ class GroupNumbers(Protocol):
             The positions of all writers; None if this is the only one.
 
         Raises:
-            StaleEpoch, CatalogError, CatalogBusy: as `allocate`.
+            StaleEpoch, CatalogError: as `allocate`.
         """
 
     def settle(self) -> None:

@@ -177,7 +177,7 @@ class LogWriter:
             ShardLocked: another process writes one of the shards.
             LogError (`shard_taken`): one of the shards belongs to another writer.
             SequencingError (`sequence_unusable`): the shared store can't be right for this log.
-            CorruptWal, UnexpectedFile, UnsupportedFormat, StaleEpoch: see `recover`; nothing was
+            CorruptWal, LogError (`unexpected_file`), UnsupportedFormat, StaleEpoch: see `recover`; nothing was
                 changed.
             DiskFull: there's no space to recover or to begin a segment; what was readable stays so.
         """
@@ -337,7 +337,7 @@ class LogWriter:
 
         Raises:
             StaleEpoch: another incarnation has taken over; this writer takes nothing more.
-            CatalogError, CatalogBusy: the store can't be asked now.
+            CatalogError: the store can't be asked now.
         """
         if not self._writing.acquire(blocking=False):
             return self._committer.sign()
