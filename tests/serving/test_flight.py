@@ -30,7 +30,6 @@ from millstream.leadership.node_calls import ACTION
 from millstream.model.access import Rights
 from millstream.model.ids import Epoch
 from millstream.model.operations import Appended
-from millstream.model.records import record_schema
 from millstream.model.replication import Hello, NodeName
 from millstream.replication.flight.wire import FollowRequest
 from millstream.serving.access import Access, Credentials, TokenBook
@@ -686,8 +685,7 @@ def test_a_transfer_does_not_outlast_its_token(tmp_path: Path, monkeypatch: pyte
             assert told.read() is not None
             # Batches that the transport has taken are on their way, so check the server's own side.
             log, asked = open_reader(home, "shop"), GetRequest("shop", "a")
-            schema = record_schema(next(iter(log.schemas().values())))
-            reading = flight._sent(log, asked, schema, "ipv4:127.0.0.1:1", Credentials(token))
+            reading = flight._sent(read.records(log, asked), "shop", "ipv4:127.0.0.1:1", Credentials(token))
             assert next(reading).num_rows
             catalog.revoke_access_token(made.id)
             assert refused(lambda: next(reading))["code"] == "unauthenticated"

@@ -28,7 +28,7 @@ class Lander(BatchLander):
 
 def test_a_driver_that_ends_leaves_a_batch_to_the_next_run_in_place_of_hurried_tries() -> None:
     nothing: Any = SimpleNamespace(tables={}, schemas=dict)
-    lander = Lander(*[nothing] * 7, lambda _: None, lambda: None, wait=lambda _: True)
+    lander = Lander(*[nothing] * 8, lambda _: None, lambda: None, wait=lambda _: True)
     assert lander._write(Seq(0), Seq(1), frozenset()) is None
     assert Lander.runs == 1
 
@@ -42,7 +42,7 @@ def test_a_lake_that_takes_nothing_is_an_error_with_its_reason(
 ) -> None:
     nothing: Any = SimpleNamespace(tables={}, schemas=dict)
     monkeypatch.setattr(Lander, "code", code)
-    lander = Lander(*[nothing] * 7, lambda _: None, lambda: None, wait=lambda _: None)
+    lander = Lander(*[nothing] * 8, lambda _: None, lambda: None, wait=lambda _: None)
     with pytest.raises(kind, match="no table of the lake can be written: full") as caught:
         lander._write(Seq(0), Seq(1), frozenset())
     assert caught.value.code == (code if kind is LakeUnavailable else "engine")

@@ -25,7 +25,8 @@ from millstream.lake.commit_cuts import last_cut
 from millstream.lake.folded.current import FoldSizes
 from millstream.model.records import Op
 from millstream.model.schema import TableSchema
-from millstream.spark.driver import _said, run_pipeline
+from millstream.spark.driver import run_pipeline
+from millstream.spark.executor_access import _said
 from millstream.spark.pipeline import PipelineProgress
 from millstream.spark.session import SparkOptions
 

@@ -11,7 +11,7 @@ import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,7 @@ _TO_DECIDE: Final = frozenset({"slot_ahead", "slot_lost", "source_replaced"})
 """Errors that end capture at each start, until an operator decides how to go on."""
 _CHECKED_ELSEWHERE: Final = frozenset({Kind.SLOT_LAG, Kind.TABLE_QUARANTINED})
 """Conditions that the checks of a source and of tables find."""
+_CLUSTER_CHECKS: Final = frozenset({"spark.master", "spark.python", "executor.log", "executor.lake", "clocks"})
 _FREE_BYTES_MIN: Final = 2 << 30
 """Room for some segments, Spark's scratch space and a first load of tables of a usual size."""
 
@@ -74,8 +75,18 @@ class Diagnosis:
         return asdict(self)
 
 
-def examine(home: Home, say: Callable[[str], None]) -> Iterator[Diagnosis]:
-    """Yield the finding of each check; a failed check is a finding too. `say` announces slow checks."""
+def examine(
+    home: Home,
+    say: Callable[[str], None],
+    serving: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+) -> Iterator[Diagnosis]:
+    """Yield the finding of each check; a failed check is a finding too.
+
+    Args:
+        home: the home.
+        say: announces slow checks.
+        serving: runs the home's Flight server: a cluster's executors may read the log from it.
+    """
     yield from _one("configuration", lambda: _configuration(home))
     yield from _one("home", lambda: _folder(home))
     yield _private(home)
@@ -87,6 +98,7 @@ def examine(home: Home, say: Callable[[str], None]) -> Iterator[Diagnosis]:
         streams = dict(home.config.streams)
     except MillstreamError:
         return
+    yield from _cluster(home, say, serving)
     for name, stream in streams.items():
         yield from _one(f"lake of {name}", partial(_lake, home, name, stream))
         yield from _one(f"writers of {name}", partial(_writers, home, name))
@@ -110,6 +122,25 @@ def examine(home: Home, say: Callable[[str], None]) -> Iterator[Diagnosis]:
         # A node works without the others: no finding about them keeps it from running.
         failure = None if found.error is None else _failed(found.check, found.error, "nothing")
         yield failure or Diagnosis(found.check, "ok", found.message)
+
+
+def as_checks(home: Home, found: Iterable[Diagnosis]) -> list[dict[str, Any]]:
+    """Return the checks of a cluster and of stores among the findings: `name`, `ok`, `detail`, `hint`."""
+    checks = []
+    for one in found:
+        ok = {one.check: one.is_ok} if one.check in _CLUSTER_CHECKS else {}
+        if any(one.check == f"lake of {name}" and "://" in home.lake_location(s) for name, s in _streams(home).items()):
+            # The store names a bucket or a right only to keys that it accepts.
+            accepted = one.is_ok or one.code in {"lake_bucket_missing", "lake_forbidden"}
+            ok = {"lake.credentials": accepted, "lake.bucket": one.is_ok}
+        checks += [{"name": name, "ok": is_ok, "detail": one.message, "hint": one.fix} for name, is_ok in ok.items()]
+    return checks
+
+
+def _streams(home: Home) -> dict[str, StreamConfig]:
+    with contextlib.suppress(MillstreamError):
+        return dict(home.config.streams)
+    return {}
 
 
 def repair_script(home: Home) -> tuple[str, list[Diagnosis]]:
@@ -219,6 +250,39 @@ def _compiled(home: Home, say: Callable[[str], None]) -> str:
 
     warm()
     return f"decoders are compiled, kept in {os.environ['NUMBA_CACHE_DIR']}"
+
+
+def _cluster(
+    home: Home, say: Callable[[str], None], serving: Callable[[], contextlib.AbstractContextManager[object]]
+) -> Iterator[Diagnosis]:
+    """Yield the checks of a master that isn't local, and its warnings."""
+    from millstream.app.cluster import UNTESTED, cluster_facts, lacks_encryption
+
+    spark = home.config.spark
+    if spark.is_local or importlib.util.find_spec("pyspark") is None:
+        return
+    if spark.is_untested:
+        yield Diagnosis("spark", "master_untested", f"{mask_address(spark.master)}: {UNTESTED}")
+    missing = lacks_encryption(spark.master, spark.conf)
+    if missing:
+        yield Diagnosis(
+            "spark",
+            "cluster.encryption",
+            f"the driver and its executors talk without {' and '.join(missing)}: the network can read store keys and tokens",
+            fix="Set both to true in [spark.conf], with a spark.authenticate.secret, and on master and workers alike.",
+        )
+    say(f"asking the executors at {mask_address(spark.master)}: a minute or less …")
+    try:
+        checks = cluster_facts(home, serving)
+    except (MillstreamError, OSError) as error:
+        yield _failed("spark.master", error, "home")
+        return
+    for check in checks:
+        wrong = check["error"]
+        if wrong is None:
+            yield Diagnosis(check["name"], "ok", check["detail"])
+        else:
+            yield Diagnosis(check["name"], wrong["code"], wrong["message"], "home", wrong["hint"])
 
 
 def _lake(home: Home, name: str, stream: StreamConfig) -> str:

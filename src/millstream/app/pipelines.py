@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from millstream.errors import LogError, MillstreamError, Retry, UsageError
+from millstream.app.cluster import ACT, UNTESTED, checks_in
+from millstream.errors import EngineError, LogError, MillstreamError, Retry, UsageError
 from millstream.home.config_mapping import pipeline_config, spark_options
 from millstream.home.home import Home
 from millstream.leadership.role_files import Roles, ending_with_lead
+from millstream.model.addresses import mask_address
 from millstream.model.ids import StreamId
 from millstream.processes.catalog_watch import watched_catalog
 from millstream.processes.child_process import Lifeline
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 logger = structlog.get_logger("millstream.pipeline")
 
 _LOOK_EVERY_S: Final = 0.1
+_SPARK_READY_S: Final = 200.0
 _REPLAY_LINE_S: Final = 20.0
 """Seconds between log lines about a replay's progress."""
 
@@ -230,12 +233,21 @@ def run_pipelines(home: Home, lifeline: Lifeline, *, on_progress: Callable[[dict
             lifeline.tell("progress", told)
             on_progress(told)
 
-        stack.enter_context(ControlServer(home, "pipeline", {"status": facts}))
+        def examined(_arguments: Mapping[str, Any]) -> dict[str, Any]:
+            if not is_ready.wait(_SPARK_READY_S):
+                raise EngineError("the pipeline's Spark is still starting", hint="Run `millstream doctor` again later.")
+            return {"checks": checks_in(open_context(spark_options(home)), home, catalog)}
+
+        is_ready = threading.Event()
+        stack.enter_context(ControlServer(home, "pipeline", {"status": facts}, {ACT: examined}))
         if not _wait_for_lead(home, lifeline):
             return {}
+        if home.config.spark.is_untested:
+            logger.warning(UNTESTED, code="master_untested", master=mask_address(home.config.spark.master))
         # Spark starts while capture is still finding its position; the threads below share the session.
         if not _start_spark(lifeline, lambda: open_context(spark_options(home))):
             return {}
+        is_ready.set()
         workers = [
             Worker(
                 f"pipeline-{pipeline.name}",

@@ -205,6 +205,7 @@ def _stream(
             },
         },
         "replay": landing.get("replay"),
+        "pipeline": {"log_access": catalog.fact(f"pipeline/{stream}", "log_access")},
         "ring": _ring(catalog, stream, problems),
         "sinks": {},
         "log": _log(home, name, problems) | _retention(home, catalog, name, stream, counted, problems),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,6 +20,9 @@ from millstream.cli.context import (
     say,
 )
 
+if TYPE_CHECKING:
+    from millstream.home.home import Home
+
 
 @click.command()
 @click.option("--sql", "as_sql", is_flag=True, help="Print one SQL script for the database's administrator.")
@@ -25,7 +31,7 @@ from millstream.cli.context import (
 @pass_invocation
 def doctor(invocation: Invocation, as_sql: bool, quiet: bool, as_json: bool) -> None:
     """Check home, disk, catalog, Java, Spark, lake and source; print the command that fixes each problem (exit code 3)."""
-    from millstream.app.doctor import examine, repair_script
+    from millstream.app.doctor import as_checks, examine, repair_script
 
     home = invocation.home()
     if as_sql:
@@ -38,7 +44,8 @@ def doctor(invocation: Invocation, as_sql: bool, quiet: bool, as_json: bool) -> 
             note(diagnosis.fix)
         sys.exit(3 if unasked else 0)
     found = []
-    for diagnosis in examine(home, (lambda _line: None) if quiet else note):
+
+    for diagnosis in examine(home, (lambda _line: None) if quiet else note, partial(_served, home)):
         found.append(diagnosis)
         if not as_json and not (quiet and diagnosis.is_ok):
             _print_diagnosis(diagnosis)
@@ -49,8 +56,24 @@ def doctor(invocation: Invocation, as_sql: bool, quiet: bool, as_json: bool) -> 
         checks, noted = "check" + "s" * (len(found) != 1), "note" + "s" * (notes != 1)
         say(f"{len(found)} {checks}: {right} right, {notes} {noted}, {len(wrong)} wrong")
     if as_json:
-        print_json({"healthy": not wrong, "findings": [diagnosis.as_dict() for diagnosis in found]})
+        findings = [diagnosis.as_dict() for diagnosis in found]
+        print_json({"healthy": not wrong, "findings": findings, "checks": as_checks(home, found)})
     sys.exit(3 if wrong else 0)
+
+
+@contextmanager
+def _served(home: Home) -> Iterator[None]:
+    """Run the home's Flight server while the block lasts: Spark's executors may read the log from it."""
+    from millstream.app.open_home import home_appender
+    from millstream.serving.access import Access
+    from millstream.serving.flight.server import flight_of
+
+    with (
+        closing(Access.of_home(home)) as access,
+        closing(home_appender(home)) as appender,
+        flight_of(home, access, appender),
+    ):
+        yield
 
 
 def _print_diagnosis(diagnosis: Any) -> None:

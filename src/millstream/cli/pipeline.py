@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from millstream.cli.context import Invocation, json_option, note, pass_invocation, print_json, stream_option
+from millstream.cli.context import Invocation, json_option, note, pass_invocation, print_json, say, stream_option
 from millstream.cli.run import pipeline
 
 if TYPE_CHECKING:
@@ -34,6 +36,28 @@ def fold(invocation: Invocation, tables: tuple[str, ...], stream: str | None, as
         return
     for found in done:
         note(f"{found.table}: {found.view} folded, {found.rows:,} rows written")
+
+
+@pipeline.command("env")
+@click.argument("file", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path))
+@json_option
+def env(file: Path, as_json: bool) -> None:
+    """Pack what Spark's executors need into FILE (.tar.gz), and print the lines for [spark.conf].
+
+    The packages are this Python's, so workers need a Python of the same minor version and the same platform.
+    """
+    from millstream.app.executor_packages import pack_executor_packages
+
+    packed = pack_executor_packages(file)
+    if as_json:
+        facts = {"file": str(packed.file), "size_bytes": packed.size_bytes, "packages": packed.versions}
+        print_json(facts | {"conf": packed.conf()})
+        return
+    names = ", ".join(f"{name} {version}" for name, version in packed.versions.items())
+    note(f"{packed.file}: {packed.size_bytes >> 20} MiB with {names}. Add these lines to millstream.toml:")
+    say("[spark.conf]")
+    for key, value in packed.conf().items():
+        say(f"{json.dumps(key)} = {json.dumps(value)}")
 
 
 @pipeline.command("rebuild")

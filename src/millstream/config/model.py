@@ -469,6 +469,12 @@ class SparkConfig(Section):
     master: str = Field(
         default="local[*]", min_length=1, description="The Spark master: `local[*]`, `spark://…`, `yarn`, `k8s://…`."
     )
+    log_access: Literal["auto", "path", "object", "flight"] = Field(
+        default="auto",
+        description="How executors of a cluster read the log: `path` (they see the home's `data/wal`), `flight` (from `[flight] "
+        "listen`, while `millstream run` or `serve` runs), or `auto`, the first of these that all of them reach. `object` "
+        "isn't implemented and is refused. With a local master it has no effect.",
+    )
     trigger_interval: Duration = Field(
         default="500ms", description="Minimum time from the start of a batch to the next, unless a full one is waiting."
     )
@@ -476,6 +482,23 @@ class SparkConfig(Section):
     conf: dict[str, str] = Field(
         default={}, repr=False, description='Options that are passed to Spark: `"spark.driver.memory" = "2g"`.'
     )
+
+    @field_validator("log_access")
+    @classmethod
+    def _check_log_access(cls, log_access: str) -> str:
+        if log_access == "object":
+            raise ValueError("`object` isn't implemented: use `flight`, or `path` on a shared file system")
+        return log_access
+
+    @property
+    def is_local(self) -> bool:
+        """Return whether Spark runs on this machine, started by the driver."""
+        return self.master.startswith("local")
+
+    @property
+    def is_untested(self) -> bool:
+        """Return whether no test runs against this kind of master."""
+        return not self.is_local and not self.master.startswith("spark://")
 
 
 class WriterConfig(Section):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from millstream.lake.postgres.target import PostgresTarget, TargetView
     from millstream.protocol.deduplication.known_writes import SessionLimits
     from millstream.spark.batch_targets import Sink
+    from millstream.spark.executor_access import FlightAddress
     from millstream.spark.pipeline import PipelineConfig
     from millstream.spark.session import SparkOptions
     from millstream.wal.writing.writer import LogOptions
@@ -230,7 +231,21 @@ def pipeline_config(home: Home, name: str, stream: StreamConfig, stream_id: Stre
             log_retention_s=duration_s(stream.lake.log_retention),
         ),
         history_retention_s=stream.lake.history_retention_s,
+        log_access=spark.log_access,
+        flight=flight_address(home),
     )
+
+
+def flight_address(home: Home) -> FlightAddress | None:
+    """Return the address of the home's Flight server, for executors; None if it has none."""
+    from millstream.spark.executor_access import FlightAddress
+
+    http, address = home.config.http, home.config.flight.address
+    if address is None:
+        return None
+    host = "" if address[0] in {"0.0.0.0", "::"} else address[0]  # noqa: S104 - it names no host
+    authority = None if http.tls_certificate is None else (home.path / http.tls_certificate).read_bytes()
+    return FlightAddress(host, address[1], http.tls_certificate is not None, authority, http.tokens_required)
 
 
 def place_compiled_code(home: HomePaths) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from millstream.errors import ConfigError, UsageError
 from millstream.home.home import Home
 from millstream.home.paths import HomePaths
-from millstream.processes.role_locks import RoleLock
+from millstream.processes.role_locks import RoleLock, holder
 from millstream.processes.supervisor import Event, PartState, SupervisedProcess, Supervisor
 
 _ERRORS_MAX: Final = 5
@@ -44,6 +44,12 @@ class RunOutcome:
     def is_refused(self) -> bool:
         """Whether a part refused the configuration, which only the source could show to be wrong."""
         return any(map(_is_refusal, self.errors.values()))
+
+
+def _serves_executors(home: Home) -> bool:
+    """Return whether executors read the log from this home's Flight server, and no other process serves it."""
+    is_wanted = not home.config.spark.is_local and home.config.flight.listen is not None
+    return is_wanted and not holder(home.run_folder, "serve")
 
 
 def _is_refusal(error: Mapping[str, Any]) -> bool:
@@ -108,10 +114,12 @@ class _Conductor:
             ),
             SupervisedProcess("pipeline", part_command(home, "pipeline", "run"), errors_max=most),
         ]
-        if not until_caught_up:
-            parts.append(SupervisedProcess("serve", part_command(home, "serve")))
-            if home.config.replication.node is not None:
-                parts.append(SupervisedProcess("follow", part_command(home, "follow")))
+        if not until_caught_up or _serves_executors(home):
+            parts.append(
+                SupervisedProcess("serve", part_command(home, "serve"), errors_max=1 if until_caught_up else None)
+            )
+        if not until_caught_up and home.config.replication.node is not None:
+            parts.append(SupervisedProcess("follow", part_command(home, "follow")))
         self.supervisor: Final = Supervisor(parts, on_event=self._heard)
 
     def _heard(self, event: Event) -> None:

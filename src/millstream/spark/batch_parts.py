@@ -1,6 +1,7 @@
 """Parts of a batch: stretches of the log, which a task in an executor reads on its own.
 
-Only places in the log travel to a task, never its bytes: whatever process sees the log's folder can read it.
+Only places in the log travel to a task, never its bytes. A task that doesn't see the log's folder fetches
+the bytes of its stretches by Flight, before it reads them.
 A table's records in a stretch are read without decoding other tables'.
 """
 
@@ -16,6 +17,7 @@ import pyarrow.compute as pc
 
 from millstream.model.ids import TableId
 from millstream.model.schema import TableSchema
+from millstream.wal.flight_log import FlightLog
 from millstream.wal.reader import LogSpan, StreamReader, TableRecords
 from millstream.wal.table_batches import is_raw, one_batch, table_batches
 
@@ -40,6 +42,12 @@ class BatchPart:
     share: int = 0
     shares: int = 1
     """If one stretch has many tables, this task reads those whose number modulo `shares` is `share`."""
+    flight: FlightLog | None = None
+    """The log by Flight; None: its folder is read."""
+
+    def reader(self) -> StreamReader:
+        """Return a reader of these stretches."""
+        return StreamReader(self.wal) if self.flight is None else self.flight.reader(self.spans)
 
     def wants(self, table: TableId) -> bool:
         """Whether this task reads the table."""
@@ -93,7 +101,7 @@ def table_loads(part: BatchPart) -> Iterator[tuple[TableId, Load]]:
     Raises:
         OffsetExpired, CorruptWal: also from the functions.
     """
-    log = StreamReader(part.wal)
+    log = part.reader()
     sizes: dict[TableId, int] = {}
     places: dict[TableId, list[LogSpan]] = {}
     for span in part.spans:

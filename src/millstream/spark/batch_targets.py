@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol
 
 from pyspark import SparkContext
 
@@ -29,6 +29,7 @@ from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.private_files import make_folder
 from millstream.spark.batch_parts import BatchPart, divided
+from millstream.spark.jobs import run_job
 from millstream.spark.landing import (
     Around,
     BringTask,
@@ -44,8 +45,6 @@ from millstream.workers import call_in_thread
 
 _COMMITS_AT_ONCE: Final = 4
 """Most of a commit's time is spent outside of Python, or waiting for an object store."""
-_Task = TypeVar("_Task")
-_Answer = TypeVar("_Answer")
 
 
 class Sink(Protocol):
@@ -163,23 +162,6 @@ def _joined(answers: Sequence[TableAnswer]) -> tuple[TableAnswer, tuple[WrittenR
     times = [answer.newest_us for answer in answers if answer.newest_us is not None]
     error = next((answer.error for answer in answers if answer.error is not None), None)
     return TableAnswer(answers[0].table_id, version, max(times, default=None), error=error), parts
-
-
-def run_job(
-    context: SparkContext, function: Callable[[_Task], _Answer], tasks: Sequence[_Task], slices: int | None = None
-) -> list[_Answer]:
-    """Run one Spark job; return the answers in the order of the tasks, without a job if there are none.
-
-    Args:
-        context: Spark's.
-        function: of a module that executors have.
-        tasks: values that cross processes.
-        slices: the number of Spark's own tasks among which they are divided; default: one each.
-    """
-    if not tasks:
-        return []
-    answers: list[_Answer] = context.parallelize(tasks, slices or len(tasks)).map(function).collect()
-    return answers
 
 
 def _in_threads(calls: Sequence[Callable[[], TableAnswer]]) -> list[TableAnswer]:

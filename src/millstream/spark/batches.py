@@ -34,6 +34,7 @@ from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
 from millstream.spark.batch_parts import SPAN_BYTES, BatchPart
 from millstream.spark.complete_copies import CompleteCopies
+from millstream.spark.executor_access import ExecutorLog
 from millstream.spark.landing import Around, TableError
 from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineProgress
 from millstream.spark.pipeline_tables import HeldTable, PipelineTables
@@ -69,6 +70,7 @@ class BatchLander:
     """A reader of its own, used only under `lock`."""
     pipeline_tables: PipelineTables
     copies: CompleteCopies
+    executor_log: ExecutorLog
     replay: ReplayWatch
     """Used only while reporting."""
     on_progress: OnProgress
@@ -181,7 +183,7 @@ class BatchLander:
         tables = 1 if self._last is None else len(self._last[0].commits)
         around = Around(cut, self._places, held, copying, copies.live, copies.history_only, tables)
         spans = self.log.spans(after, upto, bytes_target=SPAN_BYTES)
-        batch = BatchPart(str(self.config.wal_folder.absolute()), tuple(spans), only)
+        batch = BatchPart(str(self.config.wal_folder.absolute()), tuple(spans), only, flight=self.executor_log.flight())
         answers = self.config.sink.land(self.context, batch, upto, around)
         return Landed(
             after,

@@ -8,7 +8,7 @@ restarted in this one.
 
 from __future__ import annotations
 
-import re
+import contextlib
 import shutil
 import threading
 import time
@@ -18,13 +18,13 @@ from py4j.protocol import Py4JError
 from pyspark import SparkContext
 from pyspark.errors import PySparkException
 
-from millstream import errors
 from millstream.catalog import Catalog
 from millstream.errors import EngineError, MillstreamError, OffsetExpired
 from millstream.model.positions import Seq
 from millstream.spark.batch_targets import LakeOfFiles
 from millstream.spark.batches import BatchLander
 from millstream.spark.complete_copies import CompleteCopies
+from millstream.spark.executor_access import ExecutorLog, ExecutorWatch, check_lake, translated
 from millstream.spark.folding import FoldThread
 from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineOutcome
 from millstream.spark.pipeline_tables import PipelineTables
@@ -67,6 +67,8 @@ def run_pipeline(
         OffsetExpired: the log no longer has what the lake lacks.
         LakeTableForeign: another program wrote into `_commits`.
         EngineError (`java_missing`), EngineError: Spark doesn't start, or failed; nothing is lost, start another process.
+        EngineError (`log_unreachable`, `lake_unreachable`, `executor_version`, `executors_missing`): what a cluster's
+            executors lack.
     """
     log = StreamReader(str(config.wal_folder))
     assert log.stream_id == config.stream_id, "the configuration names this log's stream"
@@ -75,7 +77,22 @@ def run_pipeline(
     pipeline_tables = PipelineTables(config, catalog)
     take_up(config, log, pipeline_tables)
     context = open_context(config.spark)
-    return _Run(config, catalog, log, pipeline_tables, context, on_progress).until(stop, drain)
+    executor_log = ExecutorLog.of(config, context, catalog)
+    hint = log_hint(config)
+    with ExecutorWatch(context) as watch, contextlib.closing(executor_log):
+        try:
+            executor_log.choose()
+            catalog.put_fact(f"pipeline/{config.stream_id}", "log_access", executor_log.way)
+            if isinstance(config.sink, LakeOfFiles) and (error := check_lake(context, config.layout)) is not None:
+                raise error
+            run = _Run(config, catalog, log, pipeline_tables, context, executor_log, on_progress)
+            return run.until(stop, drain)
+        except (PySparkException, Py4JError, OSError) as error:
+            raise watch.error or translated(error, hint) from error
+        except MillstreamError as error:
+            if watch.error is None or watch.error is error:
+                raise
+            raise watch.error from error
 
 
 def take_up(config: PipelineConfig, log: StreamReader, pipeline_tables: PipelineTables) -> None:
@@ -108,6 +125,7 @@ class _Run:
         log: StreamReader,
         pipeline_tables: PipelineTables,
         context: SparkContext,
+        executor_log: ExecutorLog,
         on_progress: OnProgress,
     ) -> None:
         self.config = config
@@ -134,6 +152,7 @@ class _Run:
             lander_log,
             pipeline_tables,
             self.copies,
+            executor_log,
             replay,
             on_progress,
             self._landed,
@@ -177,8 +196,6 @@ class _Run:
                 if self.folder is not None:
                     self.folder.fold_all()
             return self._outcome(caught_up=caught_up)
-        except (PySparkException, Py4JError, OSError) as error:
-            raise self._translated(error) from error
         finally:
             # A process that ends while a thread is inside delta-rs may crash, and its error would be lost.
             self.ending.set()
@@ -214,18 +231,9 @@ class _Run:
                 hint=f"Read {self.config.spark.work_dir / 'spark.out'}; the usual cause is a lack of memory.",
             )
         if self.folder is not None and self.folder.failure is not None:
-            raise self._translated(self.folder.failure) from self.folder.failure
+            raise translated(self.folder.failure, log_hint(self.config)) from self.folder.failure
         if self.batches.failure is not None:
-            raise self._translated(self.batches.failure) from self.batches.failure
-
-    def _translated(self, error: BaseException) -> MillstreamError:
-        """Return an error of our tree for an error from Spark, py4j or our own code in a thread."""
-        if isinstance(error, MillstreamError):
-            return error
-        return _typed(str(error)) or EngineError(
-            f"Spark failed: {_said(error)}",
-            hint=f"{self.config.spark.work_dir / 'spark.log'} has the whole story.",
-        )
+            raise translated(self.batches.failure, log_hint(self.config)) from self.batches.failure
 
     def _outcome(self, *, caught_up: bool) -> PipelineOutcome:
         n = self.pipeline_tables.cut.n if self.pipeline_tables.cut is not None else Seq(0)
@@ -234,25 +242,9 @@ class _Run:
         )
 
 
-_DUMP: Final = re.compile(r"\n*(JVM stacktrace:|Driver stacktrace:)")
-
-
-def _said(error: BaseException) -> str:
-    """Return an error's message without Java's stack, which is in Spark's own log."""
-    said = _DUMP.split(str(error), maxsplit=1)[0].strip()
-    return said or type(error).__name__
-
-
-_RAISED: Final = re.compile(r"millstream\.errors\.(?:_\w+\.)?([A-Za-z]+): (.*)")
-
-
-def _typed(text: str) -> MillstreamError | None:
-    """Return the error that one of Spark's Python processes raised; Spark passes its traceback on as text."""
-    for name, message in _RAISED.findall(text):
-        kind = getattr(errors, name, None)
-        if isinstance(kind, type) and issubclass(kind, MillstreamError):
-            return kind(message.strip())
-    return None
+def log_hint(config: PipelineConfig) -> str:
+    """Return the place of Spark's own account of a failure."""
+    return f"{config.spark.work_dir / 'spark.log'} has the whole story."
 
 
 def _check_log_reaches(log: StreamReader, start: Seq, config: PipelineConfig) -> None:

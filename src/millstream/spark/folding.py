@@ -30,8 +30,8 @@ from millstream.lake.rebuild import erase_view, make_way
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
-from millstream.spark.batch_targets import run_job
 from millstream.spark.complete_copies import CompleteCopies
+from millstream.spark.jobs import run_job
 from millstream.spark.landing import (
     CommitTask,
     FoldAnswer,

@@ -13,6 +13,7 @@ from millstream.lake.maintenance import UpkeepRules
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq, StreamToken
 from millstream.spark.batch_targets import LakeOfFiles, Sink
+from millstream.spark.executor_access import FlightAddress
 from millstream.spark.schedule import DISK_FACTOR, FOLD_INTERVAL_S
 from millstream.spark.session import SparkOptions
 
@@ -43,6 +44,10 @@ class PipelineConfig:
     """The minimum time from one fold of a table to the next, while the pipeline runs."""
     disk_factor: float = DISK_FACTOR
     """Bound of `current`'s disk bytes over its live bytes."""
+    log_access: str = "auto"
+    """How executors read the log: by `path`, by `flight`, or the first of these that all of them reach."""
+    flight: FlightAddress | None = None
+    """The home's Flight server; None if it has none."""
 
     @property
     def pipeline(self) -> str:

@@ -89,7 +89,7 @@ def open_context(options: SparkOptions) -> SparkContext:
     work_dir = options.work_dir.absolute()
     make_folder(work_dir)
     # Spark's launcher and the data sources' look-up read the environment once, when the JVM starts.
-    os.environ["PYSPARK_PYTHON"] = sys.executable
+    os.environ["PYSPARK_PYTHON"] = options.conf.get("spark.pyspark.python", sys.executable)
     os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     os.environ["JAVA_HOME"] = str(find_java(work_dir).path)
     if options.master.startswith("local"):
@@ -163,25 +163,25 @@ def _defaults(options: SparkOptions, work_dir: Path) -> dict[str, str]:
         "spark.sql.execution.arrow.pyspark.enabled": "true",
         "spark.log.structuredLogging.enabled": "false",
     }
-    if options.master.startswith("local"):
-        log4j = work_dir / "log4j2.properties"
-        log4j.write_text(_LOG4J.format(log=work_dir / "spark.log"))
-        defaults |= {
-            "spark.driver.host": "127.0.0.1",
-            "spark.driver.bindAddress": "127.0.0.1",
-            "spark.driver.memory": "1g",
-            # The JVM only coordinates here; Arrow and Python do the work. Its optimising compiler
-            # costs 13 s of CPU a start, most of the time of a start and the first batches on two
-            # cores, and gains nothing measurable.
-            "spark.driver.extraJavaOptions": (
-                f"-Dlog4j2.configurationFile={log4j.as_uri()} -XX:+UseSerialGC -XX:TieredStopAtLevel=1"
-            ),
-            "spark.local.dir": str(work_dir / "tmp"),
-            "spark.sql.warehouse.dir": str(work_dir / "warehouse"),
-            # Re-planning a small batch after each of its stages costs more than it could save.
-            "spark.sql.adaptive.enabled": "false",
-            # Tasks here are small and few; 200 partitions would cost a second a batch.
-            "spark.sql.shuffle.partitions": str(min(4, max(2, os.cpu_count() or 2))),
-            "spark.default.parallelism": str(min(4, max(2, os.cpu_count() or 2))),
-        }
-    return defaults
+    log4j = work_dir / "log4j2.properties"
+    log4j.write_text(_LOG4J.format(log=work_dir / "spark.log"))
+    if not options.master.startswith("local"):
+        return defaults | {"spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile={log4j.as_uri()}"}
+    return defaults | {
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.driver.memory": "1g",
+        # The JVM only coordinates here; Arrow and Python do the work. Its optimising compiler
+        # costs 13 s of CPU a start, most of the time of a start and the first batches on two
+        # cores, and gains nothing measurable.
+        "spark.driver.extraJavaOptions": (
+            f"-Dlog4j2.configurationFile={log4j.as_uri()} -XX:+UseSerialGC -XX:TieredStopAtLevel=1"
+        ),
+        "spark.local.dir": str(work_dir / "tmp"),
+        "spark.sql.warehouse.dir": str(work_dir / "warehouse"),
+        # Re-planning a small batch after each of its stages costs more than it could save.
+        "spark.sql.adaptive.enabled": "false",
+        # Tasks here are small and few; 200 partitions would cost a second a batch.
+        "spark.sql.shuffle.partitions": str(min(4, max(2, os.cpu_count() or 2))),
+        "spark.default.parallelism": str(min(4, max(2, os.cpu_count() or 2))),
+    }

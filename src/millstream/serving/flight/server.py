@@ -40,6 +40,7 @@ from millstream.serving.certificates import Certificates
 from millstream.serving.flight.append import BulkAppend, TransferBudget
 from millstream.serving.flight.connections import Readers, Sender, Senders, cut_connections
 from millstream.serving.flight.read import records
+from millstream.wal.flight_log import PIECES, SegmentRequest, requested_pieces
 from millstream.workers import Worker
 
 if TYPE_CHECKING:
@@ -257,29 +258,34 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
 
     @_told
     def do_get(self, context: Any, ticket: Any) -> Any:
-        """Send the records that a ticket names."""
-        asked = GetRequest.parse(None, ticket.ticket)
+        """Send the records that a ticket names, or a segment's bytes, which Spark's executors read."""
         shown = self._shown(context)
+        segment = SegmentRequest.parse(ticket.ticket)
+        if segment is not None:
+            self._check(shown, Right.READ, segment.stream)
+            folder = str(self._home.wal_folder(segment.stream))
+            pieces = requested_pieces(open_reader(self._home, segment.stream), folder, segment)
+            return fl.GeneratorStream(PIECES, self._sent(pieces, segment.stream, context.peer(), shown))
+        asked = GetRequest.parse(None, ticket.ticket)
         self._check(shown, Right.READ, asked.stream)
         reader = open_reader(self._home, asked.stream)
         schema = _schema_of(reader, asked)
-        return fl.GeneratorStream(record_schema(schema), self._sent(reader, asked, schema, context.peer(), shown))
+        batches = _conformed(records(reader, asked), schema)
+        sent = self._sent(batches, asked.stream, context.peer(), shown)
+        return fl.GeneratorStream(record_schema(schema), sent)
 
     def _sent(
-        self, reader: StreamReader, asked: GetRequest, schema: TableSchema, peer: str, shown: Credentials
+        self, batches: Iterator[pa.RecordBatch], stream: str, peer: str, shown: Credentials
     ) -> Iterator[pa.RecordBatch]:
-        target = record_schema(schema)
         with telling(), self._slot(self._reads), self._readers.reading(peer) as caller:
-            for batch in records(reader, asked):
+            for batch in batches:
                 caller.took()
-                self._check(shown, Right.READ, asked.stream)
+                self._check(shown, Right.READ, stream)
                 if self._closing.is_set():
                     raise WriterClosed(
                         "the server ends", hint="Read on from the last record's `__seq` when it is back."
                     )
-                is_other = not batch.schema.equals(target, check_metadata=True)
-                names = names_in(TableSchema.from_arrow(batch.schema), schema) if is_other else None
-                yield conform(batch, target, hint=_OTHER_COLUMNS, names=names)
+                yield batch
 
     # --- other nodes
     # -----------------------------------------------------------------------------------------------
@@ -466,6 +472,15 @@ def _batches(reader: Any, sender: Sender) -> Iterator[tuple[pa.RecordBatch, byte
         metadata = None if chunk.app_metadata is None else chunk.app_metadata.to_pybytes()
         if chunk.data is not None:
             yield chunk.data, metadata
+
+
+def _conformed(batches: Iterator[pa.RecordBatch], schema: TableSchema) -> Iterator[pa.RecordBatch]:
+    """Yield the batches in the columns of one version of the table."""
+    target = record_schema(schema)
+    for batch in batches:
+        is_other = not batch.schema.equals(target, check_metadata=True)
+        names = names_in(TableSchema.from_arrow(batch.schema), schema) if is_other else None
+        yield conform(batch, target, hint=_OTHER_COLUMNS, names=names)
 
 
 def _schema_of(reader: StreamReader, asked: GetRequest) -> TableSchema:
