@@ -21,8 +21,8 @@ from bench.figures import Figure, asked, compared, measures, say
 from bench.lakes import ACCOUNTS, ACCOUNTS_SHAPE, Ids, Lake, clustered, records, uniform
 from bench.places import folder
 from millstream.lake.delta import open_table
+from millstream.lake.history_scan import read_history
 from millstream.lake.query.query_session import LakeSession
-from millstream.lake.scan import read_history
 from millstream.model.positions import Seq
 
 FOLD_ROWS = 1_000_000

@@ -20,7 +20,7 @@ from millstream.crdt.reconcile import ReconciliationEngine, RegionState
 from millstream.crdt.row_merge import fold, lift, own_columns
 from millstream.model.ids import RegionId, StreamId
 from millstream.model.positions import Seq, StreamToken
-from millstream.spark.regions import merged_regions
+from millstream.spark.merged_rows import merged_regions
 from millstream.spark.session import SparkOptions, open_session, stop_session
 
 ENTITIES = 100_000

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from millstream.model.positions import StreamToken as StreamToken
     from millstream.ports import ShardReader as ShardReader
     from millstream.ports import WriteBuffer as WriteBuffer
-    from millstream.serving.guard import Guard as Guard
+    from millstream.serving.checks_for_other_servers import Guard as Guard
     from millstream.serving.problem_documents import problem_of as problem_of
 
 __version__ = "0.1.0"
@@ -47,7 +47,7 @@ _PUBLIC = {
     "BufferedOp": ("millstream.model.buffered_operations", "BufferedOp"),
     "Following": ("millstream.client.following", "Following"),
     "Latest": ("millstream.client.home_calls", "Latest"),
-    "Guard": ("millstream.serving.guard", "Guard"),
+    "Guard": ("millstream.serving.checks_for_other_servers", "Guard"),
     "MillstreamError": ("millstream.errors", "MillstreamError"),
     "OpenHome": ("millstream.app.open_home", "OpenHome"),
     "PlacedReader": ("millstream.codec.buffer_reading", "PlacedReader"),

@@ -12,10 +12,12 @@ from tests.cli.in_process import command
 from millstream.app import doctor as doctors
 from millstream.app.alerts.alert_file import Kept
 from millstream.app.doctor import Diagnosis, examine
-from millstream.app.status import held_scope
+from millstream.app.status import quarantine_of
 from millstream.catalog import TableState
+from millstream.catalog.quarantined_tables import QuarantinedTable
 from millstream.errors import MillstreamError, SourceError, TableUndecodable
 from millstream.home.home import Home
+from millstream.model.positions import Seq
 from millstream.writers.stall_reasons import forget_given_up, note_given_up
 
 CONFIG = '[streams.shop.source]\ndsn = "host=127.0.0.1 port=1"\n'
@@ -98,7 +100,9 @@ def test_a_table_that_the_lake_quarantined_is_wrong_with_its_own_hint(home: Home
     with home.open_catalog() as catalog:
         stream = catalog.stream("shop").id
         orders = catalog.find_table(stream, "public", "orders")
-        catalog.put_fact(held_scope(stream), str(int(orders.id)), {"reason": "a file is gone", "hint": "Rebuild it."})
+        quarantine_of(catalog, stream).put(
+            QuarantinedTable(orders.id, "public.orders", Seq(0), "a file is gone", "lake", "Rebuild it.")
+        )
     bad, lake = sorted(tables(home), key=lambda found: found.table)
     assert bad.table == 'public."Bad One"'
     assert (lake.message, lake.fix) == ("public.orders is quarantined: lake: a file is gone", "Rebuild it.")

@@ -15,7 +15,7 @@ from millstream.app.doctor import _alerts
 from millstream.app.rebuild import forget_table
 from millstream.app.status import collect_status
 from millstream.app.table_requests import copy_table
-from millstream.capture import raw_past
+from millstream.capture import rows_before_rules
 from millstream.catalog import TableState
 from millstream.errors import HomeBusy, LakeBehind, UsageError
 from millstream.home.home import Home
@@ -151,7 +151,7 @@ def test_a_call_that_was_ended_at_any_step_is_completed_by_the_next(
         with server.connect() as connection:
             connection.execute("DELETE FROM users WHERE id = 1")
         with monkeypatch.context() as ended:
-            ended.setattr(raw_past if step == "note_forgotten" else rebuild, step, ends)
+            ended.setattr(rows_before_rules if step == "note_forgotten" else rebuild, step, ends)
             with pytest.raises(_EndedError):
                 forget_table(landed.home, "public.users")
         with landed.home.open_catalog() as catalog:

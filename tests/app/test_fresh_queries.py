@@ -17,7 +17,7 @@ from tests.cli.in_process import command
 import millstream
 from millstream.app.lake_sessions import open_lake
 from millstream.app.query_log_tail import HomeLogTail
-from millstream.catalog.values import COPY_HELD, TableState
+from millstream.catalog.row_types import COPY_HELD, TableState
 from millstream.errors import LakeBehind, TokenFromFuture
 
 STREAM = """

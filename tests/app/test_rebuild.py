@@ -16,7 +16,7 @@ from tests.app.landed import LandedHome
 
 from millstream import open as millstream_open
 from millstream.app.rebuild import await_outcome, rebuild_table, replay_table
-from millstream.app.status import held_scope
+from millstream.app.status import quarantine_of
 from millstream.catalog.rebuilds import RebuildRequest, Rebuilds
 from millstream.errors import HomeBusy, LakeBehind, LakeError, PositionError, UnknownTable, UsageError
 from millstream.home.home import Home
@@ -141,7 +141,7 @@ def test_what_can_not_be_rebuilt_is_said_by_name(home: LandedHome) -> None:
     with pytest.raises(UsageError, match="no scd2"):
         rebuild_table(home.home, "public.items", views=["scd2"])
     with home.home.open_catalog() as catalog:
-        assert catalog.facts(held_scope(catalog.stream("shop").id)) == {}
+        assert quarantine_of(catalog, catalog.stream("shop").id).all() == {}
 
 
 def test_an_error_of_the_work_is_told_to_whoever_asked(home: LandedHome, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,10 @@ from tests.app.homes import run
 from tests.commands import Command
 
 from millstream.app.open_home import open_other
-from millstream.app.status import collect_status, held_scope
+from millstream.app.status import collect_status, quarantine_of
 from millstream.app.table_requests import copy_table, list_tables, retry_table
 from millstream.catalog import TableState
+from millstream.catalog.quarantined_tables import QuarantinedTable
 from millstream.cli.main import cli
 from millstream.errors import CursorExpired, UnknownTable, UsageError
 from millstream.home.config_mapping import place_compiled_code
@@ -55,7 +56,9 @@ def home(tmp_path: Path) -> Home:
         orders = catalog.table_for(stream, source, 16384, "public", "orders", state=TableState.STREAMING)
         catalog.table_for(stream, source, 16385, "public", "Bad One", state=TableState.QUARANTINED, reason="a value")
         catalog.table_for(stream, source, 16386, "public", "log", state=TableState.HISTORY_ONLY, reason="no key")
-        catalog.put_fact(held_scope(stream), str(int(orders.id)), {"reason": "somebody wrote into it"})
+        quarantine_of(catalog, stream).put(
+            QuarantinedTable(orders.id, "public.orders", Seq(0), "somebody wrote into it", "lake", "")
+        )
         _write(home, catalog.register_writer(stream)[1], stream, catalog.reservations(stream))
     return home
 
@@ -227,8 +230,8 @@ def test_a_table_is_retried_where_it_was_set_aside(home: Home) -> None:
         assert "copy" in retry_table(catalog, stream, 'public."Bad One"')
         assert catalog.find_table(stream, "public", "Bad One").state is TableState.COPY_REQUESTED
         assert "pipeline" in retry_table(catalog, stream, "orders")
-        (fact,) = catalog.facts(held_scope(stream)).values()
-        assert fact == {"reason": "somebody wrote into it", "retry": True}
+        (fact,) = quarantine_of(catalog, stream).all().values()
+        assert (fact["reason"], fact["retry"]) == ("somebody wrote into it", True)
         with pytest.raises(UsageError, match="not quarantined"):
             retry_table(catalog, stream, "public.log")
         with pytest.raises(UnknownTable):
@@ -257,10 +260,10 @@ def test_a_table_that_was_dropped_at_the_source_and_waits_in_the_lake_is_shown_a
             int(again.id): ("streaming", ""),
         }
         assert "from where it stopped" in retry_table(catalog, stream, "public.orders")
-        assert catalog.facts(held_scope(stream))[str(int(dropped.id))]["retry"] is True
+        assert quarantine_of(catalog, stream).retries_requested() == {dropped.id}
         assert catalog.table(again.id).state is TableState.STREAMING
         # The lake has the missing records: the table no longer holds the log.
-        catalog.drop_fact(held_scope(stream), str(int(dropped.id)))
+        quarantine_of(catalog, stream).drop(dropped.id)
         assert [t["id"] for t in list_tables(catalog, stream) if t["name"] == "public.orders"] == [int(again.id)]
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.capture.shown_columns import Expected, Form, Shape, Shown, ShownColumns, judged
+from millstream.capture.transient_column_names import Expected, Form, Shape, Shown, ShownColumns, judged
 from millstream.catalog import Catalog
 from millstream.model.ids import SchemaVersion, SourceId, TableId
 from millstream.model.positions import Lsn

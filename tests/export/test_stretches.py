@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.wal.test_records_json import ITEMS, ORDERS, operation, ops, row
 
 from millstream.errors import TokenFromFuture, UsageError
-from millstream.export.stretches import FollowedTables, follow_steps, position_of
+from millstream.export.follow_log import FollowedTables, follow_steps, position_of
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.records import Op

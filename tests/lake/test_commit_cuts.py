@@ -13,7 +13,7 @@ from deltalake import DeltaTable, write_deltalake
 from pyarrow.parquet import ParquetFile
 
 from millstream.errors import LakeTableForeign
-from millstream.lake.commit_cut_upkeep import compact_cuts
+from millstream.lake.commit_cut_maintenance import compact_cuts
 from millstream.lake.commit_cuts import (
     CutTable,
     commit_cut,

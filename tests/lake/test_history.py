@@ -28,10 +28,10 @@ from millstream.lake.delta import open_table
 from millstream.lake.folded.current import FoldSizes, fold_table
 from millstream.lake.folded.scd2 import fold_into_versions
 from millstream.lake.history import append_history, commit_records, open_history, write_records
+from millstream.lake.history_scan import fold_step
 from millstream.lake.layout import LakeLayout
 from millstream.lake.maintenance import tend_table
 from millstream.lake.query.query_session import LakeSession
-from millstream.lake.scan import fold_step
 from millstream.lake.schema_history import Eras, era_at, newest_schema
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
 from millstream.model.positions import Seq

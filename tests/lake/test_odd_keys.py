@@ -17,8 +17,8 @@ from deltalake import DeltaTable
 
 import millstream.lake.schema_evolution as swapping_module
 from millstream.errors import LakeConflict
-from millstream.lake.bounds import bound_of
 from millstream.lake.commit_cuts import commit_cut, first_cut
+from millstream.lake.file_statistics import bound_of
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes, fold_table
 from millstream.lake.folded.scd2 import fold_into_versions
 from millstream.lake.history import append_history

@@ -21,8 +21,8 @@ from millstream.lake import maintenance
 from millstream.lake.commit_cuts import commit_cut, last_cut
 from millstream.lake.delta import open_table
 from millstream.lake.folded.current import Fold, begin_fold, fold_table
-from millstream.lake.folder import history_from
 from millstream.lake.history import append_history
+from millstream.lake.history_folder import history_from
 from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.layout import LakeLayout, View
 from millstream.lake.maintenance import tend_cuts, tend_table

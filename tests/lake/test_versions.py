@@ -33,8 +33,8 @@ from millstream.lake.delta import open_table, set_properties
 from millstream.lake.folded.current import FoldSizes, fold_table
 from millstream.lake.folded.scd2 import fold_into_versions
 from millstream.lake.folded.scd2_fold import VERSION_COLUMNS
-from millstream.lake.folder import history_from_property
 from millstream.lake.history import append_history
+from millstream.lake.history_folder import history_from_property
 from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.maintenance import tend_table

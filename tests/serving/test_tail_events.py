@@ -17,7 +17,7 @@ from tests.export.test_stretches import STREAM, groups, write
 from tests.wal.test_records_json import MESSAGES, RAW, operation, ops, pg, row, schema
 
 from millstream.errors import InvalidValue
-from millstream.export.stretches import position_of
+from millstream.export.follow_log import position_of
 from millstream.model.ids import Epoch, ShardId
 from millstream.model.operations import OperationKind
 from millstream.model.positions import StreamToken

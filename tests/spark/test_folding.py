@@ -20,7 +20,7 @@ from millstream.lake.history import append_history
 from millstream.lake.layout import TableCommit
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
-from millstream.spark import upkeep
+from millstream.spark import table_maintenance
 from millstream.spark.complete_copies import CompleteCopies
 from millstream.spark.folding import FoldThread
 from millstream.spark.landing import TendAnswer, TendTask, tend_one
@@ -129,7 +129,9 @@ def test_upkeep_looks_at_what_was_written_since_and_leaves_idle_tables(home: Hom
         looked.extend(tasks)
         return [tend_one(task) for task in tasks]
 
-    tending = upkeep.Upkeep(folding.config, home.catalog, folding.tables, tend, threading.Lock(), lambda: None)
+    tending = table_maintenance.Upkeep(
+        folding.config, home.catalog, folding.tables, tend, threading.Lock(), lambda: None
+    )
     assert tending.tend() == 2, "an earlier run may have left work"
     assert tending.tend() == 0
     commit = TableCommit(items.table_id, "public.items", "public.items", "history", 1, 1, n)
@@ -146,10 +148,10 @@ def test_a_retention_of_history_has_idle_tables_looked_at_once_a_day(
     idle = home.table("idle", id=pa.int64())
     landed(home, idle, home.commit(insert(idle, id=1)))
     today = date(2026, 3, 1)
-    monkeypatch.setattr(upkeep, "_today", lambda: today)
+    monkeypatch.setattr(table_maintenance, "_today", lambda: today)
     for retention, looks in ((86_400.0, 1), (None, 0)):
         folding = Folding.of(home, history_retention_s=retention)
-        tending = upkeep.Upkeep(
+        tending = table_maintenance.Upkeep(
             folding.config, home.catalog, folding.tables, lambda _tasks: [], threading.Lock(), lambda: None
         )
         assert tending.tend() == 1

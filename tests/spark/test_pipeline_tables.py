@@ -10,6 +10,7 @@ from pyspark import SparkContext
 from tests.spark.hand_made import Home
 from tests.spark.lake_run import config_of
 
+from millstream.catalog.quarantined_tables import QuarantinedTable
 from millstream.lake.commit_cuts import Cut
 from millstream.lake.layout import TableCommit
 from millstream.model.ids import TableId
@@ -17,7 +18,7 @@ from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.spark.batch_parts import BatchPart
 from millstream.spark.landing import Around, TableAnswer
-from millstream.spark.pipeline_tables import HeldTable, PipelineTables
+from millstream.spark.pipeline_tables import PipelineTables
 from millstream.spark.session import SparkOptions
 
 ASIDE = TableId(7)
@@ -76,22 +77,22 @@ def test_a_sink_knows_of_a_table_until_it_has_caught_up_and_no_longer_than_the_l
     home: Home, sink: SinkInMemory
 ) -> None:
     pipeline_tables = tables_of(home, sink)
-    pipeline_tables.hold(HeldTable(ASIDE, "public.aside", Seq(3), "it doesn't fit", "lake", ""))
+    pipeline_tables.quarantine.add(QuarantinedTable(ASIDE, "public.aside", Seq(3), "it doesn't fit", "lake", ""))
     pipeline_tables.commit(Seq(9), ())
     assert sink.told == {ASIDE: 3}
     pipeline_tables.release(ASIDE)
     assert sink.told == {}
     assert f"lake/{ASIDE}" in sink.holders, "the log might have dropped by then what the sink asks for again"
     assert f"lake/{ASIDE}" not in {p.name for p in home.catalog.pipelines(home.stream)}
-    assert tables_of(home, sink).held == {}
+    assert tables_of(home, sink).quarantine.tables == {}
 
 
 def test_a_sink_restored_from_a_backup_of_then_has_the_table_caught_up_again(home: Home, sink: SinkInMemory) -> None:
     pipeline_tables = tables_of(home, sink)
-    pipeline_tables.hold(HeldTable(ASIDE, "public.aside", Seq(3), "it doesn't fit", "lake", ""))
+    pipeline_tables.quarantine.add(QuarantinedTable(ASIDE, "public.aside", Seq(3), "it doesn't fit", "lake", ""))
     pipeline_tables.commit(Seq(9), ())
     backup = sink.cut, sink.told
     pipeline_tables.release(ASIDE)
     sink.cut, sink.told = backup
     restored = tables_of(home, sink)
-    assert [(table.table_id, table.after) for table in restored.retries_due()] == [(ASIDE, 3)]
+    assert [(table.table_id, table.after) for table in restored.quarantine.retries_due()] == [(ASIDE, 3)]

@@ -17,7 +17,7 @@ from millstream.home.home import Home
 from millstream.model.ids import RegionId
 from millstream.regions.merged_table import RegionTable
 from millstream.spark.columns import spark_schema
-from millstream.spark.regions import merged_regions, region_records
+from millstream.spark.merged_rows import merged_regions, region_records
 
 MERGES = """
 views = "g_counter"

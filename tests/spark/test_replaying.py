@@ -10,7 +10,7 @@ import pytest
 
 from millstream.model.positions import Seq
 from millstream.protocol.retention import HolderKind, Retention, RetentionBounds
-from millstream.spark.replaying import ReplayWatch
+from millstream.spark.initial_replay import ReplayWatch
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.lag import Backlogs
 from millstream.wal.segment_deletion import drop_segments

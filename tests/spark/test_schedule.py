@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.lake.maintenance import KEEP_S, UpkeepRules
-from millstream.spark.schedule import (
+from millstream.spark.fold_schedule import (
     DISK_FACTOR,
     FOLD_INTERVAL_S,
     SMALL_BYTES,

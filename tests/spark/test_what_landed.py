@@ -21,6 +21,7 @@ from pyspark import SparkContext
 from tests.spark.lake_run import config_of
 
 from millstream.catalog import Catalog
+from millstream.catalog.quarantined_tables import QuarantineFacts
 from millstream.config.model import LogConfig
 from millstream.errors import Retry
 from millstream.home.retention import sweep
@@ -30,9 +31,9 @@ from millstream.model.positions import Seq
 from millstream.spark.batches import BatchLander, Landed
 from millstream.spark.complete_copies import CompleteCopies
 from millstream.spark.driver import take_up
+from millstream.spark.initial_replay import ReplayWatch
 from millstream.spark.landing import TableError
-from millstream.spark.pipeline_tables import PipelineTables, held_scope, request_retry
-from millstream.spark.replaying import ReplayWatch
+from millstream.spark.pipeline_tables import PipelineTables
 from millstream.spark.session import SparkOptions
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.reader import StreamReader
@@ -235,7 +236,7 @@ class LifeOfAPipeline(RuleBasedStateMachine):
     def mend_table(self, table: int) -> None:
         self.histories.failing.discard(table)
 
-    @precondition(lambda self: self.pipeline_tables.held)
+    @precondition(lambda self: self.pipeline_tables.quarantine.tables)
     @rule(mended=st.booleans(), writes=WRITES)
     def retry(self, mended: bool, writes: int | None) -> None:
         """Retry tables after the others have got ahead."""
@@ -243,15 +244,15 @@ class LifeOfAPipeline(RuleBasedStateMachine):
         self.land_all()
         if mended:
             self.histories.failing.clear()
-        for table in self.pipeline_tables.held:
-            request_retry(self.catalog, held_scope(self.config), table)
+        for table in self.pipeline_tables.quarantine.tables:
+            QuarantineFacts(self.catalog, self.config.stream_id, self.config.pipeline).request_retry(table)
         self.mortal(self.lander.retry_held, writes)
 
     @rule(writes=WRITES)
     def restart(self, writes: int | None) -> None:
         self.mortal(self.start, writes)
 
-    @precondition(lambda self: not self.pipeline_tables.held)
+    @precondition(lambda self: not self.pipeline_tables.quarantine.tables)
     @rule(operations=st.lists(OPERATION, min_size=1, max_size=4), writes=WRITES)
     def set_the_lake_back(self, operations: list[list[tuple[int, int]]], writes: int | None) -> None:
         """While nothing runs, replace the lake by a copy from before some batches."""
@@ -283,7 +284,7 @@ class LifeOfAPipeline(RuleBasedStateMachine):
     def retain(self) -> None:
         """Drop segments that no holder needs; the oldest segment left must be needed."""
         sweep(self.catalog, "shop", self.stream, self.config.wal_folder, TIGHTEST)
-        needed = [self.asked_from()] + [table.after for table in self.pipeline_tables.held.values()]
+        needed = [self.asked_from()] + [table.after for table in self.pipeline_tables.quarantine.tables.values()]
         oldest = oldest_sealed(str(self.config.wal_folder))
         assert oldest is None or oldest.last_seq > min(needed), "nobody needs it"
 
@@ -310,7 +311,7 @@ class LifeOfAPipeline(RuleBasedStateMachine):
     @invariant()
     def who_holds_the_log_is_the_pipeline_and_what_it_has_quarantined(self) -> None:
         holders = {position.name for position in self.catalog.pipelines(self.stream)}
-        assert holders == {"lake", *(f"lake/{table}" for table in self.pipeline_tables.held)}
+        assert holders == {"lake", *(f"lake/{table}" for table in self.pipeline_tables.quarantine.tables)}
 
     def all_that_was_wanting_lands_once_tables_are_mended(self) -> None:
         self.histories.failing.clear()

@@ -31,7 +31,7 @@ from millstream.client.home_calls import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Late
 from millstream.client.write_session import session_of
 from millstream.delivery.running_consumer import Waiter
 from millstream.errors import WriterClosed
-from millstream.export.stretches import FollowedTables, follow_steps, position_of
+from millstream.export.follow_log import FollowedTables, follow_steps, position_of
 from millstream.home.config_mapping import increments_of
 from millstream.home.home import Home
 from millstream.ingest.append_requests import sole_outcome

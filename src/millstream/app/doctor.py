@@ -25,7 +25,7 @@ from millstream.errors import MillstreamError, UnknownStream
 from millstream.home.config_mapping import capture_config, place_compiled_code
 from millstream.home.home import Home
 from millstream.home.paths import HomePaths
-from millstream.home.raw_values import until_words
+from millstream.home.rows_before_rules import until_words
 from millstream.leadership.role_files import Roles
 from millstream.model.addresses import mask_address
 from millstream.model.ids import StreamId

@@ -19,8 +19,8 @@ from millstream.client.following import LOCAL_POLL_S, Following
 from millstream.client.home_calls import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
 from millstream.client.write_session import Session, session_of
 from millstream.errors import WriterClosed
+from millstream.export.follow_log import FollowedTables, follow_steps, position_of
 from millstream.export.record_reading import read_records
-from millstream.export.stretches import FollowedTables, follow_steps, position_of
 from millstream.home.as_of_parsing import microseconds
 from millstream.home.config_mapping import increments_of
 from millstream.home.home import Home

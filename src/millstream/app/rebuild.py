@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from millstream.app.log_readers import open_reader
-from millstream.app.status import held_scope, held_tables
+from millstream.app.status import quarantine_of
 from millstream.app.table_requests import copy_table
 from millstream.catalog import TableState
 from millstream.catalog.rebuilds import RebuildRequest, Rebuilds
@@ -144,7 +144,7 @@ def forget_table(
         HomeBusy: another call deletes a table's older records.
         MillstreamError: it failed, with the pipeline's own reason.
     """
-    from millstream.capture.raw_past import note_forgotten
+    from millstream.capture.rows_before_rules import note_forgotten
 
     home.prepare()
     name, config = home.stream_config(stream)
@@ -324,7 +324,7 @@ def _from_source(place: _Place, table: str, views: Sequence[str], say: Callable[
         for view in ("history", *views)
         if (damage := damage_of(place.layout, cast("View", view), place.schema)) is not None
     }
-    held = held_tables(place.catalog, place.layout.stream_id).get(str(int(place.row.id)), {})
+    held = quarantine_of(place.catalog, place.layout.stream_id).all().get(place.row.id, {})
     if held.get("code") == "lake_schema_conflict":
         for view in {"history", "scd2"} & {"history", *views}:
             damaged.setdefault(view, held["reason"])
@@ -404,7 +404,7 @@ def _perform(place: _Place, request: RebuildRequest, say: Callable[[str], None])
     from millstream.lake.rebuild import erase_view, make_way, prepare_rebuild, rebuild_view
 
     cut = last_cut(place.layout) or place.cut
-    held = held_tables(place.catalog, place.layout.stream_id).get(str(int(place.row.id)))
+    held = quarantine_of(place.catalog, place.layout.stream_id).all().get(place.row.id)
     for view in cast("tuple[View, ...]", request.views):
         say(f"{view} is built")
         told: dict[str, Any]
@@ -425,5 +425,4 @@ def _perform(place: _Place, request: RebuildRequest, say: Callable[[str], None])
             told = {"state": "failed", "code": error.code, "message": error.message, "hint": error.hint}
         place.rebuilds.settle(place.row.id, view, told)
     if held is not None and request.before_copy:
-        scope = held_scope(place.layout.stream_id)
-        place.catalog.put_fact(scope, str(int(place.row.id)), held | {"retry": True})
+        quarantine_of(place.catalog, place.layout.stream_id).request_retry(place.row.id)

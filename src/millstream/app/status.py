@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 from millstream.app.alerts.alert_file import delivery_facts, found_conditions
 from millstream.app.open_home import home_consumers
+from millstream.catalog.quarantined_tables import QuarantineFacts
 from millstream.errors import ConfigError, Fenced, LogError, MillstreamError, ReadOnly
 from millstream.home.home import Home
 from millstream.home.paths import PIPELINE, HomePaths
@@ -132,14 +133,9 @@ def _appending(home: HomePaths) -> dict[str, int | None]:
     return {" ".join(filter(None, ("append", facts.get("writer")))): facts.get("pid") for facts in named}
 
 
-def held_tables(catalog: Catalog, stream: StreamId) -> dict[str, dict[str, Any]]:
-    """Return the facts of tables that the lake's pipeline has quarantined, by table id as text."""
-    return catalog.facts(held_scope(stream))
-
-
-def held_scope(stream: StreamId) -> str:
-    """Return the catalog's scope of those facts; as `millstream.spark.pipeline_tables.held_scope`, without importing Spark."""
-    return f"lake/{stream}/{PIPELINE}"
+def quarantine_of(catalog: Catalog, stream: StreamId) -> QuarantineFacts:
+    """Return the facts of the tables that the lake's pipeline has quarantined."""
+    return QuarantineFacts(catalog, stream, PIPELINE)
 
 
 def _stream(
@@ -232,7 +228,7 @@ def _with_raw_values(
     tables: list[dict[str, Any]], home: Home, catalog: Catalog, name: str, stream: StreamId, problems: list[str]
 ) -> list[dict[str, Any]]:
     """Return the tables with `raw_values`: what is left of values from before a rule; None if nothing is."""
-    from millstream.home.raw_values import kept_raw_values
+    from millstream.home.rows_before_rules import kept_raw_values
 
     kept: dict[TableId, dict[str, Any]] = {}
     with contextlib.suppress(ConfigError):  # reported already
@@ -474,7 +470,7 @@ def live_progress(home: Home, name: str) -> tuple[dict[str, Any], dict[str, Any]
     return (owner or {}).get("progress") or {}, (pipeline or {}).get("progress") or {}
 
 
-def shown_tables(catalog: Catalog, stream: StreamId, held: Collection[str]) -> list[TableRow]:
+def shown_tables(catalog: Catalog, stream: StreamId, held: Collection[TableId]) -> list[TableRow]:
     """Return the tables to show: those that the source has, and others that are quarantined in the lake.
 
     A table that was dropped at the source holds the log until the lake has the rest of it: an operator
@@ -483,7 +479,7 @@ def shown_tables(catalog: Catalog, stream: StreamId, held: Collection[str]) -> l
     from millstream.catalog import TableState
 
     rows = catalog.tables(stream, gone=True)
-    return [row for row in rows if row.state is not TableState.GONE or str(int(row.id)) in held]
+    return [row for row in rows if row.state is not TableState.GONE or row.id in held]
 
 
 def lake_paths(home: Home, catalog: Catalog, name: str, stream: StreamId) -> Paths:
@@ -521,15 +517,13 @@ def tables_of(
     paths: Paths = lambda _row: {},
 ) -> list[dict[str, Any]]:
     """Return a stream's tables, with live figures: capture's progress and the pipeline's."""
-    held = held_tables(catalog, stream)
+    held = quarantine_of(catalog, stream).all()
     landed = {facts["table_id"]: facts for facts in landing.get("tables", ())}
     # A fold that fails quarantines a table too; only the running pipeline knows.
     failed, trying = dict(landing.get("quarantined", {})), dict(landing.get("trying", {}))
     paused = catalog.paused_copies(stream)
     return [
-        table_facts(
-            row, captured, landed.get(int(row.id)), held.get(str(int(row.id))), failed, trying, paused=row.id in paused
-        )
+        table_facts(row, captured, landed.get(int(row.id)), held.get(row.id), failed, trying, paused=row.id in paused)
         | {"paths": paths(row)}
         for row in shown_tables(catalog, stream, held)
         if row.kind is TableKind.TABLE

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from millstream.app.status import held_scope, held_tables, shown_tables, tables_of
+from millstream.app.status import quarantine_of, shown_tables, tables_of
 from millstream.catalog import COPY_HELD, TableState
 from millstream.catalog.rebuilds import Rebuilds
 from millstream.errors import UsageError
@@ -48,7 +48,7 @@ def retry_table(catalog: Catalog, stream: StreamId, table: str, *, buffer: str |
     """
     from millstream.writers.buffer_consumer import ask_again, facts_scope
 
-    name, held = parse_qualified_name(table), held_tables(catalog, stream)
+    name, held = parse_qualified_name(table), quarantine_of(catalog, stream).all()
     done = []
     if buffer is not None and ask_again(catalog, facts_scope(stream, buffer), table):
         done.append(
@@ -64,9 +64,7 @@ def retry_table(catalog: Catalog, stream: StreamId, table: str, *, buffer: str |
             hint="Rename the table at the source; it is captured under its new name.",
         )
     for row in rows:
-        fact = held.get(str(int(row.id)))
-        if fact is not None:
-            catalog.put_fact(held_scope(stream), str(int(row.id)), fact | {"retry": True})
+        if quarantine_of(catalog, stream).request_retry(row.id):
             done.append("the pipeline tries it again, from where it stopped")
         if row.state is TableState.QUARANTINED and catalog.set_state(
             row.id, TableState.COPY_REQUESTED, "asked for by `tables retry`", only_from=[TableState.QUARANTINED]

@@ -17,7 +17,7 @@ A changed key has the table copied again too: the log's deletes carry the old ke
 
 The catalog keeps the columns (by number) and partitions as last seen. Comparing with them shows what
 has happened since, even while no capture ran. Names that came and went in between show in the stream
-alone: `shown_columns`.
+alone: `transient_column_names`.
 
 Whatever the catalogs can't rule out counts as a change. That may cause a needless copy, and misses nothing:
 
@@ -38,8 +38,8 @@ from typing import Any
 
 from millstream.capture.column_rule_binding import TEXT_OID
 from millstream.capture.publication import Restriction
-from millstream.capture.shown_columns import Expected, Form, Judgement, Shape, Shown, judged, kept, numbers_of
 from millstream.capture.source import AttributeFacts, PartitionFacts, SourceTable
+from millstream.capture.transient_column_names import Expected, Form, Judgement, Shape, Shown, judged, kept, numbers_of
 from millstream.catalog import Catalog
 from millstream.model.column_rules import Rule, SourceRules
 from millstream.model.ids import StreamId, TableId
@@ -83,7 +83,7 @@ class KnownLayouts:
     def numbers(
         self, table: SourceTable, id_: TableId, now: Shape, shown: Sequence[Shown]
     ) -> dict[Form, tuple[int, ...]]:
-        """Return the column numbers of forms that records of the table showed; see `shown_columns.numbers_of`."""
+        """Return the column numbers of forms that records of the table showed; see `transient_column_names.numbers_of`."""
         known = self._known.get(str(id_))
         return {} if known is None else numbers_of(shown, _shapes(known, table), now)
 

@@ -63,7 +63,7 @@ from millstream.model.ids import SourceId, StreamId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Lsn, format_lsn
 from millstream.ports import Clock, LogAppender
-from millstream.protocol.catching_up import BacklogChunk, Mode, ModeChoice
+from millstream.protocol.capture_mode import BacklogChunk, Mode, ModeChoice
 
 logger = structlog.get_logger("millstream.capture")
 

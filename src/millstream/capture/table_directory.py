@@ -15,9 +15,9 @@ import structlog
 
 from millstream.capture.column_rule_binding import RULES, ColumnRules
 from millstream.capture.config import CaptureConfig
-from millstream.capture.raw_past import RawPast
-from millstream.capture.shown_columns import ShownColumns, form_of
+from millstream.capture.rows_before_rules import RawPast
 from millstream.capture.source import KeyColumn, SourceTable
+from millstream.capture.transient_column_names import ShownColumns, form_of
 from millstream.catalog import COPY_HELD, Catalog, TableRow, TableState
 from millstream.codec.pgoutput import MESSAGES_COLUMNS, Relation, raw_schema, table_schema
 from millstream.codec.pgoutput.rows import undecodable
@@ -26,7 +26,7 @@ from millstream.failpoints import is_asked
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId
 from millstream.model.names import TablePatterns, qualified_name
 from millstream.model.operations import FIRST_SHARD
-from millstream.model.readable import human_bytes
+from millstream.model.safe_text import human_bytes
 from millstream.model.schema import ReplicaIdentity, TableKind, TableSchema
 
 NO_IDENTITY: Final = (

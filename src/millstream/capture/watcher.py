@@ -33,12 +33,12 @@ from millstream.capture.publication import (
     restrictions,
     sync_publications,
 )
-from millstream.capture.raw_past import note_raw_values
 from millstream.capture.rewrite_detection import KnownLayouts, shape_of
-from millstream.capture.shown_columns import Expected, Form, Shape, Shown
+from millstream.capture.rows_before_rules import note_raw_values
 from millstream.capture.slot import read_slot
 from millstream.capture.source import Connection, SourceIdentity, SourceTable, connect_same, insert_lsn
 from millstream.capture.table_directory import NO_IDENTITY, TableDirectory
+from millstream.capture.transient_column_names import Expected, Form, Shape, Shown
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.codec.pgoutput import HEARTBEAT_PREFIX
 from millstream.errors import MillstreamError, SourceError

@@ -5,13 +5,12 @@ their states and schema versions, table-copy chunks, pipelines' positions, and a
 (`data/catalog.db`), or in a PostgreSQL database that several homes may share. The owner, the pipeline's driver and
 commands have it open at once.
 
-Values are those of `millstream.model` and `millstream.catalog.values`. Readers of the log don't use it: segments and
+Values are those of `millstream.model` and `millstream.catalog.row_types`. Readers of the log don't use it: segments and
 the mark file are enough for them.
 """
 
 from millstream.catalog.database import CatalogFacts, examine_catalog
-from millstream.catalog.store import Catalog
-from millstream.catalog.values import (
+from millstream.catalog.row_types import (
     COPY_HELD,
     AccessToken,
     ChunkState,
@@ -24,6 +23,7 @@ from millstream.catalog.values import (
     TableState,
     WriterRow,
 )
+from millstream.catalog.store import Catalog
 
 __all__ = [
     "COPY_HELD",

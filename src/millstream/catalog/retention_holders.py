@@ -8,7 +8,7 @@ from sqlalchemy import delete, func, select, update
 
 import millstream.catalog.sql_tables as t
 from millstream.catalog.catalog_part import CatalogPart, greater, lock_stream, now_us
-from millstream.catalog.values import PipelinePosition
+from millstream.catalog.row_types import PipelinePosition
 from millstream.model.ids import ShardId, StreamId
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd, ReplicaPosition

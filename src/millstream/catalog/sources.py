@@ -10,7 +10,7 @@ from sqlalchemy import Connection, select, update
 
 import millstream.catalog.sql_tables as t
 from millstream.catalog.catalog_part import CatalogPart, lock_stream
-from millstream.catalog.values import SourceRow
+from millstream.catalog.row_types import SourceRow
 from millstream.errors import CatalogError
 from millstream.model.ids import SourceId, StreamId
 from millstream.model.positions import Lsn

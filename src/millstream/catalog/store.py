@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Self
 
-from millstream.catalog.adoption import Adoption
+from millstream.catalog.adopt_from_log import Adoption
 from millstream.catalog.database import BUSY_TIMEOUT_S, CatalogDatabase
-from millstream.catalog.facts import Facts
+from millstream.catalog.key_values import Facts
 from millstream.catalog.retention_holders import Holders
+from millstream.catalog.row_types import HomeIdentity
 from millstream.catalog.sources import Sources
 from millstream.catalog.streams import Streams
 from millstream.catalog.table_copies import Copies
 from millstream.catalog.tables import Tables
 from millstream.catalog.tokens import Tokens
-from millstream.catalog.values import HomeIdentity
 
 
 class Catalog(Streams, Sources, Tables, Adoption, Copies, Holders, Tokens, Facts):

@@ -9,7 +9,7 @@ from sqlalchemy import Delete, delete, insert, select
 
 import millstream.catalog.sql_tables as t
 from millstream.catalog.catalog_part import CatalogPart
-from millstream.catalog.values import ChunkState, CopyChunk, TableState
+from millstream.catalog.row_types import ChunkState, CopyChunk, TableState
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Lsn
 

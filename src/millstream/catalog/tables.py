@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Row, Select, func, select, update
 
 import millstream.catalog.sql_tables as t
 from millstream.catalog.catalog_part import CatalogPart, lock_stream, now_us
-from millstream.catalog.values import TableRow, TableState
+from millstream.catalog.row_types import TableRow, TableState
 from millstream.errors import CatalogError, IngestError, InvalidValue, UnknownTable
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId
 from millstream.model.names import name_in_full, qualified_name, same_bare

@@ -12,7 +12,7 @@ from sqlalchemy import ColumnElement, and_, delete, select
 
 import millstream.catalog.sql_tables as t
 from millstream.catalog.catalog_part import CatalogPart, now_us
-from millstream.catalog.values import AccessToken, HomeIdentity
+from millstream.catalog.row_types import AccessToken, HomeIdentity
 from millstream.errors import AccessError, UsageError
 from millstream.model.access import Rights, digest, token_parts, token_text
 

@@ -19,8 +19,8 @@ from millstream.cli.context import (
     say,
     stream_option,
 )
-from millstream.home.raw_values import until_words
-from millstream.model.readable import copy_words, human_bytes, human_seconds, lag_words
+from millstream.home.rows_before_rules import until_words
+from millstream.model.safe_text import copy_words, human_bytes, human_seconds, lag_words
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog

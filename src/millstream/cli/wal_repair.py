@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from millstream.cli.context import Invocation, json_option, note, pass_invocation, print_json, say, stream_option
-from millstream.cli.formatting import TableWords
+from millstream.cli.wal_damage_messages import TableWords
 
 if TYPE_CHECKING:
     from millstream.home.home import Home

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from millstream.config.address_checks import clashes_of_addresses
 from millstream.config.alerts_model import clashes_of_alerts
-from millstream.config.commented import section_meant
+from millstream.config.commented_sections import section_meant
 from millstream.config.consumer_checks import clashes_of_consumers
 from millstream.config.environment import UnreadableVariable, environment_values
 from millstream.config.interpolation import MissingVariable, interpolate, interpolate_dsn, is_database, mask

@@ -36,9 +36,9 @@ from millstream.model.access import Right
 from millstream.serving.access import Caller, Credentials
 from millstream.serving.application import Application
 from millstream.serving.browser_sessions import cookie_name
+from millstream.serving.http_reads import Question
 from millstream.serving.memory_budget import ClientGoneError, Held, Intake, read_body
 from millstream.serving.problem_documents import encoded, problem_of, status_of
-from millstream.serving.reading import Question
 from millstream.serving.requests import ENDING, ClientStalledError, headers_said
 
 Answer: TypeAlias = Callable[[Request], Awaitable[Response]]

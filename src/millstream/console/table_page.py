@@ -12,7 +12,7 @@ from millstream.console.pages import TABLE_HEADS, table_cells
 from millstream.errors import MillstreamError
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
-from millstream.model.readable import human_bytes
+from millstream.model.safe_text import human_bytes
 
 if TYPE_CHECKING:
     from millstream.console.view import Status

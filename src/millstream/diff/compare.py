@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import pyarrow as pa
 
-from millstream.app.status import held_tables
+from millstream.app.status import quarantine_of
 from millstream.capture.column_rule_binding import rules_scope
 from millstream.capture.copying.source_snapshot import SourceSnapshot
 from millstream.capture.source import check_same
@@ -40,7 +40,7 @@ from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog, TableRow
-    from millstream.model.ids import StreamId
+    from millstream.model.ids import StreamId, TableId
 
 RANGE_ROWS: Final = 50_000
 RANGE_BYTES: Final = 16 << 20
@@ -258,16 +258,16 @@ class _States:
     """The tables as the catalog had them at one moment."""
 
     rows: Mapping[int, TableRow]
-    held: Mapping[str, Mapping[str, Any]]
+    held: Mapping[TableId, Mapping[str, Any]]
 
     @classmethod
     def look(cls, catalog: Catalog, stream: StreamId) -> _States:
         rows = [row for row in catalog.tables(stream) if row.is_captured]
-        return cls({int(row.id): row for row in rows}, held_tables(catalog, stream))
+        return cls({int(row.id): row for row in rows}, quarantine_of(catalog, stream).all())
 
     def obstacle(self, row: TableRow) -> str:
         """Return why a table's rows can't be compared with the source's; empty if they can."""
-        held = self.held.get(str(int(row.id)))
+        held = self.held.get(row.id)
         if held is not None:
             return f"quarantined in the lake: {held.get('reason', '')}"
         known = self.rows.get(int(row.id), row)

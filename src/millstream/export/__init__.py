@@ -1,5 +1,5 @@
 """Records as text and files: reading a home's log, export and import.
 
 Start at `record_reading`, the base of every way to read a home. `records_text` has the text formats,
-`log_export` and `log_import` move a whole log. `stretches` divides a log for readers that follow it.
+`log_export` and `log_import` move a whole log. `follow_log` divides a log for readers that follow it.
 """

@@ -44,7 +44,7 @@ def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: 
     from millstream.capture.config import CaptureConfig
     from millstream.config.rule_checks import rules_of
     from millstream.model.column_rules import SourceRules
-    from millstream.protocol.catching_up import CatchUpMode
+    from millstream.protocol.capture_mode import CatchUpMode
 
     source = stream.source
     if source is None:

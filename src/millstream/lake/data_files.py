@@ -29,8 +29,8 @@ from deltalake.fs import DeltaStorageHandler
 from deltalake.transaction import AddAction, RemoveAction
 
 from millstream.errors import LakeConflict, LakeUnavailable
-from millstream.lake.bounds import ColumnBounds
 from millstream.lake.delta import OpenTable, lake_errors, live_files, open_table
+from millstream.lake.file_statistics import ColumnBounds
 from millstream.lake.layout import LakeLayout
 from millstream.lake.store_errors import plain_text, store_error
 from millstream.model.addresses import mask_address

@@ -24,7 +24,7 @@ from millstream.lake.commit_cuts import last_cut
 from millstream.lake.data_files import ROW_GROUP_ROWS, UNCOMMITTED_S_MAX, NewFile, TableFiles, new_name, swap
 from millstream.lake.delta import OpenTable, Tail, create_table, open_table, set_properties, stored_schema
 from millstream.lake.folded.accumulating import lacking_named
-from millstream.lake.folder import (
+from millstream.lake.history_folder import (
     BOUNDED,
     HISTORY_BEGUN_PROPERTY,
     history_from_property,
@@ -32,8 +32,8 @@ from millstream.lake.folder import (
     reopened,
     write_months,
 )
+from millstream.lake.history_scan import read_history
 from millstream.lake.layout import LakeLayout, TableCommit, folder_of
-from millstream.lake.scan import read_history
 from millstream.lake.schema_evolution import union_schema, widened
 from millstream.lake.schema_history import SINCE_PROPERTY, Eras, owned_since, schema_property
 from millstream.lake.table_renames import Places, bring_records, columns_of, places_of, records_elsewhere

@@ -15,7 +15,7 @@ from datetime import date
 from millstream import failpoints
 from millstream.lake.data_files import swap, table_in
 from millstream.lake.delta import live_files, open_table, set_properties
-from millstream.lake.folder import DATE, history_from_property
+from millstream.lake.history_folder import DATE, history_from_property
 from millstream.lake.layout import LakeLayout
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq

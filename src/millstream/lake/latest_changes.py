@@ -20,7 +20,7 @@ from millstream.lake.folded.accumulating import accumulated
 from millstream.lake.folded.current_fold import plan_keyed, run_of
 from millstream.lake.folded.unchanged_values import RowSources, materialize
 from millstream.lake.history import under_the_newest
-from millstream.lake.keys import Keys, key_codes
+from millstream.lake.row_identity import Keys, key_codes
 from millstream.lake.schema_evolution import union_schema
 from millstream.lake.types import EXACT, conform, lake_columns, to_lake, to_text
 from millstream.model.column_renames import names_in, under_names

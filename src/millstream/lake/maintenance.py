@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from millstream import failpoints
 from millstream.errors import LakeConflict
-from millstream.lake.commit_cut_upkeep import compact_cuts
+from millstream.lake.commit_cut_maintenance import compact_cuts
 from millstream.lake.data_files import (
     UNCOMMITTED_S_MAX,
     NewFile,
@@ -33,7 +33,7 @@ from millstream.lake.data_files import (
 from millstream.lake.delta import OpenTable, bounded_columns, lake_errors, live_files, open_table
 from millstream.lake.delta_log import CHECKPOINT_S, LOG_RETENTION_S, log_files, trim_log
 from millstream.lake.folded.scd2_fold import ENDED_FOLDER, IS_CURRENT
-from millstream.lake.folder import BOUNDED, DATE, in_month, month_folder
+from millstream.lake.history_folder import BOUNDED, DATE, in_month, month_folder
 from millstream.lake.layout import BESIDE, LakeLayout, View
 from millstream.lake.types import conform
 from millstream.model.ids import TableId

@@ -23,8 +23,8 @@ from millstream.lake.data_files import TableFiles, storage_of
 from millstream.lake.delta import live_files, open_table
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes, fold_table
 from millstream.lake.folded.scd2 import rebuild_versions
-from millstream.lake.folder import history_from, lacks_beginning
 from millstream.lake.history import begin_history
+from millstream.lake.history_folder import history_from, lacks_beginning
 from millstream.lake.layout import LakeLayout, TableCommit, View
 from millstream.lake.table_renames import lost_records, places_of
 from millstream.model.names import qualified_name

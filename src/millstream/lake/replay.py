@@ -22,9 +22,9 @@ from millstream import failpoints
 from millstream.errors import LakeError, LakeTableForeign, PositionError, TokenFromFuture, UnknownTable, UsageError
 from millstream.lake.commit_cuts import Cut, CutTable
 from millstream.lake.delta import WRITER, OpenTable, create_table, lake_errors, open_table
-from millstream.lake.folder import BOUNDED, history_from
+from millstream.lake.history_folder import BOUNDED, history_from
+from millstream.lake.history_scan import scan_history
 from millstream.lake.layout import MESSAGES, LakeLayout, is_folder_of
-from millstream.lake.scan import scan_history
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.records import MONTH_COLUMN

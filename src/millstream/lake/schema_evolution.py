@@ -13,7 +13,7 @@ import pyarrow as pa
 from millstream.errors import LakeError
 from millstream.lake.data_files import TableFiles, new_name, swap, table_in
 from millstream.lake.delta import OpenTable, add_columns, with_features
-from millstream.lake.folder import BOUNDED, files_by_month, in_month, month_folder, records_in, reopened
+from millstream.lake.history_folder import BOUNDED, files_by_month, in_month, month_folder, records_in, reopened
 from millstream.lake.layout import LakeLayout
 from millstream.lake.types import is_local_time, same_type
 from millstream.model.records import MONTH_COLUMN

@@ -20,7 +20,7 @@ from millstream.errors import LakeConflict, LakeError, LakeTableForeign, LakeUna
 from millstream.lake.commit_cuts import Cut
 from millstream.lake.data_files import TableFiles, folders_in, new_name, swap, table_in
 from millstream.lake.delta import OpenTable, open_table, set_properties
-from millstream.lake.folder import (
+from millstream.lake.history_folder import (
     BOUNDED,
     files_by_month,
     history_from,

@@ -1,6 +1,6 @@
 """The network services of a home: HTTP and Arrow Flight, with access, limits and metrics.
 
 Start at `server`, which is `serve`, and `application`, the paths of HTTP. `row_writes` and `line_writes` take
-rows, `reading` answers reads, `tail` sends records as they come, and `flight` is Arrow Flight. `access` decides
+rows, `http_reads` answers reads, `tail` sends records as they come, and `flight` is Arrow Flight. `access` decides
 who may call, and `memory_budget` bounds what the bodies take.
 """

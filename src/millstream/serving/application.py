@@ -25,12 +25,12 @@ from millstream.process_metrics import HTTP_REQUEST_SECONDS
 from millstream.serving.access import Access, allow
 from millstream.serving.consumers import Consumers
 from millstream.serving.health import Health
+from millstream.serving.http_reads import Reading
 from millstream.serving.line_writes import VERSION, LineWrites
 from millstream.serving.memory_budget import Intake, Receive
 from millstream.serving.openapi import with_writes
 from millstream.serving.origin_check import Origins
 from millstream.serving.problem_documents import MEDIA_TYPE, plain_problem, response_of, tell_problems
-from millstream.serving.reading import Reading
 from millstream.serving.request_batching import Groups
 from millstream.serving.requests import Scope, Send, answer_problem
 from millstream.serving.row_writes import ROWS_PATH, TABLES_PATH, Writes, is_rows_path, takes_rows

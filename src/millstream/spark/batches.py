@@ -27,6 +27,7 @@ from pyspark import SparkContext
 from millstream import failpoints, process_metrics
 from millstream.backoff import Backoff
 from millstream.catalog import Catalog
+from millstream.catalog.quarantined_tables import QuarantinedTable
 from millstream.errors import EngineError, LakeUnavailable, Retry
 from millstream.lake.layout import TableCommit
 from millstream.lake.table_renames import PackedPlaces, places_of
@@ -35,10 +36,10 @@ from millstream.model.positions import Seq
 from millstream.spark.batch_parts import SPAN_BYTES, BatchPart
 from millstream.spark.complete_copies import CompleteCopies
 from millstream.spark.executor_access import ExecutorLog
+from millstream.spark.initial_replay import ReplayWatch
 from millstream.spark.landing import Around, TableError
 from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineProgress
-from millstream.spark.pipeline_tables import HeldTable, PipelineTables
-from millstream.spark.replaying import ReplayWatch
+from millstream.spark.pipeline_tables import PipelineTables
 from millstream.wal.reader import StreamReader
 
 ATTEMPTS_MAX: Final = 4
@@ -100,12 +101,12 @@ class BatchLander:
 
     def retry_held(self) -> None:
         """Retry tables that were quarantined, if a retry is due or requested. Any thread."""
-        for held in self.pipeline_tables.retries_due():
+        for held in self.pipeline_tables.quarantine.retries_due():
             with self.lock:
                 self._catch_up(held)
             self.landed()
 
-    def _catch_up(self, held: HeldTable) -> None:
+    def _catch_up(self, held: QuarantinedTable) -> None:
         """Append to a table what it lacks up to the last cut, then let it land with the others.
 
         If that fails, the table is quarantined again.
@@ -128,7 +129,7 @@ class BatchLander:
     def _land(self, after: Seq, upto: Seq) -> None:
         started = time.monotonic()
         failpoints.hit("pipeline.before_batch")
-        landed = self._write(after, upto, frozenset(self.pipeline_tables.held))
+        landed = self._write(after, upto, frozenset(self.pipeline_tables.quarantine.tables))
         if landed is None:
             return  # no cut covers it: the next run begins with it
         for table_id, error in landed.errors.items():
@@ -202,8 +203,8 @@ class BatchLander:
         self.report(self.log.persisted_upto())
 
     def _hold(self, table_id: TableId, after: Seq, error: TableError) -> None:
-        self.pipeline_tables.hold(
-            HeldTable(table_id, self._name(table_id), after, error.message, error.code, error.hint)
+        self.pipeline_tables.quarantine.add(
+            QuarantinedTable(table_id, self._name(table_id), after, error.message, error.code, error.hint)
         )
 
     def _name(self, table_id: TableId) -> str:

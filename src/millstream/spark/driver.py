@@ -26,9 +26,9 @@ from millstream.spark.batches import BatchLander
 from millstream.spark.complete_copies import CompleteCopies
 from millstream.spark.executor_access import ExecutorLog, ExecutorWatch, check_lake, translated
 from millstream.spark.folding import FoldThread
+from millstream.spark.initial_replay import ReplayWatch
 from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineOutcome
 from millstream.spark.pipeline_tables import PipelineTables
-from millstream.spark.replaying import ReplayWatch
 from millstream.spark.session import open_context
 from millstream.wal.reader import StreamReader
 from millstream.workers import Worker

@@ -21,6 +21,7 @@ from pyspark.errors import PySparkException
 
 from millstream.backoff import Backoff
 from millstream.catalog import Catalog
+from millstream.catalog.quarantined_tables import QuarantineFacts
 from millstream.catalog.rebuilds import Rebuilds
 from millstream.errors import EngineError, MillstreamError, Retry
 from millstream.lake.data_files import NewFile
@@ -31,6 +32,7 @@ from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.spark.complete_copies import CompleteCopies
+from millstream.spark.fold_schedule import SMALL_BYTES, FoldHistory, fold_is_due
 from millstream.spark.jobs import run_job
 from millstream.spark.landing import (
     CommitTask,
@@ -46,10 +48,9 @@ from millstream.spark.landing import (
     write_parts,
 )
 from millstream.spark.pipeline import PipelineConfig
-from millstream.spark.pipeline_tables import PipelineTable, PipelineTables, held_scope, request_retry
-from millstream.spark.schedule import SMALL_BYTES, FoldHistory, fold_is_due
+from millstream.spark.pipeline_tables import PipelineTable, PipelineTables
+from millstream.spark.table_maintenance import Upkeep
 from millstream.spark.table_views import CutByTable, TableViews
-from millstream.spark.upkeep import Upkeep
 from millstream.workers import Worker
 
 _ROUND_S: Final = 1.0
@@ -240,7 +241,7 @@ class FoldThread:
                 continue
             # No batch may be appended during this, and no file tended.
             with self._batches, self._rebuilding:
-                held = self._pipeline_tables.held.get(request.table_id)
+                held = self._pipeline_tables.quarantine.tables.get(request.table_id)
                 # The columns can't follow the source's: rows from before the copy don't fit the new ones.
                 forget = held is not None and held.code == "lake_schema_conflict"
                 n = self._pipeline_tables.cut.n if held is None or forget else held.after
@@ -250,7 +251,9 @@ class FoldThread:
                 for view in request.views:
                     told = self._made_way(view, newest, n, forget=forget, erases=request.erases)
                     self._rebuilds.settle(request.table_id, view, told)
-            request_retry(self._catalog, held_scope(self._config), request.table_id)
+            QuarantineFacts(self._catalog, self._config.stream_id, self._config.pipeline).request_retry(
+                request.table_id
+            )
 
     def _made_way(self, view: str, schema: TableSchema, n: Seq, *, forget: bool, erases: bool) -> dict[str, Any]:
         try:

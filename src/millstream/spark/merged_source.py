@@ -1,6 +1,6 @@
 """`spark.read.format("millstream").option("merged", "true")`: the rows of a table that several regions write.
 
-One task reads them, as `OpenHome.merged` does, so it holds a row for each key and region. `millstream.spark.regions`
+One task reads them, as `OpenHome.merged` does, so it holds a row for each key and region. `millstream.spark.merged_rows`
 merges larger tables by Spark's own aggregates.
 """
 

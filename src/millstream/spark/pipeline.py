@@ -14,7 +14,7 @@ from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq, StreamToken
 from millstream.spark.batch_targets import LakeOfFiles, Sink
 from millstream.spark.executor_access import FlightAddress
-from millstream.spark.schedule import DISK_FACTOR, FOLD_INTERVAL_S
+from millstream.spark.fold_schedule import DISK_FACTOR, FOLD_INTERVAL_S
 from millstream.spark.session import SparkOptions
 
 

@@ -1,4 +1,4 @@
-"""The driver's state of its tables: each one's position, what waits for a fold, which are quarantined, and the cut.
+"""The driver's state of its tables: each one's position, what waits for a fold, and the cut. `quarantine` has those that failed.
 
 One object a run, shared by the thread that lands batches and the thread that folds. Cuts are
 committed under its lock, so that rows of `_commits` follow one another and each names versions that
@@ -14,11 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from millstream import process_metrics
 from millstream.backoff import Backoff
 from millstream.catalog import Catalog
+from millstream.catalog.quarantined_tables import QuarantinedTable
 from millstream.lake.commit_cuts import Cut, CutTable
 from millstream.lake.layout import TableCommit, View
 from millstream.model.ids import SchemaVersion, TableId
@@ -27,14 +28,11 @@ from millstream.model.rates import Rate
 from millstream.model.schema import TableSchema
 from millstream.protocol.retention import HolderKind
 from millstream.spark.batch_targets import LakeOfFiles
+from millstream.spark.fold_schedule import FoldHistory
 from millstream.spark.landing import TableError, TendAnswer
 from millstream.spark.pipeline import PipelineConfig, TableProgress
-from millstream.spark.schedule import FoldHistory
+from millstream.spark.quarantine import Quarantine
 
-RETRY_HELD_S_MIN: Final = 30.0
-RETRY_HELD_S_MAX: Final = 600.0
-"""The first and the maximum pause before a table that was quarantined is retried. A person's repair takes
-minutes, and each attempt reads up to a batch of the log."""
 _NOTES_MAX: Final = 1000
 """Number of appends to a table that are noted one by one until a fold covers them; later ones share a note."""
 _NO_VERSION: Final = SchemaVersion(0)
@@ -74,37 +72,6 @@ class PipelineTable:
     fold_backoff: Backoff = field(default_factory=lambda: Backoff(1.0, 300.0, jitter=0))
 
 
-@dataclass(frozen=True, slots=True)
-class HeldTable:
-    """A table whose history can't be written for now. Its records wait in the log, from `after` on."""
-
-    table_id: TableId
-    name: str
-    after: Seq
-    """Its history has everything up to here."""
-    reason: str
-    code: str
-    hint: str
-
-    def as_fact(self) -> dict[str, Any]:
-        """Return the form for the catalog."""
-        return {
-            "table_id": int(self.table_id),
-            "name": self.name,
-            "after": int(self.after),
-            "reason": self.reason,
-            "code": self.code,
-            "hint": self.hint,
-        }
-
-    @classmethod
-    def from_fact(cls, fact: Mapping[str, Any]) -> HeldTable:
-        """Return the value from the catalog's form."""
-        return cls(
-            TableId(fact["table_id"]), fact["name"], Seq(fact["after"]), fact["reason"], fact["code"], fact["hint"]
-        )
-
-
 class PipelineTables:
     """The state of all tables of one run.
 
@@ -116,15 +83,11 @@ class PipelineTables:
         self._config = config
         self._catalog = catalog
         self._lock = threading.Lock()
-        self._scope = held_scope(config)
         self.tables: dict[TableId, PipelineTable] = {}
-        self.held: dict[TableId, HeldTable] = {}
+        self.quarantine: Final = Quarantine(config, catalog)
         self.rows = 0
         self.cut = config.sink.last_cut()
         """The last cut; None before the lake's first."""
-        self._again_s: dict[TableId, float] = {}
-        """By table quarantined, when to retry it; at once if this run hasn't yet."""
-        self._pause_s: dict[TableId, float] = {}
         if self.cut is not None:
             now, schemas = time.monotonic(), catalog.latest_schemas(config.stream_id)
             for table in self.cut.tables.values():
@@ -137,17 +100,15 @@ class PipelineTables:
                     scd2_n=table.scd2_n,
                     waiting_since_s=now if _lacks_folds(config, table, schemas.get(table.table_id)) else None,
                 )
-        for fact in catalog.facts(self._scope).values():
-            held = HeldTable.from_fact(fact)
-            self.held[held.table_id] = held
         for table_id, after in config.sink.held().items() if self.cut is not None else ():
-            if table_id not in self.held:
+            if table_id not in self.quarantine.tables:
                 # Restored from a backup that was made while the table was quarantined: it lacks what
                 # has landed since.
                 name = self.tables[table_id].name if table_id in self.tables else f"table {table_id}"
                 reason = f"it was quarantined when the destination was as it is now, and lacks what came behind {after}"
-                self.hold(HeldTable(table_id, name, after, reason, "restored", "It is tried again by itself."))
-                self._again_s.pop(table_id, None)  # at once
+                hint = "It is tried again by itself."
+                lacking = QuarantinedTable(table_id, name, after, reason, "restored", hint)
+                self.quarantine.add(lacking, retry_at_once=True)
 
     def _entry(self, table_id: TableId, name: str = "") -> PipelineTable:
         """Return the table's entry, made if it is new."""
@@ -258,46 +219,32 @@ class PipelineTables:
             commits,
             committed_at=datetime.now(UTC),
             commit_ts_max=None if newest_us is None else _EPOCH + timedelta(microseconds=newest_us),
-            held={table_id: table.after for table_id, table in list(self.held.items())},
+            held={table_id: table.after for table_id, table in list(self.quarantine.tables.items())},
         )
         return self.cut
 
-    def hold(self, table: HeldTable) -> None:
-        """Set a table aside, durably; its records stay in the log until it is released."""
-        lacks_from = Seq(table.after + 1)
-        self._catalog.set_needed_from(
-            self._config.stream_id, self._holder(table.table_id), lacks_from, kind=HolderKind.BACKLOG
-        )
-        self._catalog.put_fact(self._scope, str(table.table_id), table.as_fact())
-        self.held[table.table_id] = table
-        pause = min(RETRY_HELD_S_MAX, 2 * self._pause_s.get(table.table_id, RETRY_HELD_S_MIN / 2))
-        self._pause_s[table.table_id] = pause
-        self._again_s[table.table_id] = time.monotonic() + pause
-
     def release(self, table_id: TableId) -> None:
         """Let a table that has caught up land with the others again."""
-        del self.held[table_id]
-        self._pause_s.pop(table_id, None)
+        self.quarantine.remove(table_id)
         if self.cut is not None:
             # First the cut: a sink that still named the table would have records read again that
             # the log drops from here on.
             with self._lock:
                 self._commit(self.cut.n, ())
-        self._catalog.drop_fact(self._scope, str(table_id))
-        self._catalog.release(self._config.stream_id, self._holder(table_id))
+        self.quarantine.let_go(table_id)
 
     def claim(self, needed_from: Seq) -> None:
         """Set again which part of the log this pipeline needs. At the start, before any batch.
 
         The position may go down: a lake that was moved away or restored to an earlier state needs
-        again what had landed in it. Needs of tables that aren't quarantined are removed: `hold` and
-        `release` leave such needs behind if killed between their two writes.
+        again what had landed in it. Needs of tables that aren't quarantined are removed: a kill
+        between the two writes of the quarantine leaves such needs behind.
 
         Args:
             needed_from: the lowest number that the engine may ask for.
         """
         stream, pipeline = self._config.stream_id, self._config.pipeline
-        held = {self._holder(table_id) for table_id in self.held}
+        held = {self.quarantine.holder(table_id) for table_id in self.quarantine.tables}
         for position in self._catalog.pipelines(stream):
             is_table = position.kind is HolderKind.BACKLOG and position.name.startswith(f"{pipeline}/")
             if position.name == pipeline or (is_table and position.name not in held):
@@ -307,19 +254,10 @@ class PipelineTables:
         self._catalog.set_landed(stream, pipeline, Seq(0) if self.cut is None else self.cut.n)
         self._catalog.set_needed_from(stream, pipeline, needed_from)
 
-    def retries_due(self) -> list[HeldTable]:
-        """Return the quarantined tables whose retry is due or requested (`request_retry`)."""
-        if not self.held:
-            return []
-        now = time.monotonic()
-        facts = self._catalog.facts(self._scope)
-        asked = {TableId(int(table_id)) for table_id, fact in facts.items() if fact.get("retry")}
-        return [t for t in list(self.held.values()) if t.table_id in asked or now >= self._again_s.get(t.table_id, 0.0)]
-
     def quarantined(self) -> dict[str, str]:
         """Return the names of the tables that failed, with the reason: in history, or in the fold. Any thread."""
         found = {entry.name: entry.fold_error.message for entry in list(self.tables.values()) if entry.fold_error}
-        return found | {table.name: table.reason for table in list(self.held.values())}
+        return found | {table.name: table.reason for table in list(self.quarantine.tables.values())}
 
     def progress(self) -> tuple[TableProgress, ...]:
         """Return the progress of all tables of this run, by name. Any thread."""
@@ -342,9 +280,6 @@ class PipelineTables:
                 for entry in entries
             )
 
-    def _holder(self, table_id: TableId) -> str:
-        return f"{self._config.pipeline}/{table_id}"
-
 
 def _lacks_folds(config: PipelineConfig, table: CutTable, schema: TableSchema | None) -> bool:
     """Whether a view lacks records that history has, as the cut shows, or its folder was deleted."""
@@ -356,20 +291,3 @@ def _lacks_folds(config: PipelineConfig, table: CutTable, schema: TableSchema | 
     if layout is None or "://" in layout.location:  # a request a table at each start would be too many
         return False
     return not all(Path(layout.table_path(view, schema)).is_dir() for view in wanted)
-
-
-def held_scope(config: PipelineConfig) -> str:
-    """Return the scope of the catalog's facts that name the quarantined tables by this pipeline, by table id."""
-    return f"lake/{config.stream_id}/{config.pipeline}"
-
-
-def request_retry(catalog: Catalog, scope: str, table_id: TableId) -> bool:
-    """Ask the pipeline to retry a table that it quarantined; False if it hasn't.
-
-    A table is also retried at each start.
-    """
-    fact = catalog.facts(scope).get(str(table_id))
-    if fact is None:
-        return False
-    catalog.put_fact(scope, str(table_id), fact | {"retry": True})
-    return True

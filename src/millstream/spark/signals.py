@@ -19,7 +19,7 @@ from millstream.crdt.row_merge import REGION, SEQ, WALL
 from millstream.crdt.signals import DECAY_TERMS, HALVINGS_MAX, SUM_MAX
 
 REPEATS: Final = "__repeats"
-"""The column that marks repeats; see `spark.regions.region_records`."""
+"""The column that marks repeats; see `spark.merged_rows.region_records`."""
 _MICROSECONDS_MAX: Final = (2**63 - 1) // 1000
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from millstream.catalog.adoption import LoggedTable
+from millstream.catalog.adopt_from_log import LoggedTable
 from millstream.errors import CatalogError, MillstreamError
 from millstream.model.positions import Offset
 from millstream.wal.files import RealFiles

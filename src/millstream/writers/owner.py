@@ -32,8 +32,8 @@ from millstream.errors import (
 )
 from millstream.home.config_mapping import capture_config, place_compiled_code
 from millstream.home.home import Home
-from millstream.home.raw_values import kept_raw_values, until_words
 from millstream.home.retention import is_for_sessions, sweep
+from millstream.home.rows_before_rules import kept_raw_values, until_words
 from millstream.ingest.append_server import AppendServer
 from millstream.leadership.role_files import Roles
 from millstream.model.ids import StreamId

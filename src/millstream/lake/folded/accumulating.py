@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from millstream.crdt.accumulating import LogRuns, unnamed
 from millstream.crdt.columns import whole_column
-from millstream.lake.keys import Keys, first_of_each, key_codes
+from millstream.lake.row_identity import Keys, first_of_each, key_codes
 from millstream.lake.types import EXACT, conform, text_maps, texts_of
 
 if TYPE_CHECKING:

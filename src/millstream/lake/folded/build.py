@@ -21,8 +21,8 @@ import pyarrow.compute as pc
 
 from millstream.lake.delta import OpenTable, live_files
 from millstream.lake.folded.current_fold import fold_records, run_of
-from millstream.lake.keys import Keys, key_codes
-from millstream.lake.scan import scan_named
+from millstream.lake.history_scan import scan_named
+from millstream.lake.row_identity import Keys, key_codes
 from millstream.lake.types import EXACT
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema

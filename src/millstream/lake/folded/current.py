@@ -20,7 +20,6 @@ import pyarrow as pa
 
 from millstream import failpoints
 from millstream.errors import LakeError, LakeUnavailable
-from millstream.lake.bounds import boundable
 from millstream.lake.column_names import names_at, own_types, schema_at
 from millstream.lake.data_files import NewFile, TableFiles, swap
 from millstream.lake.delta import (
@@ -33,15 +32,16 @@ from millstream.lake.delta import (
     set_properties,
     with_features,
 )
+from millstream.lake.file_statistics import boundable
 from millstream.lake.folded.build import BuildPart, build_rows, plan_build
 from millstream.lake.folded.current_fold import Folded, fold_records
 from millstream.lake.folded.key_ranges import LEAF_BYTES, Leaves
 from millstream.lake.folded.rewrite import Change, LeafWriter, Touched, named, placed, touched
-from millstream.lake.folder import history_from, lacks_beginning
 from millstream.lake.history import open_history
-from millstream.lake.keys import Keys, having
+from millstream.lake.history_folder import history_from, lacks_beginning
+from millstream.lake.history_scan import count_history, emptied, fold_step, scan_named
 from millstream.lake.layout import LakeLayout, TableCommit, folder_of, has_current
-from millstream.lake.scan import count_history, emptied, fold_step, scan_named
+from millstream.lake.row_identity import Keys, having
 from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import newest_schema
 from millstream.lake.types import EXACT, lake_columns, same_type

@@ -32,7 +32,7 @@ from millstream.lake.folded.unchanged_values import (
     materialize,
     past_rows,
 )
-from millstream.lake.keys import Keys, concat_keys, first_of_each, key_codes, last_of_each
+from millstream.lake.row_identity import Keys, concat_keys, first_of_each, key_codes, last_of_each
 from millstream.lake.types import EXACT, conform, from_text, texts_of
 from millstream.model.schema import TableSchema
 

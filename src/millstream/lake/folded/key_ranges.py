@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.lake.delta import OpenTable, live_files
-from millstream.lake.keys import Keys
+from millstream.lake.row_identity import Keys
 
 LEAF_BYTES: Final = 8 << 20
 """Approximate size on disk. A look-up opens one leaf, a fold of few keys rewrites few bytes, and 100 M short rows are

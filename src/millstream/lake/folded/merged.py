@@ -24,14 +24,14 @@ from millstream.crdt.declared import union_of
 from millstream.crdt.reconcile import Missing, ReconciliationEngine, RegionState, widened
 from millstream.crdt.row_merge import WALL, own_columns, state_schema
 from millstream.errors import LakeError, LakeTableForeign
-from millstream.lake.bounds import boundable
 from millstream.lake.data_files import TableFiles, new_name, swap
 from millstream.lake.delta import OpenTable, create_table, live_files, open_table, with_features
+from millstream.lake.file_statistics import boundable
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes
 from millstream.lake.folded.key_ranges import Leaf, Leaves
 from millstream.lake.folded.rewrite import Change, LeafWriter, placed, touched
-from millstream.lake.keys import Keys, having, key_codes
 from millstream.lake.layout import LakeLayout
+from millstream.lake.row_identity import Keys, having, key_codes
 from millstream.lake.types import EXACT, conform, same_type
 from millstream.model.positions import Seq
 

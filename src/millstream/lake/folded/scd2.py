@@ -22,7 +22,6 @@ import pyarrow.compute as pc
 
 from millstream import failpoints
 from millstream.errors import LakeError, LakeFilesGone, LakeUnavailable
-from millstream.lake.bounds import boundable
 from millstream.lake.commit_cuts import cut_at, cuts_between
 from millstream.lake.data_files import NewFile, TableFiles, new_name, remove_folder, swap
 from millstream.lake.delta import (
@@ -35,6 +34,7 @@ from millstream.lake.delta import (
     set_properties,
     with_features,
 )
+from millstream.lake.file_statistics import boundable
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldOutcome, FoldSizes
 from millstream.lake.folded.ended_versions import EndedVersions
 from millstream.lake.folded.key_ranges import Leaves
@@ -53,11 +53,11 @@ from millstream.lake.folded.scd2_fold import (
 )
 from millstream.lake.folded.version_columns import VersionColumns, version_columns
 from millstream.lake.folded.version_times import at_entry, clock_of, entry_us, goes_on, taken_since, times_told
-from millstream.lake.folder import history_begun, history_from, lacks_beginning
 from millstream.lake.history import open_history
-from millstream.lake.keys import Keys, having, key_codes
+from millstream.lake.history_folder import history_begun, history_from, lacks_beginning
+from millstream.lake.history_scan import emptied, fold_step
 from millstream.lake.layout import BESIDE, LakeLayout, TableCommit, folder_of
-from millstream.lake.scan import emptied, fold_step
+from millstream.lake.row_identity import Keys, having, key_codes
 from millstream.lake.schema_history import newest_schema
 from millstream.lake.types import EXACT, conform, same_type
 from millstream.model.column_renames import Names

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from millstream.errors import LakeError
-from millstream.lake.keys import Codes, Keys, concat_keys, key_codes
+from millstream.lake.row_identity import Codes, Keys, concat_keys, key_codes
 from millstream.lake.types import EXACT, conform, text_maps, texts_of
 
 Indexes = npt.NDArray[np.int64]

@@ -10,7 +10,7 @@ from deltalake import Transaction
 
 from millstream.lake.delta import OpenTable
 from millstream.lake.folded.scd2_fold import BEGAN_BY, VALID_FROM, VALID_TO
-from millstream.lake.scan import read_history
+from millstream.lake.history_scan import read_history
 from millstream.lake.schema_history import Eras, table_of
 from millstream.model.positions import Seq
 from millstream.model.records import INSTANT

@@ -18,7 +18,6 @@ import pyarrow as pa
 
 from millstream.errors import LakeError, LakeTableForeign
 from millstream.lake.folded.current_fold import Folded, fold_records
-from millstream.lake.keys import Keys, key_codes
 from millstream.lake.postgres.layout import (
     Registered,
     ViewPlace,
@@ -33,6 +32,7 @@ from millstream.lake.postgres.layout import (
 )
 from millstream.lake.postgres.target import PostgresTarget, copy_in, literal
 from millstream.lake.postgres.texts import Versioned, text_records
+from millstream.lake.row_identity import Keys, key_codes
 from millstream.lake.types import EXACT
 from millstream.model.ids import TableId
 from millstream.model.names import quote_ident

@@ -18,9 +18,9 @@ import pyarrow as pa
 
 from millstream.errors import InvalidQuery, LakeError, LakeUnavailable, MillstreamError, UsageError
 from millstream.lake.delta import OpenTable, lake_errors, live_files
+from millstream.lake.history_scan import records_of
 from millstream.lake.query.bounds import QueryBounds, QueryWatch
 from millstream.lake.query.files import PREFIX, READ_ONLY_HINT, HandedFiles, file_system
-from millstream.lake.scan import records_of
 from millstream.model.names import DEFAULT_SCHEMA
 from millstream.workers import call_in_thread
 

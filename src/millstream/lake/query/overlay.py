@@ -18,7 +18,7 @@ import pyarrow as pa
 from millstream.lake.folded.accumulating import accumulated_by
 from millstream.lake.folded.current_fold import plan_keyed, run_of
 from millstream.lake.folded.unchanged_values import Lookup, materialize, past_rows
-from millstream.lake.keys import Keys
+from millstream.lake.row_identity import Keys
 from millstream.lake.types import EXACT, conform
 from millstream.model.schema import TableSchema
 

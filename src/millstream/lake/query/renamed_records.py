@@ -8,8 +8,8 @@ import pyarrow as pa
 
 from millstream.lake.column_names import Renames, renames_in
 from millstream.lake.delta import OpenTable
+from millstream.lake.history_scan import records_of
 from millstream.lake.query.duckdb_connection import Engine, literal, quote
-from millstream.lake.scan import records_of
 from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import Eras
 from millstream.model.column_renames import Names

@@ -18,13 +18,13 @@ from millstream.lake.delta import OpenTable
 from millstream.lake.folded.build import build_rows, plan_build
 from millstream.lake.folded.current import DEFAULT_SIZES, current_columns, tail_columns
 from millstream.lake.folded.current_fold import fold_records
-from millstream.lake.folder import history_from, lacks_beginning
-from millstream.lake.keys import Keys
+from millstream.lake.history_folder import history_from, lacks_beginning
+from millstream.lake.history_scan import scan_named
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query.duckdb_connection import Engine, names, quote, unavailable
 from millstream.lake.query.overlay import SEQ, overlay
 from millstream.lake.query.renamed_records import renamed_map
-from millstream.lake.scan import scan_named
+from millstream.lake.row_identity import Keys
 from millstream.lake.types import EXACT, conform, text_maps
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.schema import TableSchema

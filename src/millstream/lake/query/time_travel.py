@@ -21,7 +21,7 @@ from millstream.errors import (
 )
 from millstream.lake.commit_cuts import Cut, CutTable, cut_at, cut_at_time, cut_from, first_cut, last_cut
 from millstream.lake.delta import OpenTable, open_table
-from millstream.lake.folder import history_begun, history_from
+from millstream.lake.history_folder import history_begun, history_from
 from millstream.lake.known_tables import KnownTable, is_meant
 from millstream.lake.layout import MESSAGES, LakeLayout, folder_of
 from millstream.lake.operation_ends import upto_moment, whole_upto

@@ -7,11 +7,11 @@ import pyarrow as pa
 from millstream.lake.delta import OpenTable
 from millstream.lake.folded.scd2 import unfolded_versions
 from millstream.lake.folded.scd2_fold import IS_CURRENT, VALID_TO, VERSION_COLUMNS
-from millstream.lake.keys import Keys
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query.duckdb_connection import Engine, names, quote
 from millstream.lake.query.renamed_records import renamed_map
 from millstream.lake.query.rows import filled, gone_table, same_key
+from millstream.lake.row_identity import Keys
 from millstream.lake.types import EXACT
 from millstream.model.column_renames import Names
 from millstream.model.positions import Seq

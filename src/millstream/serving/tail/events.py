@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import InvalidValue, RoutingError, UsageError
-from millstream.export.stretches import FollowedTables, Stretch, next_stretch
+from millstream.export.follow_log import FollowedTables, Stretch, next_stretch
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.predicate import Predicate

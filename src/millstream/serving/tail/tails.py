@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from millstream.app.log_readers import check_age_of_copy, open_reader
 from millstream.backoff import Backoff
 from millstream.errors import LogTruncated, MillstreamError
-from millstream.export.stretches import next_stretch, position_of
+from millstream.export.follow_log import next_stretch, position_of
 from millstream.model.access import Right
 from millstream.model.positions import Seq
 from millstream.serving.access import Access, allow

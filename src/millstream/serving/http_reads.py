@@ -29,7 +29,7 @@ from millstream.client.batch_stream import ARROW_TYPE, END, PIECES_TYPE, change_
 from millstream.client.home_calls import LATEST_ROWS_MAX
 from millstream.config.quantities import size_bytes
 from millstream.errors import HttpError, MillstreamError, Overloaded
-from millstream.export.stretches import FollowedTables, batches_between, position_of
+from millstream.export.follow_log import FollowedTables, batches_between, position_of
 from millstream.lake.query.bounds import QueryBounds
 from millstream.model.access import Right
 from millstream.model.durations import duration_s

@@ -1,0 +1,74 @@
+"""The tables that a pipeline has quarantined, as facts of the catalog: any process lists them and may request a retry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from millstream.catalog.store import Catalog
+from millstream.model.ids import StreamId, TableId
+from millstream.model.positions import Seq
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantinedTable:
+    """A table whose history can't be written for now. Its records wait in the log, from `after` on."""
+
+    table_id: TableId
+    name: str
+    after: Seq
+    """Its history has everything up to here."""
+    reason: str
+    code: str
+    hint: str
+
+    def as_fact(self) -> dict[str, Any]:
+        """Return the form for the catalog."""
+        return {
+            "table_id": int(self.table_id),
+            "name": self.name,
+            "after": int(self.after),
+            "reason": self.reason,
+            "code": self.code,
+            "hint": self.hint,
+        }
+
+    @classmethod
+    def from_fact(cls, fact: Mapping[str, Any]) -> QuarantinedTable:
+        """Return the value from the catalog's form."""
+        return cls(
+            TableId(fact["table_id"]), fact["name"], Seq(fact["after"]), fact["reason"], fact["code"], fact["hint"]
+        )
+
+
+class QuarantineFacts:
+    """The facts of the tables that one pipeline of a stream has quarantined."""
+
+    def __init__(self, catalog: Catalog, stream: StreamId, pipeline: str) -> None:
+        self._catalog = catalog
+        self._scope = f"lake/{stream}/{pipeline}"
+
+    def all(self) -> dict[TableId, dict[str, Any]]:
+        """Return the facts by table."""
+        return {TableId(int(table_id)): fact for table_id, fact in self._catalog.facts(self._scope).items()}
+
+    def put(self, table: QuarantinedTable) -> None:
+        """Record a quarantined table; replaces what was recorded of it."""
+        self._catalog.put_fact(self._scope, str(table.table_id), table.as_fact())
+
+    def drop(self, table_id: TableId) -> None:
+        """Remove a table's record."""
+        self._catalog.drop_fact(self._scope, str(table_id))
+
+    def request_retry(self, table_id: TableId) -> bool:
+        """Ask the pipeline to retry a table; False if the table isn't quarantined. Each start retries it, too."""
+        fact = self.all().get(table_id)
+        if fact is None:
+            return False
+        self._catalog.put_fact(self._scope, str(table_id), fact | {"retry": True})
+        return True
+
+    def retries_requested(self) -> set[TableId]:
+        """Return the tables of which a retry is requested."""
+        return {table_id for table_id, fact in self.all().items() if fact.get("retry")}

@@ -1,0 +1,68 @@
+"""The tables that a running pipeline has quarantined, and when each is retried.
+
+A table whose history can't be written lands nothing, and its records stay in the log, while the other tables go on.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from millstream.catalog import Catalog
+from millstream.catalog.quarantined_tables import QuarantinedTable, QuarantineFacts
+from millstream.model.ids import TableId
+from millstream.model.positions import Seq
+from millstream.protocol.retention import HolderKind
+from millstream.spark.pipeline import PipelineConfig
+
+RETRY_S_MIN: Final = 30.0
+RETRY_S_MAX: Final = 600.0
+"""The first and the maximum pause before a quarantined table is retried. A person's repair takes minutes, and each
+attempt reads up to a batch of the log."""
+
+
+class Quarantine:
+    """The quarantined tables of one run. For the thread that lands batches; any thread may read `tables`."""
+
+    def __init__(self, config: PipelineConfig, catalog: Catalog) -> None:
+        self._config = config
+        self._catalog = catalog
+        self._facts = QuarantineFacts(catalog, config.stream_id, config.pipeline)
+        found = map(QuarantinedTable.from_fact, self._facts.all().values())
+        self.tables: dict[TableId, QuarantinedTable] = {table.table_id: table for table in found}
+        self._again_s: dict[TableId, float] = {}
+        """When to retry each table; at once if this run hasn't yet."""
+        self._pause_s: dict[TableId, float] = {}
+
+    def add(self, table: QuarantinedTable, *, retry_at_once: bool = False) -> None:
+        """Quarantine a table, durably; its records stay in the log until it is removed."""
+        lacks_from = Seq(table.after + 1)
+        self._catalog.set_needed_from(
+            self._config.stream_id, self.holder(table.table_id), lacks_from, kind=HolderKind.BACKLOG
+        )
+        self._facts.put(table)
+        self.tables[table.table_id] = table
+        pause = min(RETRY_S_MAX, 2 * self._pause_s.get(table.table_id, RETRY_S_MIN / 2))
+        self._pause_s[table.table_id] = pause
+        self._again_s[table.table_id] = 0.0 if retry_at_once else time.monotonic() + pause
+
+    def remove(self, table_id: TableId) -> None:
+        """Take a table out of this run's quarantine. `let_go` follows, once a cut without the table is committed."""
+        del self.tables[table_id]
+        self._pause_s.pop(table_id, None)
+
+    def let_go(self, table_id: TableId) -> None:
+        """Record that a table is no longer quarantined; the log may drop the records that waited for it."""
+        self._facts.drop(table_id)
+        self._catalog.release(self._config.stream_id, self.holder(table_id))
+
+    def retries_due(self) -> list[QuarantinedTable]:
+        """Return the tables whose retry is due or requested."""
+        if not self.tables:
+            return []
+        now, asked = time.monotonic(), self._facts.retries_requested()
+        return [t for t in list(self.tables.values()) if t.table_id in asked or now >= self._again_s.get(t.table_id, 0)]
+
+    def holder(self, table_id: TableId) -> str:
+        """Return the name under which a table's waiting records are held in the log."""
+        return f"{self._config.pipeline}/{table_id}"
