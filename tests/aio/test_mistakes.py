@@ -122,6 +122,7 @@ def test_a_broken_configuration_is_told_as_that(tmp_path: Path) -> None:
         assert next(here.read("web")).num_rows == 1
 
 
+@pytest.mark.long
 def test_a_hint_is_seen_in_a_traceback_and_once(tmp_path: Path) -> None:
     script = "import sys, millstream; millstream.open(sys.argv[1])"
     died = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)

@@ -117,6 +117,7 @@ def test_captured_records_are_counted_and_their_commits_timed(tmp_path: Path, po
     assert found["log_fsync_seconds_count"] >= found["log_commit_seconds_count"] >= 2
 
 
+@pytest.mark.long
 def test_a_job_does_not_wait_for_a_paused_copy_and_says_so(tmp_path: Path, postgres: Database) -> None:
     with postgres.connect() as connection:
         connection.execute(FILL.format(ROWS))

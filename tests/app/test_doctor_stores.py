@@ -55,6 +55,7 @@ def objects(store: EmbeddedS3) -> list[str]:
     return [one["path"] for page in obstore.list(bucket) for one in page]
 
 
+@pytest.mark.long
 def test_a_lake_in_an_object_store_is_written_read_and_left_as_it_was(store: EmbeddedS3, tmp_path: Path) -> None:
     told = told_of_the_lake(home_at(tmp_path, store))
     assert (told.code, told.message) == ("ok", f"{store.url}/lake: an object could be written, read and deleted")

@@ -78,6 +78,7 @@ def test_a_consumer_pushes_to_kafka_from_its_creation_on(home: Path, kafka_serve
             assert http.delete(f"{CONSUMERS}/search").status_code == 204
 
 
+@pytest.mark.long
 def test_a_record_that_is_too_large_is_dead_and_others_go_on(home: Path, kafka_server: EmbeddedKafka) -> None:
     topic = f"web{secrets.token_hex(4)}"
     with served(home) as server:

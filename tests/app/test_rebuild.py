@@ -76,6 +76,7 @@ def test_a_table_that_somebody_else_wrote_into_is_built_anew_from_its_history(ho
     assert asked.stdout.split() == ["n", "49"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("damage", ["files", "folder"])
 def test_a_damaged_history_sends_to_the_source_and_begins_anew_there(
     home: LandedHome, postgres: Database, damage: str

@@ -235,6 +235,7 @@ def test_it_comes_beside_a_live_workload_and_no_row_lacks_it(stage: Stage, comes
     assert rows == stage.source_rows("docs", ["id"])
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("stranger")
 @pytest.mark.parametrize("targets", ["FOR TABLE t", "FOR ALL TABLES", "FOR TABLE t (id, n, note)"])
 def test_a_publication_of_somebody_else_is_used_as_it_is(stage: Stage, targets: str) -> None:

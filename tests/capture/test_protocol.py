@@ -119,6 +119,7 @@ def test_a_transaction_prepared_in_pieces_arrives_whole_behind_restarts(stage: S
     once_each(stage)
 
 
+@pytest.mark.long
 def test_a_table_of_as_many_columns_as_there_can_be(stage: Stage) -> None:
     names = [f'"Column {n} é"' for n in range(1599)]
     stage.sql("CREATE TABLE wide (id int PRIMARY KEY, " + ", ".join(f"{name} smallint" for name in names) + ")")

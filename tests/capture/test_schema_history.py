@@ -263,6 +263,7 @@ def backlog(stage: Stage, seed: int, rounds: int) -> None:
         assert stage.state(f"public.{table}") is TableState.STREAMING
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(2))
 def test_every_record_of_a_backlog_has_the_definition_of_its_moment(stage: Stage, seed: int) -> None:
     backlog(stage, seed, rounds=3)

@@ -311,6 +311,7 @@ with millstream.connect(sys.argv[1]) as home:
 """
 
 
+@pytest.mark.long
 def test_a_client_needs_the_core_and_its_extra_alone(home: Path) -> None:
     with serving(home) as url:
         script = CLIENT_ONLY.replace("{append}", "")

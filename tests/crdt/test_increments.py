@@ -100,6 +100,7 @@ def pieces(chance: random.Random, log: list[Record]) -> Iterator[list[Record]]:
         log = log[size:]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(12))
 def test_regions_agree_however_their_logs_are_split_and_joined(seed: int) -> None:
     chance = random.Random(seed)

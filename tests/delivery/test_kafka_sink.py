@@ -467,6 +467,7 @@ def test_each_message_is_there_once_and_in_order_through_kills_of_the_broker(
     stage.close()
 
 
+@pytest.mark.long
 def test_the_ledger_names_transactions_of_the_last_seconds_within_a_bound() -> None:
     now_s = 0.0
     recent = Recent(lambda: now_s)

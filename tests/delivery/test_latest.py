@@ -283,6 +283,7 @@ def test_a_truncate_drops_what_waits_and_is_delivered(log: LogWriter, tmp_path: 
     assert [one["record"]["row"]["id"] for one in consumer.take(10)] == [2]
 
 
+@pytest.mark.sampled
 def test_keys_that_memory_cannot_hold_come_once_with_their_newest_state(
     log: LogWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -370,6 +371,7 @@ class Workload:
         return row(index, Op.UPDATE, id=key, **values)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("keys", [6, 30])
 @pytest.mark.parametrize("fields", [LATEST, WHERE], ids=["all", "where"])
 def test_a_client_has_the_newest_rows_whatever_is_killed(

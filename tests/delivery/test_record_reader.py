@@ -171,6 +171,7 @@ def test_a_condition_leaves_records_out(log: LogWriter, tmp_path: Path) -> None:
     assert len(messages) == 12
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("where", [None, "note = 'note 33'"])
 def test_many_frames_give_the_records_of_the_log(log: LogWriter, tmp_path: Path, where: str | None) -> None:
     fill(log, 70)

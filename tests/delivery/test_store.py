@@ -142,6 +142,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
         Store.open(tmp_path)
 
 
+@pytest.mark.long
 def test_compaction_keeps_the_state_and_shrinks_the_log(tmp_path: Path) -> None:
     store, _ = Store.open(tmp_path)
     store.create(stored("one"))

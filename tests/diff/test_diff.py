@@ -254,6 +254,7 @@ def test_what_publications_leave_out_is_not_compared_and_partitions_count_by_the
     assert told(found, "public.days")["rows"] == {"source": 400, "lake": 400}
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.since_postgres(18)
 @pytest.mark.parametrize("whole", [False, True])

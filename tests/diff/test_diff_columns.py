@@ -45,6 +45,7 @@ def duck(sql: str, values: pa.Array, name: str = 'odd "name"') -> list[Any]:
     return [row[0] for row in CONNECTION.execute(f"SELECT {sql} FROM given").fetchall()]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", list(VALUES), ids=str)
 @given(data=st.data())
 def test_duckdb_writes_postgresqls_text(kind: pa.DataType, data: st.DataObject) -> None:

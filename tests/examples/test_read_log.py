@@ -276,6 +276,7 @@ def test_a_log_whose_front_retention_dropped(home: Path):
         assert same(home, "--without-mark") == lines
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "tests" / "golden").glob("*.wal")))
 def test_the_golden_segments(home: Path, name: str):
     shard = home / "data" / "wal" / "shop" / ("00000" if name == "segment-header-v1" else "00001")

@@ -178,6 +178,7 @@ def test_a_table_of_another_schema_than_public_has_it_in_the_measurement() -> No
     assert LineProtocol().line(line) == "sales.t n=1i 1700000000000001000"
 
 
+@pytest.mark.long
 def test_an_export_is_sent_to_a_servers_write(tmp_path: Path) -> None:
     """Lines that came over HTTP leave as lines, and another server makes the same table of them."""
     keys = '[streams.web.keys]\nclicks = ["host", "time"]\n'

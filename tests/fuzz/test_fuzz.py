@@ -37,7 +37,7 @@ def test_valid_inputs_are_decoded(name: str):
 
 
 def test_changed_inputs_and_those_that_broke_the_rule_once_give_a_value_or_a_typed_error(tmp_path: Path, seeds: Seeds):
-    count = str(seeds.count(400, quick=15))
+    count = str(seeds.count(400, quick=4))
     done = run("tests.fuzz.harness", "--count", count, "--seed", str(seeds.kept_or_new(0)), findings=tmp_path)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     assert [line.partition(":")[0] for line in done.stdout.splitlines()] == list(TARGETS)

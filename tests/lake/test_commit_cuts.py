@@ -176,6 +176,7 @@ def test_a_renamed_table_is_not_named_twice_by_a_row_of_changes(layout: LakeLayo
     assert cut.tables["s.new"].table_id == 8
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tables", [1, 40])
 def test_old_cuts_become_one_an_hour_and_stay_whole(layout: LakeLayout, tables: int):
     aged(layout, 48, tables=tables, every=timedelta(minutes=10))

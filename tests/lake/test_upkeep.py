@@ -298,6 +298,7 @@ def age(layout: LakeLayout, view: View, schema: TableSchema, *, upto: int, by_s:
             os.utime(file, (at, at))
 
 
+@pytest.mark.long
 def test_commits_never_clean_up_the_log(layout: LakeLayout, orders: TableSchema, records: Records):
     write(layout, orders, records, 1, 22)
     for view in ("history", "current"):

@@ -193,6 +193,7 @@ def test_decoded_changes_of_the_shop_replay_to_its_tables(postgres: Database):
         judge(connection, reader, names, steps)
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("make", [lambda: Workload(5), lambda: ShopWorkload(5, customers=10, products=10, orders=10)])
 def test_a_workload_goes_on_after_its_server_was_stopped(make: Callable[[], Workload | ShopWorkload]):
@@ -240,6 +241,7 @@ def test_large_transactions_have_as_many_rows_as_asked_for(postgres: Database):
         assert max(workload.step(connection).changes for _ in range(20)) >= 10_000
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("version", [14])
 def test_every_type_is_read_by_the_oldest_server_too(version: int):
     server = EmbeddedPostgres(version, fsync=False)

@@ -71,6 +71,7 @@ def printed(connection: "psycopg.Connection[Any]", kind: str, raw: bytes) -> str
     return value.decode()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", CASES)
 def test_every_value_is_printed_as_postgresql_prints_it(postgres: Database, kind: str):
     arrow, make, pack = CASES[kind]

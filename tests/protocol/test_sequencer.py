@@ -46,6 +46,7 @@ def _play(scope: Scope, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert states > 1000
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.siege) if scope.numbers > 3 else name for name, scope in WHOLE.items()],

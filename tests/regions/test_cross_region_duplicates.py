@@ -200,6 +200,7 @@ def test_a_home_without_mutations_counts_as_it_should(world: World, tmp_path: Pa
     assert _is_right(world, tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_each_mutation_is_found(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     MUTATIONS[name](monkeypatch)

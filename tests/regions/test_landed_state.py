@@ -75,6 +75,7 @@ def test_a_reader_takes_the_logs_where_the_lake_does_not_fit_them(tmp_path: Path
         assert read(one).equals(from_logs(one))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("damage", ["none", "gone", "foreign"])
 def test_an_operator_rebuilds_the_view(tmp_path: Path, damage: str) -> None:
     with both(tmp_path) as (one, _):

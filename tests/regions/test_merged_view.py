@@ -235,6 +235,7 @@ tags = "union_set"
 POINTS = ("lake.merged_between_commits", "lake.fold_file_written", "none")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(2))
 def test_any_course_of_writes_and_kills_ends_with_the_merged_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int

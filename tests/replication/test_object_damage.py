@@ -102,6 +102,7 @@ def scrubbed(store: Path, log: Path, *, mend: bool = True) -> Scrubbed:
         return transport.scrub(STREAM, str(log), mend=mend, tell=lambda _: None)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("what", "which"), [*((what, 2) for what in DAMAGE), ("its end", 0), ("it is gone", 0)])
 def test_what_lies_in_front_of_a_damaged_segment_is_restored_and_who_has_it_puts_it_back(
     stored: Scene, tmp_path: Path, what: str, which: int

@@ -80,6 +80,7 @@ def test_who_never_says_a_word_is_let_go(server: Served) -> None:
     assert server.post("many", [{"a": 2}]).status_code == 200
 
 
+@pytest.mark.long
 def test_a_thousand_idle_connections_hold_nobody_up_and_more_than_may_be_are_told_so(tmp_path: Path) -> None:
     """The server closes none of them during the test, however long it takes to open them."""
     with served(web_home(tmp_path / "web", 'request_timeout = "1h"\nconnections_max = 1100')) as server:

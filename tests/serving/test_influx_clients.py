@@ -65,6 +65,7 @@ def without_facts(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if not name.startswith("__")}
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:This method is deprecated")  # health(), which its users call all the same
 @pytest.mark.parametrize("zipped", [False, True])
 def test_influxdb_client_writes_unchanged(server: Served, zipped: bool) -> None:

@@ -144,6 +144,7 @@ def test_an_unknown_path_or_method_makes_no_series_of_its_own(server: Served) ->
     assert not any("coffee" in route or "such" in route for _, route, _ in found)
 
 
+@pytest.mark.long
 def test_each_process_has_series_of_its_own_that_never_fall(tmp_path: Path) -> None:
     """A sum over processes fell when one of them ended, which `rate()` takes for a restart."""
     folder = web_home(tmp_path)

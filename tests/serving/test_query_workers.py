@@ -113,6 +113,7 @@ def test_a_value_that_takes_gigabytes_is_refused(workers: QueryWorkers) -> None:
     assert answered(workers)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "sql",
     [

@@ -25,6 +25,7 @@ from millstream.protocol.replication.promises import Role, RoleFact
 from millstream.testing.errors import coded
 
 
+@pytest.mark.long
 def test_spark_reads_a_follower_as_its_leader(tmp_path: Path, spark: SparkSession) -> None:
     def records(node: Node, table: str) -> DataFrame:
         return spark.read.format("millstream").options(path=str(node.home), stream=STREAM, table=table).load()

@@ -50,6 +50,7 @@ def test_a_pipeline_that_has_caught_up_has_folded_the_merged_view(tmp_path: Path
             )
 
 
+@pytest.mark.long
 def test_spark_reads_the_merged_rows_of_a_home(tmp_path: Path, spark: SparkSession) -> None:
     with both(tmp_path) as (one, _):
         merged = spark.read.format("millstream").options(path=str(one), stream="shop", table="posts", merged="true")

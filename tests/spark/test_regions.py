@@ -143,6 +143,7 @@ def test_spark_sums_increments_of_regions_and_keeps_what_rows_do_not_name(tmp_pa
     assert [row.asDict() for row in found.collect()] == expected.to_pylist()
 
 
+@pytest.mark.long
 def test_spark_counts_writes_once_that_two_regions_have(tmp_path: Path, spark: SparkSession) -> None:
     merges = (
         'likes = "pn_counter(increments)"\nscore = "pn_counter(increments)"\nheat = "signal(1h)"\nviews = "g_counter"\n'

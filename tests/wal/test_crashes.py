@@ -163,6 +163,7 @@ def test_recovering_again_finds_the_same(operations: int):
             assert truth.judge(files, seen=once) == once
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("outcome", OUTCOMES)
 def test_a_crash_while_small_appends_are_written_loses_none_acknowledged_and_splits_no_group(outcome: str):
     """Groups lie on shard 0, and on both, with a roll in between. An append has as many rows as its number says."""

@@ -78,6 +78,7 @@ def read(home: Path, *tables: str) -> dict[str, list[str]]:
         }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_saved", [True, False], ids=["older", "gone"])
 def test_rows_of_every_table_come_out_under_its_own_name(backups: Backups, is_saved: bool) -> None:
     home = backups.home
@@ -100,6 +101,7 @@ def test_rows_of_every_table_come_out_under_its_own_name(backups: Backups, is_sa
         assert {row.state for row in catalog.tables(stream)} == {TableState.STREAMING}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_saved", [True, False], ids=["older", "gone"])
 def test_versions_numbers_epochs_and_keys_are_given_once(backups: Backups, is_saved: bool) -> None:
     home = backups.home

@@ -578,6 +578,7 @@ def test_appends_go_on_while_the_source_is_away(tmp_path: Path) -> None:
     assert [row["id"] for row in rows_of(home, "clicks", "shop")] == list(range(20))
 
 
+@pytest.mark.long
 def test_a_process_with_a_name_of_its_own_writes_beside_the_others(tmp_path: Path, postgres: Database) -> None:
     home = make_home(tmp_path / "web", f'[catalog]\nurl = {json.dumps(postgres.dsn)}\n[writer]\nname = "a"\n{WEB}')
     done(home, "append", "clicks", "/dev/null")

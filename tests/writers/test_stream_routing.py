@@ -423,6 +423,7 @@ def test_explain_says_what_takes_a_row_and_where_it_goes(home: Path) -> None:
     assert json.loads(done(home, "route", "explain", "public.audit", '{"x": 1}', "--json"))["shard"] == 1
 
 
+@pytest.mark.long
 def test_explain_says_where_a_row_lies_by_its_moments_and_by_the_ring_of_then(home: Path) -> None:
     keys = range(40)
     with millstream.open(home) as opened:

@@ -47,6 +47,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
+@pytest.mark.long
 def test_a_killed_server_gives_the_same_preview_and_exports_work_next_to_it(tmp_path: Path) -> None:
     home = tmp_path / "home"
     path = "/feed?user=1&seed=5&preview=true"
