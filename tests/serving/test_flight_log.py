@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from uuid import UUID
 
 import pytest
 from tests.app.homes import make_home
+from tests.serving.servers import Authority
 from tests.serving.test_flight import KEYED, batch, descriptor, put, running
 
+import millstream
 from millstream.app.log_readers import open_reader
-from millstream.errors import AccessError, EngineError, Unauthenticated, UsageError
+from millstream.app.open_home import home_appender
+from millstream.errors import AccessError, EngineError, Retry, UsageError
 from millstream.home.home import Home
 from millstream.model.access import Rights
 from millstream.model.ids import ShardId, StreamId
 from millstream.model.positions import Seq
 from millstream.serving.access import Access
+from millstream.serving.certificates import Certificates
+from millstream.serving.flight.server import FlightServer
 from millstream.testing.errors import coded
 from millstream.wal.flight_log import FlightLog, SegmentRequest, joined
 from millstream.wal.reader import LogSpan
@@ -51,10 +57,39 @@ def test_bytes_of_a_segment_are_refused_beyond_the_readable_end_and_without_the_
     home.prepare()
     with home.open_catalog() as catalog:
         _, of_another = catalog.create_access_token(Rights.parse(["web=read"]))
+        _, expired = catalog.create_access_token(Rights.parse(["shop=read"]), expires_us=1)
     with running(tmp_path / "closed", text, Access.of_home(home)) as (_, server):
-        for token in (None, "mst_unknown", of_another):
-            with pytest.raises((AccessError, Unauthenticated)):
+        with pytest.raises(AccessError, check=coded("forbidden")):
+            FlightLog(server.address, "shop", token=of_another).reader([span])
+        for token in (None, "mst_unknown", expired):
+            # Its driver ends, and the next one has a token that is valid.
+            with pytest.raises(EngineError, check=coded("log_unreachable")) as caught:
                 FlightLog(server.address, "shop", token=token).reader([span])
+            assert caught.value.retry is Retry.BACKOFF
+
+
+def test_a_server_s_own_certificate_is_all_that_executors_trust(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    certificate, key = authority.issue("server")
+    text = f"{KEYED}[http]\ntls_certificate = '{certificate}'\ntls_key = '{key}'\n"
+    home = Home(make_home(tmp_path / "home", text))
+    home.prepare()
+    with contextlib.closing(home_appender(home)) as appender:
+        server = FlightServer(home, Access(None), appender, ("127.0.0.1", 0), Certificates.of_home(home))
+        try:
+            appended = {"id": 1, "name": "n"}
+            with millstream.open(home.path) as opened:
+                opened.append("shop", "public.orders", [appended])
+            own = open_reader(home, "shop")
+            spans = own.spans(Seq(0), own.persisted_upto())
+            trusted = FlightLog(server.address, "shop", is_tls=True, authority=certificate.read_bytes())
+            assert trusted.reader(spans).parts_of(spans[0]) == own.parts_of(spans[0])
+            other, _ = authority.issue("other")
+            for wrong in (replace(trusted, authority=other.read_bytes()), replace(trusted, is_tls=False)):
+                with pytest.raises(EngineError, check=coded("log_unreachable")):
+                    replace(wrong, within_s=0.5).reader(spans)
+        finally:
+            server.end()
 
 
 def test_a_server_that_is_not_there_is_told_with_its_address() -> None:

@@ -1,4 +1,4 @@
-"""What crosses between a driver and its executors: no secret in elements and answers, and errors whole."""
+"""Elements and answers of jobs: no secret in elements and answers, and errors whole."""
 
 from __future__ import annotations
 

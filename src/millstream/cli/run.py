@@ -40,8 +40,9 @@ def run(invocation: Invocation, until_caught_up: bool, log_format: LogFormat) ->
 
     A process that dies is started again. One that can't start is reported, and the others continue.
     With --until-caught-up the command exits when everything is durable in the log, landed in the
-    lake and folded; it serves no HTTP. It fails (exit code 1) if a table was quarantined or its copy
-    is paused or held, once the others are done. If what is wrong is the configuration, the exit code is 2.
+    lake and folded; it serves HTTP and Flight only if a Spark cluster may read the log from it. It
+    fails (exit code 1) if a table was quarantined or its copy is paused or held, once the others are
+    done. If what is wrong is the configuration, the exit code is 2.
     """
     from millstream.cli.progress import JsonReport, RunReport
     from millstream.processes.run import run_home

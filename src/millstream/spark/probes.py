@@ -1,4 +1,4 @@
-"""What an executor can do: which Python it has, whether it reads the log, whether it writes the lake. Runs in Spark's workers."""
+"""Probes of an executor: which Python it has, whether it reads the log, whether it writes the lake. Runs in Spark's workers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LogProbe:
     stream: StreamId
     shard: ShardId
     base: Offset
-    """Of a segment that exists."""
+    """The first offset of a segment that exists."""
     flight: FlightLog | None = None
     """None: the folder itself."""
 

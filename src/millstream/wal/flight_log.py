@@ -32,6 +32,8 @@ _PIECE_BYTES: Final = 1 << 20
 _RANGES_MAX: Final = 100_000
 _REACHED_WITHIN_S: Final = 60.0
 """How long a reader tries to reach the server, which may be starting or have its hands full."""
+_TOKEN_CODES: Final = frozenset({"unauthenticated", "access_token_expired"})
+"""Refusals of a token that a next driver replaces: it was valid for too short a time, or was revoked."""
 _FIELDS: Final = frozenset({"stream", "shard", "base", "ranges"})
 
 
@@ -120,8 +122,8 @@ class FlightLog:
         """Fetch the spans' bytes, and return a reader that reads these spans and nothing else.
 
         Raises:
-            EngineError (`log_unreachable`): the server can't be reached.
-            MillstreamError: it refuses: the token has expired, retention has dropped a segment.
+            EngineError (`log_unreachable`): the server can't be reached, or the token has expired.
+            MillstreamError: it refuses: the token lacks the right, retention has dropped a segment.
         """
         files = FetchedSegments()
         by_path: dict[str, list[LogSpan]] = {}
@@ -153,7 +155,7 @@ class FlightLog:
                 time.sleep(wait_s)
             except (fl.FlightError, pa.ArrowException, OSError) as error:
                 facts = _facts(error)
-                if facts is not None:
+                if facts is not None and facts["code"] not in _TOKEN_CODES:
                     raise error_of(facts) from error
                 raise self._unreachable(error) from error
 

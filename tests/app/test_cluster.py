@@ -1,0 +1,80 @@
+"""A cluster's checks as `doctor` reports them, and the packages of its executors."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from millstream.app.cluster import lacks_encryption
+from millstream.app.doctor import Diagnosis, as_checks
+from millstream.app.executor_packages import EXTRA, _distributions
+from millstream.config.file import load_config
+from millstream.errors import ConfigError
+from millstream.home.home import Home
+
+BOTH = {"spark.authenticate": "true", "spark.network.crypto.enabled": "TRUE"}
+
+
+@pytest.mark.parametrize(
+    ("master", "conf", "missing"),
+    [
+        ("spark://10.0.0.1:7077", {}, 2),
+        ("spark://10.0.0.1:7077", BOTH, 0),
+        ("spark://one:7077,two:7077", {"spark.authenticate": "true"}, 1),
+        ("yarn", {}, 2),
+        ("spark://127.0.0.1:7077", {}, 0),
+        ("spark://localhost:7077", {}, 0),
+    ],
+)
+def test_encryption_is_missed_where_the_network_is_beyond_this_machine(
+    master: str, conf: dict[str, str], missing: int
+) -> None:
+    assert len(lacks_encryption(master, conf)) == missing
+
+
+def test_checks_are_the_findings_about_executors_and_stores(tmp_path: Path) -> None:
+    (tmp_path / "millstream.toml").write_text(
+        '[streams.shop.lake]\nlocation = "s3://bucket/lake"\n[streams.web]\n[spark]\nmaster = "spark://h:1"\n'
+    )
+    home = Home(tmp_path)
+    found = [
+        Diagnosis("home", "ok", "fine"),
+        Diagnosis("spark.master", "ok", "it answers"),
+        Diagnosis("executor.log", "log_unreachable", "h can't read it", "home", "Open the port."),
+        Diagnosis("lake of web", "ok", "can be written"),
+    ]
+    checks = as_checks(home, found)
+    assert checks == [
+        {"name": "spark.master", "ok": True, "detail": "it answers", "hint": ""},
+        {"name": "executor.log", "ok": False, "detail": "h can't read it", "hint": "Open the port."},
+    ]
+    for code, ok in (
+        ("ok", (True, True)),
+        ("lake_credentials", (False, False)),
+        ("lake_bucket_missing", (True, False)),
+        ("lake_forbidden", (True, False)),
+        ("lake_unavailable", (False, False)),
+    ):
+        checks = as_checks(home, [Diagnosis("lake of shop", code, "said")])
+        assert [(check["name"], check["ok"]) for check in checks] == [
+            ("lake.credentials", ok[0]),
+            ("lake.bucket", ok[1]),
+        ]
+
+
+def test_the_packed_packages_are_those_of_the_extra_and_none_of_the_drivers() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extra = project["optional-dependencies"]["executor"]
+    assert [requirement.partition(">")[0] for requirement in extra] == list(EXTRA)
+    names = {package.metadata["Name"].lower() for package in _distributions()}
+    assert {"click", "google-crc32c", "numpy", "pyarrow", "deltalake", "arro3-core"} <= names
+    assert not names & {"numba", "sqlalchemy", "psycopg", "pyspark", "duckdb", "pydantic", "millstream"}
+
+
+def test_a_way_to_the_log_that_is_not_implemented_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "millstream.toml"
+    file.write_text('[spark]\nlog_access = "object"\n[streams.shop]\n')
+    with pytest.raises(ConfigError, match="isn't implemented"):
+        load_config(file)
