@@ -34,12 +34,7 @@ class Sources(CatalogPart):
 
         A new timeline is a new source at 0.
         """
-        facts = {
-            "stream": str(stream),
-            "system_identifier": str(system_identifier),
-            "database": database,
-            "timeline": timeline,
-        }
+        facts = _facts(stream, system_identifier, database, timeline)
         with self._database.write() as connection:
             lock_stream(connection, stream)
             return self._resolve(connection, facts)
@@ -68,12 +63,7 @@ class Sources(CatalogPart):
         Everything is in one transaction: a number that started at 0 would pass for a source of which nothing was
         captured.
         """
-        facts = {
-            "stream": str(stream),
-            "system_identifier": str(system_identifier),
-            "database": database,
-            "timeline": timeline,
-        }
+        facts = _facts(stream, system_identifier, database, timeline)
         with self._database.write() as connection:
             lock_stream(connection, stream)
             source = self._resolve(connection, facts)
@@ -147,3 +137,12 @@ class Sources(CatalogPart):
         if found is None:
             raise CatalogError(f"the catalog has no source {source}", source=source)
         return Lsn(found)
+
+
+def _facts(stream: StreamId, system_identifier: int, database: str, timeline: int) -> dict[str, Any]:
+    return {
+        "stream": str(stream),
+        "system_identifier": str(system_identifier),
+        "database": database,
+        "timeline": timeline,
+    }

@@ -65,6 +65,8 @@ class PartState(StrEnum):
 
 
 _BACKOFF: Final = Backoff(0.5, 30.0, jitter=0)
+_HEALTHY_AFTER_S: Final = 60.0
+"""A part that lived this long starts over with the shortest delay."""
 
 
 @dataclass(slots=True)
@@ -100,7 +102,6 @@ class Supervisor:
         parts: the parts to run; names are unique.
         on_event: called with everything, on the main thread; may call `tell` and `stop`.
         backoff: delays between a part's restarts.
-        healthy_after_s: a part that lived this long starts over with the shortest delay.
         patience_s: how long parts may drain after a stop, before they are killed.
     """
 
@@ -110,12 +111,10 @@ class Supervisor:
         *,
         on_event: Callable[[Event], None],
         backoff: Backoff = _BACKOFF,
-        healthy_after_s: float = 60.0,
         patience_s: float = 60.0,
     ) -> None:
         self.parts: Final = {part.name: RunningProcess(part, replace(backoff)) for part in parts}
         self._on_event = on_event
-        self._healthy_after_s = healthy_after_s
         self._patience_s = patience_s
         self._inbox: queue.SimpleQueue[tuple[str, subprocess.Popen[bytes] | None, dict[str, Any] | None]]
         self._inbox = queue.SimpleQueue()
@@ -233,7 +232,7 @@ class Supervisor:
         with contextlib.suppress(OSError):
             process.stdin.close()
         facts = {"exit_code": process.returncode}
-        if time.monotonic() - running.started_s >= self._healthy_after_s:
+        if time.monotonic() - running.started_s >= _HEALTHY_AFTER_S:
             running.backoff.reset()
             running.errors = 0
         if process.returncode == 0 and (running.word is not None or running.part.may_end):

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from millstream.model.writes import WriteId
     from millstream.wal.writing.writer import LogWriter
 
+_HEARD_EVERY_S: Final = 0.2
+"""The least time between two looks at other regions' logs before writes."""
 _WRITES_AT_ONCE: Final = 4096
 """Writes noted at a time: nothing is appended while that runs."""
 
@@ -243,12 +245,10 @@ class RegionsHeard:
 
     Args:
         hear: hears them.
-        every_s: the least time in seconds between two calls.
     """
 
-    def __init__(self, hear: Callable[[], None], *, every_s: float = 0.2) -> None:
+    def __init__(self, hear: Callable[[], None]) -> None:
         self._hear = hear
-        self._every_s = every_s
         self._next_s = 0.0
         self._hearing = threading.Lock()
 
@@ -257,7 +257,7 @@ class RegionsHeard:
         if time.monotonic() < self._next_s or not self._hearing.acquire(blocking=False):
             return
         try:
-            self._next_s = time.monotonic() + self._every_s
+            self._next_s = time.monotonic() + _HEARD_EVERY_S
             with contextlib.suppress(MillstreamError):
                 self._hear()
         finally:

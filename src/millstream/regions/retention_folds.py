@@ -43,17 +43,13 @@ class MergedFolds:
         name: the stream's name.
         config: its configuration.
         kept: the positions of the kept states.
-        bytes_max: limit in bytes of what a fold holds.
     """
 
-    def __init__(
-        self, home: Home, name: str, config: StreamConfig, kept: KeptVectors, *, bytes_max: int = BYTES_MAX
-    ) -> None:
+    def __init__(self, home: Home, name: str, config: StreamConfig, kept: KeptVectors) -> None:
         self._home = home
         self._name = name
         self._config = config
         self._kept = kept
-        self._bytes_max = bytes_max
         self._failed: dict[str, str] = {}
         """By table: the message of the last logged error."""
 
@@ -93,9 +89,7 @@ class MergedFolds:
         from millstream.regions.reconcile import reconcile_stream
 
         try:
-            (done,) = reconcile_stream(
-                self._home, self._name, [table], bytes_max=self._bytes_max, patience_s=0.0
-            ).tables
+            (done,) = reconcile_stream(self._home, self._name, [table], bytes_max=BYTES_MAX, patience_s=0.0).tables
         except HomeBusy:
             return  # `millstream reconcile`, or another writer of this home, does the same work
         except MillstreamError as error:

@@ -9,16 +9,16 @@ import contextlib
 import sys
 import urllib.request
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 from millstream.testing._servers.ports import free_port
-from millstream.testing._servers.processes import ServerProcess, ServerStartError
+from millstream.testing._servers.processes import EmbeddedServer, ServerProcess, ServerStartError
 
 _STARTS_WITHIN_S: Final = 90.0
 
 
-class EmbeddedS3:
-    """A server with one bucket. A context manager that starts and stops it.
+class EmbeddedS3(EmbeddedServer):
+    """A server with one bucket, whose data is gone once it ends.
 
     Args:
         folder: for its log.
@@ -26,10 +26,9 @@ class EmbeddedS3:
     """
 
     def __init__(self, folder: Path, bucket: str = "millstream") -> None:
-        self._folder = folder
+        super().__init__(folder)
         self._bucket = bucket
         self._port = free_port()
-        self._process: ServerProcess | None = None
 
     @property
     def url(self) -> str:
@@ -56,31 +55,12 @@ class EmbeddedS3:
             "virtual_hosted_style_request": "false",
         }
 
-    @property
-    def pid(self) -> int:
-        """Return its process's id; it must run."""
-        assert self._process is not None
-        return self._process.pid
-
     def start(self) -> None:
         """Start it, and make the bucket."""
         self._folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self._port)]
         self._process = ServerProcess(command, log=self._folder / "s3.log")
         self._process.wait_until(self._has_bucket, within_s=_STARTS_WITHIN_S, what="the S3 server")
-
-    def kill(self) -> None:
-        """Send SIGKILL; its data is gone."""
-        if self._process is not None:
-            self._process.kill()
-            self._process = None
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
 
     def _has_bucket(self) -> bool:
         authorization = "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request"

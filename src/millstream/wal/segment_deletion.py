@@ -158,13 +158,13 @@ def oldest_sealed(folder: str, *, files: Files | None = None) -> SealedSegment |
     return oldest_of(_oldest(files, front) for front in fronts if front.sealed)
 
 
-def oldest_created_ns(folder: str, shard: ShardId, *, files: Files | None = None) -> int | None:
+def oldest_created_ns(folder: str, shard: ShardId) -> int | None:
     """Return when a shard's oldest segment was created, ns since 1970; None if the log has none.
 
     Raises:
         CorruptWal: its header is damaged.
     """
-    files = RealFiles() if files is None else files
+    files = RealFiles()
     if shard not in list_shards(files, folder):
         return None
     front = _front(files, folder, shard)
@@ -172,21 +172,18 @@ def oldest_created_ns(folder: str, shard: ShardId, *, files: Files | None = None
     return None if oldest is None else read_header(files, oldest, shard=shard, stream=front.stream).created_ns
 
 
-def oldest_due(
-    folder: str, bounds: RetentionBounds, *, files: Files | None = None, clock: Clock | None = None
-) -> SealedSegment | None:
+def oldest_due(folder: str, bounds: RetentionBounds) -> SealedSegment | None:
     """Return the segment that retention would drop first, if it would be dropped now unless a holder needs it.
 
     Raises:
         CorruptWal: a footer or header that must be read is damaged.
     """
-    files = RealFiles() if files is None else files
-    clock = SystemClock() if clock is None else clock
+    files = RealFiles()
     segment = oldest_sealed(folder, files=files)
     if segment is None:
         return None
     log_bytes = sum(_front(files, folder, shard).size_bytes for shard in list_shards(files, folder))
-    return segment if bounds.is_due(segment, now_ns=clock.now_ns(), log_bytes=log_bytes) else None
+    return segment if bounds.is_due(segment, now_ns=SystemClock().now_ns(), log_bytes=log_bytes) else None
 
 
 def _front(files: Files, folder: str, shard: ShardId) -> _Front:
