@@ -20,8 +20,8 @@ import millstream.cli
 from millstream.cli.context import note, print_table, say
 from millstream.cli.main import say_error
 from millstream.cli.output_formats import STYLES, write_result
+from millstream.model.human_text import readable
 from millstream.model.names import quote_ident
-from millstream.model.safe_text import readable
 from millstream.processes.logs import Words
 
 EVIL = "t\x1b]0;owned\x07\x9b31m\x7f\x85\r\x08\nhint: run something"

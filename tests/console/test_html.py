@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from millstream.console.html import Html, Part, Rendered, tag, with_code
 from millstream.console.page_frame import address
-from millstream.model.safe_text import readable
+from millstream.model.human_text import readable
 
 
 class Seen(HTMLParser):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from millstream.model.safe_text import human_seconds
+from millstream.model.human_text import human_seconds
 
 
 def retention_waits(stream: Mapping[str, Any]) -> str:

@@ -23,10 +23,10 @@ from millstream.codec.pgoutput import MESSAGES_COLUMNS, Relation, raw_schema, ta
 from millstream.codec.pgoutput.rows import undecodable
 from millstream.errors import ConfigError, UnknownTable
 from millstream.failpoints import is_asked
+from millstream.model.human_text import human_bytes
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId
 from millstream.model.names import TablePatterns, qualified_name
 from millstream.model.operations import FIRST_SHARD
-from millstream.model.safe_text import human_bytes
 from millstream.model.schema import ReplicaIdentity, TableKind, TableSchema
 
 NO_IDENTITY: Final = (

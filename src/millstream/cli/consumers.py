@@ -24,7 +24,7 @@ from millstream.cli.context import (
     say,
     stream_option,
 )
-from millstream.model.safe_text import human_bytes, human_seconds
+from millstream.model.human_text import human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from millstream.client.consumers import Consumers

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from millstream.model.safe_text import readable
+from millstream.model.human_text import readable
 
 if TYPE_CHECKING:
     from millstream.home.home import Home

@@ -19,7 +19,7 @@ from millstream.cli.context import (
     say,
     stream_option,
 )
-from millstream.model.safe_text import readable
+from millstream.model.human_text import readable
 
 if TYPE_CHECKING:
     from millstream.diff.compare import Difference, DiffReport, Progress, TableDiff

@@ -16,8 +16,8 @@ import click
 import pyarrow as pa
 
 from millstream.model.arrow_texts import csv_field, plain_values, rows_of_texts, value_texts
+from millstream.model.human_text import readable
 from millstream.model.region_ages import REGIONS_METADATA
-from millstream.model.safe_text import readable
 
 Style = Literal["table", "csv", "json", "arrow"]
 STYLES: Final[tuple[Style, ...]] = ("table", "csv", "json", "arrow")

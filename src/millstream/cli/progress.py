@@ -13,7 +13,7 @@ import click
 
 from millstream.cli.context import note
 from millstream.cli.main import say_error
-from millstream.model.safe_text import copy_words, human_bytes, human_seconds, readable
+from millstream.model.human_text import copy_words, human_bytes, human_seconds, readable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

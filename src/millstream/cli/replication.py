@@ -19,7 +19,7 @@ from millstream.cli.context import (
 )
 from millstream.cli.run import log_format_option
 from millstream.cli.startup import importing
-from millstream.model.safe_text import human_bytes, human_seconds
+from millstream.model.human_text import human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from millstream.processes.logs import LogFormat

@@ -30,7 +30,7 @@ def slot_drop(invocation: Invocation, stream: str | None, yes: bool) -> None:
     """
     from millstream.capture.source_checks import drop_slot
     from millstream.home.config_mapping import capture_config
-    from millstream.model.safe_text import human_bytes
+    from millstream.model.human_text import human_bytes
     from millstream.writers.stall_reasons import forget_given_up
 
     home = invocation.home()

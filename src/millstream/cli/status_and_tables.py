@@ -20,7 +20,7 @@ from millstream.cli.context import (
     stream_option,
 )
 from millstream.home.rows_before_rules import until_words
-from millstream.model.safe_text import copy_words, human_bytes, human_seconds, lag_words
+from millstream.model.human_text import copy_words, human_bytes, human_seconds, lag_words
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog

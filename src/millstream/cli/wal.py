@@ -25,7 +25,7 @@ from millstream.cli.context import (
 from millstream.cli.wal_damage_messages import TableWords, say_loss
 from millstream.cli.wal_export_import import Damage, export, import_, open_past_damage
 from millstream.cli.wal_repair import repair
-from millstream.model.safe_text import human_bytes
+from millstream.model.human_text import human_bytes
 
 if TYPE_CHECKING:
     from millstream.home.home import Home

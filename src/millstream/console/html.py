@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, TypeAlias
 
-from millstream.model.safe_text import readable
+from millstream.model.human_text import readable
 
 _VOID: Final = frozenset({"input", "link", "meta", "br"})
 _CODE: Final = re.compile(r"`([^`]+)`")

@@ -11,7 +11,7 @@ from millstream.app.status_words import holder_words, retention_waits
 from millstream.console.html import Content, Html, Part, Piece, tag
 from millstream.console.page_frame import link
 from millstream.console.pages import listed, state_mark
-from millstream.model.safe_text import human_bytes, human_seconds
+from millstream.model.human_text import human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from millstream.console.view import Status

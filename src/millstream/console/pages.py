@@ -10,7 +10,7 @@ from millstream.app.alerts.conditions import what_to_run
 from millstream.console.html import Content, Html, Part, Piece, escaped, opened, tag, with_code
 from millstream.console.page_frame import link
 from millstream.console.view import Status, Trouble, troubles_of
-from millstream.model.safe_text import copy_words, human_bytes, human_seconds, lag_words
+from millstream.model.human_text import copy_words, human_bytes, human_seconds, lag_words
 
 _LEVELS: Final = {
     "quarantined": "error",

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from millstream.console.html import Content, Html, opened, tag
 from millstream.model.arrow_texts import csv_field, rows_of_texts
-from millstream.model.safe_text import human_bytes
+from millstream.model.human_text import human_bytes
 from millstream.model.schema import TableKind
 
 if TYPE_CHECKING:

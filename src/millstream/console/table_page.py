@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 from millstream.console.html import Content, Html, Part, Piece, escaped, tag, with_code
 from millstream.console.pages import TABLE_HEADS, table_cells
 from millstream.errors import MillstreamError
+from millstream.model.human_text import human_bytes
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
-from millstream.model.safe_text import human_bytes
 
 if TYPE_CHECKING:
     from millstream.console.view import Status

@@ -11,7 +11,7 @@ from typing import Any, Literal, TextIO, cast
 
 import structlog
 
-from millstream.model.safe_text import readable
+from millstream.model.human_text import readable
 
 LogFormat = Literal["text", "json"]
 LEVEL_VARIABLE = "MILLSTREAM_LOG_LEVEL"

@@ -63,7 +63,7 @@ def lag_words(lag: Mapping[str, Any]) -> str:
     if lag["bytes"] == 0:
         return "nothing waits"
     known = [
-        None if lag["records"] is None else f"{lag['records']:,} records",
+        None if lag["records"] is None else f"{lag['records']:,} record{'' if lag['records'] == 1 else 's'}",
         None if lag["bytes"] is None else human_bytes(lag["bytes"]),
         None if lag["seconds"] is None else human_seconds(lag["seconds"]),
     ]
