@@ -31,7 +31,7 @@ KEY = "kept-from-the-eyes-of-others"
 
 @dataclass
 class Setting:
-    """A home, its source and its cluster."""
+    """A home, its source and its cluster; the first load has landed."""
 
     home: Home
     cluster: StandaloneCluster
@@ -101,6 +101,7 @@ def setting(postgres_server: EmbeddedPostgres, tmp_path_factory: pytest.TempPath
         )
         source.execute("CREATE TABLE items (id int PRIMARY KEY, v text, n int NOT NULL DEFAULT 0)")
         source.execute("INSERT INTO items SELECT i, 'v' || i FROM generate_series(1, %s) AS i", (ROWS,))
+        home.caught_up()
         yield Setting(home, cluster, store, source)
 
 
@@ -116,7 +117,6 @@ def worker_python() -> str:
 
 
 def test_first_load_and_changes_land_as_on_one_machine(setting: Setting) -> None:
-    setting.home.caught_up()
     setting.check()
     setting.source.execute("UPDATE items SET n = n + 1, v = repeat('x', 100) WHERE id <= 1000")
     setting.source.execute("DELETE FROM items WHERE id > %s", (ROWS - 500,))
