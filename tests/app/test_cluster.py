@@ -12,7 +12,9 @@ from millstream.app.doctor import Diagnosis, as_checks
 from millstream.app.executor_packages import EXTRA, _distributions
 from millstream.config.file import load_config
 from millstream.errors import ConfigError
+from millstream.home.config_mapping import flight_address
 from millstream.home.home import Home
+from millstream.spark.executor_access import FlightAddress
 
 BOTH = {"spark.authenticate": "true", "spark.network.crypto.enabled": "TRUE"}
 
@@ -71,6 +73,18 @@ def test_the_packed_packages_are_those_of_the_extra_and_none_of_the_drivers() ->
     names = {package.metadata["Name"].lower() for package in _distributions()}
     assert {"click", "google-crc32c", "numpy", "pyarrow", "deltalake", "arro3-core"} <= names
     assert not names & {"numba", "sqlalchemy", "psycopg", "pyspark", "duckdb", "pydantic", "millstream"}
+
+
+def test_executors_get_the_address_of_flight_and_its_certificate(tmp_path: Path) -> None:
+    (tmp_path / "millstream.toml").write_text(
+        '[streams.shop]\n[flight]\nlisten = "0.0.0.0:8788"\n[http]\ntokens_required = true\n'
+        'tls_certificate = "server.pem"\ntls_key = "server.key"\n'
+    )
+    home = Home(tmp_path)
+    with pytest.raises(ConfigError, match=r"server\.pem"):
+        flight_address(home)
+    (tmp_path / "server.pem").write_bytes(b"certificate")
+    assert flight_address(home) == FlightAddress("", 8788, is_tls=True, authority=b"certificate", tokens_required=True)
 
 
 def test_a_way_to_the_log_that_is_not_implemented_is_refused(tmp_path: Path) -> None:

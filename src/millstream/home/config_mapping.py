@@ -232,20 +232,33 @@ def pipeline_config(home: Home, name: str, stream: StreamConfig, stream_id: Stre
         ),
         history_retention_s=stream.lake.history_retention_s,
         log_access=spark.log_access,
-        flight=flight_address(home),
+        flight=None if spark.is_local else flight_address(home),
     )
 
 
 def flight_address(home: Home) -> FlightAddress | None:
-    """Return the address of the home's Flight server, for executors; None if it has none."""
+    """Return the address of the home's Flight server, for executors; None if it has none.
+
+    Raises:
+        ConfigError: its certificate can't be read.
+    """
     from millstream.spark.executor_access import FlightAddress
 
     http, address = home.config.http, home.config.flight.address
     if address is None:
         return None
     host = "" if address[0] in {"0.0.0.0", "::"} else address[0]  # noqa: S104 - it names no host
-    authority = None if http.tls_certificate is None else (home.path / http.tls_certificate).read_bytes()
-    return FlightAddress(host, address[1], http.tls_certificate is not None, authority, http.tokens_required)
+    if http.tls_certificate is None:
+        return FlightAddress(host, address[1], tokens_required=http.tokens_required)
+    file = home.path / http.tls_certificate
+    try:
+        return FlightAddress(
+            host, address[1], is_tls=True, authority=file.read_bytes(), tokens_required=http.tokens_required
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"{file}, the server's certificate that executors trust, can't be read: {error.strerror}"
+        ) from error
 
 
 def place_compiled_code(home: HomePaths) -> None:
