@@ -9,6 +9,7 @@ from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage
 
 from millstream.catalog import TableState
+from millstream.model.schema import TableKind
 
 
 @pytest.fixture
@@ -86,3 +87,62 @@ def test_a_column_dropped_and_added_again_while_its_table_is_idle_has_its_new_nu
     wait_until(lambda: numbered(stage)[-1][0] == "c", "the row is in the log")
     assert numbered(stage)[-1][1]["a"] in {0, 3}
     capture.stop()
+
+
+def ops(stage: Stage) -> list[str]:
+    """Return the op of each record in the log; of definitions in a row the first, for a rename may cause several."""
+    found = [chr(row["__op"]) for _, _, row in stage.log.records()]
+    return [op for place, op in enumerate(found) if op != "s" or found[place - 1] != "s"]
+
+
+def test_a_rename_of_an_idle_table_copies_nothing_and_enters_as_a_definition(following: Stage) -> None:
+    stage = following
+    stage.sql("CREATE TABLE t (id int PRIMARY KEY, a int)", "INSERT INTO t VALUES (1, 1)")
+    stage.catch_up()
+    stage.sql("ALTER TABLE t RENAME a TO b", "ALTER TABLE t RENAME id TO key")
+    stage.catch_up()
+    assert ops(stage) == ["r", "s"]
+    table, _, row = list(stage.log.records())[-1]
+    assert table.schema.kind is TableKind.DEFINITION
+    assert {column.name: column.number for column in table.schema.columns} == {"key": 1, "b": 2}
+    assert dict(row["__before"]) == {"a": "b", "id": "key"}
+    assert stage.state("public.t") is TableState.STREAMING
+    stage.catch_up()
+    assert ops(stage) == ["r", "s"]
+
+
+@pytest.mark.long
+def test_renames_in_a_backlog_copy_nothing(following: Stage) -> None:
+    stage = following
+    stage.sql("CREATE TABLE t (id int PRIMARY KEY, a int)", "INSERT INTO t VALUES (1, 1)")
+    stage.catch_up()
+    stage.sql("INSERT INTO t VALUES (2, 2)", "ALTER TABLE t RENAME a TO b", "INSERT INTO t VALUES (3, 3)")
+    stage.sql("ALTER TABLE t RENAME b TO c", "INSERT INTO t VALUES (4, 4)", "ALTER TABLE t RENAME c TO d")
+    stage.catch_up()
+    assert ops(stage) == ["r", "c", "c", "c", "s"]
+    names = [[*columns] for op, columns in numbered(stage) if op != "r"]
+    assert names[:4] == [["id", "a"], ["id", "b"], ["id", "c"], ["id", "d"]]
+
+
+@pytest.mark.long
+def test_a_name_that_came_and_went_while_its_table_was_written_is_defined(following: Stage) -> None:
+    stage = following
+    stage.sql("CREATE TABLE t (id int PRIMARY KEY, a int)", "INSERT INTO t VALUES (1, 1)")
+    stage.catch_up()
+    stage.sql("ALTER TABLE t RENAME a TO b", "INSERT INTO t VALUES (2, 2)", "ALTER TABLE t RENAME b TO a")
+    stage.catch_up()
+    assert ops(stage) == ["r", "c", "s"]
+    assert [*numbered(stage)[-1][1]] == ["id", "a"]
+
+
+@pytest.mark.long
+def test_a_name_that_another_column_had_is_copied_again(following: Stage) -> None:
+    stage = following
+    stage.sql("CREATE TABLE t (id int PRIMARY KEY, a int, b int)", "INSERT INTO t VALUES (1, 1, 1)")
+    stage.catch_up()
+    stage.sql("BEGIN; ALTER TABLE t RENAME a TO x; ALTER TABLE t RENAME b TO a; ALTER TABLE t RENAME x TO b; COMMIT")
+    stage.catch_up()
+    assert ops(stage) == ["r", "t", "r"]
+    stage.sql("ALTER TABLE t RENAME b TO c", "ALTER TABLE t ADD b int")
+    stage.catch_up()
+    assert ops(stage)[3:] == ["t", "r"]

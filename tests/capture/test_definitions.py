@@ -5,7 +5,7 @@ Names are few, so that they come back: under another column, under the same one,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -22,8 +22,10 @@ from millstream.catalog import TableState
 from millstream.model.column_rules import Rule, SourceRules
 from millstream.model.operations import OperationKind
 from millstream.model.records import log_names
+from millstream.model.schema import TableKind
 
 NAMES = ("a", "b", "c d", "__seq")
+MORE_NAMES = (*NAMES, *"efghijklmnopq")
 MAKE = (
     'CREATE TABLE t (id int PRIMARY KEY, a text, b text, "c d" int)',
     "INSERT INTO t SELECT i, 'a' || i, 'b' || i, i FROM generate_series(1, 20) i",
@@ -33,8 +35,9 @@ MAKE = (
 class Source:
     """One table whose definition changes."""
 
-    def __init__(self, connection: psycopg.Connection[Any], rng: Random) -> None:
+    def __init__(self, connection: psycopg.Connection[Any], rng: Random, among: Sequence[str] = NAMES) -> None:
         self._connection = connection
+        self._among = among
         self._rng = rng
         self._number = 20
         self.done: list[str] = []
@@ -183,12 +186,12 @@ class Source:
         return self._rng.choice(names) if names else None
 
     def _free(self) -> str | None:
-        free = [name for name in NAMES if name not in self._names()]
+        free = [name for name in self._among if name not in self._names()]
         return self._rng.choice(free) if free else None
 
 
 def assert_as_the_source(stage: Stage, source: Source) -> None:
-    found = stage.log.replay().get("public.t", {})
+    found = replayed(stage) if stage.config.follows_names else stage.log.replay().get("public.t", {})
     wanted = {}
     for key, row in stage.source_rows("t", ["id"]).items():
         wanted[key] = dict(zip(log_names(list(row)), row.values(), strict=True))
@@ -197,13 +200,40 @@ def assert_as_the_source(stage: Stage, source: Source) -> None:
     assert found == wanted, source.done
 
 
-def life(stage: Stage, seed: int, rounds: int, changes: int) -> None:
+def replayed(stage: Stage) -> dict[Any, dict[str, str | None]]:
+    """Return the rows that the log makes if columns are followed by their numbers, under the names of its end."""
+    numbers: dict[str, int] = {}
+    found = []
+    for piece, _, row in reversed(list(stage.log.records())):
+        schema = piece.schema.defined()
+        if schema.is_numbered:
+            numbers = {column.name: column.number for column in schema.columns}
+        found.append((piece.schema, {name: numbers.get(name, name) for name in schema.column_names}, row))
+    rows: dict[Any, dict[int | str, str | None]] = {}
+    for schema, columns, row in reversed(found):
+        if schema.kind is TableKind.DEFINITION:
+            continue
+        op, before = chr(row["__op"]), dict(row["__before"] or ())
+        if op == "t":
+            rows.clear()
+            continue
+        key = tuple(row[name] for name in schema.key)
+        base = rows.pop(tuple(before.get(name, row[name]) for name in schema.key), {}) if op == "u" else {}
+        unchanged = row["__unchanged"] or ()
+        new = {columns[name]: base.get(columns[name]) if name in unchanged else row[name] for name in columns}
+        rows.pop(key, None)
+        if op != "d":
+            rows[key] = new
+    return {key: {name: row.get(columns[name]) for name in columns} for key, row in rows.items()}
+
+
+def life(stage: Stage, seed: int, rounds: int, changes: int, among: Sequence[str] = NAMES) -> None:
     """Change a table in a backlog and under a running capture, in turns."""
     rng = Random(seed)
     stage.sql(*MAKE, f"ALTER DATABASE {stage.config.slot} SET logical_decoding_work_mem = '64kB'")
     stage.catch_up()
     with stage.connect() as connection:
-        source = Source(connection, rng)
+        source = Source(connection, rng, among)
         for number in range(rounds):
             if number % 2:
                 # Looks fall between any two statements, or not at all.
@@ -229,6 +259,13 @@ def test_definitions_change_for_long(stage: Stage, seeds: Seeds, seed: int) -> N
     life(stage, seeds.kept_or_new(seed), rounds=6, changes=5)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(200, 216))
+def test_renamed_columns_are_followed_for_long(stage: Stage, seeds: Seeds, seed: int) -> None:
+    stage.config = replace(stage.config, follows_names=True)
+    life(stage, seeds.kept_or_new(seed), rounds=6, changes=5, among=(NAMES, MORE_NAMES)[seed % 2])
+
+
 CASES: dict[str, tuple[list[str], int]] = {
     "a column added": (["ALTER TABLE t ADD e text"], 0),
     "added, and a default set": (["ALTER TABLE t ADD e text; ALTER TABLE t ALTER e SET DEFAULT 'x'"], 0),
@@ -242,6 +279,33 @@ CASES: dict[str, tuple[list[str], int]] = {
     "renamed": (["ALTER TABLE t RENAME b TO e"], 20),
     "a constant default": (["ALTER TABLE t ADD e text DEFAULT 'x'"], 20),
 }  # fmt: skip
+
+
+FOLLOWED: dict[str, tuple[list[str], int]] = {
+    "renamed": (CASES["renamed"][0], 0),
+    "renamed and renamed back": (CASES["renamed and renamed back"][0], 0),
+    "renamed twice, with rows in between": (["ALTER TABLE t RENAME b TO e", "INSERT INTO t VALUES (21, 1, 2, 3)", "ALTER TABLE t RENAME e TO f"], 0),
+    "renamed, and a column added": (["ALTER TABLE t RENAME b TO e", "INSERT INTO t VALUES (21, 1, 2, 3)", "ALTER TABLE t ADD f text"], 0),
+    "names swapped": (["ALTER TABLE t RENAME a TO e", "ALTER TABLE t RENAME b TO a", "ALTER TABLE t RENAME e TO b"], 20),
+    "renamed, dropped, added under that name": CASES["renamed, dropped, added under that name"],
+    "renamed, and its old name given to another": (["ALTER TABLE t RENAME b TO e", "ALTER TABLE t ADD b text"], 20),
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", FOLLOWED)
+def test_how_many_rows_a_rename_copies_if_it_is_followed(stage: Stage, case: str) -> None:
+    stage.config = replace(stage.config, follows_names=True)
+    statements, copied = FOLLOWED[case]
+    stage.sql(*MAKE)
+    stage.catch_up()
+    before = copies(stage)
+    stage.sql(*statements, "DELETE FROM t WHERE id = 20", "INSERT INTO t (id) VALUES (20)")
+    stage.catch_up()
+    stage.catch_up()
+    assert copies(stage) - before == copied
+    with stage.connect() as connection:
+        assert_as_the_source(stage, Source(connection, Random(0)))
 
 
 @pytest.mark.sampled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ INSERT INTO named SELECT i, 'a' || i, 'b' || i, 'c' || i FROM generate_series(1,
 CREATE TABLE parts (id int PRIMARY KEY, v int) PARTITION BY RANGE (id);
 CREATE TABLE parts_low PARTITION OF parts FOR VALUES FROM (0) TO (100);
 CREATE TABLE parts_mid PARTITION OF parts FOR VALUES FROM (100) TO (200);
+CREATE TABLE idle (id int PRIMARY KEY, v int); INSERT INTO idle SELECT i, i FROM generate_series(1, 5) i;
 INSERT INTO parts SELECT i, i FROM generate_series(95, 105) i;
 CREATE TABLE parts_high (id int PRIMARY KEY, v int); INSERT INTO parts_high VALUES (201, 1), (202, 2)
 """
@@ -61,6 +63,7 @@ CHANGE = (
     "ALTER TABLE back RENAME v TO w",
     "INSERT INTO back VALUES (11, 'w11'); UPDATE back SET w = 'new' WHERE id = 1",
     "ALTER TABLE back RENAME w TO v",
+    "ALTER TABLE idle RENAME v TO w; ALTER TABLE idle RENAME id TO key",
     "ALTER TABLE parts ATTACH PARTITION parts_high FOR VALUES FROM (200) TO (300)",
     "ALTER TABLE parts DETACH PARTITION parts_mid; INSERT INTO parts VALUES (1, 1)",
 )
@@ -74,8 +77,9 @@ COLUMNS = {
     "felt": "id, m, s",
     "named": "id, a, b, coalesce(c, '-'), d",
     "parts": "id, v",
+    "idle": "key, w",
 }
-VERSIONED = ("other_key", "retyped", "back", "plain", "felt", "named", "parts")
+VERSIONED = ("other_key", "retyped", "back", "plain", "felt", "named", "parts", "idle")
 
 
 @pytest.mark.usefixtures("spark")
@@ -97,7 +101,21 @@ def test_the_lake_ends_as_the_source(tmp_path: Path, postgres_server: EmbeddedPo
         assert home.caught_up_here() == {}
         assert_as_the_source(home, source)
         home.command("pipeline", "rebuild", "public.other_key")
+        home.command("pipeline", "rebuild", "public.idle")
         assert_as_the_source(home, source)
+        source.execute("ALTER TABLE idle RENAME w TO x")
+        home.command("capture", "run", "--until-caught-up")
+        for from_lake in (False, True):
+            there = [(str(i), str(i)) for i in range(1, 6)]
+            assert rows(home, "SELECT key, x FROM public.idle") == there
+            assert rows(home, 'SELECT key, x FROM scd2."public.idle" WHERE is_current') == there
+            assert from_lake or home.caught_up_here() == {}
+        log = [json.loads(line) for line in home.command("wal", "cat", "--table", "public.idle").splitlines()]
+        assert [record["op"] for record in log if record["op"] != "s"] == ["r"] * 5, "nothing was copied again"
+        assert log[-1]["row"]["renamed"] == {"w": "x"}
+        assert [(c["name"], c["number"]) for c in log[-1]["row"]["columns"]] == [("key", 1), ("x", 2)]
+        assert (log[-1]["commit_index"], log[-1]["xid"]) == (None, None)
+        assert rows(home, """SELECT count(*) FROM history."public.idle" WHERE __op = 's'""") == [("0",)]
 
 
 def streams(source: Any) -> bool:

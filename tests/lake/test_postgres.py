@@ -127,6 +127,20 @@ def test_a_row_of_json_is_a_row_of_the_table(
     assert typed == asked(f"SELECT * FROM {ROWS}")
 
 
+def test_a_rename_that_another_lake_followed_is_refused_until_a_copy_comes(
+    target: PostgresTarget, table: TableSchema, records: Records
+) -> None:
+    landed(target, table, 1, records(table, ("c", 1, {"id": 9, "note": "x"})))
+    columns = tuple(replace(c, name="remark" if c.name == "note" else c.name) for c in table.columns)
+    renamed = replace(table, version=SchemaVersion(table.version + 1), columns=columns)
+    definition = records(renamed.as_definition(), ("s", 2, {"__before": [("note", "remark")]}))
+    refused = landing(target, renamed, 2, definition).error
+    assert isinstance(refused, LakeError)
+    assert refused.code == "lake_schema_conflict"
+    copied = records(renamed, ("t", 3, {}), ("r", 4, {"id": 9, "remark": "x"}))
+    assert landed(target, renamed, 4, definition, copied) == 2
+
+
 # --- lives: random records in random batches, replayed and broken off ----------------------------------------------
 
 

@@ -158,6 +158,11 @@ class Source:
             (self.n, {number: text for number, text in row.items() if self.names[number] not in left_out})
         )
 
+    def name(self) -> None:
+        """Send a definition: no record has today's names so far."""
+        self.n += 1
+        self.records.append((self.schema.as_definition(), ("s", self.n, moment(self.n))))
+
     def _text(self) -> str | None:
         return self.rng.choice(["x", "y", "z", None, f"text {self.n}"])
 
@@ -253,7 +258,7 @@ def life(tmp_path: Path, records: Records, seed: int, *, keyed: bool, rounds: in
             for _ in range(source.rng.randint(0, 5)):
                 source.write()
             source.define()
-        source.write()
+        source.rng.choice([source.write, source.name])()
         append = partial(append_history, layout, source.schema, batches(source, records), Seq(source.n))
         landed = [repeated(source.rng, append)]
         if source.rng.random() < 0.6:

@@ -63,7 +63,7 @@ def open_lake(
     name, config = home.stream_config(stream)
     log: HomeLogTail | None = None
     try:
-        reader = open_reader(home, name)
+        reader = open_reader(home, name, definitions=True)
         stream_id, log = reader.stream_id, None if lake_only else HomeLogTail(reader)
     except LogError:
         # The log may be elsewhere, or gone; the catalog has the stream too.

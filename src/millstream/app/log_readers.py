@@ -23,6 +23,7 @@ def open_reader(
     without_mark: bool = False,
     on_damage: OnDamage | None = None,
     of_any_age: bool = False,
+    definitions: bool = False,
 ) -> StreamReader:
     """Return a reader of a stream's log.
 
@@ -33,6 +34,7 @@ def open_reader(
         on_damage: as `StreamReader`.
         of_any_age: read the log even if it is older than this node may show: for tools that inspect the
             log itself.
+        definitions: as `StreamReader`.
 
     Raises:
         UnknownStream: the home has none of that name.
@@ -45,7 +47,7 @@ def open_reader(
     if not of_any_age:
         check_age_of_copy(home, name)
     folder = str(home.wal_folder(name))
-    return StreamReader(folder, without_mark=without_mark, on_damage=on_damage)
+    return StreamReader(folder, without_mark=without_mark, on_damage=on_damage, definitions=definitions)
 
 
 def tables_named(home: Home, stream: str, table: str) -> list[TableId]:

@@ -63,7 +63,7 @@ class HomeLogTail:
     def parts(self, after: Seq, upto: Seq) -> Sequence[TailPart]:
         """Return the contents of a stretch; raises as `LogTail.parts`."""
         return [
-            TailPart(part.schema, max(part.first_seq, Seq(after + 1)), min(part.last_seq, upto))
+            TailPart(part.schema.defined(), max(part.first_seq, Seq(after + 1)), min(part.last_seq, upto))
             for span in self._spans(after, upto)
             for part in self._reader.parts_of(span)
             if not is_raw(part.schema) and part.first_seq <= upto and part.last_seq > after

@@ -33,13 +33,24 @@ Whatever the catalogs can't rule out counts as a change. That may cause a needle
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from millstream.capture.column_rule_binding import TEXT_OID
 from millstream.capture.publication import Restriction
 from millstream.capture.source import AttributeFacts, PartitionFacts, SourceTable
-from millstream.capture.transient_column_names import Expected, Form, Judgement, Shape, Shown, judged, kept, numbers_of
+from millstream.capture.transient_column_names import (
+    Expected,
+    Form,
+    Judgement,
+    Names,
+    Shape,
+    Shown,
+    former_names,
+    judged,
+    kept,
+    numbers_of,
+)
 from millstream.catalog import Catalog
 from millstream.model.column_rules import Rule, SourceRules
 from millstream.model.ids import StreamId, TableId
@@ -57,12 +68,33 @@ class KnownLayouts:
         self._scope = f"capture/{stream}/layout"
         self._known: dict[str, Any] = catalog.facts(self._scope)
 
-    def news(self, table: SourceTable, id_: TableId, sent: Restriction) -> str | None:
-        """Return what changed in the table, or in what is sent of it, that its rows in the log don't show."""
+    def renamed(self, table: SourceTable, id_: TableId) -> dict[str, str]:
+        """Return the new names of columns by the old ones, if readers can follow them by the columns' numbers.
+
+        Nothing if one of them has a name that another column of the table had, or a name that the log alters.
+        """
+        known = self._known.get(str(id_))
+        if known is None:
+            return {}
+        had, gone = _known_names(known), _gone(known, table)
+        sent = _sent(table)
+        names = log_names([column.name for column in sent])
+        new = {c.number: name for c, name in zip(sent, names, strict=True) if had.get(c.number, name) != name}
+        taken = {*gone, *_former(known), *had.values()}
+        taken |= {name for shape in _shapes(known, table) for name, _ in shape.columns.values()}
+        plain = {(number, name) for number, name, *_ in known["columns"]} >= {(n, had[n]) for n in new}
+        plain = plain and {(c.number, c.name) for c in sent} >= set(new.items())
+        return {had[n]: name for n, name in new.items()} if plain and taken.isdisjoint(new.values()) else {}
+
+    def news(self, table: SourceTable, id_: TableId, sent: Restriction, *, follows: bool = False) -> str | None:
+        """Return what changed in the table, or in what is sent of it, that its rows in the log don't show.
+
+        With `follows`, columns with the names of `renamed` are the same columns.
+        """
         known = self._known.get(str(id_))
         if known is None:
             return None
-        columns = list(_news_of_columns(known, table))
+        columns = list(_news_of_columns(known, table, self.renamed(table, id_) if follows else {}))
         told = [*columns, *_news_of_key(known, table), *_news_of_partitions(known, table)]
         told += [*_news_of_types(known, table), *_news_of_restriction(known, table, sent)]
         told += self._news_of_rules(known, table)
@@ -70,15 +102,21 @@ class KnownLayouts:
         told += [] if columns else _news_of_files(known, table)
         return "; ".join(told) or None
 
-    def explained(self, table: SourceTable, id_: TableId, now: Shape, shown: Sequence[Shown]) -> Judgement:
-        """Explain the forms that records of the table showed, by what is known of its columns."""
+    def explained(
+        self, table: SourceTable, id_: TableId, now: Shape, shown: Sequence[Shown], *, follows: bool = False
+    ) -> Judgement:
+        """Explain the forms that records of the table showed, by what is known of its columns.
+
+        With `follows`, records from before a rename are right.
+        """
         known = self._known.get(str(id_))
         if known is None:
             return Judgement(None)
         shapes = _shapes(known, table)
         # If the stream shows again what a copy didn't change, another copy won't either.
         odd = known.get("odd", []) if now.is_like(shapes[-1]) else []
-        return judged([one for one in shown if one.stored_form() not in odd], shapes, now)
+        left = [one for one in shown if one.stored_form() not in odd]
+        return judged(left, shapes, now, names=Names(_former(known), _gone(known, table)) if follows else None)
 
     def numbers(
         self, table: SourceTable, id_: TableId, now: Shape, shown: Sequence[Shown]
@@ -86,6 +124,15 @@ class KnownLayouts:
         """Return the column numbers of forms that records of the table showed; see `transient_column_names.numbers_of`."""
         known = self._known.get(str(id_))
         return {} if known is None else numbers_of(shown, _shapes(known, table), now)
+
+    def renamed_since(self, table: SourceTable, id_: TableId, now: Shape, shown: Sequence[Shown]) -> dict[str, str]:
+        """Return today's names of columns by those that they have in records, if the two differ."""
+        found = {}
+        for form, numbers in self.numbers(table, id_, now, shown).items():
+            for (name, _), number in zip(form, numbers, strict=False):  # without numbers if there are several readings
+                if number in now.columns and now.columns[number][0] != name:
+                    found[name] = now.columns[number][0]
+        return found
 
     def remember(
         self,
@@ -114,7 +161,7 @@ class KnownLayouts:
             copied: whether its rows are copied again.
         """
         known = self._known.get(str(id_))
-        gone, shapes, odd_forms = list[str](), [now], list[Any]()
+        gone, former, shapes, odd_forms = list[str](), dict[str, int](), [now], list[Any]()
         if known is not None:
             shapes = kept(_shapes(known, table), since)
             if now.is_like(shapes[-1]):
@@ -123,13 +170,17 @@ class KnownLayouts:
                 shapes.append(now)
             if not copied:
                 # A copy brings the rows' present values. Without a copy, a dropped name may come back.
-                names = {name for one in shown for name, _ in one.form}
-                gone = sorted((_gone(known, table) | names) - {name for name, _ in now.columns.values()})
+                today = {name: number for number, (name, _) in now.columns.items()}
+                former = former_names(_former(known), shown, shapes)
+                former = {name: number for name, number in former.items() if today.get(name) != number}
+                names = {name for one in shown for name, _ in one.form if name not in former}
+                gone = sorted((_gone(known, table) | names) - today.keys())
         columns = _sent(table)
         value = {
             "relfilenode": table.relfilenode,
             "columns": [[c.number, c.name, c.type_oid, c.type_modifier] for c in columns],
             "gone": gone,
+            "former": former,
             "shapes": [shape.stored() for shape in shapes],
             "odd": odd_forms if odd is None else [*odd_forms, odd.stored_form()],
             "written_by": {str(c.number): c.written_by for c in columns},
@@ -236,13 +287,18 @@ def _gone(known: dict[str, Any], table: SourceTable) -> set[str]:
     return {*known["gone"], *(name for number, name in _known_names(known).items() if number not in live)}
 
 
+def _former(known: dict[str, Any]) -> dict[str, int]:
+    """Return names of live columns in records since the last copy that were renamed since, with their numbers."""
+    return dict(known.get("former", {}))
+
+
 def _known_names(known: dict[str, Any]) -> dict[int, str]:
     """Return the log's names of the columns as last seen, by number."""
     columns = {number: name for number, name, _, _ in known["columns"]}
     return dict(zip(columns, log_names(list(columns.values())), strict=True))
 
 
-def _news_of_columns(known: dict[str, Any], table: SourceTable) -> Iterator[str]:
+def _news_of_columns(known: dict[str, Any], table: SourceTable, renamed: Mapping[str, str]) -> Iterator[str]:
     before = {number: (name, type_oid, modifier) for number, name, type_oid, modifier in known["columns"]}
     generated, written_by = known["generated"], known["written_by"]
     gone, had = _gone(known, table), _known_names(known)
@@ -259,15 +315,19 @@ def _news_of_columns(known: dict[str, Any], table: SourceTable) -> Iterator[str]
         elif column.number not in before:
             if log_name in gone:
                 yield f"column {column.name} was dropped and added again"
+            elif log_name in renamed:
+                yield f"column {column.name} was added under the name that another column had"
             elif column.filled:
                 yield f"column {column.name} was added with a value for existing rows"
             elif rewritten:
                 yield f"column {column.name} was added, and the rows were rewritten"
         else:
             name, type_oid, modifier = before[column.number]
+            if renamed.get(name) == column.name:
+                name = column.name
             if name != column.name:
                 yield f"column {name} was renamed to {column.name}"
-            elif had[column.number] != log_name:
+            elif renamed.get(had[column.number], had[column.number]) != log_name:
                 yield f"column {name} is captured as {log_name} now"
             elif type_oid != column.type_oid or ((rewritten or table.partitioned) and modifier != column.type_modifier):
                 yield f"column {name} got another type"

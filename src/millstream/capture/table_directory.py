@@ -15,6 +15,7 @@ import structlog
 
 from millstream.capture.column_rule_binding import RULES, ColumnRules
 from millstream.capture.config import CaptureConfig
+from millstream.capture.definitions import Definitions
 from millstream.capture.rows_before_rules import RawPast
 from millstream.capture.source import KeyColumn, SourceTable
 from millstream.capture.transient_column_names import ShownColumns, form_of
@@ -58,6 +59,7 @@ class TableDirectory:
         self.rules = rules
         self.raw_past = RawPast(catalog, stream)
         self.shown = ShownColumns(catalog, stream)
+        self.definitions = Definitions(catalog, stream)
         self.stream = stream
         self._source = source
         self._config = config
@@ -74,12 +76,15 @@ class TableDirectory:
         self._answers: dict[int, _CachedSchema] = {}
         self._messages: TableSchema | None = None
         self._keys = {
-            schema.table_id: schema.key
+            schema.table_id: schema
             for schema in catalog.latest_schemas(stream).values()
             # A table that is captured into history only has no key by our choice.
             if schema.kind is TableKind.TABLE and (schema.key or schema.replica_identity is ReplicaIdentity.FULL)
         }
-        """By table, the key of its last record in the log."""
+        """By table, the schema with the key of its last record in the log."""
+        self._unnumbered_scope = f"capture/{stream}/unnumbered"
+        self._unnumbered: dict[str, list[str]] = catalog.facts(self._unnumbered_scope)
+        """By table, the columns of records in the log whose numbers aren't known."""
         self.look_wanted = threading.Event()
         """Set if the stream shows that the last look at the source's tables is outdated."""
         self.hurry: Callable[[], None] = lambda: None
@@ -153,8 +158,30 @@ class TableDirectory:
 
     def note_form(self, schema: TableSchema) -> None:
         """Note that records with this schema are about to enter the log. Any thread."""
+        if self._config.follows_names and schema.kind is TableKind.TABLE:
+            self._note_numbers(schema)
         if self.shown.note(schema):
             self.look_wanted.set()
+
+    def _note_numbers(self, schema: TableSchema) -> None:
+        """Store that records without numbers are about to enter the log, or that others show the numbers of theirs."""
+        id_ = str(schema.table_id)
+        if not schema.is_numbered and self._unnumbered.get(id_) != schema.column_names:
+            self._unnumbered[id_] = schema.column_names
+            self._catalog.put_fact(self._unnumbered_scope, id_, schema.column_names)
+        elif schema.is_numbered and self._unnumbered.get(id_) == schema.column_names:
+            self._forget_unnumbered(schema.table_id)
+
+    def _forget_unnumbered(self, table: TableId) -> None:
+        if self._unnumbered.pop(str(table), None) is not None:
+            self._catalog.drop_fact(self._unnumbered_scope, str(table))
+
+    def follows_names(self, table: TableId) -> bool:
+        """Return whether readers find a table's columns by their numbers: its records in the log name them."""
+        if not self._config.follows_names or str(table) in self._unnumbered:
+            return False
+        schema = self._catalog.latest_schemas(self.stream).get(table)
+        return schema is not None and schema.kind is TableKind.TABLE and schema.is_numbered
 
     def request_copy_again(self, row: TableRow, facts: SourceTable | None, news: str) -> None:
         """Request another copy of a copied table, whose rows changed with its definition.
@@ -181,7 +208,8 @@ class TableDirectory:
 
         For the decoding thread.
         """
-        self._keys[schema.table_id] = schema.key
+        self._keys[schema.table_id] = schema
+        self._forget_unnumbered(schema.table_id)
         self.shown.forget(schema.table_id)
         self.note_form(schema)
 
@@ -308,13 +336,13 @@ class TableDirectory:
         Deletes and moves under the old key can't be matched by the new one. This comes before the first record under
         the new key is in the log, so no fold mixes the two.
         """
-        before = self._keys.get(row.id, schema.key)
-        if before != schema.key:
-            news = f"its key was {_spoken(before)} and is {_spoken(schema.key)}"
+        before = self._keys.get(row.id, schema)
+        if not before.has_key_of(schema):
+            news = f"its key was {_spoken(before.key)} and is {_spoken(schema.key)}"
             self.request_copy_again(row, facts, news)
             self.refresh()
             self.look_wanted.set()
-        self._keys[row.id] = schema.key
+        self._keys[row.id] = schema
 
     @staticmethod
     def _key(relation: Relation, facts: SourceTable | None) -> tuple[str, ...] | None:

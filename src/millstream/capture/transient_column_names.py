@@ -18,6 +18,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
@@ -93,6 +94,8 @@ class Shown:
     """The stream had come at least so far when the form was noted."""
     looks: int = 0
     """Looks that couldn't explain it."""
+    is_numbered: bool = False
+    """Whether its records name their columns' numbers, if a look finds them."""
 
     def stored_form(self) -> list[list[Any]]:
         """Return the form as JSON has it."""
@@ -126,7 +129,10 @@ class ShownColumns:
         self._stored: set[TableId] = set()
         """Tables with forms in the catalog: also those of an earlier process, before the first look of this one."""
         for id_, forms in catalog.facts(self._scope).items():
-            some = (Shown(tuple((n, t) for n, t in form), Lsn(since), looks) for form, since, looks in forms)
+            some = (
+                Shown(tuple((n, t) for n, t in form), Lsn(since), looks, is_numbered=any(numbered))
+                for form, since, looks, *numbered in forms
+            )
             self._shown[TableId(int(id_))] = {shown.form: shown for shown in some}
             self._stored.add(TableId(int(id_)))
 
@@ -135,13 +141,13 @@ class ShownColumns:
         if schema.kind is not TableKind.TABLE:
             return False
         with self._lock:
-            return self._note(schema.table_id, form_of(schema))
+            return self._note(schema.table_id, form_of(schema), is_numbered=schema.is_numbered)
 
-    def _note(self, table: TableId, form: Form) -> bool:
+    def _note(self, table: TableId, form: Form, *, is_numbered: bool) -> bool:
         forms = self._shown.setdefault(table, {})
-        if form in forms:
+        if form in forms and forms[form].is_numbered <= is_numbered:
             return False
-        shown = forms[form] = Shown(form, self._since)
+        shown = forms[form] = Shown(form, self._since, is_numbered=is_numbered)
         expected = self._expected.get(table)
         if self._is_unusual(shown, expected):
             self._store(table)
@@ -178,7 +184,7 @@ class ShownColumns:
         with self._lock:
             if table not in self._expected:
                 return ()
-            self._note(table, form)
+            self._note(table, form, is_numbered=True)
             # A look that has begun by now may miss the change that the form shows.
             begun = self._begun
             while (left := until - time.monotonic()) > 0:
@@ -262,7 +268,7 @@ class ShownColumns:
     def _store(self, table: TableId) -> None:
         unusual = self._unusual(table)
         if unusual:
-            facts = [[shown.stored_form(), int(shown.since), shown.looks] for shown in unusual]
+            facts = [[shown.stored_form(), int(shown.since), shown.looks, shown.is_numbered] for shown in unusual]
             self._catalog.put_fact(self._scope, str(table), facts)
             self._stored.add(table)
         else:
@@ -282,26 +288,47 @@ class Judgement:
     """The form that nothing explains."""
 
 
-def judged(shown: Sequence[Shown], before: Sequence[Shape], now: Shape) -> Judgement:
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Names that a table's columns have had in records since its last copy."""
+
+    former: Mapping[str, int]
+    """Those of live columns that were renamed since, with their numbers."""
+    gone: AbstractSet[str]
+    """Those of dropped columns, and those whose column isn't known."""
+
+
+def judged(shown: Sequence[Shown], before: Sequence[Shape], now: Shape, *, names: Names | None = None) -> Judgement:
     """Explain the forms of a table's records.
 
     Args:
         shown: the forms.
         before: the shapes of earlier looks, ascending; at least one that isn't younger than the forms.
         now: the shape at a look that began after the forms were noted.
+        names: names from before those shapes, if renames are followed: records under a name that only one column ever
+            had are right, whatever its name is now. None: a renamed column is copied again.
     """
     left = []
+    users = {} if names is None else _users(names.former, shown, before, now)
+    gone = set[str]() if names is None else names.gone - names.former.keys()
     for one in shown:
         found = _readings(one, before, now)
-        names = ", ".join(name for name, _ in one.form)
+        columns = ", ".join(name for name, _ in one.form)
         if not found and one.looks + 1 < _LOOKS_MAX:
             left.append(replace(one, looks=one.looks + 1))
         elif not found or len(found) > _WAYS_MAX:
-            return Judgement(f"records have the columns {names}, which can't be explained", odd=one)
+            return Judgement(f"records have the columns {columns}, which can't be explained", odd=one)
+        elif (
+            names is not None
+            and one.is_numbered
+            and len(found) == 1
+            and all(users[name] == {n} and name not in gone for (name, _), n in zip(one.form, found[0], strict=True))
+        ):
+            continue
         elif wrong := [w for numbers in found if (w := _misnamed(one.form, numbers, now)) is not None]:
             if len(wrong) == len(found) == 1:
                 return Judgement(wrong[0])
-            return Judgement(f"records have the columns {names}, of which some were dropped and added since")
+            return Judgement(f"records have the columns {columns}, of which some were dropped and added since")
     return Judgement(None, tuple(left))
 
 
@@ -379,6 +406,33 @@ def _misnamed(form: Form, numbers: Sequence[int], now: Shape) -> str | None:
         if today.get(name, number) != number:
             return f"another column was called {name} for a while"
     return None
+
+
+def former_names(former: Mapping[str, int], shown: Sequence[Shown], shapes: Sequence[Shape]) -> dict[str, int]:
+    """Return the numbers of the columns that have had names, at looks or in records, if each had one column.
+
+    Args:
+        former: names from before, with their numbers.
+        shown: forms of records.
+        shapes: of looks, the last one included.
+    """
+    users = _users(former, shown, shapes[:-1], shapes[-1])
+    return {name: next(iter(numbers)) for name, numbers in users.items() if len(numbers) == 1}
+
+
+def _users(
+    former: Mapping[str, int], shown: Sequence[Shown], before: Sequence[Shape], now: Shape
+) -> dict[str, set[int]]:
+    """Return by name the numbers of the columns that have had it, or may have had it in records."""
+    users = {name: {number} for name, number in former.items()}
+    for shape in (*before, now):
+        for number, (name, _) in shape.columns.items():
+            users.setdefault(name, set()).add(number)
+    for one in shown:
+        for reading in _readings(one, before or [now], now):
+            for (name, _), number in zip(one.form, reading, strict=True):
+                users.setdefault(name, set()).add(number)
+    return users
 
 
 def _at(shapes: Sequence[Shape], lsn: Lsn) -> Shape:

@@ -142,6 +142,7 @@ class WatchedTables:
             numbers[row.id] = self._layouts.numbers(table, row.id, now, forms) if forms else {}
             left[row.id], expected[row.id] = self._settle_layout(table, row, restriction, now, forms)
             self._settle(table, row)
+        self._directory.definitions.end_look(left)
         self._notice_leaving(connection, known.values(), passed)
         self._directory.refresh()
         # Last: capture ends only once every form is explained, and the table's state shows a copy that this requests.
@@ -184,11 +185,15 @@ class WatchedTables:
         Return the forms of records that the next look has to explain, and the form that it expects. In other states than these two, the table's
         records don't count, or a copy comes that follows them.
         """
-        news = self._layouts.news(table, row.id, sent)
+        is_plain = row.state is TableState.STREAMING and not table.rules
+        renamed = self._layouts.renamed(table, row.id) if is_plain else {}
+        has_names = bool(renamed) or any(one.form != now.form for one in shown)
+        follows = is_plain and has_names and self._directory.follows_names(row.id)
+        news = self._layouts.news(table, row.id, sent, follows=follows)
         left: Sequence[Shown] = ()
         odd: Shown | None = None
         if news is None and row.state is TableState.STREAMING:
-            found = self._layouts.explained(table, row.id, now, shown)
+            found = self._layouts.explained(table, row.id, now, shown, follows=follows)
             news, left, odd = found.news, found.left, found.odd
         elif news is None and row.state is TableState.COPYING:
             left = shown
@@ -196,6 +201,11 @@ class WatchedTables:
             shown = ()
         if news is not None:
             self._directory.request_copy_again(row, table, news)
+        elif follows and (renamed := renamed | self._layouts.renamed_since(table, row.id, now, shown)):
+            # The log's last record of the table may have other names.
+            self._directory.definitions.note(row.id, renamed)
+        is_streaming = news is None and row.state is TableState.STREAMING
+        self._directory.definitions.look(row.id, table, self.seen_at, is_streaming=is_streaming)
         if raw := self._layouts.raw_columns(table, row.id):
             self._directory.raw_past.begin(row.id, raw)
         if unruled := self._layouts.unruled_before(table, row.id):

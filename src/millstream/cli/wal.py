@@ -95,7 +95,7 @@ def cat(
     home = invocation.home(needs_source=False)
     name = home.pick_stream(stream)
     damage = Damage()
-    reader = open_past_damage(home, name, damage, without_mark=without_mark)
+    reader = open_past_damage(home, name, damage, without_mark=without_mark, definitions=True)
     records = Cat(
         name,
         reader,

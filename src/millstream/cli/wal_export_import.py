@@ -149,14 +149,17 @@ class Damage:
             note(f"damaged: {error.message}")
 
 
-def open_past_damage(home: Home, stream: str, damage: Damage, *, without_mark: bool = False) -> StreamReader:
+def open_past_damage(
+    home: Home, stream: str, damage: Damage, *, without_mark: bool = False, definitions: bool = False
+) -> StreamReader:
     """Return a reader that leaves out unreadable parts, and works without a mark if there is none."""
     from millstream.app.log_readers import open_reader
 
     if without_mark or open_reader(home, stream, of_any_age=True).lacks_marks():
         without_mark = True
         note("without the mark: every valid complete group is shown, durable or not")
-    return open_reader(home, stream, without_mark=without_mark, on_damage=damage, of_any_age=True)
+    shown = {"without_mark": without_mark, "definitions": definitions}
+    return open_reader(home, stream, on_damage=damage, of_any_age=True, **shown)
 
 
 def _bounds(reader: StreamReader, since: str | None, until: str | None) -> tuple[Seq, Seq]:

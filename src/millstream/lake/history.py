@@ -130,7 +130,7 @@ def write_records(
     if source is not None:
         had = columns_of(layout, schema.table_id, source)
         have = union_schema(f"{schema.namespace}.{schema.name}", have, had, narrows=True)
-    rows = _rows(schema, have, batches, layout.types, after=after, upto=n)
+    rows = _rows(schema, have, _records_in(batches), layout.types, after=after, upto=n)
     began_s = time.time()
     columns = stored_schema(rows.schema)
     files: list[NewFile] = []
@@ -166,7 +166,7 @@ def commit_records(
     opened = bring_history(layout, parts, n, places=places)
     schema, path = _newest(parts), opened.path
     rows = sum(part.rows for part in parts)
-    if not rows or (opened.n is not None and opened.n >= n):
+    if not any(part.runs for part in parts) or (opened.n is not None and opened.n >= n):
         # Without records it stays where it is: a cut may not name a position that the table hasn't reached.
         return _commit(schema, path, opened, 0, n if opened.n is None else min(n, opened.n))
     again = LakeConflict(f"the table at {path} changed while its records were written", path=path)
@@ -220,7 +220,8 @@ def _places(layout: LakeLayout, schema: TableSchema, places: Places | None) -> P
 
 def _are_old(parts: Sequence[WrittenRecords]) -> bool:
     """Whether upkeep may soon take the files for abandoned."""
-    return time.time() - min(part.written_s for part in parts if part.rows) > UNCOMMITTED_S_MAX / 2
+    began_s = min((part.written_s for part in parts if part.rows), default=time.time())
+    return time.time() - began_s > UNCOMMITTED_S_MAX / 2
 
 
 def _newest(parts: Sequence[WrittenRecords]) -> TableSchema:
@@ -264,8 +265,9 @@ def tailed_history(
         opened = _create(own, schema, own.table_path("history", schema), app, _numbers(batches), n)
     after = opened.n or Seq(0)
     have = opened.schema() if source is None else columns_of(layout, schema.table_id, source)
-    rows = _rows(schema, have, batches, layout.types, after=after, upto=n)
-    if not rows.num_rows:
+    rows = _rows(schema, have, _records_in(batches), layout.types, after=after, upto=n)
+    runs = _runs(batches, after)
+    if not runs:
         return opened
     rows = rows.drop_columns([MONTH_COLUMN] if MONTH_COLUMN in rows.column_names else [])
     rows = rows.append_column(MONTH_COLUMN, months_of(rows))
@@ -275,12 +277,11 @@ def tailed_history(
         properties = _told(_begun(eras, _numbers([*batches, *rivals]), Seq(0)))
     file = f"{scratch}/{new_name(table=schema.table_id)}"
     pq.write_table(rows, file, compression="none", row_group_size=ROW_GROUP_ROWS)
-    bounds = pc.min_max(rows.column("__seq")).as_py()
     tail = Tail(
         file,
         rows.num_rows,
         Path(file).stat().st_size,
-        (bounds["min"], bounds["max"]),
+        (min(first for _, first, _ in runs), max(last for _, _, last in runs)),
         rows.schema,
         properties,
         folder_of(schema),
@@ -419,7 +420,13 @@ _Numbers = Sequence[tuple[TableSchema, npt.NDArray[np.int64]]]
 
 
 def _numbers(batches: Sequence[pa.RecordBatch]) -> _Numbers:
-    return [(TableSchema.from_arrow(batch.schema), batch.column("__seq").to_numpy()) for batch in batches]
+    """Return the numbers of records, those of definitions with the schema that they name."""
+    return [(TableSchema.from_arrow(batch.schema).defined(), batch.column("__seq").to_numpy()) for batch in batches]
+
+
+def _records_in(batches: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
+    """Return the batches without definitions, which history keeps as eras alone."""
+    return [batch for batch in batches if TableSchema.from_arrow(batch.schema).kind is not TableKind.DEFINITION]
 
 
 def _runs(batches: Sequence[pa.RecordBatch], after: Seq) -> tuple[tuple[TableSchema, Seq, Seq], ...]:
@@ -450,7 +457,9 @@ def _all_numbers(files: TableFiles, parts: Sequence[WrittenRecords]) -> _Numbers
     found = []
     for part in parts:
         read = [batch.column(0).to_numpy() for file in part.files for batch in files.batches(file.path, ["__seq"])]
-        seqs = np.sort(np.concatenate([np.zeros(0, np.int64), *read]))
+        # A definition has no row in a file.
+        ends = np.array([n for _, first, last in part.runs for n in (first, last)], np.int64)
+        seqs = np.unique(np.concatenate([ends, *read]))
         found += [(schema, seqs[(seqs >= first) & (seqs <= last)]) for schema, first, last in part.runs]
     return found
 

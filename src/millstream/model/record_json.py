@@ -57,9 +57,23 @@ def record_facts(
             "before": own.befores[i],
             "unchanged": unchanged[i] or [],
             "exact": dict(exact[i] or ()),
+            **(_definition(schema, exact[i], own.befores[i]) if schema.kind is TableKind.DEFINITION else {}),
         }
         for i in range(batch.num_rows)
     ]
+
+
+def _definition(schema: TableSchema, filled: Any, renamed: Any) -> dict[str, Any]:
+    """Return the row of a definition."""
+    columns = [
+        {"name": column.name, "number": column.number, "type": None if column.pg is None else column.pg.name}
+        for column in schema.columns
+    ]
+    return {
+        "row": {"columns": columns, "renamed": dict(renamed or ()), "filled": dict(filled or ())},
+        "before": None,
+        "exact": {},
+    }
 
 
 def texts_of(column: pa.Array, text: Callable[[Any], str]) -> list[str | None]:

@@ -30,6 +30,7 @@ class Op(IntEnum):
     COPY = ord("r")
     TRUNCATE = ord("t")
     MESSAGE = ord("m")
+    DEFINITION = ord("s")
 
     @property
     def letter(self) -> str:

@@ -35,8 +35,19 @@ class TableKind(StrEnum):
     """Rows of a relation."""
     MESSAGES = "messages"
     """A source's logical messages: columns `prefix`, `content`, `transactional`; its history is `_messages`."""
+    DEFINITION = "definition"
+    """One record that names the columns from its place on. Its rows' values are null; only readers that ask get it."""
     RAW = "raw"
     """Changes of a table that is quarantined, as they came: one column `message`, bytes of the protocol."""
+
+
+_DEFINITION: Final = 1 << 30
+"""Added to the version of a schema for its definition: so a part of a frame shows its kind without its schema."""
+
+
+def is_definition(version: int) -> bool:
+    """Return whether a schema version in the log is a definition's."""
+    return version >= _DEFINITION
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +121,16 @@ class TableSchema:
             return self
         columns = (replace(column, number=number) for column, number in zip(self.columns, numbers, strict=True))
         return replace(self, columns=tuple(columns))
+
+    def as_definition(self) -> Self:
+        """Return the schema of the definition that names these columns."""
+        return replace(self, kind=TableKind.DEFINITION, version=SchemaVersion(self.version + _DEFINITION))
+
+    def defined(self) -> Self:
+        """Return the schema that a definition names; another schema as it is."""
+        if self.kind is not TableKind.DEFINITION:
+            return self
+        return replace(self, kind=TableKind.TABLE, version=SchemaVersion(self.version - _DEFINITION))
 
     @property
     def is_numbered(self) -> bool:

@@ -46,8 +46,8 @@ class BatchPart:
     """The log by Flight; None: its folder is read."""
 
     def reader(self) -> StreamReader:
-        """Return a reader of these stretches."""
-        return StreamReader(self.wal) if self.flight is None else self.flight.reader(self.spans)
+        """Return a reader of these stretches, definitions included."""
+        return StreamReader(self.wal, definitions=True) if self.flight is None else self.flight.reader(self.spans)
 
     def wants(self, table: TableId) -> bool:
         """Whether this task reads the table."""
@@ -151,4 +151,6 @@ def _table_batch(table: TableId, batches: list[tuple[TableSchema, pa.RecordBatch
         last = (ends, schema) if last is None or ends >= last[0] else last
     assert last is not None, "there is a batch"
     times = [pc.max(batch.column("__commit_ts").cast(pa.int64())).as_py() for _, batch in batches]
-    return TableBatch(table, last[1], batches, max((time for time in times if time is not None), default=None))
+    return TableBatch(
+        table, last[1].defined(), batches, max((time for time in times if time is not None), default=None)
+    )

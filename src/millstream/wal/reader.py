@@ -19,7 +19,7 @@ from millstream.errors import CorruptWal, LogError, PositionError, TokenFromFutu
 from millstream.model.ids import SchemaVersion, ShardId, StreamId, TableId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq, StreamToken, short_stream_id
-from millstream.model.schema import TableSchema
+from millstream.model.schema import TableSchema, is_definition
 from millstream.ports import Files
 from millstream.wal.commit_time_lookup import numbers_around
 from millstream.wal.durable_mark import writer_cuts
@@ -43,6 +43,7 @@ from millstream.wal.segment_reader import (
     SegmentSource,
     frames_in,
     runs_of,
+    span_source,
     whole_before,
 )
 from millstream.wal.segment_scan import ScannedFrame
@@ -66,6 +67,7 @@ class StreamReader:
         durable: go by what is durable here, not by what is shown: for the log's writer, and replication.
         on_damage: receives damage, which reads then leave out; without it they raise `CorruptWal`.
         decoded: frames that it shares with other readers of the log; `read` takes them from there.
+        definitions: read definitions, too (`TableKind.DEFINITION`); their schemas are never listed.
 
     Concurrency: one thread a reader; any number of readers.
     """
@@ -79,8 +81,9 @@ class StreamReader:
         durable: bool = False,
         on_damage: OnDamage | None = None,
         decoded: DecodedFrames | None = None,
+        definitions: bool = False,
     ) -> None:
-        self._folder = folder
+        self._folder, self._definitions = folder, definitions
         self._files: Files = RealFiles() if files is None else files
         self.extent = ReadableRange(
             self._files, folder, without_mark=without_mark, on_damage=on_damage, durable=durable
@@ -149,8 +152,7 @@ class StreamReader:
         if (mark := marks.get(shard)) is None:
             return Offset(0)
         with TruncationWatch(self.extent, {shard: mark}):
-            found = (entry.offset for _, _, entry in self._frames_of(shard, seq, persisted, mark))
-            return next(found, mark.durable_offset)
+            return next((at.offset for _, _, at in self._frames_of(shard, seq, persisted, mark)), mark.durable_offset)
 
     def wait_beyond(self, seq: Seq, deadline_s: float) -> bool:
         """Return True once `persisted_upto` is greater than `seq`, or False after that many seconds."""
@@ -270,8 +272,7 @@ class StreamReader:
         """
         wanted = None if tables is None else frozenset(tables)
         with TruncationWatch(self.extent, span.end, span.upto):
-            source = SegmentSource(self._files, span.path, shard=span.shard, stream=span.stream)
-            source.bring_schemas(span.schema_frames, wanted)
+            source = span_source(self._files, span, wanted, definitions=self._definitions)
             for run in runs_of(frames_in(source, span), wanted):
                 yield from source.run_records(
                     run, span.after, span.upto, wanted, columns=columns, moments=moments, by_table=True
@@ -284,8 +285,7 @@ class StreamReader:
         """
         found: dict[tuple[TableId, SchemaVersion], TablePart] = {}
         with TruncationWatch(self.extent, span.end, span.upto):
-            source = SegmentSource(self._files, span.path, shard=span.shard, stream=span.stream)
-            source.bring_schemas(span.schema_frames)
+            source = span_source(self._files, span, definitions=self._definitions)
             for scanned in frames_in(source, span):
                 for part in source.parts(scanned):
                     key = (part.schema.table_id, part.schema.version)
@@ -444,7 +444,7 @@ class StreamReader:
 
     def schema_versions(self) -> dict[tuple[TableId, SchemaVersion], TableSchema]:
         """Return every readable schema, of every table, by table and version."""
-        return dict(sorted(self._elsewhere().all().items()))
+        return {key: schema for key, schema in sorted(self._elsewhere().all().items()) if not is_definition(key[1])}
 
     def schemas_between(
         self, after: Seq, upto: Seq, known: Container[tuple[TableId, SchemaVersion]] = ()
@@ -456,7 +456,7 @@ class StreamReader:
         with TruncationWatch(self.extent, marks):
             for shard, segment, entry in self._all_frames(marks, after, upto):
                 for table in entry.tables:
-                    if (key := table[:2]) not in known and key not in found:
+                    if (key := table[:2]) not in known and key not in found and not is_definition(key[1]):
                         source = self._source(sources, shard, segment, entry, marks[shard], frozenset(key[:1]))
                         found[key] = source.schema(*key)
         return found
@@ -472,11 +472,11 @@ class StreamReader:
             for shard, mark in marks.items():
                 for segment in self._index(shard).segments(mark):
                     for entry in self._index(shard).frames(segment, mark):
-                        if entry.kind is FrameKind.SCHEMA and entry.tables:
-                            table = entry.tables[0]
-                            if table.schema_version >= newest.get(table.table_id, (0,))[0]:
-                                at = SchemaPlace(entry.position, entry.length, table.table_id)
-                                newest[table.table_id] = (table.schema_version, segment, at)
+                        table = entry.tables[0] if entry.kind is FrameKind.SCHEMA and entry.tables else None
+                        known = table is not None and not is_definition(table.schema_version)
+                        if table and known and table.schema_version >= newest.get(table.table_id, (0,))[0]:
+                            at = SchemaPlace(entry.position, entry.length, table.table_id)
+                            newest[table.table_id] = (table.schema_version, segment, at)
             for table_id, (version, segment, at) in sorted(newest.items()):
                 schemas = load_schemas(self._files, segment.path, read_header(self._files, segment), (at,))
                 latest[table_id] = next(s for key, s in schemas.tables.items() if key == (table_id, version))
@@ -538,6 +538,7 @@ class StreamReader:
             source = sources[shard] = SegmentSource(
                 self._files, segment.path, on_damage=self._on_damage, elsewhere=self._elsewhere, decoded=self._decoded,
                 durable_end=mark.byte_end if segment.base_offset == mark.base_offset else None,
+                definitions=self._definitions,
             )  # fmt: skip
         if not source.knows(tables):
             places = self._index(shard).schema_frames(segment, mark, entry.position)

@@ -24,7 +24,7 @@ from millstream.codec.log_segment import SegmentFooter
 from millstream.errors import CorruptFrame, MillstreamError
 from millstream.model.ids import SchemaVersion, ShardId, TableId
 from millstream.model.positions import Offset, Seq
-from millstream.model.schema import TableSchema
+from millstream.model.schema import TableSchema, is_definition
 from millstream.ports import Files
 from millstream.wal.layout import SegmentFile, segments_and_strays, shard_folder, shards_and_strays
 from millstream.wal.misplacement import stream_of
@@ -88,7 +88,8 @@ class KnownSchemas:
 
     def names(self) -> dict[TableId, str]:
         """Return each table's name, from its newest readable schema."""
-        return {table: schema.full_name for (table, _), schema in sorted(self.all().items(), key=lambda item: item[0])}
+        found = sorted(self.all().items(), key=lambda item: item[0])
+        return {table: schema.full_name for (table, version), schema in found if not is_definition(version)}
 
     def all(self) -> dict[tuple[TableId, SchemaVersion], TableSchema]:
         """Return every readable schema."""

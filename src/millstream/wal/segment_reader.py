@@ -25,7 +25,7 @@ from millstream.errors import CorruptFrame, CorruptWal, UnsupportedFormat
 from millstream.model.ids import Epoch, RegionId, SchemaVersion, ShardId, StreamId, TableId
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd
-from millstream.model.schema import TableSchema
+from millstream.model.schema import TableSchema, is_definition
 from millstream.ports import Files
 from millstream.wal.frame_cache import DecodedFrames, FrameKey
 from millstream.wal.frame_index import HEADS_AHEAD_BYTES, OnDamage, SchemaPlace, damage, load_schemas, read_header
@@ -109,6 +109,7 @@ class SegmentSource:
         durable_end: int | None = None,
         shard: ShardId | None = None,
         stream: StreamId | None = None,
+        definitions: bool = False,
     ) -> None:
         base = Offset(int(path.rsplit("/", 1)[-1].removesuffix(".wal")))
         self.path = path
@@ -117,6 +118,7 @@ class SegmentSource:
         self._elsewhere = elsewhere
         self._decoded = decoded if on_damage is None else None
         self._durable_end = durable_end
+        self._definitions = definitions
         try:
             self._header = read_header(files, SegmentFile(base, path), shard=shard, stream=stream)
         except CorruptWal as error:
@@ -138,6 +140,9 @@ class SegmentSource:
     def schema(self, table: TableId, version: SchemaVersion) -> TableSchema:
         """Return a schema that has been loaded."""
         return self._schemas.find(table, version)
+
+    def _shows(self, part: PayloadPart) -> bool:
+        return self._definitions or not is_definition(part.schema_version)
 
     def known_schemas(self) -> list[TableSchema]:
         """Return the schemas that have been loaded."""
@@ -294,7 +299,7 @@ class SegmentSource:
         for number, scanned in enumerate(run):
             position = scanned.position + len(scanned.head)
             for part in scanned.header.parts:
-                if wanted is None or part.table_id in wanted:
+                if (wanted is None or part.table_id in wanted) and self._shows(part):
                     places.append((position, number, part))
                 position += part.length
         found = []
@@ -420,6 +425,8 @@ class SegmentSource:
                 continue
             try:
                 for schema, batch in frame.records(table_id, columns=columns, offsets=offsets, moments=moments):
+                    if is_definition(schema.version) and not self._definitions:
+                        continue
                     yield _table_records(frame, self._header.epoch, firsts, schema, batch)
             except CorruptFrame as error:
                 told = self._damage(error, scanned.position, scanned, table_id)
@@ -432,7 +439,7 @@ class SegmentSource:
         frame = self.decode(scanned)
         try:
             found = []
-            for part in scanned.header.parts:
+            for part in filter(self._shows, scanned.header.parts):
                 first, last = frame.numbers_of(part.table_id, part.schema_version)
                 schema = self._schemas.find(part.table_id, part.schema_version)
                 found.append(TablePart(schema, first, last, part.rows, part.length))
@@ -497,6 +504,15 @@ def runs_of(frames: Iterable[ScannedFrame], wanted: frozenset[TableId] | None) -
         yield run
     if damaged is not None:
         raise damaged
+
+
+def span_source(
+    files: Files, span: LogSpan, wanted: frozenset[TableId] | None = None, *, definitions: bool = False
+) -> SegmentSource:
+    """Return the source of a span's segment, with the schemas that its frames need; `wanted` as in `bring_schemas`."""
+    source = SegmentSource(files, span.path, shard=span.shard, stream=span.stream, definitions=definitions)
+    source.bring_schemas(span.schema_frames, wanted)
+    return source
 
 
 def _tables_of(header: FrameHeader, wanted: frozenset[TableId] | None) -> frozenset[TableId]:

@@ -11,7 +11,7 @@ from millstream.model.ids import TableId
 from millstream.model.schema import TableKind, TableSchema
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import LogSpan, StreamReader, TableRecords
-from millstream.wal.segment_reader import SegmentSource
+from millstream.wal.segment_reader import span_source
 
 _TOGETHER_ROWS: Final = 1 << 15
 """A batch of this many rows, plus one frame, is large enough."""
@@ -49,14 +49,13 @@ def one_batch(pieces: list[TableRecords]) -> pa.RecordBatch:
 
 
 def schemas_in(span: LogSpan, tables: Iterable[TableId]) -> list[TableSchema]:
-    """Return the schemas under which records of some tables may stand in a span.
+    """Return the schemas under which records of some tables may stand in a span, without definitions.
 
     Raises:
         CorruptWal: its segment is damaged.
     """
-    source = SegmentSource(RealFiles(), span.path, shard=span.shard, stream=span.stream)
-    source.bring_schemas(span.schema_frames, frozenset(tables))
-    return source.known_schemas()
+    source = span_source(RealFiles(), span, frozenset(tables))
+    return [schema for schema in source.known_schemas() if schema.kind is not TableKind.DEFINITION]
 
 
 def is_raw(schema: TableSchema) -> bool:

@@ -72,7 +72,8 @@ def adopt_log(
                 continue
             looked += 1
             with contextlib.suppress(MillstreamError):  # readers report the damage; other segments have their tables
-                for schema in schemas_in(files, shard, segment):
+                for logged in schemas_in(files, shard, segment):
+                    schema = logged.defined()
                     versions[schema.table_id, schema.version] = schema
                     shards[schema.table_id] = shard
     tables = _tables(versions, shards)

@@ -33,6 +33,7 @@ from millstream.capture.copying.conflicting_keys import touches_of, touches_of_s
 from millstream.capture.copying.copy_progress import Stage
 from millstream.capture.copying.copy_text import chunk_operation
 from millstream.capture.copying.copy_threads import ChunkWorkers, Work
+from millstream.capture.copying.definition_entries import DefinitionEntries
 from millstream.capture.copying.repair_request import RepairChunk, repair_chunks, repair_scope
 from millstream.capture.copying.standby import StandbySnapshots, reader_on
 from millstream.capture.copying.table_copies import TableCopies
@@ -430,11 +431,12 @@ def _numbered(gone: pa.RecordBatch, rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 class CopiesAndRepairs:
-    """Table copies and repairs as one `applier.CopySink`, and the session's other calls to both."""
+    """Table copies, repairs and definitions as one `applier.CopySink`, and the session's other calls to both."""
 
-    def __init__(self, copies: TableCopies, repairs: Repairs) -> None:
+    def __init__(self, copies: TableCopies, repairs: Repairs, definitions: DefinitionEntries) -> None:
         self._copies = copies
         self._repairs = repairs
+        self._definitions = definitions
 
     def start(self) -> None:
         """Start the workers."""
@@ -448,13 +450,14 @@ class CopiesAndRepairs:
 
     @property
     def all_done(self) -> bool:
-        """Whether nothing is left to copy or repair."""
-        return self._copies.all_done and self._repairs.all_done
+        """Whether nothing is left to copy or repair, and no definition waits."""
+        return self._copies.all_done and self._repairs.all_done and not self._definitions.are_waiting
 
     @property
     def waits_for_stream(self) -> bool:
-        """Whether a chunk waits for the stream."""
-        return self._copies.waits_for_stream or self._repairs.waits_for_stream
+        """Whether a chunk or a definition waits for the stream."""
+        waits = self._copies.waits_for_stream or self._repairs.waits_for_stream
+        return waits or self._definitions.are_waiting
 
     @property
     def keeps_session(self) -> bool:
@@ -479,10 +482,11 @@ class CopiesAndRepairs:
         """Note that everything that committed at or below `lsn` has been submitted."""
         self._copies.passed(lsn)
         self._repairs.passed(lsn)
+        self._definitions.passed(lsn)
 
     def ready(self) -> Iterable[Entry]:
         """Return the operations that may enter now."""
-        return [*self._copies.ready(), *self._repairs.ready()]
+        return [*self._definitions.ready(), *self._copies.ready(), *self._repairs.ready()]
 
     def discard(self, relation_oid: int) -> None:
         """End copy and repair of a table that was quarantined."""

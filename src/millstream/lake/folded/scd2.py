@@ -370,7 +370,7 @@ class _Fold:
             return self._again(upto)
         if not anew and not set(target.names) <= set(have.names):
             add_columns(opened, target)
-        if found is None and not anew:
+        if found is None and not anew and opened.held:
             return self._standing(upto)
         found = found or Versions.unchanged(self.columns, self.schema.key)
         full = self._file_columns(exact=True)

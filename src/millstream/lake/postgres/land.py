@@ -7,7 +7,7 @@ already landed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -238,7 +238,9 @@ def _land_one(
     batches = [
         (version, batch.filter(pc.greater(batch.column("__seq"), int(stands)))) for version, batch in loaded.batches
     ]
-    batches = [(version, batch) for version, batch in batches if batch.num_rows]
+    batches = [(one, batch) for one, batch in batches if batch.num_rows and one.kind is not TableKind.DEFINITION]
+    if "current" in target.views and table_id not in history_only:
+        _check_names(target, schema, loaded.batches, stands)
     rows = sum(batch.num_rows for _, batch in batches)
     if batches:
         if "changes" in target.views:
@@ -260,6 +262,30 @@ def _land_one(
         rows=rows,
         n=max(upto, stands),
     )
+
+
+def _check_names(target: PostgresTarget, schema: TableSchema, batches: Sequence[Versioned], after: Seq) -> None:
+    """Refuse a table whose columns were renamed without a copy, while another lake followed their numbers.
+
+    Raises:
+        LakeError (`lake_schema_conflict`): no later copy brings the new names.
+    """
+    renamed = emptied = int(after)
+    for version, batch in batches:
+        if version.kind is TableKind.DEFINITION:
+            renamed = max(
+                renamed, pc.max(batch.filter(batch.column("__before").is_valid()).column("__seq")).as_py() or 0
+            )
+        else:
+            voids = pc.and_(pc.equal(batch.column("__op"), "t"), pc.is_null(batch.column("__commit_index")))
+            emptied = max(emptied, pc.max(batch.filter(voids).column("__seq")).as_py() or 0)
+    if renamed > emptied:
+        raise LakeError(
+            f"columns of {schema.full_name} were renamed without a copy, which {target.place} can't follow",
+            code="lake_schema_conflict",
+            hint=f"Run `millstream tables copy {schema.full_name}`.",
+            table=schema.full_name,
+        )
 
 
 def _all_failed(tables: Iterable[TableId], error: Exception) -> dict[TableId, LandedTable]:

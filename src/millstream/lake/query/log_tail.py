@@ -137,7 +137,7 @@ class TailTables:
     def _tailed(self, table_id: TableId) -> OpenTable:
         cut, batches = self._read(table_id)
         last = max(batches, key=lambda batch: pc.max(batch.column("__seq")).as_py(), default=None)
-        schema = self._parts[table_id][-1].schema if last is None else TableSchema.from_arrow(last.schema)
+        schema = self._parts[table_id][-1].schema if last is None else TableSchema.from_arrow(last.schema).defined()
         # As if tables landed in the order of their last records.
         rivals = [
             batch
