@@ -448,6 +448,52 @@ def test_acknowledgements_are_durable_before_the_next_batch_if_the_sink_needs_it
     assert synced == [0, 10, 20]
 
 
+def test_messages_that_cannot_be_received_now_are_waited_for_with_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push_retries, "_KEPT_AGAIN_S", 0.01)
+    source, sink = Source(messages_of(30)), Sink(lambda _: ACCEPTED)
+    receive, tries = source.receive, threading.Semaphore(0)
+    is_full = threading.Event()
+    is_full.set()
+
+    def receive_later(count: int, *, wait_s: float) -> Sequence[PushMessage]:
+        if is_full.is_set():
+            tries.release()
+            raise MillstreamError("the disk is full")
+        return receive(count, wait_s=wait_s)
+
+    monkeypatch.setattr(source, "receive", receive_later)
+    with pushing_to(sink, source) as pusher:
+        for _ in range(4):
+            assert tries.acquire(timeout=30)
+        assert (sink.sent, source.shown, pusher.is_running) == ([], ["the disk is full"], True)
+        is_full.clear()
+        source.wait_until(lambda: source.is_settled)
+        source.wait_until(lambda: source.shown[-1] is None)
+
+
+def test_turns_go_to_threads_in_the_order_in_which_they_asked() -> None:
+    """Else a thread that receives nothing would keep another from sending what it has received ahead."""
+    turns, order = push_retries._Turns(), list[str]()
+
+    def take(name: str) -> None:
+        turns.__enter__()
+        order.append(name)
+
+    waits = threading.Thread(target=take, args=["it had waited"])
+    with turns:
+        waits.start()
+        deadline_s = time.monotonic() + 30
+        while not turns._waiting:
+            assert time.monotonic() < deadline_s
+    waits.join(30)
+    again = threading.Thread(target=take, args=["it came later"])
+    again.start()
+    assert order == ["it had waited"]
+    turns.__exit__()
+    again.join(30)
+    assert order == ["it had waited", "it came later"]
+
+
 def test_a_backlog_is_received_ahead_and_sent_in_turn() -> None:
     """One batch is sent while the next one is received, but none before the acknowledgements of the last are durable."""
     going, most = [0], [0]

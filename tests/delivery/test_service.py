@@ -6,17 +6,20 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 from tests.app.homes import make_home, wait_for
+from tests.delivery.test_store import FailingDisk
 
 from millstream.app.open_home import OpenHome
 from millstream.delivery.service import StreamConsumers
-from millstream.errors import CursorExpired
+from millstream.errors import CursorExpired, MillstreamError
 from millstream.home.home import Home
 from millstream.home.retention import tracker_of
 from millstream.model.positions import Seq
 from millstream.protocol.retention import CutOff, HolderKind
+from millstream.wal.files import RealFile
 from millstream.writers.home_consumers import surroundings
 
 KEYS = '[streams.web]\n[streams.web.keys]\n"public.orders" = ["id"]\n'
@@ -124,6 +127,26 @@ def test_state_comes_back_as_it_was(home: Home) -> None:
         last.call("nack", "search", {"ack_ids": [retried["ack_id"]]})
         assert last.call("dead", "search", {}).body["dead"][0]["record"] == retried["record"]
         last.close()
+
+
+@pytest.mark.usefixtures("opened")
+@pytest.mark.parametrize("kind", ["changes", "latest"])
+def test_messages_whose_delivery_cannot_be_kept_are_delivered_by_the_next_call(home: Home, kind: str) -> None:
+    """They stayed in flight for a caller that had got an error; a pushing consumer would have waited for hours."""
+    with home.open_catalog() as catalog:
+        consumers = StreamConsumers(surroundings(home, catalog, "web"))
+        consumers.call("create", None, {"name": "search", "start": "earliest", "kind": kind})
+        store = consumers._store
+        store._file = cast("RealFile", FailingDisk(store._file, "write"))
+        with pytest.raises(MillstreamError, match="space"):
+            consumers.call("receive", "search", {})
+        found = consumers.call("show", "search", None).body
+        assert (found["in_flight"], found["dead"]) == (0, 0)
+        store._file = cast("FailingDisk", store._file)._file
+        messages = consumers.call("receive", "search", {}).body["messages"]
+        assert [json.loads(message["record"])["row"] for message in messages] == [{"id": n} for n in range(4)]
+        wait_for(lambda: not store.wants_compaction)
+        consumers.close()
 
 
 def test_many_clients_of_one_consumer_share_its_messages(opened: OpenHome) -> None:

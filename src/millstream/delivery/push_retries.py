@@ -11,6 +11,7 @@ import itertools
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -50,6 +51,10 @@ class PushSource(Protocol):
         They stay in flight for longer than a batch waits for its turn and is sent.
 
         No group is in two answers at once. A paused consumer has no messages.
+
+        Raises:
+            MillstreamError: the log can't be read, or the consumer's state can't be kept now; no message is in flight
+                because of it.
         """
 
     def is_held(self, messages: Sequence[PushMessage]) -> bool:
@@ -115,6 +120,35 @@ class _Batch:
         return self.messages[:1] if self.is_split else self.messages
 
 
+class _Turns:
+    """A lock that goes to the threads in the order in which they asked.
+
+    Python's own may go to the same thread again and again: one that receives nothing would keep another from sending what
+    it has received ahead, and the consumer delivers no more while so many messages are in flight.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_taken = False
+        self._waiting: deque[threading.Event] = deque()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._is_taken:
+                self._is_taken = True
+                return
+            mine = threading.Event()
+            self._waiting.append(mine)
+        mine.wait()
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            if self._waiting:
+                self._waiting.popleft().set()
+            else:
+                self._is_taken = False
+
+
 class Pusher:
     """Pushes until it is closed, or until the receiver is gone.
 
@@ -152,7 +186,7 @@ class Pusher:
         """Batches that wait: a heap by time."""
         self._numbers = itertools.count()
         self._shown: str | None = None
-        self._turn = threading.Lock() if self._pacing.syncs else nullcontext()
+        self._turn = _Turns() if self._pacing.syncs else nullcontext()
         """Held while a batch is sent, if batches go one after the other."""
         self._is_behind = False
         """Whether the last answer was large, so that the next batch is received before its turn."""
@@ -215,7 +249,14 @@ class Pusher:
             left_s = self._aside[0][0] - self._now_s() if self._aside else _RECEIVE_S
             if left_s <= 0:
                 return heapq.heappop(self._aside)[2]
-        messages = self._source.receive(self._pacing.batch_size, wait_s=min(left_s, _RECEIVE_S))
+        try:
+            messages = self._source.receive(self._pacing.batch_size, wait_s=min(left_s, _RECEIVE_S))
+        except MillstreamError as error:
+            self._show(error.message)
+            self._stopping.wait(_KEPT_AGAIN_S)
+            messages = []
+        else:
+            self._show(None)
         self._is_behind = len(messages) > self._pacing.batch_size // _PART_OF_BATCH
         return self._begun(messages) if messages else None
 

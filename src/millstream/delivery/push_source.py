@@ -78,11 +78,8 @@ class ConsumerSource:
         with running.lock:
             if self._is_gone() or running.machine.phase is not Phase.ACTIVE:
                 return [], False
-            try:
-                machine = running.delivering
-                deliveries, is_more = running.deliver(count)
-            except MillstreamError:  # the consumer shows it
-                return [], False
+            machine = running.delivering
+            deliveries, is_more = running.deliver(count)
             found: list[PushMessage] = []
             for delivery in deliveries:
                 origin = delivery.message.origin

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -193,6 +193,7 @@ class Running:
         Raises:
             CursorExpired: the consumer was cut off.
             CorruptWal …: the log can't be read.
+            MillstreamError (`disk_full`, `io_failed`): the consumer's state can't be kept; nothing is delivered.
         """
         ids = self.backfills.ids() if self.backfills.is_running else self.ids
         answer, is_more = self.deliver(count)
@@ -205,15 +206,26 @@ class Running:
         self.expire()
         if self.backfills.is_running:
             rows = self.backfills.receive(now_ms(), count)
-            self.save()
+            self._keep(rows)
             return rows, not rows and not self.backfills.is_running
         self._hold_quarantined()
         is_more = self._read(count)
         answer = machine.receive(now_ms(), count)
-        self.save()
+        self._keep(answer)
         self.check_kept()
         self._time(answer)
         return answer, is_more
+
+    def _keep(self, answer: Sequence[Delivery]) -> None:
+        """Save what was delivered. If that fails, the messages return at once: the caller doesn't get them."""
+        machine = self.delivering
+        try:
+            self.save()
+        except MillstreamError:
+            machine.give_back([delivery.delivery_id for delivery in answer])
+            with suppress(MillstreamError):  # the store makes its log anew
+                self.save()
+            raise
 
     def begin_pushing(self) -> None:
         """Return the messages that an earlier pusher had: this process alone delivers to the sink."""
