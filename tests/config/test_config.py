@@ -120,7 +120,7 @@ def test_the_environment_can_set_what_the_file_leaves_out(tmp_path: Path) -> Non
     ("text", "line", "key", "says"),
     [
         ("a = [\n1,", 2, "", "not TOML"),
-        ("[spark]\nmastr = 'x'\n", 2, "spark.mastr", "allowed here: master, trigger_interval"),
+        ("[spark]\nmastr = 'x'\n", 2, "spark.mastr", "allowed here: master, log_access, trigger_interval"),
         ("[sparc]\n", 1, "sparc", "allowed here: streams, spark, http"),
         ("\n[http]\nlisten = 8787\n", 3, "http.listen", "must be text in quotes"),
         ("[http]\nlisten = 'here'\n", 2, "http.listen", "must be text of the form"),
