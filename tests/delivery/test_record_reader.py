@@ -24,6 +24,7 @@ from millstream.model.record_json import to_json
 from millstream.model.records import Op, record_schema
 from millstream.model.schema import Column, PgType, TableSchema
 from millstream.protocol.delivery import Message, seq_of
+from millstream.wal.lag import backlog_of_tables
 from millstream.wal.reader import StreamReader
 from millstream.wal.records_json import Cat
 from millstream.wal.writing.writer import LogWriter
@@ -160,6 +161,22 @@ def test_the_end_of_what_was_read_repeats_nothing(log: LogWriter, tmp_path: Path
         again, _ = read_all(reader_of(tmp_path, tables=["public.orders"], where="id >= 2"), step.upto)
         assert {m.id for m in again}.isdisjoint(m.id for m in messages if seq_of(m.position) <= step.upto)
     assert len({m.id for m in messages}) == len(messages) > 10
+
+
+@pytest.mark.parametrize("fields", [{}, {"tables": ["public.orders"]}], ids=["all", "orders"])
+def test_a_definition_is_no_message_and_no_lag(log: LogWriter, tmp_path: Path, fields: dict[str, Any]) -> None:
+    """A renamed column ended `status` and the server's health while a consumer hadn't come past it."""
+    fill(log, 2)
+    renamed = row(0, Op.DEFINITION, __before=[("note", "remark")])
+    log.append(ops([operation(None, 0x1800, OperationKind.APPEND)], (ORDERS.as_definition(), 0, [renamed])))
+    log.append(ops([operation(9, 0x1900)], (ITEMS, 0, [row(0, Op.CREATE, id=900)])))
+    reader = reader_of(tmp_path, **fields)
+    log_reader = StreamReader(str(tmp_path / "wal"))
+    after, upto = Seq(0), log_reader.persisted_upto()
+    takes = reader.takes_of(after, upto)
+    lag = backlog_of_tables(log_reader, after, upto, lambda table: takes(table.table_id, table.schema_version))
+    messages, _ = read_all(reader_of(tmp_path, **fields))
+    assert lag.records == len(messages) == (8 if fields else 15)
 
 
 def test_a_condition_leaves_records_out(log: LogWriter, tmp_path: Path) -> None:

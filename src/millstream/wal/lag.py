@@ -11,6 +11,7 @@ from millstream.codec.log_frame import FrameKind
 from millstream.model.ids import ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
+from millstream.model.schema import is_definition
 from millstream.ports import Files
 from millstream.wal.durable_mark import read_mark
 from millstream.wal.files import RealFiles
@@ -116,6 +117,8 @@ class Backlogs:
 def backlog_of_tables(reader: StreamReader, after: Seq, upto: Seq, takes: Callable[[FrameTable], bool]) -> Backlog:
     """Count some tables' records of the range `(after, upto]`, exactly; the bytes are those of their compressed columns.
 
+    Definitions aren't counted.
+
     Args:
         reader: the log.
         after: exclusive; a lower number than the log's first counts from there.
@@ -128,7 +131,7 @@ def backlog_of_tables(reader: StreamReader, after: Seq, upto: Seq, takes: Callab
     records = size = 0
     oldest: int | None = None
     for shard, segment, entry in reader.frames_between(after, upto):
-        taken = [table for table in entry.tables if takes(table)]
+        taken = [table for table in entry.tables if not is_definition(table.schema_version) and takes(table)]
         if not taken:
             continue
         if entry.first_seq <= after or entry.last_seq > upto:
