@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from psycopg import Connection
 from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage
 
+from millstream.capture import watcher
+from millstream.capture.publication import Restriction
 from millstream.catalog import TableState
 from millstream.model.schema import TableKind
 
@@ -146,3 +151,23 @@ def test_a_name_that_another_column_had_is_copied_again(following: Stage) -> Non
     stage.sql("ALTER TABLE t RENAME b TO c", "ALTER TABLE t ADD b int")
     stage.catch_up()
     assert ops(stage)[3:] == ["t", "r"]
+
+
+def test_a_look_that_a_change_comes_into_begins_again(following: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its statements showed a column under the number of a dropped one, whose name it had got in between."""
+    following.sql("CREATE TABLE t (id int PRIMARY KEY, a varchar(9), b text); INSERT INTO t VALUES (1, 'a', 'b')")
+    following.catch_up()
+    restrictions, is_changed = watcher.restrictions, threading.Event()
+
+    def late(connection: Connection, publications: Sequence[str]) -> dict[tuple[str, str], Restriction]:
+        if not is_changed.is_set():
+            is_changed.set()
+            following.sql("BEGIN; ALTER TABLE t DROP b; ALTER TABLE t RENAME a TO b; COMMIT")
+        return restrictions(connection, publications)
+
+    monkeypatch.setattr(watcher, "restrictions", late)
+    following.catch_up()
+    (facts,) = following.catalog.facts(f"capture/{following.catalog.stream('shop').id}/layout").values()
+    shapes = [[(number, name) for number, name, _ in columns] for _, _, columns in facts["shapes"]]
+    assert shapes[-1] == [(1, "id"), (2, "b")]
+    assert [(1, "id"), (3, "b")] not in shapes

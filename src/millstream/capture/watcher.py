@@ -56,7 +56,14 @@ NOT_PUBLISHED: Final = "publication"
 NO_TRUNCATES: Final = "truncates"
 """Cause in a captured table's details: no publication sends its truncates."""
 
+_TORN_MAX: Final = 5
+"""How often a look begins again because definitions change while it reads them."""
+
 logger = structlog.get_logger("millstream.capture")
+
+
+def _columns(tables: Iterable[SourceTable]) -> dict[int, object]:
+    return {table.oid: (table.namespace, table.name, table.layout, table.relation) for table in tables}
 
 
 class WatchedTables:
@@ -78,6 +85,8 @@ class WatchedTables:
         self.renew_at: Lsn | None = None
         """LSN from which a new session has to stream: a publication exists that this session didn't start with."""
         self._streamed: tuple[str, ...] | None = None
+        self._whole: object = None
+        """The columns that the last look read, as `_columns` returns them, and the restrictions of the publications."""
 
     def waits_for_look(self) -> bool:
         """Return whether the log has records that only another look can explain; have it soon then.
@@ -100,6 +109,11 @@ class WatchedTables:
         Raises:
             SourceError: as their messages say; changes made before the error persist.
         """
+        if not any(self._look(connection, passed) for _ in range(_TORN_MAX)):
+            self._directory.look_wanted.set()
+
+    def _look(self, connection: Connection, passed: Lsn) -> bool:
+        """Look, unless a definition changes between two of the statements: return False then, and settle nothing."""
         shown = self._directory.shown.begin_look(passed)
         try:
             publish_generated(connection, self._config.publication)
@@ -129,6 +143,8 @@ class WatchedTables:
         if self.renew_at is None and not set(self.coverage.publications) <= set(self._streamed):
             self.renew_at = insert_lsn(connection)
         sent = restrictions(connection, self.coverage.publications)
+        if not self._is_whole(connection, published, sent):
+            return False
         left, expected = dict[TableId, Sequence[Shown]](), dict[TableId, Expected]()
         numbers = dict[TableId, Mapping[Form, tuple[int, ...]]]()
         for table in tables:
@@ -147,6 +163,24 @@ class WatchedTables:
         self._directory.refresh()
         # Last: capture ends only once every form is explained, and the table's state shows a copy that this requests.
         self._directory.shown.end_look({table: forms for table, forms in left.items() if forms}, expected, numbers)
+        return True
+
+    def _is_whole(
+        self, connection: Connection, published: Sequence[SourceTable], sent: Mapping[tuple[str, str], Restriction]
+    ) -> bool:
+        """Return whether columns and restrictions are of one moment, though several statements read them.
+
+        A column may have got the name of one that was dropped in between: joined by name, they would make a table that
+        never was, and records would get the number of the dropped column. So what is new is read twice.
+        """
+        found = _columns(published), sent
+        if found != self._whole:
+            again = list_published(connection, self._patterns, self._config.publication)
+            if _columns(again) != found[0]:
+                logger.debug("definitions change during a look; it begins again")
+                return False
+            self._whole = found
+        return True
 
     def _settle(self, table: SourceTable, row: TableRow) -> None:
         """Update a table's state after a change of its identity or of the publications."""
