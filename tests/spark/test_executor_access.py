@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from pyspark import SparkContext
 
 import millstream
 from millstream.catalog import Catalog
@@ -198,3 +199,19 @@ def test_a_lake_on_this_machine_is_not_asked_for() -> None:
     context: Any = SimpleNamespace(master="local[1]")
     nothing: Any = None
     assert check_lake(context, nothing) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "names"),
+    [
+        ("o43.x.\n: java.lang.IllegalStateException: Cannot call methods on a stopped SparkContext", "executors_missing", "no master answers at spark://10.0.0.1:7077"),
+        ("it broke\n\tat org.apache.spark.A.b(A.scala:1)\n\tat c", "engine", "Spark failed: it broke"),
+    ],
+    ids=["master", "other"],
+)  # fmt: skip
+def test_a_master_that_does_not_answer_is_named_without_javas_stack(said: str, code: str, names: str) -> None:
+    error = ExecutorWatch(cast("SparkContext", Cluster())).failure(RuntimeError(said), "Read the log.")
+    assert names in error.message
+    assert "org.apache" not in error.message
+    assert "\tat" not in error.message
+    assert error.code == code

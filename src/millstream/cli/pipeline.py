@@ -42,7 +42,7 @@ def fold(invocation: Invocation, tables: tuple[str, ...], stream: str | None, as
 @click.argument("file", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path))
 @json_option
 def env(file: Path, as_json: bool) -> None:
-    """Pack what Spark's executors need into FILE (.tar.gz), and print the lines for [spark.conf].
+    """Pack what Spark's executors need into FILE (.tar.gz), and print the lines for millstream.toml.
 
     The packages are this Python's, so workers need a Python of the same minor version and the same platform.
     """

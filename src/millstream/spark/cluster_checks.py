@@ -16,7 +16,7 @@ from pyspark.errors import PySparkException
 from millstream.catalog import Catalog
 from millstream.errors import EngineError, MillstreamError
 from millstream.spark.batch_targets import LakeOfFiles
-from millstream.spark.executor_access import ExecutorLog, ExecutorWatch, check_lake, everywhere, translated
+from millstream.spark.executor_access import ExecutorLog, ExecutorWatch, check_lake, everywhere
 from millstream.spark.jobs import run_job
 from millstream.spark.pipeline import PipelineConfig
 from millstream.spark.probes import ExecutorFacts, executor_facts
@@ -78,7 +78,7 @@ def _asked(context: SparkContext, watch: ExecutorWatch) -> list[ExecutorFacts]:
     try:
         return run_job(context, executor_facts, [0] * everywhere(context))
     except (PySparkException, Py4JError, OSError) as error:
-        raise watch.error or translated(error, "Spark's log has the whole story.") from error
+        raise watch.failure(error, "Spark's log has the whole story.") from error
 
 
 def _log(context: SparkContext, catalog: Catalog, config: PipelineConfig) -> ClusterCheck:

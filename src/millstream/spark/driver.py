@@ -88,7 +88,7 @@ def run_pipeline(
             run = _Run(config, catalog, log, pipeline_tables, context, executor_log, on_progress)
             return run.until(stop, drain)
         except (PySparkException, Py4JError, OSError) as error:
-            raise watch.error or translated(error, hint) from error
+            raise watch.failure(error, hint) from error
         except MillstreamError as error:
             if watch.error is None or watch.error is error:
                 raise

@@ -192,6 +192,16 @@ class ExecutorWatch:
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
 
+    def failure(self, error: BaseException, hint: str) -> MillstreamError:
+        """Return the error of a job that failed: the loss of all executors or of the master, or as `translated`."""
+        if self.error is None and not is_local(self._context) and _GIVEN_UP.search(str(error)):
+            return EngineError(
+                f"no master answers at {self._context.master}, so Spark has stopped",
+                code="executors_missing",
+                hint="Start the master, or correct `master` in [spark].",
+            )
+        return self.error or translated(error, hint)
+
     def _look(self) -> bool:
         if self._stopped.is_set():
             return False
@@ -240,7 +250,8 @@ def _first(errors: Sequence[MillstreamError | None]) -> MillstreamError | None:
     return next((error for error in errors if error is not None), None)
 
 
-_DUMP: Final = re.compile(r"\n*(JVM stacktrace:|Driver stacktrace:)")
+_DUMP: Final = re.compile(r"\n*(JVM stacktrace:|Driver stacktrace:)|\n\s+at ")
+_GIVEN_UP: Final = re.compile("stopped SparkContext|SparkContext was shut down|masters are unresponsive")
 
 
 def _said(error: BaseException) -> str:
