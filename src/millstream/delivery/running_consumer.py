@@ -223,7 +223,7 @@ class Running:
             self.save()
         except MillstreamError:
             machine.give_back([delivery.delivery_id for delivery in answer])
-            with suppress(MillstreamError):  # the store makes its log anew
+            with suppress(MillstreamError):  # the store writes its log again, whole
                 self.save()
             raise
 
