@@ -320,3 +320,31 @@ def test_history_shows_columns_that_are_gone_also_under_a_name_of_another(tmp_pa
         {"__seq": 2, "a": "3", "b": "4", "c": None},
         {"__seq": 3, "a": None, "b": "4", "c": "5"},
     ]
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_a_text_under_the_keys_old_name_leaves_keys_numbers_in_a_build_in_parts(
+    tmp_path: Path, records: Records, *, is_copied: bool
+) -> None:
+    layout = LakeLayout(str(tmp_path / "lake"), "shop", StreamId(UUID(int=42)))
+    source = Source(Random(0))
+
+    def record(op: str, key: int | None = None, **facts: Any) -> None:
+        source.n += 1
+        row = {} if key is None else {source.names[1]: key, source.names[2]: f"text {source.n}"}
+        source.records.append((source.schema, (op, source.n, {**row, **facts, **moment(source.n)})))
+
+    for names in ({1: "id", 2: "a"}, {1: "k", 2: "a"}, {1: "k", 2: "id"}):
+        source.names = names
+        for key in range(10 * len(source.versions), 10 * len(source.versions) + 10):
+            record("c", key)
+    if is_copied:
+        record("t")
+        for key in range(30):
+            record("r", key)
+    record("u", 50, __before=[("k", "5")])
+    landed = append_history(layout, source.schema, batches(source, records), Seq(source.n))
+    commit_cut(layout, Seq(source.n), [landed], committed_at=datetime.now(UTC))
+    fold_table(layout, source.schema, Seq(source.n), sizes=FoldSizes(build_rows_min=0, build_bytes=2000))
+    rows = DeltaTable(layout.table_path("current", source.schema)).to_pyarrow_table()
+    assert sorted(rows.column("k").to_pylist()) == [*range(5), *range(6, 30), 50]

@@ -206,3 +206,9 @@ def emptied(opened: OpenTable, after: Seq, upto: Seq, table: TableId) -> bool:
     """Whether a record in `(after, upto]` empties the table: a TRUNCATE, or the start of another copy."""
     scan = scan_history(opened, after=after, upto=upto, columns=["__op"], table=table, only=pc.field("__op") == "t")
     return bool(scan.count_rows())
+
+
+def last_truncate(opened: OpenTable, upto: Seq, table: TableId) -> Seq:
+    """Return the number of the last record up to `upto` that empties the table; 0 if none does."""
+    scan = scan_history(opened, after=Seq(0), upto=upto, columns=["__seq"], table=table, only=pc.field("__op") == "t")
+    return Seq(pc.max(scan.to_table().column("__seq")).as_py() or 0)

@@ -1,10 +1,10 @@
 """The first build of `current`, from all of a table's history, in bounded memory and in parallel parts.
 
 A fold holds its records whole, but here they may be all rows that the source ever had. So one pass first reads the
-keys. A sample of them gives the bounds that cut the table into parts of similar size. Keys that moved (an update
-changed its row's key) are recorded, because one part doesn't have all their records. Then each part reads the
-records of its range and folds them; the moved keys make a part of their own. After a table copy, history is nearly
-in key order, so that a part reads little outside of its range.
+keys of the records behind the last truncate. A sample of them gives the bounds that cut the table into parts of similar
+size. Keys that moved (an update changed its row's key) are recorded, because one part doesn't have all their records.
+Then each part reads the records of its range and folds them; the moved keys make a part of their own. After a table
+copy, history is nearly in key order, so that a part reads little outside of its range.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import pyarrow.compute as pc
 
 from millstream.lake.delta import OpenTable, live_files
 from millstream.lake.folded.current_fold import fold_records, run_of
-from millstream.lake.history_scan import scan_named
+from millstream.lake.history_scan import last_truncate, scan_named
 from millstream.lake.row_identity import Keys, key_codes
-from millstream.lake.types import EXACT
+from millstream.lake.types import EXACT, conform
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 
@@ -49,25 +49,35 @@ class BuildPart:
 
 
 def plan_build(
-    history: OpenTable, schema: TableSchema, upto: Seq, *, part_bytes: int
+    history: OpenTable, schema: TableSchema, columns: pa.Schema, upto: Seq, *, part_bytes: int
 ) -> tuple[tuple[BuildPart, ...], bool]:
-    """Cut a keyed table into parts, each of which fits into about `part_bytes` of memory.
+    """Cut a keyed table into parts, each of which fits into a certain memory.
+
+    Args:
+        history: the table's history.
+        schema: the table, and the names of its columns.
+        columns: the columns of the view, in its types.
+        upto: inclusive.
+        part_bytes: memory for each part.
 
     Returns:
-        The parts, in key order, and whether any record has a text in `__exact`.
+        The parts, in key order, and whether any of their records has a text in `__exact`.
     """
     key = list(schema.key)
     names = ["__op", "__seq", "__unchanged", EXACT.name, "__before", *key]
+    truncated = last_truncate(history, upto, schema.table_id)
     seen = _KeyPass(schema, key)
-    for rows in scan_named(history, schema, after=Seq(0), upto=upto, columns=names).batches():
-        seen.take(rows)
+    scan = scan_named(history, schema, after=truncated, upto=upto, columns=names)
+    shape = _own_types(scan.schema, columns)
+    for rows in scan.batches():
+        seen.take(conform(rows, shape))
     size = sum(live_files(history).column("size_bytes").to_pylist())
     moved = seen.moved_keys()
     count = max(1, -(-size * _EXPANSION // part_bytes))
     edges: list[pa.Table | None] = [None, *seen.edges(count), None]
-    parts = [BuildPart(seen.truncated, low, high, moved) for low, high in pairwise(edges)]
+    parts = [BuildPart(truncated, low, high, moved) for low, high in pairwise(edges)]
     if moved is not None:
-        parts.append(BuildPart(seen.truncated, None, None, moved, movers=True))
+        parts.append(BuildPart(truncated, None, None, moved, movers=True))
     return tuple(parts), seen.exact
 
 
@@ -87,14 +97,24 @@ def build_rows(history: OpenTable, schema: TableSchema, columns: pa.Schema, upto
         columns=names,
         only=lambda name: _coarse(part, name, types.field(name).type, columns.field(schema.key[0]).type),
     )
-    held = [rows.filter(pa.array(_mine(rows, part, schema.key))) for rows in scan.batches() if rows.num_rows]
+    shape = _own_types(scan.schema, columns)
+    found = (conform(rows, shape) for rows in scan.batches() if rows.num_rows)
+    held = [rows.filter(pa.array(_mine(rows, part, schema.key))) for rows in found]
     nothing = pa.schema([*columns, EXACT]).empty_table()
-    records = pa.concat_tables(held) if held else scan.schema.empty_table()
+    records = pa.concat_tables(held) if held else shape.empty_table()
     return fold_records(records, schema, columns, lambda _keys: nothing).rows
 
 
+def _own_types(found: pa.Schema, columns: pa.Schema) -> pa.Schema:
+    """Return the columns of a scan in the view's types.
+
+    Records may have wider ones, which depend on the names that the scanned records had.
+    """
+    return pa.schema([columns.field(field.name) if field.name in columns.names else field for field in found])
+
+
 class _KeyPass:
-    """The results of one pass over all keys."""
+    """The results of one pass over the keys of the records behind the last truncate."""
 
     def __init__(self, schema: TableSchema, key: Sequence[str]) -> None:
         self._schema = schema
@@ -103,15 +123,11 @@ class _KeyPass:
         self._sampled = 0
         self._step = 1
         self._moved: list[pa.Table] = []
-        self.truncated = Seq(0)
         self.exact = False
 
     def take(self, rows: pa.Table) -> None:
         if not rows.num_rows:
             return
-        truncates = rows.filter(pc.equal(rows.column("__op"), "t"))
-        if truncates.num_rows:
-            self.truncated = Seq(max(self.truncated, pc.max(truncates.column("__seq")).as_py()))
         self.exact = self.exact or rows.column(EXACT.name).null_count < rows.num_rows
         self._note_moves(rows)
         some = rows.select(self._key).take(pa.array(np.arange(0, rows.num_rows, self._step)))
@@ -135,17 +151,11 @@ class _KeyPass:
         one, other = key_codes([new, old])
         moved = np.flatnonzero(one != other)
         if len(moved):
-            seqs = run.tail.column("__seq").take(pa.array(at[moved])).combine_chunks()
-            for keys in (new.take(moved), old.take(moved)):
-                self._moved.append(keys.with_texts().append_column("__seq", seqs))
+            self._moved += [new.take(moved).with_texts(), old.take(moved).with_texts()]
 
     def moved_keys(self) -> Keys | None:
-        """Return the keys that rows moved from or to, since the table was last truncated."""
-        if not self._moved:
-            return None
-        rows = pa.concat_tables(self._moved)
-        rows = rows.filter(pc.greater(rows.column("__seq"), int(self.truncated)))
-        return Keys.of(rows, self._key) if rows.num_rows else None
+        """Return the keys that rows moved from or to."""
+        return Keys.of(pa.concat_tables(self._moved), self._key) if self._moved else None
 
     def edges(self, count: int) -> list[pa.Table]:
         """Return the keys at which to cut, ascending; none if the key's type has no order."""

@@ -318,7 +318,7 @@ def begin_fold(  # noqa: D417 - `anew` is described, as code
         columns = current_columns(layout, schema, history)
     bounded = _bounded(opened, columns, schema.key)
     if first and schema.key and count_history(history, after=Seq(0))(upto) > sizes.build_rows_min:
-        parts, exact = plan_build(history, schema, upto, part_bytes=sizes.build_bytes)
+        parts, exact = plan_build(history, schema, columns, upto, part_bytes=sizes.build_bytes)
         plan = FoldPlan(layout, schema, columns, exact, bounded, None, upto, opened.version, True, sizes)
         return Fold(replace(plan, build=parts))
     after = None if first else opened.n

@@ -225,7 +225,7 @@ def built_sql(engine: Engine, upto: Seq, history: OpenTable, schema: TableSchema
     """Return a large table's rows from all of its history, through a scratch file."""
     import pyarrow.parquet as pq
 
-    parts, exact = plan_build(history, schema, upto, part_bytes=DEFAULT_SIZES.build_bytes)
+    parts, exact = plan_build(history, schema, columns, upto, part_bytes=DEFAULT_SIZES.build_bytes)
     shape = pa.schema([*columns, EXACT])
     path = engine.scratch_file()
     with pq.ParquetWriter(path, shape, compression="zstd", compression_level=1) as writer:
