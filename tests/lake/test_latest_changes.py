@@ -13,7 +13,7 @@ import pytest
 from millstream.errors import UsageError
 from millstream.lake.latest_changes import latest_rows
 from millstream.model.ids import SchemaVersion
-from millstream.model.schema import Column, TableSchema
+from millstream.model.schema import Column, PgType, TableSchema
 
 Records = Callable[..., pa.RecordBatch]
 
@@ -95,6 +95,28 @@ def test_another_key_begins_the_copy_anew(orders: TableSchema, records: Records)
     newer = replace(orders, version=SchemaVersion(2), key=("note",), identity=("note",))
     found = latest_rows(newer, [records(orders, ("c", 1, {"id": 1})), records(newer, ("c", 2, {"id": 2, "note": "x"}))])
     assert (found.emptied, found.rows.column("id").to_pylist()) == (True, [2])
+
+
+INT4, INT8, TEXT = PgType(23, -1, "integer"), PgType(20, -1, "bigint"), PgType(25, -1, "text")
+
+
+def test_a_column_that_gets_another_type_begins_the_copy_anew(orders: TableSchema, records: Records) -> None:
+    """As a name does that another column had in records without the columns' numbers."""
+    columns = (Column("id", pa.int64(), INT8), Column("a", pa.int32(), INT4), Column("b", pa.string(), TEXT))
+    old = replace(orders, columns=columns)
+    columns = (Column("id", pa.int64(), INT8, number=1), Column("b", pa.int32(), INT4, number=4))
+    new = replace(orders, version=SchemaVersion(2), columns=columns)
+    batches = [records(old, ("c", 1, {"id": 1, "a": 5, "b": "text"})), records(new, ("c", 2, {"id": 2, "b": 6}))]
+    found = latest_rows(new, batches)
+    assert (found.emptied, found.rows.select(["id", "b"]).to_pylist()) == (True, [{"id": 2, "b": 6}])
+
+
+def test_a_column_whose_type_gets_wider_keeps_its_values(orders: TableSchema, records: Records) -> None:
+    old = replace(orders, columns=(Column("id", pa.int64(), INT8), Column("a", pa.int32(), INT4)))
+    columns = (Column("id", pa.int64(), INT8), Column("a", pa.int64(), INT8))
+    new = replace(orders, version=SchemaVersion(2), columns=columns)
+    found = latest_rows(new, [records(old, ("c", 1, {"id": 1, "a": 5})), records(new, ("c", 2, {"id": 2, "a": 6}))])
+    assert (found.emptied, found.rows.column("a").to_pylist()) == (False, [5, 6])
 
 
 @pytest.mark.parametrize("seed", range(20))

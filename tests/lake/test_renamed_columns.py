@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -348,3 +348,29 @@ def test_a_text_under_the_keys_old_name_leaves_keys_numbers_in_a_build_in_parts(
     fold_table(layout, source.schema, Seq(source.n), sizes=FoldSizes(build_rows_min=0, build_bytes=2000))
     rows = DeltaTable(layout.table_path("current", source.schema)).to_pyarrow_table()
     assert sorted(rows.column("k").to_pylist()) == [*range(5), *range(6, 30), 50]
+
+
+def test_a_text_from_before_a_copy_under_a_name_that_a_number_has_leaves_the_rows_readable(
+    tmp_path: Path, records: Records
+) -> None:
+    """The records with the text lack the columns' numbers."""
+    layout = LakeLayout(str(tmp_path / "lake"), "shop", StreamId(UUID(int=42)))
+    table = Source(Random(0)).schema
+    key = Column("id", pa.int64(), number=1)
+    shapes = (
+        (Column("id", pa.int64()), Column("a", pa.string()), Column("b", pa.string())),
+        (key, Column("a", pa.int64(), number=4), Column("b", pa.string(), number=3)),
+        (key, Column("a", pa.int64(), number=4), Column("c", pa.string(), number=3)),
+    )
+    old, copied, new = (
+        replace(table, version=SchemaVersion(place), columns=columns) for place, columns in enumerate(shapes, 1)
+    )
+    found = [
+        records(old, ("c", 1, {"id": 1, "a": "text", "b": "x", **moment(1)})),
+        records(copied, ("t", 2, moment(2)), ("r", 3, {"id": 1, "a": 5, "b": "x", **moment(3)})),
+        records(new, ("c", 4, {"id": 2, "a": 6, "c": "y", **moment(4)})),
+    ]
+    landed = append_history(layout, new, found, Seq(4))
+    commit_cut(layout, Seq(4), [landed], committed_at=datetime.now(UTC))
+    with LakeSession(layout) as session:
+        assert shown(session, "id") == [{"id": 1, "a": 5, "c": "x"}, {"id": 2, "a": 6, "c": "y"}]

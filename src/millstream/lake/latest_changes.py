@@ -21,8 +21,8 @@ from millstream.lake.folded.current_fold import plan_keyed, run_of
 from millstream.lake.folded.unchanged_values import RowSources, materialize
 from millstream.lake.history import under_the_newest
 from millstream.lake.row_identity import Keys, key_codes
-from millstream.lake.schema_evolution import union_schema
-from millstream.lake.types import EXACT, conform, lake_columns, to_lake, to_text
+from millstream.lake.schema_evolution import union_schema, widest
+from millstream.lake.types import EXACT, conform, lake_columns, same_type, to_lake, to_text
 from millstream.model.column_renames import names_in, under_names
 from millstream.model.records import RECORD_PREFIX, TEXT_BY_COLUMN, Op
 from millstream.model.schema import TableSchema
@@ -70,9 +70,9 @@ def latest_rows(schema: TableSchema, batches: Sequence[pa.RecordBatch], before: 
             hint="Read the table's records instead; the documentation describes their effect on equal rows.",
         )
     versions = [TableSchema.from_arrow(batch.schema) for batch in batches]
-    mixed = [at for at, version in enumerate(versions) if not version.has_key_of(schema)]
+    mixed = [at for at, v in enumerate(versions) if not v.has_key_of(schema) or _has_other_types(v, schema)]
     if mixed:
-        # Records with another key are copied again behind it.
+        # Records with another key, or with a column's values in another type, are copied again behind it.
         batches, versions = batches[mixed[-1] + 1 :], versions[mixed[-1] + 1 :]
     columns = lake_columns(schema)
     tables = [
@@ -93,6 +93,23 @@ def latest_rows(schema: TableSchema, batches: Sequence[pa.RecordBatch], before: 
     return LatestRows(
         schema, run.truncated or bool(mixed), pa.concat_tables([_went(went, columns), _there(there, plan, columns)])
     )
+
+
+def _has_other_types(version: TableSchema, schema: TableSchema) -> bool:
+    """Return whether a version's values don't fit the types that columns have in a later one.
+
+    Either a column got another type, or records without the columns' numbers have another column under its name.
+    """
+    names = names_in(version, schema)
+    had = {column.name: column for column in version.columns}
+    for now in schema.columns:
+        then = had.get(names.get(now.name, now.name) or "")
+        if then is None or then.pg is None or now.pg is None or then.pg.oid == now.pg.oid:
+            continue
+        wide = widest(then.arrow, now.arrow)
+        if wide is None or not same_type(wide, now.arrow):
+            return True
+    return False
 
 
 def as_latest(rows: pa.Table) -> pa.Table:

@@ -19,7 +19,7 @@ from millstream.lake.folded.build import build_rows, plan_build
 from millstream.lake.folded.current import DEFAULT_SIZES, current_columns, tail_columns
 from millstream.lake.folded.current_fold import fold_records
 from millstream.lake.history_folder import history_from, lacks_beginning
-from millstream.lake.history_scan import scan_named
+from millstream.lake.history_scan import last_truncate, scan_named
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query.duckdb_connection import Engine, names, quote, unavailable
 from millstream.lake.query.overlay import SEQ, overlay
@@ -93,7 +93,11 @@ class RecordRange:
 
         if self._named is None:
             columns = ["__op", SEQ, "__unchanged", EXACT.name, "__before", *self._table.column_names]
-            scan = scan_named(self._history, self._table, after=Seq(self._after), upto=Seq(self._upto), columns=columns)
+            upto = Seq(self._upto)
+            # Without the records before the last truncate: those without the columns' numbers may have other columns' values.
+            truncated = last_truncate(self._history, upto, self._table.table_id)
+            after = Seq(max(self._after, truncated - 1))
+            scan = scan_named(self._history, self._table, after=after, upto=upto, columns=columns)
             own = current_columns(self._layout, self._table, self._history)
             shape = pa.schema([own.field(f.name) if f.name in own.names else f for f in scan.schema])
             path = self._engine.scratch_file()
