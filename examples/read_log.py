@@ -343,6 +343,13 @@ def lines_of_frame(
                 "xid": xid, "row": None if op == "t" else row, "before": None if before is None else dict(before),
                 "unchanged": unchanged or [], "exact": dict(exact or ()),
             }  # fmt: skip
+            if facts["kind"] == "definition":
+                columns = [
+                    {"name": c["name"], "number": c.get("number", 0), "type": c["pg"] and c["pg"][2]}
+                    for c in facts["columns"]
+                ]
+                renamed, filled = dict(before or ()), dict(exact or ())
+                line |= {"row": {"columns": columns, "renamed": renamed, "filled": filled}, "before": None, "exact": {}}
             first = min(b["first_seq"] for b in batches if b["operation"] == of)
             operation = (segment.header.shard, first) if xid is None else (source, lsn, xid)
             yield Line(operation, first, -1 if number is None else number, line)

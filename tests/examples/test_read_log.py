@@ -338,8 +338,12 @@ def test_messages_raw_records_appends_and_odd_values(home: Path):
         )
         kinds = [{"kind": int(OperationKind.APPEND), "source": 0}, operation(OperationKind.COPY_CHUNK, None)]
         log.append(WriteOps(pa.RecordBatch.from_pylist(kinds, schema=OPERATION_SCHEMA), (values,)))
+        definition = rows(odd.as_definition(), {"__op": int(Op.DEFINITION), "__before": [("was", "day")]})
+        kinds = [operation(OperationKind.COPY_CHUNK, None)]
+        log.append(WriteOps(pa.RecordBatch.from_pylist(kinds, schema=OPERATION_SCHEMA), (definition,)))
         lines = same(home)
-    assert len(lines) == 7
+    assert len(lines) == 8
+    assert '"renamed":{"was":"day"},"filled":{}},"before":null' in lines[7]
     assert '"row":{"message":"\\\\x0044"}' in lines[3]
     assert '"day":"0001-01-01"' in lines[5]
 
