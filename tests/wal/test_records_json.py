@@ -11,14 +11,13 @@ import pyarrow as pa
 import pytest
 
 from millstream.catalog import Catalog
-from millstream.errors import CorruptWal, PositionError
+from millstream.errors import CorruptWal, OffsetBeyondEnd
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId
 from millstream.model.operations import OPERATION_SCHEMA, OperationKind, TableRows, WriteOps
 from millstream.model.positions import Offset
 from millstream.model.record_json import to_json
 from millstream.model.records import Op, append_row_schema
 from millstream.model.schema import Column, PgType, ReplicaIdentity, TableKind, TableSchema
-from millstream.testing.errors import coded
 from millstream.wal.mending.inspect import ls
 from millstream.wal.reader import StreamReader
 from millstream.wal.records_json import Cat
@@ -204,7 +203,7 @@ def test_a_cat_goes_on_where_it_stopped(log: LogWriter, tmp_path: Path) -> None:
 def test_an_offset_beyond_the_end_is_an_error_and_the_end_itself_is_not(log: LogWriter, tmp_path: Path) -> None:
     log.append(ops([operation(1, 8)], (ITEMS, 0, [row(0, Op.CREATE, id=1)])))
     assert cat(tmp_path, from_offset=Offset(1)) == []
-    with pytest.raises(PositionError, check=coded("offset_beyond_end")):
+    with pytest.raises(OffsetBeyondEnd):
         cat(tmp_path, from_offset=Offset(2))
 
 

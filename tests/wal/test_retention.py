@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 from tests.wal.truth import SMALL, Truth
 
-from millstream.errors import OffsetExpired, PositionError
+from millstream.errors import OffsetBeyondEnd, OffsetExpired
 from millstream.model.positions import Seq
 from millstream.protocol.retention import CutOff, HolderKind, Retention, RetentionBounds, SealedSegment
 from millstream.testing.clock import ManualClock
-from millstream.testing.errors import coded
 from millstream.testing.files import Crash, MemoryFiles, keep_any
 from millstream.wal.reader import StreamReader
 from millstream.wal.segment_deletion import drop_segments, oldest_sealed
@@ -83,7 +82,7 @@ def test_readers_tell_expired_from_not_yet_there(truth: Truth, clock: ManualCloc
     with pytest.raises(OffsetExpired) as caught:
         list(reader.read(0, first - 1))
     assert caught.value.details["first"] == first
-    with pytest.raises(PositionError, check=coded("offset_beyond_end")):
+    with pytest.raises(OffsetBeyondEnd):
         list(reader.read(0, log.durable_offset(0) + 1))
     assert list(reader.read(0, log.durable_offset(0))) == []
     with pytest.raises(OffsetExpired):

@@ -177,7 +177,6 @@ class PositionError(MillstreamError):
             ),
             exit_code=2,
         ),
-        "offset_beyond_end": Code("The offset lies past the durable end.", Retry.BACKOFF),
         "beyond_retention": Code(
             "The position lies before everything that the lake still has; details: first (the earliest position available).",
             hint="Query a later time, or raise `history_retention`.",
@@ -190,6 +189,13 @@ class TokenFromFuture(PositionError):
     """The token lies beyond what the stream has; it is never clamped."""
 
     code = "token_from_future"
+    retry = Retry.BACKOFF
+
+
+class OffsetBeyondEnd(PositionError):
+    """The offset lies past the durable end; details: end."""
+
+    code = "offset_beyond_end"
     retry = Retry.BACKOFF
 
 

@@ -39,8 +39,8 @@ from millstream.errors import (
     CorruptWal,
     IngestError,
     MillstreamError,
+    OffsetBeyondEnd,
     OffsetExpired,
-    PositionError,
     ShardLocked,
     StaleEpoch,
     WriterClosed,
@@ -324,9 +324,7 @@ class LogBufferReader(PlacedReader):
             self._ended = True
             first = BufferOffset(self._reader.first_offset(FIRST_SHARD))
             raise gone(self._buffer, self._shard, self._place, first) from error
-        except PositionError as error:
-            if error.code != "offset_beyond_end":
-                raise
+        except OffsetBeyondEnd as error:
             raise went_back(self._buffer, self._shard, self._place, BufferOffset(error.details["end"])) from error
         except CorruptWal as error:
             end = error.details.get("offset_to")

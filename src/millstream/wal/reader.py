@@ -15,7 +15,7 @@ from typing import Final
 from millstream.backoff import Backoff
 from millstream.codec.log_frame import FrameKind, RecordsFrame
 from millstream.codec.log_segment import FrameEntry
-from millstream.errors import CorruptWal, LogError, PositionError, TokenFromFuture
+from millstream.errors import CorruptWal, LogError, OffsetBeyondEnd, TokenFromFuture
 from millstream.model.ids import SchemaVersion, ShardId, StreamId, TableId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq, StreamToken, short_stream_id
@@ -381,7 +381,7 @@ class StreamReader:
             moments: give copied rows the moment of their copy as `__commit_ts`.
 
         Raises:
-            PositionError (`offset_beyond_end`): `from_offset` lies past the durable end.
+            OffsetBeyondEnd: `from_offset` lies past the durable end.
             OffsetExpired: retention has dropped it; details: first.
             CorruptWal.
         """
@@ -389,7 +389,7 @@ class StreamReader:
         end = Offset(0) if mark is None else mark.durable_offset
         if from_offset > end:
             beyond = f"offset {from_offset} is beyond the end of shard {shard}, {end}"
-            raise PositionError(beyond, code="offset_beyond_end", end=int(end))
+            raise OffsetBeyondEnd(beyond, end=int(end))
         self.extent.check_offset(shard, from_offset)
         if mark is None:
             return

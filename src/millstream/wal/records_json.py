@@ -68,7 +68,7 @@ class Cat:
         """Yield as `lines`, each with its record.
 
         Raises:
-            OffsetExpired, PositionError (`offset_beyond_end`): `from_offset` doesn't exist.
+            OffsetExpired, OffsetBeyondEnd: `from_offset` doesn't exist.
             CorruptWal: the log is damaged; earlier lines are right.
         """
         upto = self.reader.persisted_upto()
