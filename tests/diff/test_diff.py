@@ -255,7 +255,6 @@ def test_what_publications_leave_out_is_not_compared_and_partitions_count_by_the
 
 
 @pytest.mark.long
-@pytest.mark.sampled
 @pytest.mark.since_postgres(18)
 @pytest.mark.parametrize("whole", [False, True])
 def test_stored_generated_columns_are_equal_through_all_that_becomes_of_them(

@@ -194,7 +194,6 @@ def test_decoded_changes_of_the_shop_replay_to_its_tables(postgres: Database):
 
 
 @pytest.mark.long
-@pytest.mark.sampled
 @pytest.mark.parametrize("make", [lambda: Workload(5), lambda: ShopWorkload(5, customers=10, products=10, orders=10)])
 def test_a_workload_goes_on_after_its_server_was_stopped(make: Callable[[], Workload | ShopWorkload]):
     workload = make()

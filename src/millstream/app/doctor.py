@@ -271,7 +271,7 @@ def _cluster(
             f"the driver and its executors talk without {' and '.join(missing)}: the network can read store keys and tokens",
             fix="Set both to true in [spark.conf], with a spark.authenticate.secret, and on master and workers alike.",
         )
-    say(f"asking the executors at {mask_address(spark.master)}: a minute or less …")
+    say(f"asking the executors at {mask_address(spark.master)}: a minute or two …")
     try:
         checks = cluster_facts(home, serving)
     except (MillstreamError, OSError) as error:

@@ -205,20 +205,20 @@ class Running:
         self.check_kept()
         self.expire()
         if self.backfills.is_running:
+            machine = self.delivering
             rows = self.backfills.receive(now_ms(), count)
-            self._keep(rows)
+            self._keep(machine, rows)
             return rows, not rows and not self.backfills.is_running
         self._hold_quarantined()
         is_more = self._read(count)
         answer = machine.receive(now_ms(), count)
-        self._keep(answer)
+        self._keep(machine, answer)
         self.check_kept()
         self._time(answer)
         return answer, is_more
 
-    def _keep(self, answer: Sequence[Delivery]) -> None:
-        """Save what was delivered. If that fails, the messages return at once: the caller doesn't get them."""
-        machine = self.delivering
+    def _keep(self, machine: Consumer, answer: Sequence[Delivery]) -> None:
+        """Save what a machine delivered. If that fails, the messages return at once: the caller doesn't get them."""
         try:
             self.save()
         except MillstreamError:

@@ -7,8 +7,9 @@ confirmed only once nothing below it is needed again:
 - *stored*: a restart finds the position. An operation of the log carries its own; a position that only keepalives
   moved is stored in the catalog, at intervals.
 - *confirmed*: a stored position that was given to the receiver, which reports it with its next status. Where other
-  nodes receive the log, a position that the catalog alone has waits until its copies have come to them: a node that
-  was promoted with an older copy would find the slot above everything that it knows.
+  nodes receive the log, a position that the catalog alone has waits for the seconds in which a copy comes to those that
+  are connected: a node that was promoted with an older copy would find the slot above everything that it knows. A node
+  that was cut off for longer may still find that.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class SlotConfirmation:
         self._receiver.confirm(self.confirmed)
 
     def store_if_due(self) -> None:
-        """Store a durable position that no operation carries, if that is due; confirm it once other nodes know it."""
+        """Store a durable position that no operation carries, if that is due; confirm it once its copies have had their time."""
         if self.confirmed == self.stored < self.durable and (
             self._stored_for_s() >= STORE_EVERY_S or self.durable - self.stored >= STORE_BYTES
         ):
