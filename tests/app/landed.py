@@ -55,7 +55,7 @@ class LandedHome:
         """Land everything that the log has now, as one batch."""
         config = self.home.config.streams["shop"]
         # Keep this reader: a new one would read the log's open segment from its beginning, each time.
-        reader = self._reader = self._reader or StreamReader(str(self.home.wal_folder("shop")))
+        reader = self._reader = self._reader or StreamReader(str(self.home.wal_folder("shop")), definitions=True)
         layout = lake_layout(self.home, "shop", config, reader.stream_id)
         cut = last_cut(layout)
         after, upto = Seq(0) if cut is None else cut.n, reader.persisted_upto()
@@ -63,7 +63,7 @@ class LandedHome:
         for found in reader.read_between(after, upto):
             if found.schema.kind is not TableKind.RAW:
                 batches[found.schema.table_id].append(found.batch)
-                self.schemas[found.schema.table_id] = found.schema
+                self.schemas[found.schema.table_id] = found.schema.defined()
         commits: list[TableCommit] = []
         for table, some in batches.items():
             schema = self.schemas[table]
