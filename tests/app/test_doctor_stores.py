@@ -33,8 +33,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedS3]:
 
 
 def home_at(folder: Path, store: EmbeddedS3, *, bucket: str = "", endpoint: str = "", **keys: str) -> Home:
-    options = {f"aws_{name}": value for name, value in (store.options | keys).items()}
-    options |= {"aws_endpoint": endpoint or store.endpoint, "max_retries": "0", "timeout": "5s"}
+    options = store.lake_options | {f"AWS_{name.upper()}": value for name, value in keys.items()}
+    options |= {"AWS_ENDPOINT_URL": endpoint or store.endpoint}
     lines = "".join(f"{name} = {json.dumps(value)}\n" for name, value in options.items())
     location = f"s3://{bucket}/lake" if bucket else f"{store.url}/lake"
     return Home(

@@ -87,11 +87,11 @@ def test_values_come_from_file_environment_and_defaults_and_say_so(tmp_path: Pat
 
 
 def test_what_is_shown_holds_no_secret(tmp_path: Path) -> None:
-    text = GOOD + '[streams.shop.lake.storage_options]\naws_secret_access_key = "AKIA"\nregion = "eu"\n'
+    text = GOOD + '[streams.shop.lake.storage_options]\nAWS_SECRET_ACCESS_KEY = "AKIA"\nAWS_REGION = "eu"\n'
     shown = {path[-2:]: value for path, value, _ in load(tmp_path, text).items()}
     assert shown["source", "dsn"] == "postgresql://app:***@localhost/shop"
-    assert shown["storage_options", "aws_secret_access_key"] == "***"
-    assert shown["storage_options", "region"] == "eu"
+    assert shown["storage_options", "AWS_SECRET_ACCESS_KEY"] == "***"
+    assert shown["storage_options", "AWS_REGION"] == "eu"
 
 
 def test_no_secret_is_shown_of_what_others_take(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_no_secret_is_shown_of_what_others_take(tmp_path: Path) -> None:
         '[streams.web.routing.sinks.far.client]\n"sasl.password" = "s3cret"\n"ssl.key.pem" = "s3cret"\n"client.id" = "me"\n'
         '[streams.web.routing.sinks.beside]\nkind = "redis"\nlocation = "redis://:s3cret@h:6379/0"\n'
         '[streams.web.routing.sinks.away]\nkind = "millstream"\nlocation = "https://h:1"\ntoken = "s3cret"\n'
-        '[streams.shop.lake.storage_options]\naws_secret_access_key = "s3cret"\n'
+        '[streams.shop.lake.storage_options]\nAWS_SECRET_ACCESS_KEY = "s3cret"\n'
     )
     azure = '[spark.conf]\n"spark.hadoop.fs.azure.account.key.x.dfs.core.windows.net" = "s3cret"\n'
     loaded = load(tmp_path, GOOD.replace("[spark.conf]\n", azure) + text)

@@ -84,8 +84,7 @@ def setting(postgres_server: EmbeddedPostgres, tmp_path_factory: pytest.TempPath
         postgres_server.connect("clustered", autocommit=True) as source,
     ):
         home.init()
-        options = {f"aws_{name}": value for name, value in store.options.items()}
-        options["aws_secret_access_key"] = KEY
+        options = store.lake_options | {"AWS_SECRET_ACCESS_KEY": KEY}
         keys = "".join(f"{name} = {json.dumps(value)}\n" for name, value in options.items())
         home.set_lake(f'location = "{store.url}/lake"\n[streams.shop.lake.storage_options]\n{keys}')
         packed = json.loads(home.command("pipeline", "env", str(folder / "packages.tar.gz"), "--json", home=False))

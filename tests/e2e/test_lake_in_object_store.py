@@ -28,7 +28,7 @@ def test_every_command_works_on_a_lake_in_an_object_store(
 ) -> None:
     home = Home(tmp_path / "shop", postgres_server.create_database("stored"), slot="stored")
     home.init()
-    options = {f"aws_{name}": value for name, value in store.options.items()}
+    options = store.lake_options
     keys = "".join(f"{name} = {json.dumps(value)}\n" for name, value in options.items())
     views = 'views = ["current", "history", "scd2"]'
     home.set_lake(f'location = "{store.url}/lake"\n{views}\n[streams.shop.lake.storage_options]\n{keys}')

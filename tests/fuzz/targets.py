@@ -527,7 +527,7 @@ tables = ["public.*", "!public.audit_*"]
 [streams.shop.lake]
 views = ["current", "history", "scd2"]
 [streams.shop.lake.storage_options]
-"aws.key" = 'x'
+"AWS_REGION" = 'x'
 [streams.shop.types]
 "public.orders.total" = "decimal(38,9)"
 [streams.shop.log]

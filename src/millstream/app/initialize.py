@@ -12,7 +12,8 @@ from typing import Final
 from urllib.parse import unquote
 
 from millstream.config.file import FILE_NAME
-from millstream.errors import MillstreamError, UsageError
+from millstream.config.storage_checks import OPTIONS, unsupported
+from millstream.errors import ConfigError, MillstreamError, UsageError
 from millstream.libpq import ADDRESS_HINT, is_address
 from millstream.model.addresses import (
     MASK,
@@ -137,6 +138,7 @@ def make_home(
         location: where the lake's tables lie: a folder, from the home, or the URL of an object store.
 
     Raises:
+        ConfigError (`lake_scheme_unsupported`): the location is in a kind of store in which lakes aren't tested.
         UsageError: the folder has a configuration already; a name or a pattern is invalid; the DSN is invalid or
             ambiguous; or the location has a secret in it.
         MillstreamError (`home_unwritable`): the folder can't be written.
@@ -148,6 +150,9 @@ def make_home(
             "--location is neither a folder nor the URL of an object store, or has a user, a password or a key in it",
             hint="Leave the keys out: they belong into [streams.S.lake.storage_options], or the environment.",
         )
+    scheme, separator, _ = location.partition("://")
+    if separator and scheme not in OPTIONS:
+        raise ConfigError(f"--location: {unsupported(scheme)}", code="lake_scheme_unsupported")
     variable, password, has_variable = f"{stream.upper()}_PASSWORD", None, False
     if source is None:
         section = f"[streams.{stream}]    # no source: it has what applications append\n"

@@ -38,6 +38,7 @@ from millstream.config.replication_checks import clashes_of_level
 from millstream.config.routing_checks import clashes_of_routing
 from millstream.config.rule_checks import clashes_of_rules
 from millstream.config.serving_model import HttpConfig
+from millstream.config.storage_checks import clashes_of_storage
 from millstream.config.toml_lines import KeyPath, key_lines
 from millstream.errors import ConfigError, MillstreamError, UsageError
 from millstream.libpq import is_address
@@ -238,7 +239,8 @@ class _Loader:
             for path, what in _clashes(config, disk_bytes(self._file.parent)):
                 self._note(path, what)
             for name, stream in config.streams.items():
-                for path, code, what in clashes_of_rules(("streams", name), stream):
+                at: KeyPath = ("streams", name)
+                for path, code, what in (*clashes_of_storage(at, stream.lake), *clashes_of_rules(at, stream)):
                     self._note(path, what, code=code)
         if self._mistakes:
             raise _config_error(self._file, list(self._mistakes.values()))

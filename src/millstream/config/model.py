@@ -199,7 +199,9 @@ class LakeConfig(Section):
     storage_options: dict[str, str] = Field(
         default={},
         repr=False,
-        description="Options of the object store (keys, region, endpoint …), with the names that delta-rs uses.",
+        description="Options of the object store: `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_SESSION_TOKEN`, "
+        "`AWS_REGION`, `AWS_ENDPOINT_URL`, `AWS_ALLOW_HTTP`, `AWS_VIRTUAL_HOSTED_STYLE_REQUEST` and `AWS_PROFILE`. Other "
+        "names are refused. Without keys here they come from the environment or the machine's role.",
     )
 
     @property

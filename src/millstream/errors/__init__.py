@@ -121,6 +121,18 @@ class ConfigError(UsageError):
             "Remove the rule: applications decide what they append.",
             exit_code=2,
         ),
+        "lake_scheme_unsupported": Code(
+            "A lake's `location` is in a kind of store in which lakes aren't tested.",
+            Retry.OPERATOR,
+            "Name a folder, or a store of a supported kind, in the lake's `location`.",
+            exit_code=2,
+        ),
+        "storage_option_unknown": Code(
+            "An option of a lake's object store has a name that isn't allowed.",
+            Retry.OPERATOR,
+            "Correct the option's name in [streams.S.lake.storage_options]; other settings are from the environment.",
+            exit_code=2,
+        ),
         "layout_unclear": Code(
             "The stream has a table with rules in a form that none of its known definitions explains; details: table.",
             Retry.OPERATOR,

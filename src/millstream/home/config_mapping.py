@@ -11,6 +11,7 @@ from millstream.config.quantities import size_bytes
 from millstream.errors import ConfigError, LakeError, MillstreamError
 from millstream.home.home import Home
 from millstream.home.paths import PIPELINE, HomePaths
+from millstream.home.store_profiles import with_profile
 from millstream.libpq import describe_parameters, parse_address
 from millstream.model.durations import duration_s
 from millstream.model.ids import ShardId, StreamId
@@ -180,6 +181,7 @@ def lake_layout(home: Home, name: str, stream: StreamConfig, stream_id: StreamId
 
     Raises:
         LakeError (`lake_in_database`): its tables are in PostgreSQL.
+        LakeUnavailable (`lake_credentials`): the profile of its store's options has no keys.
     """
     from millstream.lake.layout import LakeLayout
 
@@ -188,12 +190,14 @@ def lake_layout(home: Home, name: str, stream: StreamConfig, stream_id: StreamId
             f"the tables of stream {name} lie in {describe_parameters(parse_address(stream.lake.location))}, not in files",
             code="lake_in_database",
         )
+    location = home.lake_location(stream)
+    options = with_profile(stream.lake.storage_options, os.environ) if location.startswith("s3://") else {}
     return LakeLayout(
-        location=home.lake_location(stream),
+        location=location,
         stream_name=name,
         stream_id=stream_id,
         pipeline=PIPELINE,
-        storage_options=dict(stream.lake.storage_options),
+        storage_options=options,
         types=dict(stream.types),
     )
 

@@ -92,7 +92,7 @@ def files_of(opened: OpenTable, column: str) -> list[LiveFile]:
 def storage_of(layout: LakeLayout, path: str) -> pafs.FileSystem:
     """Return the file system whose root is a table's folder."""
     if "://" in path:
-        return pafs.PyFileSystem(DeltaStorageHandler(path, dict(layout.storage_options) or None))
+        return pafs.PyFileSystem(DeltaStorageHandler(path, layout.client_options(path)))
     return pafs.SubTreeFileSystem(path, pafs.LocalFileSystem())
 
 

@@ -188,7 +188,7 @@ def open_table(layout: LakeLayout, path: str, app: str, *, version: int | None =
     """
     with lake_errors(path):
         try:
-            table = DeltaTable(path, version=version, storage_options=dict(layout.storage_options) or None)
+            table = DeltaTable(path, version=version, storage_options=layout.client_options(path))
         except TableNotFoundError:
             return None
         found = table.transaction_version(app)
@@ -246,12 +246,12 @@ def create_table(
                     **log_properties(),
                     **(properties or {}),
                 },
-                storage_options=dict(layout.storage_options) or None,
+                storage_options=layout.client_options(path),
                 commit_properties=CommitProperties(custom_metadata={STAMP: json.dumps({"on": -1})}),
                 raise_if_key_not_exists=False,
             )
         except (DeltaError, FileExistsError):
-            if not DeltaTable.is_deltatable(path, storage_options=dict(layout.storage_options) or None):
+            if not DeltaTable.is_deltatable(path, storage_options=layout.client_options(path)):
                 raise
     opened = open_table(layout, path, app)
     assert opened is not None

@@ -80,6 +80,8 @@ class LakeLayout:
     stream_id: StreamId
     pipeline: str = "lake"
     storage_options: Mapping[str, str] = field(default_factory=dict, repr=False)
+    patience_s: float = 10.0
+    """Seconds in which a request to an object store is tried again: more for a pipeline than for someone who waits."""
     types: Mapping[str, str] = field(default_factory=dict)
     """The configuration's `[streams.S.types]`: a column's type in the lake, by `schema.table.column`."""
 
@@ -87,6 +89,19 @@ class LakeLayout:
     def root(self) -> str:
         """Path of the stream's lake: `<location>/<stream>`."""
         return f"{self.location.rstrip('/')}/{self.stream_name}"
+
+    def client_options(self, path: str) -> dict[str, str] | None:
+        """Return the options for delta-rs's client of the object store at an address; None for a folder."""
+        if "://" not in path:
+            return None
+        # Pauses double from 0.1 s to 15 s. The count of tries is no bound: a refused connection costs no time.
+        retries = {
+            "max_retries": "1000000",
+            "retry_timeout": f"{self.patience_s:g}s",
+            "backoff_config.init_backoff": "100ms",
+            "backoff_config.max_backoff": "15s",
+        }
+        return dict(self.storage_options) | retries
 
     @property
     def commits_path(self) -> str:

@@ -165,7 +165,7 @@ def _clear(layout: LakeLayout, path: str) -> None:
     with lake_errors(path):
         if "://" not in path and not Path(path).is_dir():
             return
-        files = pafs.PyFileSystem(DeltaStorageHandler(path, dict(layout.storage_options) or None))
+        files = pafs.PyFileSystem(DeltaStorageHandler(path, layout.client_options(path)))
         every = [
             info.path.lstrip("/") for info in files.get_file_info(pafs.FileSelector("", recursive=True)) if info.is_file
         ]

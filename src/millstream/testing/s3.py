@@ -55,6 +55,12 @@ class EmbeddedS3(EmbeddedServer):
             "virtual_hosted_style_request": "false",
         }
 
+    @property
+    def lake_options(self) -> dict[str, str]:
+        """Return the options for `[streams.S.lake.storage_options]`."""
+        names = {"endpoint": "AWS_ENDPOINT_URL"}
+        return {names.get(name, f"AWS_{name.upper()}"): value for name, value in self.options.items()}
+
     def start(self) -> None:
         """Start it, and make the bucket."""
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,64 @@
+"""The options and the address of a lake's object store: one name each, and no store in which lakes aren't tested."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from millstream.app.initialize import make_home
+from millstream.config.file import load_config
+from millstream.config.storage_checks import OPTIONS
+from millstream.errors import ConfigError
+
+
+def mistake(folder: Path, location: str, options: str) -> ConfigError:
+    file = folder / "millstream.toml"
+    file.write_text(f'[streams.web.lake]\nlocation = "{location}"\n[streams.web.lake.storage_options]\n{options}\n')
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, {})
+    assert caught.value.exit_code == 2
+    return caught.value
+
+
+def test_every_listed_option_is_accepted(tmp_path: Path) -> None:
+    file = tmp_path / "millstream.toml"
+    for location in ("s3://bucket/lake", "lake"):
+        lines = "".join(f'{name} = "x"\n' for name in OPTIONS["s3"])
+        file.write_text(f'[streams.web.lake]\nlocation = "{location}"\n[streams.web.lake.storage_options]\n{lines}')
+        assert set(load_config(file, {}).config.streams["web"].lake.storage_options) == set(OPTIONS["s3"])
+
+
+@pytest.mark.parametrize("location", ["s3://bucket/lake", "lake"])
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("aws_region", "AWS_REGION"),
+        ("region", "AWS_REGION"),
+        ("AWS_ENDPOINT", "AWS_ENDPOINT_URL"),
+        ("AWS_ACCES_KEY_ID", "AWS_ACCESS_KEY_ID"),
+        ('"secret-access-key"', "AWS_SECRET_ACCESS_KEY"),
+        ("allow_http", "AWS_ALLOW_HTTP"),
+    ],
+)
+def test_another_name_is_refused_and_the_nearest_right_one_is_named(
+    tmp_path: Path, location: str, written: str, meant: str
+) -> None:
+    error = mistake(tmp_path, location, f'{written} = "s3cret"')
+    assert error.code == "storage_option_unknown"
+    assert f"did you mean {meant}? allowed here: AWS_ACCESS_KEY_ID, " in error.message
+    assert error.details["line"] == 4
+    assert "s3cret" not in error.message
+
+
+@pytest.mark.parametrize(
+    "location", ["ftp://host/lake", "abfss://box@account.dfs.core.windows.net/lake", "s3a://bucket/lake"]
+)
+def test_a_kind_of_store_without_a_test_is_refused_in_the_file_and_by_init(tmp_path: Path, location: str) -> None:
+    error = mistake(tmp_path, location, "")
+    assert error.code == "lake_scheme_unsupported"
+    assert "s3://bucket/folder" in error.message
+    with pytest.raises(ConfigError, match="s3://bucket/folder") as caught:
+        make_home(tmp_path / "new", stream="web", source=None, tables=["public.*"], location=location)
+    assert caught.value.code == "lake_scheme_unsupported"
+    assert not (tmp_path / "new").exists()
