@@ -20,9 +20,10 @@ from deltalake.transaction import AddAction, RemoveAction
 from bench.figures import Figure, asked, compared, measures, say
 from bench.lakes import ACCOUNTS, ACCOUNTS_SHAPE, Ids, Lake, clustered, records, uniform
 from bench.places import folder
-from millstream.lake.delta import open_table
+from millstream.lake.delta import DeltaFormat
 from millstream.lake.history_scan import read_history
 from millstream.lake.query.query_session import LakeSession
+from millstream.lake.table_format import Commit, open_table
 from millstream.model.positions import Seq
 
 FOLD_ROWS = 1_000_000
@@ -195,10 +196,14 @@ def _grown(path: Path, rows: int, *, file_rows: int, changes: int) -> Lake:
             adds.append(_added(action, name, int(lake.n), file_rows))
             lake.n = Seq(lake.n + file_rows)
         app = lake.layout.app_id("history", ACCOUNTS.table_id)
-        opened = open_table(lake.layout, str(root), app)
+        opened = DeltaFormat().open(lake.layout, str(root), app)
         assert opened is not None
         opened.table.create_write_transaction(
-            adds, "append", opened.table.schema(), ["__commit_month"], commit_properties=opened.commit(lake.n)
+            adds,
+            "append",
+            opened.table.schema(),
+            ["__commit_month"],
+            commit_properties=opened.commit_properties(Commit(lake.n)),
         )
     DeltaTable(str(root)).create_checkpoint()
     for number in range(10):

@@ -24,7 +24,6 @@ from deltalake import DeltaTable, write_deltalake
 from millstream.errors import LakeConflict, LakeError, LakeTableForeign, LakeUnavailable, PositionError
 from millstream.lake import history, schema_history
 from millstream.lake.commit_cuts import commit_cut
-from millstream.lake.delta import open_table
 from millstream.lake.folded.current import FoldSizes, fold_table
 from millstream.lake.folded.scd2 import fold_into_versions
 from millstream.lake.history import append_history, commit_records, open_history, write_records
@@ -33,6 +32,7 @@ from millstream.lake.layout import LakeLayout
 from millstream.lake.maintenance import tend_table
 from millstream.lake.query.query_session import LakeSession
 from millstream.lake.schema_history import Eras, era_at, newest_schema
+from millstream.lake.table_format import open_table
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import Column, PgType, ReplicaIdentity, TableKind, TableSchema

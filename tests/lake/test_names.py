@@ -16,7 +16,6 @@ from deltalake import DeltaTable
 from millstream.errors import LakeError
 from millstream.lake.commit_cuts import commit_cut, last_cut
 from millstream.lake.data_files import table_in
-from millstream.lake.delta import OpenTable
 from millstream.lake.folded.current import FoldSizes, fold_table
 from millstream.lake.folded.scd2 import fold_into_versions
 from millstream.lake.history import append_history, open_history
@@ -28,6 +27,7 @@ from millstream.lake.query.query_session import LakeSession
 from millstream.lake.rebuild import check_history, rebuild_view, restart_history
 from millstream.lake.replay import replay_range
 from millstream.lake.schema_evolution import widened
+from millstream.lake.table_format import OpenTable
 from millstream.model.ids import SchemaVersion, SourceId, TableId
 from millstream.model.positions import Seq
 from millstream.model.records import record_schema

@@ -19,13 +19,13 @@ from millstream import failpoints
 from millstream.errors import LakeConflict, LakeError
 from millstream.lake import maintenance
 from millstream.lake.commit_cuts import commit_cut, last_cut
-from millstream.lake.delta import open_table
 from millstream.lake.folded.current import Fold, begin_fold, fold_table
 from millstream.lake.history import append_history
 from millstream.lake.history_folder import history_from
 from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.layout import LakeLayout, View
 from millstream.lake.maintenance import tend_cuts, tend_table
+from millstream.lake.table_format import open_table
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 
@@ -99,7 +99,7 @@ def test_old_days_go_from_history_once_current_has_what_they_made(
     )
     opened = open_table(layout, path, app)
     assert opened is not None
-    assert sorted(opened.table.to_pyarrow_table().column("__seq").to_pylist()) == [1, 3, 5, 6, 7]
+    assert sorted(opened.dataset().to_table().column("__seq").to_pylist()) == [1, 3, 5, 6, 7]
     assert history_from(opened) == 4
     assert drop_history(layout, orders, HistoryBound(Seq(5))) == 3
     fold_table(layout, orders, Seq(7))

@@ -29,7 +29,6 @@ from tests.lake.test_scd2 import CUTS, MIDNIGHT, STORIES, Told, at, schemas, tol
 
 from millstream.errors import InvalidQuery, LakeError
 from millstream.lake.commit_cuts import commit_cut
-from millstream.lake.delta import open_table, set_properties
 from millstream.lake.folded.current import FoldSizes, fold_table
 from millstream.lake.folded.scd2 import fold_into_versions
 from millstream.lake.folded.scd2_fold import VERSION_COLUMNS
@@ -39,6 +38,7 @@ from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.maintenance import tend_table
 from millstream.lake.query.query_session import LakeSession
+from millstream.lake.table_format import open_table
 from millstream.model.ids import SchemaVersion, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import Column, TableSchema
@@ -210,7 +210,7 @@ def test_where_history_lacks_its_beginning_versions_begin_as_current_has_them(
     land(layout, orders, records(orders, ("u", 3, {"id": 1, "note": "b", **at(5)})), 3)
     history = open_table(layout, layout.table_path("history", orders), layout.app_id("history", orders.table_id))
     assert history is not None
-    set_properties(history, {history_from_property(orders.table_id): "2"})
+    history.set_properties({history_from_property(orders.table_id): "2"})
     fold_into_versions(layout, orders, Seq(3))
     told = rows_in(layout, orders, "id", "note", "is_current", "__seq")
     assert told == [(1, "a", False, 2), (1, "b", True, 3), (2, "a", True, 2)]

@@ -21,8 +21,8 @@ import pyarrow as pa
 from millstream import failpoints
 from millstream.lake.commit_cuts import CUT_BOUNDS, CUT_SCHEMA, CutFile, cut_files
 from millstream.lake.data_files import TableFiles, new_name, replace_files
-from millstream.lake.delta import OpenTable, open_table
 from millstream.lake.layout import LakeLayout
+from millstream.lake.table_format import OpenTable, open_table
 
 FULL_S: Final = 90 * 86_400.0
 """Age in seconds up to which every row stays."""

@@ -22,9 +22,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import LakeTableForeign
-from millstream.lake.data_files import TableFiles, new_name, swap
-from millstream.lake.delta import OpenTable, create_table, lake_errors, live_files, open_table
+from millstream.lake.data_files import TableFiles, new_name
 from millstream.lake.layout import LakeLayout, TableCommit
+from millstream.lake.store_errors import lake_errors
+from millstream.lake.table_format import Commit, OpenTable, create_table, open_table
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.records import INSTANT
@@ -134,7 +135,7 @@ def commit_cut(
     }
     files = TableFiles(layout, opened.path, CUT_BOUNDS)
     written = files.write(pa.table(row, schema=CUT_SCHEMA), CUT_SCHEMA, new_name())
-    swap(opened, opened.commit(n), add=[written])
+    opened.swap(Commit(n), add=[written])
     return cut
 
 
@@ -196,7 +197,7 @@ def cuts_between(layout: LakeLayout, after: Seq, upto: Seq) -> list[Seq]:
     if opened is None:
         return []
     with lake_errors(opened.path):
-        files = opened.table.to_pyarrow_dataset(file_pruning_predicate=f"n > {int(after)} AND n <= {int(upto)}")
+        files = opened.dataset(("n", int(after), int(upto)))
         found = files.to_table(columns=["n"], filter=(pc.field("n") > int(after)) & (pc.field("n") <= int(upto)))
     return sorted({Seq(n) for n in found.column("n").to_pylist()})
 
@@ -219,7 +220,7 @@ class CutFile:
 
 def cut_files(opened: OpenTable) -> list[CutFile]:
     """Return the live files of `_commits`, by their least numbers."""
-    actions = live_files(opened)
+    actions = opened.files()
     if "min.number" not in actions.column_names:
         return []
     found = []

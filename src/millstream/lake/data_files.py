@@ -1,8 +1,8 @@
-"""The Parquet files of a lake's Delta tables: written here, listed, read and swapped in one commit.
+"""The Parquet files of a lake's tables: written here, listed, read and replaced.
 
-Millstream writes the files itself and leaves the Delta table's log to delta-rs. delta-rs (1.6) truncates the bounds
+Millstream writes the files itself and leaves their commit to the table's format. delta-rs (1.6) truncates the bounds
 that it records of a file's values, and can't write files in several processes for one commit. Bounds recorded here
-are exact, and cover only the columns that the table's property names (`bounded_property`). Files are read one by
+are exact, and cover only the columns that the table declares (`OpenTable.bounded`). Files are read one by
 one when that starts sooner than a dataset, which imports pandas if it is installed.
 """
 
@@ -11,28 +11,25 @@ from __future__ import annotations
 import re
 import secrets
 import shutil
-import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
-from deltalake import CommitProperties, PostCommitHookProperties
 from deltalake.exceptions import DeltaError
 from deltalake.fs import DeltaStorageHandler
-from deltalake.transaction import AddAction, RemoveAction
 
 from millstream.errors import LakeConflict, LakeUnavailable
-from millstream.lake.delta import OpenTable, lake_errors, live_files, open_table
 from millstream.lake.file_statistics import ColumnBounds
 from millstream.lake.layout import LakeLayout
-from millstream.lake.store_errors import plain_text, store_error
+from millstream.lake.store_errors import lake_errors, plain_text, store_error
+from millstream.lake.table_format import Commit, OpenTable, format_of, open_table
 from millstream.model.addresses import mask_address
 from millstream.model.ids import TableId
 
@@ -58,10 +55,6 @@ class NewFile:
     """Delta's statistics, JSON."""
     partition: dict[str, str | None] = field(default_factory=dict)
 
-    def action(self, *, data_change: bool) -> AddAction:
-        """Return the commit action that adds the file."""
-        return AddAction(self.path, self.size_bytes, self.partition, _now_ms(), data_change, self.stats)
-
 
 @dataclass(frozen=True, slots=True)
 class LiveFile:
@@ -78,7 +71,7 @@ class LiveFile:
 
 def files_of(opened: OpenTable, column: str) -> list[LiveFile]:
     """Return a table's live files with the facts about one column."""
-    actions = live_files(opened)
+    actions = opened.files()
     names = ("path", "num_records", "size_bytes", f"min.{column}", f"max.{column}")
     columns = [
         actions.column(name).to_pylist() if name in actions.column_names else [None] * actions.num_rows
@@ -162,6 +155,7 @@ class TableFiles:
         self._storage = storage_of(layout, path)
         self._path = path
         self._bounded = tuple(bounded)
+        self._metadata = f"{format_of(layout).metadata_folder}/"
 
     def write(
         self, rows: Iterable[pa.RecordBatch] | pa.Table, schema: pa.Schema, name: str, *, partition: str = ""
@@ -233,11 +227,11 @@ class TableFiles:
             yield from file.iter_batches(batch_size=rows, row_groups=groups, columns=list(columns))
 
     def all(self) -> dict[str, pafs.FileInfo]:
-        """Return every file in the folder, except the Delta log's, by path."""
+        """Return every file in the folder, except those of the format's metadata, by path."""
         with lake_errors(self._path):
             found = self._storage.get_file_info(pafs.FileSelector("", recursive=True))
         named = ((info.path.lstrip(_SLASH), info) for info in found if info.is_file)
-        return {path: info for path, info in named if not path.startswith("_delta_log/")}
+        return {path: info for path, info in named if not path.startswith(self._metadata)}
 
     def delete(self, paths: Iterable[str]) -> int:
         """Delete files, ignoring those already gone; return the number deleted."""
@@ -275,54 +269,12 @@ def version_in(path: str) -> int | None:
     return int(name[1:21]) if name.startswith("v") and name[1:21].isdecimal() and name[21:22] == "-" else None
 
 
-def swap(
-    opened: OpenTable,
-    properties: CommitProperties,
-    *,
-    add: Sequence[NewFile],
-    remove: Sequence[str] = (),
-    mode: Literal["append", "overwrite"] = "append",
-    schema: pa.Schema | None = None,
-    partition_by: Sequence[str] = (),
-    data_change: bool = True,
-) -> None:
-    """Commit in one step that some files are added to the table and others removed.
-
-    Args:
-        opened: the table; its handle is at the new version afterwards.
-        properties: the commit's stamp and position, of `OpenTable.commit` or `OpenTable.upkeep`.
-        add: files that were written.
-        remove: paths of live files.
-        mode: `overwrite` removes all files, and makes `schema` the table's.
-        schema: the table's new columns; None: unchanged.
-        partition_by: the columns that partition the table.
-        data_change: False if no row changes.
-
-    Raises:
-        LakeConflict: another commit removed files that this one read, or any came first and the properties allow
-            no retry.
-    """
-    now = _now_ms()
-    gone = [RemoveAction(path, data_change, now) for path in remove]
-    with lake_errors(opened.path):
-        opened.table.create_write_transaction(
-            [*(file.action(data_change=data_change) for file in add), *gone],
-            mode,
-            opened.table.schema() if schema is None else schema,
-            partition_by=list(partition_by) or None,
-            commit_properties=properties,
-            post_commithook_properties=PostCommitHookProperties(create_checkpoint=True),
-        )
-        opened.table.update_incremental()
-
-
 def replace_files(
     layout: LakeLayout,
     opened: OpenTable,
     *,
     add: Sequence[NewFile],
     remove: Sequence[str],
-    partition_by: Sequence[str] = (),
 ) -> bool:
     """Commit that some files take the place of others, and no row changes; return False if one of those is gone.
 
@@ -334,15 +286,13 @@ def replace_files(
     """
     for remaining in reversed(range(_REPLACE_TRIES)):
         try:
-            swap(
-                opened, opened.upkeep(exact=True), add=add, remove=remove, partition_by=partition_by, data_change=False
-            )
+            opened.swap(Commit(exact=True), add=add, remove=remove, data_change=False)
             return True
         except LakeConflict:
             if not remaining:
                 raise
         again = open_table(layout, opened.path, opened.app)
-        if again is None or not set(remove) <= set(live_files(again).column("path").to_pylist()):
+        if again is None or not set(remove) <= set(again.files().column("path").to_pylist()):
             return False
         opened = again
     return False
@@ -366,10 +316,6 @@ def _repeats(values: pa.Array) -> bool:
 
 def _is_whole_number(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_timestamp(kind) or pa.types.is_date32(kind))
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
 
 
 def _reaches(group: Any, column: str, bound: int) -> bool:

@@ -15,13 +15,16 @@ import pyarrow.fs as pafs
 
 from millstream import failpoints
 from millstream.lake.data_files import storage_of
-from millstream.lake.delta import OpenTable, lake_errors, log_properties, set_properties
+from millstream.lake.delta import DeltaHandle, log_properties
 from millstream.lake.layout import LakeLayout
+from millstream.lake.store_errors import lake_errors
 
 LOG_RETENTION_S: Final = 900.0
 """How long a version of a table can be opened after a later commit."""
 CHECKPOINT_S: Final = 30.0
 """Upkeep makes a checkpoint once a commit behind the last one is this old, however few commits a table gets."""
+_CLOCK_MS: Final = 2_000
+"""The storage's clock and the clock that stamps commits may differ by this much."""
 _LOG: Final = "_delta_log"
 _FILE: Final = re.compile(r"([0-9]{20})\.(json|crc|checkpoint\.(?:.*\.)?parquet)")
 
@@ -56,32 +59,15 @@ def log_files(layout: LakeLayout, path: str) -> list[LogFile]:
     return sorted(files, key=lambda file: (file.version, file.name))
 
 
-def trim_log(
-    layout: LakeLayout, opened: OpenTable, *, now_ms: int, keep_s: float, retention_s: float, spared: int | None = None
-) -> int:
+def trim_log(opened: DeltaHandle, *, now_ms: int, keep_s: float, retention_s: float, spared: int | None) -> int:
     """Checkpoint a table whose last checkpoint is old, and delete the part of its log that no reader needs.
 
-    Versions of the last `retention_s` can still be opened afterwards, and so can `spared` and all later ones.
-
-    Args:
-        layout: where the lake is.
-        opened: the table; the handle may stand at a later version afterwards.
-        now_ms: milliseconds since 1970.
-        keep_s: how long the table's replaced data files stay.
-        retention_s: how long a version can be opened after a later commit.
-        spared: the oldest version that a kept cut names.
-
-    Returns:
-        The number of files deleted.
-
-    Raises:
-        LakeConflict: another commit changed the table's properties at the same time.
-        LakeUnavailable: the table can't be reached.
+    Arguments and errors are those of `OpenTable.trim`. Returns the number of files deleted.
     """
     wanted = log_properties(keep_s)
     if any(opened.properties.get(name) != value for name, value in wanted.items()):
-        set_properties(opened, wanted)
-    files = log_files(layout, opened.path)
+        opened.set_properties(wanted)
+    files = log_files(opened.layout, opened.path)
     if _needs_checkpoint(files, now_ms):
         with lake_errors(opened.path):
             opened.table.create_checkpoint()
@@ -89,7 +75,19 @@ def trim_log(
     needed = reached if spared is None else min(reached, spared)
     base = max((file.version for file in files if file.is_checkpoint and file.version <= needed), default=-1)
     failpoints.hit("lake.before_log_delete")
-    return _delete(layout, opened.path, [file for file in files if file.version < base])
+    return _delete(opened.layout, opened.path, [file for file in files if file.version < base])
+
+
+def version_before(opened: DeltaHandle, before_ms: int) -> int | None:
+    """Return the newest version committed at or before a time; None if the log doesn't reach back so far."""
+    # Commits hold the exact time, but each is a file to read. The storage's times bound how many to read.
+    commits = [file for file in log_files(opened.layout, opened.path) if file.is_commit]
+    later = sum(file.written_ms > before_ms - _CLOCK_MS for file in commits)
+    with lake_errors(opened.path):
+        for info in opened.table.history(min(later + 1, len(commits)) or 1):
+            if int(info["timestamp"]) <= before_ms:
+                return int(info["version"])
+    return None
 
 
 def _needs_checkpoint(files: Sequence[LogFile], now_ms: int) -> bool:

@@ -21,27 +21,27 @@ import pyarrow.parquet as pq
 from millstream import failpoints
 from millstream.errors import LakeConflict, LakeUnavailable
 from millstream.lake.commit_cuts import last_cut
-from millstream.lake.data_files import ROW_GROUP_ROWS, UNCOMMITTED_S_MAX, NewFile, TableFiles, new_name, swap
-from millstream.lake.delta import OpenTable, Tail, create_table, open_table, set_properties, stored_schema
+from millstream.lake.data_files import ROW_GROUP_ROWS, UNCOMMITTED_S_MAX, NewFile, TableFiles, new_name
 from millstream.lake.folded.accumulating import lacking_named
 from millstream.lake.history_folder import (
     BOUNDED,
+    DATE,
     HISTORY_BEGUN_PROPERTY,
     history_from_property,
-    months_of,
     reopened,
-    write_months,
+    write_periods,
 )
 from millstream.lake.history_scan import read_history
 from millstream.lake.layout import LakeLayout, TableCommit, folder_of
 from millstream.lake.schema_evolution import union_schema, widened
 from millstream.lake.schema_history import SINCE_PROPERTY, Eras, owned_since, schema_property
+from millstream.lake.table_format import Commit, OpenTable, Tail, create_table, format_of, open_table
 from millstream.lake.table_renames import Places, bring_records, columns_of, places_of, records_elsewhere
-from millstream.lake.types import HISTORY_PREFIX, conform, lake_columns, same_type, to_lake
+from millstream.lake.types import conform, lake_columns, same_type, to_lake
 from millstream.model.ids import TableId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
-from millstream.model.records import MONTH_COLUMN, RECORD_PREFIX, record_schema
+from millstream.model.records import RECORD_PREFIX, record_schema
 from millstream.model.schema import TableKind, TableSchema
 
 _END: Final = Seq(2**63 - 1)
@@ -126,16 +126,16 @@ def write_records(
     if schema.source == 0:
         schema, batches = under_the_newest(schema, batches, before)
     after = (before and before.n) or Seq(0)
-    have = pa.schema([*HISTORY_PREFIX, *lake_columns(schema, layout.types)]) if opened is None else opened.schema()
+    have = _columns(layout, schema) if opened is None else opened.schema()
     if source is not None:
         had = columns_of(layout, schema.table_id, source)
         have = union_schema(f"{schema.namespace}.{schema.name}", have, had, narrows=True)
     rows = _rows(schema, have, _records_in(batches), layout.types, after=after, upto=n)
     began_s = time.time()
-    columns = stored_schema(rows.schema)
+    columns = format_of(layout).stored_schema(rows.schema)
     files: list[NewFile] = []
     if rows.num_rows:
-        files = write_months(TableFiles(layout, path, BOUNDED), conform(rows, columns), schema.table_id)
+        files = write_periods(layout, path, conform(rows, columns), schema.table_id)
         failpoints.hit("lake.records_written")
     runs = _runs(batches, after)
     return WrittenRecords(
@@ -191,7 +191,7 @@ def commit_records(
     if _are_old(parts):
         raise again  # a wider type has rewritten all of history
     failpoints.hit("lake.before_history_commit")
-    swap(ready, ready.commit(n), add=[file for part in parts for file in part.files], partition_by=[MONTH_COLUMN])
+    ready.swap(Commit(n), add=[file for part in parts for file in part.files])
     failpoints.hit("lake.after_history_commit")
     return _commit(schema, path, ready, rows, n)
 
@@ -269,8 +269,10 @@ def tailed_history(
     runs = _runs(batches, after)
     if not runs:
         return opened
-    rows = rows.drop_columns([MONTH_COLUMN] if MONTH_COLUMN in rows.column_names else [])
-    rows = rows.append_column(MONTH_COLUMN, months_of(rows))
+    partition = format_of(layout).partition
+    if partition.column is not None:
+        periods = partition.of(rows.column(DATE))
+        rows = rows.select(partition.without(rows.schema).names).append_column(partition.column, periods)
     properties = dict[str, str]()
     if schema.kind is TableKind.TABLE:
         eras = replace(Eras.of(opened), folder=folder_of(schema))
@@ -286,7 +288,7 @@ def tailed_history(
         properties,
         folder_of(schema),
     )
-    return replace(opened, n=n, tail=tail)
+    return opened.with_tail(n, tail)
 
 
 def under_the_newest(
@@ -337,9 +339,9 @@ def begin_history(layout: LakeLayout, schema: TableSchema, n: Seq) -> OpenTable:
     path, app = layout.table_path("history", schema), layout.app_id("history", schema.table_id)
     opened = _create(layout, schema, path, app, [], n)
     told = (history_from_property(schema.table_id), HISTORY_BEGUN_PROPERTY)
-    set_properties(opened, dict.fromkeys(told, str(int(n))))
+    opened.set_properties(dict.fromkeys(told, str(int(n))))
     if opened.n is None:
-        swap(opened, opened.commit(n), add=[], partition_by=[MONTH_COLUMN])
+        opened.swap(Commit(n), add=[])
     return opened
 
 
@@ -370,6 +372,12 @@ def _rows(
     return pa.concat_tables([conform(table, union) for table in tables]) if tables else union.empty_table()
 
 
+def _columns(layout: LakeLayout, schema: TableSchema) -> pa.Schema:
+    """Return the columns of a new history."""
+    period = format_of(layout).partition.column
+    return pa.schema([*RECORD_PREFIX, *([] if period is None else [period]), *lake_columns(schema, layout.types)])
+
+
 def _create(layout: LakeLayout, schema: TableSchema, path: str, app: str, numbers: _Numbers, n: Seq) -> OpenTable:
     properties = schema_property(schema)
     name = "logical messages"
@@ -381,10 +389,10 @@ def _create(layout: LakeLayout, schema: TableSchema, path: str, app: str, number
         layout,
         path,
         app,
-        pa.schema([*HISTORY_PREFIX, *lake_columns(schema, layout.types)]),
+        _columns(layout, schema),
         description=f"Every change of {name}, written by Millstream (stream {layout.stream_name}). Append-only; don't write here.",
         bounded=BOUNDED,
-        partition_by=[MONTH_COLUMN],
+        partition_by=[format_of(layout).partition.name],
         properties=properties,
     )
 
@@ -403,7 +411,7 @@ def _ready(
     begun = _begun(eras, numbers, ready.n or Seq(0))
     if begun == eras:
         return ready
-    set_properties(ready, _told(_given_back(ready, eras, begun)))
+    ready.set_properties(_told(_given_back(ready, eras, begun)))
     return reopened(layout, ready)
 
 

@@ -1,22 +1,20 @@
-"""A folder of history: its files, each with one table's records of a month."""
+"""A folder of history: its files, each with one table's records of a period (`Partition`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.lake.data_files import NewFile, TableFiles, new_name
-from millstream.lake.delta import OpenTable, live_files, open_table
 from millstream.lake.layout import LakeLayout
 from millstream.lake.schema_history import first_of, table_of
+from millstream.lake.table_format import OpenTable, format_of, open_table
 from millstream.lake.types import conform
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
-from millstream.model.records import MONTH_COLUMN
 
 _HISTORY_FROM_PROPERTY: Final = "millstream.history_from_seq"
 """Followed by `.` and a table id: that table's records at or below this `seq` may be gone; their effects are in
@@ -27,44 +25,29 @@ DATE: Final = "__commit_date"
 BOUNDED: Final = ("__seq", DATE)
 """The columns whose bounds are recorded with each file. Every record has a number, and a file with a null date has
 null dates only, so that files can be skipped safely by these bounds."""
-_NO_MONTH: Final = "__HIVE_DEFAULT_PARTITION__"
 _BATCH_ROWS: Final = 1 << 16
 
 
-def write_months(files: TableFiles, rows: pa.Table, table: TableId) -> list[NewFile]:
-    """Write one table's records as files of history, one for each of their months; not yet committed."""
-    months = months_of(rows)
-    rows = rows.drop_columns([MONTH_COLUMN])
+def write_periods(layout: LakeLayout, path: str, rows: pa.Table, table: TableId) -> list[NewFile]:
+    """Write one table's records as files of the history at `path`, one for each of their periods; not yet committed."""
+    files, partition = TableFiles(layout, path, BOUNDED), format_of(layout).partition
+    periods = partition.of(rows.column(DATE))
+    rows = rows.select(partition.without(rows.schema).names)
     written = []
-    for month in pc.unique(months).to_pylist():
-        some = rows.filter(pc.is_null(months) if month is None else pc.equal(months, month))
-        file = files.write(some, some.schema, new_name(table=table), partition=month_folder(month))
-        written.append(in_month(file, month))
+    for period in pc.unique(periods).to_pylist():
+        some = rows.filter(pc.is_null(periods) if period is None else pc.equal(periods, period))
+        file = files.write(some, some.schema, new_name(table=table), partition=partition.folder(period))
+        written.append(partition.placed(file, period))
     return written
 
 
-def months_of(rows: pa.Table) -> pa.ChunkedArray:
-    """Return the month of each record; null for those without a date."""
-    return pc.strftime(rows.column(DATE), "%Y-%m")
-
-
-def month_folder(month: str | None) -> str:
-    """Return the folder of a month's files; None: of the records without a date."""
-    return f"{MONTH_COLUMN}={_NO_MONTH if month is None else month}"
-
-
-def in_month(file: NewFile, month: str | None) -> NewFile:
-    """Return a file as a file of a month."""
-    return replace(file, partition={MONTH_COLUMN: month})
-
-
-def files_by_month(opened: OpenTable) -> list[tuple[str, str | None]]:
-    """Return a history's live files, each with its month."""
-    files = live_files(opened)
+def files_by_period(layout: LakeLayout, opened: OpenTable) -> list[tuple[str, str | None]]:
+    """Return a history's live files, each with its period."""
+    files = opened.files()
     if not files.num_rows:
         return []
-    months = files.column(f"partition.{MONTH_COLUMN}").to_pylist()
-    return list(zip(files.column("path").to_pylist(), months, strict=True))
+    periods = files.column(f"partition.{format_of(layout).partition.name}").to_pylist()
+    return list(zip(files.column("path").to_pylist(), periods, strict=True))
 
 
 def records_in(

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from datetime import date
 
 from millstream import failpoints
-from millstream.lake.data_files import swap, table_in
-from millstream.lake.delta import live_files, open_table, set_properties
+from millstream.lake.data_files import table_in
 from millstream.lake.history_folder import DATE, history_from_property
 from millstream.lake.layout import LakeLayout
+from millstream.lake.table_format import Commit, open_table
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
-from millstream.model.records import MONTH_COLUMN
 from millstream.model.schema import TableSchema
 
 
@@ -44,7 +43,7 @@ def drop_history(layout: LakeLayout, schema: TableSchema, bound: HistoryBound) -
     opened = open_table(layout, path, app)
     if opened is None:
         return 0
-    files = live_files(opened)
+    files = opened.files()
     if "max.__seq" not in files.column_names:
         return 0
     days = files.column(f"max.{DATE}").to_pylist() if f"max.{DATE}" in files.column_names else [None] * files.num_rows
@@ -71,7 +70,7 @@ def drop_history(layout: LakeLayout, schema: TableSchema, bound: HistoryBound) -
     ends = {history_from_property(table): last for table, last in gone.items()}
     told = {name: str(last) for name, last in ends.items() if last > int(properties.get(name) or 0)}
     if told:
-        set_properties(opened, told)
+        opened.set_properties(told)
     failpoints.hit("lake.before_history_drop")
-    swap(opened, opened.upkeep(), add=(), remove=dropped, partition_by=[MONTH_COLUMN])
+    opened.swap(Commit(), add=(), remove=dropped)
     return len(dropped)

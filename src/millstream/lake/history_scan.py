@@ -17,8 +17,9 @@ import pyarrow.compute as pc
 from millstream.lake.column_names import Renames, renames_in
 from millstream.lake.commit_cuts import cuts_between
 from millstream.lake.data_files import table_in
-from millstream.lake.delta import OpenTable, lake_errors, live_files
 from millstream.lake.layout import LakeLayout
+from millstream.lake.store_errors import lake_errors
+from millstream.lake.table_format import OpenTable
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
@@ -121,7 +122,7 @@ def scan_history(
         only: if given, only records for which it holds.
     """
     with lake_errors(opened.path):
-        mine = records_of(opened, table=table, within=f"__seq > {int(after)} AND __seq <= {int(upto)}")
+        mine = records_of(opened, table=table, within=("__seq", int(after), int(upto)))
         names = None if columns is None else [name for name in columns if name in mine.schema.names]
         wanted = (pc.field("__seq") > int(after)) & (pc.field("__seq") <= int(upto))
         wanted = wanted if only is None else wanted & only
@@ -130,18 +131,20 @@ def scan_history(
         )
 
 
-def records_of(opened: OpenTable, *, table: TableId | None = None, within: str | None = None) -> ds.Dataset:
+def records_of(
+    opened: OpenTable, *, table: TableId | None = None, within: tuple[str, int, int] | None = None
+) -> ds.Dataset:
     """Return a history's records, those of its tail included.
 
     Args:
         opened: the history table.
         table: if given, only records of this table, not of others that have had its name.
-        within: a condition on the bounds of committed files, in SQL: other files may be left out.
+        within: as of `OpenTable.dataset`.
     """
     import pyarrow.dataset as ds
 
     with lake_errors(opened.path):
-        files = opened.table.to_pyarrow_dataset(file_pruning_predicate=within)
+        files = opened.dataset(within)
         mine = files if table is None else _of_table(files, table)
         if opened.tail is None or (table is not None and table_in(opened.tail.path) != table):
             return mine
@@ -163,7 +166,7 @@ def _of_table(files: ds.FileSystemDataset, table: TableId) -> ds.FileSystemDatas
 
 def count_history(opened: OpenTable, *, after: Seq) -> Callable[[Seq], int]:
     """Return a function for the maximum number of records in `(after, upto]`, from the files' statistics."""
-    actions = live_files(opened)
+    actions = opened.files()
     if not {"min.__seq", "max.__seq"} <= set(actions.column_names):
         return lambda _upto: 0  # no file holds a record
     counts, lows, highs = (actions.column(name).to_numpy() for name in ("num_records", "min.__seq", "max.__seq"))

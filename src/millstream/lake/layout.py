@@ -82,6 +82,8 @@ class LakeLayout:
     storage_options: Mapping[str, str] = field(default_factory=dict, repr=False)
     patience_s: float = 10.0
     """Seconds in which a request to an object store is tried again: more for a pipeline than for someone who waits."""
+    format: Literal["delta"] = "delta"
+    """The format of the tables."""
     types: Mapping[str, str] = field(default_factory=dict)
     """The configuration's `[streams.S.types]`: a column's type in the lake, by `schema.table.column`."""
 

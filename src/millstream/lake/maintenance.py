@@ -30,14 +30,14 @@ from millstream.lake.data_files import (
     table_in,
     version_in,
 )
-from millstream.lake.delta import OpenTable, bounded_columns, lake_errors, live_files, open_table
-from millstream.lake.delta_log import CHECKPOINT_S, LOG_RETENTION_S, log_files, trim_log
+from millstream.lake.delta_log import CHECKPOINT_S, LOG_RETENTION_S
 from millstream.lake.folded.scd2_fold import ENDED_FOLDER, IS_CURRENT
-from millstream.lake.history_folder import BOUNDED, DATE, in_month, month_folder
+from millstream.lake.history_folder import BOUNDED, DATE
 from millstream.lake.layout import BESIDE, LakeLayout, View
+from millstream.lake.store_errors import lake_errors
+from millstream.lake.table_format import OpenTable, Partition, format_of, open_table
 from millstream.lake.types import conform
 from millstream.model.ids import TableId
-from millstream.model.records import MONTH_COLUMN
 from millstream.model.schema import TableSchema
 
 KEEP_S: Final = 300.0
@@ -52,8 +52,6 @@ _TARGET_BYTES: Final = 64 << 20
 _SMALL_BYTES: Final = 16 << 20
 """Smaller files are compacted. A day with fewer bytes shares files with other days of its month, once it is over."""
 _Group = TypeVar("_Group", bound=Hashable)
-_CLOCK_MS: Final = 2_000
-"""The storage's clock and the clock that stamps commits may differ by this much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +145,8 @@ def tend_files(
     newest = open_table(layout, path, app)
     if newest is None:
         return Upkeep()
-    trim_log(layout, newest, now_ms=now_ms, keep_s=keep_s, retention_s=log_retention_s, spared=spared)
-    live = sum(size or 0 for size in live_files(newest).column("size_bytes").to_pylist())
+    newest.trim(now_ms=now_ms, keep_s=keep_s, retention_s=log_retention_s, spared=spared)
+    live = sum(size or 0 for size in newest.files().column("size_bytes").to_pylist())
     disk = sum(info.size or 0 for info in TableFiles(layout, path).all().values())
     return Upkeep(0, deleted, int(live), int(disk))
 
@@ -156,16 +154,18 @@ def tend_files(
 def _compact(layout: LakeLayout, opened: OpenTable, compact_files: int, today: date) -> int:
     """Merge small files of history, those of one table and day, or of its small days of a month; return how many."""
     done = 0
-    for (table, month, day), small in _small_files(opened, _days_together(opened, today)).items():
-        is_recent = month is None or (day is not None and day >= _recent_from(today))
-        is_over = day is None and month is not None and month < f"{_recent_from(today):%Y-%m}"
+    partition = format_of(layout).partition
+    together = _days_together(opened, partition, today)
+    for (table, period, day), small in _small_files(opened, together).items():
+        is_recent = period is None or (day is not None and day >= _recent_from(today))
+        is_over = day is None and period is not None and period < _recent_from(today).strftime(partition.period)
         least = compact_files if is_recent else _COMPACT_FILES_MONTH if is_over else _COMPACT_FILES_PAST
         if len(small) < min(compact_files, least):
             continue
         files = TableFiles(layout, opened.path, BOUNDED)
-        name = new_name(table=table)
+        placed = partial(partition.placed, value=period)
         if _merge(
-            layout, opened, files, small, MONTH_COLUMN, month_folder(month), name, partial(in_month, month=month)
+            layout, opened, files, small, partition.name, partition.folder(period), new_name(table=table), placed
         ):
             done += len(small)
     return done
@@ -176,13 +176,15 @@ def _recent_from(today: date) -> date:
     return today - timedelta(days=1)
 
 
-def _days_together(opened: OpenTable, today: date) -> dict[str, tuple[TableId | None, str | None, date | None]]:
-    """Return which files of history may be merged: the table, month and day of each; a day of None is any of the month.
+def _days_together(
+    opened: OpenTable, partition: Partition, today: date
+) -> dict[str, tuple[TableId | None, str | None, date | None]]:
+    """Return which files of history may be merged: the table, period and day of each; a day of None is any of the period.
 
     Recent days and large ones stay apart. Files that have several days aren't divided.
     """
-    files = live_files(opened)
-    names = ("path", "size_bytes", f"partition.{MONTH_COLUMN}", f"min.{DATE}", f"max.{DATE}")
+    files = opened.files()
+    names = ("path", "size_bytes", f"partition.{partition.name}", f"min.{DATE}", f"max.{DATE}")
     if not set(names) <= set(files.column_names):
         return {}
     rows = [(row, table_in(row["path"])) for row in files.select(names).to_pylist()]
@@ -197,15 +199,15 @@ def _days_together(opened: OpenTable, today: date) -> dict[str, tuple[TableId | 
         is_apart = last is not None and (
             last >= _recent_from(today) or (first == last and sizes[table, last] >= _SMALL_BYTES)
         )
-        together[row["path"]] = table, row[f"partition.{MONTH_COLUMN}"], last if is_apart else None
+        together[row["path"]] = table, row[f"partition.{partition.name}"], last if is_apart else None
     return together
 
 
 def _compact_ended(layout: LakeLayout, opened: OpenTable, compact_files: int) -> int:
     """Merge small files of ended versions; return how many there were. Folds keep open versions in shape."""
-    paths, current = (live_files(opened).column(name).to_pylist() for name in ("path", f"partition.{IS_CURRENT.name}"))
+    paths, current = (opened.files().column(name).to_pylist() for name in ("path", f"partition.{IS_CURRENT.name}"))
     small = _small_files(opened, dict(zip(paths, current, strict=True))).get(False, [])
-    files = TableFiles(layout, opened.path, bounded_columns(opened))
+    files = TableFiles(layout, opened.path, opened.bounded)
     merged = partial(_merge, layout, opened, files, small, IS_CURRENT.name, ENDED_FOLDER, new_name(), lambda file: file)
     if len(small) < compact_files or not merged():
         return 0
@@ -228,7 +230,7 @@ def _merge(
     merged = files.write(rows, shape, name, partition=folder)
     failpoints.hit("lake.before_compaction_commit")
     try:
-        return replace_files(layout, opened, add=[placed(merged)], remove=paths, partition_by=[partition])
+        return replace_files(layout, opened, add=[placed(merged)], remove=paths)
     except LakeConflict:
         return False
 
@@ -240,7 +242,7 @@ def _small_files(opened: OpenTable, together: Mapping[str, _Group]) -> dict[_Gro
         opened: the table.
         together: each live file's group, by path.
     """
-    actions = live_files(opened)
+    actions = opened.files()
     if "min.__seq" not in actions.column_names:
         return {}
     found: dict[_Group, list[str]] = {}
@@ -259,7 +261,7 @@ def delete_unneeded(
 ) -> int:
     """Delete the files of a table that no reader needs; return how many. Arguments as of `tend_table`."""
     opened = open_table(layout, path, app)
-    kept = None if opened is None else _version_before(layout, opened, int(now_ms - keep_s * 1000))
+    kept = None if opened is None else opened.version_before(int(now_ms - keep_s * 1000))
     if opened is None or kept is None:
         return 0
     oldest = kept if spared is None else min(kept, max(0, spared))
@@ -267,8 +269,7 @@ def delete_unneeded(
     if before is None:
         return 0
     needed = _live(opened) | _live(before)
-    with lake_errors(path):
-        removed = set(before.table.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=True))
+    removed = before.removed()
     too_old = datetime.fromtimestamp((now_ms / 1000) - keep_s - UNCOMMITTED_S_MAX, UTC)
     files = TableFiles(layout, path)
     unneeded = []
@@ -304,21 +305,9 @@ def tend_cuts(
     deleted = delete_unneeded(layout, path, app, now_ms=now_ms, keep_s=keep_s)
     opened = open_table(layout, path, app)
     if opened is not None:
-        trim_log(layout, opened, now_ms=now_ms, keep_s=keep_s, retention_s=log_retention_s)
+        opened.trim(now_ms=now_ms, keep_s=keep_s, retention_s=log_retention_s, spared=None)
     return deleted
 
 
 def _live(opened: OpenTable) -> set[str]:
-    return set(live_files(opened).column("path").to_pylist())
-
-
-def _version_before(layout: LakeLayout, opened: OpenTable, before_ms: int) -> int | None:
-    """Return the newest version committed at or before a time; None if the log doesn't reach back so far."""
-    # Commits hold the exact time, but each is a file to read. The storage's times bound how many to read.
-    commits = [file for file in log_files(layout, opened.path) if file.is_commit]
-    later = sum(file.written_ms > before_ms - _CLOCK_MS for file in commits)
-    with lake_errors(opened.path):
-        for info in opened.table.history(min(later + 1, len(commits)) or 1):
-            if int(info["timestamp"]) <= before_ms:
-                return int(info["version"])
-    return None
+    return set(opened.files().column("path").to_pylist())

@@ -19,8 +19,8 @@ import pyarrow.compute as pc
 from millstream.errors import MillstreamError
 from millstream.lake.commit_cuts import Cut, CutTable, cut_at, cut_from
 from millstream.lake.data_files import LiveFile, TableFiles, files_of
-from millstream.lake.delta import open_table
 from millstream.lake.layout import LakeLayout
+from millstream.lake.table_format import open_table
 from millstream.model.positions import Seq
 from millstream.model.records import Op
 

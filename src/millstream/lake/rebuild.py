@@ -20,12 +20,12 @@ from millstream import failpoints
 from millstream.errors import LakeError, LakeFilesGone, LakeTableForeign, LakeUnavailable
 from millstream.lake.commit_cuts import last_cut
 from millstream.lake.data_files import TableFiles, storage_of
-from millstream.lake.delta import live_files, open_table
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes, fold_table
 from millstream.lake.folded.scd2 import rebuild_versions
 from millstream.lake.history import begin_history
 from millstream.lake.history_folder import history_from, lacks_beginning
 from millstream.lake.layout import LakeLayout, TableCommit, View
+from millstream.lake.table_format import open_table
 from millstream.lake.table_renames import lost_records, places_of
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
@@ -47,7 +47,7 @@ def damage_of(layout: LakeLayout, view: View, schema: TableSchema) -> str | None
         lost = lost_records(layout, schema, opened, places_of(last_cut(layout))) if view == "history" else None
         if opened is None or lost is not None:
             return lost or ("it isn't there" if view == "history" else None)
-        gone = set(live_files(opened).column("path").to_pylist()) - TableFiles(layout, path).all().keys()
+        gone = set(opened.files().column("path").to_pylist()) - TableFiles(layout, path).all().keys()
     except (LakeFilesGone, LakeTableForeign, LakeUnavailable) as error:
         return error.message
     return f"{len(gone)} of its files are gone, {min(gone)} for one" if gone else None

@@ -21,13 +21,14 @@ from deltalake.fs import DeltaStorageHandler
 from millstream import failpoints
 from millstream.errors import LakeError, LakeTableForeign, PositionError, TokenFromFuture, UnknownTable, UsageError
 from millstream.lake.commit_cuts import Cut, CutTable
-from millstream.lake.delta import WRITER, OpenTable, create_table, lake_errors, open_table
+from millstream.lake.delta import WRITER, DeltaFormat, DeltaHandle
 from millstream.lake.history_folder import BOUNDED, history_from
 from millstream.lake.history_scan import scan_history
 from millstream.lake.layout import MESSAGES, LakeLayout, is_folder_of
+from millstream.lake.store_errors import lake_errors
+from millstream.lake.table_format import Commit, format_of, open_table
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
-from millstream.model.records import MONTH_COLUMN
 
 REPLAYS: Final = "replays"
 REPLAY_PROPERTY: Final = "millstream.replay"
@@ -97,10 +98,10 @@ def replay_range(layout: LakeLayout, cut: Cut, name: str, *, after: Seq, upto: S
     asked = {"stream": str(layout.stream_id), "table": int(table.table_id), "after": int(after), "upto": int(upto)}
     opened = _opened(layout, path, app)
     already = opened is not None
-    columns = pa.schema([column for column in history.schema() if column.name != MONTH_COLUMN])
+    columns = format_of(layout).partition.without(history.schema())
     if opened is None:
         _clear(layout, path)
-        opened = create_table(
+        opened = DeltaFormat().create(
             layout,
             path,
             app,
@@ -123,10 +124,10 @@ def replay_range(layout: LakeLayout, cut: Cut, name: str, *, after: Seq, upto: S
                 mode="append",
                 schema_mode="merge",
                 writer_properties=WRITER,
-                commit_properties=opened.commit(upto),
+                commit_properties=opened.commit_properties(Commit(upto)),
             )
         failpoints.hit("lake.replay.after_commit")
-    counts = pa.table(opened.table.get_add_actions(flatten=True)).column("num_records").to_pylist()
+    counts = opened.files().column("num_records").to_pylist()
     return TableReplay(path, int(sum(counts)), after, upto, already)
 
 
@@ -153,9 +154,9 @@ def _until_written(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch
     failpoints.hit("lake.replay.before_commit")
 
 
-def _opened(layout: LakeLayout, path: str, app: str) -> OpenTable | None:
+def _opened(layout: LakeLayout, path: str, app: str) -> DeltaHandle | None:
     try:
-        return open_table(layout, path, app)
+        return DeltaFormat().open(layout, path, app)
     except LakeTableForeign as error:
         raise LakeError(f"{path} holds another table already", code="lake_table_exists", path=path) from error
 

@@ -11,12 +11,11 @@ from typing import Final
 import pyarrow as pa
 
 from millstream.errors import LakeError
-from millstream.lake.data_files import TableFiles, new_name, swap, table_in
-from millstream.lake.delta import OpenTable, add_columns, with_features
-from millstream.lake.history_folder import BOUNDED, files_by_month, in_month, month_folder, records_in, reopened
+from millstream.lake.data_files import TableFiles, new_name, table_in
+from millstream.lake.history_folder import BOUNDED, files_by_period, records_in, reopened
 from millstream.lake.layout import LakeLayout
+from millstream.lake.table_format import Commit, OpenTable, format_of
 from millstream.lake.types import is_local_time, same_type
-from millstream.model.records import MONTH_COLUMN
 
 _INTEGER_DIGITS: Final = {pa.int8(): 3, pa.int16(): 5, pa.int32(): 10, pa.int64(): 19}
 
@@ -107,7 +106,7 @@ def widened(layout: LakeLayout, opened: OpenTable, name: str, columns: pa.Schema
     if any(not same_type(union.field(field.name).type, field.type) for field in have):
         _rewrite(layout, opened, union)
     elif len(union) > len(have):
-        add_columns(opened, union)
+        opened.add_columns(union)
     else:
         return opened
     return reopened(layout, opened)
@@ -118,12 +117,12 @@ def _rewrite(layout: LakeLayout, opened: OpenTable, union: pa.Schema) -> None:
 
     Rare, and bounded in memory.
     """
-    opened = with_features(layout, opened, union)
-    files = TableFiles(layout, opened.path, BOUNDED)
-    shape = pa.schema([column for column in union if column.name != MONTH_COLUMN])
+    opened = opened.ready_for(union)
+    files, partition = TableFiles(layout, opened.path, BOUNDED), format_of(layout).partition
+    shape = partition.without(union)
     written = []
-    for path, month in files_by_month(opened):
+    for path, period in files_by_period(layout, opened):
         name = new_name(table=table_in(path))
-        file = files.write(records_in(files, path, shape), shape, name, partition=month_folder(month))
-        written.append(in_month(file, month))
-    swap(opened, opened.upkeep(exact=True), add=written, mode="overwrite", schema=union, partition_by=[MONTH_COLUMN])
+        file = files.write(records_in(files, path, shape), shape, name, partition=partition.folder(period))
+        written.append(partition.placed(file, period))
+    opened.swap(Commit(exact=True), add=written, mode="overwrite", schema=union)

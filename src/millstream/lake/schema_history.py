@@ -31,8 +31,8 @@ from typing import Final
 import pyarrow as pa
 
 from millstream.errors import LakeTableForeign, PositionError
-from millstream.lake.delta import OpenTable
 from millstream.lake.layout import folder_of
+from millstream.lake.table_format import OpenTable
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema

@@ -6,9 +6,14 @@ A missing bucket comes as a missing file among others, which must not be taken f
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
-from millstream.errors import LakeUnavailable
+import pyarrow as pa
+from deltalake.exceptions import CommitFailedError, DeltaError, SchemaMismatchError
+
+from millstream.errors import LakeConflict, LakeError, LakeFilesGone, LakeUnavailable
 from millstream.model.addresses import mask_address
 
 _ANSWERED: Final = re.compile(r"<Code>(\w+)</Code>(?:\s*<Message>([^<]{0,300})</Message>)?")
@@ -76,3 +81,29 @@ def store_error(path: str, error: BaseException) -> LakeUnavailable | None:
                 told = f"{name}: {words}" if words else name
                 return LakeUnavailable(f"{mask_address(path)}: {_SAID[code]} ({told})", code=code, path=path)
     return None
+
+
+@contextmanager
+def lake_errors(path: str) -> Iterator[None]:
+    """Translate errors of delta-rs and of files."""
+    try:
+        yield
+    except (DeltaError, OSError) as error:
+        raise _translated(path, error) from error
+    except pa.ArrowException as error:
+        raise LakeError(f"{path}: {error}", path=path) from error
+
+
+def _translated(path: str, error: Exception) -> LakeError:
+    if (refused := store_error(path, error)) is not None:
+        return refused
+    told = plain_text(error)
+    match error:
+        case CommitFailedError():
+            return LakeConflict(f"another writer committed to {path} first: {told}", path=path)
+        case SchemaMismatchError():
+            return LakeError(f"{path} can't take these columns: {told}", code="lake_schema_conflict", path=path)
+        case FileNotFoundError():
+            return LakeFilesGone(f"a file of {path} is gone: {told}", path=path)
+        case _:
+            return LakeUnavailable(f"{path}: {told}", path=path)

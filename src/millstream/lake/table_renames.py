@@ -18,26 +18,24 @@ import pyarrow as pa
 
 from millstream.errors import LakeConflict, LakeError, LakeTableForeign, LakeUnavailable
 from millstream.lake.commit_cuts import Cut
-from millstream.lake.data_files import TableFiles, folders_in, new_name, swap, table_in
-from millstream.lake.delta import OpenTable, open_table, set_properties
+from millstream.lake.data_files import TableFiles, folders_in, new_name, table_in
 from millstream.lake.history_folder import (
     BOUNDED,
-    files_by_month,
+    files_by_period,
     history_from,
     history_from_property,
-    in_month,
-    month_folder,
     records_in,
     reopened,
 )
 from millstream.lake.layout import BESIDE, MESSAGES, LakeLayout, has_current
 from millstream.lake.schema_evolution import widened
 from millstream.lake.schema_history import Eras, has_eras
+from millstream.lake.table_format import Commit, OpenTable, format_of, open_table
 from millstream.lake.types import lake_columns
 from millstream.model.ids import TableId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
-from millstream.model.records import MONTH_COLUMN, RECORD_COLUMNS
+from millstream.model.records import RECORD_COLUMNS
 from millstream.model.schema import TableKind, TableSchema
 
 
@@ -197,18 +195,19 @@ def bring_records(layout: LakeLayout, schema: TableSchema, opened: OpenTable, so
     gone = history_from(source)
     gone = max(gone if gone > after else Seq(0), history_from(ready) if ready.n is not None else Seq(0))
     told = _eras_with(Eras.of(ready), theirs, schema) if has_eras(source) and has_eras(ready) else {}
-    set_properties(ready, told | {history_from_property(schema.table_id): str(int(gone))})
+    ready.set_properties(told | {history_from_property(schema.table_id): str(int(gone))})
     if ready.n != opened.n:
         raise LakeConflict(f"another task appended to {opened.path} at the same time", path=opened.path)
-    shape = pa.schema([column for column in ready.schema() if column.name != MONTH_COLUMN])
+    partition = format_of(layout).partition
+    shape = partition.without(ready.schema())
     left, files = TableFiles(layout, source.path), TableFiles(layout, ready.path, BOUNDED)
     written = []
-    for path, month in files_by_month(source):
+    for path, period in files_by_period(layout, source):
         if table_in(path) == schema.table_id:
             rows = records_in(left, path, shape, after=after, upto=source.n)
-            file = files.write(rows, shape, new_name(table=schema.table_id), partition=month_folder(month))
-            written += [in_month(file, month)] if file.rows else []
-    swap(ready, ready.commit(source.n), add=written, partition_by=[MONTH_COLUMN])
+            file = files.write(rows, shape, new_name(table=schema.table_id), partition=partition.folder(period))
+            written += [partition.placed(file, period)] if file.rows else []
+    ready.swap(Commit(source.n), add=written)
     return reopened(layout, ready)
 
 

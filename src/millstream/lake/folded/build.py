@@ -19,10 +19,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.lake.delta import OpenTable, live_files
 from millstream.lake.folded.current_fold import fold_records, run_of
 from millstream.lake.history_scan import last_truncate, scan_named
 from millstream.lake.row_identity import Keys, key_codes
+from millstream.lake.table_format import OpenTable
 from millstream.lake.types import EXACT, conform
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
@@ -71,7 +71,7 @@ def plan_build(
     shape = _own_types(scan.schema, columns)
     for rows in scan.batches():
         seen.take(conform(rows, shape))
-    size = sum(live_files(history).column("size_bytes").to_pylist())
+    size = sum(history.files().column("size_bytes").to_pylist())
     moved = seen.moved_keys()
     count = max(1, -(-size * _EXPANSION // part_bytes))
     edges: list[pa.Table | None] = [None, *seen.edges(count), None]

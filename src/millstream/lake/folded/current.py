@@ -21,17 +21,7 @@ import pyarrow as pa
 from millstream import failpoints
 from millstream.errors import LakeError, LakeUnavailable
 from millstream.lake.column_names import names_at, own_types, schema_at
-from millstream.lake.data_files import NewFile, TableFiles, swap
-from millstream.lake.delta import (
-    BOUNDED_PROPERTY,
-    OpenTable,
-    add_columns,
-    bounded_property,
-    create_table,
-    open_table,
-    set_properties,
-    with_features,
-)
+from millstream.lake.data_files import NewFile, TableFiles
 from millstream.lake.file_statistics import boundable
 from millstream.lake.folded.build import BuildPart, build_rows, plan_build
 from millstream.lake.folded.current_fold import Folded, fold_records
@@ -44,6 +34,7 @@ from millstream.lake.layout import LakeLayout, TableCommit, folder_of, has_curre
 from millstream.lake.row_identity import Keys, having
 from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import newest_schema
+from millstream.lake.table_format import Commit, OpenTable, create_table, open_table
 from millstream.lake.types import EXACT, lake_columns, same_type
 from millstream.model.column_renames import Names
 from millstream.model.names import qualified_name
@@ -218,9 +209,8 @@ class Fold:
         )
         removed = [leaves.files[place] for place in rewritten]
         failpoints.hit("lake.before_fold_commit")
-        swap(
-            opened,
-            opened.commit(plan.upto, exact=True, holds=True),
+        opened.swap(
+            Commit(plan.upto, exact=True, holds=True),
             add=written,
             remove=() if plan.anew else [leaf.path for leaf in removed],
             mode="overwrite" if plan.anew else "append",
@@ -229,7 +219,7 @@ class Fold:
         failpoints.hit("lake.after_fold_commit")
         if not _bounds_stand(plan, opened):
             # Not earlier: the previous files lack these bounds, and this commit's files have the old ones as well.
-            set_properties(opened, bounded_property(boundable(plan.columns, plan.schema.key)))
+            opened.set_bounded(boundable(plan.columns, plan.schema.key))
         removed_bytes = sum(leaf.size_bytes for leaf in removed)
         live_bytes = leaves.size_bytes - removed_bytes + sum(file.size_bytes for file in written)
         rows = sum(file.rows for file in written)
@@ -292,7 +282,7 @@ def begin_fold(  # noqa: D417 - `anew` is described, as code
         return _standing(schema, opened, upto)
     schema = schema_at(history, newest, upto)
     columns = current_columns(layout, schema, history)
-    opened = with_features(layout, opened or _create(layout, schema, path, app, columns), columns)
+    opened = (opened or _create(layout, schema, path, app, columns)).ready_for(columns)
     first = anew or not opened.held
     stands = Seq(0) if first else opened.n or Seq(0)
     gone = history_from(history)
@@ -339,7 +329,7 @@ def _begun(plan: FoldPlan, opened: OpenTable, history: OpenTable) -> Fold | Fold
         return _standing(plan.schema, opened, plan.upto, leaves.size_bytes)
     anew = plan.anew or evolved == "rewrite" or plan.renamed is not None or not _bounds_stand(plan, opened)
     if evolved == "add" and not anew:
-        add_columns(opened, plan.target)
+        opened.add_columns(plan.target)
         plan = replace(plan, version=opened.version)
     everything = anew or folded.truncated or not plan.schema.key or leaves.size_bytes < plan.sizes.small_bytes
     hit = _hit(leaves, folded, plan, everything=everything).hit
@@ -349,15 +339,13 @@ def _begun(plan: FoldPlan, opened: OpenTable, history: OpenTable) -> Fold | Fold
 
 def _bounded(opened: OpenTable, columns: pa.Schema, key: Sequence[str]) -> tuple[str, ...]:
     """Return the columns of the key, and those that had bounds before, under another key."""
-    noted = [name.strip("`") for name in (opened.properties.get(BOUNDED_PROPERTY) or "").split(",")]
-    before = [name for name in noted if columns.get_field_index(name) >= 0 and name not in key]
+    before = [name for name in opened.bounded if columns.get_field_index(name) >= 0 and name not in key]
     return boundable(columns, [*key, *before])
 
 
 def _bounds_stand(plan: FoldPlan, opened: OpenTable) -> bool:
-    """Whether the table's properties declare bounds for the key's columns."""
-    wanted = bounded_property(boundable(plan.columns, plan.schema.key))
-    return opened.properties.get(BOUNDED_PROPERTY) == wanted[BOUNDED_PROPERTY]
+    """Whether the table declares bounds for the key's columns."""
+    return opened.bounded == boundable(plan.columns, plan.schema.key)
 
 
 def _hit(leaves: Leaves, folded: Folded, plan: FoldPlan, *, everything: bool) -> Touched:

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.lake.delta import OpenTable, live_files
 from millstream.lake.row_identity import Keys
+from millstream.lake.table_format import OpenTable
 
 LEAF_BYTES: Final = 8 << 20
 """Approximate size on disk. A look-up opens one leaf, a fold of few keys rewrites few bytes, and 100 M short rows are
@@ -50,7 +50,7 @@ class Leaves:
             key: its key columns, in the key's order.
             partition: `column=value`: only files of that folder.
         """
-        actions = live_files(opened)
+        actions = opened.files()
         if partition is not None:
             column, _, value = partition.partition("=")
             held = pc.cast(actions.column(f"partition.{column}"), pa.string())

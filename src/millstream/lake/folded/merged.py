@@ -24,14 +24,14 @@ from millstream.crdt.declared import union_of
 from millstream.crdt.reconcile import Missing, ReconciliationEngine, RegionState, widened
 from millstream.crdt.row_merge import WALL, own_columns, state_schema
 from millstream.errors import LakeError, LakeTableForeign
-from millstream.lake.data_files import TableFiles, new_name, swap
-from millstream.lake.delta import OpenTable, create_table, live_files, open_table, with_features
+from millstream.lake.data_files import TableFiles, new_name
 from millstream.lake.file_statistics import boundable
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes
 from millstream.lake.folded.key_ranges import Leaf, Leaves
 from millstream.lake.folded.rewrite import Change, LeafWriter, placed, touched
 from millstream.lake.layout import LakeLayout
 from millstream.lake.row_identity import Keys, having, key_codes
+from millstream.lake.table_format import Commit, OpenTable, create_table, open_table
 from millstream.lake.types import EXACT, conform, same_type
 from millstream.model.positions import Seq
 
@@ -243,14 +243,12 @@ class MergedFold:
             line = conform(pa.table({_HEAD.name: [head.encode()]}), shape)
             written.append(files.write(line, shape, new_name(opened.version + 1), partition=_HEADS))
             remove += _heads_of(opened)
-        swap(
-            opened,
-            opened.commit(n, exact=True),
+        opened.swap(
+            Commit(n, exact=True),
             add=written,
             remove=() if is_whole else remove,
             mode="overwrite" if is_whole else "append",
             schema=columns if is_whole else None,
-            partition_by=() if head is None else [_PART.name],
         )
         removed = sum(leaf.size_bytes for leaf in replaced)
         return leaves.size_bytes - removed + sum(file.size_bytes for file in written), removed
@@ -269,9 +267,9 @@ class MergedFold:
                 description=f"{what} of {place.name}, merged from its regions, written by Millstream (stream "
                 f"{place.layout.stream_name}). Don't write here.",
                 bounded=boundable(own, self._key),
-                partition_by=None if view == MERGED else [_PART.name],
+                partition_by=() if view == MERGED else [_PART.name],
             )
-        return with_features(place.layout, opened, columns)
+        return opened.ready_for(columns)
 
     def _rewrite(self, writer: LeafWriter, leaves: Leaves, rows: pa.Table, *, is_whole: bool) -> list[Leaf]:
         """Write the changed leaves; return those that they replace."""
@@ -342,7 +340,7 @@ def _check_names(table: str, columns: pa.Schema) -> None:
 
 def _heads_of(opened: OpenTable) -> list[str]:
     """Return the files that have a head."""
-    actions = live_files(opened)
+    actions = opened.files()
     held = pc.equal(pc.cast(actions.column(f"partition.{_PART.name}"), pa.string()), "head")
     found: list[str] = actions.filter(held).column("path").to_pylist()
     return found

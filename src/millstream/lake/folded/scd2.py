@@ -23,17 +23,7 @@ import pyarrow.compute as pc
 from millstream import failpoints
 from millstream.errors import LakeError, LakeFilesGone, LakeUnavailable
 from millstream.lake.commit_cuts import cut_at, cuts_between
-from millstream.lake.data_files import NewFile, TableFiles, new_name, remove_folder, swap
-from millstream.lake.delta import (
-    OpenTable,
-    add_columns,
-    bounded_columns,
-    bounded_property,
-    create_table,
-    open_table,
-    set_properties,
-    with_features,
-)
+from millstream.lake.data_files import NewFile, TableFiles, new_name, remove_folder
 from millstream.lake.file_statistics import boundable
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldOutcome, FoldSizes
 from millstream.lake.folded.ended_versions import EndedVersions
@@ -59,6 +49,7 @@ from millstream.lake.history_scan import emptied, fold_step
 from millstream.lake.layout import BESIDE, LakeLayout, TableCommit, folder_of
 from millstream.lake.row_identity import Keys, having, key_codes
 from millstream.lake.schema_history import newest_schema
+from millstream.lake.table_format import Commit, OpenTable, create_table, open_table
 from millstream.lake.types import EXACT, conform, same_type
 from millstream.model.column_renames import Names
 from millstream.model.names import qualified_name
@@ -211,7 +202,7 @@ class _Fold:
             return self._standing(self.upto)  # another table has the name by now, and the versions are its versions
         self.history = history
         self.take_columns(self.upto)
-        opened = self.opened = with_features(self.layout, opened or self._create(), self.columns)
+        opened = self.opened = (opened or self._create()).ready_for(self.columns)
         self.since = taken_since(history)
         self.stands = opened.n if goes_on(opened, history) else None
         self.take_columns(self.upto)
@@ -364,12 +355,12 @@ class _Fold:
         target = self._table_columns(exact=exact)
         clock = None if found is None else found.clock_us
         anew = self.renamed is not None
-        if not anew and (_widened(have, target) or not set(self._bounded) <= set(bounded_columns(opened))):
+        if not anew and (_widened(have, target) or not set(self._bounded) <= set(opened.bounded)):
             # Not every reader reads older files' types as the new ones; a column has bounds in all files or in none.
             self._rewrite_all(opened, target, exact=exact)
             return self._again(upto)
         if not anew and not set(target.names) <= set(have.names):
-            add_columns(opened, target)
+            opened.add_columns(target)
         if found is None and not anew and opened.held:
             return self._standing(upto)
         found = found or Versions.unchanged(self.columns, self.schema.key)
@@ -404,8 +395,8 @@ class _Fold:
             return self._commit(opened, written, removed, upto, clock, anew=False, exact=exact, leaves=leaves)
         written += self._ended_anew(opened, self._file_columns(exact=exact))
         done = self._commit(opened, written, [], upto, clock, anew=True, exact=exact)
-        if set(self._bounded) != set(bounded_columns(opened)):
-            set_properties(opened, bounded_property(self._bounded))
+        if set(self._bounded) != set(opened.bounded):
+            opened.set_bounded(self._bounded)
         return done
 
     def _ended_anew(self, opened: OpenTable, columns: pa.Schema) -> list[NewFile]:
@@ -437,17 +428,10 @@ class _Fold:
                 rows = conform(self._files.read(leaf.path), columns)
                 written.append(self._files.write(rows, columns, new_name(opened.version + 1), partition=folder))
         failpoints.hit("lake.before_scd2_commit")
-        swap(
-            opened,
-            opened.upkeep(exact=True),
-            add=written,
-            mode="overwrite",
-            schema=target,
-            partition_by=[IS_CURRENT.name],
-        )
+        opened.swap(Commit(exact=True), add=written, mode="overwrite", schema=target)
         again = open_table(self.layout, opened.path, opened.app)
         assert again is not None
-        set_properties(again, bounded_property(self._bounded))
+        again.set_bounded(self._bounded)
 
     def _again(self, upto: Seq) -> FoldOutcome:
         return self.begin(self.layout, self.schema, upto, self.sizes, self.path).run()
@@ -457,7 +441,7 @@ class _Fold:
         history = self.history = open_history(self.layout, self.schema)
         self.take_columns(self.upto)
         self.since = taken_since(history)
-        opened = self.opened = with_features(self.layout, self.opened or self._create(), self.columns)
+        opened = self.opened = (self.opened or self._create()).ready_for(self.columns)
         self.stands = opened.n if goes_on(opened, history) else None
         self.take_columns(self.upto)
         exact = EXACT.name in beside.schema().names or EXACT.name in opened.schema().names
@@ -500,18 +484,14 @@ class _Fold:
         exact: bool,
         leaves: Leaves | None = None,
     ) -> FoldOutcome:
-        properties = opened.commit(upto, exact=True, holds=True)
-        assert properties.app_transactions is not None
-        properties.app_transactions += times_told(opened, clock_us, self.entered_us, self.since)
+        times = times_told(opened, clock_us, self.entered_us, self.since)
         failpoints.hit("lake.before_scd2_commit")
-        swap(
-            opened,
-            properties,
+        opened.swap(
+            Commit(upto, exact=True, holds=True, numbers=times),
             add=written,
             remove=removed,
             mode="overwrite" if anew else "append",
             schema=self._table_columns(exact=exact) if anew else None,
-            partition_by=[IS_CURRENT.name],
         )
         failpoints.hit("lake.after_scd2_commit")
         rows = sum(file.rows for file in written)
@@ -534,7 +514,7 @@ class _Fold:
     @property
     def _bounded(self) -> tuple[str, ...]:
         # Columns of an earlier key keep their bounds.
-        before = [] if self.opened is None else bounded_columns(self.opened)
+        before = [] if self.opened is None else self.opened.bounded
         names = [*self.schema.key, *(name for name in before if name not in self.schema.key)]
         mine = [name for name in names if self.columns.get_field_index(name) >= 0]
         return (*boundable(self.columns, mine), VALID_FROM.name, BEGAN_BY.name)

@@ -6,12 +6,11 @@ from typing import Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from deltalake import Transaction
 
-from millstream.lake.delta import OpenTable
 from millstream.lake.folded.scd2_fold import BEGAN_BY, VALID_FROM, VALID_TO
 from millstream.lake.history_scan import read_history
 from millstream.lake.schema_history import Eras, table_of
+from millstream.lake.table_format import OpenTable
 from millstream.model.positions import Seq
 from millstream.model.records import INSTANT
 
@@ -23,7 +22,7 @@ committed."""
 
 def clock_of(opened: OpenTable) -> int | None:
     """Return the greatest time so far, µs since 1970, of all tables that have had the name; None if there was none."""
-    return _told(opened, _clock_app(opened))
+    return opened.number(_clock_app(opened))
 
 
 def taken_since(history: OpenTable) -> Seq:
@@ -38,7 +37,7 @@ def goes_on(opened: OpenTable, history: OpenTable) -> bool:
         return False
     since = taken_since(history)
     assert opened.n is not None, "it holds them"
-    return opened.n >= since or _told(opened, f"{opened.app}/{_SINCE}") == since
+    return opened.n >= since or opened.number(f"{opened.app}/{_SINCE}") == since
 
 
 def entry_us(opened: OpenTable | None, history: OpenTable) -> int | None:
@@ -50,8 +49,8 @@ def entry_us(opened: OpenTable | None, history: OpenTable) -> int | None:
     since = taken_since(history)
     if not since:
         return None
-    if opened is not None and opened.held and _told(opened, f"{opened.app}/{_SINCE}") == since:
-        return _told(opened, f"{opened.app}/{_ENTERED}")
+    if opened is not None and opened.held and opened.number(f"{opened.app}/{_SINCE}") == since:
+        return opened.number(f"{opened.app}/{_ENTERED}")
     found = read_history(
         history, after=Seq(since - 1), upto=since, columns=["__commit_ts"], table=table_of(history)
     ).column("__commit_ts")
@@ -60,12 +59,11 @@ def entry_us(opened: OpenTable | None, history: OpenTable) -> int | None:
     return max([*times, *([] if clock is None else [clock])], default=None)
 
 
-def times_told(opened: OpenTable, clock_us: int | None, entered_us: int | None, since: Seq) -> list[Transaction]:
-    """Return what a fold commits in addition to its position."""
-    told = [] if clock_us is None else [Transaction(_clock_app(opened), clock_us)]
+def times_told(opened: OpenTable, clock_us: int | None, entered_us: int | None, since: Seq) -> dict[str, int]:
+    """Return the numbers that a fold commits in addition to its position."""
+    told = {} if clock_us is None else {_clock_app(opened): clock_us}
     if entered_us is not None:
-        entered = ((_ENTERED, entered_us), (_SINCE, int(since)))
-        told += [Transaction(f"{opened.app}/{word}", value) for word, value in entered]
+        told |= {f"{opened.app}/{_ENTERED}": entered_us, f"{opened.app}/{_SINCE}": int(since)}
     return told
 
 
@@ -78,8 +76,3 @@ def at_entry(ended: pa.Table, entered_us: int, since: Seq) -> pa.ChunkedArray:
 
 def _clock_app(opened: OpenTable) -> str:
     return opened.app.rpartition("/")[0] + "/clock"
-
-
-def _told(opened: OpenTable, app: str) -> int | None:
-    found = opened.table.transaction_version(app)
-    return None if found is None else int(found)

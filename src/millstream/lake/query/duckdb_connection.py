@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Final
 import pyarrow as pa
 
 from millstream.errors import InvalidQuery, LakeError, LakeUnavailable, MillstreamError, UsageError
-from millstream.lake.delta import OpenTable, lake_errors, live_files
 from millstream.lake.history_scan import records_of
 from millstream.lake.query.bounds import QueryBounds, QueryWatch
 from millstream.lake.query.files import PREFIX, READ_ONLY_HINT, HandedFiles, file_system
+from millstream.lake.store_errors import lake_errors
+from millstream.lake.table_format import OpenTable
 from millstream.model.names import DEFAULT_SCHEMA
 from millstream.workers import call_in_thread
 
@@ -305,4 +306,4 @@ def _connect(scratch: str, bounds: QueryBounds | None, files: HandedFiles) -> du
 
 
 def _paths(opened: OpenTable) -> list[str]:
-    return [str(path) for path in live_files(opened).column("path").to_pylist()]
+    return [str(path) for path in opened.files().column("path").to_pylist()]

@@ -19,12 +19,12 @@ import pyarrow.compute as pc
 
 from millstream.errors import LakeError, OffsetExpired
 from millstream.lake.commit_cuts import Cut, CutTable, last_cut, merged
-from millstream.lake.delta import OpenTable, open_table
 from millstream.lake.history import tailed_history
 from millstream.lake.history_scan import records_of
 from millstream.lake.layout import LakeLayout, TableCommit, folder_of
 from millstream.lake.query.time_travel import LogTail, Standing, TailPart, open_history
 from millstream.lake.schema_history import Eras, owned_since, table_of
+from millstream.lake.table_format import OpenTable, open_table
 from millstream.lake.table_renames import places_of
 from millstream.model.ids import TableId
 from millstream.model.names import qualified_name

@@ -31,7 +31,6 @@ from millstream.errors import (
     MillstreamError,
 )
 from millstream.lake.commit_cuts import Cut, CutTable, last_cut
-from millstream.lake.delta import OpenTable, open_table
 from millstream.lake.folded.current import current_columns
 from millstream.lake.known_tables import KnownTable, empty_records, empty_rows, is_meant, unknown_table
 from millstream.lake.layout import MESSAGES, LakeLayout, has_current
@@ -53,6 +52,7 @@ from millstream.lake.query.time_travel import (
 )
 from millstream.lake.query.version_rows import versions_sql
 from millstream.lake.schema_history import Era, era_at, newest_schema
+from millstream.lake.table_format import OpenTable, open_table
 from millstream.lake.table_renames import open_left_behind
 from millstream.model.ids import TableId
 from millstream.model.names import name_in_full, parse_qualified_name, same_bare

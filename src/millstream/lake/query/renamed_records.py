@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import pyarrow as pa
 
 from millstream.lake.column_names import Renames, renames_in
-from millstream.lake.delta import OpenTable
 from millstream.lake.history_scan import records_of
 from millstream.lake.query.duckdb_connection import Engine, literal, quote
 from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import Eras
+from millstream.lake.table_format import OpenTable
 from millstream.model.column_renames import Names
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq

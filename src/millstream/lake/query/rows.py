@@ -14,7 +14,6 @@ import pyarrow.compute as pc
 from millstream.errors import LakeFilesGone, PositionError
 from millstream.lake.column_names import names_at, renames_in
 from millstream.lake.data_files import ROW_GROUP_ROWS, LiveFile, TableFiles, files_of, table_in
-from millstream.lake.delta import OpenTable
 from millstream.lake.folded.build import build_rows, plan_build
 from millstream.lake.folded.current import DEFAULT_SIZES, current_columns, tail_columns
 from millstream.lake.folded.current_fold import fold_records
@@ -25,6 +24,7 @@ from millstream.lake.query.duckdb_connection import Engine, names, quote, unavai
 from millstream.lake.query.overlay import SEQ, overlay
 from millstream.lake.query.renamed_records import renamed_map
 from millstream.lake.row_identity import Keys
+from millstream.lake.table_format import OpenTable
 from millstream.lake.types import EXACT, conform, text_maps
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.schema import TableSchema

@@ -20,12 +20,12 @@ from millstream.errors import (
     TokenFromFuture,
 )
 from millstream.lake.commit_cuts import Cut, CutTable, cut_at, cut_at_time, cut_from, first_cut, last_cut
-from millstream.lake.delta import OpenTable, open_table
 from millstream.lake.history_folder import history_begun, history_from
 from millstream.lake.known_tables import KnownTable, is_meant
 from millstream.lake.layout import MESSAGES, LakeLayout, folder_of
 from millstream.lake.operation_ends import upto_moment, whole_upto
 from millstream.lake.schema_history import era_at
+from millstream.lake.table_format import OpenTable, open_table
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.schema import TableSchema

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from millstream.lake.delta import OpenTable
 from millstream.lake.folded.scd2 import unfolded_versions
 from millstream.lake.folded.scd2_fold import IS_CURRENT, VALID_TO, VERSION_COLUMNS
 from millstream.lake.layout import LakeLayout
@@ -12,6 +11,7 @@ from millstream.lake.query.duckdb_connection import Engine, names, quote
 from millstream.lake.query.renamed_records import renamed_map
 from millstream.lake.query.rows import filled, gone_table, same_key
 from millstream.lake.row_identity import Keys
+from millstream.lake.table_format import OpenTable
 from millstream.lake.types import EXACT
 from millstream.model.column_renames import Names
 from millstream.model.positions import Seq
@@ -52,7 +52,7 @@ def _base(engine: Engine, opened: OpenTable, columns: pa.Schema, renamed: Names 
     """Return the text behind FROM for the versions of the last fold, under the wanted names, and the columns of it."""
     have = opened.schema()
     # A dataset, because the partition's column isn't in the files.
-    source = engine.register(opened.table.to_pyarrow_dataset())
+    source = engine.register(opened.dataset())
     if renamed is None:
         return source, have.names
     mine = {name: renamed.get(name, name) for name in [*columns.names, *(column.name for column in VERSION_COLUMNS)]}
