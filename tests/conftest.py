@@ -14,13 +14,9 @@ then reported it.
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
-import hashlib
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -29,6 +25,8 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 from tests.seeds import Seeds
+
+from millstream.home.machine_code_folder import place_machine_code
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -53,32 +51,8 @@ os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
 
 
-def _keep_machine_code() -> None:
-    """Let all homes and all processes that tests are distributed to share machine code, and keep it for the next run.
-
-    Each home would compile its own otherwise, which takes half a minute of a core. The folder's name is of the
-    sources: numba doesn't notice that a function has changed which another file's function has inlined.
-    """
-    if "NUMBA_CACHE_DIR" in os.environ:
-        return
-    root = Path(__file__).parents[1]
-    sources = hashlib.sha256()
-    for path in sorted((root / "src").rglob("*.py")):
-        text = path.read_bytes()
-        if b"machine_code" in text:
-            sources.update(text)
-    folder = root / ".cache" / "numba" / sources.hexdigest()[:16]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for other in set(folder.parent.iterdir()) - {folder}:
-            shutil.rmtree(other, ignore_errors=True)
-    except OSError:
-        folder = Path(tempfile.mkdtemp(prefix="millstream-numba-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    os.environ["NUMBA_CACHE_DIR"] = str(folder)
-
-
-_keep_machine_code()
+# All homes and all processes that tests are distributed to share machine code, and it is there in the next run.
+place_machine_code([Path(__file__).parents[1] / ".cache"])
 
 
 WHOLE_TIER: Final = frozenset({"browser", "oldest", "own_kafka", "own_redis"})

@@ -23,7 +23,6 @@ from millstream.catalog import TableState
 from millstream.catalog.quarantined_tables import QuarantinedTable
 from millstream.cli.main import cli
 from millstream.errors import CursorExpired, UnknownTable, UsageError
-from millstream.home.config_mapping import place_compiled_code
 from millstream.home.home import Home
 from millstream.home.retention import sweep
 from millstream.model.ids import ShardId, StreamId
@@ -402,23 +401,6 @@ def test_a_lost_catalog_takes_the_stream_and_a_higher_epoch_over_from_the_log(ho
         with stream_writer(home, catalog, "shop", home.config.streams["shop"], open_other) as writer:
             assert writer.stream == catalog.stream("shop").id == stream
         assert catalog.writers(stream)[0].epoch == 2
-
-
-def test_compiled_code_goes_into_the_home_or_a_private_folder(
-    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NUMBA_CACHE_DIR", "")
-    monkeypatch.delenv("NUMBA_CACHE_DIR")
-    place_compiled_code(home)
-    assert os.environ["NUMBA_CACHE_DIR"] == str(home.data / "cache" / "numba")
-    monkeypatch.delenv("NUMBA_CACHE_DIR")
-    blocked = Home(tmp_path / "blocked")
-    blocked.path.mkdir()
-    (blocked.path / "data").write_text("in the way")
-    place_compiled_code(blocked)
-    private = Path(os.environ["NUMBA_CACHE_DIR"])
-    assert private.stat().st_mode & 0o077 == 0
-    private.rmdir()
 
 
 def get(address: str, path: str) -> tuple[int, str]:

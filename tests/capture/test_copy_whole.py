@@ -276,8 +276,8 @@ def test_a_source_without_a_free_slot_is_waited_for_and_the_reason_is_told(stage
         except psycopg.errors.ConfigurationLimitExceeded:
             resume_table(stage.catalog, stage.catalog.resolve_stream("shop"), TABLE)
             wait_until(lambda: "replication slot" in stage.table(TABLE).reason, "the reason is told")
-            stage.sql("INSERT INTO bag VALUES (1, 2, 'x')")
             entries = len(stage.log.entries)
+            stage.sql("INSERT INTO bag VALUES (1, 2, 'x')")
             wait_until(lambda: len(stage.log.entries) > entries, "changes go on")
         finally:
             for number in range(taken):

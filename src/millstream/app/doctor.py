@@ -22,8 +22,9 @@ from millstream.app.alerts.conditions import Kind, what_to_run
 from millstream.app.initialize import holds_password
 from millstream.app.status import collect_status, live_progress, tables_of
 from millstream.errors import MillstreamError, UnknownStream
-from millstream.home.config_mapping import capture_config, place_compiled_code
+from millstream.home.config_mapping import capture_config
 from millstream.home.home import Home
+from millstream.home.machine_code_folder import place_compiled_code
 from millstream.home.paths import HomePaths
 from millstream.home.rows_before_rules import until_words
 from millstream.leadership.role_files import Roles
@@ -245,7 +246,7 @@ def _compiled(home: Home, say: Callable[[str], None]) -> str:
     place_compiled_code(home)
     folder = Path(os.environ["NUMBA_CACHE_DIR"])
     if not folder.is_dir() or not any(folder.iterdir()):
-        say("compiling the decoders: half a minute or less, once for a home …")
+        say("compiling the decoders: half a minute or less, once for all homes …")
     from millstream.codec.pgoutput import warm
 
     warm()

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from typing import TYPE_CHECKING, Final, cast
 
 from millstream.config.quantities import size_bytes
 from millstream.errors import ConfigError, LakeError, MillstreamError
 from millstream.home.home import Home
-from millstream.home.paths import PIPELINE, HomePaths
+from millstream.home.paths import PIPELINE
 from millstream.home.store_profiles import with_profile
 from millstream.libpq import describe_parameters, parse_address
 from millstream.model.durations import duration_s
 from millstream.model.ids import ShardId, StreamId
 from millstream.model.names import parse_qualified_name
 from millstream.model.operations import FIRST_SHARD
-from millstream.private_files import make_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -263,22 +261,6 @@ def flight_address(home: Home) -> FlightAddress | None:
         raise ConfigError(
             f"{file}, the server's certificate that executors trust, can't be read: {error.strerror}"
         ) from error
-
-
-def place_compiled_code(home: HomePaths) -> None:
-    """Set numba's folder for machine code, before its import: in the home, or in a private temporary folder.
-
-    Numba's own choice, the package's folder or HOME's, fails at import if both are read-only.
-    """
-    if "NUMBA_CACHE_DIR" in os.environ:
-        return
-    folder = home.data / "cache" / "numba"
-    try:
-        make_folder(folder)
-        with tempfile.TemporaryFile(dir=folder):
-            os.environ["NUMBA_CACHE_DIR"] = str(folder)
-    except OSError:
-        os.environ["NUMBA_CACHE_DIR"] = tempfile.mkdtemp(prefix="millstream-numba-")
 
 
 class _CopyRate:

@@ -18,7 +18,7 @@ from millstream import __version__
 from millstream.app.open_home import home_appender
 from millstream.config.quantities import size_bytes
 from millstream.errors import AccessError, MillstreamError, UsageError
-from millstream.home.config_mapping import place_compiled_code
+from millstream.home.machine_code_folder import place_compiled_code
 from millstream.ingest.line_protocol import warm
 from millstream.model.access import Right
 from millstream.process_metrics import HTTP_REQUEST_SECONDS

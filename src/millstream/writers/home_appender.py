@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import structlog
 
 from millstream.errors import HomeBusy, MillstreamError, WriterClosed
-from millstream.home.config_mapping import place_compiled_code
+from millstream.home.machine_code_folder import place_compiled_code
 from millstream.ingest.append_client import AppendClient, AsyncAppendClient
 from millstream.ingest.append_server import AppendServer
 from millstream.ingest.appender import Appender

@@ -30,8 +30,9 @@ from millstream.errors import (
     UnknownStream,
     WriterClosed,
 )
-from millstream.home.config_mapping import capture_config, place_compiled_code
+from millstream.home.config_mapping import capture_config
 from millstream.home.home import Home
+from millstream.home.machine_code_folder import place_compiled_code
 from millstream.home.retention import is_for_sessions, sweep
 from millstream.home.rows_before_rules import kept_raw_values, until_words
 from millstream.ingest.append_server import AppendServer
