@@ -25,7 +25,18 @@ from millstream.model.access import Rights
 pytestmark = pytest.mark.long
 
 TABLE: Final = f"/tables/web/{quote(HOSTILE, safe='')}"
-PAGES: Final = ("/", "/tables", TABLE, "/log", "/log/web", "/query", "/consumers", "/consumers/web/search", "/nodes")
+PAGES: Final = (
+    "/",
+    "/tables",
+    TABLE,
+    "/log",
+    "/log/web",
+    "/query",
+    "/consumers",
+    "/consumers/web/search",
+    "/nodes",
+    "/charts",
+)
 AXE: Final = "axe-core@4.10.3"
 FIRST_VIEW_BYTES_MAX: Final = 200_000
 
@@ -164,6 +175,24 @@ def test_the_tail_shows_records_as_they_come_and_why_it_can_t(browser: Chromium,
     assert "where" not in browser.run("document.querySelector('#tail ol').textContent")
     browser.click("#tail button")
     browser.until(f"{note} === 'Stopped.'")
+    assert browser.problems == []
+
+
+def test_a_chart_shows_its_numbers_by_pointer_and_by_keyboard(browser: Chromium, server: Served) -> None:
+    show(browser, server, "/charts")
+    browser.until("document.querySelector('#chart-disk')?.textContent.includes('log')")
+    shown = "document.querySelector('#chart-disk output').textContent"
+    cells = "document.querySelector('#numbers tbody tr').textContent"
+    browser.run("document.querySelector('#chart-disk .plot').focus()")
+    browser.press("ArrowLeft")
+    browser.until(f"{shown}.includes(': log ')")
+    size = browser.run(shown).partition(": log ")[2].partition(",")[0]
+    assert size in browser.run(cells)
+    browser.press("Tab")
+    browser.until(f"{shown} === ''")
+    box = browser.run("(({x, y}) => [x, y])(document.querySelector('#chart-disk .plot').getBoundingClientRect())")
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + 20, y=box[1] + 20)
+    browser.until(f"{shown}.includes(': log ')")
     assert browser.problems == []
 
 

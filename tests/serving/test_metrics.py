@@ -183,6 +183,7 @@ def _records_here(home: Home) -> float | None:
 def test_the_series_of_another_homes_stream_are_left_out() -> None:
     measured = {"owner": {"millstream_log_records_total": [{"labels": ["2"], "value": 7}]}}
     status: dict[str, Any] = {"streams": [], "problems": [], "processes": {}, "measures": measured}
+    status["resources"] = {"memory_bytes": {"serve": 5}, "disk_free_bytes": 7, "disk_size_bytes": None}
     assert b"millstream_log_records_total{" not in prometheus_text(lambda: status)
 
 

@@ -28,7 +28,7 @@ for number, pipe in enumerate(pipes, 3):
 os.execv(sys.argv[3], sys.argv[3:])
 """
 """A program that becomes the browser, with the pipes as descriptors 3 and 4."""
-KEYS: Final = {"Tab": 9, "Enter": 13, "ArrowDown": 40, "ArrowUp": 38}
+KEYS: Final = {"ArrowLeft": 37, "Tab": 9, "Enter": 13, "ArrowDown": 40, "ArrowUp": 38}
 """Numbers of the keys that write nothing."""
 
 

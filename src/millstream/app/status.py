@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 from millstream.app.alerts.alert_file import delivery_facts, found_conditions
 from millstream.app.open_home import home_consumers
+from millstream.app.resources import resources_of
 from millstream.catalog.quarantined_tables import QuarantineFacts
 from millstream.errors import ConfigError, Fenced, LogError, MillstreamError, ReadOnly
 from millstream.home.home import Home
@@ -42,7 +43,9 @@ _BACKLOGS_MAX: Final = 64
 
 
 def collect_status(home: Home, backlogs: dict[str, Backlogs] | None = None) -> dict[str, Any]:
-    """Return a home's status, JSON-able: `home`, `processes`, `streams`, `conditions`, `alerts`, `problems`, `measures`.
+    """Return a home's status, JSON-able.
+
+    It has `home`, `processes`, `streams`, `conditions`, `alerts`, `problems`, `measures` and `resources`.
 
     Args:
         home: the home.
@@ -81,14 +84,16 @@ def collect_status(home: Home, backlogs: dict[str, Backlogs] | None = None) -> d
             one["state"] = its["role"]
             if "lag" in one:  # the leader lands: nothing waits here
                 one["lag"] |= {"lake": _lake_lag(None)}
+    processes = {role: holder(home.run_folder, role).get("pid") for role in get_args(Role)} | _appending(home)
     found = {
         "home": str(home.path),
-        "processes": {role: holder(home.run_folder, role).get("pid") for role in get_args(Role)} | _appending(home),
+        "processes": processes,
         "streams": streams,
         "conditions": [],
         "alerts": None,
         "problems": problems,
         "measures": counted,
+        "resources": resources_of(home.data, processes),
     }
     with contextlib.suppress(MillstreamError):  # reported already: the configuration can't be read
         found["conditions"] = [condition.as_dict() for condition in found_conditions(home, found)]

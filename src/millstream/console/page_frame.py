@@ -16,6 +16,7 @@ PAGES: Final = {
     "/query": "Query",
     "/consumers": "Consumers",
     "/nodes": "Nodes",
+    "/charts": "Charts",
 }
 """Titles of the pages in the navigation, by path."""
 

@@ -7,9 +7,9 @@ import gzip
 import hashlib
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from importlib.resources import files
 from typing import Final, TypeAlias
 from urllib.parse import parse_qs, quote, unquote
@@ -18,8 +18,10 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import RedirectResponse
 from starlette.types import Receive, Scope, Send
 
-from millstream.console import actions, log_page, pages, paths_page, query_page, table_page
-from millstream.console.html import Content, Rendered, tag
+from millstream.console import actions, charts_page, log_page, pages, paths_page, query_page, table_page
+from millstream.console.figure_ring import PERIODS
+from millstream.console.figures import Figures
+from millstream.console.html import Content, Piece, Rendered, tag
 from millstream.console.live_status import Live, Snapshot, View
 from millstream.console.page_frame import PAGES, address, error_content, link, login_content, page
 from millstream.console.view import Sight, troubles_of
@@ -62,6 +64,8 @@ _STALLED_S: Final = 30.0
 _FORM_BYTES_MAX: Final = 64 << 10
 _DETAILS_AT_ONCE: Final = 2
 _COMPRESSED_BYTES_MIN: Final = 4096
+_CHARTS_KEPT: Final = 32
+"""Number of areas with charts that are kept until there are newer figures: making one takes some 30 ms."""
 
 
 class Console:
@@ -74,7 +78,9 @@ class Console:
         self._consumers = application.consumers.of_home
         self._forms = Intake(64 * _FORM_BYTES_MAX, _FORM_BYTES_MAX)
         self._threads = ThreadPoolExecutor(_DETAILS_AT_ONCE, thread_name_prefix="console-details")
-        self.live: Final = Live(application.health.status, _area)
+        self.figures: Final = Figures(application.home, application.health.status)
+        self.live: Final = Live(application.health.status, self._area)
+        self._drawn = lru_cache(_CHARTS_KEPT)(self._draw)
         self._name = self._home.path.name
         folder = files("millstream.console").joinpath("static")
         self._files = {name: folder.joinpath(name).read_bytes() for name in _FILES}
@@ -87,6 +93,7 @@ class Console:
         self._add("/tables/{stream}/{table:path}", self._table)
         self._add("/log/{stream}", self._log)
         self._add("/consumers/{stream}/{consumer}", self._consumer)
+        self._add("/charts/{period}/{stream}", self._charts)
         self._add("/docs", self._paths)
         self._add("/console/act", self._act, "POST")
         self._add("/console/login", self._login_form)
@@ -95,8 +102,13 @@ class Console:
         self.router.add_route("/console/events", self._events, ["GET"], include_in_schema=False)
         self.router.add_route("/console/static/{name}", self._file, ["GET"], include_in_schema=False)
 
+    def start(self) -> None:
+        """Begin to keep figures."""
+        self.figures.start()
+
     def close(self) -> None:
         """Close the threads."""
+        self.figures.close()
         self.live.close()
         self._threads.shutdown(wait=False)
 
@@ -157,6 +169,38 @@ class Console:
         view = View(address("consumers", stream, name), sight)
         return await self._page(view, caller, f"Consumer {name}", actions.buttons(offered, stream, name))
 
+    def _area(self, view: View, snapshot: Snapshot) -> Rendered:
+        """Return a view's live area."""
+        status = view.sight.part_of(snapshot.status)
+        parts = [unquote(part) for part in view.path.split("/")]
+        pieces: Iterable[Piece]
+        match parts[1:]:
+            case ["tables", stream, table]:
+                pieces = table_page.area(status, stream, table)
+            case ["log", stream]:
+                pieces = log_page.area(status, stream)
+            case ["log"]:
+                pieces = log_page.logs(status)
+            case ["tables"]:
+                pieces = pages.tables(status)
+            case ["consumers", stream, name]:
+                pieces = pages.consumer(status, stream, name)
+            case ["consumers"]:
+                pieces = pages.consumers(status)
+            case ["nodes"]:
+                pieces = pages.nodes(status)
+            case ["charts", *chosen]:
+                names = [stream["name"] for stream in status["streams"] if stream.get("id")]
+                period, stream = chosen or ["hour", next(iter(names), "")]
+                pieces = self._drawn(self.figures.version, tuple(names), stream, period, view.sight)
+            case _:
+                pieces = pages.overview(status, snapshot.rates)
+        return Rendered(list(pieces), len(troubles_of(status)))
+
+    def _draw(self, version: int, names: tuple[str, ...], stream: str, period: str, sight: Sight) -> list[Piece]:
+        del version  # the charts are the same while it is
+        return list(charts_page.area(self.figures, names, stream, period, whole_home=sight.streams is None))
+
     def _may_act(self, caller: Caller, stream: str) -> bool:
         return self._access.is_asked and caller.may(Right.ADMIN, stream)
 
@@ -192,6 +236,13 @@ class Console:
         work = partial(log_page.details, self._home, status, name)
         details = await asyncio.wrap_future(self._threads.submit(work))
         return await self._page(View(address("log", name), sight), caller, f"Log of {name}", *details)
+
+    async def _charts(self, request: Request) -> Response:
+        caller, sight = await self._viewer(request)
+        period, stream = request.path_params["period"], request.path_params["stream"]
+        if period not in PERIODS:
+            raise HttpError(f"there is no period {period[:20]}", code="unknown_path", hint="`/charts` has the hour.")
+        return await self._page(View(address("charts", period, stream), sight), caller, PAGES["/charts"])
 
     async def _paths(self, request: Request) -> Response:
         content = paths_page.paths(request.app.openapi())
@@ -377,34 +428,14 @@ async def _send(send: Send, event: str, data: object) -> None:
         raise ClientStalledError from error
 
 
-def _area(view: View, snapshot: Snapshot) -> Rendered:
-    """Return a view's live area."""
-    status = view.sight.part_of(snapshot.status)
-    parts = [unquote(part) for part in view.path.split("/")]
-    match parts[1:]:
-        case ["tables", stream, table]:
-            pieces = table_page.area(status, stream, table)
-        case ["log", stream]:
-            pieces = log_page.area(status, stream)
-        case ["log"]:
-            pieces = log_page.logs(status)
-        case ["tables"]:
-            pieces = pages.tables(status)
-        case ["consumers", stream, name]:
-            pieces = pages.consumer(status, stream, name)
-        case ["consumers"]:
-            pieces = pages.consumers(status)
-        case ["nodes"]:
-            pieces = pages.nodes(status)
-        case _:
-            pieces = pages.overview(status, snapshot.rates)
-    return Rendered(list(pieces), len(troubles_of(status)))
-
-
 def _live_path(path: str) -> str:
     """Return the one spelling of a page's path; the overview's for others, so that none has an area of its own."""
     parts = [unquote(part) for part in path.split("/")[1:]]
-    width = {"tables": (1, 3), "log": (1, 2), "consumers": (1, 3), "nodes": (1,)}.get(parts[0] if parts else "", ())
+    width = {"tables": (1, 3), "log": (1, 2), "consumers": (1, 3), "nodes": (1,), "charts": (1, 3)}.get(
+        parts[0] if parts else "", ()
+    )
+    if parts[:1] == ["charts"] and len(parts) == 3 and parts[1] not in PERIODS:
+        return "/charts"
     return address(*parts) if len(parts) in width else "/"
 
 

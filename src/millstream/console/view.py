@@ -54,6 +54,7 @@ class Sight:
             "alerts": None,
             "problems": [],
             "measures": {},
+            "resources": {"memory_bytes": {}, "disk_free_bytes": None, "disk_size_bytes": None},
         }
 
 
@@ -127,6 +128,24 @@ def _of_node(its: Mapping[str, Any], stream: str) -> Iterator[Trouble]:
         yield Trouble("not_following", message, "Run `millstream run` or `millstream follow`.", stream)
 
 
+def records_written(status: Status) -> dict[str, int]:
+    """Return by stream the number of records that entered its log, from a time on that only a restart changes."""
+    written = {stream["id"]: stream["name"] for stream in status["streams"] if stream.get("id")}
+    counted: dict[str, int] = {}
+    for series in status["measures"].values():
+        for one in series.get(LOG_RECORDS.name, ()):
+            name = written.get(one["labels"][0])
+            if name is not None:
+                counted[name] = counted.get(name, 0) + int(one["value"])
+    # A writer counts records; where none runs, as on a follower, numbers are about as many.
+    numbers = {
+        stream["name"]: int(token.partition(".s")[2])
+        for stream in status["streams"]
+        if (token := (stream.get("tokens") or {}).get("durable")) is not None
+    }
+    return numbers | counted
+
+
 class Rates:
     """Records a second that enter each stream's log, from successive statuses."""
 
@@ -135,20 +154,7 @@ class Rates:
 
     def take(self, status: Status, now_s: float) -> dict[str, float]:
         """Take a status; return the rate by stream, of those for which one is known."""
-        counts: dict[str, int] = {}
-        for stream in status["streams"]:
-            token = (stream.get("tokens") or {}).get("durable")
-            if token is not None:
-                counts[stream["name"]] = int(token.partition(".s")[2])
-        written = {stream["id"]: stream["name"] for stream in status["streams"] if stream.get("id")}
-        counted: dict[str, int] = {}
-        for series in status["measures"].values():
-            for one in series.get(LOG_RECORDS.name, ()):
-                name = written.get(one["labels"][0])
-                if name is not None:
-                    counted[name] = counted.get(name, 0) + int(one["value"])
-        # A writer counts records; where none runs, as on a follower, numbers are about as many.
-        counts |= counted
+        counts = records_written(status)
         samples = self._samples
         while samples and (now_s - samples[0][0] > _OLD_S or (len(samples) > 1 and now_s - samples[1][0] >= _WINDOW_S)):
             samples.popleft()

@@ -60,6 +60,11 @@ class HomePaths:
         """Return the file of the actions that were asked for in the console."""
         return self.data / "audit.jsonl"
 
+    @property
+    def figures_folder(self) -> Path:
+        """Return the folder of the figures over time that the console's charts show."""
+        return self.data / "figures"
+
     def delivery_folder(self, stream: str) -> Path:
         """Return the folder of the state of a stream's consumers."""
         return self.data / "delivery" / stream

@@ -55,6 +55,9 @@ class Part(Protocol):
     def router(self) -> APIRouter:
         """Its paths."""
 
+    def start(self) -> None:
+        """Begin work that no request asks for: the home is served now."""
+
     def close(self) -> None:
         """Close what it holds."""
 
@@ -89,6 +92,12 @@ class Application:
             b"/write": LineWrites(self._writes, "v1", self.parser),
             b"/api/v2/write": LineWrites(self._writes, "v2", self.parser),
         }
+
+    def start(self) -> None:
+        """Begin work that no request asks for; call it when this process serves the home."""
+        self.consumers.of_home.start()
+        for part in self._parts:
+            part.start()
 
     def close(self) -> None:
         """Stop writing the home, if this process did."""

@@ -45,6 +45,7 @@ class _Status(Collector):
         yield GaugeMetricFamily(
             "millstream_problems", "Things that status could not read.", value=float(len(status["problems"]))
         )
+        yield from _resources(status["resources"])
         yield from _nodes([stream for stream in status["streams"] if stream.get("replication")])
         streams = [stream for stream in status["streams"] if stream.get("id")]
         yield _errors(streams)
@@ -101,6 +102,18 @@ def _series(status: dict[str, Any], measure: Counter | Histogram) -> Iterable[tu
                 own["stream"] = names.get(own["stream"])
             if None not in own.values():
                 yield [process, *own.values()], one
+
+
+def _resources(resources: dict[str, Any]) -> Iterable[GaugeMetricFamily]:
+    """Yield the memory of the home's processes, and the room on its disk."""
+    text = "Resident memory of a process of the home and of its own children; pages that they share count repeatedly."
+    memory = GaugeMetricFamily("millstream_process_memory_bytes", text, labels=["process"])
+    for process, size in resources["memory_bytes"].items():
+        memory.add_metric([process], float(size))
+    yield memory
+    for key, text in (("free", "Room left on the disk of the home's data."), ("size", "Size of that disk.")):
+        if resources[f"disk_{key}_bytes"] is not None:
+            yield GaugeMetricFamily(f"millstream_disk_{key}_bytes", text, value=float(resources[f"disk_{key}_bytes"]))
 
 
 def _nodes(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:

@@ -73,8 +73,8 @@ def serve_home(home: Home, lifeline: Lifeline, parts: Iterable[Callable[[Applica
         _flight(home, application, shipping) as flight,
         _told(home, shipping),
     ):
+        application.start()
         # A wildcard address isn't one that a person can open.
-        application.consumers.of_home.start()
         address = f"{host}:{listener.getsockname()[1]}"
         lifeline.tell("listening", {"address": address})
         logger.info("listening", address=address)

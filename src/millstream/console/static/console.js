@@ -189,7 +189,56 @@ function tail(section) {
   addEventListener("pagehide", () => events?.close());
 }
 
+// Show a chart's numbers at the pointer, or where the arrow keys lead: they are read in the table of all numbers.
+function readCharts(live) {
+  let at = null;
+  function rows() {
+    return [...document.querySelectorAll("#numbers tbody tr")];
+  }
+  function show(plot, row) {
+    const heads = document.querySelectorAll("#numbers thead th");
+    const words = plot.dataset.columns.split(" ").map((column) => {
+      const title = heads[column].textContent.split(": ")[1];
+      return `${title} ${row.cells[column].textContent || "unknown"}`;
+    });
+    for (const other of document.querySelectorAll(".plot.read")) if (other !== plot) hide(other);
+    at = Number(row.dataset.at);
+    plot.style.setProperty("--at", `${100 * at}%`);
+    plot.classList.add("read");
+    plot.closest("figure").querySelector("output").textContent = `${row.cells[0].textContent}: ${words.join(", ")}`;
+  }
+  function hide(plot) {
+    plot.classList.remove("read");
+    plot.closest("figure").querySelector("output").textContent = "";
+  }
+  live.addEventListener("pointermove", (event) => {
+    const plot = event.target.closest(".plot");
+    if (!plot) return;
+    const box = plot.getBoundingClientRect();
+    const place = (event.clientX - box.left) / box.width;
+    const away = (row) => Math.abs(Number(row.dataset.at) - place);
+    const nearest = rows().reduce((best, row) => (away(row) < away(best) ? row : best));
+    if (Number(nearest.dataset.at) !== at || !plot.classList.contains("read")) show(plot, nearest);
+  });
+  live.addEventListener("pointerout", (event) => {
+    const plot = event.target.closest(".plot");
+    if (plot && !plot.contains(event.relatedTarget)) hide(plot);
+  });
+  live.addEventListener("focusout", (event) => event.target.matches(".plot") && hide(event.target));
+  live.addEventListener("keydown", (event) => {
+    const step = { ArrowLeft: 1, ArrowRight: -1 }[event.key];
+    if (!step || !event.target.matches(".plot")) return;
+    event.preventDefault();
+    const all = rows();
+    const now = event.target.classList.contains("read") ? all.findIndex((row) => Number(row.dataset.at) === at) : -1;
+    show(event.target, all[Math.min(Math.max(now + step, 0), all.length - 1)]);
+  });
+}
+
 const live = document.getElementById("live");
-if (live) watch(live);
+if (live) {
+  watch(live);
+  readCharts(live);
+}
 const section = document.getElementById("tail");
 if (section) tail(section);
