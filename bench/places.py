@@ -32,6 +32,4 @@ def as_installed() -> dict[str, str]:
     environment = dict(os.environ)
     if environment.pop("PYTHONDONTWRITEBYTECODE", None):
         environment.setdefault("PYTHONPYCACHEPREFIX", str(_PARENT / "pyc"))
-    # Not as it is here: a home that this process opened has set it to a folder of its own, which is empty.
-    environment["NUMBA_CACHE_DIR"] = str(_PARENT / "numba")
     return environment
