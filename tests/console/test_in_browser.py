@@ -32,6 +32,7 @@ PAGES: Final = (
     "/log",
     "/log/web",
     "/query",
+    "/diff",
     "/consumers",
     "/consumers/web/search",
     "/nodes",

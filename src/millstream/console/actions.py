@@ -19,6 +19,7 @@ from millstream.private_files import make_folder, open_private
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
+    from millstream.console.diff_page import Diffs
     from millstream.home.home import Home
     from millstream.model.ids import StreamId
     from millstream.writers.home_consumers import HomeConsumers
@@ -158,6 +159,13 @@ def carry_out(home: Home, consumers: HomeConsumers, order: Order) -> str:
         raise
     _note(home, order, "done", message=outcome)
     return outcome
+
+
+def start_diff(home: Home, diffs: Diffs, order: Order) -> None:
+    """Start a comparison with the source, noted in the audit log. Blocks; raises as `carry_out` and `Diffs.start`."""
+    home.written_stream(order.stream)
+    _note(home, order, "asked")
+    diffs.start(order.who, order.stream, order.subject)
 
 
 def _done(home: Home, consumers: HomeConsumers, order: Order, action: Action) -> str:

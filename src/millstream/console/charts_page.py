@@ -181,7 +181,7 @@ def _numbers(names: Sequence[str], rows: _Rows, period: Period) -> Html:
         body.append(Html(f'<tr data-at="{place}"><th scope="row">{_time(start, period)}</th>{cells}</tr>'))
     table = tag("table", tag("thead", tag("tr", tag("th", "Time (UTC)", scope="col"), *heads)), tag("tbody", *body))
     scroll = tag("div", table, class_="scroll", tabindex=0, role="region", aria_label="Numbers")
-    return tag("details", tag("summary", f"The numbers of these charts ({len(rows)} times)"), scroll, id="numbers")
+    return tag("details", tag("summary", "The numbers of these charts"), scroll, id="numbers")
 
 
 def _cell(figure: Figure, values: dict[str, float]) -> str:

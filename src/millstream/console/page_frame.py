@@ -14,6 +14,7 @@ PAGES: Final = {
     "/tables": "Tables",
     "/log": "Log",
     "/query": "Query",
+    "/diff": "Diff",
     "/consumers": "Consumers",
     "/nodes": "Nodes",
     "/charts": "Charts",

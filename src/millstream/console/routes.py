@@ -18,7 +18,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import RedirectResponse
 from starlette.types import Receive, Scope, Send
 
-from millstream.console import actions, charts_page, log_page, pages, paths_page, query_page, table_page
+from millstream.console import actions, charts_page, diff_page, log_page, pages, paths_page, query_page, table_page
 from millstream.console.figure_ring import PERIODS
 from millstream.console.figures import Figures
 from millstream.console.html import Content, Piece, Rendered, tag
@@ -79,6 +79,7 @@ class Console:
         self._forms = Intake(64 * _FORM_BYTES_MAX, _FORM_BYTES_MAX)
         self._threads = ThreadPoolExecutor(_DETAILS_AT_ONCE, thread_name_prefix="console-details")
         self.figures: Final = Figures(application.home, application.health.status)
+        self.diffs: Final = diff_page.Diffs(application.home)
         self.live: Final = Live(application.health.status, self._area)
         self._drawn = lru_cache(_CHARTS_KEPT)(self._draw)
         self._name = self._home.path.name
@@ -88,7 +89,9 @@ class Console:
         self._versions = [f"/console/static/{name}?{mark}" for name, mark in marks.items()]
         self.router: Final = APIRouter()
         for path in PAGES:
-            self._add(path, partial(self._list, path) if path != "/query" else self._query_form)
+            answer = {"/query": self._query_form, "/diff": self._diff_form}.get(path, partial(self._list, path))
+            self._add(path, answer)
+        self._add("/diff", self._diff, "POST")
         self._add("/query", self._query, "POST")
         self._add("/tables/{stream}/{table:path}", self._table)
         self._add("/log/{stream}", self._log)
@@ -109,6 +112,7 @@ class Console:
     def close(self) -> None:
         """Close the threads."""
         self.figures.close()
+        self.diffs.stop()
         self.live.close()
         self._threads.shutdown(wait=False)
 
@@ -189,6 +193,9 @@ class Console:
                 pieces = pages.consumers(status)
             case ["nodes"]:
                 pieces = pages.nodes(status)
+            case ["diff"]:
+                last = self.diffs.last
+                pieces = diff_page.area(last, may_see=last is not None and view.sight.has(last.stream))
             case ["charts", *chosen]:
                 names = [stream["name"] for stream in status["streams"] if stream.get("id")]
                 period, stream = chosen or ["hour", next(iter(names), "")]
@@ -201,6 +208,15 @@ class Console:
         del version  # the charts are the same while it is
         return list(charts_page.area(self.figures, names, stream, period, whole_home=sight.streams is None))
 
+    def _check_acts(self, caller: Caller, stream: str) -> None:
+        if not self._access.is_asked:
+            raise AccessError(
+                "without access tokens the console only reads",
+                code="forbidden",
+                hint="Set `tokens_required` in `[http]`, or use the command line.",
+            )
+        caller.check(Right.ADMIN, stream)
+
     def _may_act(self, caller: Caller, stream: str) -> bool:
         return self._access.is_asked and caller.may(Right.ADMIN, stream)
 
@@ -209,13 +225,7 @@ class Console:
         fields = await self._form(request)
         name, stream, subject, text = (fields.get(key, "") for key in ("action", "stream", "subject", "text"))
         order = actions.Order(caller.name or "", name, stream, subject, text)
-        if not self._access.is_asked:
-            raise AccessError(
-                "without access tokens the console only reads",
-                code="forbidden",
-                hint="Set `tokens_required` in `[http]`, or use the command line.",
-            )
-        caller.check(Right.ADMIN, order.stream)
+        self._check_acts(caller, order.stream)
         if order.action.warning and fields.get("confirmed") != "yes":
             title, content = "Are you sure?", actions.question(order)
         else:
@@ -236,6 +246,29 @@ class Console:
         work = partial(log_page.details, self._home, status, name)
         details = await asyncio.wrap_future(self._threads.submit(work))
         return await self._page(View(address("log", name), sight), caller, f"Log of {name}", *details)
+
+    async def _diff_form(self, request: Request) -> Response:
+        caller, sight = await self._viewer(request)
+        captured = [name for name, config in self._home.config.streams.items() if config.source is not None]
+        may = [name for name in sorted(captured) if sight.has(name) and self._may_act(caller, name)]
+        status = (await self.live.snapshot()).status
+        tables = [table["name"] for one in status["streams"] if one["name"] in may for table in one.get("tables", ())]
+        return await self._page(View("/diff", sight), caller, PAGES["/diff"], *diff_page.form(may, tables))
+
+    async def _diff(self, request: Request) -> Response:
+        caller, _ = await self._viewer(request)
+        fields = await self._form(request)
+        last = self.diffs.last
+        stops = fields.get("do") == "stop" and last is not None
+        stream = last.stream if stops and last is not None else fields.get("stream", "")
+        self._check_acts(caller, stream)
+        if stops:
+            self.diffs.stop()
+        else:
+            order = actions.Order(caller.name or "", "diff", stream, fields.get("table", "").strip())
+            work = partial(actions.start_diff, self._home, self.diffs, order)
+            await asyncio.wrap_future(self._threads.submit(work))
+        return RedirectResponse("/diff", 303, _HEADERS)
 
     async def _charts(self, request: Request) -> Response:
         caller, sight = await self._viewer(request)
@@ -431,7 +464,7 @@ async def _send(send: Send, event: str, data: object) -> None:
 def _live_path(path: str) -> str:
     """Return the one spelling of a page's path; the overview's for others, so that none has an area of its own."""
     parts = [unquote(part) for part in path.split("/")[1:]]
-    width = {"tables": (1, 3), "log": (1, 2), "consumers": (1, 3), "nodes": (1,), "charts": (1, 3)}.get(
+    width = {"tables": (1, 3), "log": (1, 2), "consumers": (1, 3), "nodes": (1,), "diff": (1,), "charts": (1, 3)}.get(
         parts[0] if parts else "", ()
     )
     if parts[:1] == ["charts"] and len(parts) == 3 and parts[1] not in PERIODS:
