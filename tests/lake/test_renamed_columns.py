@@ -51,7 +51,7 @@ class Version:
     """A version of a row."""
 
     key: int
-    row: dict[int, str | None]
+    row: dict[int, Any]
     ended: int | None = None
 
 
@@ -65,9 +65,11 @@ class Source:
     numbers_max: int = 3
     version: int = 0
     n: int = 0
-    rows: dict[int, dict[int, str | None]] = field(default_factory=dict)
+    rows: dict[int, dict[int, Any]] = field(default_factory=dict)
+    kinds: dict[int, pa.DataType] = field(default_factory=lambda: {1: pa.int64()})
+    """Types of the columns that aren't texts."""
     records: list[tuple[TableSchema, tuple[str, int, dict[str, Any]]]] = field(default_factory=list)
-    written: list[tuple[int, dict[int, str | None]]] = field(default_factory=list)
+    written: list[tuple[int, dict[int, Any]]] = field(default_factory=list)
     """Number and values of each record that inserts or updates."""
     told: dict[int, Version] = field(default_factory=dict)
     """The rows' versions, by the number of the record that each began with."""
@@ -79,9 +81,7 @@ class Source:
     def schema(self) -> TableSchema:
         names = tuple(sorted(self.names.items()))
         version = self.versions.setdefault(names, len(self.versions) + 1)
-        columns = tuple(
-            Column(name, pa.int64() if number == 1 else pa.string(), number=number) for number, name in names
-        )
+        columns = tuple(Column(name, self.kinds.get(number, pa.string()), number=number) for number, name in names)
         return TableSchema(
             TableId(3),
             SchemaVersion(version),
@@ -111,6 +111,7 @@ class Source:
         elif step == "add" and len(self.names) < 6:
             self.numbers_max += 1
             self.names[self.numbers_max] = self.rng.choice(free)
+            self.kinds[self.numbers_max] = self.rng.choice([pa.string(), pa.string(), pa.bool_(), pa.float64()])
         elif step == "drop" and len(mine) > 1:
             gone = self.rng.choice(mine)
             del self.names[gone]
@@ -121,7 +122,7 @@ class Source:
         self.n += 1
         key = self.rng.randrange(8)
         old = self.rows.get(key)
-        row: dict[int, str | None] = {number: self._text() for number in self.names if number != 1}
+        row = {number: self._value(number) for number in self.names if number != 1}
         facts: dict[str, Any] = {}
         if key in self.began:
             self.told[self.began.pop(key)].ended = self.n
@@ -136,7 +137,7 @@ class Source:
         else:
             op = "u"
             changed, *others = self.rng.sample(list(row), len(row))
-            row[changed] = f"text {self.n}"  # an equal row is no version of its own
+            row[changed] = self._new(changed, old.get(changed))  # an equal row is no version of its own
             if self.keyed and others and self.rng.random() < 0.4:
                 left = others[0]
                 row[left] = old.get(left)
@@ -147,7 +148,7 @@ class Source:
                 key = next(k for k in range(100, 1000) if k not in self.rows)
             if not self.keyed:
                 facts["__before"] = [
-                    (name, str(key) if number == 1 else old.get(number)) for number, name in self.names.items()
+                    (name, str(key) if number == 1 else printed(old.get(number))) for number, name in self.names.items()
                 ]
         self.rows[key] = row
         self.told[self.n], self.began[key] = Version(key, row), self.n
@@ -163,8 +164,13 @@ class Source:
         self.n += 1
         self.records.append((self.schema.as_definition(), ("s", self.n, moment(self.n))))
 
-    def _text(self) -> str | None:
-        return self.rng.choice(["x", "y", "z", None, f"text {self.n}"])
+    def _value(self, number: int) -> str | float | None:
+        values: dict[Any, list[Any]] = {pa.bool_(): [True, False, None], pa.float64(): [1.5, None, float(self.n)]}
+        return self.rng.choice(values.get(self.kinds.get(number), ["x", "y", "z", None, f"text {self.n}"]))
+
+    def _new(self, number: int, old: object) -> str | float:
+        values: dict[Any, Any] = {pa.bool_(): old is not True, pa.float64(): self.n + 0.25}
+        return values.get(self.kinds.get(number), f"text {self.n}")
 
     def expected(self) -> list[dict[str, Any]]:
         found = [
@@ -172,6 +178,13 @@ class Source:
             for key, row in self.rows.items()
         ]
         return sorted(found, key=lambda row: row[self.names[1]])
+
+
+def printed(value: Any) -> str | None:
+    """Return a value as PostgreSQL prints it."""
+    if isinstance(value, bool):
+        return "t" if value else "f"
+    return value if value is None or isinstance(value, str) else f"{value:g}"
 
 
 def moment(n: int) -> dict[str, Any]:
@@ -374,3 +387,41 @@ def test_a_text_from_before_a_copy_under_a_name_that_a_number_has_leaves_the_row
     commit_cut(layout, Seq(4), [landed], committed_at=datetime.now(UTC))
     with LakeSession(layout) as session:
         assert shown(session, "id") == [{"id": 1, "a": 5, "c": "x"}, {"id": 2, "a": 6, "c": "y"}]
+
+
+@pytest.mark.parametrize("is_one_batch", [True, False])
+def test_a_timestamp_under_the_name_of_a_text_lies_in_a_column_of_its_own(
+    tmp_path: Path, records: Records, *, is_one_batch: bool
+) -> None:
+    layout = LakeLayout(str(tmp_path / "lake"), "shop", StreamId(UUID(int=42)))
+    source = Source(Random(0), kinds={1: pa.int64(), 4: pa.timestamp("us", "UTC"), 5: pa.int64()})
+    expected, found, n = [], list[pa.RecordBatch](), 0
+    for names in (
+        {2: "a", 3: "b"},
+        {2: "old", 3: "b", 4: "a"},
+        {2: "old", 4: "b", 5: "a"},
+        {2: "a", 4: "b", 5: "a__4"},
+    ):
+        source.names = {1: "id", **names}
+        n += 1
+        values = {2: f"text {n}", 3: f"text {n}", 4: MIDNIGHT, 5: n}
+        expected.append({number: values[number] for number in names})
+        row = {name: values[number] for number, name in names.items()}
+        found.append(records(source.schema, ("c", n, {"id": n, **row, **moment(n)})))
+        if not is_one_batch:
+            append_history(layout, source.schema, found[-1:], Seq(n))
+            fold_table(layout, source.schema, Seq(n))
+            fold_into_versions(layout, source.schema, Seq(n))
+    landed = append_history(layout, source.schema, found, Seq(n))
+    folded = [fold_table(layout, source.schema, Seq(n)), fold_into_versions(layout, source.schema, Seq(n)).commit]
+    commit_cut(layout, Seq(n), [landed, *folded], committed_at=datetime.now(UTC))
+    wanted = [{name: row.get(number) for number, name in source.names.items() if number != 1} for row in expected]
+    with LakeSession(layout) as session:
+        for view in ("", "history.", "scd2."):
+            table = '"public.t"' if view else "public.t"
+            rows = session.query(f"SELECT a, b, a__4::int AS a__4 FROM {view}{table} ORDER BY id").to_pylist()
+            assert rows == wanted, view
+    history = DeltaTable(layout.table_path("history", source.schema)).to_pyarrow_table()
+    kinds = {field.name: field.type for field in history.schema if not field.name.startswith("__")}
+    assert kinds["a"] == kinds["b"] == pa.string()
+    assert kinds["a__4"] == kinds["b__4"] == pa.timestamp("us", "UTC")

@@ -91,16 +91,27 @@ def renames_in(
         return None
     eras = Eras.of(history).of_table(table)
     starts, found, had = list[Seq](), list[Names](), list[frozenset[str]]()
+    shared = _shared(eras, schema)
     for place, (start, era) in enumerate(eras):
         ends = eras[place + 1][0] if place + 1 < len(eras) else None
         if (ends is not None and ends <= after + 1) or (upto is not None and start > upto and found):
             continue
         starts.append(start)
-        had.append(frozenset(era.column_names))
-        found.append(_names(eras, place, schema))
+        had.append(frozenset(column.in_history for column in era.columns))
+        missing = dict.fromkeys(shared - had[-1])
+        found.append({**missing, **_names(eras, place, schema, in_history=True)})
     if not any(found):
         return None
     return Renames(tuple(starts), tuple(found), tuple(had))
+
+
+def _shared(eras: Sequence[tuple[Seq, TableSchema]], schema: TableSchema) -> set[str]:
+    """Return a schema's columns whose names another column had in history."""
+    had = {(column.in_history, column.number) for _, era in eras for column in era.columns}
+    others = {
+        name for name, number in had if number and (name, number) not in {(c.name, c.number) for c in schema.columns}
+    }
+    return others.intersection(schema.column_names)
 
 
 def own_types(history: OpenTable, schema: TableSchema, types: Mapping[str, str]) -> pa.Schema | None:
@@ -137,18 +148,21 @@ def schema_at(history: OpenTable, newest: TableSchema, n: Seq) -> TableSchema:
     return replace(found, namespace=newest.namespace, name=newest.name, folder_id=newest.folder_id)
 
 
-def numbered(eras: Sequence[tuple[Seq, TableSchema]], place: int) -> dict[str, int] | None:
+def numbered(eras: Sequence[tuple[Seq, TableSchema]], place: int, *, in_history: bool = False) -> dict[str, int] | None:
     """Return the numbers of an era's columns by name: its own, or those of the next era that has some.
 
-    None if none has.
+    None if none has. With `in_history`, the names are those of history's columns.
     """
     for _, era in eras[place:]:
         if era.is_numbered:
-            return {column.name: column.number for column in era.columns}
+            return {column.in_history if in_history else column.name: column.number for column in era.columns}
     return None
 
 
-def _names(eras: Sequence[tuple[Seq, TableSchema]], place: int, schema: TableSchema) -> Names:
-    """Return how an era's records name the columns of a schema."""
-    numbers = numbered(eras, place)
-    return {} if numbers is None else named_by_number(numbers, schema, eras[place][1].column_names)
+def _names(
+    eras: Sequence[tuple[Seq, TableSchema]], place: int, schema: TableSchema, *, in_history: bool = False
+) -> Names:
+    """Return how an era's records name the columns of a schema: in the log, or in history."""
+    numbers = numbered(eras, place, in_history=in_history)
+    had = [column.in_history if in_history else column.name for column in eras[place][1].columns]
+    return {} if numbers is None else named_by_number(numbers, schema, had)

@@ -19,7 +19,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from millstream import failpoints
-from millstream.errors import LakeConflict, LakeUnavailable
+from millstream.errors import LakeConflict, LakeError, LakeUnavailable
+from millstream.lake.columns_apart import ColumnPlaces, columns_in_history
 from millstream.lake.commit_cuts import last_cut
 from millstream.lake.data_files import ROW_GROUP_ROWS, UNCOMMITTED_S_MAX, NewFile, TableFiles, new_name
 from millstream.lake.folded.accumulating import lacking_named
@@ -37,7 +38,8 @@ from millstream.lake.schema_evolution import union_schema, widened
 from millstream.lake.schema_history import SINCE_PROPERTY, Eras, owned_since, schema_property
 from millstream.lake.table_format import Commit, OpenTable, Tail, create_table, format_of, open_table
 from millstream.lake.table_renames import Places, bring_records, columns_of, places_of, records_elsewhere
-from millstream.lake.types import conform, lake_columns, same_type, to_lake
+from millstream.lake.types import conform, same_type, to_lake
+from millstream.model.column_renames import under_names
 from millstream.model.ids import TableId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
@@ -125,6 +127,7 @@ def write_records(
     before = source or opened
     if schema.source == 0:
         schema, batches = under_the_newest(schema, batches, before)
+    schema, batches = _placed(schema, batches, before, layout.types)
     after = (before and before.n) or Seq(0)
     have = _columns(layout, schema) if opened is None else opened.schema()
     if source is not None:
@@ -178,7 +181,12 @@ def commit_records(
         raise again  # the machine slept in between: upkeep may be deleting the files
     union = opened.schema()
     for part in parts:
-        union = union_schema(f"{schema.namespace}.{schema.name}", union, part.columns, narrows=True)
+        try:
+            union = union_schema(f"{schema.namespace}.{schema.name}", union, part.columns, narrows=True)
+        except LakeError as error:
+            if len(parts) > 1:
+                raise again from error  # a column may have had one name in one part, and another column in another
+            raise
     if not all(same_type(union.field(column.name).type, column.type) for part in parts for column in part.columns):
         raise again
     if schema.source == 0 and any(part.schema.version != schema.version for part in parts):
@@ -260,6 +268,7 @@ def tailed_history(
     opened = source or opened
     if schema.source == 0:
         schema, batches = under_the_newest(schema, batches, opened)
+    schema, batches = _placed(schema, batches, opened, layout.types)
     if opened is None:
         own = replace(layout, location=scratch, storage_options={})
         opened = _create(own, schema, own.table_path("history", schema), app, _numbers(batches), n)
@@ -345,6 +354,18 @@ def begin_history(layout: LakeLayout, schema: TableSchema, n: Seq) -> OpenTable:
     return opened
 
 
+def _placed(
+    schema: TableSchema, batches: Sequence[pa.RecordBatch], before: OpenTable | None, types: Mapping[str, str]
+) -> tuple[TableSchema, Sequence[pa.RecordBatch]]:
+    """Return the newest schema, and records, that say in which columns of their history they lie."""
+    if schema.kind is not TableKind.TABLE or not schema.is_numbered:
+        return schema, batches
+    have, eras = (pa.schema([]), None) if before is None else (before.schema(), Eras.of(before))
+    places = ColumnPlaces(schema.table_id, have, eras, types)
+    batches = places.of_batches(batches)
+    return places.of(schema), batches
+
+
 def _rows(
     schema: TableSchema,
     have: pa.Schema,
@@ -362,8 +383,11 @@ def _rows(
         if last is not None and last > after:
             first = pc.min(batch.column("__seq")).as_py()
             kept = batch if first > after else batch.filter(pc.greater(batch.column("__seq"), int(after)))
-            tables.append(to_lake(TableSchema.from_arrow(batch.schema), kept, types))
-    newest = pa.schema([*RECORD_PREFIX, *lake_columns(schema, types)])
+            version = TableSchema.from_arrow(batch.schema)
+            tables.append(
+                under_names(to_lake(version, kept, types), {c.apart: c.name for c in version.columns if c.apart})
+            )
+    newest = pa.schema([*RECORD_PREFIX, *columns_in_history(schema, types)])
     name, union = f"{schema.namespace}.{schema.name}", have
     for table in tables:
         # The table may have its new columns already, from a task that was killed before it could append.
@@ -375,7 +399,7 @@ def _rows(
 def _columns(layout: LakeLayout, schema: TableSchema) -> pa.Schema:
     """Return the columns of a new history."""
     period = format_of(layout).partition.column
-    return pa.schema([*RECORD_PREFIX, *([] if period is None else [period]), *lake_columns(schema, layout.types)])
+    return pa.schema([*RECORD_PREFIX, *([] if period is None else [period]), *columns_in_history(schema, layout.types)])
 
 
 def _create(layout: LakeLayout, schema: TableSchema, path: str, app: str, numbers: _Numbers, n: Seq) -> OpenTable:

@@ -47,6 +47,15 @@ def widest(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     return None
 
 
+def holds(have: pa.DataType, want: pa.DataType) -> bool:
+    """Whether a column of history can have values of another type as well, if it becomes wider.
+
+    A column that becomes a date can't keep a timestamp's type, because PostgreSQL prints the two differently.
+    """
+    is_narrower = pa.types.is_date32(want) and not pa.types.is_date32(have)
+    return widest(have, want) is not None and not is_narrower
+
+
 def union_schema(table: str, have: pa.Schema, want: pa.Schema, *, narrows: bool = False) -> pa.Schema:
     """Return the columns of both, each in the widest type; those of `have` first, in their order.
 
@@ -67,9 +76,7 @@ def union_schema(table: str, have: pa.Schema, want: pa.Schema, *, narrows: bool 
             fields.append(field)
             continue
         wide = widest(field.type, want.field(index).type)
-        if wide is None or (
-            not narrows and pa.types.is_date32(want.field(index).type) and not pa.types.is_date32(field.type)
-        ):
+        if wide is None or not (narrows or holds(field.type, want.field(index).type)):
             raise LakeError(
                 f"{table}.{field.name} was {field.type} in the lake and is now {want.field(index).type}",
                 code="lake_schema_conflict",

@@ -17,6 +17,7 @@ from typing import Final
 import pyarrow as pa
 
 from millstream.errors import LakeConflict, LakeError, LakeTableForeign, LakeUnavailable
+from millstream.lake.columns_apart import columns_in_history
 from millstream.lake.commit_cuts import Cut
 from millstream.lake.data_files import TableFiles, folders_in, new_name, table_in
 from millstream.lake.history_folder import (
@@ -31,7 +32,6 @@ from millstream.lake.layout import BESIDE, MESSAGES, LakeLayout, has_current
 from millstream.lake.schema_evolution import widened
 from millstream.lake.schema_history import Eras, has_eras
 from millstream.lake.table_format import Commit, OpenTable, format_of, open_table
-from millstream.lake.types import lake_columns
 from millstream.model.ids import TableId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
@@ -177,7 +177,7 @@ def open_left_behind(layout: LakeLayout, schema: TableSchema) -> OpenTable | Non
 def columns_of(layout: LakeLayout, table: TableId, source: OpenTable) -> pa.Schema:
     """Return those columns of a history that one table's records have had."""
     eras = Eras.of(source).of_table(table)
-    mine = {name for _, era in eras for name in lake_columns(era, layout.types).names} | RECORD_COLUMNS
+    mine = {name for _, era in eras for name in columns_in_history(era, layout.types).names} | RECORD_COLUMNS
     return pa.schema([column for column in source.schema() if column.name in mine])
 
 

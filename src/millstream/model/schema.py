@@ -72,6 +72,13 @@ class Column:
     """How rows add to the column's value, as the merge is declared (`pn_counter(increments)`); empty if they replace it."""
     number: int = 0
     """The column's number in the source (`attnum`), which a rename doesn't change; 0 if it has none, or isn't known."""
+    apart: str = ""
+    """The column of history that has its values, if that isn't the one of its name; only the lake sets it."""
+
+    @property
+    def in_history(self) -> str:
+        """The column of history that has its values."""
+        return self.apart or self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +177,7 @@ class TableSchema:
                 None if c["pg"] is None else PgType(*c["pg"]),
                 c.get("accumulates", ""),
                 c.get("number", 0),
+                c.get("apart", ""),
             )
             for field, c in zip(own, facts["columns"], strict=True)
         )
@@ -203,6 +211,7 @@ class TableSchema:
                     "pg": None if c.pg is None else [c.pg.oid, c.pg.modifier, c.pg.name],
                     **({"accumulates": c.accumulates} if c.accumulates else {}),
                     **({"number": c.number} if c.number else {}),
+                    **({"apart": c.apart} if c.apart else {}),
                 }
                 for c in self.columns
             ],
@@ -239,6 +248,8 @@ def _read_facts(text: bytes) -> Mapping[str, Any]:
             raise TypeError(f"the type of column {column['name']} is none")
         if type(column.get("accumulates", "")) is not str:
             raise TypeError(f"the way in which column {column['name']} accumulates is no text")
+        if type(column.get("apart", "")) is not str:
+            raise TypeError(f"the place of column {column['name']} in history is no text")
         if type(column.get("number", 0)) is not int or column.get("number", 0) < 0:
             raise TypeError(f"the number of column {column['name']} is none")
     names = [column["name"] for column in facts["columns"]]

@@ -93,7 +93,7 @@ def version_columns(layout: LakeLayout, history: OpenTable, newest: TableSchema,
             if identity not in live and column.name not in schema.column_names
         ]
         followed = replace(schema, columns=(*schema.columns, *dropped))
-        theirs = {column.name for _, columns in had for column in columns.values()}
+        theirs = {name for _, columns in had for column in columns.values() for name in (column.name, column.apart)}
         others = [column for column in names if column.name not in theirs]
         fields = [*_types(layout, history, followed, had), *others]
     _check_names(schema, fields)

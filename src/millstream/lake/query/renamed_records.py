@@ -79,26 +79,34 @@ def _shown(engine: Engine, renames: Renames, name: str, have: pa.Schema) -> str:
     if name in RECORD_COLUMNS or name == MONTH_COLUMN:
         return quote(name)
     found, is_there = list[tuple[Seq, str | None]](), False
+    kinds = list(dict.fromkeys(have.field(physical).type for physical in renames.names_of(name, have)))
     for start, names, had in renames.spans():
         physical = names.get(name, name)
         if physical in {None, name} and name in names.values():
             physical = None  # it has the values of a column with another name
         elif physical is None:
             physical = name  # of a column that is gone
+            if kinds and have.get_field_index(name) >= 0 and _widest([*kinds, have.field(name).type]) is None:
+                physical = None  # its values have no place among the others'
         if physical is not None and have.get_field_index(physical) < 0:
             physical = None
         found.append((start, physical))
         is_there = is_there or physical in had
     if not is_there:
         return ""
-    kinds = list(dict.fromkeys(have.field(physical).type for _, physical in found if physical is not None))
-    wide: pa.DataType | None = kinds[0]
-    for kind in kinds[1:]:
-        wide = None if wide is None else widest(wide, kind)
+    wide = _widest(list(dict.fromkeys(have.field(physical).type for _, physical in found if physical is not None)))
     empty = engine.register(pa.schema([pa.field("kind", wide or pa.string())]).empty_table())
     type_name = engine.type_of(empty, "kind")
     texts = ((start, "NULL" if physical is None else quote(physical)) for start, physical in found)
     return _cases(name, [(start, f"{text}::{type_name}") for start, text in texts])
+
+
+def _widest(kinds: Sequence[pa.DataType]) -> pa.DataType | None:
+    """Return the type that holds the values of all these types; None if there is none."""
+    wide: pa.DataType | None = kinds[0]
+    for kind in kinds[1:]:
+        wide = None if wide is None else widest(wide, kind)
+    return wide
 
 
 def _list_or_map(column: str, names: Names) -> str:

@@ -1,0 +1,88 @@
+"""Columns of history for values that the column of their own name can't hold.
+
+Several columns of a table may have had one name: a text may be renamed, and a timestamp added under its name. A column of
+history has the values of all of them if one type holds them all. Otherwise the later one gets a column of its own, with
+its number appended (`price__4`). The eras of the history say where each column lies, so that readers find it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pyarrow as pa
+
+from millstream.lake.schema_evolution import holds, widest
+from millstream.lake.schema_history import Eras
+from millstream.lake.types import lake_columns
+from millstream.model.ids import TableId
+from millstream.model.schema import Column, TableSchema
+
+
+class ColumnPlaces:
+    """The columns of a history in which one table's columns lie; records have to be shown in their order."""
+
+    def __init__(self, table: TableId, have: pa.Schema, eras: Eras | None, types: Mapping[str, str]) -> None:
+        self._table = table
+        self._types = types
+        self._kinds = {field.name: field.type for field in have}
+        self._known: dict[tuple[int, str], str] = {}
+        """Columns of history, by a column's number and name."""
+        self._numbers: dict[str, set[int]] = {}
+        """Numbers of the columns whose values a column of history has."""
+        for _, era in () if eras is None else eras.of_table(table):
+            for column in era.columns:
+                if column.number:
+                    self._note(column)
+
+    def of_batches(self, batches: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
+        """Return records whose schemas say where their columns lie."""
+        found = []
+        for batch in batches:
+            schema = TableSchema.from_arrow(batch.schema)
+            placed = self.of(schema)
+            found.append(batch if placed is schema else batch.replace_schema_metadata(placed.to_arrow().metadata))
+        return found
+
+    def of(self, schema: TableSchema) -> TableSchema:
+        """Return a schema with the places of its columns; the schema itself if they lie under their names."""
+        if not schema.is_numbered or schema.table_id != self._table:
+            return schema
+        fields = lake_columns(schema, self._types)
+        taken = {place for c in schema.columns if (place := self._known.get((c.number, c.name)))}
+        columns = []
+        for column, field in zip(schema.columns, fields, strict=True):
+            others = taken.union(name for name in schema.column_names if name != column.name)
+            place = self._known.get((column.number, column.name)) or self._free(column, field.type, others)
+            taken.add(place)
+            placed = replace(column, apart="" if place == column.name else place)
+            self._note(placed)
+            kind = self._kinds.get(place, field.type)
+            self._kinds[place] = widest(kind, field.type) or kind
+            columns.append(placed)
+        return schema if tuple(columns) == schema.columns else replace(schema, columns=tuple(columns))
+
+    def _free(self, column: Column, kind: pa.DataType, taken: set[str]) -> str:
+        """Return the column of history for a column that is new under its name."""
+        place = column.name
+        if place not in taken and not self._is_full(place, column, kind):
+            return place
+        place = f"{column.name}__{column.number}"
+        while place in taken or self._is_full(place, column, kind):
+            place += "_"
+        return place
+
+    def _is_full(self, place: str, column: Column, kind: pa.DataType) -> bool:
+        """Return whether a column of history has values of other columns alone, and can't hold this one's as well."""
+        numbers = self._numbers.get(place, set())
+        return bool(numbers) and column.number not in numbers and not holds(self._kinds.get(place, kind), kind)
+
+    def _note(self, column: Column) -> None:
+        self._known[column.number, column.name] = column.in_history
+        self._numbers.setdefault(column.in_history, set()).add(column.number)
+
+
+def columns_in_history(schema: TableSchema, types: Mapping[str, str]) -> pa.Schema:
+    """Return the columns of history that a version's records need, in the lake's types."""
+    fields = lake_columns(schema, types)
+    return pa.schema([field.with_name(column.in_history) for column, field in zip(schema.columns, fields, strict=True)])
