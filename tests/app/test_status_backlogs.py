@@ -12,7 +12,7 @@ from millstream.app.open_home import OpenHome
 from millstream.app.status import collect_status
 from millstream.home.home import Home
 from millstream.wal import segment_scan
-from millstream.wal.lag import Backlogs
+from millstream.wal.backlog import Backlogs
 
 
 def test_kept_counts_are_those_of_a_first_look_and_read_only_what_is_new(

@@ -24,7 +24,7 @@ from millstream.model.record_json import to_json
 from millstream.model.records import Op, record_schema
 from millstream.model.schema import Column, PgType, TableSchema
 from millstream.protocol.delivery import Message, seq_of
-from millstream.wal.lag import backlog_of_tables
+from millstream.wal.backlog import backlog_of_tables
 from millstream.wal.reader import StreamReader
 from millstream.wal.records_json import Cat
 from millstream.wal.writing.writer import LogWriter

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from millstream.errors import CatalogError, HomeBusy, MillstreamError, UnknownStream, UsageError
-from millstream.home.home import FORMAT, Home
+from millstream.home.home import Home
+from millstream.home.home_format import FORMAT
 from millstream.processes.role_locks import RoleLock, holder
 from millstream.testing.errors import coded
 

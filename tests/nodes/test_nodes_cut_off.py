@@ -13,12 +13,12 @@ from tests.nodes.wires import Wires, wires_between
 from tests.serving.servers import Authority
 
 import millstream
-from millstream.app.tokens import create_token
+from millstream.app.access_token_requests import create_token
 from millstream.errors import MillstreamError
 from millstream.home.home import Home
 from millstream.leadership.role_files import Roles
 from millstream.nodes.replicas import list_replicas
-from millstream.protocol.replication.promises import Role
+from millstream.protocol.replication.promises_and_fencing import Role
 
 pytestmark = pytest.mark.siege
 

@@ -1,4 +1,4 @@
-"""Promotion of a node to leader: each rule of `protocol.replication.promotion`, one contest at a time."""
+"""Promotion of a node to leader: each rule of `protocol.replication.promotion_machine`, one contest at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from millstream.model.ids import Epoch, GroupNumber
 from millstream.model.positions import Seq
 from millstream.model.replication import AckLevel, NodeName
 from millstream.protocol.replication import UNPROMISED, NodeReport, Promise, Promotion, Rank, Role, RoleFact
-from millstream.protocol.replication import promotion as promoting
+from millstream.protocol.replication import promotion_machine as promoting
 from millstream.protocol.replication.leader_events import PersistRole
 from millstream.testing.errors import code_of
 

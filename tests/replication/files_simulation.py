@@ -43,7 +43,7 @@ from millstream.protocol.replication import (
     leader_events,
 )
 from millstream.protocol.replication import follower_machine as following
-from millstream.protocol.replication import promotion as promoting
+from millstream.protocol.replication import promotion_machine as promoting
 from millstream.testing.files import Crash
 from millstream.wal.reader import StreamReader
 from millstream.wal.replica.replica_log import ReplicaLog

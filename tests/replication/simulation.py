@@ -63,7 +63,7 @@ from millstream.protocol.replication import (
     leader_events,
 )
 from millstream.protocol.replication import follower_machine as following
-from millstream.protocol.replication import promotion as promoting
+from millstream.protocol.replication import promotion_machine as promoting
 
 STREAM = StreamId(UUID(int=7))
 NAMES = tuple(NodeName(name) for name in "abcd")

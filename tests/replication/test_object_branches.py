@@ -23,7 +23,7 @@ from millstream.model.replication import Document, Hello, NodeName
 from millstream.nodes.object_stores import FetchedStream, fetch, lineage_document, stored_lineage
 from millstream.nodes.restore import restore_stream
 from millstream.protocol.replication.leader_events import Heard, StoredUpto
-from millstream.protocol.replication.promises import SESSIONS, UNPROMISED, Promise, Rank, RoleFact
+from millstream.protocol.replication.promises_and_fencing import SESSIONS, UNPROMISED, Promise, Rank, RoleFact
 from millstream.replication.archiver import WalArchiver
 from millstream.replication.object_store.objects import Objects
 from millstream.replication.object_store.transport import ObjectStoreTransport

@@ -17,7 +17,7 @@ from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.positions import Seq
 from millstream.model.replication import Hello, NodeName
 from millstream.ports import LeaderLink
-from millstream.protocol.replication.promises import Role, RoleFact
+from millstream.protocol.replication.promises_and_fencing import Role, RoleFact
 from millstream.replication.flight.transport import FlightTransport, LeaderAddress
 from millstream.replication.follower import WalFollower
 from millstream.replication.shipper import WalShipper

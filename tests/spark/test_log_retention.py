@@ -19,7 +19,7 @@ from millstream.spark.driver import take_up
 from millstream.spark.pipeline import PipelineProgress
 from millstream.spark.pipeline_tables import PipelineTables
 from millstream.spark.session import SparkOptions
-from millstream.wal.lag import log_size
+from millstream.wal.backlog import log_size
 from millstream.wal.segment_deletion import Sweep
 from millstream.wal.writing.writer import LogOptions
 

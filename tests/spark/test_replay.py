@@ -19,7 +19,7 @@ from millstream.lake.layout import LakeLayout
 from millstream.model.positions import Seq
 from millstream.spark.pipeline import PipelineProgress
 from millstream.spark.session import SparkOptions
-from millstream.wal.lag import Backlogs, log_size
+from millstream.wal.backlog import Backlogs, log_size
 from millstream.wal.writing.writer import LogOptions
 
 pytestmark = pytest.mark.usefixtures("spark")

@@ -8,8 +8,8 @@ from uuid import uuid4
 
 from millstream.model.positions import Seq
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
+from millstream.wal.backlog import Backlogs, log_size
 from millstream.wal.files import RealFiles
-from millstream.wal.lag import Backlogs, log_size
 from millstream.wal.writing.writer import LogOptions, LogWriter
 
 TABLE = plain_table(1)

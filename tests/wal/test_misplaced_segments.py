@@ -21,8 +21,8 @@ from millstream.model.positions import Offset, Seq
 from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.testing.errors import coded
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
+from millstream.wal.backlog import Backlogs
 from millstream.wal.files import RealFiles
-from millstream.wal.lag import Backlogs
 from millstream.wal.layout import shard_folder
 from millstream.wal.mending.inspect import Loss, inspect, ls, stats, verify
 from millstream.wal.mending.repair import AcceptedRange, plan_repair, repair

@@ -32,7 +32,7 @@ from millstream.model.addresses import mask_address
 from millstream.model.ids import StreamId
 from millstream.nodes.node_checks import examine_nodes
 from millstream.private_files import is_open_to_others, make_folder
-from millstream.protocol.replication.promises import Role
+from millstream.protocol.replication.promises_and_fencing import Role
 from millstream.writers.stall_reasons import troubles
 from millstream.writers.writer_facts import examine_writers
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from millstream.catalog import Catalog, TableRow
-    from millstream.wal.lag import Backlog, Backlogs
+    from millstream.wal.backlog import Backlog, Backlogs
 
     Paths = Callable[[TableRow], dict[str, str]]
     """Returns the path of each of a table's views in the lake, by the view's name."""
@@ -348,7 +348,7 @@ def _counter(
     home: HomePaths, name: str, durable: Seq | None, backlogs: dict[str, Backlogs], problems: list[str]
 ) -> Callable[[Seq], Backlog | None]:
     """Return a function that counts what the log has after a number; None if it can't be read."""
-    from millstream.wal.lag import Backlogs
+    from millstream.wal.backlog import Backlogs
 
     folder = str(home.wal_folder(name))
     own = backlogs.get(folder) or Backlogs(folder)
@@ -388,7 +388,7 @@ def _age_s(waiting: Backlog) -> float | None:
 
 
 def _log(home: HomePaths, name: str, problems: list[str]) -> dict[str, Any]:
-    from millstream.wal.lag import log_size
+    from millstream.wal.backlog import log_size
     from millstream.wal.reader import StreamReader
 
     try:

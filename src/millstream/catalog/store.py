@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Self
 
+from millstream.catalog.access_tokens import Tokens
 from millstream.catalog.adopt_from_log import Adoption
 from millstream.catalog.database import BUSY_TIMEOUT_S, CatalogDatabase
 from millstream.catalog.key_values import Facts
@@ -14,7 +15,6 @@ from millstream.catalog.sources import Sources
 from millstream.catalog.streams import Streams
 from millstream.catalog.table_copies import Copies
 from millstream.catalog.tables import Tables
-from millstream.catalog.tokens import Tokens
 
 
 class Catalog(Streams, Sources, Tables, Adoption, Copies, Holders, Tokens, Facts):

@@ -36,7 +36,7 @@ from millstream.protocol.delivery import (
     Status,
 )
 from millstream.protocol.delivery.messages import ANSWER_BYTES, Kind
-from millstream.wal.lag import backlog_of_tables
+from millstream.wal.backlog import backlog_of_tables
 from millstream.wal.reader import StreamReader
 
 _SLICE_S: Final = 0.2

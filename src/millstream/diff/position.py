@@ -24,7 +24,7 @@ from millstream.lake.commit_cuts import last_cut
 from millstream.model.positions import Lsn, Seq, format_lsn
 from millstream.processes.control_socket import ask
 from millstream.processes.role_locks import runs
-from millstream.wal.lag import Backlogs
+from millstream.wal.backlog import Backlogs
 from millstream.wal.reader import StreamReader
 
 if TYPE_CHECKING:

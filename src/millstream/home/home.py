@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
-import json
 import os
 import socket
 import tempfile
@@ -18,21 +16,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 from uuid import uuid4
 
 from millstream.errors import CatalogError, ConfigError, DiskFull, MillstreamError, UnknownStream, UsageError
+from millstream.home.home_format import check_format, read_facts, write_facts
 from millstream.home.paths import FILE_NAME, HomePaths
 from millstream.model.ids import check_stream_name, parse_region_log_name
-from millstream.private_files import make_folder, open_private, replace_file
+from millstream.private_files import make_folder
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog, HomeIdentity
     from millstream.config.file import LoadedConfig
     from millstream.config.model import Config, StreamConfig
 
-FORMAT: Final = 1
-"""The format of the home's folder; a later Millstream may write a higher one."""
 SOCKET_PATH_BYTES_MAX: Final = 100  # sun_path holds 104 bytes on macOS, 108 on Linux
 
 _NO_LOG_HINT: Final = "The first append makes it, or `millstream run` where there is something to capture; `millstream status` shows what runs."
@@ -196,52 +193,8 @@ class Home(HomePaths):
     # ----------------------------------------------------------------------------------------------
 
     def check_format(self) -> None:
-        """Refuse a home that a newer Millstream wrote.
-
-        Raises:
-            UsageError (`home_too_new`): its format is above ours.
-            CatalogError: the file with the format is damaged.
-        """
-        found = int(self._facts().get("format", FORMAT))
-        if found > FORMAT:
-            raise UsageError(
-                f"{self.path} has format {found}; this Millstream knows up to {FORMAT}",
-                code="home_too_new",
-                found=found,
-                known=FORMAT,
-            )
-
-    def _facts(self) -> dict[str, Any]:
-        """Return the facts in `home.json`; empty without the file.
-
-        They are `format`, `made_by`, `id`, and `catalog` if that isn't embedded.
-
-        Raises:
-            CatalogError: it is damaged.
-        """
-        file = self.data / "home.json"
-        try:
-            facts: dict[str, Any] = json.loads(file.read_bytes())
-            return facts | {"format": int(facts["format"])}
-        except FileNotFoundError:
-            return {}
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            raise CatalogError(
-                f"{file} can't be read: {error}", hint='Restore it; for this version it reads {"format": 1}.'
-            ) from error
-
-    def _write_facts(self) -> None:
-        """Give the home its format and its id, and note where its catalog is: once, by one of several processes."""
-        from millstream import __version__
-
-        catalog = {} if self.catalog_address() is None else {"catalog": "postgresql"}
-        fresh = {"format": FORMAT, "made_by": __version__, "id": str(uuid4())}
-        if (facts := self._facts()) == fresh | facts | catalog:
-            return
-        with open(self.run_folder / "home.lock", "w", opener=open_private) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if (facts := self._facts()) != fresh | facts | catalog:
-                replace_file(self.data / "home.json", json.dumps(fresh | facts | catalog).encode() + b"\n")
+        """Refuse a home that a newer Millstream wrote; raises `UsageError` (`home_too_new`), `CatalogError` as `home_format.check_format`."""
+        check_format(self)
 
     def prepare(self) -> None:
         """Check the format and make the folders that writing needs.
@@ -255,7 +208,7 @@ class Home(HomePaths):
         try:
             for folder in (self.data, self.run_folder, self.data / "wal"):
                 make_folder(folder)
-            self._write_facts()
+            write_facts(self, has_own_catalog=self.catalog_address() is None)
             probe = self.run_folder / f".probe-{os.getpid()}-{threading.get_ident()}"
             probe.touch()
             probe.unlink()
@@ -279,7 +232,7 @@ class Home(HomePaths):
         except ConfigError as error:
             # A mistake elsewhere in it doesn't hide an existing embedded catalog.
             elsewhere = not str(error.details.get("key", "")).startswith("catalog")
-            if elsewhere and self.catalog_file.exists() and "catalog" not in self._facts():
+            if elsewhere and self.catalog_file.exists() and "catalog" not in read_facts(self):
                 return None
             raise
 
@@ -292,7 +245,7 @@ class Home(HomePaths):
         try:
             return self.catalog_address() is not None or self.catalog_file.exists()
         except ConfigError:
-            if "catalog" in self._facts():
+            if "catalog" in read_facts(self):
                 raise
             return False
 
@@ -305,7 +258,7 @@ class Home(HomePaths):
         """
         address = self.catalog_address()
         if address is None:
-            if not self.catalog_file.exists() and "catalog" in self._facts():
+            if not self.catalog_file.exists() and "catalog" in read_facts(self):
                 raise CatalogError(
                     f"this home's catalog lies in PostgreSQL, and {self.config_file} names none",
                     hint="Restore `url` in [catalog]: a new catalog would number the log's tables differently.",
@@ -343,7 +296,7 @@ class Home(HomePaths):
         from millstream.catalog import HomeIdentity
 
         place = f"{socket.gethostname()}:{self.path.resolve()}"
-        return HomeIdentity(str(self._facts().get("id", "")), place)
+        return HomeIdentity(str(read_facts(self).get("id", "")), place)
 
     # --- sockets -----------------------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ from millstream.nodes.object_stores import store_of
 from millstream.processes.catalog_watch import watched_catalog
 from millstream.processes.control_socket import ControlServer
 from millstream.processes.role_locks import LOCK_PATIENCE_S, RoleLock, holder, nobody_writes
-from millstream.protocol.replication.promises import Role, RoleFact
+from millstream.protocol.replication.promises_and_fencing import Role, RoleFact
 from millstream.replication.flight.transport import FlightTransport
 from millstream.replication.follower import WalFollower
 from millstream.wal.files import NO_SPACE

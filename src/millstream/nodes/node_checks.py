@@ -13,7 +13,7 @@ from millstream.leadership.promotion_check import two_leaders
 from millstream.leadership.role_files import Roles
 from millstream.model.replication import region_node
 from millstream.nodes.home_identity import instance_of
-from millstream.protocol.replication.promises import Role
+from millstream.protocol.replication.promises_and_fencing import Role
 
 if TYPE_CHECKING:
     from millstream.home.home import Home

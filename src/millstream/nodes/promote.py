@@ -40,7 +40,7 @@ from millstream.nodes.peer_requests import node_state, wait_for_writer
 from millstream.private_files import replace_file
 from millstream.processes.role_locks import RoleLock, once_let_go
 from millstream.protocol.replication.leader_events import PersistRole
-from millstream.protocol.replication.promises import (
+from millstream.protocol.replication.promises_and_fencing import (
     CONSUMERS,
     CONSUMERS_KEY,
     SESSIONS,
@@ -49,7 +49,7 @@ from millstream.protocol.replication.promises import (
     RoleFact,
     name_taken,
 )
-from millstream.protocol.replication.promotion import (
+from millstream.protocol.replication.promotion_machine import (
     STORE,
     Answered,
     AskPromise,

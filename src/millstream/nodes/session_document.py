@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from millstream.model.replication import Document
-from millstream.protocol.replication.promises import SESSIONS
+from millstream.protocol.replication.promises_and_fencing import SESSIONS
 from millstream.wal.layout import SESSIONS_NAME
 
 

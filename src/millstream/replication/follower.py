@@ -44,7 +44,7 @@ from millstream.protocol.replication.follower_machine import (
     WasSetAside,
 )
 from millstream.protocol.replication.leader_events import PersistRole, Tell
-from millstream.protocol.replication.promises import RoleFact
+from millstream.protocol.replication.promises_and_fencing import RoleFact
 from millstream.replication.joined_link import JoinedLink
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.replica.replica_log import ReplicaLog

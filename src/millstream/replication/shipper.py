@@ -54,7 +54,7 @@ from millstream.protocol.replication.leader_events import (
     Tick,
 )
 from millstream.protocol.replication.leader_machine import Leader, LinkPhase
-from millstream.protocol.replication.promises import LINEAGE, Greeting, RoleFact
+from millstream.protocol.replication.promises_and_fencing import LINEAGE, Greeting, RoleFact
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.replica.ship_source import LogMarks, ShipSource, durable_marks
 from millstream.workers import Worker

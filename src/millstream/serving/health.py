@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from millstream.app.status import collect_status
 from millstream.leadership.role_files import Roles
-from millstream.protocol.replication.promises import Role
+from millstream.protocol.replication.promises_and_fencing import Role
 from millstream.writers.home_appender import append_socket, will_write
 from millstream.writers.stall_reasons import troubles
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
-    from millstream.wal.lag import Backlogs
+    from millstream.wal.backlog import Backlogs
 
 _KEEP_S: Final = 1.0
 """More frequent requests than this get the same answer: a status reads the lake's last cut."""

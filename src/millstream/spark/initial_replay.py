@@ -14,7 +14,7 @@ from typing import Final
 from millstream.errors import LogError
 from millstream.model.positions import Seq
 from millstream.spark.pipeline import Amount, ReplayProgress
-from millstream.wal.lag import Backlog, Backlogs
+from millstream.wal.backlog import Backlog, Backlogs
 
 _RECORDS_MIN: Final = 250_000
 """Some seconds' work of a pipeline on two cores, however few bytes they have. More bytes than a batch

@@ -33,7 +33,7 @@ from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.processes.control_socket import ControlServer, have_done
 from millstream.processes.role_locks import RoleLock, holder
-from millstream.protocol.replication.promises import Promise, Role
+from millstream.protocol.replication.promises_and_fencing import Promise, Role
 from millstream.protocol.retention import HolderKind
 from millstream.wal.frame_cache import DecodedFrames
 from millstream.wal.reader import StreamReader

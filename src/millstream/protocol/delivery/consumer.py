@@ -36,7 +36,7 @@ from millstream.protocol.delivery.messages import (
     position_of,
 )
 from millstream.protocol.delivery.pending import Pending
-from millstream.protocol.delivery.push_redelivery import Pushed
+from millstream.protocol.delivery.push_calls import Pushed
 from millstream.protocol.delivery.state import Fact, State
 from millstream.protocol.delivery.timers import Timer, Timers
 from millstream.protocol.delivery.unread_after_restart import Unread

@@ -28,7 +28,7 @@ from millstream.protocol.replication.follower_machine import Follower, Lag, OwnH
 from millstream.protocol.replication.leader_events import LinkId, ShipOptions
 from millstream.protocol.replication.leader_machine import Leader, is_covered
 from millstream.protocol.replication.levels import level_kept, promises_wanted
-from millstream.protocol.replication.promises import (
+from millstream.protocol.replication.promises_and_fencing import (
     LINEAGE,
     NOBODY,
     UNPROMISED,
@@ -41,7 +41,7 @@ from millstream.protocol.replication.promises import (
     Term,
     fenced_error,
 )
-from millstream.protocol.replication.promotion import NodeReport, Promotion
+from millstream.protocol.replication.promotion_machine import NodeReport, Promotion
 
 __all__ = [
     "LINEAGE",

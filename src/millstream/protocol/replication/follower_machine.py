@@ -73,7 +73,7 @@ from millstream.model.replication import (
     Shipment,
 )
 from millstream.protocol.replication.leader_events import PersistRole, Tell
-from millstream.protocol.replication.promises import (
+from millstream.protocol.replication.promises_and_fencing import (
     LINEAGE,
     NOBODY,
     SESSIONS,

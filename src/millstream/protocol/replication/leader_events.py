@@ -16,7 +16,7 @@ from millstream.model.ids import GroupNumber, ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Seq
 from millstream.model.replication import Acknowledgement, Hello, NodeName, ReplicaPosition
-from millstream.protocol.replication.promises import Promise, RoleFact
+from millstream.protocol.replication.promises_and_fencing import Promise, RoleFact
 
 LinkId = NewType("LinkId", int)
 

@@ -70,7 +70,7 @@ from millstream.protocol.replication.leader_events import (
     Tell,
     Tick,
 )
-from millstream.protocol.replication.promises import NOBODY, Lineage, Promise, RoleFact, fenced_error
+from millstream.protocol.replication.promises_and_fencing import NOBODY, Lineage, Promise, RoleFact, fenced_error
 
 
 class LinkPhase(StrEnum):

@@ -35,7 +35,7 @@ from millstream.model.replication import (
     SegmentPart,
     Shipment,
 )
-from millstream.protocol.replication.promises import LINEAGE
+from millstream.protocol.replication.promises_and_fencing import LINEAGE
 from millstream.replication.object_store.history import History, history_of, note_whole
 from millstream.replication.object_store.layout import (
     TRAILER_BYTES,

@@ -40,11 +40,12 @@ from millstream.wal.files import NO_SPACE, as_told, is_refused
 from millstream.wal.mending.repair import set_tail_aside
 from millstream.wal.shard_locks import check_not_gone, folder_lock, greatest_known, holds_mark, lock_shards, own_shards
 from millstream.wal.startup_progress import StartupProgress
+from millstream.wal.writing.disk_space import check_disk, keep_spare
 from millstream.wal.writing.frame_plan import FramePlan, plan_chunk, plan_group
 from millstream.wal.writing.hybrid_times import GroupTimes
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.own_shards import OwnShard, WriterIdentity, begin_shards, continue_shards, next_header
-from millstream.wal.writing.recover import Recovered, keep_spare, recover
+from millstream.wal.writing.recover import Recovered, recover
 from millstream.wal.writing.segment import GroupFacts, OpenSegment, WriteFailed
 from millstream.wal.writing.sequence_allocator import GroupNumbers
 from millstream.wal.writing.submissions import acks_of, shards_of
@@ -243,7 +244,7 @@ class GroupCommitter:
             self.reached = reached
             return [Ack({}, SeqRange(Seq(self._numbers.newest + 1), 0)) for _ in submitted]
         began_ns = self._clock.monotonic_ns()
-        self._check_disk()
+        check_disk(self._files, next(iter(self._shards.values())).folder, self._options.disk_used_max)
         self._open_segments()
         given = self._allocate(count)
         facts = GroupFacts(
@@ -391,15 +392,6 @@ class GroupCommitter:
             raise
 
     # --- a group's steps -------------------------------------------------------------------------------------------
-
-    def _check_disk(self) -> None:
-        used, total = self._files.disk_usage(next(iter(self._shards.values())).folder)
-        if used > total * self._options.disk_used_max:
-            raise DiskFull(
-                f"{used} of {total} bytes of the disk are used, more than disk_used_max = {self._options.disk_used_max}",
-                used_bytes=used,
-                total_bytes=total,
-            )
 
     def _allocate(self, count: int) -> SeqRange:
         try:

@@ -14,7 +14,8 @@ from millstream.ports import Clock, Files
 from millstream.wal.durable_mark import MarkFile, left_behind
 from millstream.wal.layout import shard_folder
 from millstream.wal.shard_locks import lock_shards
-from millstream.wal.writing.recover import Recovered, keep_spare
+from millstream.wal.writing.disk_space import keep_spare
+from millstream.wal.writing.recover import Recovered
 from millstream.wal.writing.segment import OpenSegment
 
 

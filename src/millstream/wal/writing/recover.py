@@ -25,7 +25,7 @@ Each step leaves a log that recovers to the same state: recovery may crash and b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -67,7 +67,6 @@ from millstream.wal.segment_scan import (
 from millstream.wal.writing.segment import FrameLog, entry_of
 
 _COPY_BYTES = 1 << 20
-_SPARE_LEAST_BYTES = 64 << 10
 """Least size in bytes of a spare on a nearly full disk: it fits the end of a log that a full disk kept short."""
 _FOOTER_AHEAD_BYTES = 32 << 10
 """Bytes read at a file's end to find its footer; most footers are smaller."""
@@ -544,47 +543,3 @@ def _rewrite(files: Files, tail: _Tail) -> bytes:
     finally:
         spare.close()
     return footer
-
-
-def keep_spare(files: Files, shard_dirs: Sequence[str], size_bytes: int) -> bool:
-    """Durably reserve the space that the next recovery needs: one spare a shard.
-
-    On a nearly full disk, reserve as much as there is. A recovery on a full disk takes the spare,
-    and frees a little less than that: the segment that it begins takes some of it.
-
-    Returns:
-        Whether every shard has everything that it may need. If not, call it again once there may be
-        more space.
-    """
-    whole = True
-    for shard_dir in shard_dirs:
-        path = f"{shard_dir}/{SPARE_NAME}"
-        is_there = files.exists(path)
-        there = files.size(path) if is_there else 0
-        size = size_bytes
-        while size > there and not _allocate_spare(files, path, size, anew=not is_there):
-            whole = False
-            size = size // 4 if size // 4 >= _SPARE_LEAST_BYTES else 0
-        if size > there and not is_there:
-            files.sync_dir(shard_dir)
-    return whole
-
-
-def _allocate_spare(files: Files, path: str, size: int, *, anew: bool) -> bool:
-    """Make a spare, or enlarge it; return False, with the file unchanged, if there is no space."""
-    spare = files.create(path) if anew else files.open_write(path)
-    before = 0 if anew else spare.size()
-    try:
-        spare.allocate(size)
-        spare.sync()
-    except OSError as error:
-        if error.errno not in NO_SPACE:
-            raise
-        if anew:
-            files.remove(path)
-        else:
-            spare.truncate(before)
-        return False
-    finally:
-        spare.close()
-    return True
