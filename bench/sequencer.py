@@ -24,7 +24,7 @@ from millstream.model.positions import Seq, SeqRange
 from millstream.protocol.sequencer import WriterNumbers
 from millstream.testing import EmbeddedPostgres
 from millstream.wal.writing.options import LogOptions
-from millstream.writers.shared_writer import SharedWriter
+from millstream.writers.one_of_several import OneOfSeveral
 
 WRITERS = 8
 GROUP = 100
@@ -237,7 +237,7 @@ def main(log: str, address: str, name: str, appends: str) -> None:
     """Open, report that, wait for the word, append, and end."""
     with Catalog(address) as catalog:
         stream = catalog.resolve_stream(Path(log).name)
-        writer = SharedWriter.open(
+        writer = OneOfSeveral.open(
             catalog, stream, log, name=name, location=log, lease_s=5.0, options=LogOptions(disk_used_max=1.0)
         )
         rows = [os.urandom(ROW_BYTES) for _ in range(BATCH_ROWS)]

@@ -16,8 +16,8 @@ from millstream.codec.pgoutput import (
     decode_spilled,
     parse_message,
 )
+from millstream.model.column_texts import render_column
 from millstream.model.operations import TableRows
-from millstream.model.pgcolumns import render_column
 from millstream.testing.pgoutput import TablesByOid
 from millstream.testing.pytest_plugin import Database
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.codec.checksums import crc32c
-from millstream.codec.shipment import (
+from millstream.codec.replication_messages import (
     START_SIZE,
     Message,
     decode_message,

@@ -15,8 +15,8 @@ from millstream.delivery.kafka.debezium_options import DebeziumOptions
 from millstream.delivery.kafka.debezium_types import converter
 from millstream.delivery.kafka.topic_names import topic_name
 from millstream.errors import ConfigError
+from millstream.model.column_texts import render_column
 from millstream.model.ids import SchemaVersion, SourceId, TableId
-from millstream.model.pgcolumns import render_column
 from millstream.model.records import record_schema
 from millstream.model.schema import Column, PgType, ReplicaIdentity, TableKind, TableSchema
 

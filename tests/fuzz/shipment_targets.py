@@ -6,7 +6,7 @@ import struct
 from dataclasses import replace
 
 from millstream.codec.checksums import crc32c
-from millstream.codec.shipment import Message, decode_message, encode_message
+from millstream.codec.replication_messages import Message, decode_message, encode_message
 from millstream.errors import Diverged
 from millstream.testing.transport import acknowledgement, hello_of, shipments_of, whole_position
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from millstream.errors import IngestError, InvalidValue, MillstreamError
 from millstream.ingest.arrow_stream_decoding import rows_of_arrow, written_bytes
 from millstream.ingest.nested import is_countable, pieces, python_bytes, values_in
-from millstream.ingest.rows_to_arrow import table_of
+from millstream.ingest.python_rows import table_of
 from millstream.testing.errors import code_of, coded
 
 ROWS = 10_000

@@ -14,7 +14,7 @@ from tests.codec.line_samples import NOW_NS, same
 
 from millstream.errors import IngestError, UsageError
 from millstream.ingest.line_protocol import NAMES_MAX, PRECISIONS, Lines, bytes_max_of, tables_of_lines, warm
-from millstream.ingest.rows_to_arrow import ROWS_BYTES_MAX, table_of
+from millstream.ingest.python_rows import ROWS_BYTES_MAX, table_of
 from millstream.testing.errors import coded
 
 LONGEST = "n" * 255

@@ -21,8 +21,8 @@ from millstream.app.open_home import home_appender
 from millstream.errors import InvalidValue, MillstreamError
 from millstream.home.home import Home
 from millstream.ingest.append_requests import sole_outcome
+from millstream.ingest.python_rows import NESTING_MAX, table_of
 from millstream.ingest.row_validation import REJECTED_MAX, columns_for, table_of_valid, valid_part
-from millstream.ingest.rows_to_arrow import NESTING_MAX, table_of
 from millstream.ingest.schema_on_write import SchemaOnWrite, WriteRules, fitted, grown
 from millstream.model.ids import SchemaVersion, SourceId, TableId
 from millstream.model.operations import Appended, RejectedRow, all_rejected
@@ -256,7 +256,7 @@ def test_a_table_of_columns_made_here_is_not_checked_again(monkeypatch: pytest.M
     given = pa.table({"id": [1], "at": pa.array([1], pa.time64("ns"))})
     checked = table_of(given)
     with monkeypatch.context() as patch:
-        patch.setattr("millstream.ingest.rows_to_arrow.stored", lambda *_: pytest.fail("it was checked twice"))
+        patch.setattr("millstream.ingest.python_rows.stored", lambda *_: pytest.fail("it was checked twice"))
         assert table_of(made) is made
         assert table_of(checked) is checked
     assert table_of(given).schema.field("at").type == pa.string(), "only what was made here needs no check"

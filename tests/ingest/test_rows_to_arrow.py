@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from millstream.errors import IngestError, InvalidValue
 from millstream.ingest.log_types import log_type
-from millstream.ingest.rows_to_arrow import COLUMNS_MAX, ROWS_BYTES_MAX, table_of
+from millstream.ingest.python_rows import COLUMNS_MAX, ROWS_BYTES_MAX, table_of
 from millstream.model.names import NAME_BYTES_MAX
 from millstream.model.records import INSTANT
 from millstream.testing.errors import coded

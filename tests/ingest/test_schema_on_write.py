@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.errors import IngestError, InvalidValue, MillstreamError
-from millstream.ingest.rows_to_arrow import COLUMNS_MAX, table_of
+from millstream.ingest.python_rows import COLUMNS_MAX, table_of
 from millstream.ingest.schema_on_write import SchemaOnWrite, WriteRules, fitted, grown
 from millstream.model.ids import SchemaVersion, SourceId, TableId
 from millstream.model.schema import Column, TableSchema

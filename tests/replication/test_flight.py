@@ -19,7 +19,7 @@ from tests.app.homes import wait_for
 from tests.replication.flight_server import ExchangeServer
 from tests.serving.servers import Authority
 
-from millstream.codec.shipment import encode_message
+from millstream.codec.replication_messages import encode_message
 from millstream.errors import (
     AccessError,
     LinkLost,

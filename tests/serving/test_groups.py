@@ -17,7 +17,7 @@ from millstream.app.open_home import home_appender
 from millstream.errors import AppendOutcomeUnknown, IngestError, InvalidValue, MillstreamError, Overloaded, WriterClosed
 from millstream.home.home import Home
 from millstream.ingest.append_requests import sole_outcome
-from millstream.ingest.rows_to_arrow import table_of
+from millstream.ingest.python_rows import table_of
 from millstream.model.ids import StreamId
 from millstream.model.operations import FIRST_SHARD, Appended
 from millstream.model.positions import Offset, Seq, SeqRange, StreamToken

@@ -25,7 +25,7 @@ from millstream.model.access import Rights
 from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.serving.access import Access
 from millstream.serving.application import Application
-from millstream.serving.tail.tails import STALLED_S
+from millstream.serving.tail.endpoint import STALLED_S
 from millstream.wal.segment_deletion import drop_segments
 
 WEB = "[streams.web]\n"
@@ -194,7 +194,7 @@ def test_tails_end_with_the_server(home: Path) -> None:
 def test_a_comment_comes_every_while_and_a_revoked_token_ends_the_tail(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millstream.serving.tail.tails.COMMENT_EVERY_S", 0.5)
+    monkeypatch.setattr("millstream.serving.tail.endpoint.COMMENT_EVERY_S", 0.5)
     make_home(home, WEB + "[http]\ntokens_required = true\n")
     made = Home(home)
     with made.open_catalog() as catalog:

@@ -20,7 +20,7 @@ from tests.app.homes import wait_for
 from tests.ingest.test_arrow_stream_decoding import MANY, SHARED
 from tests.serving.serving_process import LINES, Served, served, web_home
 
-from millstream.serving.memory_budget import Held, Intake, read_body
+from millstream.serving.request_bodies import Held, Intake, read_body
 
 ARROW = {"content-type": "application/vnd.apache.arrow.stream"}
 JSON = {"content-type": "application/json"}

@@ -23,7 +23,7 @@ from millstream.errors import IngestError, InvalidValue, MillstreamError
 from millstream.home.home import Home
 from millstream.ingest.append_client import AppendClient, AsyncAppendClient
 from millstream.ingest.append_requests import REQUESTS_MAX, WRITE_ID_BYTES_MAX
-from millstream.ingest.rows_to_arrow import table_of
+from millstream.ingest.python_rows import table_of
 from millstream.model.operations import Appended
 from millstream.model.writes import AppendBatch, WriteId
 from millstream.testing.errors import coded

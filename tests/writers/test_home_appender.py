@@ -40,16 +40,16 @@ from millstream.errors import (
 )
 from millstream.home.home import Home
 from millstream.ingest.append_client import AppendClient
-from millstream.ingest.rows_to_arrow import ROWS_BYTES_MAX
+from millstream.ingest.python_rows import ROWS_BYTES_MAX
 from millstream.model.positions import StreamToken
 from millstream.model.writes import AppendBatch
 from millstream.processes.role_locks import holder, writer_role
 from millstream.testing.errors import coded
 from millstream.testing.pytest_plugin import Database
 from millstream.testing.sequencing import UnreliableAnnouncements
-from millstream.writers import shared_writer
+from millstream.writers import one_of_several
 from millstream.writers.home_appender import append_socket
-from millstream.writers.shared_writer import SharedWriter
+from millstream.writers.one_of_several import OneOfSeveral
 
 WEB = '[streams.web]\n[streams.web.keys]\n"public.users" = ["id"]\n'
 
@@ -607,7 +607,7 @@ def test_an_ack_can_be_read_at_once_beside_a_writer_that_stands_still(
     tmp_path: Path, postgres: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The periodic advance is switched off and the other writer gets no announcement: it stays where it joined.
-    monkeypatch.setattr(shared_writer, "FOLLOW_EVERY_S", 3600.0)
+    monkeypatch.setattr(one_of_several, "FOLLOW_EVERY_S", 3600.0)
     home = make_home(
         tmp_path / "web",
         f'[catalog]\nurl = {json.dumps(postgres.dsn)}\n[writer]\nname = "a"\nlease = "4h"\n{WEB}',
@@ -616,7 +616,7 @@ def test_an_ack_can_be_read_at_once_beside_a_writer_that_stands_still(
         assert not opened.append("web", "clicks", {"id": 0}).token.ahead
         place, stream = Home(home), catalog.stream("web").id
         deaf = UnreliableAnnouncements(PostgresAnnouncements(catalog.database, stream), random.Random(0), lost=1.0)
-        with SharedWriter.open(
+        with OneOfSeveral.open(
             catalog, stream, str(place.wal_folder("web")), name="still", location=place.identity().id,
             lease_s=14_400, announcements=deaf,
         ):  # fmt: skip

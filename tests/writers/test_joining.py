@@ -18,7 +18,7 @@ from millstream.model.positions import Seq, StreamToken
 from millstream.testing.log import plain_ops, plain_table
 from millstream.testing.pytest_plugin import Database
 from millstream.wal.reader import StreamReader
-from millstream.writers.shared_writer import SharedWriter
+from millstream.writers.one_of_several import OneOfSeveral
 
 STREAM = StreamId(UUID(int=11))
 TABLE = plain_table(1)
@@ -33,14 +33,14 @@ class Joined:
         self._address = address
         self.acknowledged: list[Seq] = []
 
-    def opened(self, name: str) -> SharedWriter:
+    def opened(self, name: str) -> OneOfSeveral:
         catalog = Catalog(self._address)
         catalog.resolve_stream("shop", found=STREAM)
-        return SharedWriter.open(
+        return OneOfSeveral.open(
             catalog, STREAM, str(self.folder), name=name, location="here", lease_s=30.0, shard_count=2
         )
 
-    def append(self, writer: SharedWriter, number: int) -> Seq:
+    def append(self, writer: OneOfSeveral, number: int) -> Seq:
         ops = plain_ops({number: [(TABLE, 2, "x")]}, shard_of={1: writer.shards[number % 2]})
         last = writer.log.append(ops).seqs.last
         self.acknowledged += [Seq(last - 1), last]

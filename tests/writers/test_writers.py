@@ -42,8 +42,8 @@ from millstream.testing.pytest_plugin import Database
 from millstream.testing.sequencing import UnreliableAnnouncements
 from millstream.wal.mending.inspect import verify
 from millstream.wal.reader import StreamReader
-from millstream.writers import shared_writer as writers
-from millstream.writers.shared_writer import SharedWriter
+from millstream.writers import one_of_several as writers
+from millstream.writers.one_of_several import OneOfSeveral
 
 pytestmark = pytest.mark.siege
 
@@ -259,10 +259,10 @@ def second_writer(
     name: str = "second",
     lease_s: float = LEASE_S,
     announcements: Announcements | None = None,
-) -> SharedWriter:
+) -> OneOfSeveral:
     place = Home(home)
     catalog = Catalog(dsn)
-    return SharedWriter.open(
+    return OneOfSeveral.open(
         catalog,
         catalog.stream("shop").id,
         str(place.wal_folder("shop")),
@@ -273,7 +273,7 @@ def second_writer(
     )
 
 
-def append(writer: SharedWriter, number: int) -> Seq:
+def append(writer: OneOfSeveral, number: int) -> Seq:
     ops = plain_ops({number: [(plain_table(900), 1, "from the second")]}, shard_of={900: writer.shards[0]})
     return writer.log.append(ops).seqs.first
 
@@ -525,7 +525,7 @@ def test_a_catalog_that_was_away_for_longer_than_a_lease_makes_nobody_take_the_o
         stream = catalog.resolve_stream("shop")
         writers = [
             stack.enter_context(
-                SharedWriter.open(
+                OneOfSeveral.open(
                     catalog, stream, str(tmp_path / "wal"), name=name, location="here", lease_s=2.0, shard_count=1
                 )
             )
@@ -554,7 +554,7 @@ def test_a_server_that_leaves_a_call_unanswered_holds_up_no_sign_of_life(
         stream = catalog.resolve_stream("shop")
         first, second = (
             stack.enter_context(
-                SharedWriter.open(
+                OneOfSeveral.open(
                     catalog, stream, str(tmp_path / "wal"), name=name, location="here", lease_s=2.0, shard_count=1
                 )
             )
@@ -594,7 +594,7 @@ class Listening(PostgresAnnouncements):
         return heard
 
 
-def _appended(writer: SharedWriter, number: int, numbers: list[Seq]) -> bool:
+def _appended(writer: OneOfSeveral, number: int, numbers: list[Seq]) -> bool:
     with suppress(CatalogError):
         numbers.append(append(writer, number))
         return True
@@ -647,7 +647,7 @@ def besiege(
         )
         siege.running[names[0]].end()
         with Catalog(siege.address) as catalog:
-            SharedWriter.open(
+            OneOfSeveral.open(
                 catalog, STREAM, str(siege.folder), name=names[0], location="here", lease_s=LEASE_S, shard_count=2
             ).close()
         newest = store.view().newest

@@ -20,7 +20,7 @@ from millstream.model.ids import StreamId
 from millstream.testing.log import plain_ops, plain_table
 from millstream.testing.sequencing import UnreliableAnnouncements
 from millstream.wal.writing.writer import LogOptions
-from millstream.writers.shared_writer import SharedWriter
+from millstream.writers.one_of_several import OneOfSeveral
 
 TABLES = plain_table(1), plain_table(2)
 ROWS = 6
@@ -49,7 +49,7 @@ def append_without_end(folder: str, address: str, name: str, lease_s: float) -> 
     stream = StreamId(UUID(int=11))
     with Catalog(address) as catalog:
         catalog.resolve_stream("shop", found=stream)
-        writer = SharedWriter.open(
+        writer = OneOfSeveral.open(
             catalog, stream, folder, name=name, location="here", lease_s=lease_s, shard_count=2,
             options=LogOptions(segment_bytes=60_000, disk_used_max=1.0),
             announcements=UnreliableAnnouncements(PostgresAnnouncements(catalog.database, stream), random.Random(name)),

@@ -12,7 +12,7 @@ from millstream.model.names import parse_qualified_name
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.ingest.rows_to_arrow import Rows
+    from millstream.ingest.python_rows import Rows
     from millstream.model.operations import Appended, AppendedTables
 
 SMALL_ROWS: Final = 1000

@@ -15,7 +15,7 @@ from millstream.errors import UnknownTable, UsageError
 from millstream.home.as_of_parsing import parse_as_of, parse_moment
 from millstream.home.config_mapping import shard_of, write_rules
 from millstream.home.home import Home
-from millstream.ingest.rows_to_arrow import table_of
+from millstream.ingest.python_rows import table_of
 from millstream.ingest.schema_on_write import fitted, grown
 from millstream.leadership.known_leaders import leader_facts, leaders_of
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId

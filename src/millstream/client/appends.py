@@ -19,7 +19,7 @@ from millstream.model.writes import AppendBatch, WriteId
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.ingest.rows_to_arrow import Rows
+    from millstream.ingest.python_rows import Rows
     from millstream.model.operations import Appended, AppendedTables
 
 APPEND_DEADLINE_S: Final = 30.0

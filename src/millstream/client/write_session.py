@@ -38,7 +38,7 @@ from millstream.model.steps import run
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.ingest.rows_to_arrow import Rows
+    from millstream.ingest.python_rows import Rows
     from millstream.model.operations import Appended, AppendedTables
     from millstream.model.writes import SessionFacts
 

@@ -2,6 +2,6 @@
 
 The log's files are `log_segment` (header and footer) and `log_frame` (a commit group's part for one shard);
 docs/internals/FORMAT.md describes them. `pgoutput` decodes PostgreSQL's replication messages, `line_protocol`
-InfluxDB's lines. `shipment` has the messages between a leader and its followers, `buffered_op` the entries of
+InfluxDB's lines. `replication_messages` has the messages between a leader and its followers, `buffered_op` the entries of
 write buffers.
 """

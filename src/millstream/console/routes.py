@@ -39,8 +39,8 @@ from millstream.serving.access import Caller, Credentials
 from millstream.serving.application import Application
 from millstream.serving.browser_sessions import cookie_name
 from millstream.serving.http_reads import Question
-from millstream.serving.memory_budget import ClientGoneError, Held, Intake, read_body
 from millstream.serving.problem_documents import encoded, problem_of, status_of
+from millstream.serving.request_bodies import ClientGoneError, Held, Intake, read_body
 from millstream.serving.requests import ENDING, ClientStalledError, headers_said
 
 Answer: TypeAlias = Callable[[Request], Awaitable[Response]]

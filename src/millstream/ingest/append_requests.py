@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.errors import IngestError, InvalidValue, MillstreamError
-from millstream.ingest.rows_to_arrow import too_large
+from millstream.ingest.python_rows import too_large
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.operations import ROWS_DIGEST, Appended, append_operations
 from millstream.model.records import INSTANT

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from millstream.errors import MillstreamError, Retry, StaleEpoch, WriterClosed
 from millstream.ingest.appender import Appender
-from millstream.ingest.rows_to_arrow import ROWS_BYTES_MAX
+from millstream.ingest.python_rows import ROWS_BYTES_MAX
 from millstream.ingest.socket_protocol import (
     BODY_BYTES_MAX,
     CLOSED,

@@ -18,7 +18,7 @@ from pyarrow import ipc
 from millstream.errors import HttpError, InvalidValue
 from millstream.ingest.json_rows import ROWS_MAX
 from millstream.ingest.nested import Sizes, is_countable, is_shared, is_view, python_bytes, text_bytes, values_in
-from millstream.ingest.rows_to_arrow import COLUMNS_MAX, NESTING_MAX, ROWS_BYTES_MAX, table_of, too_large
+from millstream.ingest.python_rows import COLUMNS_MAX, NESTING_MAX, ROWS_BYTES_MAX, table_of, too_large
 
 _NOT_A_STREAM: Final = (pa.ArrowException, OSError, EOFError, ValueError, struct.error, IndexError, OverflowError)
 _RECORD_BATCH: Final = 3

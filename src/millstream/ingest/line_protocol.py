@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from millstream.codec.line_protocol.grammar import REASONS, Fault, Refusal, ValueKind
-from millstream.codec.line_protocol.parser import (
+from millstream.codec.line_protocol.columns_of_lines import (
     BODY_BYTES_MAX,
     FoundTable,
     RefusedLine,
@@ -27,10 +26,11 @@ from millstream.codec.line_protocol.parser import (
     TooManyValuesError,
     Walk,
 )
+from millstream.codec.line_protocol.grammar import REASONS, Fault, Refusal, ValueKind
 from millstream.errors import UsageError
 from millstream.ingest.append_requests import TABLES_MAX
 from millstream.ingest.increment_columns import NAMED
-from millstream.ingest.rows_to_arrow import COLUMNS_MAX, ROWS_BYTES_MAX, too_large
+from millstream.ingest.python_rows import COLUMNS_MAX, ROWS_BYTES_MAX, too_large
 from millstream.model.names import name_fault, qualified_name
 from millstream.model.records import INSTANT, RESERVED_COLUMNS, TIME_MAX_US, TIME_MIN_US
 
@@ -66,7 +66,7 @@ class TableLines:
     table: str
     """`public.measurement`, quoted where necessary."""
     rows: pa.Table
-    """The rows in the log's types, as from `ingest.rows_to_arrow.table_of`: `time`, `time_ns` if some time isn't
+    """The rows in the log's types, as from `ingest.python_rows.table_of`: `time`, `time_ns` if some time isn't
     whole microseconds, and then the tags and fields in the order of their first line."""
     lines: npt.NDArray[np.int64]
     """The number of each row's line in the body, from 1."""
@@ -189,7 +189,7 @@ def bytes_max_of(body_bytes: int) -> int:
 
 def warm() -> None:
     """Compile or load the machine code now; otherwise the first lines do, which takes seconds."""
-    from millstream.codec.line_protocol.parser import warm
+    from millstream.codec.line_protocol.columns_of_lines import warm
 
     warm()
 

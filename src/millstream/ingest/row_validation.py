@@ -28,7 +28,7 @@ from millstream.ingest.increment_columns import (
     takes,
     type_of,
 )
-from millstream.ingest.rows_to_arrow import Rows, check_names, column_of, kind_of, table_of
+from millstream.ingest.python_rows import Rows, check_names, column_of, kind_of, table_of
 from millstream.ingest.schema_on_write import WriteRules, fits, grown
 from millstream.ingest.signal_columns import weight_faults
 from millstream.model.operations import RejectedRow

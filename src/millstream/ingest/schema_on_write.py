@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from millstream.errors import IngestError, InvalidValue, UnknownTable
 from millstream.ingest.increment_columns import NAMED, checked_increments, type_of, unnamed_bytes
 from millstream.ingest.log_types import cast_checked
-from millstream.ingest.rows_to_arrow import COLUMNS_MAX, ROWS_BYTES_MAX, check_name, too_large
+from millstream.ingest.python_rows import COLUMNS_MAX, ROWS_BYTES_MAX, check_name, too_large
 from millstream.model.ids import ShardId
 from millstream.model.operations import TableRows
 from millstream.model.schema import Column, TableSchema

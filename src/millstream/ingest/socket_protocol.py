@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from millstream.errors import AppendOutcomeUnknown, IngestError, InvalidValue, MillstreamError, WriterClosed, error_of
 from millstream.ingest.append_requests import REQUESTS_MAX
-from millstream.ingest.rows_to_arrow import ROWS_BYTES_MAX
+from millstream.ingest.python_rows import ROWS_BYTES_MAX
 from millstream.model.operations import Appended
 from millstream.model.replication import AckLevel
 from millstream.model.writes import AppendBatch, SessionFacts, TableBatch, WriteId

@@ -6,7 +6,7 @@ on, and nothing more is written to it. The check costs one read of the newest co
 commit vouches for all commits up to the version that it was based on.
 
 A handle is used for one write only. delta-rs rejects a transaction through a handle that is older than another
-commit of the same app, but accepts it through a table opened since. So open, compare `transaction_version`, and
+commit of the same app, but accepts it through a table opened since. So open, compare (as `history` and the folds do) `transaction_version`, and
 write through that handle.
 """
 

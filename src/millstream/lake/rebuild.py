@@ -2,7 +2,7 @@
 
 A folder that another program wrote into, or whose log can't be read, is never deleted: it is moved aside
 (`<folder>.set-aside-<n>`), and the table is built in its place. Readers see an intact table until one commit
-replaces it.
+replaces it: that of a fold (`folded.current`, `folded.scd2`), which a running pipeline makes itself.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.model.pgcolumns import JSON_INTEGER_MAX
+from millstream.model.column_texts import JSON_INTEGER_MAX
 
 _QUOTED: Final = re.compile(r'[",\r\n]')
 _FLOATS: Final = {None: None, "nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}

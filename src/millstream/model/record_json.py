@@ -1,4 +1,4 @@
-"""Records as JSON objects: the one form that `wal cat`, exports and consumers show."""
+"""Records as JSON objects: the one form that `wal cat`, exports and consumers show. `column_texts` has the form of each value."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 import pyarrow as pa
 
-from millstream.model.pgcolumns import JSON_INTEGER_MAX, json_column, render_column
+from millstream.model.column_texts import JSON_INTEGER_MAX, json_column, render_column
 from millstream.model.records import Op
 from millstream.model.schema import TableKind, TableSchema
 

@@ -54,7 +54,7 @@ class TableBatch:
     table: str
     """`schema.table`, quoted if it must be; without a schema it is in `public`."""
     rows: pa.Table
-    """Rows in the log's types, as `ingest.rows_to_arrow.table_of` returns them."""
+    """Rows in the log's types, as `ingest.python_rows.table_of` returns them."""
     counts: Sequence[int]
     """Number of rows of each request, together all rows."""
 

@@ -1,4 +1,4 @@
-"""Ships one stream's log to an object store.
+"""Ships one stream's log to an object store, as a backup that is never old.
 
 It reports what is stored to the stream's shipper, for writes that are acknowledged once they are in the object store.
 """

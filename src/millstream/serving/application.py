@@ -27,14 +27,14 @@ from millstream.serving.consumers import Consumers
 from millstream.serving.health import Health
 from millstream.serving.http_reads import Reading
 from millstream.serving.line_writes import VERSION, LineWrites
-from millstream.serving.memory_budget import Intake, Receive
 from millstream.serving.openapi import with_writes
 from millstream.serving.origin_check import Origins
 from millstream.serving.problem_documents import MEDIA_TYPE, plain_problem, response_of, tell_problems
 from millstream.serving.request_batching import Groups
+from millstream.serving.request_bodies import Intake, Receive
 from millstream.serving.requests import Scope, Send, answer_problem
 from millstream.serving.row_writes import ROWS_PATH, TABLES_PATH, Writes, is_rows_path, takes_rows
-from millstream.serving.tail.tails import Tails
+from millstream.serving.tail.endpoint import Tails
 from millstream.serving.unknown_paths import known_parameters
 from millstream.workers import call_in_thread
 

@@ -19,7 +19,7 @@ from millstream.errors import HttpError
 from millstream.model.access import Right
 from millstream.serving.access import allow
 from millstream.serving.connections import NEEDS_ITS_CLIENT
-from millstream.serving.memory_budget import ClientGoneError, Held, Intake, read_body
+from millstream.serving.request_bodies import ClientGoneError, Held, Intake, read_body
 from millstream.serving.requests import ENDING, headers_said
 from millstream.serving.row_writes import JSON_TYPE
 from millstream.writers.home_consumers import HomeConsumers

@@ -37,8 +37,8 @@ from millstream.model.positions import StreamToken
 from millstream.model.query_reasons import REASONS_HEADER
 from millstream.model.region_ages import REGIONS_HEADER, REGIONS_METADATA
 from millstream.serving.access import Access, allow
-from millstream.serving.memory_budget import ClientGoneError, Held, Intake, read_body
 from millstream.serving.queries.worker_pool import Asking, QueryWorkers
+from millstream.serving.request_bodies import ClientGoneError, Held, Intake, read_body
 from millstream.serving.requests import headers_said
 from millstream.serving.row_streams import as_stream, in_pieces
 from millstream.serving.row_writes import JSON_TYPE, media_type

@@ -20,9 +20,9 @@ import structlog
 from millstream.errors import HttpError, MillstreamError, UsageError
 from millstream.ingest.line_protocol import Lines, TableLines, tables_of_lines
 from millstream.model.operations import TableAppended
-from millstream.serving.memory_budget import ClientGoneError, Held, Receive, read_body
 from millstream.serving.problem_documents import encoded, headers_of, status_of
 from millstream.serving.request_batching import BatchTarget
+from millstream.serving.request_bodies import ClientGoneError, Held, Receive, read_body
 from millstream.serving.requests import (
     Scope,
     Send,

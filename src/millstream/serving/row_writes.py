@@ -34,9 +34,9 @@ from millstream.model.access import Right
 from millstream.model.durations import duration_s
 from millstream.model.names import parse_qualified_name
 from millstream.model.operations import AppendedTables
-from millstream.serving.memory_budget import ClientGoneError, Held, Intake, Receive, read_body
 from millstream.serving.problem_documents import encoded, headers_of, plain_problem
 from millstream.serving.request_batching import BatchTarget, Groups
+from millstream.serving.request_bodies import ClientGoneError, Held, Intake, Receive, read_body
 from millstream.serving.requests import (
     Scope,
     Send,

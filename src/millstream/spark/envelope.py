@@ -14,7 +14,7 @@ from typing import Final
 
 import pyarrow as pa
 
-from millstream.model.pgcolumns import json_column
+from millstream.model.column_texts import json_column
 from millstream.model.records import RECORD_PREFIX
 from millstream.model.schema import TableSchema
 

@@ -1,6 +1,7 @@
 """The tables that a running pipeline has quarantined, and when each is retried.
 
 A table whose history can't be written lands nothing, and its records stay in the log, while the other tables go on.
+`batches` decides which failure quarantines a table. Tables that can't be captured are `capture.table_directory`'s.
 """
 
 from __future__ import annotations

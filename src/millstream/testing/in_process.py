@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from millstream.codec.shipment import decode_message, encode_message
+from millstream.codec.replication_messages import decode_message, encode_message
 from millstream.errors import LinkLost, MillstreamError, ShipmentUnreadable
 from millstream.model.replication import Acknowledgement, Hello, NodeName, Shipment
 from millstream.ports import Clock, FollowerLink, LeaderLink

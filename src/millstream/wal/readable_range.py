@@ -26,8 +26,8 @@ from millstream.wal.durable_mark import (
 )
 from millstream.wal.frame_index import OnDamage
 from millstream.wal.layout import MARK_NAME, SegmentFile, list_segments, list_shards, shard_folder
+from millstream.wal.marks_from_frames import marks_of_whole_groups
 from millstream.wal.segment_scan import ScannedFrame, scan_segment
-from millstream.wal.whole_groups import marks_of_whole_groups
 
 
 class ReadableRange:

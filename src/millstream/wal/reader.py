@@ -1,6 +1,6 @@
 """Reading a stream's log from its folder alone: any process, at any time, also while it is being written.
 
-A reader trusts the marks, so it never sees records that aren't durable, nor half an operation. The range `(A, B]`
+A reader trusts the marks (`wal.durable_mark`), so it never sees records that aren't durable, nor half an operation. The range `(A, B]`
 returns the same rows every time, until retention drops it: then `OffsetExpired` is raised. Frames are split only
 where a token inside a group requires it.
 """

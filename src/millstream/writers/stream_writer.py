@@ -26,7 +26,7 @@ from millstream.routing.dispatch import Dispatcher
 from millstream.wal.files import RealFiles
 from millstream.wal.replica.ship_source import durable_marks
 from millstream.writers.catalog_catch_up import adopt_log
-from millstream.writers.shared_writer import SharedWriter
+from millstream.writers.one_of_several import OneOfSeveral
 from millstream.writers.stream_routing import StreamRouting, shards_to_open
 from millstream.writers.stream_sinks import sinks_of
 from millstream.writers.write_buffers import (
@@ -87,7 +87,7 @@ def stream_writer(
         ConfigError: the stream has several writers, and this process isn't configured as one of them; or
             it is, and the catalog is embedded.
         ShardLocked: another process holds a shard, and goes on holding it.
-        SequencingError (`lease_too_short`), SequencingError (`writer_name_taken`), LogError (`shard_taken`), SequencingError (`sequence_unusable`): as `SharedWriter.open`, for one
+        SequencingError (`lease_too_short`), SequencingError (`writer_name_taken`), LogError (`shard_taken`), SequencingError (`sequence_unusable`): as `OneOfSeveral.open`, for one
             among several.
         ReadOnly, Fenced: another node leads the stream.
         CorruptWal, DiskFull …: as `LogWriter.open`.
@@ -189,9 +189,9 @@ def resolve_stream(home: HomePaths, catalog: Catalog, name: str) -> StreamId:
     return catalog.resolve_stream(name, found=found)
 
 
-def _join(home: Home, catalog: Catalog, stream: StreamId, name: str, config: StreamConfig, writer: str) -> SharedWriter:
+def _join(home: Home, catalog: Catalog, stream: StreamId, name: str, config: StreamConfig, writer: str) -> OneOfSeveral:
     own = home.config.writer
-    return SharedWriter.open(
+    return OneOfSeveral.open(
         catalog,
         stream,
         str(home.wal_folder(name)),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from millstream.errors import ConfigError, SequencingError
 from millstream.protocol.sequencer import WriterPhase
-from millstream.writers.shared_writer import (
+from millstream.writers.one_of_several import (
     EMBEDDED,
     EMBEDDED_HINT,
     WriterPlace,

@@ -5,8 +5,8 @@ any bytes, it returns a message or raises `ProtocolViolation`. Inside a streamed
 StreamStart and StreamStop) every message except Origin carries the id of its (sub)transaction right
 after its type byte: pass `streamed=True` there.
 
-Whole runs of transactions are decoded in machine code by `vectorised_decoder`, which reads the bytes of rows
-itself; a change of a row's layout belongs there, too.
+Whole runs of transactions are decoded in machine code by `vectorised_decoder`. Its `_message_scan` reads the bytes of
+all messages but Relation and Type; a change of a layout belongs there, too.
 
 Times are microseconds since 1970-01-01 UTC (the protocol counts from 2000).
 """

@@ -74,7 +74,7 @@ def decode_block(
 
 def _has_machine_code() -> bool:
     try:
-        import millstream.codec.pgoutput._scan  # noqa: F401
+        import millstream.codec.pgoutput._message_scan  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name not in {"numba", "llvmlite"}:
             raise
@@ -115,7 +115,7 @@ class _ScanResult:
         after: Lsn,
     ) -> _ScanResult:
         """Scan a run, and put its Relation and Type messages into force."""
-        from millstream.codec.pgoutput import _scan as machine
+        from millstream.codec.pgoutput import _message_scan as machine
 
         buffer = run.buffer.view()
         buffer.flags.writeable = False  # one version of machine code for all buffers
@@ -173,7 +173,7 @@ class _ScanResult:
 
     def tables(self, directory: TableDirectory, *, first_index: int) -> tuple[tuple[TableRows, ...], Ints]:
         """Return the rows of all captured tables, and the transaction of each operation."""
-        from millstream.codec.pgoutput import _scan as machine
+        from millstream.codec.pgoutput import _message_scan as machine
 
         entry_of_slot, entries = self._entries(directory)
         start = np.zeros(len(entries) + 1, np.int64)
@@ -202,7 +202,7 @@ class _ScanResult:
 
     def _entries(self, directory: TableDirectory) -> tuple[Ints, list[tuple[Relation | None, TableSchema]]]:
         """Return the result entry of each slot's records (-1: not captured), in order of first records."""
-        from millstream.codec.pgoutput import _scan as machine
+        from millstream.codec.pgoutput import _message_scan as machine
 
         first = np.full(len(self.slots) + 1, self.records, np.int64)
         machine.first_uses(self.record_slot, self.records, first)
@@ -237,7 +237,7 @@ def _more_records(run: MessageRun, kinds: npt.NDArray[np.uint8], *, streamed: bo
 
 
 def _violation(fault: int, kind: str) -> ProtocolViolation:
-    from millstream.codec.pgoutput import _scan as machine
+    from millstream.codec.pgoutput import _message_scan as machine
 
     said = {
         machine.TOO_SHORT: "is shorter or longer than it says",
@@ -292,7 +292,7 @@ class _EntryRows:
 
         Returns the `__before` column if there are old values, and the number of unchanged values.
         """
-        from millstream.codec.pgoutput import _scan as machine
+        from millstream.codec.pgoutput import _message_scan as machine
         from millstream.codec.pgoutput._columns import Texts, text_map
 
         assert self.relation is not None
@@ -348,7 +348,7 @@ class _EntryRows:
 
     def _unchanged(self, size: Ints, count: int, names: pa.Array) -> pa.Array:
         """Return the `__unchanged` column."""
-        from millstream.codec.pgoutput import _scan as machine
+        from millstream.codec.pgoutput import _message_scan as machine
         from millstream.codec.pgoutput._columns import validity
 
         kind, rows = pa.list_(pa.string()), size.shape[1]

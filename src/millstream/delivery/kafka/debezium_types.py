@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from millstream.delivery.kafka import debezium_values as values
 from millstream.delivery.kafka.debezium_options import DebeziumOptions
 from millstream.delivery.kafka.debezium_values import NULL, PLACEHOLDER, Fragment
-from millstream.model.pgcolumns import render_column
+from millstream.model.column_texts import render_column
 from millstream.model.pgtext import array_elements
 from millstream.model.pgtypes import DECIMAL_DIGITS_MAX, element_oid
 from millstream.model.schema import Column

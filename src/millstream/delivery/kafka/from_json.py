@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from millstream.model.pgcolumns import render_content
+from millstream.model.column_texts import render_content
 from millstream.model.positions import parse_lsn
 from millstream.model.records import record_schema
 from millstream.model.schema import TableKind, TableSchema
@@ -60,7 +60,7 @@ def _record(schema: TableSchema, facts: Mapping[str, Any], renamed: Mapping[str,
 
 
 def _bytes(content: str) -> bytes:
-    """Return the bytes of `model.pgcolumns.render_content`: a text, or digits of bytes that aren't one."""
+    """Return the bytes of `model.column_texts.render_content`: a text, or digits of bytes that aren't one."""
     try:
         found = bytes.fromhex(content[2:]) if content.startswith("\\x") else content.encode()
     except ValueError:

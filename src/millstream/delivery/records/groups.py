@@ -16,7 +16,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from millstream.delivery.definition import KEY, NO_GROUPS, GroupBy
-from millstream.model.pgcolumns import render_column
+from millstream.model.column_texts import render_column
 from millstream.model.records import Op
 from millstream.model.schema import Column, TableKind, TableSchema
 

@@ -16,9 +16,9 @@ import msgspec
 import pyarrow as pa
 
 from millstream.delivery.records.record_messages import chosen
+from millstream.model.column_texts import json_column
 from millstream.model.ids import Epoch, ShardId
 from millstream.model.names import qualified_name
-from millstream.model.pgcolumns import json_column
 from millstream.model.positions import Lsn, format_lsn
 from millstream.model.record_json import record_facts, texts_of
 from millstream.model.records import Op

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.flight as fl
 
 from millstream.codec.checksums import Bytes
-from millstream.codec.shipment import decode_message, encode_message
+from millstream.codec.replication_messages import decode_message, encode_message
 from millstream.errors import LinkLost, MillstreamError, ShipmentUnreadable
 from millstream.model.replication import Acknowledgement, Hello, Shipment
 from millstream.replication.flight.address import LeaderAddress

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from millstream.codec.shipment import decode_message, encode_message
+from millstream.codec.replication_messages import decode_message, encode_message
 from millstream.errors import LinkLost, MillstreamError, ShipmentUnreadable
 from millstream.model.replication import Acknowledgement, Hello, Shipment
 from millstream.replication.flight.link_watch import Silence

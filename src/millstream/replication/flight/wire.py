@@ -1,4 +1,4 @@
-"""Messages of an Arrow Flight exchange between a leader and a follower, used by both ends.
+"""Frames of an Arrow Flight exchange between a leader and a follower, used by both ends, around `codec.replication_messages`.
 
 A message's metadata begins with a byte for its kind. A shipment's bytes are the bodies of record
 batches with one column of bytes, which gRPC sends without a copy. The metadata of each has the size
@@ -31,7 +31,7 @@ import pyarrow as pa
 import pyarrow.flight as fl
 
 from millstream.codec.checksums import Bytes
-from millstream.codec.shipment import decode_message, encode_message
+from millstream.codec.replication_messages import decode_message, encode_message
 from millstream.errors import (
     AccessError,
     LinkLost,

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from millstream.codec.shipment import encode_message
+from millstream.codec.replication_messages import encode_message
 from millstream.errors import ShipmentUnreadable
 from millstream.model.ids import Epoch, ShardId
 from millstream.model.positions import Offset

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from millstream.codec.shipment import Message, decode_message, encode_message
+from millstream.codec.replication_messages import Message, decode_message, encode_message
 from millstream.errors import Fenced, ShipmentUnreadable, StoreUnavailable
 from millstream.model.ids import Epoch, RegionId, ShardId
 from millstream.model.positions import Offset

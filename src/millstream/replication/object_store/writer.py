@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from millstream.codec.checksums import Bytes
-from millstream.codec.shipment import encode_message
+from millstream.codec.replication_messages import encode_message
 from millstream.errors import Fenced, LinkLost, MillstreamError, ShipmentUnreadable
 from millstream.model.ids import Epoch, GroupNumber, ShardId
 from millstream.model.marks import DurableMark

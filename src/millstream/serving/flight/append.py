@@ -18,7 +18,7 @@ import pyarrow as pa
 from millstream.errors import MillstreamError, WriterClosed
 from millstream.ingest.arrow_stream_decoding import check_batch
 from millstream.ingest.flight_requests import PIECE_BYTES, Cutter, Piece, PutRequest
-from millstream.ingest.rows_to_arrow import table_of
+from millstream.ingest.python_rows import table_of
 from millstream.model.writes import AppendBatch
 from millstream.workers import Worker
 

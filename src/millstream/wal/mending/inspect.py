@@ -42,6 +42,7 @@ from millstream.wal.layout import (
     shard_folder,
     shards_and_strays,
 )
+from millstream.wal.marks_from_frames import marks_of_whole_groups
 from millstream.wal.mending.findings import FrameInfo, LogStats, PartitionStats, SegmentInfo, TableStats, Verification
 from millstream.wal.mending.plan import footer_hash_of
 from millstream.wal.misplacement import REPLACED, misplacement, split_misplaced, stream_of
@@ -59,7 +60,6 @@ from millstream.wal.segment_scan import (
     scan_like,
     scan_segment,
 )
-from millstream.wal.whole_groups import marks_of_whole_groups
 
 __all__ = [
     "FrameInfo", "LogStats", "Loss", "PartitionStats", "SegmentInfo", "TableStats", "Verification", "inspect", "ls", "stats", "verify",

@@ -2,7 +2,7 @@
 
 A new segment is made under a temporary name, and renamed once its header is durable: a `.wal` file
 with a damaged header is damage, never a crash. Frames are *staged* (written) first and *kept* once
-their group is durable everywhere. Staged frames can be cut back.
+their group is durable everywhere. Staged frames can be cut back. `group_commit` decides when a segment is full or old.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class WriterPlace:
     lease_s: float
 
 
-class SharedWriter:
+class OneOfSeveral:
     """A writer among several, and the thread that keeps it so. Made by `open`.
 
     Attributes:
