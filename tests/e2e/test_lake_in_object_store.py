@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 from deltalake import DeltaTable
+from tests.commands import run_command
 from tests.e2e.harness import Home
 
 from millstream.testing.postgres import EmbeddedPostgres
 from millstream.testing.s3 import EmbeddedS3
+from millstream.testing.store_proxy import Fault, FaultRule, StoreProxy
 
 pytestmark = pytest.mark.siege
 
@@ -71,3 +73,38 @@ def test_every_command_works_on_a_lake_in_an_object_store(
     store.kill()
     said = home.command("doctor", "--json", check=False)
     assert "lake_unavailable" in said
+
+
+@pytest.mark.usefixtures("spark")
+def test_a_store_that_refuses_ends_a_job_at_once_and_one_that_stumbles_does_not(
+    store: EmbeddedS3, postgres_server: EmbeddedPostgres, tmp_path: Path
+) -> None:
+    home = Home(tmp_path / "shop", postgres_server.create_database("stumbling"), slot="stumbling")
+    home.init()
+    with (
+        StoreProxy(tmp_path / "proxy", store.endpoint) as proxy,
+        postgres_server.connect("stumbling", autocommit=True) as connection,
+    ):
+        options = store.lake_options | {"AWS_ENDPOINT_URL": proxy.url}
+        keys = "".join(f"{name} = {json.dumps(value)}\n" for name, value in options.items())
+        home.set_lake(f'location = "{store.url}/lake"\n[streams.shop.lake.storage_options]\n{keys}')
+        connection.execute("CREATE TABLE items (id int PRIMARY KEY, v text)")
+        connection.execute("INSERT INTO items SELECT i, 'v' || i FROM generate_series(1, 500) AS i")
+        proxy.set_rules([FaultRule(Fault.FORBIDDEN, "PUT"), FaultRule(Fault.FORBIDDEN, "POST")])
+        done = run_command(home._words(["run", "--until-caught-up"]), timeout=300)
+        refused = [one for one in proxy.requests() if one.fault is not None]
+        assert done.returncode == 1
+        assert "lake_forbidden" in done.stderr
+        assert len(refused) == len({one.path for one in refused}), "a refused request was sent again"
+        assert home.status()["streams"][0]["lake"] == {"state": "lake_forbidden"}
+        proxy.set_rules(
+            [
+                FaultRule(Fault.CUT_AFTER, "PUT", r"_commits/_delta_log/\d+\.json", times=1),
+                FaultRule(Fault.BUSY_AFTER, "PUT", r"history/.*/_delta_log/\d+\.json", times=2),
+                FaultRule(Fault.BUSY, times=20),
+            ]
+        )
+        assert home.caught_up_here() == {}
+        assert sum(one.fault is not None for one in proxy.requests()) == len(refused) + 23
+        assert home.status()["streams"][0]["lake"] == {"state": "ok"}
+        home.command("diff")

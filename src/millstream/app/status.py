@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 from millstream.app.alerts.alert_file import delivery_facts, found_conditions
 from millstream.app.open_home import home_consumers
 from millstream.app.resources import resources_of
+from millstream.catalog.lake_state import lake_state
 from millstream.catalog.quarantined_tables import QuarantineFacts
 from millstream.errors import ConfigError, Fenced, LogError, MillstreamError, ReadOnly
 from millstream.home.home import Home
@@ -207,6 +208,7 @@ def _stream(
         },
         "replay": landing.get("replay"),
         "pipeline": {"log_access": catalog.fact(f"pipeline/{stream}", "log_access")},
+        "lake": {"state": lake_state(catalog, stream)},
         "ring": _ring(catalog, stream, problems),
         "sinks": {},
         "log": _log(home, name, problems) | _retention(home, catalog, name, stream, counted, problems),

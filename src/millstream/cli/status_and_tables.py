@@ -20,7 +20,7 @@ from millstream.cli.context import (
     stream_option,
 )
 from millstream.home.rows_before_rules import until_words
-from millstream.model.human_text import copy_words, human_bytes, human_seconds, lag_words
+from millstream.model.human_text import copy_words, counted, human_bytes, human_seconds, lag_words
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
@@ -105,14 +105,14 @@ def _print_stream(stream: dict[str, Any], processes: Mapping[str, int | None]) -
     size = (
         "can't be read"
         if stream["log"]["segments"] is None
-        else f"{stream['log']['segments']} segments, {human_bytes(stream['log']['bytes'])}"
+        else f"{counted(stream['log']['segments'], 'segment')}, {human_bytes(stream['log']['bytes'])}"
     )
     say(f"  log: {size}{_held(stream)}")
     if waits := retention_waits(stream):
         say(f"  {waits}")
     for holder, facts in stream["log"]["cut_off"].items():
         say(f"  cut off: the {facts['kind']} {holder}; the log began at {facts['first']} then", fg="red")
-    _print_errors(stream["errors"])
+    _print_errors(stream)
     if stream["consumers"]:
         titles = ["  consumer", "state", "behind", "in flight", "dead", "acked", "error"]
         print_table(titles, [_consumer_row(one) for one in stream["consumers"]], right=titles[3:6])
@@ -130,9 +130,11 @@ def _print_conditions(conditions: list[dict[str, Any]]) -> None:
             say(f"    {condition['hint']}")
 
 
-def _print_errors(errors: dict[str, dict[str, Any]]) -> None:
+def _print_errors(stream: dict[str, Any]) -> None:
     """Print the troubles of a stream's parts, and what to do about them."""
-    for part, error in errors.items():
+    if stream["lake"]["state"] != "ok":
+        say(f"  lake: {stream['lake']['state']}; the log keeps what the lake lacks", fg="red")
+    for part, error in stream["errors"].items():
         how = {None: "", False: " waits, and retries", True: " has given up"}[error.get("gave_up")]
         say(f"  {part}{how}: {error['code']}: {error['message']}", fg="red")
         if error.get("hint"):
@@ -205,11 +207,9 @@ def _source_words(source: dict[str, Any]) -> str:
 
 
 def _replay_words(replay: dict[str, Any]) -> str:
-    done, total = (
-        [f"{replay['segments'][key]:,}", f"{replay['records'][key]:,}", human_bytes(replay["bytes"][key])]
-        for key in ("done", "total")
-    )
-    words = f"{done[0]} of {total[0]} segments, {done[1]} of {total[1]} records, {done[2]} of {total[2]} landed"
+    parts = [f"{replay[key]['done']:,} of {counted(replay[key]['total'], key[:-1])}" for key in ("segments", "records")]
+    done, total = (human_bytes(replay["bytes"][key]) for key in ("done", "total"))
+    words = f"{', '.join(parts)}, {done} of {total} landed"
     return words if replay["eta_s"] is None else f"{words}, about {human_seconds(replay['eta_s'])} left"
 
 

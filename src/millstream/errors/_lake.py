@@ -105,14 +105,15 @@ class LakeUnavailable(LakeError):
     codes: ClassVar[Mapping[str, Code]] = {
         "lake_credentials": Code(
             "The lake's object store doesn't accept the keys, or there are none; details: path.",
-            Retry.BACKOFF,
-            "Set the keys in `[streams.S.lake.storage_options]`, or in the environment of `millstream run`; `millstream "
-            "doctor` tries them.",
+            Retry.OPERATOR,
+            "Set the keys in `[streams.S.lake.storage_options]`, or in the environment of `millstream run`; try them with "
+            "`millstream doctor`, and start `run` again.",
         ),
         "lake_forbidden": Code(
             "The keys of the lake's object store don't have a right that it needs; details: path.",
-            Retry.BACKOFF,
-            "Allow the keys to list, read, write and delete objects under the lake's `location`.",
+            Retry.OPERATOR,
+            "Allow the keys to list, read, write and delete objects under the lake's `location`, and start `millstream run` "
+            "again.",
         ),
         "lake_bucket_missing": Code(
             "The bucket of the lake's object store doesn't exist; details: path.",

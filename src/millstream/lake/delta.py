@@ -3,7 +3,8 @@
 Every commit of ours carries Delta's `txn(app, n)` and, in its commit info, a stamp `millstream` with the version
 that it was based on. A data-changing commit without a stamp is another program's: the table is foreign from then
 on, and nothing more is written to it. The check costs one read of the newest commit's JSON, because each stamped
-commit vouches for all commits up to the version that it was based on.
+commit vouches for all commits up to the version that it was based on. The stamp has an id of the commit, too
+(`lost_answers`).
 
 A handle is used for one write only. delta-rs rejects a transaction through a handle that is older than another
 commit of the same app, but accepts it through a table opened since. So open, compare (as `history` and the folds do) `transaction_version`, and
@@ -16,6 +17,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import pyarrow as pa
@@ -33,6 +35,7 @@ from deltalake.writer import WriterProperties
 
 from millstream.errors import LakeError, LakeTableForeign
 from millstream.lake.layout import LakeLayout
+from millstream.lake.lost_answers import settled
 from millstream.lake.store_errors import lake_errors
 from millstream.lake.table_format import Commit, Partition, Tail
 from millstream.model.positions import Seq
@@ -178,15 +181,18 @@ class DeltaHandle:
         now = time.time_ns() // 1_000_000
         added = [AddAction(file.path, file.size_bytes, file.partition, now, data_change, file.stats) for file in add]
         gone = [RemoveAction(path, data_change, now) for path in remove]
-        with lake_errors(self.path):
+        properties = self.commit_properties(commit)
+        stamp = (properties.custom_metadata or {})[STAMP]
+        with settled(self.table, STAMP, stamp), lake_errors(self.path):
             self.table.create_write_transaction(
                 [*added, *gone],
                 mode,
                 self.table.schema() if schema is None else schema,
                 partition_by=list(self.table.metadata().partition_columns) or None,
-                commit_properties=self.commit_properties(commit),
+                commit_properties=properties,
                 post_commithook_properties=PostCommitHookProperties(create_checkpoint=True),
             )
+        with lake_errors(self.path):
             self.table.update_incremental()
 
     def commit_properties(self, commit: Commit) -> CommitProperties:
@@ -198,7 +204,7 @@ class DeltaHandle:
         if commit.holds:
             numbers[f"{holder}/{_HOLDER}"] = int(mine)
         return CommitProperties(
-            custom_metadata={STAMP: json.dumps({"on": self.version, "n": int(commit.n)})},
+            custom_metadata={STAMP: json.dumps({"on": self.version, "n": int(commit.n), "id": token_hex(8)})},
             app_transactions=[Transaction(app, number) for app, number in numbers.items()],
             max_commit_retries=0 if commit.exact else None,
         )
@@ -206,7 +212,8 @@ class DeltaHandle:
     def _upkeep(self, *, exact: bool = False) -> CommitProperties:
         """Return the properties of a commit that changes no rows."""
         return CommitProperties(
-            custom_metadata={STAMP: json.dumps({"on": self.version})}, max_commit_retries=0 if exact else None
+            custom_metadata={STAMP: json.dumps({"on": self.version, "id": token_hex(8)})},
+            max_commit_retries=0 if exact else None,
         )
 
     def _add_features(self, columns: pa.Schema) -> bool:

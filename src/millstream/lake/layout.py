@@ -81,7 +81,7 @@ class LakeLayout:
     pipeline: str = "lake"
     storage_options: Mapping[str, str] = field(default_factory=dict, repr=False)
     patience_s: float = 10.0
-    """Seconds in which a request to an object store is tried again: more for a pipeline than for someone who waits."""
+    """Seconds in which a request to an object store is tried again; few, since delta-rs may hold the interpreter's lock."""
     format: Literal["delta"] = "delta"
     """The format of the tables."""
     types: Mapping[str, str] = field(default_factory=dict)

@@ -20,6 +20,11 @@ def readable(text: str) -> str:
     return _CONTROL.sub(_escape, text)
 
 
+def counted(count: int, thing: str) -> str:
+    """Return a number of things: `1 segment`, `1,234 segments`."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
 def human_bytes(count: float | None) -> str:
     """Return a size for people."""
     if count is None:
@@ -63,7 +68,7 @@ def lag_words(lag: Mapping[str, Any]) -> str:
     if lag["bytes"] == 0:
         return "nothing waits"
     known = [
-        None if lag["records"] is None else f"{lag['records']:,} record{'' if lag['records'] == 1 else 's'}",
+        None if lag["records"] is None else counted(lag["records"], "record"),
         None if lag["bytes"] is None else human_bytes(lag["bytes"]),
         None if lag["seconds"] is None else human_seconds(lag["seconds"]),
     ]

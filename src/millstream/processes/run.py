@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from millstream.errors import ConfigError, UsageError
+from millstream.errors import ConfigError, LakeUnavailable, UsageError
 from millstream.home.home import Home
 from millstream.home.paths import HomePaths
 from millstream.processes.role_locks import RoleLock, holder
@@ -16,6 +16,8 @@ from millstream.processes.supervisor import Event, PartState, SupervisedProcess,
 
 _ERRORS_MAX: Final = 5
 """How often a part of `--until-caught-up` may end with the same kind of error before the job fails."""
+_LAKE_GONE: Final = frozenset({LakeUnavailable.code, *LakeUnavailable.codes})
+"""Errors for which the pipeline has been patient already, so that a job ends by the first."""
 
 
 @dataclass(slots=True)
@@ -112,7 +114,12 @@ class _Conductor:
                 may_end=until_caught_up,
                 errors_max=most_of_capture,
             ),
-            SupervisedProcess("pipeline", part_command(home, "pipeline", "run"), errors_max=most),
+            SupervisedProcess(
+                "pipeline",
+                part_command(home, "pipeline", "run"),
+                errors_max=most,
+                final_codes=_LAKE_GONE if until_caught_up else frozenset(),
+            ),
         ]
         if not until_caught_up or _serves_executors(home):
             parts.append(

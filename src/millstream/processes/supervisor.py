@@ -50,6 +50,8 @@ class SupervisedProcess:
     errors_max: int | None = None
     """Give it up after that many deaths in a row with a reported error, whatever the error; None: never for
     that. A bug of ours (`unexpected`) has one try more."""
+    final_codes: frozenset[str] = frozenset()
+    """Codes of errors for which it is given up at once."""
 
 
 class PartState(StrEnum):
@@ -252,7 +254,8 @@ class Supervisor:
         most = running.part.errors_max
         if most is not None and error.get("code") == "unexpected":
             most += 1
-        return error.get("retry") in {"operator", "never"} or (most is not None and running.errors >= most)
+        is_final = error.get("retry") in {"operator", "never"} or error.get("code") in running.part.final_codes
+        return is_final or (most is not None and running.errors >= most)
 
     def _over(self, running: RunningProcess, state: PartState, facts: dict[str, Any]) -> None:
         running.state = state

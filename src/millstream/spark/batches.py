@@ -25,8 +25,8 @@ from typing import Final
 from pyspark import SparkContext
 
 from millstream import failpoints, process_metrics
-from millstream.backoff import Backoff
 from millstream.catalog import Catalog
+from millstream.catalog.lake_state import forget_lake_state
 from millstream.catalog.quarantined_tables import QuarantinedTable
 from millstream.errors import EngineError, LakeUnavailable, Retry
 from millstream.lake.layout import TableCommit
@@ -37,13 +37,18 @@ from millstream.spark.batch_parts import SPAN_BYTES, BatchPart
 from millstream.spark.complete_copies import CompleteCopies
 from millstream.spark.executor_access import ExecutorLog
 from millstream.spark.initial_replay import ReplayWatch
+from millstream.spark.lake_patience import LAKE_PATIENCE_S, pauses
 from millstream.spark.landing import Around, TableError
 from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineProgress
 from millstream.spark.pipeline_tables import PipelineTables
 from millstream.wal.reader import StreamReader
 
 ATTEMPTS_MAX: Final = 4
-"""Number of attempts to write a table in one batch, if its error may be temporary."""
+"""Number of attempts to write a table in one batch, if its error may be temporary and the lake can be reached."""
+_REFUSED: Final = frozenset({"lake_credentials", "lake_bucket_missing"})
+"""Refusals of an object store that are the same for all tables."""
+_GONE: Final = frozenset({LakeUnavailable.code, "lake_bucket_missing"})
+_LAKE: Final = frozenset({LakeUnavailable.code, *LakeUnavailable.codes})
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +84,13 @@ class BatchLander:
     """Called after each cut."""
     wait: Callable[[float], object] = time.sleep
     """Waits so many seconds; returns true if the driver ends."""
+    clock: Callable[[], float] = time.monotonic
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while a batch lands or a table catches up."""
     _places: PackedPlaces = field(default_factory=PackedPlaces)
     _last: tuple[Landed, float, float | None] | None = None
     """The last batch, how long it took, and the age of its newest record when it had landed."""
+    _lake_answered: bool = False
     _trying: Mapping[str, str] = field(default_factory=dict)
     """Tables whose write failed and is retried, by name, with the reason."""
     _reporting: threading.Lock = field(default_factory=threading.Lock)
@@ -97,7 +104,14 @@ class BatchLander:
             upto = self.log.cut(after, bytes_max=self.config.batch_bytes_max)
             if upto > after:
                 self._land(after, upto)
+            self._lake_answers()
             return upto < durable
+
+    def _lake_answers(self) -> None:
+        """Record, once, that the lake takes batches: an earlier run may have ended because it didn't."""
+        if not self._lake_answered:
+            forget_lake_state(self.catalog, self.config.stream_id)
+            self._lake_answered = True
 
     def retry_held(self) -> None:
         """Retry tables that were quarantined, if a retry is due or requested. Any thread."""
@@ -151,10 +165,13 @@ class BatchLander:
     def _write(self, after: Seq, upto: Seq, held: frozenset[TableId]) -> Landed | None:
         """Run the job; repeat it for tables whose error may be temporary. None if the driver ends before the repetition."""
         landed = self._run(after, upto, held)
-        backoff = Backoff(0.8, factor=4, most_s=60.0, jitter=0)
-        for _ in range(1, ATTEMPTS_MAX):
-            failing = frozenset(table_id for table_id, error in landed.errors.items() if _may_pass(error))
-            if not failing:
+        backoff, began_s = pauses(), self.clock()
+        while failing := frozenset(table_id for table_id, error in landed.errors.items() if _may_pass(error)):
+            is_lake_gone = any(landed.errors[table_id].code in _GONE for table_id in failing)
+            is_over = (
+                self.clock() - began_s >= LAKE_PATIENCE_S if is_lake_gone else backoff.attempts + 1 >= ATTEMPTS_MAX
+            )
+            if is_over:
                 break
             # Reported at once: a temporary fault, such as a full disk, may also last.
             self._try_again({self._name(table_id): landed.errors[table_id].message for table_id in failing})
@@ -163,11 +180,13 @@ class BatchLander:
             landed = _joined(landed, self._run(after, upto, held, only=failing))
         if self._trying:
             self._try_again({})
-        if landed.errors and not landed.commits and all(map(_may_pass, landed.errors.values())):
-            # Not one table's fault: the disk, the mount, the network. Setting all tables aside wouldn't help.
-            error = next(iter(landed.errors.values()))
+        refused = next((error for error in landed.errors.values() if error.code in _REFUSED), None)
+        of_all = landed.errors and not landed.commits and all(map(_is_of_all, landed.errors.values()))
+        if refused or of_all:
+            # Not one table's fault: the disk, the mount, the network, the keys. Setting all tables aside wouldn't help.
+            error = refused or next(iter(landed.errors.values()))
             told = f"no table of the lake can be written: {error.message}"
-            if error.code in {LakeUnavailable.code, *LakeUnavailable.codes}:
+            if error.code in _LAKE:
                 raise LakeUnavailable(told, code=error.code, hint=error.hint)
             raise EngineError(told, hint=error.hint, cause=error.code)
         return landed
@@ -248,6 +267,10 @@ class BatchLander:
 
 def _may_pass(error: TableError) -> bool:
     return error.retry in {Retry.BACKOFF, Retry.REOPEN}
+
+
+def _is_of_all(error: TableError) -> bool:
+    return _may_pass(error) or error.code in _LAKE
 
 
 def _joined(first: Landed, again: Landed) -> Landed:

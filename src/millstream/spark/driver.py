@@ -19,7 +19,9 @@ from pyspark import SparkContext
 from pyspark.errors import PySparkException
 
 from millstream.catalog import Catalog
+from millstream.catalog.lake_state import keeping_lake_state
 from millstream.errors import EngineError, MillstreamError, OffsetExpired
+from millstream.lake.layout import LakeLayout
 from millstream.model.positions import Seq
 from millstream.spark.batch_targets import LakeOfFiles
 from millstream.spark.batches import BatchLander
@@ -27,6 +29,7 @@ from millstream.spark.complete_copies import CompleteCopies
 from millstream.spark.executor_access import ExecutorLog, ExecutorWatch, check_lake, translated
 from millstream.spark.folding import FoldThread
 from millstream.spark.initial_replay import ReplayWatch
+from millstream.spark.lake_patience import patiently
 from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineOutcome
 from millstream.spark.pipeline_tables import PipelineTables
 from millstream.spark.session import open_context
@@ -65,16 +68,25 @@ def run_pipeline(
 
     Raises:
         OffsetExpired: the log no longer has what the lake lacks.
+        LakeUnavailable: the lake couldn't be reached for minutes, or refuses the keys.
         LakeTableForeign: another program wrote into `_commits`.
         EngineError (`java_missing`), EngineError: Spark doesn't start, or failed; nothing is lost, start another process.
         EngineError (`log_unreachable`, `lake_unreachable`, `executor_version`, `executors_missing`): what a cluster's
             executors lack.
     """
+    with keeping_lake_state(catalog, config.stream_id):
+        return _run_pipeline(config, catalog, stop, drain, on_progress)
+
+
+def _run_pipeline(
+    config: PipelineConfig, catalog: Catalog, stop: threading.Event, drain: threading.Event, on_progress: OnProgress
+) -> PipelineOutcome:
     log = StreamReader(str(config.wal_folder))
     assert log.stream_id == config.stream_id, "the configuration names this log's stream"
     sources = {(source.system_identifier, source.database) for source in catalog.sources(config.stream_id)}
-    config.sink.begin(catalog.latest_schemas(config.stream_id).values(), sources)
-    pipeline_tables = PipelineTables(config, catalog)
+    schemas = catalog.latest_schemas(config.stream_id)
+    patiently(lambda: config.sink.begin(schemas.values(), sources), wait=stop.wait)
+    pipeline_tables = patiently(lambda: PipelineTables(config, catalog), wait=stop.wait)
     take_up(config, log, pipeline_tables)
     context = open_context(config.spark)
     executor_log = ExecutorLog.of(config, context, catalog)
@@ -83,8 +95,8 @@ def run_pipeline(
         try:
             executor_log.choose()
             catalog.put_fact(f"pipeline/{config.stream_id}", "log_access", executor_log.way)
-            if isinstance(config.sink, LakeOfFiles) and (error := check_lake(context, config.layout)) is not None:
-                raise error
+            if isinstance(config.sink, LakeOfFiles):
+                patiently(lambda: _check_lake(context, config.layout), wait=stop.wait)
             run = _Run(config, catalog, log, pipeline_tables, context, executor_log, on_progress)
             return run.until(stop, drain)
         except (PySparkException, Py4JError, OSError) as error:
@@ -93,6 +105,11 @@ def run_pipeline(
             if watch.error is None or watch.error is error:
                 raise
             raise watch.error from error
+
+
+def _check_lake(context: SparkContext, layout: LakeLayout) -> None:
+    if (error := check_lake(context, layout)) is not None:
+        raise error
 
 
 def take_up(config: PipelineConfig, log: StreamReader, pipeline_tables: PipelineTables) -> None:

@@ -29,6 +29,7 @@ from millstream.model.schema import TableSchema
 from millstream.protocol.retention import HolderKind
 from millstream.spark.batch_targets import LakeOfFiles
 from millstream.spark.fold_schedule import FoldHistory
+from millstream.spark.lake_patience import patiently
 from millstream.spark.landing import TableError, TendAnswer
 from millstream.spark.pipeline import PipelineConfig, TableProgress
 from millstream.spark.quarantine import Quarantine
@@ -214,12 +215,15 @@ class PipelineTables:
 
     def _commit(self, at: Seq, commits: Iterable[TableCommit], newest_us: int | None = None) -> Cut:
         """Commit a cut, with the tables that it leaves out."""
-        self.cut = self._config.sink.commit_cut(
-            at,
-            commits,
-            committed_at=datetime.now(UTC),
-            commit_ts_max=None if newest_us is None else _EPOCH + timedelta(microseconds=newest_us),
-            held={table_id: table.after for table_id, table in list(self.quarantine.tables.items())},
+        commits = list(commits)
+        self.cut = patiently(
+            lambda: self._config.sink.commit_cut(
+                at,
+                commits,
+                committed_at=datetime.now(UTC),
+                commit_ts_max=None if newest_us is None else _EPOCH + timedelta(microseconds=newest_us),
+                held={table_id: table.after for table_id, table in list(self.quarantine.tables.items())},
+            )
         )
         return self.cut
 
