@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.console.homes import Site, filled_home, site_of
+from tests.console.homes import HOSTILE, VALUE, Site, filled_home, site_of
 from tests.console.test_html import Seen
 
 from millstream.catalog import TableState
@@ -132,6 +132,30 @@ def test_dead_letters_are_retried_and_dropped(site: Site) -> None:
     assert call("shop", "show", "once").body["dead"] == 2
     assert act(site, "admin", "drop_dead", subject="once", confirmed="yes").status_code == 200
     assert call("shop", "show", "once").body["dead"] == 0
+
+
+def test_one_dead_letter_is_shown_retried_and_dropped_alone(site: Site) -> None:
+    call = site.application.consumers.of_home.call
+    settings = {"start": "earliest", "max_deliver": 1, "group_by": "none", "tables": [HOSTILE]}
+    call("web", "create", None, {"name": "one", **settings})
+    messages = call("web", "receive", "one", {"batch_size": 2, "wait_for_ms": 5000}).body["messages"]
+    call("web", "nack", "one", {"ack_ids": [one["ack_id"] for one in messages]})
+    (letter,) = call("web", "dead", "one").body["dead"]
+    page = site.call("GET", "/consumers/web/one", {"cookie": site.cookie("admin")})
+    seen = Seen(page.text)
+    assert letter["id"] in seen.text
+    assert VALUE.replace('"', '\\"') in seen.text
+    assert not [name for name, _ in seen.tags if name == "img"]
+    assert letter["id"] not in site.call("GET", "/consumers/web/one", {"cookie": site.cookie("all")}).text
+    asked = {"stream": "web", "subject": "one", "text": letter["id"]}
+    assert f"{letter['id']}: retried" in act(site, "admin", "retry_letter", **asked).text
+    messages = call("web", "receive", "one", {"batch_size": 2, "wait_for_ms": 5000}).body["messages"]
+    call("web", "nack", "one", {"ack_ids": [one["ack_id"] for one in messages]})
+    assert "Are you sure?" in act(site, "admin", "drop_letter", **asked).text
+    assert f"{letter['id']}: dropped" in act(site, "admin", "drop_letter", **asked, confirmed="yes").text
+    assert f"{letter['id']}: unknown" in act(site, "admin", "drop_letter", **asked, confirmed="yes").text
+    assert audit(site)[-1]["text"] == letter["id"]
+    call("web", "delete", "one")
 
 
 def test_a_quarantined_table_is_tried_again(site: Site) -> None:

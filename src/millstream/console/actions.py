@@ -63,7 +63,10 @@ ACTIONS: Final[Mapping[str, Action]] = {
     "drop_dead": Action(
         "Drop all dead letters", "The consumer's dead letters are forgotten and never delivered.", on_consumer="drop"
     ),
+    "retry_letter": Action("Deliver again", on_consumer="retry"),
+    "drop_letter": Action("Drop", "The message is forgotten and never delivered.", on_consumer="drop"),
 }
+_OF_LETTERS: Final = frozenset({"retry_dead", "drop_dead", "retry_letter", "drop_letter"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +119,10 @@ def order_form(order: Order, *, is_confirmed: bool = False) -> Html:
     """Return the form that asks for an action; its text can be written unless it is to be confirmed."""
     action = order.action
     hidden = {"action": order.name, "stream": order.stream, "subject": order.subject}
+    if is_confirmed or order.text:
+        hidden |= {"text": order.text}
     if is_confirmed:
-        hidden |= {"confirmed": "yes", "text": order.text}
+        hidden |= {"confirmed": "yes"}
     text = None
     if action.field and not is_confirmed:
         text = tag("label", f"{action.field} ", tag("input", name="text", required=True, size=24))
@@ -134,7 +139,7 @@ def order_form(order: Order, *, is_confirmed: bool = False) -> Html:
 
 def question(order: Order) -> list[Content]:
     """Return what asks a viewer before an action destroys something."""
-    to = f" to {order.text}" if order.text else ""
+    to = f" {'to ' if order.action.field else ''}{order.text}" if order.text else ""
     return [
         tag("p", f"{order.action.label}{to}: {order.subject}, stream {order.stream}."),
         tag("p", order.action.warning, class_="trouble warning"),
@@ -170,8 +175,12 @@ def start_diff(home: Home, diffs: Diffs, order: Order) -> None:
 
 def _done(home: Home, consumers: HomeConsumers, order: Order, action: Action) -> str:
     if action.on_table is None:
-        body = {"ids": "all"} if order.name.endswith("_dead") else {"to": order.text} if action.field else {}
-        consumers.call(order.stream, action.on_consumer, order.subject, body)
+        body: dict[str, Any] = {"to": order.text} if action.field else {}
+        if order.name in _OF_LETTERS:
+            body = {"ids": [order.text] if order.text else "all"}
+        answer = consumers.call(order.stream, action.on_consumer, order.subject, body).body
+        if order.name in _OF_LETTERS and order.text:
+            return f"{order.text}: {answer['results'][0]['status']}"
         return f"{action.label}: done for consumer {order.subject}"
     config = home.written_stream(order.stream)
     if home.config.replication.nodes:

@@ -18,7 +18,17 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import RedirectResponse
 from starlette.types import Receive, Scope, Send
 
-from millstream.console import actions, charts_page, diff_page, log_page, pages, paths_page, query_page, table_page
+from millstream.console import (
+    actions,
+    charts_page,
+    dead_letters,
+    diff_page,
+    log_page,
+    pages,
+    paths_page,
+    query_page,
+    table_page,
+)
 from millstream.console.figure_ring import PERIODS
 from millstream.console.figures import Figures
 from millstream.console.html import Content, Piece, Rendered, tag
@@ -171,7 +181,12 @@ class Console:
             )
         offered = actions.offered_on_consumer(found) if self._may_act(caller, stream) else []
         view = View(address("consumers", stream, name), sight)
-        return await self._page(view, caller, f"Consumer {name}", actions.buttons(offered, stream, name))
+        letters = None
+        if found["dead"] and caller.may(Right.ADMIN, stream):
+            may_act = self._access.is_asked
+            work = partial(dead_letters.letters, self._consumers, stream, name, may_act=may_act)
+            letters = await asyncio.wrap_future(self._threads.submit(work))
+        return await self._page(view, caller, f"Consumer {name}", actions.buttons(offered, stream, name), letters)
 
     def _area(self, view: View, snapshot: Snapshot) -> Rendered:
         """Return a view's live area."""

@@ -53,12 +53,12 @@ def area(status: Status, stream: str, name: str) -> Iterator[Piece]:
 
 
 def details(home: Home, stream: str, table_id: int) -> list[Content]:
-    """Return the versions of a table's schema and its last records. Blocks."""
+    """Return a table's definitions, with what each changed, and its last records. Blocks."""
     with home.open_catalog() as catalog:
         schemas = catalog.schemas(catalog.stream(stream).id)
     own = sorted((schema for (table, _), schema in schemas.items() if table == table_id), key=lambda one: -one.version)
     return [
-        tag("section", tag("h2", "Schema versions"), *_versions(own)),
+        tag("section", tag("h2", "Definitions"), *_versions(own)),
         last_records(home, stream, TableId(table_id)),
     ]
 
@@ -165,6 +165,7 @@ _OPS: Final = {
     "r": "copied row of",
     "t": "truncate of",
     "m": "message",
+    "s": "definition of",
 }
 
 
