@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,34 @@ def env(file: Path, as_json: bool) -> None:
     say("[spark.conf]")
     for key, value in packed.conf().items():
         say(f"{json.dumps(key)} = {json.dumps(value)}")
+
+
+@pipeline.command("move")
+@click.argument("location", metavar="URL")
+@stream_option
+@json_option
+@pass_invocation
+def move(invocation: Invocation, location: str, stream: str | None, as_json: bool) -> None:
+    """Move the lake to URL, an object store's prefix or a folder, and write it into millstream.toml as `location`.
+
+    Nothing may land while it runs: stop `run` and `serve` first. Every file is copied, read again and
+    compared. The old lake stays, and the command says how to remove it. If it is interrupted, the old lake
+    is still the lake; run it again. Set the new store's `storage_options` before.
+    """
+    from millstream.app.lake_move import move_lake
+    from millstream.model.addresses import mask_address
+    from millstream.model.human_text import counted, human_bytes
+
+    done = move_lake(invocation.own_home(needs_source=False), location, stream=stream, say=note)
+    if as_json:
+        facts = {"stream": done.stream, "old": done.old, "new": done.new}
+        print_json(facts | {"files": done.files, "size_bytes": done.size_bytes})
+        return
+    note(
+        f"{counted(done.files, 'file')} ({human_bytes(done.size_bytes)}) copied to {mask_address(done.new)}, and compared."
+    )
+    remove = f"aws s3 rm --recursive {done.old}/" if "://" in done.old else f"rm -r {shlex.quote(done.old)}"
+    note(f"millstream.toml names the new place. Nothing reads the old lake now; remove it with:  {remove}")
 
 
 @pipeline.command("rebuild")
