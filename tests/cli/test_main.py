@@ -179,8 +179,9 @@ def test_init_writes_the_lakes_place_and_refuses_one_with_a_key(tmp_path: Path) 
 
     for number, place in enumerate(("s3://bucket/lake", "../elsewhere", 'a "quoted" folder')):
         folder = tmp_path / str(number)
-        done = here("init", str(folder), "--stream", "shop", "--location", place)
+        done = here("init", str(folder), "--stream", "shop", "--lake", "delta", "--location", place)
         assert done.returncode == 0, done.stderr
+        assert shown(folder, "streams.shop.lake.format") == "delta"
         assert shown(folder, "streams.shop.lake.location") == place
         assert ("storage_options]" in (folder / "millstream.toml").read_text()) == (number == 0)
     refused = here("init", str(tmp_path / "no"), "--stream", "shop", "--location", "s3://key:s3cr3t@bucket/lake")

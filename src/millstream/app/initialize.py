@@ -69,7 +69,7 @@ _TEMPLATE: Final = """\
 # "public.clicks" = ["id"]
 
 [streams.{stream}.lake]
-format = "delta"
+format = {lake_format}
 location = {location}    # a folder, from here; or the URL of an object store: s3://bucket/folder
 # views = ["current", "history"]    # and "scd2": every version of each row, with the time at which it began and ended;
 #                                   # "merged": the rows of all regions
@@ -124,6 +124,7 @@ def make_home(
     source: str | None,
     tables: Sequence[str],
     password_env: str | None = None,
+    lake_format: str = "delta",
     location: str = "lake",
 ) -> NewHome:
     """Write `millstream.toml` into a folder, which is made if it doesn't exist.
@@ -135,6 +136,7 @@ def make_home(
             applications' appends.
         tables: patterns of the source's tables.
         password_env: the environment variable that holds the password, for a DSN without one.
+        lake_format: the format of the lake's tables.
         location: where the lake's tables lie: a folder, from the home, or the URL of an object store.
 
     Raises:
@@ -169,7 +171,9 @@ def make_home(
             export="" if not has_variable else f"# before a command: export {variable}=…    (the password, as it is)\n",
         )
     storage = _STORAGE.format(stream=stream) if "://" in location else ""
-    text = _TEMPLATE.format(stream=stream, source=section, location=_quoted(location), storage=storage)
+    text = _TEMPLATE.format(
+        stream=stream, source=section, lake_format=_quoted(lake_format), location=_quoted(location), storage=storage
+    )
     file = folder / FILE_NAME
     try:
         make_folder(folder)

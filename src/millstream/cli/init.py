@@ -35,6 +35,14 @@ from millstream.cli.context import (
     "variable.",
 )
 @click.option(
+    "--lake",
+    "lake_format",
+    type=click.Choice(["delta"]),
+    default="delta",
+    show_default=True,
+    help="The format of the lake's tables.",
+)
+@click.option(
     "--location",
     metavar="PLACE",
     default="lake",
@@ -49,6 +57,7 @@ def init(
     source: str | None,
     tables: tuple[str, ...],
     password_env: str | None,
+    lake_format: str,
     location: str,
 ) -> None:
     """Write a commented millstream.toml into HOME (or the current folder); never overwrite one.
@@ -66,7 +75,15 @@ def init(
         raise UsageError("--password-env needs --source, the database that the password is for")
     home = Path(folder or invocation.home_named or ".").absolute()
     patterns = tables or ("public.*",)
-    made = make_home(home, stream=stream, source=source, tables=patterns, password_env=password_env, location=location)
+    made = make_home(
+        home,
+        stream=stream,
+        source=source,
+        tables=patterns,
+        password_env=password_env,
+        lake_format=lake_format,
+        location=location,
+    )
     note(f"Wrote {made.file}.")
     if made.variable is not None:
         what = "is set already" if os.environ.get(made.variable) else f"is needed:  export {made.variable}=…"
