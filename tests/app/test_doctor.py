@@ -55,6 +55,18 @@ def doctor(home: Home, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout.decode()
 
 
+def test_an_unset_password_is_one_finding(home: Home) -> None:
+    file = home.config_file
+    file.write_text('[streams.shop.source]\ndsn = "postgresql://app:${A_PASSWORD_THAT_IS_NOT_SET}@127.0.0.1:1/shop"\n')
+    found = [one for one in examine(Home(home.path), lambda _line: None) if not one.is_ok]
+    assert [(one.check, one.code) for one in found if "A_PASSWORD_THAT_IS_NOT_SET" in one.message] == [
+        ("configuration", "config")
+    ]
+    code, said = doctor(home)
+    assert code != 0
+    assert said.count("A_PASSWORD_THAT_IS_NOT_SET is not set") == 1
+
+
 def test_a_table_that_capture_quarantined_is_wrong_with_the_command_to_run(home: Home) -> None:
     (found,) = tables(home)
     assert (found.code, found.blocks, found.table) == ("table_quarantined", "table", 'public."Bad One"')

@@ -83,11 +83,25 @@ def examine(
 ) -> Iterator[Diagnosis]:
     """Yield the finding of each check; a failed check is a finding too.
 
+    An error that several checks meet, such as a configuration that can't be read, is one finding.
+
     Args:
         home: the home.
         say: announces slow checks.
         serving: runs the home's Flight server: a cluster's executors may read the log from it.
     """
+    seen: set[tuple[str, str]] = set()
+    for found in _examine(home, say, serving):
+        if found.is_ok or (found.code, found.message) not in seen:
+            yield found
+        seen.add((found.code, found.message))
+
+
+def _examine(
+    home: Home,
+    say: Callable[[str], None],
+    serving: Callable[[], contextlib.AbstractContextManager[object]],
+) -> Iterator[Diagnosis]:
     yield from _one("configuration", lambda: _configuration(home))
     yield from _one("home", lambda: _folder(home))
     yield _private(home)

@@ -2,7 +2,7 @@
 
 The order, and why a crash after any step leaves a lake that is right:
 
-1. Nothing lands: the command holds the locks of all that writes into the lake.
+1. Nothing lands: the command holds the locks of everything that writes into the lake.
 2. A marker in the new place says whose unfinished move it is. Whatever an earlier move left there is deleted.
 3. Every object is copied, read again and compared. The old lake is only read.
 4. `location` is replaced in `millstream.toml`, in one step. Before it the old lake is the lake; after it the new one.
