@@ -132,7 +132,7 @@ def test_the_environment_can_set_what_the_file_leaves_out(tmp_path: Path) -> Non
         ("[streams.shop.source]\ntables = ['a']\n", 1, "streams.shop.source.dsn", "is required"),
         ("[streams.shop.source]\ndsn = 'x'\n[streams.shop.log]\nretention_age='7'", 4, "streams.shop.log.retention_age", "not a duration"),
         ("[streams.shop.source]\ndsn = 'x'\nlake.format='excel'", 3, "streams.shop.source.lake", "unknown key"),
-        ("[streams.shop]\nsource.dsn = 'x'\nlake.format='excel'", 3, "streams.shop.lake.format", "'delta' or 'postgres'"),
+        ("[streams.shop]\nsource.dsn = 'x'\nlake.format='excel'", 3, "streams.shop.lake.format", "'delta', 'iceberg' or 'postgres'"),
         ("[streams.shop]\nsource.dsn = 'x'\nlake.engine='auto'", 3, "streams.shop.lake.engine", "unknown key"),
         ("[streams.shop]\nsource = {dsn = 'x'}\n[streams.shop.shards]\n'public.a' = 1", 4, 'streams.shop.shards."public.a"', "shards 0 to 0"),
         ("[streams.shop]\nregion = 1\nlog.frame_version = 1", 3, "streams.shop.log.frame_version", "must be 2"),
@@ -206,6 +206,11 @@ def test_a_mistake_never_shows_the_value_of_a_variable(tmp_path: Path) -> None:
         ("format = 'postgres'\nlocation = 'postgresql://u@h/d'\nviews = ['scd2']", "'scd2' isn't a view of 'postgres'"),
         ("views = ['changes']", "'changes' isn't a view of 'delta'"),
         ("schema_prefix = 'a_'", 'schema_prefix: is for format = "postgres" alone'),
+        ("format = 'iceberg'\nviews = ['scd2']", "'scd2' isn't a view of 'iceberg'"),
+        ("format = 'iceberg'\nlocation = 's3://b/lake'", "lake.location: must be a folder"),
+        ("format = 'iceberg'\ncatalog = {type = 'rest'}", 'catalog.type: must be "sql"'),
+        ("format = 'iceberg'\n[spark]\nmaster = 'spark://h:7077'", "lake.format: can't be iceberg with a Spark master"),
+        ("catalog = {type = 'sql'}", 'lake.catalog: is for format = "iceberg" alone'),
     ],
 )
 def test_a_lake_has_what_its_format_has(tmp_path: Path, lake: str, said: str) -> None:

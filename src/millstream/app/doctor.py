@@ -116,6 +116,8 @@ def _examine(
     yield from _cluster(home, say, serving)
     for name, stream in streams.items():
         yield from _one(f"lake of {name}", partial(_lake, home, name, stream))
+        if stream.lake.catalog_type is not None:
+            yield from _one(f"catalog of {name}", partial(_lake_catalog, home, name, stream))
         yield from _one(f"writers of {name}", partial(_writers, home, name))
         yield from _given_up(home, name)
         if home.delivery_folder(name).exists() or stream.consumers:
@@ -148,6 +150,8 @@ def as_checks(home: Home, found: Iterable[Diagnosis]) -> list[dict[str, Any]]:
             # The store names a bucket or a right only to keys that it accepts.
             accepted = one.is_ok or one.code in {"lake_bucket_missing", "lake_forbidden"}
             ok = {"lake.credentials": accepted, "lake.bucket": one.is_ok}
+        if any(one.check == f"catalog of {name}" for name in _streams(home)):
+            ok = {"lake.catalog": one.is_ok}
         checks += [{"name": name, "ok": is_ok, "detail": one.message, "hint": one.fix} for name, is_ok in ok.items()]
     return checks
 
@@ -310,6 +314,14 @@ def _lake(home: Home, name: str, stream: StreamConfig) -> str:
     make_folder(folder)
     with tempfile.TemporaryFile(dir=folder):
         return f"{folder} can be written"
+
+
+def _lake_catalog(home: Home, name: str, stream: StreamConfig) -> str:
+    from millstream.home.config_mapping import lake_layout
+    from millstream.lake.table_format import format_of
+
+    layout = lake_layout(home, name, stream, StreamId(UUID(int=0)))  # nothing of the stream's is touched
+    return format_of(layout).probe_catalog(layout) or "the format has none"
 
 
 def _object_store(home: Home, name: str, stream: StreamConfig) -> str:

@@ -24,11 +24,11 @@ from millstream.config.alerts_model import clashes_of_alerts
 from millstream.config.commented_sections import section_meant
 from millstream.config.consumer_checks import clashes_of_consumers
 from millstream.config.environment import UnreadableVariable, environment_values
+from millstream.config.format_checks import clashes_of_format
 from millstream.config.interpolation import MissingVariable, interpolate, interpolate_dsn, is_database, mask
 from millstream.config.model import (
     EMBEDDED_CATALOG,
     Config,
-    LakeConfig,
     SourceConfig,
     StreamConfig,
 )
@@ -474,7 +474,7 @@ def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
                 yield (*at, "types", column), "must name a column as schema.table.column"
         yield from clashes_of_addresses(at, stream)
         yield from _clashes_of_buffer(at, name, stream, config.writer.name)
-        yield from _clashes_of_lake(at, stream.lake)
+        yield from clashes_of_format(at, stream.lake, is_local=config.spark.is_local)
         yield from clashes_of_level(at, stream.acks, config.replication)
         yield from clashes_of_routing(at, name, stream)
         yield from clashes_of_consumers(at, stream.consumers)
@@ -523,23 +523,6 @@ def _clashes_of_http(http: HttpConfig) -> Iterator[tuple[KeyPath, str]]:
             yield ("http", one), f"is nothing without {other}"
     if http.clients and http.client_ca is None:
         yield ("http", "clients"), "nobody shows a certificate without client_ca"
-
-
-def _clashes_of_lake(at: KeyPath, lake: LakeConfig) -> Iterator[tuple[KeyPath, str]]:
-    """Yield those of a stream's lake: the features of its format."""
-    in_database = lake.format == "postgres"
-    if in_database and not is_address(lake.location) and not lake.location.startswith("${"):
-        yield (*at, "lake", "location"), "must be a PostgreSQL address such as postgresql://user@host/database"
-    if not in_database and is_address(lake.location):
-        yield (*at, "lake", "location"), 'is a PostgreSQL address: set format = "postgres", or name a folder'
-    possible = {"changes", "current"} if in_database else {"current", "history", "scd2", "merged"}
-    for view in sorted(set(lake.shown) - possible):
-        yield (
-            (*at, "lake", "views"),
-            f"{view!r} isn't a view of {lake.format!r}, which has {', '.join(sorted(possible))}",
-        )
-    if not in_database and lake.schema_prefix:
-        yield (*at, "lake", "schema_prefix"), 'is for format = "postgres" alone'
 
 
 def _clashes_of_source(

@@ -127,9 +127,10 @@ class TableConfig(Section):
 class LakeConfig(Section):
     """The destination of a stream's tables."""
 
-    format: Literal["delta", "postgres"] = Field(
+    format: Literal["delta", "iceberg", "postgres"] = Field(
         default="delta",
-        description="Format of the tables: `delta` (files in a folder or an object store), or `postgres` (tables of a database).",
+        description="Format of the tables: `delta` (files in a folder or an object store), `iceberg` (files in a folder, and a "
+        "catalog; `pip install 'millstream[iceberg]'`), or `postgres` (tables of a database).",
     )
     location: str = Field(
         default="lake",
@@ -139,12 +140,18 @@ class LakeConfig(Section):
         "takes it (PostgreSQL 14 or newer; `current` needs 15). A variable in the place of the user or the "
         "password is escaped as the address requires.",
     )
+    catalog: dict[str, str] = Field(
+        default={},
+        repr=False,
+        description="For `iceberg`: the catalog. `type` is `sql`, an SQL database: an SQLite file in the home (`data/iceberg.db`), "
+        "unless `uri` names another. Further properties are pyiceberg's.",
+    )
     views: list[Literal["current", "history", "scd2", "merged", "changes"]] | None = Field(
         default=None,
         min_length=1,
         description="Views that readers get. With `delta`: `current` has one row per key, `history` every record, `scd2` "
         "every version of each row with the times at which it began and ended, `merged` the rows of all regions. "
-        "History is always written; `current` and `scd2` are folded from it, `merged` from the regions' logs. With `postgres`: `changes` has an event table per table, `current` its "
+        "History is always written; `current` and `scd2` are folded from it, `merged` from the regions' logs. With `iceberg`: `current` and `history`. With `postgres`: `changes` has an event table per table, `current` its "
         "rows. Unset: `current`, with `history` or `changes`.",
     )
     schema_prefix: str = Field(
@@ -210,6 +217,11 @@ class LakeConfig(Section):
         if self.views is not None:
             return tuple(self.views)
         return ("current", "changes") if self.format == "postgres" else ("current", "history")
+
+    @property
+    def catalog_type(self) -> str | None:
+        """Return the type of the catalog; None if the format has none."""
+        return self.catalog.get("type", "sql") if self.format == "iceberg" else None
 
     @property
     def history_retention_s(self) -> float | None:

@@ -32,6 +32,17 @@ class LakeError(MillstreamError):
             "rows again.",
             exit_code=2,
         ),
+        "lake_moved": Code(
+            "An Iceberg lake lies elsewhere than its catalog says: the home or the lake's folder was moved; details: path.",
+            Retry.OPERATOR,
+            "Move it back: the tables hold absolute addresses.",
+        ),
+        "lake_format_unsupported": Code(
+            "The command doesn't support the format of the lake's tables; details: path.",
+            Retry.OPERATOR,
+            'Set `format = "delta"`, which supports every command.',
+            exit_code=2,
+        ),
         "destination": Code(
             "The PostgreSQL database in which a stream's tables land is unusable; nothing of the batch was written.",
             Retry.OPERATOR,
@@ -79,6 +90,14 @@ class LakeTableForeign(LakeError):
 
     code = "lake_table_foreign"
     retry = Retry.OPERATOR
+    codes: ClassVar[Mapping[str, Code]] = {
+        "lake_of_another_stream": Code(
+            "The catalog of an Iceberg lake has a table of this name, made by another stream or another program; details: "
+            "path, version.",
+            Retry.OPERATOR,
+            "Name another catalog or another lake location, or give the stream another name.",
+        ),
+    }
 
 
 class LakeFilesGone(LakeError):
@@ -114,6 +133,11 @@ class LakeUnavailable(LakeError):
             Retry.OPERATOR,
             "Allow the keys to list, read, write and delete objects under the lake's `location`, and start `millstream run` "
             "again.",
+        ),
+        "catalog_unreachable": Code(
+            "The catalog of an Iceberg lake doesn't answer; details: path.",
+            Retry.BACKOFF,
+            "Check `[streams.S.lake.catalog]`, and that the catalog runs.",
         ),
         "lake_bucket_missing": Code(
             "The bucket of the lake's object store doesn't exist; details: path.",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final, cast
 
 from millstream.config.quantities import size_bytes
-from millstream.errors import ConfigError, LakeError, MillstreamError
+from millstream.errors import ConfigError, LakeError, MillstreamError, UsageError
 from millstream.home.home import Home
 from millstream.home.paths import PIPELINE
 from millstream.home.store_profiles import with_profile
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from millstream.capture.config import CaptureConfig
-    from millstream.config.model import StreamConfig
+    from millstream.config.model import LakeConfig, StreamConfig
     from millstream.config.replication_model import ReplicationConfig
     from millstream.ingest.schema_on_write import WriteRules
     from millstream.lake.commit_cuts import Cut
@@ -196,8 +197,29 @@ def lake_layout(home: Home, name: str, stream: StreamConfig, stream_id: StreamId
         stream_id=stream_id,
         pipeline=PIPELINE,
         storage_options=options,
+        format=stream.lake.format,
+        catalog=_catalog(home, stream.lake),
         types=dict(stream.types),
     )
+
+
+def _catalog(home: Home, lake: LakeConfig) -> dict[str, str]:
+    """Return the properties of an Iceberg lake's catalog; none for another lake.
+
+    Raises:
+        UsageError (`missing_extra`): pyiceberg isn't installed.
+    """
+    if lake.format != "iceberg":
+        return {}
+    if find_spec("pyiceberg") is None:
+        raise UsageError(
+            "Iceberg tables need pyiceberg, which isn't installed",
+            code="missing_extra",
+            hint="pip install 'millstream[iceberg]'",
+            extra="iceberg",
+        )
+    # A writer waits for another one's commit, which takes some milliseconds.
+    return {"type": "sql", "uri": f"sqlite:///{home.data / 'iceberg.db'}?timeout=60"} | lake.catalog
 
 
 def spark_options(home: Home) -> SparkOptions:

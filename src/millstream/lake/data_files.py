@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from deltalake.exceptions import DeltaError
 from deltalake.fs import DeltaStorageHandler
 
-from millstream.errors import LakeConflict, LakeUnavailable
+from millstream.errors import LakeConflict, LakeError, LakeUnavailable
 from millstream.lake.file_statistics import ColumnBounds
 from millstream.lake.layout import LakeLayout
 from millstream.lake.store_errors import lake_errors, plain_text, store_error
@@ -37,6 +37,8 @@ ROW_GROUP_ROWS: Final = 1 << 16
 """Small enough that a look-up by key reads little, large enough to compress well."""
 UNCOMMITTED_S_MAX: Final = 3_600.0
 """Upkeep takes a file that isn't committed for abandoned at this age: no write of ours keeps one for as long."""
+FIELD_ID: Final = b"PARQUET:field_id"
+"""The key under which a column of Arrow has the id that its file gives it."""
 _SAMPLE_ROWS: Final = 4096
 _REPLACE_TRIES: Final = 20
 _SLASH: Final = "/"
@@ -52,8 +54,10 @@ class NewFile:
     size_bytes: int
     rows: int
     stats: str
-    """Delta's statistics, JSON."""
+    """Statistics as Delta has them, JSON."""
     partition: dict[str, str | None] = field(default_factory=dict)
+    field_ids: dict[str, int] = field(default_factory=dict)
+    """Ids of the file's columns by name, if the table's format has ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +159,9 @@ class TableFiles:
         self._storage = storage_of(layout, path)
         self._path = path
         self._bounded = tuple(bounded)
-        self._metadata = f"{format_of(layout).metadata_folder}/"
+        self._layout = layout
+        self._format = format_of(layout)
+        self._stored: dict[pa.Schema, pa.Schema] = {}
 
     def write(
         self, rows: Iterable[pa.RecordBatch] | pa.Table, schema: pa.Schema, name: str, *, partition: str = ""
@@ -172,6 +178,10 @@ class TableFiles:
         batches = iter(rows.to_batches() if isinstance(rows, pa.Table) else rows)
         first = next((batch for batch in batches if batch.num_rows), None)
         bounds = ColumnBounds([schema.field(n) for n in self._bounded if schema.get_field_index(n) >= 0])
+        stored = self._stored.get(schema)
+        if stored is None:
+            stored = self._stored[schema] = self._format.file_columns(self._layout, self._path, schema)
+        filled = [field.name for field in stored if not field.nullable]
         with lake_errors(self._path):
             if partition and isinstance(self._storage, pafs.SubTreeFileSystem):
                 self._storage.create_dir(partition, recursive=True)
@@ -179,7 +189,7 @@ class TableFiles:
                 self._storage.open_output_stream(folder + name) as sink,
                 pq.ParquetWriter(
                     sink,
-                    schema,
+                    stored,
                     compression="zstd",
                     compression_level=1,
                     store_schema=False,
@@ -190,12 +200,18 @@ class TableFiles:
                 count = 0
                 for batch in () if first is None else chain([first], batches):
                     if batch.num_rows:
-                        writer.write_batch(batch, row_group_size=ROW_GROUP_ROWS)
+                        if nulls := [name for name in filled if batch.column(name).null_count]:
+                            raise _has_null(self._path, nulls[0])
+                        renamed = (
+                            batch if stored is schema else pa.RecordBatch.from_arrays(batch.columns, schema=stored)
+                        )
+                        writer.write_batch(renamed, row_group_size=ROW_GROUP_ROWS)
                         bounds.note(batch)
                         count += batch.num_rows
             size = self._storage.get_file_info(folder + name).size
         column, _, value = partition.partition("=")
-        return NewFile(folder + name, int(size), count, bounds.stats(count), {column: value} if column else {})
+        placed: dict[str, str | None] = {column: value} if column else {}
+        return NewFile(folder + name, int(size), count, bounds.stats(count), placed, _field_ids(stored))
 
     @contextmanager
     def open(self, path: str) -> Iterator[pq.ParquetFile]:
@@ -231,7 +247,7 @@ class TableFiles:
         with lake_errors(self._path):
             found = self._storage.get_file_info(pafs.FileSelector("", recursive=True))
         named = ((info.path.lstrip(_SLASH), info) for info in found if info.is_file)
-        return {path: info for path, info in named if not path.startswith(self._metadata)}
+        return {path: info for path, info in named if not path.startswith(f"{self._format.metadata_folder}/")}
 
     def delete(self, paths: Iterable[str]) -> int:
         """Delete files, ignoring those already gone; return the number deleted."""
@@ -296,6 +312,33 @@ def replace_files(
             return False
         opened = again
     return False
+
+
+def _field_ids(columns: pa.Schema) -> dict[str, int]:
+    """Return the ids of a file's columns by name, nested ones included; none if it has no ids."""
+    found: dict[str, int] = {}
+
+    def take(column: pa.Field, name: str) -> None:
+        if FIELD_ID in (column.metadata or {}):
+            found[name] = int(column.metadata[FIELD_ID])
+        if pa.types.is_list(column.type):
+            take(column.type.value_field, f"{name}.element")
+        elif pa.types.is_map(column.type):
+            take(column.type.key_field, f"{name}.key")
+            take(column.type.item_field, f"{name}.value")
+
+    for column in columns:
+        take(column, column.name)
+    return found
+
+
+def _has_null(path: str, column: str) -> LakeError:
+    return LakeError(
+        f"a row of {path} has a value of {column} that the column's type in the lake can't hold, and {column} is of the key",
+        code="lake_schema_conflict",
+        hint=f"Give {column} the type `text` in `[streams.S.types]`, and copy the table again.",
+        column=column,
+    )
 
 
 def _encodings(schema: pa.Schema, sample: pa.RecordBatch | None) -> dict[str, Any]:

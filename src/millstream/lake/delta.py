@@ -37,7 +37,7 @@ from millstream.errors import LakeError, LakeTableForeign
 from millstream.lake.layout import LakeLayout
 from millstream.lake.lost_answers import settled
 from millstream.lake.store_errors import lake_errors
-from millstream.lake.table_format import Commit, Partition, Tail
+from millstream.lake.table_format import Commit, Partition, Tail, refuse_other_format
 from millstream.model.positions import Seq
 from millstream.model.records import MONTH_COLUMN
 
@@ -175,6 +175,7 @@ class DeltaHandle:
         remove: Sequence[str] = (),
         mode: Literal["append", "overwrite"] = "append",
         schema: pa.Schema | None = None,
+        key: Sequence[str] = (),  # noqa: ARG002 - Delta declares none
         data_change: bool = True,
     ) -> None:
         """See `OpenTable`."""
@@ -257,6 +258,7 @@ class DeltaFormat:
 
     partition = Partition(MONTH_COLUMN, "%Y-%m", pa.field(MONTH_COLUMN, pa.string()))
     metadata_folder = "_delta_log"
+    is_movable = True
 
     def open(self, layout: LakeLayout, path: str, app: str, *, version: int | None = None) -> DeltaHandle | None:
         """See `TableFormat`."""
@@ -272,6 +274,7 @@ class DeltaFormat:
         description: str,
         bounded: Sequence[str],
         partition_by: Sequence[str] = (),
+        key: Sequence[str] = (),  # noqa: ARG002 - Delta declares none
         properties: Mapping[str, str] | None = None,
     ) -> DeltaHandle:
         """See `TableFormat`.
@@ -285,6 +288,7 @@ class DeltaFormat:
                 hint="Name another location for the lake, or move the home to a folder without %.",
                 path=path,
             )
+        refuse_other_format(path, self.metadata_folder)
         with lake_errors(path):
             try:
                 DeltaTable.create(
@@ -315,6 +319,14 @@ class DeltaFormat:
     def stored_schema(self, columns: pa.Schema) -> pa.Schema:
         """See `TableFormat`."""
         return pa.schema(Schema.from_arrow(columns).to_arrow())
+
+    def probe_catalog(self, layout: LakeLayout) -> str | None:  # noqa: ARG002 - there is none
+        """See `TableFormat`."""
+        return None
+
+    def file_columns(self, layout: LakeLayout, path: str, columns: pa.Schema) -> pa.Schema:  # noqa: ARG002 - nothing to add
+        """See `TableFormat`."""
+        return columns
 
 
 def _open(layout: LakeLayout, path: str, app: str, *, version: int | None = None) -> DeltaHandle | None:

@@ -270,7 +270,7 @@ def tailed_history(
         schema, batches = under_the_newest(schema, batches, opened)
     schema, batches = _placed(schema, batches, opened, layout.types)
     if opened is None:
-        own = replace(layout, location=scratch, storage_options={})
+        own = layout.in_scratch(scratch)
         opened = _create(own, schema, own.table_path("history", schema), app, _numbers(batches), n)
     after = opened.n or Seq(0)
     have = opened.schema() if source is None else columns_of(layout, schema.table_id, source)

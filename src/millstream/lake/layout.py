@@ -9,8 +9,9 @@ percent signs in some places only, so it writes a table to `a%20b` and looks for
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from millstream.model.ids import StreamId, TableId
@@ -26,6 +27,7 @@ BESIDE: Final = "~rebuild"
 _PLAIN: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
 _NAMESAKE: Final = "~t"
 """Separator before a table's id. No escape looks like it: `t` is no hexadecimal digit."""
+_FOLDER_ID: Final = re.compile(rf"{_NAMESAKE}[0-9]+\Z")
 _FOLDER_BYTES_MAX: Final = 200
 """Maximum length in bytes of a folder name: file systems take 255, and engines add suffixes."""
 
@@ -51,6 +53,19 @@ def is_folder_of(folder: str, namespace: str, name: str) -> bool:
     """Return whether a folder belongs to a table of that name, with or without an id as its suffix."""
     plain = folder_name(namespace, name)
     return folder == plain or folder.startswith(f"{plain}{_NAMESAKE}")
+
+
+def is_plain_folder(folder: str) -> bool:
+    """Whether a folder's name tells its table's name: it wasn't too long."""
+    return "~~" not in folder
+
+
+def name_in_folder(folder: str) -> tuple[str, str]:
+    """Return the schema and the name of the table that has a plain folder (`is_plain_folder`)."""
+    parts = _FOLDER_ID.sub("", folder).split(".", 1)
+    raw = (re.sub(b"~([0-9a-f]{2})", lambda found: bytes([int(found[1], 16)]), part.encode()) for part in parts)
+    namespace, name = (text.decode() for text in raw)
+    return namespace, name
 
 
 def folder_of(schema: TableSchema) -> str:
@@ -82,8 +97,10 @@ class LakeLayout:
     storage_options: Mapping[str, str] = field(default_factory=dict, repr=False)
     patience_s: float = 10.0
     """Seconds in which a request to an object store is tried again; few, since delta-rs may hold the interpreter's lock."""
-    format: Literal["delta"] = "delta"
+    format: Literal["delta", "iceberg"] = "delta"
     """The format of the tables."""
+    catalog: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Properties of the catalog of an Iceberg lake, as pyiceberg takes them."""
     types: Mapping[str, str] = field(default_factory=dict)
     """The configuration's `[streams.S.types]`: a column's type in the lake, by `schema.table.column`."""
 
@@ -104,6 +121,11 @@ class LakeLayout:
             "backoff_config.max_backoff": "15s",
         }
         return dict(self.storage_options) | retries
+
+    def in_scratch(self, folder: str) -> LakeLayout:
+        """Return a lake like this one, but in a folder of this machine."""
+        catalog = {"type": "sql", "uri": f"sqlite:///{folder}/iceberg.db"} if self.catalog else {}
+        return replace(self, location=folder, storage_options={}, catalog=catalog)
 
     @property
     def commits_path(self) -> str:

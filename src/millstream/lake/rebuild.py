@@ -25,7 +25,7 @@ from millstream.lake.folded.scd2 import rebuild_versions
 from millstream.lake.history import begin_history
 from millstream.lake.history_folder import history_from, lacks_beginning
 from millstream.lake.layout import LakeLayout, TableCommit, View
-from millstream.lake.table_format import open_table
+from millstream.lake.table_format import format_of, open_table
 from millstream.lake.table_renames import lost_records, places_of
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
@@ -85,7 +85,7 @@ def prepare_rebuild(layout: LakeLayout, view: View, schema: TableSchema) -> str 
     try:
         open_table(layout, layout.table_path(view, schema), layout.app_id(view, schema.table_id))
     except (LakeFilesGone, LakeTableForeign, LakeUnavailable):
-        return set_aside(layout.table_path(view, schema))
+        return set_aside(layout, layout.table_path(view, schema))
     return None
 
 
@@ -105,12 +105,13 @@ def rebuild_view(
     return fold_table(layout, schema, upto, sizes=sizes, anew=True)
 
 
-def set_aside(path: str) -> str | None:
+def set_aside(layout: LakeLayout, path: str) -> str | None:
     """Move a table's folder out of the way; return its new path, None if there was none.
 
     Raises:
-        LakeError: the lake is in an object store, where folders can't be moved.
+        LakeError: the lake is in an object store, where folders can't be moved, or its tables can't be moved.
     """
+    _check_movable(layout, path)
     if "://" in path:
         raise LakeError(
             f"{path} must be moved away, and an object store can't move it",
@@ -131,6 +132,16 @@ def set_aside(path: str) -> str | None:
     return aside
 
 
+def _check_movable(layout: LakeLayout, path: str) -> None:
+    """Raise `lake_format_unsupported` if a table can't be moved or deleted with its folder."""
+    if not format_of(layout).is_movable:
+        raise LakeError(
+            f"{path} must be moved away or deleted, and that isn't supported with this format of tables",
+            code="lake_format_unsupported",
+            path=path,
+        )
+
+
 def make_way(layout: LakeLayout, view: View, schema: TableSchema, n: Seq, *, forget: bool = False) -> str | None:
     """Move a damaged view out of the way of a requested copy of the table; return its new path.
 
@@ -147,7 +158,7 @@ def make_way(layout: LakeLayout, view: View, schema: TableSchema, n: Seq, *, for
     if view == "history":
         return restart_history(layout, schema, n, forget=forget)
     goes = (forget and view == "scd2") or damage_of(layout, view, schema) is not None
-    return set_aside(layout.table_path(view, schema)) if goes else None
+    return set_aside(layout, layout.table_path(view, schema)) if goes else None
 
 
 def erase_view(layout: LakeLayout, view: View, schema: TableSchema, n: Seq) -> None:
@@ -160,6 +171,7 @@ def erase_view(layout: LakeLayout, view: View, schema: TableSchema, n: Seq) -> N
         LakeUnavailable: a file can't be deleted.
     """
     path = layout.table_path(view, schema)
+    _check_movable(layout, path)
     try:
         if "://" in path:
             storage = storage_of(layout, path)
@@ -186,6 +198,6 @@ def restart_history(layout: LakeLayout, schema: TableSchema, n: Seq, *, forget: 
     """
     if damage_of(layout, "history", schema) is None and not forget:
         return None
-    aside = set_aside(layout.table_path("history", schema))
+    aside = set_aside(layout, layout.table_path("history", schema))
     begin_history(layout, schema, n)
     return aside

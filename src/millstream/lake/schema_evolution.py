@@ -44,6 +44,9 @@ def widest(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
         scale = max(one.scale, other.scale)
         precision = max(one.precision - one.scale, other.precision - other.scale) + scale
         return pa.decimal128(precision, scale) if precision <= 38 else None
+    if pa.types.is_list(one) and pa.types.is_list(other):
+        item = widest(one.value_type, other.value_type)
+        return None if item is None else pa.list_(item)
     return None
 
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from millstream.errors import LakeError
 from millstream.lake.layout import LakeLayout
 from millstream.model.positions import Seq
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from millstream.lake.data_files import NewFile
 
+_METADATA_FOLDERS: Final = frozenset({"_delta_log", "metadata"})
 _NO_PERIOD: Final = "__HIVE_DEFAULT_PARTITION__"
 
 
@@ -185,6 +188,7 @@ class OpenTable(Protocol):
         remove: Sequence[str] = (),
         mode: Literal["append", "overwrite"] = "append",
         schema: pa.Schema | None = None,
+        key: Sequence[str] = (),
         data_change: bool = True,
     ) -> None:
         """Commit in one step that some files are added to the table and others removed; the handle is at the new version.
@@ -195,6 +199,7 @@ class OpenTable(Protocol):
             remove: paths of live files.
             mode: `overwrite` removes all files, and makes `schema` the table's.
             schema: the table's new columns; None: unchanged.
+            key: with new columns, those that identify a row; a format may declare them.
             data_change: False if no row changes.
 
         Raises:
@@ -232,6 +237,8 @@ class TableFormat(Protocol):
     """How history is partitioned."""
     metadata_folder: str
     """The folder, in a table's own, that has the format's metadata."""
+    is_movable: bool
+    """Whether a table can be moved or deleted with its folder."""
 
     def open(self, layout: LakeLayout, path: str, app: str, *, version: int | None) -> OpenTable | None:
         """See `open_table`."""
@@ -246,12 +253,35 @@ class TableFormat(Protocol):
         description: str,
         bounded: Sequence[str],
         partition_by: Sequence[str],
+        key: Sequence[str],
         properties: Mapping[str, str],
     ) -> OpenTable:
         """See `create_table`."""
 
     def stored_schema(self, columns: pa.Schema) -> pa.Schema:
         """Return columns as a table that has them returns them (`OpenTable.schema`)."""
+
+    def probe_catalog(self, layout: LakeLayout) -> str | None:
+        """Reach the lake's catalog and return what it is; None if the format has none.
+
+        Raises:
+            LakeUnavailable (`catalog_unreachable`): it doesn't answer.
+        """
+
+    def file_columns(self, layout: LakeLayout, path: str, columns: pa.Schema) -> pa.Schema:
+        """Return the columns of a new file of the table at `path` as Parquet gets them; the same if the format adds nothing."""
+
+
+def refuse_other_format(path: str, metadata_folder: str) -> None:
+    """Raise `lake_table_exists` if a folder of this machine has a table of another format: upkeep would delete its files."""
+    for other in _METADATA_FOLDERS - {metadata_folder}:
+        if "://" not in path and Path(path, other).is_dir():
+            raise LakeError(
+                f"{path} has a table of another format",
+                code="lake_table_exists",
+                hint="Set `format` back, or name another `location` for the lake.",
+                path=path,
+            )
 
 
 def format_of(layout: LakeLayout) -> TableFormat:
@@ -261,6 +291,10 @@ def format_of(layout: LakeLayout) -> TableFormat:
             from millstream.lake.delta import DeltaFormat
 
             return DeltaFormat()
+        case "iceberg":
+            from millstream.lake.iceberg.handle import IcebergFormat
+
+            return IcebergFormat()
 
 
 def open_table(layout: LakeLayout, path: str, app: str, *, version: int | None = None) -> OpenTable | None:
@@ -288,6 +322,7 @@ def create_table(
     description: str,
     bounded: Sequence[str],
     partition_by: Sequence[str] = (),
+    key: Sequence[str] = (),
     properties: Mapping[str, str] | None = None,
 ) -> OpenTable:
     """Create an empty table of ours, or open it if another task has created it since.
@@ -300,6 +335,7 @@ def create_table(
         description: a description for people.
         bounded: columns whose bounds are recorded with every file.
         partition_by: its partition columns, or the name of the format's `partition`.
+        key: the columns that identify a row; a format may declare them.
         properties: more of the table's configuration.
 
     Raises:
@@ -313,5 +349,6 @@ def create_table(
         description=description,
         bounded=bounded,
         partition_by=partition_by,
+        key=key,
         properties=properties or {},
     )

@@ -88,8 +88,8 @@ def rebuild_landed(home: Home, stream: str, layout: LakeLayout, name: str) -> tu
         try:
             fold = MergedFold(place, table.engine)
         except (LakeFilesGone, LakeTableForeign, LakeUnavailable):
-            set_aside(place.path(REGIONS))
-            aside = set_aside(place.path(MERGED)) or aside
+            set_aside(place.layout, place.path(REGIONS))
+            aside = set_aside(place.layout, place.path(MERGED)) or aside
             fold = MergedFold(place, table.engine)
         try:
             return fold.replace(table.merged_state()).keys, aside

@@ -215,6 +215,7 @@ class Fold:
             remove=() if plan.anew else [leaf.path for leaf in removed],
             mode="overwrite" if plan.anew else "append",
             schema=plan.target if plan.anew else None,
+            key=plan.schema.key,
         )
         failpoints.hit("lake.after_fold_commit")
         if not _bounds_stand(plan, opened):
@@ -436,6 +437,7 @@ def _create(layout: LakeLayout, schema: TableSchema, path: str, app: str, column
             f"The rows of {schema.namespace}.{schema.name}, written by Millstream (stream {layout.stream_name}). Don't write here."
         ),
         bounded=boundable(columns, schema.key),
+        key=schema.key,
     )
 
 

@@ -1,0 +1,59 @@
+"""Settings of a stream's lake that its tables' format doesn't have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from millstream.config.model import LakeConfig
+from millstream.config.toml_lines import KeyPath
+from millstream.libpq import is_address
+
+_VIEWS: Final = {
+    "delta": {"current", "history", "scd2", "merged"},
+    "iceberg": {"current", "history"},
+    "postgres": {"changes", "current"},
+}
+
+
+def clashes_of_format(at: KeyPath, lake: LakeConfig, *, is_local: bool) -> Iterator[tuple[KeyPath, str]]:
+    """Yield each setting of a stream's lake that doesn't go with its format.
+
+    Args:
+        at: the stream's path.
+        lake: its lake.
+        is_local: whether Spark runs on this machine.
+    """
+    in_database = lake.format == "postgres"
+    if in_database and not is_address(lake.location) and not lake.location.startswith("${"):
+        yield (*at, "lake", "location"), "must be a PostgreSQL address such as postgresql://user@host/database"
+    if not in_database and is_address(lake.location):
+        yield (*at, "lake", "location"), 'is a PostgreSQL address: set format = "postgres", or name a folder'
+    possible = _VIEWS[lake.format]
+    for view in sorted(set(lake.shown) - possible):
+        yield (
+            (*at, "lake", "views"),
+            f"{view!r} isn't a view of {lake.format!r}, which has {', '.join(sorted(possible))}",
+        )
+    if not in_database and lake.schema_prefix:
+        yield (*at, "lake", "schema_prefix"), 'is for format = "postgres" alone'
+    if lake.format == "iceberg":
+        yield from _clashes_of_iceberg(at, lake, is_local=is_local)
+    elif lake.catalog:
+        yield (*at, "lake", "catalog"), 'is for format = "iceberg" alone'
+
+
+def _clashes_of_iceberg(at: KeyPath, lake: LakeConfig, *, is_local: bool) -> Iterator[tuple[KeyPath, str]]:
+    """Yield what isn't supported yet with Iceberg: other places, other catalogs, and executors on other machines."""
+    if "://" in lake.location and not is_address(lake.location):
+        yield (*at, "lake", "location"), "must be a folder: Iceberg tables in an object store aren't supported"
+    if lake.catalog_type != "sql":
+        yield (
+            (*at, "lake", "catalog", "type"),
+            f'must be "sql": a catalog of type {lake.catalog_type!r} isn\'t supported',
+        )
+    if not is_local:
+        yield (
+            (*at, "lake", "format"),
+            "can't be iceberg with a Spark master elsewhere: executors don't reach the catalog in the home",
+        )

@@ -1,0 +1,71 @@
+"""The main job with the lake as Iceberg tables: from PostgreSQL to queries and to other programs, as with Delta."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyiceberg.catalog.sql import SqlCatalog
+from pyiceberg.table import Table
+from tests.e2e.harness import Home
+
+from millstream.testing.pytest_plugin import Database
+
+
+def table(home: Home, view: str, name: str) -> Table:
+    """Return a table as another program opens it."""
+    catalog = SqlCatalog("millstream", uri=f"sqlite:///{home.path}/data/iceberg.db")
+    return catalog.load_table((f"shop_{view}", name))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("spark")
+def test_iceberg_tables_follow_the_source_and_other_programs_read_them(postgres: Database, tmp_path: Path) -> None:
+    source = postgres.connect()
+    source.execute("CREATE TABLE items (id int PRIMARY KEY, v text, small smallint, tags text[])")
+    source.execute("CREATE TABLE bag (a text, b numeric(10,2))")
+    source.execute("ALTER TABLE bag REPLICA IDENTITY FULL")
+    source.execute("INSERT INTO items SELECT i, 'v' || i, i, ARRAY['t' || i] FROM generate_series(1, 300) AS i")
+    source.execute("INSERT INTO bag VALUES ('x', 'NaN'), ('x', 1), ('x', 1)")
+    home = Home(tmp_path / "shop", postgres.dsn)
+    home.init()
+    home.set_lake('format = "iceberg"\n')
+
+    def queried(sql: str, *options: str) -> list[dict[str, Any]]:
+        return list(json.loads(home.command("query", sql, "--format", "json", *options)))
+
+    assert home.caught_up_here() == {}
+    first = home.status()["streams"][0]["tokens"]["landed"]
+    everything = "SELECT id, v, small, tags FROM public.items ORDER BY id"
+    copied = queried(everything)
+    assert copied == [{"id": i, "v": f"v{i}", "small": i, "tags": [f"t{i}"]} for i in range(1, 301)]
+    assert table(home, "current", "public__items").scan().to_arrow().sort_by("id").to_pylist() == copied
+    assert queried("SELECT count(*) n, count(b) b FROM public.bag") == [{"n": 3, "b": 2}]
+
+    source.execute("UPDATE items SET v = 'new' WHERE id <= 100")
+    source.execute("DELETE FROM items WHERE id > 290")
+    source.execute("DELETE FROM bag WHERE ctid = (SELECT min(ctid) FROM bag WHERE b = 1)")
+    source.execute("ALTER TABLE items RENAME COLUMN v TO value")
+    source.execute("ALTER TABLE items ALTER COLUMN small TYPE bigint, ADD COLUMN price numeric(10,2)")
+    source.execute("INSERT INTO items VALUES (1000, 'priced', 70000000000, NULL, 9.99)")
+    assert home.caught_up_here() == {}
+    changed = "SELECT id, value, small, price FROM public.items ORDER BY id"
+    expected = [
+        {"id": i, "value": "new" if i <= 100 else f"v{i}", "small": i, "price": None} for i in range(1, 291)
+    ] + [{"id": 1000, "value": "priced", "small": 70_000_000_000, "price": "9.99"}]
+    assert [row | {"price": row["price"] and str(row["price"])} for row in queried(changed)] == expected
+    assert queried(everything, "--as-of", first) == copied
+    home.command("pipeline", "fold")
+    assert [row | {"price": row["price"] and str(row["price"])} for row in queried(changed, "--lake-only")] == expected
+    current = table(home, "current", "public__items").scan().to_arrow().sort_by("id")
+    assert current.column("value").to_pylist() == [row["value"] for row in expected]
+    assert current.column("small").to_pylist() == [row["small"] for row in expected]
+    assert table(home, "current", "public__bag").scan().to_arrow().num_rows == 2
+    home.command("diff")
+    home.command("pipeline", "rebuild", "public.items")
+    assert home.caught_up_here() == {}
+    assert [row["value"] for row in queried(changed, "--lake-only")] == [row["value"] for row in expected]
+    checks = json.loads(home.command("doctor", "--json", check=False))["checks"]
+    assert {c["name"]: c["ok"] for c in checks if c["name"] == "lake.catalog"} == {"lake.catalog": True}

@@ -1,0 +1,247 @@
+"""Promises of every table format of the lake, over all formats: rows once, rows right, earlier versions, upkeep."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, date, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Literal
+from uuid import UUID
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from deltalake import DeltaTable
+
+from millstream.errors import LakeConflict, LakeError, LakeTableForeign
+from millstream.lake.commit_cuts import commit_cut, last_cut
+from millstream.lake.folded.current import begin_fold, fold_table
+from millstream.lake.history import append_history, commit_records, write_records
+from millstream.lake.iceberg.catalog import catalog_of
+from millstream.lake.iceberg.names import identifier_of, table_name
+from millstream.lake.layout import LakeLayout, folder_name
+from millstream.lake.maintenance import tend_cuts, tend_table
+from millstream.lake.query.query_session import LakeSession
+from millstream.lake.table_format import open_table
+from millstream.model.ids import StreamId, TableId
+from millstream.model.positions import Seq
+from millstream.model.schema import Column, TableSchema
+from millstream.testing.errors import coded
+
+Records = Callable[..., pa.RecordBatch]
+FORMATS: tuple[Literal["delta", "iceberg"], ...] = ("delta", "iceberg")
+
+
+def iceberg(folder: Path, stream: int = 42) -> LakeLayout:
+    catalog = {"type": "sql", "uri": f"sqlite:///{folder}/iceberg.db"}
+    return LakeLayout(str(folder / "lake"), "shop", StreamId(UUID(int=stream)), format="iceberg", catalog=catalog)
+
+
+@pytest.fixture(params=FORMATS)
+def lake(request: pytest.FixtureRequest, tmp_path: Path, layout: LakeLayout) -> LakeLayout:
+    return layout if request.param == "delta" else iceberg(tmp_path)
+
+
+def rows_of(layout: LakeLayout, view: Literal["current", "history"], schema: TableSchema) -> list[dict[str, object]]:
+    """Return a table's rows as another program reads them."""
+    path = layout.table_path(view, schema)
+    if layout.format == "delta":
+        rows = DeltaTable(path).to_pyarrow_table()
+    else:
+        rows = catalog_of(layout).load_table(identifier_of(layout, path)).scan().to_arrow()
+    return rows.sort_by("__seq" if view == "history" else "id").to_pylist()  # type: ignore[no-any-return]
+
+
+def land(layout: LakeLayout, schema: TableSchema, batch: pa.RecordBatch, n: int, *, fold: bool = True) -> None:
+    landed = [append_history(layout, schema, [batch], Seq(n))]
+    landed += [fold_table(layout, schema, Seq(n))] if fold else []
+    commit_cut(layout, Seq(n), landed, committed_at=datetime.now(UTC))
+
+
+def now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def test_records_land_once_whoever_repeats_them(lake: LakeLayout, orders: TableSchema, records: Records) -> None:
+    batch = records(orders, ("c", 1, {"id": 1, "note": "a"}), ("c", 2, {"id": 2, "total": Decimal("1.50")}))
+    assert append_history(lake, orders, [batch], Seq(2)).rows == 2
+    assert append_history(lake, orders, [batch], Seq(2)).rows == 0
+    late = write_records(lake, orders, [records(orders, ("u", 3, {"id": 1, "note": "b"}))], Seq(3))
+    append_history(lake, orders, [records(orders, ("u", 3, {"id": 1, "note": "b"}))], Seq(3))
+    assert commit_records(lake, [late], Seq(3)).rows == 0, "a driver that was thought dead"
+    assert [row["__seq"] for row in rows_of(lake, "history", orders)] == [1, 2, 3]
+
+
+@pytest.mark.long
+def test_a_stale_commit_is_refused(lake: LakeLayout, orders: TableSchema, records: Records) -> None:
+    land(lake, orders, records(orders, ("c", 1, {"id": 1})), 1)
+    path, app = lake.table_path("history", orders), lake.app_id("history", orders.table_id)
+    stale = open_table(lake, path, app)
+    assert stale is not None
+    append_history(lake, orders, [records(orders, ("c", 2, {"id": 2}), ("c", 3, {"id": 3}))], Seq(3))
+    append_history(lake, orders, [records(orders, ("c", 4, {"id": 4}))], Seq(4))
+    fold = begin_fold(lake, orders, Seq(4))
+    assert not hasattr(fold, "commit") or fold_table(lake, orders, Seq(4)).n == 4
+    written = [fold.write(part) for part in range(fold.plan.part_count)]  # type: ignore[union-attr]
+    with pytest.raises(LakeConflict):
+        fold.commit([file for files in written for file in files])  # type: ignore[union-attr, arg-type]
+    assert [row["id"] for row in rows_of(lake, "current", orders)] == [1, 2, 3, 4]
+
+
+@pytest.mark.long
+def test_current_follows_changes_of_rows_and_columns(
+    lake: LakeLayout, orders: TableSchema, evolved: Callable[..., TableSchema], records: Records
+) -> None:
+    land(lake, orders, records(orders, *(("c", n, {"id": n, "note": f"n{n}"}) for n in range(1, 6))), 5)
+    land(lake, orders, records(orders, ("u", 6, {"id": 1, "note": "x"}), ("d", 7, {"id": 2})), 7)
+    more = evolved(extra=pa.list_(pa.int16()), total=pa.decimal128(12, 2))
+    land(lake, more, records(more, ("u", 8, {"id": 3, "note": "y", "extra": [1, None], "total": Decimal(7)})), 8)
+    less = replace(more, version=more.version + 1, columns=tuple(c for c in more.columns if c.name != "note"))  # type: ignore[arg-type]
+    land(lake, less, records(less, ("c", 9, {"id": 9, "extra": []})), 9)
+    assert rows_of(lake, "current", less) == [
+        {"id": 1, "total": None, "extra": None},
+        {"id": 3, "total": Decimal("7.00"), "extra": [1, None]},
+        {"id": 4, "total": None, "extra": None},
+        {"id": 5, "total": None, "extra": None},
+        {"id": 9, "total": None, "extra": []},
+    ]
+    wide = replace(
+        less,
+        version=less.version + 1,  # type: ignore[arg-type]
+        columns=(Column("id", pa.string()), *less.columns[1:]),
+    )
+    land(lake, wide, records(wide, ("c", 10, {"id": "10"})), 10)
+    assert [row["id"] for row in rows_of(lake, "current", wide)] == ["1", "10", "3", "4", "5", "9"]
+    assert len(rows_of(lake, "history", wide)) == 10
+    with LakeSession(lake) as session:
+        assert session.query("SELECT count(*) n, count(extra) e FROM public.orders").to_pylist() == [{"n": 6, "e": 2}]
+        assert session.query('SELECT count(note) n FROM history."public.orders"').to_pylist() == [{"n": 7}]
+
+
+def test_every_type_comes_back_as_it_was(lake: LakeLayout, orders: TableSchema, records: Records) -> None:
+    moment = datetime(2026, 3, 1, 12, 30, 15, 123456, UTC)
+    kinds: dict[str, tuple[pa.DataType, list[object]]] = {
+        "small": (pa.int16(), [-32768, 32767, None]),
+        "whole": (pa.int32(), [-(2**31), 2**31 - 1, None]),
+        "yes": (pa.bool_(), [True, False, None]),
+        "near": (pa.float32(), [1.5, -0.0, None]),
+        "far": (pa.float64(), [1e300, float("inf"), None]),
+        "exact": (pa.decimal128(38, 10), [Decimal("1234567890123456789012345678.0123456789"), Decimal(0), None]),
+        "raw": (pa.binary(), [b"\0\xff", b"", None]),
+        "day": (pa.date32(), [date(1, 1, 1), date(9999, 12, 31), None]),
+        "at": (pa.timestamp("us", tz="UTC"), [moment, moment.replace(year=1), None]),
+        "here": (pa.timestamp("us"), [moment.replace(tzinfo=None), moment.replace(tzinfo=None, year=9999), None]),
+        "many": (pa.list_(pa.int32()), [[1, None], [], None]),
+        "say": (pa.string(), ["\U0010ffff" * 300, "", None]),
+    }
+    schema = replace(orders, columns=(Column("id", pa.int64()), *(Column(n, k) for n, (k, _) in kinds.items())))
+    rows = [{"id": i + 1, **{name: values[i] for name, (_, values) in kinds.items()}} for i in range(3)]
+    land(lake, schema, records(schema, *(("c", row["id"], row) for row in rows)), 3)
+    assert rows_of(lake, "current", schema) == rows
+    with LakeSession(lake) as session:
+        assert session.query("FROM public.orders ORDER BY id").to_pylist() == rows
+
+
+@pytest.mark.long
+def test_an_earlier_position_is_read(lake: LakeLayout, orders: TableSchema, records: Records) -> None:
+    for n in range(1, 6):
+        land(lake, orders, records(orders, ("c", n, {"id": n})), n, fold=n in {2, 4})
+    for n in range(1, 6):
+        with LakeSession(lake, as_of=Seq(n)) as session:
+            assert session.query("SELECT count(*) n FROM public.orders").to_pylist() == [{"n": n}]
+    cut = last_cut(lake)
+    assert cut is not None
+    (table,) = cut.tables.values()
+    opened = open_table(
+        lake, lake.table_path("current", orders), lake.app_id("current", orders.table_id), version=table.current
+    )
+    assert opened is not None
+    assert (opened.n, opened.held) == (4, True)
+
+
+@pytest.mark.long
+def test_upkeep_leaves_few_files_and_every_row(lake: LakeLayout, orders: TableSchema, records: Records) -> None:
+    for n in range(1, 9):
+        land(lake, orders, records(orders, ("c", n, {"id": n})), n)
+    folder = Path(lake.table_path("history", orders))
+    assert tend_table(lake, "history", orders, now_ms=now_ms(), compact_files=3).files_compacted == 8
+    later = now_ms() + 10_000_000
+    for view in ("history", "current"):
+        assert tend_table(lake, view, orders, now_ms=later).files_deleted > 0  # type: ignore[arg-type]
+    tend_cuts(lake, now_ms=later)
+    assert (
+        len([path for path in folder.rglob("*.parquet") if "_delta_log" not in path.parts])
+        == {
+            "delta": 1,
+            "iceberg": 2,  # one for each day
+        }[lake.format]
+    )
+    land(lake, orders, records(orders, ("c", 9, {"id": 9})), 9)
+    assert [row["__seq"] for row in rows_of(lake, "history", orders)] == list(range(1, 10))
+    assert [row["id"] for row in rows_of(lake, "current", orders)] == list(range(1, 10))
+
+
+@pytest.mark.long
+def test_another_programs_rows_stop_the_table(lake: LakeLayout, orders: TableSchema, records: Records) -> None:
+    land(lake, orders, records(orders, ("c", 1, {"id": 1})), 1)
+    path = lake.table_path("current", orders)
+    if lake.format == "delta":
+        from deltalake import write_deltalake
+
+        write_deltalake(path, DeltaTable(path).to_pyarrow_table(), mode="append")
+    else:
+        table = catalog_of(lake).load_table(identifier_of(lake, path))
+        table.append(table.scan().to_arrow())
+    with pytest.raises(LakeTableForeign):
+        open_table(lake, path, lake.app_id("current", orders.table_id))
+
+
+def test_a_lake_keeps_its_format(tmp_path: Path, layout: LakeLayout, orders: TableSchema, records: Records) -> None:
+    land(layout, orders, records(orders, ("c", 1, {"id": 1})), 1)
+    with pytest.raises(LakeError, check=coded("lake_table_exists")):
+        append_history(iceberg(tmp_path), orders, [records(orders, ("c", 2, {"id": 2}))], Seq(2))
+
+
+def test_iceberg_has_keys_days_ids_and_properties(tmp_path: Path, orders: TableSchema, records: Records) -> None:
+    layout = iceberg(tmp_path)
+    land(layout, orders, records(orders, ("c", 1, {"id": 1}), ("c", 2, {"id": 2})), 2)
+    catalog = catalog_of(layout)
+    current, history = (catalog.load_table((f"shop_{view}", "public__orders")) for view in ("current", "history"))
+    assert current.metadata.format_version == 2
+    assert current.schema().identifier_field_names() == {"id"}
+    assert [str(field.transform) for field in history.spec().fields] == ["day"]
+    assert current.properties["millstream.n"] == "2"
+    assert current.properties["millstream.table-id"] == str(orders.table_id)
+    assert (current.properties["millstream.view"], current.properties["millstream.layout"]) == ("current", "1")
+    assert len(list(history.scan().plan_files())) == 2, "a file for each day"
+    (file,) = current.scan().plan_files()
+    ids = {field.name: field.field_id for field in current.schema().fields}
+    footer = pq.read_schema(file.file.file_path.removeprefix("file://"))
+    assert {field.name: int(field.metadata[b"PARQUET:field_id"]) for field in footer} == ids
+    assert pl.scan_iceberg(current).select("id").collect().to_series().sort().to_list() == [1, 2]
+    assert current.scan().to_duckdb("found").sql("SELECT sum(id) FROM found").fetchall() == [(3,)]
+
+
+def test_iceberg_refuses_the_tables_of_another_stream(tmp_path: Path, orders: TableSchema, records: Records) -> None:
+    land(iceberg(tmp_path), orders, records(orders, ("c", 1, {"id": 1})), 1)
+    other = iceberg(tmp_path, stream=7)
+    with pytest.raises(LakeTableForeign, check=coded("lake_of_another_stream")):
+        open_table(other, other.table_path("current", orders), other.app_id("current", TableId(3)))
+
+
+@pytest.mark.parametrize(
+    ("namespace", "name", "expected"),
+    [
+        ("public", "orders", "public__orders"),
+        ("public", "Orders", "public___rders_43fd82f7"),
+        ("a_", "b", "a___b_34e8dac7"),
+        ("a", "_b", "a___b_dd1c251a"),
+        ("a__b", "c", "a__b__c_57a76311"),
+    ],
+)
+def test_iceberg_names_tell_tables_apart(namespace: str, name: str, expected: str) -> None:
+    assert table_name(folder_name(namespace, name, TableId(4))) == expected
