@@ -123,7 +123,7 @@ def test_first_load_and_changes_land_as_on_one_machine(setting: Setting) -> None
     setting.source.execute("INSERT INTO items VALUES (100000, 'priced', 0, 9.99)")
     setting.home.caught_up()
     setting.check()
-    assert setting.home.status()["streams"][0]["pipeline"] == {"log_access": "flight"}
+    assert setting.home.status()["streams"][0]["pipeline"] == {"log_access": "flight", "waits_for": None}
     # Tokens of executors end with their driver.
     assert json.loads(setting.home.command("token", "ls", "--json")) == []
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from millstream.app.cluster import ACT, UNTESTED, checks_in
+from millstream.app.master_watch import MasterWatch
 from millstream.errors import EngineError, LogError, MillstreamError, Retry, UsageError
 from millstream.home.config_mapping import pipeline_config, spark_options
 from millstream.home.home import Home
@@ -36,6 +37,7 @@ logger = structlog.get_logger("millstream.pipeline")
 
 _LOOK_EVERY_S: Final = 0.1
 _SPARK_READY_S: Final = 200.0
+_NO_MASTER: Final = "waiting for Spark's master, which doesn't answer"
 _REPLAY_LINE_S: Final = 20.0
 """Seconds between log lines about a replay's progress."""
 
@@ -226,7 +228,8 @@ def run_pipelines(home: Home, lifeline: Lifeline, *, on_progress: Callable[[dict
         pipelines = [StreamPipeline(home, catalog, name, config) for name, config in home.config.streams.items()]
 
         def facts() -> dict[str, Any]:
-            return {"streams": {pipeline.name: pipeline.facts() for pipeline in pipelines}}
+            waits = {"waits_for": master.waits_for}
+            return {"streams": {pipeline.name: pipeline.facts() | waits for pipeline in pipelines}}
 
         def tell(pipeline: StreamPipeline) -> None:
             told = pipeline.facts()
@@ -238,6 +241,7 @@ def run_pipelines(home: Home, lifeline: Lifeline, *, on_progress: Callable[[dict
                 raise EngineError("the pipeline's Spark is still starting", hint="Run `millstream doctor` again later.")
             return {"checks": checks_in(open_context(spark_options(home)), home, catalog)}
 
+        master = MasterWatch(home.config.spark.master, lambda: _say_silence(home, lifeline))
         is_ready = threading.Event()
         stack.enter_context(ControlServer(home, "pipeline", {"status": facts}, {ACT: examined}))
         if not _wait_for_lead(home, lifeline):
@@ -245,8 +249,9 @@ def run_pipelines(home: Home, lifeline: Lifeline, *, on_progress: Callable[[dict
         if home.config.spark.is_untested:
             logger.warning(UNTESTED, code="master_untested", master=mask_address(home.config.spark.master))
         # Spark starts while capture is still finding its position; the threads below share the session.
-        if not _start_spark(lifeline, lambda: open_context(spark_options(home))):
-            return {}
+        with master.watching():
+            if not _start_spark(lifeline, lambda: open_context(spark_options(home))):
+                return {}
         is_ready.set()
         workers = [
             Worker(
@@ -301,6 +306,15 @@ def _start_spark(lifeline: Lifeline, start: Callable[[], object]) -> bool:
     starting.clear()
     _say_spark(lifeline, "ready", round(time.monotonic() - began_s, 1))
     return True
+
+
+def _say_silence(home: Home, lifeline: Lifeline) -> None:
+    """Report that Spark waits for a master that doesn't answer."""
+    master = mask_address(home.config.spark.master)
+    if lifeline.supervised:
+        lifeline.tell("spark", {"state": "waiting", "master": master})
+    else:
+        logger.warning(_NO_MASTER, master=master)
 
 
 def _say_spark(lifeline: Lifeline, state: str, seconds: float | None) -> None:

@@ -207,7 +207,10 @@ def _stream(
             },
         },
         "replay": landing.get("replay"),
-        "pipeline": {"log_access": catalog.fact(f"pipeline/{stream}", "log_access")},
+        "pipeline": {
+            "log_access": catalog.fact(f"pipeline/{stream}", "log_access"),
+            "waits_for": (pipeline or {}).get("waits_for"),
+        },
         "lake": {"state": lake_state(catalog, stream)},
         "ring": _ring(catalog, stream, problems),
         "sinks": {},

@@ -102,11 +102,7 @@ class RunReport:
         elif what == "ended":
             self._line.say(f"{name}: done")
         elif what == "spark":
-            self._line.say(
-                f"{name}: starting Spark …"
-                if facts["state"] == "starting"
-                else f"{name}: ready after {facts['seconds']:.0f} s"
-            )
+            self._line.say(f"{name}: {_spark_words(facts)}")
         elif what == "listening":
             self._line.say(f"{name}: http://{facts.get('address')}/metrics, /healthz, /status")
         elif what == "progress" and name in self._parts:
@@ -205,6 +201,13 @@ class PartReport:
             return 0
         caught_up = bool(outcome) and all(facts.get("caught_up") for facts in outcome.values())
         return 0 if caught_up and not quarantined and not paused and not copies_held else 1
+
+
+def _spark_words(facts: Mapping[str, Any]) -> str:
+    """Return how far Spark's start is."""
+    if facts["state"] == "waiting":
+        return f"waiting for Spark's master at {facts['master']}, which doesn't answer; the log goes on"
+    return "starting Spark …" if facts["state"] == "starting" else f"ready after {facts['seconds']:.0f} s"
 
 
 def _say_paused(tables: Sequence[str]) -> None:

@@ -134,6 +134,10 @@ def _print_errors(stream: dict[str, Any]) -> None:
     """Print the troubles of a stream's parts, and what to do about them."""
     if stream["lake"]["state"] != "ok":
         say(f"  lake: {stream['lake']['state']}; the log keeps what the lake lacks", fg="red")
+    if stream["pipeline"]["waits_for"] is not None:
+        say(
+            f"  pipeline: waits for Spark's master at {stream['pipeline']['waits_for']}, which doesn't answer", fg="red"
+        )
     for part, error in stream["errors"].items():
         how = {None: "", False: " waits, and retries", True: " has given up"}[error.get("gave_up")]
         say(f"  {part}{how}: {error['code']}: {error['message']}", fg="red")
