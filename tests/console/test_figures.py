@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -146,6 +149,26 @@ def test_a_writer_that_starts_again_makes_no_negative_rate(site: Site) -> None:
     figures.close()
 
 
+def test_the_first_sample_is_taken_at_once(site: Site) -> None:
+    figures = Figures(site.home, lambda: collect_status(site.home))
+    figures.start()
+    deadline_s = time.monotonic() + 0.9 * HOUR.step_s
+    while not figures.version:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    figures.close()
+
+
+@pytest.mark.long
+def test_a_status_that_counts_a_backlog_imports_no_pandas(site: Site) -> None:
+    program = (
+        "import pathlib, sys; from millstream.app.status import collect_status; from millstream.home.home import Home\n"
+        "lag = collect_status(Home(pathlib.Path(sys.argv[1])))['streams'][0]['lag']['lake']\n"
+        "sys.exit('pandas' in sys.modules or not lag['seconds'])"
+    )
+    subprocess.run([sys.executable, "-c", program, str(site.home.path)], check=True)
+
+
 def charts(figures: Figures, *, whole_home: bool = True) -> str:
     return Rendered(list(charts_page.area(figures, ["shop", "web"], "shop", "hour", whole_home=whole_home))).whole
 
@@ -158,7 +181,7 @@ def test_the_charts_have_every_figure_in_a_table_and_no_others_memory(site: Site
     shown = charts(figures)
     assert '<figure id="chart-disk">' in shown
     assert "Memory: all processes" in shown
-    assert shown.count("<tr data-at=") == 1
+    assert shown.count("<tr data-at=") == len(figures.of("shop", "hour")[0])
     assert "Memory" not in charts(figures, whole_home=False)
     figures.close()
 

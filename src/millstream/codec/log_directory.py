@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -71,7 +71,7 @@ def decode_directory(directory: Directory, operations: Bytes, batches: Bytes) ->
     _check_columns(of_operations, of_batches)
     if not of_batches.num_rows:
         raise CorruptFrame("a frame's directory is empty")
-    _check_ordinals(of_batches.column("operation").to_numpy(), of_operations.num_rows)
+    _check_ordinals(ints_of(of_batches.column("operation")), of_operations.num_rows)
     return of_operations, of_batches
 
 
@@ -104,10 +104,15 @@ def decode_directories(
         raise CorruptFrame("a frame's directory is empty")
     frame = np.repeat(np.arange(len(messages)), batch_counts)
     in_frame = np.array(operation_counts)
-    ordinals = batches.column("operation").to_numpy()
+    ordinals = ints_of(batches.column("operation"))
     _check_ordinals(ordinals, in_frame[frame])
     shifted = pa.array((ordinals + (np.cumsum(in_frame) - in_frame)[frame]).astype(np.int32))
     return operations, batches.set_column(batches.schema.get_field_index("operation"), _ORDINAL, shifted), frame
+
+
+def ints_of(column: pa.Array) -> Ints:
+    """Return a column of whole numbers without nulls. `to_numpy` would import pandas, most of the time of a first status."""
+    return cast("Ints", np.from_dlpack(column))
 
 
 def _check_columns(operations: pa.RecordBatch, batches: pa.RecordBatch) -> None:
@@ -141,7 +146,7 @@ def check_directory(operations: pa.RecordBatch, batches: pa.RecordBatch, starts:
         starts: for each frame, the row of its first batch.
         announced: the headers' counts and numbers.
     """
-    counts, firsts = (batches.column(name).to_numpy() for name in ("count", "first_seq"))
+    counts, firsts = (ints_of(batches.column(name)) for name in ("count", "first_seq"))
     most = np.maximum.reduceat(counts, starts)  # sums of counts this small can't overflow
     if counts.min() < 1 or (most > announced.count).any() or (np.add.reduceat(counts, starts) != announced.count).any():
         raise CorruptFrame("a frame's directory and its record count disagree")

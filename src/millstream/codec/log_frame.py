@@ -29,7 +29,7 @@ import pyarrow as pa
 
 from millstream.codec.arrow_ipc import decode_batch, decode_schema, encode_batch, encode_schema
 from millstream.codec.checksums import Bytes, crc32c
-from millstream.codec.log_directory import Announced, check_directory, decode_directory
+from millstream.codec.log_directory import Announced, check_directory, decode_directory, ints_of
 from millstream.codec.log_records import log_columns, records_of
 from millstream.codec.log_schemas import SchemaSet
 from millstream.errors import CorruptFrame, UnsupportedFormat
@@ -224,7 +224,7 @@ class RecordsFrame:
     def numbers_of(self, table_id: TableId, version: SchemaVersion) -> tuple[Seq, Seq]:
         """Return the least and the greatest of a part's numbers, from the directory alone."""
         tables, versions, firsts, counts = (
-            self.batches.column(name).to_numpy() for name in ("table_id", "schema_version", "first_seq", "count")
+            ints_of(self.batches.column(name)) for name in ("table_id", "schema_version", "first_seq", "count")
         )
         mine = (tables == table_id) & (versions == version)
         if not mine.any():

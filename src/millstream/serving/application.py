@@ -116,6 +116,9 @@ class Application:
     def asgi(self) -> Any:
         """Return the application, as a server calls it."""
         others = self.make_fastapi()
+        # FastAPI makes its tables of paths when it first looks for one, in tenths of a second: not while a viewer waits.
+        for route in others.routes:
+            route.matches({"type": "http", "method": "GET", "path": "/", "root_path": "", "headers": []})
         rows, lines, origins = self._writes, self._of_paths, self._origins
 
         async def application(scope: Scope, receive: Receive, send: Send) -> None:
