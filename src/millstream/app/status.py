@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from millstream.app.alerts.alert_file import delivery_facts, found_conditions
+from millstream.app.lag import backlog_counter, capture_lag, held_log, lake_lag
 from millstream.app.open_home import home_consumers
 from millstream.app.resources import resources_of
 from millstream.catalog.lake_state import lake_state
@@ -37,10 +38,6 @@ if TYPE_CHECKING:
 
     Paths = Callable[[TableRow], dict[str, str]]
     """Returns the path of each of a table's views in the lake, by the view's name."""
-
-
-_BACKLOGS_MAX: Final = 64
-"""Number of logs whose counts are kept: each may have some tens of megabytes of indexes."""
 
 
 def collect_status(home: Home, backlogs: dict[str, Backlogs] | None = None) -> dict[str, Any]:
@@ -84,7 +81,7 @@ def collect_status(home: Home, backlogs: dict[str, Backlogs] | None = None) -> d
         if its is not None and its["role"] not in {None, "leads"}:
             one["state"] = its["role"]
             if "lag" in one:  # the leader lands: nothing waits here
-                one["lag"] |= {"lake": _lake_lag(None)}
+                one["lag"] |= {"lake": lake_lag(None)}
     processes = {role: holder(home.run_folder, role).get("pid") for role in get_args(Role)} | _appending(home)
     found = {
         "home": str(home.path),
@@ -159,7 +156,7 @@ def _stream(
     captured, landing = (capture or {}).get("progress") or {}, (pipeline or {}).get("progress") or {}
     durable = _durable(home, name, problems)
     landed = _landed(home, catalog, name, stream, problems)
-    counted = _counter(home, name, durable, backlogs, problems)
+    counted = backlog_counter(home, name, durable, backlogs, problems)
     writers = catalog.writers(stream)
     writer = next((one for one in writers if one.name == _own_name(home)), writers[-1] if writers else None)
     shared = writer_facts(home, catalog, stream)
@@ -199,8 +196,8 @@ def _stream(
             "landed": None if landed is None else str(StreamToken.scalar(stream, landed)),
         },
         "lag": {
-            "capture": _capture_lag(captured),
-            "lake": _lake_lag(None if landed is None else counted(landed)),
+            "capture": capture_lag(captured),
+            "lake": lake_lag(None if landed is None else counted(landed)),
             "fold": {
                 "records": sum(t["fold_lag_records"] for t in landing["tables"]) if "tables" in landing else None,
                 "seconds": max((t["fold_lag_s"] or 0.0 for t in landing.get("tables", ())), default=None),
@@ -341,57 +338,6 @@ def _landed(home: Home, catalog: Catalog, name: str, stream: StreamId, problems:
     return catalog.landed(stream, PIPELINE)
 
 
-def _capture_lag(progress: dict[str, Any]) -> dict[str, Any]:
-    """Return the source's lead over the log; known only while capture runs."""
-    if not progress:
-        return {"records": None, "bytes": None, "seconds": None}
-    behind = max(0, progress.get("source_end", 0) - progress.get("durable", 0))
-    return {"records": 0 if behind == 0 else None, "bytes": behind, "seconds": 0.0 if behind == 0 else None}
-
-
-def _counter(
-    home: HomePaths, name: str, durable: Seq | None, backlogs: dict[str, Backlogs], problems: list[str]
-) -> Callable[[Seq], Backlog | None]:
-    """Return a function that counts what the log has after a number; None if it can't be read."""
-    from millstream.wal.backlog import Backlogs
-
-    folder = str(home.wal_folder(name))
-    own = backlogs.get(folder) or Backlogs(folder)
-    if len(backlogs) < _BACKLOGS_MAX:
-        backlogs[folder] = own
-
-    def counted(after: Seq) -> Backlog | None:
-        try:
-            return None if durable is None else own.between(after, durable)
-        except (LogError, OSError) as error:
-            backlogs.pop(folder, None)  # read again from the beginning next time
-            problems.append(f"log of {name}: {error}")
-            return None
-
-    return counted
-
-
-def _lake_lag(waiting: Backlog | None) -> dict[str, Any]:
-    """Return the log's lead over the lake."""
-    if waiting is None:
-        return {"records": None, "bytes": None, "seconds": None}
-    seconds = 0.0 if waiting.records == 0 else _age_s(waiting)
-    return {"records": waiting.records, "bytes": waiting.size_bytes, "seconds": seconds}
-
-
-def _held(needed_from: Seq, waiting: Backlog | None) -> dict[str, Any]:
-    """Return how much of the log lies from a number on."""
-    if waiting is None:
-        return {"from": int(needed_from), "bytes": None, "seconds": None}
-    return {"from": int(needed_from), "bytes": waiting.size_bytes, "seconds": _age_s(waiting)}
-
-
-def _age_s(waiting: Backlog) -> float | None:
-    """Return the age of its oldest record."""
-    oldest = waiting.oldest_commit_us
-    return None if oldest is None else max(0.0, time.time() - oldest / 1e6)
-
-
 def _log(home: HomePaths, name: str, problems: list[str]) -> dict[str, Any]:
     from millstream.wal.backlog import log_size
     from millstream.wal.reader import StreamReader
@@ -457,7 +403,7 @@ def _retention(
     return {
         "held": {
             # The tracker's: a pipeline without a reported position holds everything.
-            name: {"kind": holder.kind.value, **_held(needed, counted(Seq(needed - 1)))}
+            name: {"kind": holder.kind.value, **held_log(needed, counted(Seq(needed - 1)))}
             for name, holder in sorted(tracker.holders.items())
             if holder.kind is not HolderKind.SESSIONS  # the log's own: it gives way within a round of retention
             if (needed := Seq(max(1, holder.needed_from)))
