@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
 from pathlib import Path
 
 from tests.app.landed import LandedHome
 
 import millstream
+from millstream.delivery.backfill.rows import Rows, Wanted, tables_of, write_rows
+from millstream.delivery.definition import Definition
+from millstream.lake.query.query_session import LakeSession
+from millstream.model.positions import Seq
 from millstream.testing.pytest_plugin import Database
+from millstream.wal.reader import StreamReader
 
 
 def test_a_rename_that_no_record_shows_is_in_the_next_answers(tmp_path: Path, postgres: Database) -> None:
@@ -43,3 +49,33 @@ def test_a_timestamp_that_gets_the_name_of_a_text_has_its_values(tmp_path: Path,
         assert home.query("FROM public.t ORDER BY id", lake_only=True).to_pylist() == wanted
         records = home.query("SELECT a FROM history.\"public.t\" WHERE __op = 'c'").to_pylist()
         assert records == [{"a": datetime(2026, 1, 1, tzinfo=UTC)}]
+
+
+def test_swapped_names_and_a_renamed_key_copy_nothing_and_keep_all_values(tmp_path: Path, postgres: Database) -> None:
+    with postgres.connect(autocommit=True) as source:
+        source.execute("CREATE TABLE t (id int PRIMARY KEY, a text, b text, n int)")
+        source.execute("ALTER TABLE t ALTER a SET STORAGE EXTERNAL, ALTER b SET STORAGE EXTERNAL")
+        source.execute("INSERT INTO t SELECT i, repeat('a', 5000), repeat('b', 5000), i FROM generate_series(1, 3) i")
+        landed = LandedHome(tmp_path / "shop", postgres.dsn)
+        landed.catch_up()
+        source.execute("ALTER TABLE t RENAME a TO x; ALTER TABLE t RENAME b TO a; ALTER TABLE t RENAME x TO b")
+        source.execute("ALTER TABLE t RENAME id TO key; UPDATE t SET n = 10 WHERE key = 1; DELETE FROM t WHERE key = 3")
+        landed.capture()
+    wanted = [{"key": key, "b": "a" * 5000, "a": "b" * 5000, "n": n} for key, n in ((1, 10), (2, 2))]
+    with millstream.open(landed.home.path) as home:
+        assert home.query("FROM public.t ORDER BY key").to_pylist() == wanted
+        landed.land()
+        assert home.query("FROM public.t ORDER BY key", lake_only=True).to_pylist() == wanted
+        copied = home.query("SELECT count(*) AS n FROM history.\"public.t\" WHERE __op = 'r'").to_pylist()
+        assert copied == [{"n": 3}]
+    reader = StreamReader(str(landed.home.wal_folder("shop")))
+    for kind in ("changes", "latest"):
+        definition = Definition.parse({"name": "search", "kind": kind})
+        rows = Wanted("shop", definition, None, tables_of(reader, definition), reader.persisted_upto())
+        write_rows(tmp_path / kind, rows, reader, no_lake, lambda: False)
+        found = [json.loads(row.record)["row"] for row in Rows(tmp_path / kind, definition).read(0, 10)]
+        assert sorted(found, key=lambda row: row["key"]) == wanted
+
+
+def no_lake(_: Seq) -> LakeSession:
+    raise AssertionError("the log has all records")

@@ -286,9 +286,12 @@ FOLLOWED: dict[str, tuple[list[str], int]] = {
     "renamed and renamed back": (CASES["renamed and renamed back"][0], 0),
     "renamed twice, with rows in between": (["ALTER TABLE t RENAME b TO e", "INSERT INTO t VALUES (21, 1, 2, 3)", "ALTER TABLE t RENAME e TO f"], 0),
     "renamed, and a column added": (["ALTER TABLE t RENAME b TO e", "INSERT INTO t VALUES (21, 1, 2, 3)", "ALTER TABLE t ADD f text"], 0),
-    "names swapped": (["ALTER TABLE t RENAME a TO e", "ALTER TABLE t RENAME b TO a", "ALTER TABLE t RENAME e TO b"], 20),
+    "names swapped": (["ALTER TABLE t RENAME a TO e", "ALTER TABLE t RENAME b TO a", "ALTER TABLE t RENAME e TO b"], 0),
+    "swapped in one transaction, with rows around": (["INSERT INTO t VALUES (21, 1, 2, 3)", "BEGIN; ALTER TABLE t RENAME a TO e; ALTER TABLE t RENAME b TO a; ALTER TABLE t RENAME e TO b; COMMIT", "INSERT INTO t VALUES (22, 1, 2, 3)"], 0),
+    "swapped and swapped back, with rows in between": (["ALTER TABLE t RENAME a TO e; ALTER TABLE t RENAME b TO a; ALTER TABLE t RENAME e TO b", "UPDATE t SET a = 'x' WHERE id < 5", "ALTER TABLE t RENAME a TO e; ALTER TABLE t RENAME b TO a; ALTER TABLE t RENAME e TO b"], 0),
+    "a dropped column's name given to another": (["ALTER TABLE t DROP a", "ALTER TABLE t RENAME b TO a"], 0),
     "renamed, dropped, added under that name": CASES["renamed, dropped, added under that name"],
-    "renamed, and its old name given to another": (["ALTER TABLE t RENAME b TO e", "ALTER TABLE t ADD b text"], 20),
+    "renamed, and its old name given to another": (["ALTER TABLE t RENAME b TO e", "ALTER TABLE t ADD b text"], 0),
 }  # fmt: skip
 
 

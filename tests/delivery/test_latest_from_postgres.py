@@ -8,13 +8,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from tests.capture.capture_stage import Stage, make_config
 from tests.delivery.test_latest import Table
 from tests.delivery.test_record_reader import read_all, reader_of
 
 from millstream.catalog import Catalog
-from millstream.delivery.records.record_messages import Origin, merged
-from millstream.model.ids import ShardId
+from millstream.delivery.records.record_messages import KnownRow, Origin, merged
+from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId
+from millstream.model.schema import Column, TableSchema
 from millstream.protocol.delivery import LatestConsumer, Limits, Message, State
 from millstream.testing.postgres import EmbeddedPostgres
 from millstream.wal.writing.writer import LogWriter
@@ -39,7 +41,9 @@ def merge(older: Message, newer: Message) -> Message:
     assert isinstance(newer.origin, Origin)
     if not newer.origin.is_partial:
         return newer
-    return merged(older.origin.update or older.origin.record, newer, newer.origin)
+    record = older.origin.update or older.origin.record
+    assert record is not None
+    return merged(KnownRow(record, older.origin.schema), newer, newer.origin)
 
 
 def received(consumer: LatestConsumer, folder: Path, **fields: Any) -> list[dict[str, Any]]:
@@ -98,3 +102,27 @@ def test_a_copy_of_a_table_is_kept_by_its_newest_rows(postgres_server: EmbeddedP
     assert sorted(record["row"]["id"] for record in whole if record["op"] == "d") == [2, 3]
     assert {record["row"]["id"]: record["op"] for record in paid} == {1: "d", 2: "d", 3: "d", 4: "u", 5: "u", 12: "d"}
     assert truncate["op"] == "t"
+
+
+def test_a_value_left_unchanged_is_completed_from_its_own_column_alone() -> None:
+    older, newer = (
+        TableSchema(
+            TableId(1),
+            SchemaVersion(version),
+            SourceId(1),
+            "public",
+            "t",
+            tuple(Column(name, pa.string(), number=number) for number, name in enumerate(names, 1)),
+        )
+        for version, names in enumerate((("id", "a", "b", "c"), ("id", "b", "a", "c")))
+    )
+    known = {"op": "u", "row": {"id": "1", "a": "A", "b": "B", "c": "C"}, "unchanged": [], "exact": {}}
+    update = {"op": "u", "row": {"id": "1", "b": "x"}, "unchanged": ["a", "c"], "exact": {}}
+    origin = Origin("g", json.dumps(update), is_partial=True, schema=newer)
+    message = Message(0, 0, "id", ("g",), 1, barrier=False, size=1, origin=origin)
+    for schema, row, unchanged in ((newer, {"a": "A", "b": "x", "c": "C"}, []), (older, {"b": "x", "c": "C"}, ["a"])):
+        whole = merged(KnownRow(json.dumps(known), schema), message, origin).origin
+        assert isinstance(whole, Origin)
+        assert whole.record is not None
+        found = json.loads(whole.record)
+        assert (found["row"], found["unchanged"]) == ({"id": "1", **row}, unchanged)

@@ -51,7 +51,8 @@ class Definitions:
     def note(self, table_id: TableId, renamed: Mapping[str, str]) -> None:
         """Store that a table waits for a definition; `look` has to follow. `renamed` has new names by old ones."""
         with self._lock:
-            self._renamed[table_id] = {**self._renamed.get(table_id, {}), **renamed}
+            before = {old: renamed.get(new, new) for old, new in self._renamed.get(table_id, {}).items()}
+            self._renamed[table_id] = {**renamed, **before}
             self._notes[table_id] = self._notes.get(table_id, 0) + 1
             self._catalog.put_fact(self._scope, str(table_id), self._renamed[table_id])
 

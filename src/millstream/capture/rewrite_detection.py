@@ -43,10 +43,8 @@ from millstream.capture.transient_column_names import (
     Expected,
     Form,
     Judgement,
-    Names,
     Shape,
     Shown,
-    former_names,
     judged,
     kept,
     numbers_of,
@@ -71,20 +69,18 @@ class KnownLayouts:
     def renamed(self, table: SourceTable, id_: TableId) -> dict[str, str]:
         """Return the new names of columns by the old ones, if readers can follow them by the columns' numbers.
 
-        Nothing if one of them has a name that another column of the table had, or a name that the log alters.
+        Nothing if one of them has a name that the log alters.
         """
         known = self._known.get(str(id_))
         if known is None:
             return {}
-        had, gone = _known_names(known), _gone(known, table)
+        had = _known_names(known)
         sent = _sent(table)
         names = log_names([column.name for column in sent])
         new = {c.number: name for c, name in zip(sent, names, strict=True) if had.get(c.number, name) != name}
-        taken = {*gone, *_former(known), *had.values()}
-        taken |= {name for shape in _shapes(known, table) for name, _ in shape.columns.values()}
         plain = {(number, name) for number, name, *_ in known["columns"]} >= {(n, had[n]) for n in new}
         plain = plain and {(c.number, c.name) for c in sent} >= set(new.items())
-        return {had[n]: name for n, name in new.items()} if plain and taken.isdisjoint(new.values()) else {}
+        return {had[n]: name for n, name in new.items()} if plain else {}
 
     def news(self, table: SourceTable, id_: TableId, sent: Restriction, *, follows: bool = False) -> str | None:
         """Return what changed in the table, or in what is sent of it, that its rows in the log don't show.
@@ -116,7 +112,7 @@ class KnownLayouts:
         # If the stream shows again what a copy didn't change, another copy won't either.
         odd = known.get("odd", []) if now.is_like(shapes[-1]) else []
         left = [one for one in shown if one.stored_form() not in odd]
-        return judged(left, shapes, now, names=Names(_former(known), _gone(known, table)) if follows else None)
+        return judged(left, shapes, now, follows=follows)
 
     def numbers(
         self, table: SourceTable, id_: TableId, now: Shape, shown: Sequence[Shown]
@@ -161,7 +157,7 @@ class KnownLayouts:
             copied: whether its rows are copied again.
         """
         known = self._known.get(str(id_))
-        gone, former, shapes, odd_forms = list[str](), dict[str, int](), [now], list[Any]()
+        gone, shapes, odd_forms = list[str](), [now], list[Any]()
         if known is not None:
             shapes = kept(_shapes(known, table), since)
             if now.is_like(shapes[-1]):
@@ -170,17 +166,13 @@ class KnownLayouts:
                 shapes.append(now)
             if not copied:
                 # A copy brings the rows' present values. Without a copy, a dropped name may come back.
-                today = {name: number for number, (name, _) in now.columns.items()}
-                former = former_names(_former(known), shown, shapes)
-                former = {name: number for name, number in former.items() if today.get(name) != number}
-                names = {name for one in shown for name, _ in one.form if name not in former}
-                gone = sorted((_gone(known, table) | names) - today.keys())
+                today = {name for name, _ in now.columns.values()}
+                gone = sorted((_gone(known, table) | {name for one in shown for name, _ in one.form}) - today)
         columns = _sent(table)
         value = {
             "relfilenode": table.relfilenode,
             "columns": [[c.number, c.name, c.type_oid, c.type_modifier] for c in columns],
             "gone": gone,
-            "former": former,
             "shapes": [shape.stored() for shape in shapes],
             "odd": odd_forms if odd is None else [*odd_forms, odd.stored_form()],
             "written_by": {str(c.number): c.written_by for c in columns},
@@ -287,11 +279,6 @@ def _gone(known: dict[str, Any], table: SourceTable) -> set[str]:
     return {*known["gone"], *(name for number, name in _known_names(known).items() if number not in live)}
 
 
-def _former(known: dict[str, Any]) -> dict[str, int]:
-    """Return names of live columns in records since the last copy that were renamed since, with their numbers."""
-    return dict(known.get("former", {}))
-
-
 def _known_names(known: dict[str, Any]) -> dict[int, str]:
     """Return the log's names of the columns as last seen, by number."""
     columns = {number: name for number, name, _, _ in known["columns"]}
@@ -315,8 +302,6 @@ def _news_of_columns(known: dict[str, Any], table: SourceTable, renamed: Mapping
         elif column.number not in before:
             if log_name in gone:
                 yield f"column {column.name} was dropped and added again"
-            elif log_name in renamed:
-                yield f"column {column.name} was added under the name that another column had"
             elif column.filled:
                 yield f"column {column.name} was added with a value for existing rows"
             elif rewritten:

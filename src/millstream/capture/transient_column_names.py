@@ -18,7 +18,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
@@ -288,29 +287,17 @@ class Judgement:
     """The form that nothing explains."""
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
-    """Names that a table's columns have had in records since its last copy."""
-
-    former: Mapping[str, int]
-    """Those of live columns that were renamed since, with their numbers."""
-    gone: AbstractSet[str]
-    """Those of dropped columns, and those whose column isn't known."""
-
-
-def judged(shown: Sequence[Shown], before: Sequence[Shape], now: Shape, *, names: Names | None = None) -> Judgement:
+def judged(shown: Sequence[Shown], before: Sequence[Shape], now: Shape, *, follows: bool = False) -> Judgement:
     """Explain the forms of a table's records.
 
     Args:
         shown: the forms.
         before: the shapes of earlier looks, ascending; at least one that isn't younger than the forms.
         now: the shape at a look that began after the forms were noted.
-        names: names from before those shapes, if renames are followed: records under a name that only one column ever
-            had are right, whatever its name is now. None: a renamed column is copied again.
+        follows: whether readers follow columns by their numbers: records that name them, and have one reading, are right
+            whatever the names are now. Otherwise a renamed column is copied again.
     """
     left = []
-    users = {} if names is None else _users(names.former, shown, before, now)
-    gone = set[str]() if names is None else names.gone - names.former.keys()
     for one in shown:
         found = _readings(one, before, now)
         columns = ", ".join(name for name, _ in one.form)
@@ -318,12 +305,7 @@ def judged(shown: Sequence[Shown], before: Sequence[Shape], now: Shape, *, names
             left.append(replace(one, looks=one.looks + 1))
         elif not found or len(found) > _WAYS_MAX:
             return Judgement(f"records have the columns {columns}, which can't be explained", odd=one)
-        elif (
-            names is not None
-            and one.is_numbered
-            and len(found) == 1
-            and all(users[name] == {n} and name not in gone for (name, _), n in zip(one.form, found[0], strict=True))
-        ):
+        elif follows and one.is_numbered and len(found) == 1 and _are_told(one.form, found[0], before, now):
             continue
         elif wrong := [w for numbers in found if (w := _misnamed(one.form, numbers, now)) is not None]:
             if len(wrong) == len(found) == 1:
@@ -397,6 +379,20 @@ def _fits(column: tuple[str, int], number: int, shapes: tuple[Shape, Shape]) -> 
     return not known or 0 in known or column[1] in {0, *known}
 
 
+def _are_told(form: Form, numbers: Sequence[int], before: Sequence[Shape], now: Shape) -> bool:
+    """Return whether readers learn what a form's names are now: by records as they are, or since a column was renamed.
+
+    No definition enters for a column that was added under the name of one that is gone.
+    """
+    today = {name: number for number, (name, _) in now.columns.items()}
+    had = {(number, name) for shape in before for number, (name, _) in shape.columns.items()}
+    renamed = {now.columns[n][0] for n, name in had if n in now.columns and now.columns[n][0] != name}
+    return all(
+        today.get(name, number) == number or number in now.columns or name in renamed
+        for (name, _), number in zip(form, numbers, strict=True)
+    )
+
+
 def _misnamed(form: Form, numbers: Sequence[int], now: Shape) -> str | None:
     """Return which of today's columns isn't what records have under its name; None if each is."""
     today = {name: number for number, (name, _) in now.columns.items()}
@@ -406,33 +402,6 @@ def _misnamed(form: Form, numbers: Sequence[int], now: Shape) -> str | None:
         if today.get(name, number) != number:
             return f"another column was called {name} for a while"
     return None
-
-
-def former_names(former: Mapping[str, int], shown: Sequence[Shown], shapes: Sequence[Shape]) -> dict[str, int]:
-    """Return the numbers of the columns that have had names, at looks or in records, if each had one column.
-
-    Args:
-        former: names from before, with their numbers.
-        shown: forms of records.
-        shapes: of looks, the last one included.
-    """
-    users = _users(former, shown, shapes[:-1], shapes[-1])
-    return {name: next(iter(numbers)) for name, numbers in users.items() if len(numbers) == 1}
-
-
-def _users(
-    former: Mapping[str, int], shown: Sequence[Shown], before: Sequence[Shape], now: Shape
-) -> dict[str, set[int]]:
-    """Return by name the numbers of the columns that have had it, or may have had it in records."""
-    users = {name: {number} for name, number in former.items()}
-    for shape in (*before, now):
-        for number, (name, _) in shape.columns.items():
-            users.setdefault(name, set()).add(number)
-    for one in shown:
-        for reading in _readings(one, before or [now], now):
-            for (name, _), number in zip(one.form, reading, strict=True):
-                users.setdefault(name, set()).add(number)
-    return users
 
 
 def _at(shapes: Sequence[Shape], lsn: Lsn) -> Shape:

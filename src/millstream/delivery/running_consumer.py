@@ -16,7 +16,7 @@ import msgspec
 from millstream.delivery.ack_ids import AckIds
 from millstream.delivery.backfill.backfill_control import Backfilling, Notes
 from millstream.delivery.consumer_store import Letter, Stored, died_letters
-from millstream.delivery.records.record_messages import Origin, merged, record_of
+from millstream.delivery.records.record_messages import KnownRow, Origin, merged, record_of
 from millstream.delivery.records.record_reader import ConsumerReader
 from millstream.errors import CursorExpired, LogTruncated, MillstreamError, OffsetExpired
 from millstream.model.ids import StreamId, TableId
@@ -389,10 +389,11 @@ class Running:
         if not (isinstance(origin, Origin) and origin.is_partial):
             return newer
         record = (known.update if isinstance(known, Origin) else None) or self.origin(older)[1]
+        row = KnownRow(record, known.schema if isinstance(known, Origin) else None)
         if msgspec.json.decode(record)["op"] == Op.DELETE.letter:
             with suppress(MillstreamError):  # reading on reports it
-                record = self._records.row_between(older, newer) or record
-        return merged(record, newer, origin)
+                row = self._records.row_between(older, newer) or row
+        return merged(row, newer, origin, self.definition.renamed)
 
     # --- settling ----------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from millstream.errors import LakeBehind, LakeError, LogError, PositionError
 from millstream.lake.layout import has_current
 from millstream.lake.query.duckdb_connection import quote
 from millstream.lake.types import EXACT, from_text, same_type, texts_of, to_text
+from millstream.model.column_renames import Names, names_in
 from millstream.model.ids import Epoch, ShardId, TableId
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq
@@ -176,7 +177,7 @@ def write_rows(
                     after = lake.token.linear()
                     for table, schema in wanted.tables.items():
                         for rows in _lake_rows(lake, table, schema, wanted):
-                            newest.add(rows)
+                            newest.add_lake(schema, rows)
                             _check(should_stop)
             if wanted.tables and wanted.upto > after:
                 for count, record in enumerate(_log_records(wanted, reader, after)):
@@ -238,8 +239,17 @@ class _Newest:
     def __init__(self, file: sqlite3.Connection, wanted: Wanted) -> None:
         self._file = file
         self._conditions = {name for predicate in wanted.predicates for name in predicate.columns}
-        self._keys: dict[TableId, tuple[str, ...]] = {}
-        """The key of each table as its last record has it."""
+        self._of_lake: dict[TableId, TableSchema] = {}
+        """Schemas under which rows of the lake were added."""
+        self._schemas: dict[TableId, TableSchema] = {}
+        """Schemas of the tables' last records."""
+        file.create_function("renamed", 2, self._renamed, deterministic=True)
+        self._names: Names = {}
+
+    def add_lake(self, schema: TableSchema, rows: Iterable[tuple[Any, ...]]) -> None:
+        """Add rows of the lake, which come before all records."""
+        self._of_lake[schema.table_id] = schema
+        self.add(rows)
 
     def add(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Add rows as `_row` returns them."""
@@ -252,10 +262,13 @@ class _Newest:
         """Apply a record of the log."""
         schema, op = record.schema, record.facts["op"]
         table = schema.table_id
-        if self._keys.setdefault(table, schema.key) != schema.key or op == Op.TRUNCATE.letter:
+        before = self._schemas.get(table)
+        self._schemas[table] = schema
+        if op == Op.TRUNCATE.letter or not (before is None or before.has_key_of(schema)):
             # After a change of its key, a table is copied again.
-            self._keys[table] = schema.key
             self._file.execute("DELETE FROM newest WHERE source = ?", (int(table),))
+        elif names := names_in(before or self._of_lake.get(table, schema), schema):
+            self._rename(table, names)
         if op == Op.DELETE.letter:
             self._remove(record, record.facts["row"])
         elif op in {Op.CREATE.letter, Op.UPDATE.letter, Op.COPY.letter}:
@@ -268,6 +281,23 @@ class _Newest:
             elif op == Op.UPDATE.letter and facts["before"]:
                 self._remove(record, facts["before"])
             self.add([_row(schema, facts, record.keys, record.own, matches=matches)])
+
+    def _rename(self, table: TableId, names: Names) -> None:
+        """Give the columns of a table's rows their names of now."""
+        self._names = names
+        self._file.execute(
+            "UPDATE newest SET facts = renamed(facts, 0), row_text = CASE WHEN row_text IS NOT NULL THEN renamed(facts, 1) END"
+            " WHERE source = ?",
+            (int(table),),
+        )
+
+    def _renamed(self, text: str, is_row_alone: int) -> str:
+        wanted = {old: name for name, old in self._names.items() if old is not None}
+        facts = json.loads(text)
+        for field in ("row", "exact"):
+            kept = {n: v for n, v in facts[field].items() if n in wanted or n not in self._names}
+            facts[field] = {wanted.get(name, name): value for name, value in kept.items()}
+        return _text(facts["row"]) if is_row_alone else msgspec.json.encode(facts).decode()
 
     def _completed(self, record: _Record) -> tuple[dict[str, Any], bool]:
         """Return a record with the values that it left unchanged, and whether it matches."""

@@ -7,7 +7,7 @@ record left unchanged (TOAST) from there. So a `d` that stands for an update kee
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -139,19 +139,20 @@ class Newest(NamedTuple):
     """Whether the record, or that update, left columns unchanged."""
 
 
-def completed(older: str, newer: Newest) -> Newest:
+def completed(older: str, newer: Newest, others: Container[str] = ()) -> Newest:
     """Return a newer state of a key with the values of columns that it left unchanged, as far as the older one has them.
 
     Args:
         older: the older record, or the update that a `d` stands for, as JSON.
         newer: the newer state, which leaves columns unchanged.
+        others: names that another column has in the older one.
     """
     source = msgspec.json.decode(older)
     if source["op"] != _UPDATE:
         return newer
     target = msgspec.json.decode(newer.update or newer.record)
     known = source["row"]
-    filled = {name: known[name] for name in target["unchanged"] if name in known}
+    filled = {name: known[name] for name in target["unchanged"] if name in known and name not in others}
     if not filled:
         return newer
     row = target["row"] | filled

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -10,7 +10,9 @@ import msgspec
 from millstream.delivery.definition import Definition
 from millstream.delivery.records.latest import OLD, KeyState, Newest, completed, states_of
 from millstream.delivery.sinks import LoggedRow
+from millstream.model.column_renames import names_in
 from millstream.model.records import Op
+from millstream.model.schema import TableSchema
 from millstream.protocol.delivery.messages import Message
 from millstream.wal.records_json import Line
 
@@ -31,6 +33,8 @@ class Origin(NamedTuple):
     """With kind `latest`: whether the record, or that update, left columns unchanged."""
     logged: LoggedRow | None = None
     """The record in the log's form, if the consumer's sink needs the types of its columns."""
+    schema: TableSchema | None = None
+    """With kind `latest`: the table's schema when the record was made."""
 
 
 def record_of(origin: Origin) -> str:
@@ -42,26 +46,40 @@ def record_of(origin: Origin) -> str:
     return logged.texts(logged.batch.slice(logged.row, 1))[0]
 
 
-def row_of(line: Line, groups: tuple[str, ...], group: str, definition: Definition) -> str | None:
-    """Return the row that a key has after a record, as JSON of an update, whether it matches or not; None if it has none."""
+class KnownRow(NamedTuple):
+    """A row of a key: an update, or another record of it."""
+
+    record: str
+    """As JSON."""
+    schema: TableSchema | None
+    """The table's schema then, if it is known."""
+
+
+def row_of(line: Line, groups: tuple[str, ...], group: str, definition: Definition) -> KnownRow | None:
+    """Return the row that a key has after a record, as an update, whether it matches or not; None if it has none."""
     for state in states_of(line.facts, line.schema.key, groups, is_gone=True):
         if state.group == group and state.update is not None:
-            return _json(state.update, definition)
+            return KnownRow(_json(state.update, definition), line.schema)
     return None
 
 
-def merged(record: str, newer: Message, origin: Origin) -> Message:
+def merged(known: KnownRow, newer: Message, origin: Origin, chosen_names: Mapping[str, str] | None = None) -> Message:
     """Return a message that leaves columns unchanged and replaces an undelivered one of its key.
 
     Args:
-        record: the record, or the update, of the message that is replaced, as JSON.
+        known: the record, or the update, of the message that is replaced.
         newer: the message that replaces it.
         origin: that message's facts.
+        chosen_names: the consumer's names of the columns that it chooses; None: all, under their own names.
     """
-    whole = completed(record, Newest(record_of(origin), origin.update, origin.is_partial))
-    return newer._replace(
-        size=len(whole.record), origin=Origin(origin.group, whole.record, origin.committed_us, *whole[1:])
-    )
+    moved: Collection[str] = ()
+    if known.schema is not None and origin.schema is not None and known.schema is not origin.schema:
+        moved = names_in(known.schema, origin.schema)
+    if chosen_names is not None:
+        moved = [chosen_names[name] for name in moved if name in chosen_names]
+    whole = completed(known.record, Newest(record_of(origin), origin.update, origin.is_partial), moved)
+    told = Origin(origin.group, whole.record, origin.committed_us, *whole[1:], schema=origin.schema)
+    return newer._replace(size=len(whole.record), origin=told)
 
 
 def chosen(facts: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
@@ -85,16 +103,19 @@ def newest_messages(
         origin = Origin(None, record, moment)
         return Message(0, 0, id_, (), table, barrier=True, size=len(record), origin=origin, truncates=True), None
     states = states_of(line.facts, line.schema.key, groups, is_gone=is_gone)
-    first, *rest = (_state_message(state, id_, table, moment, definition) for state in states)
+    first, *rest = (_state_message(state, id_, line.schema, moment, definition) for state in states)
     return first, rest[0] if rest else None
 
 
-def _state_message(state: KeyState, id_: str, table: int, moment: int | None, definition: Definition) -> Message:
+def _state_message(
+    state: KeyState, id_: str, schema: TableSchema, moment: int | None, definition: Definition
+) -> Message:
     record = _json(state.facts, definition)
     update = None if state.update is None else _json(state.update, definition)
     is_partial = bool((state.update or state.facts)["unchanged"])
-    origin = Origin(state.group, record, moment, update, is_partial)
+    origin = Origin(state.group, record, moment, update, is_partial, schema=schema)
     own_id = f"{id_}{OLD}" if state.is_old else id_
+    table = int(schema.table_id)
     return Message(0, 0, own_id, (state.group,), table, barrier=False, size=len(record), origin=origin)
 
 

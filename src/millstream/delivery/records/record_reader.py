@@ -22,7 +22,7 @@ import pyarrow as pa
 from millstream.delivery.definition import NO_GROUPS, Definition, Selection
 from millstream.delivery.records.groups import groups_of
 from millstream.delivery.records.latest import OLD
-from millstream.delivery.records.record_messages import Origin, newest_messages, row_of
+from millstream.delivery.records.record_messages import KnownRow, Origin, newest_messages, row_of
 from millstream.delivery.records.record_texts import record_texts
 from millstream.delivery.records.where_filter import selected
 from millstream.delivery.sinks import LoggedRow
@@ -271,8 +271,8 @@ class ConsumerReader:
             for part in self._reader.read(shard, start, tables=wanted, numbers=(Seq(after), Seq(upto))):
                 yield _complete_groups(self._newest, part, groups)
 
-    def row_between(self, older: Message, newer: Message) -> str | None:
-        """Return the row that a key had before its newer message, though no message tells of it, as JSON of an update.
+    def row_between(self, older: Message, newer: Message) -> KnownRow | None:
+        """Return the row that a key had before its newer message, though no message tells of it, as an update.
 
         A row that is inserted again behind an undelivered `d`, and doesn't match `where`, gives no message; an update
         may then leave columns unchanged in it.
