@@ -1,19 +1,24 @@
 """The packages that Spark's executors need, as one archive: a folder for PYTHONPATH.
 
-They are copied from this Python, so their versions are the driver's. A packed virtual environment would link to a
-base Python that workers may lack; these files need any Python of the same minor version and platform.
+They are copied from this Python, so their versions are the driver's. For workers of another platform pip fetches the
+same versions. A packed virtual environment would link to a base Python that workers may lack; these files need any
+Python of the same minor version, on their platform.
 """
 
 from __future__ import annotations
 
 import io
 import re
+import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 import millstream
@@ -27,6 +32,8 @@ _FOLDER: Final = "millstream-executor"
 _OWN: Final = ("millstream", "pyspark_millstream")
 _UNUSED: Final = re.compile(r"(^|/)(__pycache__|tests|include)/|\.(pyc|pyx|pxd|h)$")
 """Files that no program imports."""
+_DATA: Final = re.compile(r"^[^/]+\.data/(?:purelib|platlib)/")
+"""Folder in a wheel whose contents are installed next to its packages."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -48,11 +55,17 @@ class PackedPackages:
         }
 
 
-def pack_executor_packages(file: Path) -> PackedPackages:
+def pack_executor_packages(file: Path, platforms: Sequence[str] = ()) -> PackedPackages:
     """Write the archive; an existing file is replaced.
+
+    Args:
+        file: where to write it.
+        platforms: tags of the workers' platform, as in names of wheels (`manylinux_2_28_aarch64`); any of them fits.
+            Empty: this machine's.
 
     Raises:
         UsageError (`missing_extra`): a package of the extra isn't installed here.
+        UsageError: pip finds no wheel of a package for the platform.
         OSError: the file can't be written.
     """
     file = file.absolute()
@@ -65,11 +78,50 @@ def pack_executor_packages(file: Path) -> PackedPackages:
             folder = Path(millstream.__file__).parent.parent / name
             for path in sorted(folder.rglob("*")):
                 _add(archive, path, f"{name}/{path.relative_to(folder)}")
-        for package in found:
+        if platforms:
+            _add_wheels(archive, found, platforms)
+        for package in () if platforms else found:
             for entry in package.files or ():
                 _add(archive, Path(str(package.locate_file(entry))), str(entry))
     versions = {str(package.metadata["Name"]): package.version for package in found}
     return PackedPackages(file, {"millstream": millstream.__version__} | versions, file.stat().st_size)
+
+
+def _add_wheels(archive: tarfile.TarFile, packages: Sequence[Distribution], platforms: Sequence[str]) -> None:
+    """Add the packages of a platform, fetched by pip from the index that the user has set."""
+    wanted = [f"{package.metadata['Name']}=={package.version}" for package in packages]
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    fits = [word for platform in platforms for word in ("--platform", platform)]
+    with TemporaryDirectory(prefix="millstream-env-") as folder:
+        command = [*_pip(), "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        options = ["--only-binary=:all:", "--python-version", version, *fits, "--dest", folder]
+        done = subprocess.run([*command, *options, *wanted], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise UsageError(
+                f"pip fetched no wheels for {' or '.join(platforms)}: {done.stderr.strip()[-1000:]}",
+                hint="Name the platform as in the names of wheels, such as manylinux_2_28_aarch64; --platform may be repeated.",
+            )
+        for wheel in sorted(Path(folder).glob("*.whl")):
+            with zipfile.ZipFile(wheel) as content:
+                for name in content.namelist():
+                    if not name.endswith("/"):
+                        _add_data(archive, _DATA.sub("", name), content.read(name))
+
+
+def _pip() -> list[str]:
+    """Return the command for pip: this Python's, or the one that Python brings along for new environments."""
+    if find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    found = find_spec("ensurepip")
+    for folder in (found.submodule_search_locations if found is not None else None) or ():
+        for wheel in sorted(Path(folder, "_bundled").glob("pip-*.whl")):
+            return [sys.executable, str(wheel / "pip")]
+    raise UsageError(
+        "pip fetches the packages of another platform, and isn't installed here",
+        code="missing_extra",
+        hint="python -m ensurepip, or install pip with the tool that made this environment.",
+        extra="pip",
+    )
 
 
 def _distributions() -> Iterator[Distribution]:
@@ -106,9 +158,13 @@ def _required(name: str) -> Iterator[tuple[str, bool]]:
 
 
 def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
-    if name.startswith("..") or _UNUSED.search(name) or not path.is_file():
+    if path.is_file():
+        _add_data(archive, name, path.read_bytes())
+
+
+def _add_data(archive: tarfile.TarFile, name: str, data: bytes) -> None:
+    if name.startswith("..") or _UNUSED.search(name):
         return
     facts = tarfile.TarInfo(name)
-    data = path.read_bytes()
     facts.size, facts.mode = len(data), 0o644
     archive.addfile(facts, io.BytesIO(data))

@@ -41,15 +41,24 @@ def fold(invocation: Invocation, tables: tuple[str, ...], stream: str | None, as
 
 @pipeline.command("env")
 @click.argument("file", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path))
+@click.option(
+    "--platform",
+    "platforms",
+    metavar="TAG",
+    multiple=True,
+    help="The workers' platform, as in names of wheels (manylinux_2_28_aarch64), if it isn't this machine's: pip fetches "
+    "the packages. May be repeated; any of them fits.",
+)
 @json_option
-def env(file: Path, as_json: bool) -> None:
+def env(file: Path, platforms: tuple[str, ...], as_json: bool) -> None:
     """Pack what Spark's executors need into FILE (.tar.gz), and print the lines for millstream.toml.
 
-    The packages are this Python's, so workers need a Python of the same minor version and the same platform.
+    The packages are this Python's, so workers need a Python of the same minor version, and the same
+    platform unless --platform names theirs.
     """
     from millstream.app.executor_packages import pack_executor_packages
 
-    packed = pack_executor_packages(file)
+    packed = pack_executor_packages(file, platforms)
     if as_json:
         facts = {"file": str(packed.file), "size_bytes": packed.size_bytes, "packages": packed.versions}
         print_json(facts | {"conf": packed.conf()})
