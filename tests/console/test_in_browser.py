@@ -209,6 +209,38 @@ def test_a_query_is_asked_by_the_keyboard(browser: Chromium, server: Served) -> 
     assert browser.problems == []
 
 
+def test_names_are_completed_by_the_keyboard_and_the_pointer(browser: Chromium, server: Served) -> None:
+    show(browser, server, "/query")
+    sql = "document.querySelector('textarea').value"
+    shown = "[...document.querySelectorAll('#names li')].map((item) => item.textContent).join()"
+    browser.run("document.querySelector('textarea').focus()")
+    browser.call("Input.insertText", text="SELECT count(*) FROM or")
+    browser.until(f"{shown} === 'public.orders'")
+    browser.press("ArrowDown")
+    assert browser.run(
+        "document.getElementById(document.activeElement.getAttribute('aria-activedescendant')).ariaSelected"
+    )
+    browser.press("Enter")
+    browser.until(f"{sql} === 'SELECT count(*) FROM public.orders'")
+    browser.call("Input.insertText", text=" WHERE t")
+    browser.until(f"{shown}.startsWith('total')")
+    browser.click("#names li")
+    browser.until(f"{sql} === 'SELECT count(*) FROM public.orders WHERE total'")
+    browser.run(
+        "document.querySelector('select[name=stream]').value = 'web'; document.querySelector('textarea').focus()"
+    )
+    browser.call("Input.insertText", text=" AND <")
+    browser.call("Input.insertText", text=" img")
+    browser.until(f"{shown}.includes('onerror=alert')")
+    assert browser.run("document.querySelector('img') === null")
+    browser.press("Tab")
+    browser.until("document.getElementById('names').hidden")
+    browser.run("document.querySelector('button[value=table]').click()")
+    browser.until(
+        "document.querySelector('#main .trouble') !== null && document.querySelector('li[data-columns]') !== null"
+    )
+
+
 def test_a_token_logs_in_and_out(browser: Chromium, tmp_path: Path) -> None:
     folder = make_home(tmp_path / "home", "[streams.shop]\n[http]\ntokens_required = true\n")
     home = Home(folder)

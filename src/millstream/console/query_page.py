@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -96,8 +97,16 @@ def names(home: Home, streams: Sequence[str]) -> Html:
             if schema.kind is TableKind.TABLE
         ]
     items = [
-        tag("li", tag("code", schema.full_name), f" ({name}): {', '.join(column.name for column in schema.columns)}")
+        tag(
+            "li",
+            tag("code", schema.full_name),
+            f" ({name}): {', '.join(columns)}",
+            data_stream=name,
+            data_table=schema.full_name,
+            data_columns=json.dumps(columns),
+        )
         for name, schema in found
+        for columns in [[column.name for column in schema.columns]]
     ]
     if not items:
         return tag("p", "There are no tables so far.", class_="note")

@@ -31,7 +31,7 @@ from millstream.console import (
 )
 from millstream.console.figure_ring import PERIODS
 from millstream.console.figures import Figures
-from millstream.console.html import Content, Piece, Rendered, tag
+from millstream.console.html import Content, Html, Piece, Rendered, tag
 from millstream.console.live_status import Live, Snapshot, View
 from millstream.console.page_frame import PAGES, address, error_content, link, login_content, page
 from millstream.console.view import Sight, troubles_of
@@ -300,8 +300,10 @@ class Console:
         caller, sight = await self._viewer(request)
         streams = self._streams(sight)
         asked = query_page.Asked(request.query_params.get("stream", ""), request.query_params.get("sql", ""))
-        names = await asyncio.wrap_future(self._threads.submit(query_page.names, self._home, streams))
-        return _html(self._query_page(caller, asked, streams, names))
+        return _html(self._query_page(caller, asked, streams, await self._names(streams)))
+
+    async def _names(self, streams: list[str]) -> Html:
+        return await asyncio.wrap_future(self._threads.submit(query_page.names, self._home, streams))
 
     async def _query(self, request: Request) -> Response:
         caller, sight = await self._viewer(request)
@@ -311,7 +313,12 @@ class Console:
             fields.get("stream", ""), fields.get("sql", ""), fields.get("as_of", "").strip()[:4096]
         )
         caller.check(Right.READ, asked.stream)
-        shown = partial(self._query_page, caller, asked, self._streams(sight))
+        streams = self._streams(sight)
+        names = None if wants_csv else await self._names(streams)
+
+        def shown(answer: Content) -> bytes:
+            return self._query_page(caller, asked, streams, [answer, names])
+
         encoded = query_page.as_csv if wants_csv else partial(query_page.as_page, shown)
         media_type = query_page.CSV_TYPE if wants_csv else _HTML_TYPE
         question = Question(sql=asked.sql, as_of=asked.as_of or None)

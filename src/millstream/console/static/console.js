@@ -235,6 +235,71 @@ function readCharts(live) {
   });
 }
 
+// Complete names of tables and columns in the query: the arrows choose one, Enter takes it, Escape closes the list.
+function completeNames(field, form) {
+  const list = element("ul", { id: "names", hidden: true });
+  list.setAttribute("role", "listbox");
+  list.setAttribute("aria-label", "Names");
+  field.setAttribute("aria-autocomplete", "list");
+  field.setAttribute("aria-controls", list.id);
+  field.closest("label").after(list);
+  let chosen = -1;
+  function quoted(name) {
+    return /^[a-z_][a-z0-9_$]*$/.test(name) ? name : `"${name.replaceAll('"', '""')}"`;
+  }
+  function names() {
+    const own = [...document.querySelectorAll("li[data-columns]")].filter(({ dataset }) => dataset.stream === form.elements.stream.value);
+    // Columns of tables that the query names come first.
+    const named = own.filter(({ dataset }) => field.value.includes(dataset.table));
+    const columns = [...named, ...own].flatMap(({ dataset }) => JSON.parse(dataset.columns).map(quoted));
+    return [...new Set([...(named.length ? columns : []), ...own.map(({ dataset }) => dataset.table), ...columns])];
+  }
+  function word() {
+    return field.value.slice(0, field.selectionStart).match(/["\w$.]*$/)[0];
+  }
+  function close() {
+    list.hidden = true;
+    list.replaceChildren();
+    field.removeAttribute("aria-activedescendant");
+    chosen = -1;
+  }
+  function choose(index) {
+    chosen = (index + list.childElementCount) % list.childElementCount;
+    [...list.children].forEach((item, at) => item.setAttribute("aria-selected", at === chosen));
+    field.setAttribute("aria-activedescendant", list.children[chosen].id);
+    list.children[chosen].scrollIntoView({ block: "nearest" });
+  }
+  function take(name) {
+    field.setRangeText(name, field.selectionStart - word().length, field.selectionStart, "end");
+    close();
+    field.focus();
+  }
+  field.addEventListener("input", () => {
+    const begun = word().toLowerCase();
+    close();
+    if (!begun) return;
+    const fits = (name) => name.toLowerCase() !== begun && [name, name.replaceAll('"', ""), ...name.split(".").slice(1)].some((one) => one.toLowerCase().startsWith(begun) || one.replace(/^\W+/, "").startsWith(begun));
+    const found = names().filter(fits).slice(0, 10);
+    found.forEach((name, at) => {
+      const item = element("li", { id: `name-${at}`, onmousedown: (event) => event.preventDefault(), onclick: () => take(name) }, name);
+      item.setAttribute("role", "option");
+      item.setAttribute("aria-selected", "false");
+      list.append(item);
+    });
+    list.hidden = !found.length;
+  });
+  field.addEventListener("keydown", (event) => {
+    if (list.hidden) return;
+    if (event.key === "Escape") close();
+    else if (event.key === "ArrowDown") choose(chosen + 1);
+    else if (event.key === "ArrowUp") choose(chosen < 0 ? -1 : chosen - 1);
+    else if (event.key === "Enter" && chosen >= 0) take(list.children[chosen].textContent);
+    else return;
+    event.preventDefault();
+  });
+  field.addEventListener("blur", close);
+}
+
 const live = document.getElementById("live");
 if (live) {
   watch(live);
@@ -242,3 +307,5 @@ if (live) {
 }
 const section = document.getElementById("tail");
 if (section) tail(section);
+const sql = document.querySelector("textarea[name=sql]");
+if (sql) completeNames(sql, sql.form);
