@@ -35,6 +35,7 @@ from bench import (  # noqa: F401 - they register their figures
     signals,
     small_tables,
     spark_source,
+    store_requests,
     wal,
 )
 from bench.figures import asked, keep, names, say, selected, table
