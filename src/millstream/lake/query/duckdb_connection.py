@@ -8,7 +8,6 @@ folder among the machine's files.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -16,10 +15,11 @@ from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
-from millstream.errors import InvalidQuery, LakeError, LakeUnavailable, MillstreamError, UsageError
+from millstream.errors import LakeError, LakeUnavailable, MillstreamError, UsageError
 from millstream.lake.history_scan import records_of
 from millstream.lake.query.bounds import QueryBounds, QueryWatch
-from millstream.lake.query.files import PREFIX, READ_ONLY_HINT, HandedFiles, file_system
+from millstream.lake.query.files import PREFIX, HandedFiles, file_system
+from millstream.lake.query.read_only_sql import reading_statements
 from millstream.lake.store_errors import lake_errors
 from millstream.lake.table_format import OpenTable
 from millstream.model.names import DEFAULT_SCHEMA
@@ -27,12 +27,6 @@ from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
     import duckdb
-
-_COPY: Final = re.compile(r"copy", re.IGNORECASE)
-"""A statement without this word copies nothing, whatever its form."""
-_COPIES: Final = '"type":"COPY'
-"""In a statement's tree as JSON, in which no text has bare quotes."""
-_EXPLAINED: Final = re.compile(r"\s*explain\s+(analyze\b)?\s*(\([^)]*\)\s*)?", re.IGNORECASE)
 
 
 def quote(name: str) -> str:
@@ -169,42 +163,8 @@ class Engine:
             self.connection.execute(f"DROP VIEW {quote(namespace)}.{quote(view)}")
 
     def statements(self, sql: str) -> list[str]:
-        """Return the statements of a text, each of which only reads.
-
-        Raises:
-            InvalidQuery: DuckDB can't parse it, or it would do more than read.
-        """
-        import duckdb
-
-        try:
-            found = self.connection.extract_statements(sql)
-            for statement in found:
-                kind, text = statement.type, statement.query
-                if kind is duckdb.StatementType.EXPLAIN:
-                    text = _EXPLAINED.sub("", text, count=1)
-                    inner = self.connection.extract_statements(text)
-                    kind = inner[0].type if len(inner) == 1 else kind
-                allowed = kind in {duckdb.StatementType.SELECT, duckdb.StatementType.MULTI}
-                if not allowed or self._may_copy(text):
-                    raise InvalidQuery(
-                        f"the lake is read only: {' '.join(text.split())[:80]}",
-                        hint=READ_ONLY_HINT,
-                    )
-        except duckdb.Error as error:
-            raise InvalidQuery(str(error)) from error
-        return [statement.query for statement in found]
-
-    def _may_copy(self, statement: str) -> bool:
-        """Whether a SELECT has a COPY in its WITH, as DuckDB parses it; assumed if it has the word and no tree (PIVOT).
-
-        This gives a clear error early, and no safety: a statement can hold another one as text. No
-        statement can write what the connection can't write.
-        """
-        if _COPY.search(statement) is None:
-            return False
-        # fetchall ends the result: an open result keeps the connection from other work.
-        ((tree,),) = self.connection.execute("SELECT json_serialize_sql(?)", [statement]).fetchall()
-        return _COPIES in tree or not tree.startswith('{"error":false')
+        """Return the statements of a text, each of which only reads; raises `InvalidQuery` as `reading_statements`."""
+        return reading_statements(self.connection, sql)
 
     def scan(
         self,

@@ -14,15 +14,13 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.errors import InvalidQuery, LakeUnavailable, MillstreamError
+from millstream.lake.query.read_only_sql import READ_ONLY_HINT
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 PROTOCOL: Final = "lake"
 PREFIX: Final = f"{PROTOCOL}://"
-READ_ONLY_HINT: Final = (
-    "SELECT, WITH, FROM, VALUES, DESCRIBE, SUMMARIZE, SHOW and EXPLAIN can be asked; in WITH, too, nothing is copied."
-)
 
 
 class HandedFiles:
