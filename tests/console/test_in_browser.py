@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -19,8 +21,12 @@ from tests.app.homes import make_home
 from tests.console.homes import COLUMN, HOSTILE, VALUE
 from tests.serving.servers import Served, served
 
+from millstream.catalog import TableState
+from millstream.errors import DiskFull, MillstreamError, SourceError
 from millstream.home.home import Home
 from millstream.model.access import Rights
+from millstream.processes.role_locks import RoleLock
+from millstream.writers.stall_reasons import forget_given_up, note_given_up
 
 pytestmark = pytest.mark.long
 
@@ -150,6 +156,48 @@ def test_a_home_that_doesn_t_answer_is_told_from_one_that_is_idle(browser: Chrom
     finally:
         os.kill(server.process.pid, signal.SIGCONT)
     browser.until(f"{age} === 'live'")
+
+
+@contextlib.contextmanager
+def capture_failed(home: Home, error: MillstreamError) -> Iterator[None]:
+    with home.open_catalog() as catalog:
+        note_given_up(catalog, "shop", error)
+        yield
+        forget_given_up(catalog, catalog.stream("shop").id)
+
+
+@contextlib.contextmanager
+def table_quarantined(home: Home) -> Iterator[None]:
+    with home.open_catalog() as catalog:
+        row = catalog.find_table(catalog.stream("shop").id, "public", "orders")
+        catalog.set_state(row.id, TableState.QUARANTINED, "a value can't be read")
+        yield
+        catalog.set_state(row.id, TableState.STREAMING, "")
+
+
+def test_each_trouble_is_shown_first_with_its_code_its_hint_and_its_command(
+    browser: Chromium, server: Served, tmp_path: Path
+) -> None:
+    home = Home(tmp_path / "home")
+    states: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
+        "source_unreachable": partial(capture_failed, home, SourceError("no answer", code="source_unreachable")),
+        "slot_lost": partial(capture_failed, home, SourceError("its WAL is gone", code="slot_lost")),
+        "disk_full": partial(capture_failed, home, DiskFull("no space left on device")),
+        "table_quarantined": partial(table_quarantined, home),
+        "pipeline_down": partial(RoleLock.take, home.run_folder, "run"),
+    }
+    show(browser, server, "/")
+    for code, begun in states.items():
+        browser.until("document.querySelector('#troubles').dataset.count === '0'")
+        with begun():
+            first = "document.querySelector('#live > :first-child li.trouble')"
+            browser.until(f"{first}?.querySelector('strong code').textContent === {json.dumps(code)}")
+            hint = browser.run(f"{first}.querySelector('.hint').textContent")
+            assert len(hint) > 20, code
+            assert browser.run(f"{first}.getBoundingClientRect().bottom") < 900, "in sight without scrolling"
+            assert "millstream" in browser.run(f"{first}.querySelector('.hint code').textContent"), code
+            browser.until("document.title.startsWith('(')")
+    assert browser.problems == []
 
 
 def test_the_tail_shows_records_as_they_come_and_why_it_can_t(browser: Chromium, server: Served) -> None:

@@ -96,7 +96,9 @@ def _of_stream(stream: Mapping[str, Any]) -> Iterator[Trouble]:
     name = stream["name"]
     for part, error in stream.get("errors", {}).items():
         how = "has given up" if error.get("gave_up") else "waits, and retries"
-        hint = error.get("hint") or "Run `millstream doctor`."
+        hint = error.get("hint") or ""
+        if "`" not in hint:  # an operator gets a command in any case
+            hint = f"{hint} Run `millstream doctor`.".strip()
         yield Trouble(error["code"], f"{part} {how}: {error['message']}", hint, name)
     for its in filter(None, [stream.get("replication"), *stream.get("regions", ())]):
         yield from _of_node(its, name)
