@@ -6,6 +6,7 @@ import json
 from datetime import UTC, datetime
 from pathlib import Path
 
+import pytest
 from tests.app.landed import LandedHome
 
 import millstream
@@ -34,6 +35,7 @@ def test_a_rename_that_no_record_shows_is_in_the_next_answers(tmp_path: Path, po
         assert home.query("SELECT id, b FROM history.\"public.t\" WHERE __op = 'r'").to_pylist() == wanted
 
 
+@pytest.mark.long
 def test_a_timestamp_that_gets_the_name_of_a_text_has_its_values(tmp_path: Path, postgres: Database) -> None:
     with postgres.connect(autocommit=True) as source:
         source.execute("CREATE TABLE t (id int PRIMARY KEY, a text); INSERT INTO t VALUES (1, 'x')")
@@ -51,6 +53,7 @@ def test_a_timestamp_that_gets_the_name_of_a_text_has_its_values(tmp_path: Path,
         assert records == [{"a": datetime(2026, 1, 1, tzinfo=UTC)}]
 
 
+@pytest.mark.long
 def test_swapped_names_and_a_renamed_key_copy_nothing_and_keep_all_values(tmp_path: Path, postgres: Database) -> None:
     with postgres.connect(autocommit=True) as source:
         source.execute("CREATE TABLE t (id int PRIMARY KEY, a text, b text, n int)")
