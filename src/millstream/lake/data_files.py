@@ -185,9 +185,8 @@ class TableFiles:
         with lake_errors(self._path):
             if partition and isinstance(self._storage, pafs.SubTreeFileSystem):
                 self._storage.create_dir(partition, recursive=True)
-            with (
-                self._storage.open_output_stream(folder + name) as sink,
-                pq.ParquetWriter(
+            with self._storage.open_output_stream(folder + name) as sink:
+                with pq.ParquetWriter(
                     sink,
                     stored,
                     compression="zstd",
@@ -195,20 +194,20 @@ class TableFiles:
                     store_schema=False,
                     version="2.6",
                     **_encodings(schema, first),
-                ) as writer,
-            ):
-                count = 0
-                for batch in () if first is None else chain([first], batches):
-                    if batch.num_rows:
-                        if nulls := [name for name in filled if batch.column(name).null_count]:
-                            raise _has_null(self._path, nulls[0])
-                        renamed = (
-                            batch if stored is schema else pa.RecordBatch.from_arrays(batch.columns, schema=stored)
-                        )
-                        writer.write_batch(renamed, row_group_size=ROW_GROUP_ROWS)
-                        bounds.note(batch)
-                        count += batch.num_rows
-            size = self._storage.get_file_info(folder + name).size
+                ) as writer:
+                    count = 0
+                    for batch in () if first is None else chain([first], batches):
+                        if batch.num_rows:
+                            if nulls := [name for name in filled if batch.column(name).null_count]:
+                                raise _has_null(self._path, nulls[0])
+                            renamed = (
+                                batch if stored is schema else pa.RecordBatch.from_arrays(batch.columns, schema=stored)
+                            )
+                            writer.write_batch(renamed, row_group_size=ROW_GROUP_ROWS)
+                            bounds.note(batch)
+                            count += batch.num_rows
+                # Asking the store for it would take a listing and another request.
+                size = sink.tell()
         column, _, value = partition.partition("=")
         placed: dict[str, str | None] = {column: value} if column else {}
         return NewFile(folder + name, int(size), count, bounds.stats(count), placed, _field_ids(stored))
