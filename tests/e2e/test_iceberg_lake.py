@@ -67,5 +67,10 @@ def test_iceberg_tables_follow_the_source_and_other_programs_read_them(postgres:
     home.command("pipeline", "rebuild", "public.items")
     assert home.caught_up_here() == {}
     assert [row["value"] for row in queried(changed, "--lake-only")] == [row["value"] for row in expected]
+    for words in (("tables", "copy", "public.items", "--forget"), ("pipeline", "move", "elsewhere")):
+        with pytest.raises(AssertionError, match="isn't supported with this format of tables"):
+            home.command(*words)
+    assert home.status()["streams"][0]["tables"][0]["state"] == "streaming"
+    assert [row["value"] for row in queried(changed, "--lake-only")] == [row["value"] for row in expected]
     checks = json.loads(home.command("doctor", "--json", check=False))["checks"]
     assert {c["name"]: c["ok"] for c in checks if c["name"] == "lake.catalog"} == {"lake.catalog": True}

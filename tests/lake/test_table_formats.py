@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, date, datetime
 from decimal import Decimal
@@ -218,12 +219,35 @@ def test_iceberg_has_keys_days_ids_and_properties(tmp_path: Path, orders: TableS
     assert current.properties["millstream.table-id"] == str(orders.table_id)
     assert (current.properties["millstream.view"], current.properties["millstream.layout"]) == ("current", "1")
     assert len(list(history.scan().plan_files())) == 2, "a file for each day"
+    (cut,) = catalog.load_table(("shop", "_commits")).scan().to_arrow().to_pylist()
+    tables = (("shop_history.public__orders", history), ("shop_current.public__orders", current))
+    newest = {name: table.current_snapshot() for name, table in tables}
+    assert dict(cut["tables"]) == {name: found and found.snapshot_id for name, found in newest.items()}
     (file,) = current.scan().plan_files()
     ids = {field.name: field.field_id for field in current.schema().fields}
     footer = pq.read_schema(file.file.file_path.removeprefix("file://"))
     assert {field.name: int(field.metadata[b"PARQUET:field_id"]) for field in footer} == ids
     assert pl.scan_iceberg(current).select("id").collect().to_series().sort().to_list() == [1, 2]
     assert current.scan().to_duckdb("found").sql("SELECT sum(id) FROM found").fetchall() == [(3,)]
+
+
+def test_an_iceberg_lake_that_was_moved_is_refused(tmp_path: Path, orders: TableSchema, records: Records) -> None:
+    layout = iceberg(tmp_path)
+    land(layout, orders, records(orders, ("c", 1, {"id": 1})), 1, fold=False)
+    elsewhere = replace(layout, location=str(tmp_path / "elsewhere"))
+    with pytest.raises(LakeError, check=coded("lake_moved")):
+        last_cut(elsewhere)
+
+
+def test_tables_of_a_new_iceberg_lake_are_made_at_once(tmp_path: Path, orders: TableSchema, records: Records) -> None:
+    layout = iceberg(tmp_path)
+    tables = [replace(orders, table_id=TableId(3 + n), name=f"orders_{n}") for n in range(6)]
+
+    def landed(schema: TableSchema) -> int:
+        return append_history(layout, schema, [records(schema, ("c", 1, {"id": 1}))], Seq(1)).rows
+
+    with ThreadPoolExecutor(len(tables)) as threads:
+        assert list(threads.map(landed, tables)) == [1] * len(tables)
 
 
 def test_iceberg_refuses_the_tables_of_another_stream(tmp_path: Path, orders: TableSchema, records: Records) -> None:

@@ -31,8 +31,8 @@ from millstream.home.config_mapping import lake_layout
 from millstream.home.home import Home
 from millstream.lake.commit_cuts import last_cut
 from millstream.lake.data_files import probe_storage, remove_folder, storage_of
+from millstream.lake.rebuild import check_movable
 from millstream.lake.store_errors import lake_errors
-from millstream.lake.table_format import format_of
 from millstream.model.addresses import mask_address
 from millstream.model.human_text import human_bytes
 from millstream.private_files import make_folder, replace_file
@@ -86,12 +86,7 @@ def move_lake(
             locks.enter_context(RoleLock.take(home.run_folder, role))
         stream_id = catalog.stream(name).id
         old = lake_layout(home, name, config, stream_id)
-        if not format_of(old).is_movable:
-            raise LakeError(
-                f"the tables of {name} hold absolute addresses, and can't be moved",
-                code="lake_format_unsupported",
-                path=old.root,
-            )
+        check_movable(old, old.root)
         text = _new_text(home, name, location)
         moved = config.model_copy(update={"lake": config.lake.model_copy(update={"location": location})})
         new = lake_layout(home, name, moved, stream_id)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from millstream import failpoints
-from millstream.lake.commit_cuts import CUT_BOUNDS, CUT_SCHEMA, CutFile, cut_files
+from millstream.lake.commit_cuts import CUT_BOUNDS, CutFile, cut_files, cut_schema
 from millstream.lake.data_files import TableFiles, new_name, replace_files
 from millstream.lake.layout import LakeLayout
 from millstream.lake.table_format import OpenTable, open_table
@@ -110,10 +110,11 @@ def _rewrite(
     paths = {file.path for file in some}
     needed = frozenset(f.base_from for f in there if f.path not in paths and f.base_from < f.number[0])
     files = TableFiles(layout, opened.path, CUT_BOUNDS)
-    rows = pa.concat_tables(files.read(file.path).select(CUT_SCHEMA.names).cast(CUT_SCHEMA) for file in some)
+    shape = cut_schema(layout)
+    rows = pa.concat_tables(files.read(file.path).select(shape.names).cast(shape) for file in some)
     rows = rows.sort_by("number").combine_chunks()
     kept = rows.filter(pa.array(rule.kept(rows, needed)))
-    written = files.write(kept.to_batches(max_chunksize=_GROUP_ROWS), CUT_SCHEMA, new_name())
+    written = files.write(kept.to_batches(max_chunksize=_GROUP_ROWS), shape, new_name())
     failpoints.hit("lake.before_compaction_commit")
     if not replace_files(layout, opened, add=[written], remove=sorted(paths)):
         return 0

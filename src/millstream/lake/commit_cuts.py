@@ -25,7 +25,7 @@ from millstream.errors import LakeTableForeign
 from millstream.lake.data_files import TableFiles, new_name
 from millstream.lake.layout import LakeLayout, TableCommit
 from millstream.lake.store_errors import lake_errors
-from millstream.lake.table_format import Commit, OpenTable, create_table, open_table
+from millstream.lake.table_format import Commit, OpenTable, create_table, format_of, open_table
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.records import INSTANT
@@ -40,6 +40,17 @@ CUT_SCHEMA: Final = pa.schema(
         pa.field("tables", pa.string(), nullable=False),
     ]
 )
+_TEXT: Final = "tables"
+_STATE: Final = "state"
+_WITH_SNAPSHOTS: Final = pa.schema(
+    [
+        *(field for field in CUT_SCHEMA if field.name != _TEXT),
+        pa.field(_TEXT, pa.map_(pa.string(), pa.int64()), nullable=False),
+        pa.field(_STATE, pa.string(), nullable=False),
+    ]
+)
+"""For a format in which other programs open a version by its snapshot's id: `tables` has these, by table, and `state` is the
+text."""
 CUT_BOUNDS: Final = ("number", "n", "committed_at", "commit_ts_max", "base")
 """The columns with bounds in every file."""
 
@@ -81,6 +92,16 @@ class Cut:
     """Tables by folder name."""
 
 
+def cut_schema(layout: LakeLayout) -> pa.Schema:
+    """Return the columns of the table of cuts, with the tables' snapshots if other programs need these."""
+    return _WITH_SNAPSHOTS if format_of(layout).names_snapshots else CUT_SCHEMA
+
+
+def text_column(layout: LakeLayout) -> str:
+    """Return the column of a cut's tables as text."""
+    return _STATE if format_of(layout).names_snapshots else _TEXT
+
+
 def commit_cut(
     layout: LakeLayout,
     n: Seq,
@@ -108,7 +129,7 @@ def commit_cut(
             layout,
             layout.commits_path,
             layout.commits_app_id,
-            CUT_SCHEMA,
+            cut_schema(layout),
             description=f"Which table versions stand at one position, written by Millstream (stream {layout.stream_name}).",
             bounded=CUT_BOUNDS,
         )
@@ -131,10 +152,16 @@ def commit_cut(
         "committed_at": [cut.committed_at],
         "commit_ts_max": [cut.commit_ts_max],
         "base": [base],
-        "tables": [text],
+        _TEXT: [text],
     }
+    shape = cut_schema(layout)
+    if shape is not CUT_SCHEMA:
+        before = {} if found is None or base == cut.number else found.full
+        changed = {folder: table for folder, table in tables.items() if before.get(folder) != table}
+        ids = format_of(layout).snapshot_ids(layout, _versions(layout, changed))
+        row = {**row, _STATE: [text], _TEXT: [list(ids.items())]}
     files = TableFiles(layout, opened.path, CUT_BOUNDS)
-    written = files.write(pa.table(row, schema=CUT_SCHEMA), CUT_SCHEMA, new_name())
+    written = files.write(pa.table(row, schema=shape), shape, new_name())
     opened.swap(Commit(n), add=[written])
     return cut
 
@@ -237,6 +264,16 @@ def cut_files(opened: OpenTable) -> list[CutFile]:
                 base_from=row["min.base"],
             )
         )
+    return found
+
+
+def _versions(layout: LakeLayout, tables: Mapping[str, CutTable]) -> dict[str, int]:
+    """Return the versions that a cut names, by the tables' folders."""
+    found = {}
+    for folder, table in tables.items():
+        for view, version in (("history", table.history), ("current", table.current), ("scd2", table.scd2)):
+            if version > 0:
+                found[f"{layout.root}/{view}/{folder}"] = version
     return found
 
 
@@ -347,11 +384,12 @@ class _Row:
 def _row(layout: LakeLayout, opened: OpenTable, number: int) -> _Row:
     """Return one cut: its row, and the full row that it builds on."""
     row = _raw_row(layout, opened, number)
-    text = row["tables"] if row["base"] == number else _raw_row(layout, opened, row["base"])["tables"]
+    column = text_column(layout)
+    text = row[column] if row["base"] == number else _raw_row(layout, opened, row["base"])[column]
     full = decode_tables(text)
     tables = full
     if row["base"] != number:
-        changes = json.loads(row["tables"])
+        changes = json.loads(row[column])
         gone = {folder for folder, facts in changes.items() if facts is None}
         tables = {folder: table for folder, table in full.items() if folder not in gone}
         tables |= {folder: _table(facts) for folder, facts in changes.items() if facts is not None}
@@ -363,7 +401,7 @@ def _raw_row(layout: LakeLayout, opened: OpenTable, number: int) -> dict[str, An
     for file in cut_files(opened):
         if not file.number[0] <= number <= file.number[1]:
             continue
-        columns = CUT_SCHEMA.names
+        columns = [*CUT_BOUNDS, text_column(layout)]
         for batch in TableFiles(layout, opened.path).batches(file.path, columns, rows=1024, least=("number", number)):
             found = batch.filter(pc.equal(batch.column("number"), number))
             if found.num_rows:

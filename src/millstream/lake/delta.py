@@ -261,6 +261,7 @@ class DeltaFormat:
     partition = Partition(MONTH_COLUMN, "%Y-%m", pa.field(MONTH_COLUMN, pa.string()))
     metadata_folder = "_delta_log"
     is_movable = True
+    names_snapshots = False
 
     def open(self, layout: LakeLayout, path: str, app: str, *, version: int | None = None) -> DeltaHandle | None:
         """See `TableFormat`."""
@@ -321,6 +322,10 @@ class DeltaFormat:
     def stored_schema(self, columns: pa.Schema) -> pa.Schema:
         """See `TableFormat`."""
         return pa.schema(Schema.from_arrow(columns).to_arrow())
+
+    def snapshot_ids(self, layout: LakeLayout, versions: Mapping[str, int]) -> dict[str, int]:  # noqa: ARG002 - the same
+        """See `TableFormat`."""
+        return dict(versions)
 
     def probe_catalog(self, layout: LakeLayout) -> str | None:  # noqa: ARG002 - there is none
         """See `TableFormat`."""

@@ -111,7 +111,7 @@ def set_aside(layout: LakeLayout, path: str) -> str | None:
     Raises:
         LakeError: the lake is in an object store, where folders can't be moved, or its tables can't be moved.
     """
-    _check_movable(layout, path)
+    check_movable(layout, path)
     if "://" in path:
         raise LakeError(
             f"{path} must be moved away, and an object store can't move it",
@@ -132,11 +132,11 @@ def set_aside(layout: LakeLayout, path: str) -> str | None:
     return aside
 
 
-def _check_movable(layout: LakeLayout, path: str) -> None:
+def check_movable(layout: LakeLayout, path: str) -> None:
     """Raise `lake_format_unsupported` if a table can't be moved or deleted with its folder."""
     if not format_of(layout).is_movable:
         raise LakeError(
-            f"{path} must be moved away or deleted, and that isn't supported with this format of tables",
+            f"what lies at {path} would have to be moved or deleted, which isn't supported with this format of tables",
             code="lake_format_unsupported",
             path=path,
         )
@@ -171,7 +171,7 @@ def erase_view(layout: LakeLayout, view: View, schema: TableSchema, n: Seq) -> N
         LakeUnavailable: a file can't be deleted.
     """
     path = layout.table_path(view, schema)
-    _check_movable(layout, path)
+    check_movable(layout, path)
     try:
         if "://" in path:
             storage = storage_of(layout, path)

@@ -239,6 +239,8 @@ class TableFormat(Protocol):
     """The folder, in a table's own, that has the format's metadata."""
     is_movable: bool
     """Whether a table can be moved or deleted with its folder."""
+    names_snapshots: bool
+    """Whether other programs open a version by another number than `OpenTable.version` (`snapshot_ids`)."""
 
     def open(self, layout: LakeLayout, path: str, app: str, *, version: int | None) -> OpenTable | None:
         """See `open_table`."""
@@ -260,6 +262,14 @@ class TableFormat(Protocol):
 
     def stored_schema(self, columns: pa.Schema) -> pa.Schema:
         """Return columns as a table that has them returns them (`OpenTable.schema`)."""
+
+    def snapshot_ids(self, layout: LakeLayout, versions: Mapping[str, int]) -> dict[str, int]:
+        """Return the numbers by which other programs open versions of tables, by the tables' names in the catalog.
+
+        Args:
+            layout: where the lake is.
+            versions: by table's folder; those that are no longer there are left out.
+        """
 
     def probe_catalog(self, layout: LakeLayout) -> str | None:
         """Reach the lake's catalog and return what it is; None if the format has none.

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from threading import Lock
+from typing import TYPE_CHECKING, Final
 
-from pyiceberg.exceptions import CommitFailedException, CommitStateUnknownException, RESTError, ValidationException
+from pyiceberg.exceptions import (
+    CommitFailedException,
+    CommitStateUnknownException,
+    NamespaceAlreadyExistsError,
+    RESTError,
+    ValidationException,
+)
 from sqlalchemy.exc import SQLAlchemyError
 
 from millstream.errors import LakeConflict, LakeError, LakeUnavailable
@@ -17,17 +24,36 @@ from millstream.lake.store_errors import lake_errors
 if TYPE_CHECKING:
     from pyiceberg.catalog import Catalog
 
+_lock: Final = Lock()
+
 
 def catalog_of(layout: LakeLayout) -> Catalog:
     """Return the catalog of a lake."""
-    return _opened(tuple(sorted(layout.catalog.items())))
+    with _lock:
+        return _opened(tuple(sorted(layout.catalog.items())))
 
 
 @lru_cache(maxsize=8)
 def _opened(properties: tuple[tuple[str, str], ...]) -> Catalog:
     from pyiceberg.catalog import load_catalog
 
-    return load_catalog("millstream", **dict(properties))
+    try:
+        return load_catalog("millstream", **dict(properties))
+    except SQLAlchemyError:
+        # Another process made the tables of a new SQL catalog at the same time.
+        return load_catalog("millstream", **dict(properties))
+
+
+def make_namespace(catalog: Catalog, namespace: str) -> None:
+    """Create a namespace, unless it is there."""
+    try:
+        catalog.create_namespace(namespace)
+    except NamespaceAlreadyExistsError:
+        return
+    except SQLAlchemyError:
+        # Another table's task created it in between, which an SQL catalog reports as a broken constraint.
+        if not catalog.namespace_exists(namespace):
+            raise
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, datetime, timedelta
 from decimal import Decimal
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
@@ -26,10 +27,11 @@ if TYPE_CHECKING:
 
     from millstream.lake.data_files import NewFile
 
-_MANIFESTS_MAX: Final = 2_000
-"""Manifests whose entries a process remembers; they never change."""
+_ENTRIES_MAX: Final = 50_000
+"""Entries of manifests that a process remembers, some 50 MB; a manifest never changes."""
 _EPOCH: Final = date(1970, 1, 1)
 _known: OrderedDict[str, list[ManifestEntry]] = OrderedDict()
+_lock: Final = Lock()
 
 
 def entries_of(snapshot: Snapshot | None, io: FileIO) -> list[ManifestEntry]:
@@ -58,9 +60,11 @@ def removed_by(snapshot: Snapshot, io: FileIO) -> list[str]:
 def _entries(manifest: ManifestFile, io: FileIO) -> list[ManifestEntry]:
     entries = _known.get(manifest.manifest_path)
     if entries is None:
-        entries = _known[manifest.manifest_path] = manifest.fetch_manifest_entry(io, discard_deleted=False)
-        while len(_known) > _MANIFESTS_MAX:
-            _known.popitem(last=False)
+        entries = manifest.fetch_manifest_entry(io, discard_deleted=False)
+        with _lock:
+            _known[manifest.manifest_path] = entries
+            while len(_known) > 1 and sum(map(len, _known.values())) > _ENTRIES_MAX:
+                _known.popitem(last=False)
     return entries
 
 

@@ -12,6 +12,7 @@ foreign from then on, unless that program only replaced files by others with the
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Literal
@@ -20,7 +21,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyiceberg.exceptions import (
     CommitFailedException,
-    NamespaceAlreadyExistsError,
     NoSuchNamespaceError,
     NoSuchTableError,
     TableAlreadyExistsError,
@@ -34,7 +34,7 @@ from pyiceberg.transforms import DayTransform
 from millstream.errors import LakeConflict, LakeError, LakeTableForeign
 from millstream.lake.data_files import storage_of
 from millstream.lake.iceberg import upkeep
-from millstream.lake.iceberg.catalog import catalog_errors, catalog_of
+from millstream.lake.iceberg.catalog import catalog_errors, catalog_of, make_namespace
 from millstream.lake.iceberg.columns import (
     arrow_columns,
     evolve,
@@ -66,6 +66,9 @@ _N: Final = "millstream.n"
 _BOUNDED: Final = "millstream.bounded"
 _NUMBER: Final = "millstream.number."
 _TRIES: Final = 20
+_KNOWN_MAX: Final = 50_000
+_known_ids: OrderedDict[tuple[str, int], int] = OrderedDict()
+"""Ids of snapshots by the table's folder and the snapshot's sequence number."""
 _PARTITION: Final = Partition("__commit_date_day", "%Y-%m-%d", None)
 _DATE: Final = "__commit_date"
 
@@ -203,6 +206,7 @@ class IcebergHandle:
                     self._table.refresh()
                     continue
                 self._base = self._table.current_snapshot()
+                _remember(self.path, self._base)
                 return
 
     def _stage(
@@ -328,6 +332,7 @@ class IcebergFormat:
     partition = _PARTITION
     metadata_folder = "metadata"
     is_movable = False  # the catalog has its address
+    names_snapshots = True
 
     def open(self, layout: LakeLayout, path: str, app: str, *, version: int | None) -> IcebergHandle | None:
         """See `TableFormat`.
@@ -379,10 +384,9 @@ class IcebergFormat:
         fields = sort_fields(columns, key)
         owner = _table_id(app)
         namespace, name = identifier_of(layout, path)
-        catalog = catalog_of(layout)
         with catalog_errors(path):
-            with suppress(NamespaceAlreadyExistsError):
-                catalog.create_namespace(namespace)
+            catalog = catalog_of(layout)
+            make_namespace(catalog, namespace)
             with suppress(TableAlreadyExistsError):
                 catalog.create_table(
                     (namespace, name),
@@ -412,6 +416,19 @@ class IcebergFormat:
     def stored_schema(self, columns: pa.Schema) -> pa.Schema:
         """See `TableFormat`."""
         return stored_columns(columns)
+
+    def snapshot_ids(self, layout: LakeLayout, versions: Mapping[str, int]) -> dict[str, int]:
+        """See `TableFormat`."""
+        found = {}
+        for path, version in versions.items():
+            if (path, version) not in _known_ids:
+                table = _load(layout, path)
+                snapshot = None if table is None else _snapshot_of(table, version)
+                if snapshot is None:
+                    continue
+                _remember(path, snapshot)
+            found[".".join(identifier_of(layout, path))] = _known_ids[path, version]
+        return found
 
     def probe_catalog(self, layout: LakeLayout) -> str | None:
         """See `TableFormat`."""
@@ -504,6 +521,14 @@ def _check_owned(layout: LakeLayout, path: str, table: Table) -> None:
             )
         parent = snapshot.parent_snapshot_id
         snapshot = None if parent is None else table.snapshot_by_id(parent)
+
+
+def _remember(path: str, snapshot: Snapshot | None) -> None:
+    """Keep the id of a snapshot of this process's, for the next cut."""
+    if snapshot is not None:
+        _known_ids[path, _version(snapshot)] = snapshot.snapshot_id
+        while len(_known_ids) > _KNOWN_MAX:
+            _known_ids.popitem(last=False)
 
 
 def _snapshot_of(table: Table, version: int | None) -> Snapshot | None:
