@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from tests.app.homes import make_home
+from tests.wal.test_records_json import operation, ops, pg, row, schema
 
 from millstream.app.open_home import OpenHome
+from millstream.catalog import Catalog
 from millstream.delivery.backfill.rows import OpenLake, Rows, Stopped, Wanted, tables_of, write_rows
 from millstream.delivery.definition import Definition
 from millstream.errors import LakeBehind
@@ -21,9 +25,12 @@ from millstream.lake.folded.current import fold_table
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query.query_session import LakeSession
-from millstream.model.ids import TableId
+from millstream.model.ids import SchemaVersion, ShardId, TableId
 from millstream.model.positions import Seq
+from millstream.model.records import Op
+from millstream.model.schema import Column
 from millstream.wal.reader import StreamReader
+from millstream.wal.writing.writer import LogWriter
 
 KEYS = '[streams.web]\n[streams.web.keys]\n"public.orders" = ["id"]\n'
 
@@ -126,3 +133,35 @@ def test_work_that_is_void_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(Stopped):
         write_rows(tmp_path / "rows", wanted, reader, no_lake, lambda: True)
     assert not list(tmp_path.glob("rows*"))
+
+
+def test_rows_of_the_lake_have_their_names_of_then(tmp_path: Path) -> None:
+    """The lake was behind a rename: its rows got nulls in the renamed column."""
+    key = Column("id", pa.int64(), pg(20, "bigint"), number=1)
+    text = Column("note", pa.string(), pg(25, "text"), number=2)
+    before = schema(5, "orders", key, text)
+    after = replace(before, version=SchemaVersion(2), columns=(key, replace(text, name="remark")))
+    with Catalog(tmp_path / "catalog.db") as catalog:
+        stream = catalog.resolve_stream("web")
+        _, epoch = catalog.register_writer(stream)
+        with LogWriter.open(
+            str(tmp_path / "wal"),
+            stream=stream,
+            shards=[ShardId(0)],
+            epoch=epoch,
+            reservations=catalog.reservations(stream),
+        ) as log:
+            log.append(
+                ops(
+                    [operation(1, 0x1000)],
+                    (before, 0, [row(index, Op.CREATE, id=index, note=f"n{index}") for index in range(3)]),
+                )
+            )
+            reader = Trimmed(str(tmp_path / "wal"))
+            layout = LakeLayout(str(tmp_path / "lake"), "web", reader.stream_id)
+            reader.first = Seq(land(layout, reader, fold=True) + 1)
+            log.append(ops([operation(2, 0x1100)], (after, 0, [row(0, Op.CREATE, id=9, remark="n9")])))
+    definition = Definition.parse({"name": "search"})
+    wanted = Wanted("web", definition, None, tables_of(reader, definition), reader.persisted_upto())
+    rows = rows_of(tmp_path / "rows", wanted, reader, lambda _: LakeSession(layout))
+    assert [(found["id"], found["remark"]) for found in rows] == [(0, "n0"), (1, "n1"), (2, "n2"), (9, "n9")]

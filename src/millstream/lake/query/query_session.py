@@ -197,9 +197,12 @@ class LakeSession:
         """The tables' names, as SQL takes them."""
         return sorted(table.name for folder, table in self._tables.items() if folder != MESSAGES)
 
-    def name_of(self, table_id: TableId) -> str | None:
-        """Return a table's name in this session, whatever its current name; None if the lake has no record of it."""
-        return next((table.name for table in self._tables.values() if table.table_id == table_id), None)
+    def rows_of(self, table_id: TableId) -> tuple[str, TableSchema] | None:
+        """Return a table's name in this session, and the schema of its rows; None if the lake has no record of it."""
+        for folder, table in self._tables.items():
+            if table.table_id == table_id:
+                return table.name, self._era(folder, self._history(folder)).schema
+        return None
 
     @property
     def missing(self) -> Mapping[str, str]:
