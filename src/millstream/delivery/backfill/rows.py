@@ -138,7 +138,7 @@ def base_of(wanted: Wanted, reader: StreamReader, open_lake: OpenLake) -> LakeSe
     except LakeError as error:
         raise _behind(f"the lake can't be read: {error.message}") from error
     reached = lake.token.linear()
-    lacking = [schema.full_name for table, schema in wanted.tables.items() if lake.rows_of(table) is None]
+    lacking = [schema.full_name for table, schema in wanted.tables.items() if lake.name_of(table) is None]
     if reached < first - 1 or lacking:
         lake.close()
         what = f"it lacks {lacking[0]}" if lacking else f"it has records up to {reached}"
@@ -176,10 +176,8 @@ def write_rows(
                 with lake:
                     after = lake.token.linear()
                     for table in wanted.tables:
-                        found = lake.rows_of(table)
-                        assert found is not None, "the lake has the table"
-                        name, schema = found
-                        for rows in _lake_rows(lake, name, schema, wanted):
+                        schema = lake.schema_of(table)
+                        for rows in _lake_rows(lake, table, schema, wanted):
                             newest.add_lake(schema, rows)
                             _check(should_stop)
             if wanted.tables and wanted.upto > after:
@@ -399,9 +397,11 @@ def _log_records(wanted: Wanted, reader: StreamReader, after: Seq) -> Iterator[_
 
 
 def _lake_rows(
-    lake: LakeSession, name: str, schema: TableSchema, wanted: Wanted
+    lake: LakeSession, table: TableId, schema: TableSchema, wanted: Wanted
 ) -> Iterator[Iterator[tuple[Any, ...]]]:
     """Yield a table's rows of the lake, batch by batch, as values for the file."""
+    name = lake.name_of(table)
+    assert name is not None
     source = name
     if not has_current(schema):  # each record is a row
         whole = ".".join(parse_qualified_name(name))

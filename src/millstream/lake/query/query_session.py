@@ -197,12 +197,14 @@ class LakeSession:
         """The tables' names, as SQL takes them."""
         return sorted(table.name for folder, table in self._tables.items() if folder != MESSAGES)
 
-    def rows_of(self, table_id: TableId) -> tuple[str, TableSchema] | None:
-        """Return a table's name in this session, and the schema of its rows; None if the lake has no record of it."""
-        for folder, table in self._tables.items():
-            if table.table_id == table_id:
-                return table.name, self._era(folder, self._history(folder)).schema
-        return None
+    def name_of(self, table_id: TableId) -> str | None:
+        """Return a table's name in this session, whatever its current name; None if the lake has no record of it."""
+        return next((table.name for table in self._tables.values() if table.table_id == table_id), None)
+
+    def schema_of(self, table_id: TableId) -> TableSchema:
+        """Return the schema that a table's rows have in this session. The lake has records of it."""
+        folder = next(folder for folder, table in self._tables.items() if table.table_id == table_id)
+        return self._era(folder, self._history(folder)).schema
 
     @property
     def missing(self) -> Mapping[str, str]:
@@ -267,11 +269,7 @@ class LakeSession:
             raise self._translated(error) from error
 
     def statements(self, sql: str) -> list[str]:
-        """Return the statements of a text, each of which only reads.
-
-        Raises:
-            InvalidQuery: DuckDB can't parse it, or it would do more.
-        """
+        """Return the statements of a text; raises `InvalidQuery` as `read_only_sql.reading_statements`."""
         try:
             return self._engine.statements(sql)
         except InvalidQuery as error:
