@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
-from millstream.console.figure_ring import PERIODS, Figure, Period, Values
 from millstream.console.figures import OF_HOME, OF_STREAM
 from millstream.console.html import Html, Part, Piece, opened, tag
 from millstream.console.page_frame import link
+from millstream.home.figure_ring import PERIODS, Figure, Period, Values
 from millstream.model.human_text import human_bytes, human_seconds
 
 if TYPE_CHECKING:

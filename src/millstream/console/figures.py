@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from millstream.console.figure_ring import PERIODS, Figure, FigureRing, Values
 from millstream.console.view import records_written
 from millstream.errors import MillstreamError
+from millstream.home.figure_ring import PERIODS, Figure, FigureRing, Values
 from millstream.process_metrics import COMMIT_SECONDS
 from millstream.workers import Worker
 

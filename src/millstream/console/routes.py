@@ -29,7 +29,6 @@ from millstream.console import (
     query_page,
     table_page,
 )
-from millstream.console.figure_ring import PERIODS
 from millstream.console.figures import Figures
 from millstream.console.html import Content, Html, Piece, Rendered, tag
 from millstream.console.live_status import Live, Snapshot, View
@@ -44,6 +43,7 @@ from millstream.errors import (
     UnknownStream,
     UnknownTable,
 )
+from millstream.home.figure_ring import PERIODS
 from millstream.model.access import Right
 from millstream.serving.access import Caller, Credentials
 from millstream.serving.application import Application
