@@ -205,9 +205,7 @@ class DeltaHandle:
         if commit.holds:
             numbers[f"{holder}/{_HOLDER}"] = int(mine)
         return CommitProperties(
-            custom_metadata={
-                STAMP: json.dumps({"on": self.version, "app": self.app, "n": int(commit.n), "id": token_hex(8)})
-            },
+            custom_metadata={STAMP: json.dumps({"on": self.version, "n": int(commit.n), "id": token_hex(8)})},
             app_transactions=[Transaction(app, number) for app, number in numbers.items()],
             max_commit_retries=0 if commit.exact else None,
         )
@@ -342,27 +340,12 @@ def _open(layout: LakeLayout, path: str, app: str, *, version: int | None = None
             table = DeltaTable(path, version=version, storage_options=layout.client_options(path))
         except TableNotFoundError:
             return None
-        newest = table.history(1) if version is None else []
-        found = _stamped_n(table, app, newest)
-        if found is None:
-            found = table.transaction_version(app)
+        # Not of the newest commit's stamp: `history` reads commits that came after the handle, and numbers them as if they hadn't.
+        found = table.transaction_version(app)
         opened = DeltaHandle(layout, table, path, app, None if found is None else Seq(found))
         if version is None:
-            check_owned(layout, opened, newest)
+            check_owned(layout, opened)
         return opened
-
-
-def _stamped_n(table: DeltaTable, app: str, newest: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return an app's transaction version, if the table's newest commit is the app's; else None.
-
-    Otherwise delta-rs reads every commit since the last checkpoint for it, each by a request in an object store.
-    """
-    for info in newest:
-        # A commit that came after the handle was opened isn't in what the handle reads.
-        stamp = json.loads(info.get(STAMP, "{}")) if int(info["version"]) == table.version() else {}
-        if stamp.get("app") == app:
-            return int(stamp["n"])
-    return None
 
 
 def log_properties(keep_s: float = 0.0) -> dict[str, str]:
@@ -395,8 +378,8 @@ def _has_local_time(kind: pa.DataType) -> bool:
     return bool(pa.types.is_timestamp(kind) and kind.tz is None)
 
 
-def check_owned(layout: LakeLayout, opened: DeltaHandle, newest: Sequence[dict[str, Any]]) -> None:
-    """Raise `LakeTableForeign` unless every row of the table is this stream's; `newest` is its last commit's info."""
+def check_owned(layout: LakeLayout, opened: DeltaHandle) -> None:
+    """Raise `LakeTableForeign` unless every row of the table is this stream's."""
     # The table of cuts can't be rebuilt: its content exists nowhere else.
     rebuilt = opened.path != layout.commits_path
     owner = opened.properties.get(STREAM_PROPERTY)
@@ -412,7 +395,7 @@ def check_owned(layout: LakeLayout, opened: DeltaHandle, newest: Sequence[dict[s
             version=opened.version,
         )
     horizon: int | None = None
-    for info in _commit_infos(opened.table, newest):
+    for info in _commit_infos(opened.table):
         version = int(info["version"])
         stamp = info.get(STAMP)
         if stamp is not None:
@@ -433,7 +416,8 @@ def check_owned(layout: LakeLayout, opened: DeltaHandle, newest: Sequence[dict[s
             return
 
 
-def _commit_infos(table: DeltaTable, newest: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield commit infos, newest first; nearly always the newest is enough."""
+def _commit_infos(table: DeltaTable) -> Iterator[dict[str, Any]]:
+    """Yield commit infos, newest first; nearly always one is enough."""
+    newest = table.history(1)
     yield from newest
     yield from table.history(_LOOK_BACK_VERSIONS)[len(newest) :]
