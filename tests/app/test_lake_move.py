@@ -100,3 +100,23 @@ def test_nothing_is_overwritten_and_nothing_lands_meanwhile(landed: LandedHome, 
         move_lake(Home(path), str(tmp_path / "other"))
     assert not (tmp_path / "other").exists()
     assert landed.home.config_file.read_bytes() == before
+
+
+@pytest.mark.parametrize("place", ["lake/shop", "lake/shop/current"])
+def test_a_lake_does_not_move_into_itself(landed: LandedHome, place: str) -> None:
+    path = landed.home.path
+    before = sorted(path.joinpath("lake").rglob("*"))
+    with pytest.raises(UsageError):
+        move_lake(Home(path), str(path / place))
+    assert sorted(path.joinpath("lake").rglob("*")) == before
+
+
+def test_a_lake_is_unmarked_before_it_is_named(landed: LandedHome, tmp_path: Path) -> None:
+    """A later move to its place would have taken the mark for that of an unfinished one, and deleted the lake."""
+    path, place = landed.home.path, tmp_path / "new"
+    assert run(path, "pipeline", "move", str(place), MILLSTREAM_FAILPOINTS="lake_move.unmarked").returncode < 0
+    assert location_of(path) != str(place)
+    with pytest.raises(LakeError) as caught:
+        move_lake(Home(path), str(place))
+    assert caught.value.code == "lake_table_exists"
+    assert ids(path) == [1, 2, 3, 4, 5]

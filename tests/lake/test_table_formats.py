@@ -201,12 +201,6 @@ def test_another_programs_rows_stop_the_table(lake: LakeLayout, orders: TableSch
         open_table(lake, path, lake.app_id("current", orders.table_id))
 
 
-def test_a_lake_keeps_its_format(tmp_path: Path, layout: LakeLayout, orders: TableSchema, records: Records) -> None:
-    land(layout, orders, records(orders, ("c", 1, {"id": 1})), 1)
-    with pytest.raises(LakeError, check=coded("lake_table_exists")):
-        append_history(iceberg(tmp_path), orders, [records(orders, ("c", 2, {"id": 2}))], Seq(2))
-
-
 def test_iceberg_has_keys_days_ids_and_properties(tmp_path: Path, orders: TableSchema, records: Records) -> None:
     layout = iceberg(tmp_path)
     land(layout, orders, records(orders, ("c", 1, {"id": 1}), ("c", 2, {"id": 2})), 2)
@@ -269,3 +263,31 @@ def test_iceberg_refuses_the_tables_of_another_stream(tmp_path: Path, orders: Ta
 )
 def test_iceberg_names_tell_tables_apart(namespace: str, name: str, expected: str) -> None:
     assert table_name(folder_name(namespace, name, TableId(4))) == expected
+
+
+def test_a_catalog_without_the_tables_is_no_new_lake(tmp_path: Path, orders: TableSchema, records: Records) -> None:
+    """The tables were made again next to the old ones, without what the log no longer had."""
+    layout = iceberg(tmp_path)
+    land(layout, orders, records(orders, ("c", 1, {"id": 1})), 1)
+    commit_cut(layout, Seq(1), [], committed_at=datetime.now(UTC))
+    lost = replace(layout, catalog={"type": "sql", "uri": f"sqlite:///{tmp_path}/new.db"})
+    with pytest.raises(LakeError, check=coded("lake_catalog_lost")):
+        last_cut(lost)
+    with pytest.raises(LakeError, check=coded("lake_catalog_lost")):
+        land(lost, orders, records(orders, ("c", 2, {"id": 2})), 2)
+    land(layout, orders, records(orders, ("c", 2, {"id": 2})), 2)
+    assert [row["id"] for row in rows_of(layout, "current", orders)] == [1, 2]
+
+
+@pytest.mark.parametrize("first", FORMATS)
+def test_a_lake_keeps_its_format(tmp_path: Path, orders: TableSchema, records: Records, first: str) -> None:
+    """With another `format`, the lake counted as empty, and the log was landed again from what it still had."""
+    layouts = {"delta": replace(iceberg(tmp_path), format="delta", catalog={}), "iceberg": iceberg(tmp_path)}
+    land(layouts[first], orders, records(orders, ("c", 1, {"id": 1})), 1)
+    commit_cut(layouts[first], Seq(1), [], committed_at=datetime.now(UTC))
+    other = layouts["iceberg" if first == "delta" else "delta"]
+    with pytest.raises(LakeError, check=coded("lake_of_another_format")):
+        last_cut(other)
+    with pytest.raises(LakeError, check=coded("lake_of_another_format")):
+        land(other, orders, records(orders, ("c", 2, {"id": 2})), 2)
+    assert [row["id"] for row in rows_of(layouts[first], "current", orders)] == [1]

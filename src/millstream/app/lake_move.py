@@ -5,8 +5,9 @@ The order, and why a crash after any step leaves a lake that is right:
 1. Nothing lands: the command holds the locks of everything that writes into the lake.
 2. A marker in the new place says whose unfinished move it is. Whatever an earlier move left there is deleted.
 3. Every object is copied, read again and compared. The old lake is only read.
-4. `location` is replaced in `millstream.toml`, in one step. Before it the old lake is the lake; after it the new one.
-5. The marker is deleted. The old lake stays until a person deletes it.
+4. The marker is deleted: a lake with one would be deleted by a later move to its place.
+5. `location` is replaced in `millstream.toml`, in one step. Before it the old lake is the lake; after it the new one. The old
+   lake stays until a person deletes it.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def move_lake(
 
     Raises:
         HomeBusy: a process of the home lands or serves.
-        UsageError: the lake is there already, or the file names its location in a way that can't be replaced.
+        UsageError: the lake is there already, or the place is within it; or the file names its location in a way that can't be
+            replaced.
         ConfigError: the new location isn't one that the file may have.
         LakeError (`lake_table_exists`): something else lies there. Nothing was changed.
         LakeError (`lake_format_unsupported`): its tables are Iceberg's.
@@ -92,6 +94,10 @@ def move_lake(
         new = lake_layout(home, name, moved, stream_id)
         if new.root == old.root:
             raise UsageError(f"the lake of {name} lies at {mask_address(new.root)} already")
+        if _is_within(new.root, old.root) or _is_within(old.root, new.root):
+            raise UsageError(
+                f"{mask_address(new.root)} and the lake at {mask_address(old.root)} can't lie one within the other"
+            )
         _take_place(new)
         files, size_bytes = 0, 0
         for path, size in _files(old):
@@ -103,11 +109,15 @@ def move_lake(
         if "://" not in new.location:
             os.sync()  # the file may name it only once a power cut can't take it away
         failpoints.hit("lake_move.copied")
-        replace_file(home.config_file, text.encode())
-        failpoints.hit("lake_move.named")
         with lake_errors(new.root):
             storage_of(new, new.root).delete_file(_MARKER)
+        failpoints.hit("lake_move.unmarked")
+        replace_file(home.config_file, text.encode())
     return MovedLake(name, old.root, new.root, files, size_bytes)
+
+
+def _is_within(inner: str, outer: str) -> bool:
+    return inner.startswith(f"{outer.rstrip('/')}/")
 
 
 def _new_text(home: Home, stream: str, location: str) -> str:

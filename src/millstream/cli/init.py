@@ -37,7 +37,7 @@ from millstream.cli.context import (
 @click.option(
     "--lake",
     "lake_format",
-    type=click.Choice(["delta"]),
+    type=click.Choice(["delta", "iceberg"]),
     default="delta",
     show_default=True,
     help="The format of the lake's tables.",

@@ -33,7 +33,7 @@ def letters(consumers: HomeConsumers, stream: str, name: str, *, may_act: bool) 
 
 
 def _letter(stream: str, name: str, letter: Mapping[str, Any], *, may_act: bool) -> Html:
-    record = json.dumps(letter["record"], ensure_ascii=False, indent=1)
+    record = json.dumps(json.loads(letter["record"]), ensure_ascii=False, indent=1)
     if len(record) > _RECORD_MAX:
         record = f"{record[:_RECORD_MAX]}… ({len(record):,} characters)"
     lines: list[Content] = [tag("code", line, tag("br")) for line in record.split("\n")]

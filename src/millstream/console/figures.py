@@ -27,13 +27,13 @@ logger = structlog.get_logger("millstream.serve")
 OF_STREAM: Final = (
     Figure("records_s", "into the log", "records/s", "mean"),
     Figure("durable_mean_s", "mean", "seconds", "mean"),
-    Figure("durable_p99_s", "slowest of 100", "seconds"),
+    Figure("durable_p99_s", "99th percentile", "seconds"),
     Figure("lake_s", "oldest that waits", "seconds"),
     Figure("lake_records", "for the lake", "records"),
     Figure("consumer_records", "for the last consumer", "records"),
     Figure("source_bytes", "at the source", "bytes"),
     Figure("log_bytes", "log", "bytes"),
-    Figure("lake_bytes", "lake", "bytes"),
+    Figure("lake_bytes", "rows in the lake", "bytes"),
 )
 OF_HOME: Final = (
     Figure("memory_bytes", "all processes", "bytes"),

@@ -57,7 +57,10 @@ def area(status: Status, name: str) -> Iterator[Piece]:
     bounds, oldest = log["retention"], log["oldest"]
     facts: list[tuple[str, Content]] = [
         ("Durable up to", tag("code", stream["tokens"]["durable"])),
-        ("Size", f"{human_bytes(log['bytes'])} in {log['segments']} segments"),
+        (
+            "Size",
+            f"{human_bytes(log['bytes'])} in {log['segments']} {'segment' if log['segments'] == 1 else 'segments'}",
+        ),
         ("Begins at number", None if log["first_seq"] is None else f"{log['first_seq']:,}"),
         (
             "Retention keeps",

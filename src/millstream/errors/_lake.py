@@ -37,10 +37,20 @@ class LakeError(MillstreamError):
             Retry.OPERATOR,
             "Move it back: the tables hold absolute addresses.",
         ),
+        "lake_catalog_lost": Code(
+            "A folder has the metadata of an Iceberg table that the catalog lacks: the catalog was deleted or replaced. Details: path.",
+            Retry.OPERATOR,
+            "Put the catalog back: the home's data/iceberg.db, or the file that [streams.S.lake.catalog] names.",
+        ),
+        "lake_of_another_format": Code(
+            "`format` in [streams.S.lake] was changed, and the lake's tables have the other format; details: path.",
+            Retry.OPERATOR,
+            "Set `format` back: a lake keeps its format. For another format, begin a new home.",
+        ),
         "lake_format_unsupported": Code(
             "The command doesn't support the format of the lake's tables; details: path.",
             Retry.OPERATOR,
-            'Set `format = "delta"`, which supports every command.',
+            "The guide to the lake's format lists what works with it.",
             exit_code=2,
         ),
         "destination": Code(

@@ -36,6 +36,7 @@ from deltalake.writer import WriterProperties
 from millstream.errors import LakeError, LakeTableForeign
 from millstream.lake.layout import LakeLayout
 from millstream.lake.lost_answers import settled
+from millstream.lake.other_formats import check_format
 from millstream.lake.store_errors import lake_errors
 from millstream.lake.table_format import Commit, Partition, Tail, refuse_other_format
 from millstream.model.positions import Seq
@@ -339,6 +340,7 @@ def _open(layout: LakeLayout, path: str, app: str, *, version: int | None = None
         try:
             table = DeltaTable(path, version=version, storage_options=layout.client_options(path))
         except TableNotFoundError:
+            check_format(layout, path, "metadata")
             return None
         # Not of the newest commit's stamp: `history` reads commits that came after the handle, and numbers them as if they hadn't.
         found = table.transaction_version(app)

@@ -242,7 +242,10 @@ function completeNames(field, form) {
   list.setAttribute("aria-label", "Names");
   field.setAttribute("aria-autocomplete", "list");
   field.setAttribute("aria-controls", list.id);
-  field.closest("label").after(list);
+  const label = field.closest("label");
+  const box = element("div", { className: "completed" });
+  label.replaceWith(box);
+  box.append(label, list);
   let chosen = -1;
   function quoted(name) {
     return /^[a-z_][a-z0-9_$]*$/.test(name) ? name : `"${name.replaceAll('"', '""')}"`;

@@ -15,6 +15,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 import pyarrow as pa
@@ -47,6 +48,7 @@ from millstream.lake.iceberg.columns import (
 from millstream.lake.iceberg.data_files import addresses, data_file, entries_of, flat_files, removed_by
 from millstream.lake.iceberg.names import identifier_of, view_of
 from millstream.lake.layout import LakeLayout
+from millstream.lake.other_formats import check_format
 from millstream.lake.table_format import Commit, Partition, Tail, refuse_other_format
 from millstream.model.positions import Seq
 
@@ -476,11 +478,18 @@ def _take_columns(transaction: Transaction, columns: pa.Schema, key: Sequence[st
 
 
 def _load(layout: LakeLayout, path: str) -> Table | None:
-    with catalog_errors(path):
-        try:
-            table = catalog_of(layout).load_table(identifier_of(layout, path))
-        except (NoSuchTableError, NoSuchNamespaceError):
-            return None
+    table = _in_catalog(layout, path)
+    if table is None and _was_committed(path):
+        table = _in_catalog(layout, path)  # its first commit may have come in between
+        if table is None:
+            raise LakeError(
+                f"{path} has the metadata of an Iceberg table that the catalog doesn't have",
+                code="lake_catalog_lost",
+                path=path,
+            )
+    if table is None:
+        check_format(layout, path, "_delta_log")
+        return None
     if table.location() != _address(path):
         raise LakeError(
             f"the catalog has the table at {table.location()}, and the lake is at {layout.root} now",
@@ -488,6 +497,19 @@ def _load(layout: LakeLayout, path: str) -> Table | None:
             path=path,
         )
     return table
+
+
+def _in_catalog(layout: LakeLayout, path: str) -> Table | None:
+    with catalog_errors(path):
+        try:
+            return catalog_of(layout).load_table(identifier_of(layout, path))
+        except (NoSuchTableError, NoSuchNamespaceError):
+            return None
+
+
+def _was_committed(path: str) -> bool:
+    """Whether a folder has the metadata of a commit; a table that was being made has that of version 0 alone."""
+    return any(not found.name.startswith("00000-") for found in Path(path).glob("metadata/*.metadata.json"))
 
 
 def _address(path: str) -> str:
