@@ -277,7 +277,7 @@ def test_a_file_that_is_named_as_a_home_is_called_a_file(tmp_path: Path) -> None
         ("[streams\n", "error[config]: millstream.toml:1"),
         ("[spark]\nmastr = 1\n", "millstream.toml:2: spark.mastr: unknown key"),
         ("[streams.s]\nsource.dsn='${NOT_SET_ANYWHERE}'\n", "NOT_SET_ANYWHERE is not set"),
-        ("[streams.s]\nsource.dsn='x'\nlake.format='iceberg'\n", "millstream.toml:3: streams.s.lake.format: must be"),
+        ("[streams.s]\nsource.dsn='x'\nlake.format='orc'\n", "millstream.toml:3: streams.s.lake.format: must be"),
         ("", "names no stream"),
     ],
 )

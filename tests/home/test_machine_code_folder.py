@@ -41,6 +41,9 @@ def test_a_user_without_xdg_has_it_in_the_home_folder(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path / "user"))
+    assert placed(tmp_path / "a").is_relative_to(tmp_path / "a" / "data" / "cache")
+    assert not (tmp_path / "user").exists()
+    (tmp_path / "user").mkdir()
     assert placed(tmp_path / "a").is_relative_to(tmp_path / "user" / ".cache" / "millstream")
     assert not cache.exists()
 

@@ -9,6 +9,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -50,10 +51,10 @@ def _user_cache() -> Iterable[Path]:
     if named.startswith("/"):  # others are to be ignored
         yield Path(named) / "millstream"
         return
-    try:
-        yield Path.home() / ".cache" / "millstream"
-    except RuntimeError:
-        return
+    with suppress(RuntimeError):
+        user = Path.home()
+        if user.is_dir():  # an account of a service may name a folder that isn't to be made
+            yield user / ".cache" / "millstream"
 
 
 def _is_usable(folder: Path) -> bool:
