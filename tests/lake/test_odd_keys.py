@@ -15,9 +15,9 @@ import pyarrow.compute as pc
 import pytest
 from deltalake import DeltaTable
 
-import millstream.lake.schema_evolution as swapping_module
 from millstream.errors import LakeConflict
 from millstream.lake.commit_cuts import commit_cut, first_cut
+from millstream.lake.delta import DeltaHandle
 from millstream.lake.file_statistics import bound_of
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes, fold_table
 from millstream.lake.folded.scd2 import fold_into_versions
@@ -127,14 +127,14 @@ def test_a_compaction_that_comes_between_a_columns_widening_doubles_nothing(
         append(lake, narrow, first, [("c", {"k": first + i, "v": 0}) for i in range(10)])
     wide = replace(schema, version=SchemaVersion(2))
     later: list[Record] = [("c", {"k": 61, "v": 0})]
-    real = swapping_module.swap
+    real = DeltaHandle.swap
 
     def meanwhile(*arguments: Any, **named: Any) -> None:
-        monkeypatch.setattr(swapping_module, "swap", real)
+        monkeypatch.setattr(DeltaHandle, "swap", real)
         tend_table(lake, "history", narrow, now_ms=time.time_ns() // 10**6, compact_files=2)
         real(*arguments, **named)
 
-    monkeypatch.setattr(swapping_module, "swap", meanwhile)
+    monkeypatch.setattr(DeltaHandle, "swap", meanwhile)
     with pytest.raises(LakeConflict):
         append(lake, wide, 61, later)
     append(lake, wide, 61, later)
