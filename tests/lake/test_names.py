@@ -27,7 +27,6 @@ from millstream.lake.query.query_session import LakeSession
 from millstream.lake.rebuild import check_history, rebuild_view, restart_history
 from millstream.lake.replay import replay_range
 from millstream.lake.schema_evolution import widened
-from millstream.lake.table_format import OpenTable
 from millstream.model.ids import SchemaVersion, SourceId, TableId
 from millstream.model.positions import Seq
 from millstream.model.records import record_schema
@@ -305,7 +304,6 @@ def within_one_batch(source: Source, low: int, high: int) -> Iterable[None]:
 
 
 Story = Callable[[Source, int, int], Iterable[None]]
-COMMIT = OpenTable.commit
 STORIES: list[Story] = [blue_green, taken_silently, swap, dropped, within_one_batch]
 
 

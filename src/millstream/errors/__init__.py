@@ -20,6 +20,7 @@ from millstream.errors._buffers import BufferOutcomeUnknown as BufferOutcomeUnkn
 from millstream.errors._buffers import BufferRefused as BufferRefused
 from millstream.errors._buffers import BufferUnavailable as BufferUnavailable
 from millstream.errors._buffers import WriteBufferError as WriteBufferError
+from millstream.errors._catalog import CatalogError as CatalogError
 from millstream.errors._delivery import DeliveryError as DeliveryError
 from millstream.errors._http import HttpError as HttpError
 from millstream.errors._ingest import DedupWindowExpired as DedupWindowExpired
@@ -420,41 +421,6 @@ class InvalidValue(CodecError):
             "An increment of a counter that only grows is negative; details: table, column.",
             hint=('Send increments of 0 or more, or declare a column of another name as "pn_counter(increments)".'),
         ),
-    }
-
-
-# --- catalog -------------------------------------------------------------------------------------------------------
-
-
-class CatalogError(MillstreamError):
-    """The catalog can't be read or written."""
-
-    code = "catalog"
-    retry = Retry.OPERATOR
-    codes: ClassVar[Mapping[str, Code]] = {
-        "catalog_too_new": Code(
-            "The catalog's schema is newer than this Millstream.",
-            Retry.OPERATOR,
-            "Upgrade this Millstream.",
-        ),
-        "catalog_older": Code(
-            "The catalog is older than the log, or belongs to another home: the log has tables or sources that "
-            "the catalog lacks, or describes differently.",
-            Retry.OPERATOR,
-            "Restore a catalog as new as the log, or the log that belongs to this catalog (`data/wal`); to give "
-            "up the log, move its folder away and start a new stream.",
-        ),
-        "catalog_unreachable": Code(
-            "The catalog's server doesn't answer, is starting or stopping, has no free connection, or is a standby.",
-            Retry.BACKOFF,
-            "Check host, port and that the catalog's server runs.",
-        ),
-        "catalog_replaced": Code(
-            "The catalog's file, or its `-wal` or `-shm`, was removed or replaced while it was open; details: `file`.",
-            Retry.OPERATOR,
-            "Stop every process of this home, restore its catalog from the newest copy, and start them again.",
-        ),
-        "catalog_busy": Code("The catalog stayed locked past the busy timeout.", Retry.BACKOFF),
     }
 
 
