@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,7 +35,8 @@ def test_an_idle_server_whose_catalog_is_replaced_ends_with_the_error(tmp_path: 
         wait_for(lambda: wal.exists() and has_open(server.process.pid, wal), what=lambda: server.said)
         wal.rename(tmp_path / "wal")
         assert server.process.wait(60) == 1
-    assert any("catalog.db-wal was removed" in str(line) for line in server.said), server.said
+    # Replaced, if a sample of the home's figures was taken in between: it opens the catalog.
+    assert re.search(r"catalog\.db-wal was (removed|replaced)", str(server.said)), server.said
     assert any(line.get("code") == "catalog_replaced" for line in server.said), server.said
 
 
