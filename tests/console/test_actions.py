@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.app.homes import wait_for
 from tests.console.homes import HOSTILE, VALUE, Site, filled_home, site_of
 from tests.console.test_html import Seen
 
@@ -141,9 +142,12 @@ def test_one_dead_letter_is_shown_retried_and_dropped_alone(site: Site) -> None:
     messages = call("web", "receive", "one", {"batch_size": 2, "wait_for_ms": 5000}).body["messages"]
     call("web", "nack", "one", {"ack_ids": [one["ack_id"] for one in messages]})
     (letter,) = call("web", "dead", "one").body["dead"]
-    page = site.call("GET", "/consumers/web/one", {"cookie": site.cookie("admin")})
-    seen = Seen(page.text)
-    assert letter["id"] in seen.text
+
+    def shown() -> Seen:
+        return Seen(site.call("GET", "/consumers/web/one", {"cookie": site.cookie("admin")}).text)
+
+    wait_for(lambda: letter["id"] in shown().text)  # a status may be of the second before
+    seen = shown()
     assert VALUE.replace('"', '\\"') in seen.text
     assert not [name for name, _ in seen.tags if name == "img"]
     assert letter["id"] not in site.call("GET", "/consumers/web/one", {"cookie": site.cookie("all")}).text
