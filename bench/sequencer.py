@@ -18,7 +18,7 @@ from bench.figures import Figure, asked, compared, measures
 from bench.places import folder
 from bench.wal import BATCH_ROWS, ROW_BYTES, operation
 from millstream.catalog import Catalog
-from millstream.catalog.sequence_store import PostgresSequenceStore
+from millstream.catalog.shared_sequence import PostgresSequenceStore
 from millstream.model.ids import Epoch, StreamId, WriterId
 from millstream.model.positions import Seq, SeqRange
 from millstream.protocol.sequencer import WriterNumbers

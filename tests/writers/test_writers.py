@@ -26,7 +26,7 @@ from tests.writers.writer_process import ROWS
 from millstream.app.doctor import examine
 from millstream.catalog import Catalog
 from millstream.catalog.database import CatalogDatabase
-from millstream.catalog.sequence_store import PostgresSequenceStore
+from millstream.catalog.shared_sequence import PostgresSequenceStore
 from millstream.catalog.writer_notifications import PostgresAnnouncements
 from millstream.errors import CatalogError, LogError, SequencingError
 from millstream.home.home import Home

@@ -15,6 +15,7 @@ import structlog
 
 from millstream.capture.column_rule_binding import RULES, ColumnRules
 from millstream.capture.config import CaptureConfig
+from millstream.capture.copy_or_history_only import copy_or_history_only
 from millstream.capture.definitions import Definitions
 from millstream.capture.rows_before_rules import RawPast
 from millstream.capture.source import KeyColumn, SourceTable
@@ -29,10 +30,6 @@ from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, Tab
 from millstream.model.names import TablePatterns, qualified_name
 from millstream.model.operations import FIRST_SHARD
 from millstream.model.schema import ReplicaIdentity, TableKind, TableSchema
-
-NO_IDENTITY: Final = (
-    "its replica identity gives updates and deletes no key; inserts and truncates alone are captured, into history"
-)
 
 _LOOK_PATIENCE_S: Final = 10.0
 """How long the stream waits for a look at the source's tables that explains a form of records."""
@@ -274,6 +271,7 @@ class TableDirectory:
         return [row for row in self._catalog.tables(self.stream) if row.is_captured]
 
     def _row(self, oid: int, namespace: str, name: str, *, has_identity: bool) -> TableRow:
+        state, reason = copy_or_history_only(usable=has_identity)
         row = self._catalog.table_for(
             self.stream,
             self._source,
@@ -281,8 +279,8 @@ class TableDirectory:
             namespace,
             name,
             shard=self._config.shard_of(f"{namespace}.{name}"),
-            state=TableState.COPY_REQUESTED if has_identity else TableState.HISTORY_ONLY,
-            reason="" if has_identity else NO_IDENTITY,
+            state=state,
+            reason=reason,
         )
         with self._lock:
             self._rows[oid] = row

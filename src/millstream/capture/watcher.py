@@ -24,6 +24,7 @@ import structlog
 from millstream.capture.column_rule_binding import RULES, ColumnRules
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import translated
+from millstream.capture.copy_or_history_only import after_identity_change, copy_or_history_only
 from millstream.capture.publication import (
     Coverage,
     Restriction,
@@ -37,7 +38,7 @@ from millstream.capture.rewrite_detection import KnownLayouts, shape_of
 from millstream.capture.rows_before_rules import note_raw_values
 from millstream.capture.slot import read_slot
 from millstream.capture.source import Connection, SourceIdentity, SourceTable, connect_same, insert_lsn
-from millstream.capture.table_directory import NO_IDENTITY, TableDirectory
+from millstream.capture.table_directory import TableDirectory
 from millstream.capture.transient_column_names import Expected, Form, Shape, Shown
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.codec.pgoutput import HEARTBEAT_PREFIX
@@ -191,15 +192,13 @@ class WatchedTables:
             if row.details.get("code") != "layout_unclear":
                 self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "its rules can be applied now")
         elif row.state is TableState.QUARANTINED and row.details.get("cause") == NOT_PUBLISHED:
-            if table.usable:
-                self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "a publication sends it now")
-            else:
-                self._catalog.set_state(row.id, TableState.HISTORY_ONLY, NO_IDENTITY)
-        elif table.usable and row.state is TableState.HISTORY_ONLY and not row.details.get("cause"):
-            self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "it has got a usable replica identity")
-        elif not table.usable and row.state in {TableState.STREAMING, TableState.COPYING, TableState.COPY_REQUESTED}:
-            logger.warning("table in history only", table=table.full_name, reason=NO_IDENTITY)
-            self._catalog.set_state(row.id, TableState.HISTORY_ONLY, NO_IDENTITY)
+            state, reason = copy_or_history_only(usable=table.usable, reason="a publication sends it now")
+            self._catalog.set_state(row.id, state, reason)
+        elif (changed := after_identity_change(row, usable=table.usable)) is not None:
+            state, reason = changed
+            if state is TableState.HISTORY_ONLY:
+                logger.warning("table in history only", table=table.full_name, reason=reason)
+            self._catalog.set_state(row.id, state, reason)
         elif row.state is TableState.STREAMING:
             self._settle_truncates(table, row)
 

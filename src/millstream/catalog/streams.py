@@ -10,8 +10,8 @@ from sqlalchemy import Connection, func, literal, select, update
 
 import millstream.catalog.sql_tables as t
 from millstream.catalog.catalog_part import CatalogPart, greater, lock_stream, now_us
+from millstream.catalog.embedded_sequence import StreamReservations
 from millstream.catalog.row_types import HomeIdentity, StreamRow, WriterRow
-from millstream.catalog.sequence_reservations import StreamReservations
 from millstream.errors import CatalogError, UnknownStream
 from millstream.model.ids import Epoch, StreamId, WriterId, check_stream_name
 

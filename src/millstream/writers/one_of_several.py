@@ -30,7 +30,7 @@ from millstream.workers import Worker, watching
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
-    from millstream.catalog.sequence_store import PostgresSequenceStore
+    from millstream.catalog.shared_sequence import PostgresSequenceStore
     from millstream.catalog.writer_notifications import PostgresAnnouncements
     from millstream.ports import Announcements
     from millstream.protocol.sequencer import Registration, WriterEntry
@@ -454,7 +454,7 @@ def _announcements_of(catalog: Catalog, stream: StreamId) -> PostgresAnnouncemen
 
 def store_of(catalog: Catalog, stream: StreamId, lease_s: float) -> PostgresSequenceStore:
     """Return the numbers that a stream's writers share; `ConfigError` if the catalog can't be shared."""
-    from millstream.catalog.sequence_store import PostgresSequenceStore
+    from millstream.catalog.shared_sequence import PostgresSequenceStore
 
     refuse_embedded(catalog)
     return PostgresSequenceStore(catalog.database, stream, lease_s=lease_s)

@@ -30,7 +30,7 @@ from millstream.model.ids import SourceId, TableId
 from millstream.model.positions import Lsn, parse_lsn
 from millstream.model.records import log_names
 from millstream.model.schema import ReplicaIdentity, TableSchema
-from millstream.protocol.copy_fence import Key, Snapshot, extend_xid
+from millstream.protocol.copy_conflicts import Key, Snapshot, extend_xid
 
 CHUNK_BYTES_MAX: Final = 64 << 20
 """Default bound at which reading stops; the rows read until then are a chunk as well."""
@@ -339,8 +339,8 @@ class ChunkReader:
         if any(seen[oid] != now for oid, now in rows if seen[oid]):
             raise SourceError(f"the table {table.full_name} was rewritten during the read", sqlstate=AGAIN)
 
-    def split(self, table: SourceTable, parts: int) -> list[Key]:
-        """Return keys that cut the table into about `parts` pieces of similar size, by a sample; perhaps none."""
+    def sample_keys(self, table: SourceTable) -> list[Key]:
+        """Return the keys of a random sample of the table's rows, in key order; perhaps none."""
         pages = max(1, table.size_bytes // 8192)
         percent = min(100.0, 100.0 * _SAMPLE_PAGES / pages)
         keys = sql.SQL(", ").join(sql.Identifier(column.name) for column in table.key)
@@ -354,15 +354,8 @@ class ChunkReader:
             result = self._connection.pgconn.exec_(query.as_bytes(self._connection))
         if result.status != pq.ExecStatus.TUPLES_OK:
             raise translate_result(result)
-        found: list[Key] = []
-        for part in range(1, parts):
-            place = result.ntuples * part // parts
-            if 0 < place < result.ntuples:
-                values = [result.get_value(place, column) for column in range(len(table.key))]
-                key = tuple(value.decode() for value in values if value is not None)
-                if len(key) == len(table.key) and (not found or found[-1] != key):
-                    found.append(key)
-        return found
+        rows = [[result.get_value(row, column) for column in range(len(table.key))] for row in range(result.ntuples)]
+        return [tuple(value.decode() for value in row if value is not None) for row in rows if None not in row]
 
     def _as_published(self, table: SourceTable) -> tuple[SourceTable, str]:
         """Return the table with the columns that are sent and its rules applied, and its row filter.

@@ -17,7 +17,7 @@ from millstream.model.ids import TableId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Lsn
 from millstream.model.rates import Rate
-from millstream.protocol.copy_fence import CopyTracker, Key
+from millstream.protocol.copy_conflicts import CopyTracker, Key
 
 _ROW_HEADER_BYTES: Final = 28
 

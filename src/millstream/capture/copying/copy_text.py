@@ -19,7 +19,7 @@ from millstream.model.operations import OPERATION_SCHEMA, OperationKind
 from millstream.model.positions import Lsn
 from millstream.model.records import INSTANT, TEXT_BY_COLUMN, Op, append_row_schema
 from millstream.model.schema import TableSchema
-from millstream.protocol.copy_fence import Key
+from millstream.protocol.copy_conflicts import Key
 
 _TAIL_BYTES: Final = 64 << 10
 """Size of the tail that is searched first for the beginning of the last row."""

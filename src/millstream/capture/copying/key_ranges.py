@@ -1,7 +1,8 @@
 """The key ranges that a table copy is cut into, and the bounds of each range's next chunk.
 
 A range is read from its lowest key to its highest, one chunk after the other; its row in the catalog has the key to
-continue from. A list of keys to be read again is a range of its own, with one chunk.
+continue from. A list of keys to be read again is a range of its own, with one chunk. How many ranges a table gets, and
+at which keys of a sample it is cut, are `part_count` and `cuts_among`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from millstream.capture.copying.copied_file import CopiedFile
 from millstream.capture.copying.copy_text import CopiedRows
 from millstream.catalog import ChunkState, CopyChunk
 from millstream.model.ids import TableId
-from millstream.protocol.copy_fence import Key
+from millstream.protocol.copy_conflicts import Key
 
 OPEN_CHUNKS_MAX: Final = 4
 """Chunks of a range in memory: some wait to be decoded, for the stream or for the disk while the next is read."""
@@ -24,6 +25,22 @@ FIRST_KEYS_RANGE: Final = 1_000_000
 """Numbers from here on are ranges of keys asked for by name."""
 KEYS_MAX: Final = 1000
 """Keys in such a range: they are in one query, and in one row of the catalog."""
+_SPLIT_CHUNKS: Final = 4
+"""Chunks above which a table is split between the workers."""
+_ROW_BYTES: Final = 200
+"""Assumed size of a row: a table that was never analyzed has no estimate of its rows."""
+
+
+def part_count(row_estimate: int, size_bytes: int, *, chunk_rows: int, workers: int) -> int:
+    """Return into how many ranges to cut a table: one for each worker if it is large, else one."""
+    rows = max(row_estimate, size_bytes // _ROW_BYTES)
+    return workers if rows > _SPLIT_CHUNKS * chunk_rows else 1
+
+
+def cuts_among(sample: Sequence[Key], part_count: int) -> list[Key]:
+    """Return keys of a sample in key order that cut the table into at most so many ranges of similar size."""
+    places = [len(sample) * part // part_count for part in range(1, part_count)]
+    return list(dict.fromkeys(sample[place] for place in places if place > 0))
 
 
 @dataclass(slots=True)

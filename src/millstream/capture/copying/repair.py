@@ -1,6 +1,6 @@
 """Reads rows again by key and puts them into the log among running changes, as `diff --repair` requests.
 
-A chunk of keys enters as a chunk of a table copy does, by the same rules (`millstream.protocol.copy_fence`). It is
+A chunk of keys enters as a chunk of a table copy does, by the same rules (`millstream.protocol.copy_conflicts`). It is
 read under a snapshot, and waits until the log has everything that the snapshot sees. Keys touched by a transaction
 that the snapshot doesn't see are left out, because the log has a newer version of them. Rows that exist enter as `r`
 records. A requested key without a row enters as a `d` record, before them: an insert that the snapshot doesn't see
@@ -29,7 +29,6 @@ from millstream.capture.copying.chunk_reader import (
     TableGone,
     table_of,
 )
-from millstream.capture.copying.conflicting_keys import touches_of, touches_of_spilled
 from millstream.capture.copying.copy_progress import Stage
 from millstream.capture.copying.copy_text import chunk_operation
 from millstream.capture.copying.copy_threads import ChunkWorkers, Work
@@ -37,6 +36,7 @@ from millstream.capture.copying.definition_entries import DefinitionEntries
 from millstream.capture.copying.repair_request import RepairChunk, repair_chunks, repair_scope
 from millstream.capture.copying.standby import StandbySnapshots, reader_on
 from millstream.capture.copying.table_copies import TableCopies
+from millstream.capture.copying.touched_keys import touches_of, touches_of_spilled
 from millstream.capture.source import SourceIdentity, SourceTable, connect_same
 from millstream.capture.table_directory import TableDirectory
 from millstream.capture.watcher import WatchedTables
@@ -50,7 +50,7 @@ from millstream.model.pgtext import INEXACT, array_of, text_parser
 from millstream.model.positions import Lsn
 from millstream.model.records import TEXT_BY_COLUMN, Op, append_row_schema
 from millstream.model.schema import TableSchema
-from millstream.protocol.copy_fence import CopyTracker, Key, kept
+from millstream.protocol.copy_conflicts import CopyTracker, Key, kept
 
 logger = structlog.get_logger("millstream.capture")
 

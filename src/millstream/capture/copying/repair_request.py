@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from millstream.catalog import Catalog
 from millstream.model.ids import StreamId, TableId
-from millstream.protocol.copy_fence import Key
+from millstream.protocol.copy_conflicts import Key
 
 CHUNK_KEYS: Final = 500
 """Number of keys read by one query."""

@@ -1,13 +1,13 @@
 """Copies existing rows into the log while changes flow: which tables, by which threads, and when a chunk enters.
 
-`millstream.protocol.copy_fence` decides when a chunk may enter. Worker threads read chunks here; the applier's thread
+`millstream.protocol.copy_conflicts` decides when a chunk may enter. Worker threads read chunks here; the applier's thread
 reports what it logs (`note`, `passed`) and takes chunks that may enter (`ready`). The catalog has each range's progress.
 
 If the log already has records of the table (after `tables copy`, `tables retry`, a new slot), its copy begins with
 one `t` record: it voids what the log had of the table before, rows deleted since included. It enters when the stream
 has come to where the source's tables were last looked at: if the table's key has changed, no record under the old key
 follows. A table without a key (REPLICA IDENTITY FULL and no primary key) enters whole after such a record, as one
-operation: its rows can't be told apart (`keyless_tables`).
+operation: its rows can't be told apart (`whole_table_reads`).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import structlog
 
 from millstream.capture.config import CaptureConfig
 from millstream.capture.copying.chunk_reader import ChunkBounds, ChunkReader, FetchedRows, TableChanged, TableGone
-from millstream.capture.copying.conflicting_keys import touches_of, touches_of_spilled
 from millstream.capture.copying.copied_file import CopiedFile
 from millstream.capture.copying.copy_progress import Copy, Stage
 from millstream.capture.copying.copy_text import CopiedRows, chunk_operation
 from millstream.capture.copying.copy_threads import ChunkWorkers, Work
-from millstream.capture.copying.key_ranges import FIRST_KEYS_RANGE, OpenChunk, Range
-from millstream.capture.copying.keyless_tables import STANDBY_PATIENCE_S, KeylessReads
+from millstream.capture.copying.key_ranges import FIRST_KEYS_RANGE, OpenChunk, Range, cuts_among, part_count
 from millstream.capture.copying.schemas import CopySchemas
 from millstream.capture.copying.standby import StandbySnapshots, reader_on
 from millstream.capture.copying.throttle import AIM_BYTES, CUT_AT, ChunkSizes, CopyRate, OpenBytes
+from millstream.capture.copying.touched_keys import touches_of, touches_of_spilled
+from millstream.capture.copying.whole_table_reads import STANDBY_PATIENCE_S, WholeTableReads
 from millstream.capture.source import SourceIdentity, SourceTable, connect_same
 from millstream.capture.stream.barrier import StreamBarrier
 from millstream.capture.stream.spill import SpillFolder
@@ -44,15 +44,13 @@ from millstream.model.ids import StreamId, TableId
 from millstream.model.operations import SpilledOp, TableRows, WriteOps
 from millstream.model.positions import Lsn
 from millstream.model.schema import TableSchema
-from millstream.protocol.copy_fence import kept
+from millstream.protocol.copy_conflicts import kept
 
 UNFINISHED: Final = frozenset({TableState.COPY_REQUESTED, TableState.COPYING})
 """States of tables that have rows to be copied."""
 
 logger = structlog.get_logger("millstream.capture")
 
-_SPLIT_CHUNKS: Final = 4
-"""Chunks above which a table is split between the workers."""
 _WAIT_S: Final = 0.1
 _LATER_S: Final = 1.0
 
@@ -97,7 +95,7 @@ class TableCopies:
         self._seen = False
         self._save_lock = threading.Lock()
         self._decoders = ThreadPoolExecutor(max(1, config.copy_workers), "millstream-copy-decode")
-        self._whole = KeylessReads(
+        self._whole = WholeTableReads(
             config,
             spill,
             hold,
@@ -428,9 +426,12 @@ class TableCopies:
             self._queue(copy, lambda again: self._prepare(copy, again), after_s=_WAIT_S)
             return
         if not any(number < FIRST_KEYS_RANGE for number in copy.ranges):
-            rows = max(copy.table.row_estimate, copy.table.size_bytes // 200)
-            parts = self._config.copy_workers if copy.keyed and rows > _SPLIT_CHUNKS * self._config.chunk_rows else 1
-            planned = Range.cut_at(reader.split(copy.table, parts) if parts > 1 else [])
+            table, config = copy.table, self._config
+            parts = part_count(
+                table.row_estimate, table.size_bytes, chunk_rows=config.chunk_rows, workers=config.copy_workers
+            )
+            keys = reader.sample_keys(table) if copy.keyed and parts > 1 else []
+            planned = Range.cut_at(cuts_among(keys, parts))
             self._directory.raw_past.store(copy.row.id, when=copy.keyed)
             self._catalog.put_chunks([part.saved(copy.row.id, copy.copy_id) for part in planned])
             with self._lock:

@@ -16,7 +16,7 @@ from psycopg import sql
 from tests.app.homes import wait_for
 
 from millstream.catalog import Catalog
-from millstream.catalog.sequence_store import PostgresSequenceStore
+from millstream.catalog.shared_sequence import PostgresSequenceStore
 from millstream.catalog.writer_notifications import PostgresAnnouncements
 from millstream.errors import CatalogError, SequencingError, StaleEpoch
 from millstream.model.ids import Epoch, StreamId, WriterId

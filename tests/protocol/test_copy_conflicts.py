@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.seeds import examples
 
 from millstream.errors import InvalidValue
-from millstream.protocol.copy_fence import CopyTracker, Key, Snapshot, Touch, extend_xid, kept
+from millstream.protocol.copy_conflicts import CopyTracker, Key, Snapshot, Touch, extend_xid, kept
 
 KEYS = [f"{n:02d}" for n in range(8)]
 CHUNK_ROWS = 3

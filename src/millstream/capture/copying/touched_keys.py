@@ -13,7 +13,7 @@ from millstream.model.ids import TableId
 from millstream.model.operations import SpilledOp, TableRows, WriteOps
 from millstream.model.pgtext import storage_values, text_renderer
 from millstream.model.records import Op
-from millstream.protocol.copy_fence import Key, Touch
+from millstream.protocol.copy_conflicts import Key, Touch
 
 
 def touches_of(ops: WriteOps, tables: Collection[TableId]) -> Iterator[tuple[TableId, Touch, frozenset[Key]]]:

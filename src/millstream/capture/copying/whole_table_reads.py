@@ -68,7 +68,7 @@ class _TableRead:
     """Whether another owner has its ticket and its file now."""
 
 
-class KeylessReads:
+class WholeTableReads:
     """The reading of one session's tables without a key. `read` on any worker thread, of one copy on one at a time.
 
     Args:

@@ -1,0 +1,62 @@
+"""A replica identity decides whether a table is copied, and its changes move the table's state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from uuid import UUID
+
+import pytest
+
+from millstream.capture.copy_or_history_only import after_identity_change, copy_or_history_only
+from millstream.catalog import TableRow, TableState
+from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId
+from millstream.model.schema import TableKind
+
+
+def in_state(state: TableState, details: Mapping[str, Any] | None = None) -> TableRow:
+    return TableRow(
+        id=TableId(1),
+        stream=StreamId(UUID(int=1)),
+        source=SourceId(1),
+        relation_oid=16384,
+        namespace="public",
+        name="orders",
+        kind=TableKind.TABLE,
+        shard=ShardId(0),
+        state=state,
+        reason="",
+        details=dict(details or {}),
+        schema_version=SchemaVersion(1),
+        copy_id="",
+        changed_us=0,
+    )
+
+
+def test_a_usable_identity_requests_a_copy_and_any_other_table_goes_into_history_with_the_reason() -> None:
+    assert copy_or_history_only(usable=True, reason="a publication sends it now") == (
+        TableState.COPY_REQUESTED,
+        "a publication sends it now",
+    )
+    state, reason = copy_or_history_only(usable=False, reason="a publication sends it now")
+    assert state is TableState.HISTORY_ONLY
+    assert "no key" in reason
+
+
+@pytest.mark.parametrize("state", [TableState.STREAMING, TableState.COPYING, TableState.COPY_REQUESTED])
+def test_a_followed_table_whose_identity_went_continues_in_history_only(state: TableState) -> None:
+    assert after_identity_change(in_state(state), usable=False) == copy_or_history_only(usable=False)
+    assert after_identity_change(in_state(state), usable=True) is None
+
+
+def test_a_table_in_history_whose_identity_came_is_copied() -> None:
+    changed = after_identity_change(in_state(TableState.HISTORY_ONLY), usable=True)
+    assert changed == (TableState.COPY_REQUESTED, "it has got a usable replica identity")
+    assert after_identity_change(in_state(TableState.HISTORY_ONLY), usable=False) is None
+
+
+def test_a_table_in_history_for_another_cause_and_a_quarantined_one_stay_as_they_are() -> None:
+    held = in_state(TableState.HISTORY_ONLY, {"cause": "another"})
+    assert after_identity_change(held, usable=True) is None
+    for usable in (True, False):
+        assert after_identity_change(in_state(TableState.QUARANTINED), usable=usable) is None
