@@ -161,9 +161,9 @@ def test_a_home_that_doesn_t_answer_is_told_from_one_that_is_idle(browser: Chrom
 @contextlib.contextmanager
 def capture_failed(home: Home, error: MillstreamError) -> Iterator[None]:
     with home.open_catalog() as catalog:
-        note_given_up(catalog, "shop", error)
+        note_given_up(catalog, "shop", "capture", error)
         yield
-        forget_given_up(catalog, catalog.stream("shop").id)
+        forget_given_up(catalog, catalog.stream("shop").id, "capture")
 
 
 @contextlib.contextmanager

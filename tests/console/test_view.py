@@ -29,7 +29,13 @@ def well(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def error(code: str) -> dict[str, Any]:
-    return {"code": code, "message": "<it fails>", "hint": "Run `this`.", "gave_up": True}
+    return {
+        "code": code,
+        "message": "<it fails>",
+        "hint": "Run `this`.",
+        "gave_up": True,
+        "since": "2026-03-01T12:00:00.000+00:00",
+    }
 
 
 def node(**facts: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from uuid import UUID
 from millstream.app.alerts.conditions import Kind, what_to_run
 from millstream.app.initialize import holds_password
 from millstream.app.status import collect_status, live_progress, tables_of
+from millstream.app.status_words import why_and_since
 from millstream.errors import MillstreamError, UnknownStream
 from millstream.home.config_mapping import capture_config
 from millstream.home.home import Home
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
     from millstream.config.model import StreamConfig
     from millstream.model.schema import TableSchema
 
-_TO_DECIDE: Final = frozenset({"slot_ahead", "slot_lost", "source_replaced"})
-"""Errors that end capture at each start, until an operator decides how to go on."""
+_TO_DECIDE: Final = frozenset({"slot_ahead", "slot_lost", "source_replaced", "offset_expired"})
+"""Errors that end capture or the pipeline at each start, until an operator decides how to go on."""
 _CHECKED_ELSEWHERE: Final = frozenset({Kind.SLOT_LAG, Kind.TABLE_QUARANTINED})
 """Conditions that the checks of a source and of tables find."""
 _CLUSTER_CHECKS: Final = frozenset({"spark.master", "spark.python", "executor.log", "executor.lake", "clocks"})
@@ -390,8 +391,8 @@ def _given_up(home: Home, name: str) -> Iterator[Diagnosis]:
     """Yield each part of a stream that was given up in its last run: an error if the next run ends the same way."""
     for trouble in troubles(home):
         if trouble["stream"] == name and trouble["gave_up"]:
-            code, message = trouble["code"], f"given up: {trouble['message']}"
-            blocks = "source" if code in _TO_DECIDE else "nothing"
+            code, message = trouble["code"], f"given up: {why_and_since(trouble)}"
+            blocks = "nothing" if code not in _TO_DECIDE else "source" if trouble["part"] == "capture" else "home"
             yield Diagnosis(f"{trouble['part']} of {name}", code, message, blocks, trouble["hint"])
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,6 +26,7 @@ from millstream.processes.child_process import Lifeline
 from millstream.processes.control_socket import ControlServer
 from millstream.processes.role_locks import LOCK_PATIENCE_S, RoleLock
 from millstream.workers import Worker
+from millstream.writers.stall_reasons import forget_given_up, note_given_up
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
@@ -68,6 +69,8 @@ class StreamPipeline:
             self._say_quarantined(progress.quarantined)
             self._say_trying(progress.trying)
             self._say_replay(progress)
+            if progress.batch_s and (self.progress is None or not self.progress.batch_s):
+                forget_given_up(self._catalog, config.stream_id, "pipeline")
             self.progress = progress
             tell()
 
@@ -88,17 +91,25 @@ class StreamPipeline:
                 merged.fold_all()
                 outcome = dataclasses.replace(outcome, quarantined={**outcome.quarantined, **merged.failed})
             self.outcome = outcome
+            forget_given_up(self._catalog, stream, "pipeline")
         except MillstreamError as error:
             self.error = error
+            if not lifeline.stop.is_set():
+                note_given_up(self._catalog, self.name, "pipeline", error)
             if not lifeline.supervised or len(self._home.config.streams) > 1:
                 # A supervisor reports a single stream's error.
                 logger.error(  # noqa: TRY400 - a person reads the error, not its traceback
                     "the pipeline stops", stream=self.name, code=error.code, error=error.message, hint=error.hint
                 )
-            if error.retry in {Retry.BACKOFF, Retry.REOPEN}:
+            if self.is_retried:
                 # Another process may do better: the others drain, this one ends, and the supervisor
                 # restarts it.
                 lifeline.stop.set()
+
+    @property
+    def is_retried(self) -> bool:
+        """Whether it ended by an error that another process may not meet."""
+        return self.error is not None and self.error.retry in {Retry.BACKOFF, Retry.REOPEN}
 
     @contextlib.contextmanager
     def _merged_views(self, config: PipelineConfig, lifeline: Lifeline) -> Iterator[MergedViews | None]:
@@ -181,6 +192,7 @@ class StreamPipeline:
             "progress": None if progress is None else _progress_facts(progress),
             "outcome": None if self.outcome is None else _outcome_facts(self.outcome),
             "error": None if self.error is None else self.error.as_dict(),
+            "gave_up": self.error is not None and not self.is_retried,
         }
 
     def _wait_for_log(self, lifeline: Lifeline) -> StreamId | None:
@@ -207,7 +219,8 @@ def run_pipelines(home: Home, lifeline: Lifeline, *, on_progress: Callable[[dict
     Raises:
         HomeBusy: another process runs the home's pipelines.
         UsageError (`missing_extra`): pyspark isn't installed.
-        MillstreamError: a pipeline couldn't go on (the first one's error, after the others have ended).
+        MillstreamError: a pipeline couldn't go on (one's error, after the others have ended; if another process may do
+            better for one of them, that one's).
     """
     home.prepare()
     try:
@@ -249,7 +262,7 @@ def run_pipelines(home: Home, lifeline: Lifeline, *, on_progress: Callable[[dict
         if home.config.spark.is_untested:
             logger.warning(UNTESTED, code="master_untested", master=mask_address(home.config.spark.master))
         # Spark starts while capture is still finding its position; the threads below share the session.
-        with master.watching():
+        with master.watching(), noted(catalog, home.config.streams):
             if not _start_spark(lifeline, lambda: open_context(spark_options(home))):
                 return {}
         is_ready.set()
@@ -268,10 +281,29 @@ def run_pipelines(home: Home, lifeline: Lifeline, *, on_progress: Callable[[dict
         worker.check()
     outcome = {p.name: _outcome_facts(p.outcome) for p in pipelines if p.outcome is not None}
     lifeline.tell("outcome", {"streams": outcome})
-    for pipeline in pipelines:
-        if pipeline.error is not None:
-            raise pipeline.error
+    if (cause := first_error(pipelines)) is not None:
+        raise cause
     return outcome
+
+
+def first_error(pipelines: Sequence[StreamPipeline]) -> MillstreamError | None:
+    """Return the error that ends the pipelines' process: one that another process may not meet comes first.
+
+    By an error that no restart mends, the supervisor gives the process up, and none of the streams would go on.
+    """
+    errors = [pipeline.error for pipeline in sorted(pipelines, key=lambda one: not one.is_retried)]
+    return next((error for error in errors if error is not None), None)
+
+
+@contextlib.contextmanager
+def noted(catalog: Catalog, streams: Iterable[str]) -> Iterator[None]:
+    """Record an error of the block as the one that ends the pipelines of all streams."""
+    try:
+        yield
+    except MillstreamError as error:
+        for name in streams:
+            note_given_up(catalog, name, "pipeline", error)
+        raise
 
 
 def _wait_for_lead(home: Home, lifeline: Lifeline) -> bool:

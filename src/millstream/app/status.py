@@ -27,7 +27,7 @@ from millstream.model.schema import TableKind
 from millstream.process_metrics import SINK_IGNORED_ERRORS, SINK_ROWS
 from millstream.processes.control_socket import ask, measures_of
 from millstream.processes.role_locks import Role, holder, writer_role, writer_roles
-from millstream.writers.stall_reasons import capture_trouble
+from millstream.writers.stall_reasons import trouble_of
 from millstream.writers.writer_facts import writer_facts
 
 if TYPE_CHECKING:
@@ -223,8 +223,8 @@ def _stream(
         "errors": {
             part: error
             for part, error in (
-                ("capture", capture_trouble(catalog, stream, capture)),
-                ("pipeline", (pipeline or {}).get("error")),
+                ("capture", trouble_of(home, catalog, stream, "capture", capture)),
+                ("pipeline", trouble_of(home, catalog, stream, "pipeline", pipeline)),
             )
             if error
         },

@@ -30,3 +30,13 @@ def holder_words(stream: Mapping[str, Any], holder: str) -> str:
     _, _, table_id = holder.partition("/")
     name = next((table["name"] for table in stream["tables"] if str(table["id"]) == table_id), None)
     return f"{name or f'table {table_id}'}, which is quarantined"
+
+
+def how_it_stands(error: Mapping[str, Any]) -> str:
+    """Return how a part of a stream stands still with an error."""
+    return "has given up" if error["gave_up"] else "waits, and retries"
+
+
+def why_and_since(error: Mapping[str, Any]) -> str:
+    """Return an error's message, and since when it stops its part of a stream, if that is known."""
+    return str(error["message"]) if error["since"] is None else f"{error['message']} (since {error['since']})"

@@ -41,7 +41,7 @@ def slot_drop(invocation: Invocation, stream: str | None, yes: bool) -> None:
     with home.open_catalog() as catalog:
         row = catalog.resolve_stream(name)
         held = drop_slot(capture, catalog)
-        forget_given_up(catalog, row)
+        forget_given_up(catalog, row, "capture")
     note(
         f"there was no slot {capture.slot}" if held is None else f"dropped {capture.slot}; it held {human_bytes(held)}"
     )

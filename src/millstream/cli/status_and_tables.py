@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from millstream.app.status_words import holder_words, retention_waits
+from millstream.app.status_words import holder_words, how_it_stands, retention_waits, why_and_since
 from millstream.cli.context import (
     Invocation,
     SuggestingGroup,
@@ -139,8 +139,7 @@ def _print_errors(stream: dict[str, Any]) -> None:
             f"  pipeline: waits for Spark's master at {stream['pipeline']['waits_for']}, which doesn't answer", fg="red"
         )
     for part, error in stream["errors"].items():
-        how = {None: "", False: " waits, and retries", True: " has given up"}[error.get("gave_up")]
-        say(f"  {part}{how}: {error['code']}: {error['message']}", fg="red")
+        say(f"  {part} {how_it_stands(error)}: {error['code']}: {why_and_since(error)}", fg="red")
         if error.get("hint"):
             say(f"    {error['hint']}")
 

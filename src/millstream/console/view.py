@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
+from millstream.app.status_words import how_it_stands, why_and_since
 from millstream.model.access import ALL_STREAMS, Right
 from millstream.process_metrics import LOG_RECORDS
 from millstream.serving.access import Caller
@@ -95,11 +96,10 @@ def troubles_of(status: Status) -> list[Trouble]:
 def _of_stream(stream: Mapping[str, Any]) -> Iterator[Trouble]:
     name = stream["name"]
     for part, error in stream.get("errors", {}).items():
-        how = "has given up" if error.get("gave_up") else "waits, and retries"
         hint = error.get("hint") or ""
         if "`" not in hint:  # an operator gets a command in any case
             hint = f"{hint} Run `millstream doctor`.".strip()
-        yield Trouble(error["code"], f"{part} {how}: {error['message']}", hint, name)
+        yield Trouble(error["code"], f"{part} {how_it_stands(error)}: {why_and_since(error)}", hint, name)
     for its in filter(None, [stream.get("replication"), *stream.get("regions", ())]):
         yield from _of_node(its, name)
     if not stream.get("id"):

@@ -58,7 +58,7 @@ class Health:
     def errors(self) -> list[dict[str, Any]]:
         """Return the troubles of streams that still take writes.
 
-        Each has `stream`, `part`, `code`, `message`, `hint` and `gave_up`.
+        Each has `stream`, `part`, `code`, `message`, `hint`, `gave_up` and `since`.
         """
         return troubles(self._home)
 

@@ -271,6 +271,7 @@ def _check_log_reaches(log: StreamReader, start: Seq, config: PipelineConfig) ->
     except OffsetExpired as error:
         raise OffsetExpired(
             f"the log of {config.stream} begins at {log.first_seq()}, and the lake stands at {start}: what lies between is gone",
-            hint="Copy the tables again (`millstream tables copy T`), or restore the lake or the log.",
+            hint="Restore the lake or the log from a backup. Without one, run `millstream slot drop`, then use a new home and "
+            "an empty lake.",
             first=int(log.first_seq()),
         ) from error

@@ -270,7 +270,7 @@ class OwnedStream:
         if not patient or stop.is_set():
             self.gave_up = True
             if not stop.is_set():
-                note_given_up(self.catalog, self.name, error)
+                note_given_up(self.catalog, self.name, "capture", error)
             if not supervised:
                 logger.error(
                     "the stream stops", stream=self.name, code=error.code, error=error.message, hint=error.hint
@@ -291,7 +291,7 @@ class OwnedStream:
         """Note that the stream makes progress again: the cause of its wait is over."""
         if self._well_since_s is None:
             self.error, self._well_since_s = None, time.monotonic()
-            forget_given_up(self.catalog, writer.stream)
+            forget_given_up(self.catalog, writer.stream, "capture")
 
     def _waits(self, error: MillstreamError) -> None:
         """Note that the stream waits, and why: its known progress is out of date."""

@@ -1,76 +1,103 @@
-"""Why a stream makes no progress: from the process that writes it, or from its notes if it has ended."""
+"""Why a part of a stream makes no progress: from the part's process, or from its notes if it has ended."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Final
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from millstream.errors import MillstreamError
+from millstream.errors import MillstreamError, Retry
 from millstream.processes.control_socket import ask
+from millstream.processes.role_locks import holder
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
     from millstream.home.home import Home
     from millstream.model.ids import StreamId
 
+Part: TypeAlias = Literal["capture", "pipeline"]
 _GIVEN_UP: Final = "given_up"
 
 
-def note_given_up(catalog: Catalog, name: str, error: MillstreamError) -> None:
-    """Record why a stream was given up, for after its process has ended; an unwritable catalog is ignored."""
+def note_given_up(catalog: Catalog, name: str, part: Part, error: MillstreamError) -> None:
+    """Record the error that ended a part of a stream, and since when it does, for after its process has ended.
+
+    The time stays that of the first of several same errors. An unwritable catalog is ignored.
+    """
     with contextlib.suppress(MillstreamError):
-        catalog.put_fact(_scope(catalog.stream(name).id), _GIVEN_UP, error.as_dict())
+        scope = _scope(part, catalog.stream(name).id)
+        noted = catalog.fact(scope, _GIVEN_UP) or {}
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        since = noted.get("since", now) if noted.get("code") == error.code else now
+        catalog.put_fact(scope, _GIVEN_UP, error.as_dict() | {"since": since})
 
 
-def forget_given_up(catalog: Catalog, stream: StreamId) -> None:
-    """Clear the record: the stream makes progress, or an operator has decided.
+def forget_given_up(catalog: Catalog, stream: StreamId, part: Part) -> None:
+    """Clear the record: the part makes progress, or an operator has decided.
 
     An unwritable catalog is ignored.
     """
     with contextlib.suppress(MillstreamError):
-        if catalog.fact(_scope(stream), _GIVEN_UP) is not None:
-            catalog.drop_fact(_scope(stream), _GIVEN_UP)
+        if catalog.fact(_scope(part, stream), _GIVEN_UP) is not None:
+            catalog.drop_fact(_scope(part, stream), _GIVEN_UP)
 
 
-def capture_trouble(catalog: Catalog, stream: StreamId, live: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return why a stream isn't captured; None if it is, or was told to stop.
+def trouble_of(
+    home: Home, catalog: Catalog, stream: StreamId, part: Part, live: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """Return why a part of a stream stands still; None if it doesn't, or was told to stop.
 
     Args:
+        home: the home.
         catalog: the home's.
         stream: the stream's id.
-        live: the facts of the process that writes it; None if none runs.
+        part: the part.
+        live: the facts of the process that runs it; None if none does.
 
     Returns:
-        The error's `code`, `message`, `hint`, `retry` and `details`, and `gave_up`: whether it isn't
-        retried automatically.
+        The error's `code`, `message`, `hint`, `retry` and `details`; `gave_up`: whether it isn't retried
+        automatically; and `since`, the time of the end that it caused, None if it caused none.
     """
-    error = catalog.fact(_scope(stream), _GIVEN_UP) if live is None else live.get("error")
-    return {**error, "gave_up": live is None or bool(live.get("gave_up"))} if error else None
+    noted = catalog.fact(_scope(part, stream), _GIVEN_UP) or {}
+    error = noted if live is None else live.get("error")
+    if not error:
+        return None
+    if live is not None:
+        gave_up = bool(live.get("gave_up"))
+    else:
+        # `run` starts a pipeline's process again after these; capture records an error that is final for it.
+        restarts = part == "pipeline" and error.get("retry") in {Retry.BACKOFF, Retry.REOPEN}
+        gave_up = not (restarts and holder(home.run_folder, "run"))
+    since = noted.get("since") if noted.get("code") == error["code"] else None
+    return {**error, "gave_up": gave_up, "since": since}
 
 
 def troubles(home: Home) -> list[dict[str, Any]]:
-    """Return the troubles of streams: each with `stream`, `part`, `code`, `message`, `hint`, `gave_up`.
+    """Return the troubles of streams: each with `stream`, `part`, `code`, `message`, `hint`, `gave_up`, `since`.
 
     Asks the running processes and the catalog, not the lake. A catalog that can't be read yields nothing.
     """
     owner, pipeline = ((ask(home, role, "status") or {}).get("streams", {}) for role in ("owner", "pipeline"))
-    found = [(name, "pipeline", facts.get("error")) for name, facts in pipeline.items()]
+    found: list[tuple[str, Part, dict[str, Any] | None]] = []
     with contextlib.suppress(MillstreamError):
         if home.has_catalog():
             with home.open_catalog() as catalog:
-                known = catalog.streams()
-                found += [(row.name, "capture", capture_trouble(catalog, row.id, owner.get(row.name))) for row in known]
+                for row in catalog.streams():
+                    parts: dict[Part, Any] = {"capture": owner.get(row.name), "pipeline": pipeline.get(row.name)}
+                    for part, live in parts.items():
+                        found.append((row.name, part, trouble_of(home, catalog, row.id, part, live)))
     return [
         {
             "stream": stream,
             "part": part,
             **{key: error.get(key, "") for key in ("code", "message", "hint")},
-            "gave_up": bool(error.get("gave_up")),
+            "gave_up": error["gave_up"],
+            "since": error["since"],
         }
         for stream, part, error in sorted(found, key=lambda one: one[:2])
         if error
     ]
 
 
-def _scope(stream: StreamId) -> str:
-    return f"capture/{stream}"
+def _scope(part: Part, stream: StreamId) -> str:
+    return f"{part}/{stream}"
