@@ -208,7 +208,8 @@ def test_a_mistake_never_shows_the_value_of_a_variable(tmp_path: Path) -> None:
         ("schema_prefix = 'a_'", 'schema_prefix: is for format = "postgres" alone'),
         ("format = 'iceberg'\nviews = ['scd2']", "'scd2' isn't a view of 'iceberg'"),
         ("format = 'iceberg'\nlocation = 's3://b/lake'", "lake.location: must be a folder"),
-        ("format = 'iceberg'\ncatalog = {type = 'rest'}", 'catalog.type: must be "sql"'),
+        ("format = 'iceberg'\ncatalog = {type = 'hive'}", 'catalog.type: must be "sql" or "rest"'),
+        ("format = 'iceberg'\ncatalog = {type = 'rest'}", 'catalog.type: is "rest", which needs `uri`'),
         ("format = 'iceberg'\n[spark]\nmaster = 'spark://h:7077'", "lake.format: can't be iceberg with a Spark master"),
         ("catalog = {type = 'sql'}", 'lake.catalog: is for format = "iceberg" alone'),
     ],
@@ -216,6 +217,17 @@ def test_a_mistake_never_shows_the_value_of_a_variable(tmp_path: Path) -> None:
 def test_a_lake_has_what_its_format_has(tmp_path: Path, lake: str, said: str) -> None:
     error = mistake(tmp_path, f"[streams.shop.source]\ndsn = 'x'\n[streams.shop.lake]\n{lake}\n")
     assert said in error.message
+
+
+def test_secrets_of_a_lakes_catalog_are_put_in_and_never_shown(tmp_path: Path) -> None:
+    text = (
+        "[streams.shop.source]\ndsn = 'x'\n[streams.shop.lake]\nformat = 'iceberg'\n[streams.shop.lake.catalog]\n"
+        "type = 'rest'\nuri = 'https://catalog'\ncredential = 'me:${SHOP_PASSWORD}'\n\"s3.secret-access-key\" = '${SHOP_PASSWORD}'\n"
+    )
+    loaded = load(tmp_path, text, ENVIRON | {"SHOP_PASSWORD": "s3cret"})
+    lake = loaded.config.streams["shop"].lake
+    assert (lake.catalog["credential"], lake.lies_in_catalog) == ("me:s3cret", True)
+    assert "s3cret" not in str(list(loaded.effective()))
 
 
 def test_a_password_of_a_destination_is_put_in_and_never_shown(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from millstream.app.initialize import make_home
 from millstream.config.file import load_config
 from millstream.config.storage_checks import OPTIONS
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, UsageError
 
 
 def mistake(folder: Path, location: str, options: str) -> ConfigError:
@@ -61,4 +61,43 @@ def test_a_kind_of_store_without_a_test_is_refused_in_the_file_and_by_init(tmp_p
     with pytest.raises(ConfigError, match="s3://bucket/folder") as caught:
         make_home(tmp_path / "new", stream="web", source=None, tables=["public.*"], location=location)
     assert caught.value.code == "lake_scheme_unsupported"
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("catalog", "location", "expected"),
+    [
+        (None, None, {}),
+        ("sql", None, {}),
+        ("rest=https://catalog.example.com/api", None, {"type": "rest", "uri": "https://catalog.example.com/api"}),
+        ("rest=http://localhost:8181", "tables", {"type": "rest", "uri": "http://localhost:8181"}),
+    ],
+)
+def test_init_writes_the_catalog_of_iceberg_tables(
+    tmp_path: Path, catalog: str | None, location: str | None, expected: dict[str, str]
+) -> None:
+    made = make_home(
+        tmp_path,
+        stream="web",
+        source=None,
+        tables=["public.*"],
+        lake_format="iceberg",
+        location=location,
+        catalog=catalog,
+    )
+    lake = load_config(made.file, {}).config.streams["web"].lake
+    assert (lake.format, lake.catalog, lake.location) == ("iceberg", expected, location or "lake")
+    assert lake.lies_in_catalog == bool(expected and location is None)
+
+
+@pytest.mark.parametrize(
+    ("lake_format", "catalog"),
+    [("delta", "sql"), ("iceberg", "hive"), ("iceberg", "rest=catalog"), ("iceberg", "rest=https://me:s3cr3t@catalog")],
+)
+def test_init_refuses_a_catalog_that_is_none(tmp_path: Path, lake_format: str, catalog: str) -> None:
+    with pytest.raises(UsageError, match="--catalog") as caught:
+        make_home(
+            tmp_path / "new", stream="web", source=None, tables=["public.*"], lake_format=lake_format, catalog=catalog
+        )
+    assert "s3cr3t" not in str(caught.value)
     assert not (tmp_path / "new").exists()

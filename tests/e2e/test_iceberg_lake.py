@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyiceberg.catalog.rest import RestCatalog
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.table import Table
+from tests.commands import run_command
 from tests.e2e.harness import Home
 
+from millstream.testing.iceberg_rest import EmbeddedIcebergCatalog
 from millstream.testing.pytest_plugin import Database
+from millstream.testing.store_proxy import Fault, FaultRule, StoreProxy
 
 
 def table(home: Home, view: str, name: str) -> Table:
@@ -74,3 +78,40 @@ def test_iceberg_tables_follow_the_source_and_other_programs_read_them(postgres:
     assert [row["value"] for row in queried(changed, "--lake-only")] == [row["value"] for row in expected]
     checks = json.loads(home.command("doctor", "--json", check=False))["checks"]
     assert {c["name"]: c["ok"] for c in checks if c["name"] == "lake.catalog"} == {"lake.catalog": True}
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("spark")
+def test_a_rest_catalog_says_where_tables_lie_and_may_be_gone_for_a_while(
+    postgres: Database, iceberg_catalog: EmbeddedIcebergCatalog, tmp_path: Path
+) -> None:
+    source = postgres.connect()
+    source.execute("CREATE TABLE items (id int PRIMARY KEY, v text)")
+    source.execute("INSERT INTO items SELECT i, 'v' || i FROM generate_series(1, 300) AS i")
+    home = Home(tmp_path / "shop", postgres.dsn)
+    home.init()
+    with StoreProxy(tmp_path / "proxy", iceberg_catalog.uri) as proxy:
+        home.set_lake(f'format = "iceberg"\n[streams.shop.lake.catalog]\ntype = "rest"\nuri = "{proxy.url}"\n')
+        proxy.set_rules(
+            [
+                FaultRule(Fault.CUT_AFTER, "POST", r"shop/tables/_commits$", times=1),
+                FaultRule(Fault.CUT, "POST", r"shop_history/tables/public__items$", times=1),
+                FaultRule(Fault.CUT, times=2),
+            ]
+        )
+        assert home.caught_up_here() == {}
+        assert sum(one.fault is not None for one in proxy.requests()) == 4
+        assert home.status()["streams"][0]["lake"] == {"state": "ok"}
+        home.command("diff")
+        expected = [{"id": i, "v": f"v{i}"} for i in range(1, 301)]
+        everything = "SELECT id, v FROM public.items ORDER BY id"
+        assert json.loads(home.command("query", everything, "--format", "json")) == expected
+        catalog = RestCatalog("millstream", uri=iceberg_catalog.uri)
+        current = catalog.load_table(("shop_current", "public__items"))
+        assert current.location().startswith(iceberg_catalog.warehouse)
+        assert current.scan().to_arrow().sort_by("id").to_pylist() == expected
+        assert not (home.path / "lake").exists(), "a part of the lake lies in the home"
+    found = json.loads(home.command("doctor", "--json", check=False))
+    assert {c["name"]: c["ok"] for c in found["checks"]}["lake.catalog"] is False
+    assert "catalog_unreachable" in {one["code"] for one in found["findings"]}
+    assert "catalog_unreachable" in run_command(home._words(["query", "SELECT 1", "--lake-only"]), timeout=300).stderr

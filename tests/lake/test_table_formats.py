@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,17 +24,21 @@ from millstream.lake.commit_cuts import commit_cut, last_cut
 from millstream.lake.folded.current import begin_fold, fold_table
 from millstream.lake.history import append_history, commit_records, write_records
 from millstream.lake.iceberg.catalog import catalog_of
+from millstream.lake.iceberg.files import address_of
 from millstream.lake.iceberg.names import identifier_of, table_name
 from millstream.lake.layout import LakeLayout, folder_name
 from millstream.lake.maintenance import tend_cuts, tend_table
 from millstream.lake.query.query_session import LakeSession
 from millstream.lake.table_format import open_table
+from millstream.model.addresses import IN_CATALOG
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import Column, TableSchema
 from millstream.testing.errors import coded
+from millstream.testing.iceberg_rest import EmbeddedIcebergCatalog
 
 Records = Callable[..., pa.RecordBatch]
+numbers = itertools.count()
 FORMATS: tuple[Literal["delta", "iceberg"], ...] = ("delta", "iceberg")
 
 
@@ -42,9 +47,21 @@ def iceberg(folder: Path, stream: int = 42) -> LakeLayout:
     return LakeLayout(str(folder / "lake"), "shop", StreamId(UUID(int=stream)), format="iceberg", catalog=catalog)
 
 
-@pytest.fixture(params=FORMATS)
+def in_rest_catalog(server: EmbeddedIcebergCatalog) -> LakeLayout:
+    """Return a new lake whose catalog is a server, which says where tables lie."""
+    catalog = {"type": "rest", "uri": server.uri}
+    return LakeLayout(IN_CATALOG, f"shop_{next(numbers)}", StreamId(UUID(int=42)), format="iceberg", catalog=catalog)
+
+
+@pytest.fixture(params=[*FORMATS, pytest.param("rest", marks=pytest.mark.long)])
 def lake(request: pytest.FixtureRequest, tmp_path: Path, layout: LakeLayout) -> LakeLayout:
-    return layout if request.param == "delta" else iceberg(tmp_path)
+    match request.param:
+        case "delta":
+            return layout
+        case "iceberg":
+            return iceberg(tmp_path)
+        case _:
+            return in_rest_catalog(request.getfixturevalue("iceberg_catalog"))
 
 
 def rows_of(layout: LakeLayout, view: Literal["current", "history"], schema: TableSchema) -> list[dict[str, object]]:
@@ -168,7 +185,7 @@ def test_an_earlier_position_is_read(lake: LakeLayout, orders: TableSchema, reco
 def test_upkeep_leaves_few_files_and_every_row(lake: LakeLayout, orders: TableSchema, records: Records) -> None:
     for n in range(1, 9):
         land(lake, orders, records(orders, ("c", n, {"id": n})), n)
-    folder = Path(lake.table_path("history", orders))
+    folder = Path(address_of(lake, lake.table_path("history", orders)).removeprefix("file://"))
     assert tend_table(lake, "history", orders, now_ms=now_ms(), compact_files=3).files_compacted == 8
     later = now_ms() + 10_000_000
     for view in ("history", "current"):

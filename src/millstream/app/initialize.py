@@ -57,6 +57,13 @@ _STORAGE: Final = """
 # AWS_SECRET_ACCESS_KEY = "${{AWS_SECRET_ACCESS_KEY}}"
 # AWS_ENDPOINT_URL = "https://store.example.com"    # of another store than Amazon's
 """
+_REST: Final = """
+[streams.{stream}.lake.catalog]
+type = "rest"
+uri = {uri}
+# warehouse = "shop"    # the server's word for it
+# credential = "${{CATALOG_CREDENTIAL}}"    # client:secret; or token
+"""
 _TEMPLATE: Final = """\
 # A home of Millstream's. `millstream config show` prints every key with its value and where that came from.
 # ${{NAME}} in any string is taken from the environment.
@@ -70,7 +77,7 @@ _TEMPLATE: Final = """\
 
 [streams.{stream}.lake]
 format = {lake_format}
-location = {location}    # a folder, from here; or the URL of an object store: s3://bucket/folder
+{location}    # a folder, from here; or the URL of an object store: s3://bucket/folder
 # views = ["current", "history"]    # and "scd2": every version of each row, with the time at which it began and ended;
 #                                   # "merged": the rows of all regions
 # history_retention = "90d"    # whole days of history older than this go, once current has them; unset: kept for ever
@@ -125,7 +132,8 @@ def make_home(
     tables: Sequence[str],
     password_env: str | None = None,
     lake_format: str = "delta",
-    location: str = "lake",
+    location: str | None = None,
+    catalog: str | None = None,
 ) -> NewHome:
     """Write `millstream.toml` into a folder, which is made if it doesn't exist.
 
@@ -137,22 +145,26 @@ def make_home(
         tables: patterns of the source's tables.
         password_env: the environment variable that holds the password, for a DSN without one.
         lake_format: the format of the lake's tables.
-        location: where the lake's tables lie: a folder, from the home, or the URL of an object store.
+        location: where the lake's tables lie: a folder, from the home, or the URL of an object store. None: `lake`, or
+            where the catalog says, if it is a server.
+        catalog: the catalog of Iceberg tables, `sql` or `rest=URI`; None: as `sql`.
 
     Raises:
         ConfigError (`lake_scheme_unsupported`): the location is in a kind of store in which lakes aren't tested.
         UsageError: the folder has a configuration already; a name or a pattern is invalid; the DSN is invalid or
-            ambiguous; or the location has a secret in it.
+            ambiguous; the location has a secret in it; or the catalog isn't one of these.
         MillstreamError (`home_unwritable`): the folder can't be written.
     """
     check_stream_name(stream)
     TablePatterns.parse(tables)
-    if mask_address(location) != location:
+    server = _catalog_server(catalog, lake_format)
+    place = location or "lake"
+    if mask_address(place) != place:
         raise UsageError(
             "--location is neither a folder nor the URL of an object store, or has a user, a password or a key in it",
             hint="Leave the keys out: they belong into [streams.S.lake.storage_options], or the environment.",
         )
-    scheme, separator, _ = location.partition("://")
+    scheme, separator, _ = place.partition("://")
     if separator and scheme not in OPTIONS:
         raise ConfigError(f"--location: {unsupported(scheme)}", code="lake_scheme_unsupported")
     variable, password, has_variable = f"{stream.upper()}_PASSWORD", None, False
@@ -170,9 +182,14 @@ def make_home(
             tables="[" + ", ".join(map(_quoted, tables)) + "]",
             export="" if not has_variable else f"# before a command: export {variable}=…    (the password, as it is)\n",
         )
-    storage = _STORAGE.format(stream=stream) if "://" in location else ""
+    storage = _STORAGE.format(stream=stream) if separator else ""
+    if server is not None:
+        storage += _REST.format(stream=stream, uri=_quoted(server))
+    placed = f"location = {_quoted(place)}"
+    if server is not None and location is None:
+        placed = f"# {placed}    # without it, tables lie where the catalog says"
     text = _TEMPLATE.format(
-        stream=stream, source=section, lake_format=_quoted(lake_format), location=_quoted(location), storage=storage
+        stream=stream, source=section, lake_format=_quoted(lake_format), location=placed, storage=storage
     )
     file = folder / FILE_NAME
     try:
@@ -190,6 +207,28 @@ def make_home(
         ) from error
     environ = {**os.environ} if password is None else {**os.environ, variable: password}
     return NewHome(file, variable if has_variable else None, environ)
+
+
+def _catalog_server(catalog: str | None, lake_format: str) -> str | None:
+    """Return the address of a REST catalog that an option names; None if it names none."""
+    if catalog is None:
+        return None
+    if lake_format != "iceberg":
+        raise UsageError("--catalog is for --lake iceberg: other tables have no catalog")
+    kind, _, uri = catalog.partition("=")
+    if catalog == "sql":
+        return None
+    if kind != "rest" or not uri.startswith(("http://", "https://")):
+        raise UsageError(
+            "--catalog is neither sql nor rest=URI",
+            hint="Name the server's address: --catalog rest=https://catalog.example.com",
+        )
+    if mask_address(uri) != uri:
+        raise UsageError(
+            "--catalog has a user, a password or a key in its address",
+            hint="Leave it out: `credential` or `token` belong into [streams.S.lake.catalog], as a variable.",
+        )
+    return uri
 
 
 def take_password(dsn: str, variable: str) -> tuple[str, str | None]:

@@ -441,7 +441,7 @@ def shown_tables(catalog: Catalog, stream: StreamId, held: Collection[TableId]) 
 def lake_paths(home: Home, catalog: Catalog, name: str, stream: StreamId) -> Paths:
     """A function that returns a table's folders in the lake, by view: those that exist, and all in an object store.
 
-    None exist if the tables are in PostgreSQL, or if the configuration can't be read or doesn't name the
+    None exist if the tables are in PostgreSQL or lie where a catalog says, or if the configuration can't be read or doesn't name the
     stream.
     """
     from millstream.home.config_mapping import lake_layout
@@ -451,7 +451,7 @@ def lake_paths(home: Home, catalog: Catalog, name: str, stream: StreamId) -> Pat
         config = home.config.streams.get(name)
     except MillstreamError:
         config = None
-    if config is None or config.lake.format == "postgres":
+    if config is None or config.lake.format == "postgres" or config.lake.lies_in_catalog:
         return lambda _row: {}
     root, views = lake_layout(home, name, config, stream).root, config.lake.shown
 

@@ -45,9 +45,13 @@ from millstream.cli.context import (
 @click.option(
     "--location",
     metavar="PLACE",
-    default="lake",
-    show_default=True,
-    help="Where the lake's tables lie: a folder, or the URL of an object store (s3://bucket/folder).",
+    help="Where the lake's tables lie: a folder, or the URL of an object store (s3://bucket/folder).  [default: lake; with "
+    "--catalog rest=URI: where the catalog says]",
+)
+@click.option(
+    "--catalog",
+    metavar="sql|rest=URI",
+    help="The catalog of Iceberg tables: `sql`, a file in the home, or the address of a REST catalog.  [default: sql]",
 )
 @pass_invocation
 def init(
@@ -58,7 +62,8 @@ def init(
     tables: tuple[str, ...],
     password_env: str | None,
     lake_format: str,
-    location: str,
+    location: str | None,
+    catalog: str | None,
 ) -> None:
     """Write a commented millstream.toml into HOME (or the current folder); never overwrite one.
 
@@ -83,6 +88,7 @@ def init(
         password_env=password_env,
         lake_format=lake_format,
         location=location,
+        catalog=catalog,
     )
     note(f"Wrote {made.file}.")
     if made.variable is not None:

@@ -44,14 +44,16 @@ def clashes_of_format(at: KeyPath, lake: LakeConfig, *, is_local: bool) -> Itera
 
 
 def _clashes_of_iceberg(at: KeyPath, lake: LakeConfig, *, is_local: bool) -> Iterator[tuple[KeyPath, str]]:
-    """Yield what isn't supported yet with Iceberg: other places, other catalogs, and executors on other machines."""
+    """Yield what isn't supported yet with Iceberg: an object store, other catalogs, and executors on other machines."""
     if "://" in lake.location and not is_address(lake.location):
         yield (*at, "lake", "location"), "must be a folder: Iceberg tables in an object store aren't supported"
-    if lake.catalog_type != "sql":
+    if lake.catalog_type not in {"sql", "rest"}:
         yield (
             (*at, "lake", "catalog", "type"),
-            f'must be "sql": a catalog of type {lake.catalog_type!r} isn\'t supported',
+            f'must be "sql" or "rest": a catalog of type {lake.catalog_type!r} isn\'t supported',
         )
+    if lake.catalog_type == "rest" and "uri" not in lake.catalog:
+        yield (*at, "lake", "catalog", "type"), 'is "rest", which needs `uri`: the address of the catalog\'s server'
     if not is_local:
         yield (
             (*at, "lake", "format"),

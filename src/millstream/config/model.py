@@ -129,8 +129,8 @@ class LakeConfig(Section):
 
     format: Literal["delta", "iceberg", "postgres"] = Field(
         default="delta",
-        description="Format of the tables: `delta` (files in a folder or an object store), `iceberg` (files in a folder, and a "
-        "catalog; `pip install 'millstream[iceberg]'`), or `postgres` (tables of a database).",
+        description="Format of the tables: `delta` (files in a folder or an object store), `iceberg` (files in a folder or an object "
+        "store, and a catalog; `pip install 'millstream[iceberg]'`), or `postgres` (tables of a database).",
     )
     location: str = Field(
         default="lake",
@@ -138,13 +138,15 @@ class LakeConfig(Section):
         description="A folder, or the URL of an object store's prefix. A relative path starts at the home. The stream's "
         "tables are in a subfolder with the stream's name. For `postgres`: the address of a database, as libpq "
         "takes it (PostgreSQL 14 or newer; `current` needs 15). A variable in the place of the user or the "
-        "password is escaped as the address requires.",
+        "password is escaped as the address requires. For `iceberg` with a catalog of type `rest` it may be left out: "
+        "tables lie where the catalog says.",
     )
     catalog: dict[str, str] = Field(
         default={},
         repr=False,
         description="For `iceberg`: the catalog. `type` is `sql`, an SQL database: an SQLite file in the home (`data/iceberg.db`), "
-        "unless `uri` names another. Further properties are pyiceberg's.",
+        "unless `uri` names another; or `rest`, a server at `uri`, with its own word for `warehouse`. Further properties "
+        "are pyiceberg's.",
     )
     views: list[Literal["current", "history", "scd2", "merged", "changes"]] | None = Field(
         default=None,
@@ -222,6 +224,11 @@ class LakeConfig(Section):
     def catalog_type(self) -> str | None:
         """Return the type of the catalog; None if the format has none."""
         return self.catalog.get("type", "sql") if self.format == "iceberg" else None
+
+    @property
+    def lies_in_catalog(self) -> bool:
+        """Whether the catalog says where the tables lie."""
+        return self.catalog_type == "rest" and "location" not in self.model_fields_set
 
     @property
     def history_retention_s(self) -> float | None:

@@ -218,6 +218,8 @@ def _catalog(home: Home, lake: LakeConfig) -> dict[str, str]:
             hint="pip install 'millstream[iceberg]'",
             extra="iceberg",
         )
+    if lake.catalog_type != "sql":
+        return lake.catalog
     # A writer waits for another one's commit, which takes some milliseconds.
     return {"type": "sql", "uri": f"sqlite:///{home.data / 'iceberg.db'}?timeout=60"} | lake.catalog
 

@@ -22,6 +22,7 @@ from uuid import uuid4
 from millstream.errors import CatalogError, ConfigError, DiskFull, MillstreamError, UnknownStream, UsageError
 from millstream.home.home_format import check_format, read_facts, write_facts
 from millstream.home.paths import FILE_NAME, HomePaths
+from millstream.model.addresses import IN_CATALOG
 from millstream.model.ids import check_stream_name, parse_region_log_name
 from millstream.private_files import make_folder
 
@@ -95,7 +96,9 @@ class Home(HomePaths):
         )
 
     def lake_location(self, stream: StreamConfig) -> str:
-        """Return a stream's lake as an absolute folder or a URL."""
+        """Return a stream's lake as an absolute folder or a URL; `IN_CATALOG` if its catalog says where it lies."""
+        if stream.lake.lies_in_catalog:
+            return IN_CATALOG
         location = stream.lake.location
         return location if "://" in location else str(self.path / Path(location).expanduser())
 

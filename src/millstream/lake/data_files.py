@@ -23,7 +23,6 @@ import pyarrow.compute as pc
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 from deltalake.exceptions import DeltaError
-from deltalake.fs import DeltaStorageHandler
 
 from millstream.errors import LakeConflict, LakeError, LakeUnavailable
 from millstream.lake.file_statistics import ColumnBounds
@@ -88,9 +87,7 @@ def files_of(opened: OpenTable, column: str) -> list[LiveFile]:
 
 def storage_of(layout: LakeLayout, path: str) -> pafs.FileSystem:
     """Return the file system whose root is a table's folder."""
-    if "://" in path:
-        return pafs.PyFileSystem(DeltaStorageHandler(path, layout.client_options(path)))
-    return pafs.SubTreeFileSystem(path, pafs.LocalFileSystem())
+    return format_of(layout).storage(layout, path)
 
 
 def probe_storage(layout: LakeLayout) -> None:
@@ -183,7 +180,7 @@ class TableFiles:
             stored = self._stored[schema] = self._format.file_columns(self._layout, self._path, schema)
         filled = [field.name for field in stored if not field.nullable]
         with lake_errors(self._path):
-            if partition and isinstance(self._storage, pafs.SubTreeFileSystem):
+            if partition and _is_local(self._storage):
                 self._storage.create_dir(partition, recursive=True)
             with self._storage.open_output_stream(folder + name) as sink:
                 with pq.ParquetWriter(
@@ -311,6 +308,11 @@ def replace_files(
             return False
         opened = again
     return False
+
+
+def _is_local(storage: pafs.FileSystem) -> bool:
+    """Whether a table's folder is one of this machine, where files need folders."""
+    return isinstance(storage, pafs.SubTreeFileSystem) and isinstance(storage.base_fs, pafs.LocalFileSystem)
 
 
 def _field_ids(columns: pa.Schema) -> dict[str, int]:

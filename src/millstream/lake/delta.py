@@ -21,6 +21,7 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import pyarrow as pa
+import pyarrow.fs as pafs
 from deltalake import (
     CommitProperties,
     DeltaTable,
@@ -30,6 +31,7 @@ from deltalake import (
     Transaction,
 )
 from deltalake.exceptions import DeltaError, TableNotFoundError
+from deltalake.fs import DeltaStorageHandler
 from deltalake.transaction import AddAction, RemoveAction
 from deltalake.writer import WriterProperties
 
@@ -317,6 +319,12 @@ class DeltaFormat:
         opened = _open(layout, path, app)
         assert opened is not None
         return opened.ready_for(schema)
+
+    def storage(self, layout: LakeLayout, path: str) -> pafs.FileSystem:
+        """See `TableFormat`."""
+        if "://" in path:
+            return pafs.PyFileSystem(DeltaStorageHandler(path, layout.client_options(path)))
+        return pafs.SubTreeFileSystem(path, pafs.LocalFileSystem())
 
     def stored_schema(self, columns: pa.Schema) -> pa.Schema:
         """See `TableFormat`."""

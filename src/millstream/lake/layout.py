@@ -12,13 +12,14 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import ReplicaIdentity, TableKind, TableSchema
 
 View = Literal["current", "history", "scd2", "merged"]
+VIEWS: Final = frozenset(get_args(View))
 
 MESSAGES: Final = "_messages"
 COMMITS: Final = "_commits"
@@ -90,7 +91,8 @@ class LakeLayout:
     """One stream's part of a lake: an immutable, picklable value that is sent to executors."""
 
     location: str
-    """Absolute folder, or URL of an object store's prefix, without the stream's name."""
+    """Absolute folder, or URL of an object store's prefix, without the stream's name; `IN_CATALOG` if the catalog says where
+    tables lie."""
     stream_name: str
     stream_id: StreamId
     pipeline: str = "lake"

@@ -16,7 +16,6 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.fs as pafs
 from deltalake import write_deltalake
-from deltalake.fs import DeltaStorageHandler
 
 from millstream import failpoints
 from millstream.errors import LakeError, LakeTableForeign, PositionError, TokenFromFuture, UnknownTable, UsageError
@@ -27,6 +26,7 @@ from millstream.lake.history_scan import scan_history
 from millstream.lake.layout import MESSAGES, LakeLayout, is_folder_of
 from millstream.lake.store_errors import lake_errors
 from millstream.lake.table_format import Commit, format_of, open_table
+from millstream.model.addresses import IN_CATALOG
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
 
@@ -52,8 +52,16 @@ def replay_path(layout: LakeLayout, into: str) -> str:
     """Return a replay's path: `<lake>/<stream>/replays/<name>`, or `into`.
 
     `into` counts as a path (from the current folder) or a URL if it has a slash.
+
+    Raises:
+        UsageError: it is a name, and the lake lies where its catalog says.
     """
     if "/" not in into:
+        if layout.location == IN_CATALOG:
+            raise UsageError(
+                "the lake lies where its catalog says, and a replay is a Delta table that no catalog has",
+                hint=f"Name a folder or a URL, such as ./{into}.",
+            )
         return f"{layout.root}/{REPLAYS}/{into}"
     return into.rstrip("/") if "://" in into else str(Path(into).resolve())
 
@@ -166,7 +174,7 @@ def _clear(layout: LakeLayout, path: str) -> None:
     with lake_errors(path):
         if "://" not in path and not Path(path).is_dir():
             return
-        files = pafs.PyFileSystem(DeltaStorageHandler(path, layout.client_options(path)))
+        files = DeltaFormat().storage(layout, path)
         every = [
             info.path.lstrip("/") for info in files.get_file_info(pafs.FileSelector("", recursive=True)) if info.is_file
         ]

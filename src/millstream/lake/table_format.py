@@ -23,6 +23,7 @@ from millstream.model.positions import Seq
 
 if TYPE_CHECKING:
     import pyarrow.dataset as ds  # imports pandas if installed: seconds that a query needn't wait
+    import pyarrow.fs as pafs
 
     from millstream.lake.data_files import NewFile
 
@@ -260,6 +261,9 @@ class TableFormat(Protocol):
     ) -> OpenTable:
         """See `create_table`."""
 
+    def storage(self, layout: LakeLayout, path: str) -> pafs.FileSystem:
+        """Return the file system whose root is a folder of the lake."""
+
     def stored_schema(self, columns: pa.Schema) -> pa.Schema:
         """Return columns as a table that has them returns them (`OpenTable.schema`)."""
 
@@ -302,7 +306,7 @@ def format_of(layout: LakeLayout) -> TableFormat:
 
             return DeltaFormat()
         case "iceberg":
-            from millstream.lake.iceberg.handle import IcebergFormat
+            from millstream.lake.iceberg.format import IcebergFormat
 
             return IcebergFormat()
 

@@ -14,6 +14,8 @@ from typing import Final, NamedTuple
 
 MASK: Final = "***"
 """The replacement for a hidden part."""
+IN_CATALOG: Final = "catalog://lake"
+"""The location of a lake whose tables lie where its Iceberg catalog says."""
 
 _HOST: Final = r"(?:\[[0-9A-Fa-f:.]+(?:%25?\w+)?\]|[\w.~%-]*)(?::(?:\d{1,5})?)?"
 _URL: Final = re.compile(

@@ -47,7 +47,7 @@ ATTEMPTS_MAX: Final = 4
 """Number of attempts to write a table in one batch, if its error may be temporary and the lake can be reached."""
 _REFUSED: Final = frozenset({"lake_credentials", "lake_bucket_missing"})
 """Refusals of an object store that are the same for all tables."""
-_GONE: Final = frozenset({LakeUnavailable.code, "lake_bucket_missing"})
+_GONE: Final = frozenset({LakeUnavailable.code, "catalog_unreachable", "lake_bucket_missing"})
 _LAKE: Final = frozenset({LakeUnavailable.code, *LakeUnavailable.codes})
 
 

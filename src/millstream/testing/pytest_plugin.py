@@ -6,6 +6,7 @@ Nothing is imported or started before a test asks for a fixture.
 - `postgres`: a fresh database on it for one test (`Database`), dropped with its connections and slots
   afterwards.
 - `kafka_server`: one Kafka broker for the whole session (`EmbeddedKafka`).
+- `iceberg_catalog`: one Iceberg REST catalog for the whole session (`EmbeddedIcebergCatalog`), its tables in a folder.
 - `redis_server`: one server that speaks Redis's protocol (`EmbeddedRedis`), durable.
 
 If one of them is unavailable, its tests are skipped with the reason; with `CI` set in the environment
@@ -24,6 +25,7 @@ import pytest
 if TYPE_CHECKING:
     import psycopg
 
+    from millstream.testing.iceberg_rest import EmbeddedIcebergCatalog
     from millstream.testing.kafka import EmbeddedKafka
     from millstream.testing.postgres import EmbeddedPostgres
     from millstream.testing.redis import EmbeddedRedis
@@ -102,6 +104,22 @@ def kafka_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Embedded
             raise
         pytest.skip(str(error))
     with EmbeddedKafka(tmp_path_factory.mktemp("kafka")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def iceberg_catalog(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[EmbeddedIcebergCatalog]":
+    """Yield a running Iceberg REST catalog for the whole session: each test uses a stream of its own."""
+    from millstream.testing._servers.maven import ArtifactUnavailable
+    from millstream.testing.iceberg_rest import EmbeddedIcebergCatalog, iceberg_jars
+
+    try:
+        iceberg_jars()
+    except ArtifactUnavailable as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
+    with EmbeddedIcebergCatalog(tmp_path_factory.mktemp("iceberg")) as server:
         yield server
 
 

@@ -6,15 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from threading import Lock
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pyiceberg.exceptions import (
+    AuthorizationExpiredError,
     CommitFailedException,
-    CommitStateUnknownException,
+    ForbiddenError,
     NamespaceAlreadyExistsError,
+    OAuthError,
     RESTError,
+    UnauthorizedError,
     ValidationException,
 )
+from requests.exceptions import RequestException
 from sqlalchemy.exc import SQLAlchemyError
 
 from millstream.errors import LakeConflict, LakeError, LakeUnavailable
@@ -24,6 +28,9 @@ from millstream.lake.store_errors import lake_errors
 if TYPE_CHECKING:
     from pyiceberg.catalog import Catalog
 
+ANSWER_LOST: Final = (RESTError, RequestException, SQLAlchemyError)
+"""Errors after which the catalog may have a commit or not."""
+_FILE_IO: Final = {"py-io-impl": "millstream.lake.iceberg.files.LakeFileIO"}
 _lock: Final = Lock()
 
 
@@ -37,15 +44,22 @@ def catalog_of(layout: LakeLayout) -> Catalog:
 def _opened(properties: tuple[tuple[str, str], ...]) -> Catalog:
     from pyiceberg.catalog import load_catalog
 
+    taken = dict(properties) | _FILE_IO
+    if taken.get("type") == "rest":
+        from millstream.lake.iceberg.rest import BoundedRestCatalog
+
+        return BoundedRestCatalog("millstream", **taken)
     try:
-        return load_catalog("millstream", **dict(properties))
+        return load_catalog("millstream", **taken)
     except SQLAlchemyError:
         # Another process made the tables of a new SQL catalog at the same time.
-        return load_catalog("millstream", **dict(properties))
+        return load_catalog("millstream", **taken)
 
 
 def make_namespace(catalog: Catalog, namespace: str) -> None:
     """Create a namespace, unless it is there."""
+    if catalog.namespace_exists(namespace):
+        return  # a REST catalog may allow no new ones
     try:
         catalog.create_namespace(namespace)
     except NamespaceAlreadyExistsError:
@@ -60,17 +74,39 @@ def make_namespace(catalog: Catalog, namespace: str) -> None:
 def catalog_errors(path: str) -> Iterator[None]:
     """Translate errors of pyiceberg, of the catalog and of files."""
     try:
-        with lake_errors(path):
+        with lake_errors(path), _request_errors(path):
             yield
     except (CommitFailedException, ValidationException) as error:
         raise LakeConflict(f"another writer committed to {path} first: {error}", path=path) from error
-    except CommitStateUnknownException as error:
+    except (UnauthorizedError, AuthorizationExpiredError, OAuthError) as error:
         raise LakeUnavailable(
-            f"the catalog didn't say whether a commit to {path} succeeded: {error}", path=path
+            f"the catalog of {path} doesn't accept the credentials: {error}",
+            code="lake_credentials",
+            hint="Set `credential` or `token` in `[streams.S.lake.catalog]`, and start `millstream run` again.",
+            path=path,
+        ) from error
+    except ForbiddenError as error:
+        raise LakeUnavailable(
+            f"the catalog of {path} doesn't allow this: {error}",
+            code="lake_forbidden",
+            hint="Allow the role of `[streams.S.lake.catalog]` to create namespaces and tables and to change them, and start "
+            "`millstream run` again.",
+            path=path,
         ) from error
     except (SQLAlchemyError, RESTError) as error:
-        raise LakeUnavailable(
-            f"the catalog of {path} doesn't answer: {error}", code="catalog_unreachable", path=path
-        ) from error
+        raise _unreachable(path, error) from error
     except ValueError as error:
         raise LakeError(f"{path}: {error}", path=path) from error
+
+
+@contextmanager
+def _request_errors(path: str) -> Iterator[None]:
+    """Translate failed requests before `lake_errors`: to Python they are errors of files."""
+    try:
+        yield
+    except RequestException as error:
+        raise _unreachable(path, error) from error
+
+
+def _unreachable(path: str, error: Any) -> LakeUnavailable:
+    return LakeUnavailable(f"the catalog of {path} doesn't answer: {error}", code="catalog_unreachable", path=path)

@@ -12,44 +12,44 @@ foreign from then on, unless that program only replaced files by others with the
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyiceberg.exceptions import (
     CommitFailedException,
-    NoSuchNamespaceError,
-    NoSuchTableError,
-    TableAlreadyExistsError,
 )
-from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC, PartitionField, PartitionSpec
-from pyiceberg.table.snapshots import Operation
-from pyiceberg.table.sorting import UNSORTED_SORT_ORDER, SortOrder
+from pyiceberg.table.sorting import SortOrder
 from pyiceberg.table.update import AddSortOrderUpdate, SetDefaultSortOrderUpdate
-from pyiceberg.transforms import DayTransform
 
-from millstream.errors import LakeConflict, LakeError, LakeTableForeign
-from millstream.lake.data_files import storage_of
+from millstream.errors import LakeConflict
 from millstream.lake.iceberg import upkeep
-from millstream.lake.iceberg.catalog import catalog_errors, catalog_of, make_namespace
+from millstream.lake.iceberg.catalog import ANSWER_LOST, catalog_errors
 from millstream.lake.iceberg.columns import (
     arrow_columns,
     evolve,
     ids_of,
-    new_schema,
     sort_fields,
-    stored_columns,
-    with_ids,
 )
 from millstream.lake.iceberg.data_files import addresses, data_file, entries_of, flat_files, removed_by
-from millstream.lake.iceberg.names import identifier_of, view_of
+from millstream.lake.iceberg.facts import (
+    BOUNDED,
+    PARTITION,
+    STREAM,
+    TABLE_ID,
+    N,
+    by_id,
+    id_of,
+    is_position,
+    remember,
+    snapshot_of,
+    table_id_of,
+    version_of,
+)
+from millstream.lake.iceberg.files import storage_of
 from millstream.lake.layout import LakeLayout
-from millstream.lake.other_formats import check_format
-from millstream.lake.table_format import Commit, Partition, Tail, refuse_other_format
+from millstream.lake.table_format import Commit, Tail
 from millstream.model.positions import Seq
 
 if TYPE_CHECKING:
@@ -57,22 +57,11 @@ if TYPE_CHECKING:
     from pyiceberg.manifest import DataFile
     from pyiceberg.schema import Schema
     from pyiceberg.table import Table, Transaction
-    from pyiceberg.table.snapshots import Snapshot
 
     from millstream.lake.data_files import NewFile
 
-_STREAM: Final = "millstream.stream"
-_VIEW: Final = "millstream.view"
-_TABLE_ID: Final = "millstream.table-id"
-_N: Final = "millstream.n"
-_BOUNDED: Final = "millstream.bounded"
 _NUMBER: Final = "millstream.number."
 _TRIES: Final = 20
-_KNOWN_MAX: Final = 50_000
-_known_ids: OrderedDict[tuple[str, int], int] = OrderedDict()
-"""Ids of snapshots by the table's folder and the snapshot's sequence number."""
-_PARTITION: Final = Partition("__commit_date_day", "%Y-%m-%d", None)
-_DATE: Final = "__commit_date"
 
 
 class IcebergHandle:
@@ -92,8 +81,8 @@ class IcebergHandle:
         self.path: Final = path
         self.app: Final = app
         self.tail: Tail | None = None
-        self._is_past = version is not None and version != _version(table.current_snapshot())
-        self._base = _snapshot_of(table, version) if self._is_past else table.current_snapshot()
+        self._is_past = version is not None and version != version_of(table.current_snapshot())
+        self._base = snapshot_of(table, version) if self._is_past else table.current_snapshot()
         self.n: Seq | None = self._position()
 
     @property
@@ -104,7 +93,7 @@ class IcebergHandle:
     @property
     def version(self) -> int:
         """See `OpenTable`: the snapshot's sequence number."""
-        return _version(self._base)
+        return version_of(self._base)
 
     @property
     def properties(self) -> Mapping[str, str | None]:
@@ -114,12 +103,12 @@ class IcebergHandle:
     @property
     def bounded(self) -> tuple[str, ...]:
         """See `OpenTable`."""
-        return tuple(json.loads(self._table.properties.get(_BOUNDED, "[]")))
+        return tuple(json.loads(self._table.properties.get(BOUNDED, "[]")))
 
     @property
     def held(self) -> bool:
         """See `OpenTable`."""
-        return self.n is not None and self._facts().get(_TABLE_ID) == self._owner
+        return self.n is not None and self._facts().get(TABLE_ID) == self._owner
 
     def schema(self) -> pa.Schema:
         """See `OpenTable`."""
@@ -134,7 +123,7 @@ class IcebergHandle:
         """See `OpenTable`."""
         with catalog_errors(self.path):
             entries = entries_of(self._base, self._table.io)
-        partition = None if self._table.spec().is_unpartitioned() else _PARTITION.name
+        partition = None if self._table.spec().is_unpartitioned() else PARTITION.name
         files = flat_files(entries, self._table.location(), self._schema, partition)
         return files if self.tail is None else self.tail.among(files)
 
@@ -171,7 +160,7 @@ class IcebergHandle:
 
     def set_bounded(self, columns: Sequence[str]) -> None:
         """See `OpenTable`."""
-        self.set_properties({_BOUNDED: json.dumps(list(columns))})
+        self.set_properties({BOUNDED: json.dumps(list(columns))})
 
     def add_columns(self, columns: pa.Schema) -> None:
         """See `OpenTable`."""
@@ -193,23 +182,33 @@ class IcebergHandle:
         moved = LakeConflict(f"another writer committed to {self.path} first", path=self.path)
         with catalog_errors(self.path):
             for remaining in reversed(range(_TRIES)):
-                is_same = _id_of(self._table.current_snapshot()) == _id_of(self._base)
+                is_same = id_of(self._table.current_snapshot()) == id_of(self._base)
                 if self._is_past or (commit.exact and not is_same):
                     raise moved
                 if not is_same and self._position() != self.n:
                     raise moved
                 transaction = self._table.transaction()
                 self._stage(transaction, commit, add, remove, schema if mode == "overwrite" else None, key, mode)
+                made = transaction.table_metadata.current_snapshot_id
                 try:
                     transaction.commit_transaction()
                 except CommitFailedException:
-                    if not remaining:
-                        raise
                     self._table.refresh()
-                    continue
-                self._base = self._table.current_snapshot()
-                _remember(self.path, self._base)
+                    if not self._has(made):
+                        if not remaining:
+                            raise
+                        continue
+                except ANSWER_LOST:
+                    self._table.refresh()
+                    if not self._has(made):
+                        raise  # it may still come: who tries again compares the position
+                self._base = by_id(self._table, made)
+                remember(self.path, self._base)
                 return
+
+    def _has(self, snapshot_id: int | None) -> bool:
+        """Whether the table has the snapshot of a commit whose answer was a failure, or was lost."""
+        return by_id(self._table, snapshot_id) is not None
 
     def _stage(
         self,
@@ -245,22 +244,22 @@ class IcebergHandle:
 
     def _positions(self, commit: Commit) -> dict[str, str]:
         """Return the table's positions after a commit, as properties of the table and of the snapshot."""
-        facts = {name: value for name, value in self._table.properties.items() if _is_position(name)}
-        facts[_STREAM] = str(self._layout.stream_id)
+        facts = {name: value for name, value in self._table.properties.items() if is_position(name)}
+        facts[STREAM] = str(self._layout.stream_id)
         if commit.n is None:
             return facts
-        before = facts.get(_TABLE_ID)
-        if before is not None and before != self._owner and _N in facts:
-            facts[f"{_N}.{before}"] = facts[_N]
+        before = facts.get(TABLE_ID)
+        if before is not None and before != self._owner and N in facts:
+            facts[f"{N}.{before}"] = facts[N]
         if self._owner is not None:
-            facts[_TABLE_ID] = self._owner
-        return facts | {_N: str(int(commit.n))}
+            facts[TABLE_ID] = self._owner
+        return facts | {N: str(int(commit.n))}
 
     def _position(self) -> Seq | None:
         """Return the app's position in the snapshot that the handle has, or in the table as it is now."""
         facts = self._facts()
-        mine = facts.get(_TABLE_ID) == self._owner
-        found = facts.get(_N) if mine else facts.get(f"{_N}.{self._owner}")
+        mine = facts.get(TABLE_ID) == self._owner
+        found = facts.get(N) if mine else facts.get(f"{N}.{self._owner}")
         return None if found is None else Seq(int(found))
 
     def _facts(self) -> Mapping[str, str]:
@@ -270,8 +269,8 @@ class IcebergHandle:
         snapshot = self._base
         while snapshot is not None:
             summary = snapshot.summary
-            if summary is not None and summary.get(_STREAM) is not None:
-                return {name: value for name, value in summary.additional_properties.items() if _is_position(name)}
+            if summary is not None and summary.get(STREAM) is not None:
+                return {name: value for name, value in summary.additional_properties.items() if is_position(name)}
             parent = snapshot.parent_snapshot_id
             snapshot = None if parent is None else self._table.snapshot_by_id(parent)
         return {}
@@ -279,7 +278,7 @@ class IcebergHandle:
     @property
     def _owner(self) -> str | None:
         """The table id of the app; None for the table of cuts, which has none."""
-        return _table_id(self.app)
+        return table_id_of(self.app)
 
     @property
     def _schema(self) -> Schema:
@@ -307,7 +306,7 @@ class IcebergHandle:
         while snapshot is not None and snapshot.timestamp_ms > before_ms:
             parent = snapshot.parent_snapshot_id
             snapshot = None if parent is None else self._table.snapshot_by_id(parent)
-        return None if snapshot is None else _version(snapshot)
+        return None if snapshot is None else version_of(snapshot)
 
     def removed(self) -> set[str]:
         """See `OpenTable`."""
@@ -316,7 +315,7 @@ class IcebergHandle:
             return {
                 address.removeprefix(prefix)
                 for snapshot in self._table.snapshots()
-                if _version(snapshot) <= self.version
+                if version_of(snapshot) <= self.version
                 for address in removed_by(snapshot, self._table.io)
             }
 
@@ -326,132 +325,6 @@ class IcebergHandle:
             # A snapshot remembers which files it removed, until they are deleted.
             upkeep.expire(self._table, before_ms=now_ms - max(retention_s, 2 * keep_s) * 1000, spared=spared)
             upkeep.delete_orphans(self._layout, self.path, self._table, now_ms=now_ms)
-
-
-class IcebergFormat:
-    """See `TableFormat`."""
-
-    partition = _PARTITION
-    metadata_folder = "metadata"
-    is_movable = False  # the catalog has its address
-    names_snapshots = True
-
-    def open(self, layout: LakeLayout, path: str, app: str, *, version: int | None) -> IcebergHandle | None:
-        """See `TableFormat`.
-
-        Raises:
-            LakeError (`lake_moved`): the home was moved, and the embedded catalog has the old addresses.
-        """
-        table = _load(layout, path)
-        if table is None:
-            return None
-        if version is not None:
-            handle = IcebergHandle(layout, table, path, app, version=version)
-            return handle if version in {0, handle.version} else None
-        _check_owned(layout, path, table)
-        return IcebergHandle(layout, table, path, app, version=None)
-
-    def create(
-        self,
-        layout: LakeLayout,
-        path: str,
-        app: str,
-        schema: pa.Schema,
-        *,
-        description: str,
-        bounded: Sequence[str],
-        partition_by: Sequence[str],
-        key: Sequence[str],
-        properties: Mapping[str, str],
-    ) -> IcebergHandle:
-        """See `TableFormat`.
-
-        Raises:
-            LakeError: the lake's location contains a character that other programs take for a part of a URL.
-        """
-        if any(character in path for character in "%#?"):
-            raise LakeError(
-                f"an Iceberg table can't lie at {path}: its path holds %, # or ?",
-                hint="Name another location for the lake, or move the home to a folder without these.",
-                path=path,
-            )
-        refuse_other_format(path, self.metadata_folder)
-        columns = new_schema(schema, key)
-        spec = UNPARTITIONED_PARTITION_SPEC
-        if list(partition_by) == [_PARTITION.name]:
-            source = columns.find_field(_DATE).field_id
-            spec = PartitionSpec(PartitionField(source, 1000, DayTransform(), _PARTITION.name))
-        elif partition_by:
-            raise LakeError(f"an Iceberg table can't be partitioned by {', '.join(partition_by)} here", path=path)
-        fields = sort_fields(columns, key)
-        owner = _table_id(app)
-        namespace, name = identifier_of(layout, path)
-        with catalog_errors(path):
-            catalog = catalog_of(layout)
-            make_namespace(catalog, namespace)
-            with suppress(TableAlreadyExistsError):
-                catalog.create_table(
-                    (namespace, name),
-                    columns,
-                    location=_address(path),
-                    partition_spec=spec,
-                    sort_order=SortOrder(*fields) if fields else UNSORTED_SORT_ORDER,
-                    properties={
-                        "format-version": "2",
-                        "comment": description,
-                        _STREAM: str(layout.stream_id),
-                        _VIEW: view_of(layout, path),
-                        "millstream.layout": "1",
-                        **({} if owner is None else {_TABLE_ID: owner}),
-                        _BOUNDED: json.dumps(list(bounded)),
-                        "commit.retry.num-retries": "0",
-                        "commit.manifest-merge.enabled": "true",
-                        "write.metadata.delete-after-commit.enabled": "true",
-                        "write.metadata.previous-versions-max": "20",
-                        **properties,
-                    },
-                )
-        opened = self.open(layout, path, app, version=None)
-        assert opened is not None, "it was made just now"
-        return opened
-
-    def stored_schema(self, columns: pa.Schema) -> pa.Schema:
-        """See `TableFormat`."""
-        return stored_columns(columns)
-
-    def snapshot_ids(self, layout: LakeLayout, versions: Mapping[str, int]) -> dict[str, int]:
-        """See `TableFormat`."""
-        found = {}
-        for path, version in versions.items():
-            if (path, version) not in _known_ids:
-                table = _load(layout, path)
-                snapshot = None if table is None else _snapshot_of(table, version)
-                if snapshot is None:
-                    continue
-                _remember(path, snapshot)
-            found[".".join(identifier_of(layout, path))] = _known_ids[path, version]
-        return found
-
-    def probe_catalog(self, layout: LakeLayout) -> str | None:
-        """See `TableFormat`."""
-        with catalog_errors(layout.root):
-            count = len(catalog_of(layout).list_namespaces())
-        return f"the catalog answers, and has {count} {'namespace' if count == 1 else 'namespaces'}"
-
-    def file_columns(self, layout: LakeLayout, path: str, columns: pa.Schema) -> pa.Schema:
-        """See `TableFormat`."""
-        table = _load(layout, path)
-        if table is None:
-            return with_ids(new_schema(columns, ()), columns)
-        have = table.schema()
-        fits = arrow_columns(have)
-        others = [
-            field
-            for field in columns
-            if field.name in fits.names and not field.type.equals(fits.field(field.name).type)
-        ]
-        evolved = evolve(table.transaction(), columns, replaces=bool(others))._apply()  # noqa: SLF001 - what a commit would make of it
-        return with_ids(evolved, columns)
 
 
 def _take_columns(transaction: Transaction, columns: pa.Schema, key: Sequence[str]) -> None:
@@ -475,100 +348,3 @@ def _take_columns(transaction: Transaction, columns: pa.Schema, key: Sequence[st
             SetDefaultSortOrderUpdate.model_validate({"action": "set-default-sort-order", "sort-order-id": order_id}),
         )
     transaction._apply(updates, requirements)  # noqa: SLF001
-
-
-def _load(layout: LakeLayout, path: str) -> Table | None:
-    table = _in_catalog(layout, path)
-    if table is None and _was_committed(path):
-        table = _in_catalog(layout, path)  # its first commit may have come in between
-        if table is None:
-            raise LakeError(
-                f"{path} has the metadata of an Iceberg table that the catalog doesn't have",
-                code="lake_catalog_lost",
-                path=path,
-            )
-    if table is None:
-        check_format(layout, path, "_delta_log")
-        return None
-    if table.location() != _address(path):
-        raise LakeError(
-            f"the catalog has the table at {table.location()}, and the lake is at {layout.root} now",
-            code="lake_moved",
-            path=path,
-        )
-    return table
-
-
-def _in_catalog(layout: LakeLayout, path: str) -> Table | None:
-    with catalog_errors(path):
-        try:
-            return catalog_of(layout).load_table(identifier_of(layout, path))
-        except (NoSuchTableError, NoSuchNamespaceError):
-            return None
-
-
-def _was_committed(path: str) -> bool:
-    """Whether a folder has the metadata of a commit; a table that was being made has that of version 0 alone."""
-    return any(not found.name.startswith("00000-") for found in Path(path).glob("metadata/*.metadata.json"))
-
-
-def _address(path: str) -> str:
-    """Return a folder's address, as a catalog has it."""
-    return path if "://" in path else f"file://{path}"
-
-
-def _check_owned(layout: LakeLayout, path: str, table: Table) -> None:
-    """Raise `LakeTableForeign` unless every row of the table is this stream's."""
-    owner, mine = table.properties.get(_STREAM), str(layout.stream_id)
-    if owner != mine:
-        raise LakeTableForeign(
-            f"{'.'.join(table.name())} is an Iceberg table that "
-            + ("this stream didn't make" if owner is None else f"stream {owner} made"),
-            code="lake_of_another_stream",
-            path=path,
-            version=_version(table.current_snapshot()),
-        )
-    snapshot = table.current_snapshot()
-    while snapshot is not None:
-        summary = snapshot.summary
-        if summary is not None and summary.get(_STREAM) == mine:
-            return
-        if summary is None or summary.operation is not Operation.REPLACE:
-            raise LakeTableForeign(
-                f"another program's {'commit' if summary is None else summary.operation.value} changed {path} in snapshot "
-                f"{snapshot.snapshot_id}",
-                hint="Name another lake location; let no other program write into the lake.",
-                path=path,
-                version=_version(snapshot),
-            )
-        parent = snapshot.parent_snapshot_id
-        snapshot = None if parent is None else table.snapshot_by_id(parent)
-
-
-def _remember(path: str, snapshot: Snapshot | None) -> None:
-    """Keep the id of a snapshot of this process's, for the next cut."""
-    if snapshot is not None:
-        _known_ids[path, _version(snapshot)] = snapshot.snapshot_id
-        while len(_known_ids) > _KNOWN_MAX:
-            _known_ids.popitem(last=False)
-
-
-def _snapshot_of(table: Table, version: int | None) -> Snapshot | None:
-    return next((found for found in table.snapshots() if _version(found) == version), None)
-
-
-def _version(snapshot: Snapshot | None) -> int:
-    return 0 if snapshot is None else int(snapshot.sequence_number or 0)
-
-
-def _id_of(snapshot: Snapshot | None) -> int | None:
-    return None if snapshot is None else snapshot.snapshot_id
-
-
-def _is_position(name: str) -> bool:
-    return name in {_N, _TABLE_ID} or name.startswith(f"{_N}.")
-
-
-def _table_id(app: str) -> str | None:
-    last = app.rpartition("/")[2]
-    return last if last.isdecimal() else None

@@ -10,18 +10,29 @@ import hashlib
 import re
 from typing import Final
 
-from millstream.lake.layout import MESSAGES, LakeLayout, is_plain_folder, name_in_folder
+from millstream.lake.layout import MESSAGES, VIEWS, LakeLayout, is_plain_folder, name_in_folder
 
 _OTHER: Final = re.compile(r"[^a-z0-9_]")
 
 
 def identifier_of(layout: LakeLayout, path: str) -> tuple[str, str]:
     """Return the namespace and the name of the table whose folder is at `path`."""
-    stream = _OTHER.sub("_", layout.stream_name)
-    view, folder = path.rsplit("/", 2)[1:]
-    if path == layout.commits_path:
-        return stream, folder
-    return f"{stream}_{view}", table_name(folder)
+    namespace, within = namespace_of(layout, path)
+    folder = within.removeprefix("/")
+    return namespace, folder if path == layout.commits_path else table_name(folder)
+
+
+def namespace_of(layout: LakeLayout, path: str) -> tuple[str, str]:
+    """Return the namespace of a folder of the lake, and the folder's path within the namespace's own, with a slash in front.
+
+    A view's tables have a namespace of their own. All else is in the stream's.
+    """
+    stream, within = (
+        _OTHER.sub("_", layout.stream_name),
+        path.removeprefix(layout.root) if path != layout.location else "",
+    )
+    view, slash, folder = within.removeprefix("/").partition("/")
+    return (f"{stream}_{view}", slash + folder) if view in VIEWS else (stream, within)
 
 
 def view_of(layout: LakeLayout, path: str) -> str:

@@ -52,6 +52,12 @@ def cache_dir() -> Path:
 def fetch(group: str, artifact: str, version: str, *, sha256: str) -> Path:
     """Return the path of a jar with exactly this digest, from the cache or fetched now.
 
+    Args:
+        group: of the artifact.
+        artifact: its name.
+        version: with `:` and a classifier behind it, if it has one.
+        sha256: the digest.
+
     Raises:
         ArtifactUnavailable: it isn't cached and can't be fetched (no `jgo`, no network), or its bytes
             differ.
@@ -59,7 +65,7 @@ def fetch(group: str, artifact: str, version: str, *, sha256: str) -> Path:
     Concurrency: any number of processes; each download goes to a folder of its own and is moved into
     place.
     """
-    target = cache_dir() / "maven" / group / f"{artifact}-{version}.jar"
+    target = cache_dir() / "maven" / group / f"{artifact}-{version.replace(':', '-')}.jar"
     if target.is_file() and _sha256(target) == sha256:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +116,8 @@ def _main() -> None:
         remote_repos={**GlobalSettings.load().repositories, **DEFAULT_REMOTE_REPOS},
         timeout=60,
     )
-    sys.stdout.write(f"{context.project(group, artifact).at_version(version).artifact().resolve()}\n")
+    number, _, classifier = version.partition(":")
+    sys.stdout.write(f"{context.project(group, artifact).at_version(number).artifact(classifier).resolve()}\n")
 
 
 if __name__ == "__main__":

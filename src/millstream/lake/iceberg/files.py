@@ -1,0 +1,126 @@
+"""Where the files of an Iceberg lake lie, and the file systems by which they are read and written.
+
+Millstream's own access and pyiceberg's use the same clients: pyarrow's, with the options of the lake's store.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+import pyarrow.fs as pafs
+from pyiceberg.io import (
+    AWS_ACCESS_KEY_ID,
+    AWS_REGION,
+    AWS_ROLE_ARN,
+    AWS_ROLE_SESSION_NAME,
+    AWS_SECRET_ACCESS_KEY,
+    AWS_SESSION_TOKEN,
+    S3_ACCESS_KEY_ID,
+    S3_ANONYMOUS,
+    S3_CONNECT_TIMEOUT,
+    S3_ENDPOINT,
+    S3_FORCE_VIRTUAL_ADDRESSING,
+    S3_PROXY_URI,
+    S3_REGION,
+    S3_REQUEST_TIMEOUT,
+    S3_ROLE_ARN,
+    S3_ROLE_SESSION_NAME,
+    S3_SECRET_ACCESS_KEY,
+    S3_SESSION_TOKEN,
+)
+from pyiceberg.io.pyarrow import PyArrowFileIO
+from pyiceberg.utils.properties import get_first_property_value, property_as_bool
+
+from millstream.errors import LakeError
+from millstream.lake.iceberg.catalog import catalog_errors, catalog_of, make_namespace
+from millstream.lake.iceberg.names import namespace_of
+from millstream.lake.layout import LakeLayout
+from millstream.model.addresses import IN_CATALOG
+
+if TYPE_CHECKING:
+    from pyiceberg.typedef import Properties
+
+_ATTEMPTS: Final = 5
+"""Attempts of a request to a store, with pauses of some ten seconds in all; longer outages are the pipeline's to wait for."""
+_CONNECT_S: Final = 5.0
+_ANSWER_S: Final = 30.0
+_places: Final[dict[tuple[tuple[tuple[str, str], ...], str], str]] = {}
+"""Places of namespaces, which a catalog doesn't change, by the catalog's properties and the namespace."""
+
+
+class LakeFileIO(PyArrowFileIO):
+    """pyiceberg's access to files by pyarrow, with one client of a store for all tables of a process."""
+
+    def _initialize_s3_fs(self, netloc: str | None) -> pafs.FileSystem:
+        known = {name: str(value) for name, value in self.properties.items() if name.startswith(("s3.", "client."))}
+        return _s3(tuple(sorted(known.items())), netloc)
+
+
+def storage_of(layout: LakeLayout, path: str) -> pafs.FileSystem:
+    """Return the file system whose root is a table's folder."""
+    if "://" not in path:
+        return pafs.SubTreeFileSystem(path, pafs.LocalFileSystem())
+    with catalog_errors(path):
+        properties = catalog_of(layout).properties
+        scheme, netloc, place = PyArrowFileIO.parse_location(address_of(layout, path), properties)
+        return pafs.SubTreeFileSystem(place, LakeFileIO(properties).fs_by_scheme(scheme, netloc))
+
+
+def address_of(layout: LakeLayout, path: str) -> str:
+    """Return a folder's address, as the catalog has it.
+
+    Raises:
+        LakeError: the catalog should say where tables lie, and doesn't.
+    """
+    if layout.location != IN_CATALOG:
+        return path if "://" in path else f"file://{path}"
+    # Within its namespace's place: some catalogs allow a table nowhere else.
+    namespace, within = namespace_of(layout, path)
+    key = (tuple(sorted(layout.catalog.items())), namespace)
+    if key not in _places:
+        _places[key] = _place_of(layout, namespace)
+    return f"{_places[key]}{within}"
+
+
+def _place_of(layout: LakeLayout, namespace: str) -> str:
+    catalog = catalog_of(layout)
+    make_namespace(catalog, namespace)
+    place = catalog.load_namespace_properties(namespace).get("location")
+    if place is None:
+        raise LakeError(
+            f"the catalog doesn't say where the tables of its namespace {namespace} lie",
+            hint="Set `location` in `[streams.S.lake]`.",
+        )
+    return str(place).rstrip("/")
+
+
+@lru_cache(maxsize=8)
+def _s3(properties: tuple[tuple[str, str], ...], bucket: str | None) -> pafs.FileSystem:
+    """Return the client of a bucket's store; it takes keys that aren't among the properties from the environment."""
+    known: Properties = dict(properties)
+    endpoint = known.get(S3_ENDPOINT) or os.environ.get("AWS_ENDPOINT_URL")
+    region = get_first_property_value(known, S3_REGION, AWS_REGION) or os.environ.get("AWS_REGION")
+    if region is None:
+        region = os.environ.get("AWS_DEFAULT_REGION") or ("us-east-1" if endpoint else pafs.resolve_s3_region(bucket))
+    optional = {
+        "access_key": get_first_property_value(known, S3_ACCESS_KEY_ID, AWS_ACCESS_KEY_ID),
+        "secret_key": get_first_property_value(known, S3_SECRET_ACCESS_KEY, AWS_SECRET_ACCESS_KEY),
+        "session_token": get_first_property_value(known, S3_SESSION_TOKEN, AWS_SESSION_TOKEN),
+        "role_arn": get_first_property_value(known, S3_ROLE_ARN, AWS_ROLE_ARN),
+        "session_name": get_first_property_value(known, S3_ROLE_SESSION_NAME, AWS_ROLE_SESSION_NAME),
+        "proxy_options": known.get(S3_PROXY_URI),
+        "endpoint_override": endpoint,
+        "region": region,
+    }
+    return pafs.S3FileSystem(
+        **{name: value for name, value in optional.items() if value is not None},
+        anonymous=property_as_bool(known, S3_ANONYMOUS, default=False),
+        force_virtual_addressing=property_as_bool(known, S3_FORCE_VIRTUAL_ADDRESSING, default=False),
+        connect_timeout=float(known.get(S3_CONNECT_TIMEOUT, _CONNECT_S)),
+        request_timeout=float(known.get(S3_REQUEST_TIMEOUT, _ANSWER_S)),
+        retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=_ATTEMPTS),
+        allow_delayed_open=True,  # a small file is one request then, not three
+        background_writes=False,
+    )

@@ -1,0 +1,239 @@
+"""Iceberg as a format of the lake's tables (`TableFormat`): it opens, creates and names them, and refuses those of others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError, TableAlreadyExistsError
+from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC, PartitionField, PartitionSpec
+from pyiceberg.table.snapshots import Operation
+from pyiceberg.table.sorting import UNSORTED_SORT_ORDER, SortOrder
+from pyiceberg.transforms import DayTransform
+
+from millstream.errors import LakeError, LakeTableForeign
+from millstream.lake.iceberg.catalog import catalog_errors, catalog_of, make_namespace
+from millstream.lake.iceberg.columns import arrow_columns, evolve, new_schema, sort_fields, stored_columns, with_ids
+from millstream.lake.iceberg.facts import (
+    BOUNDED,
+    PARTITION,
+    STREAM,
+    TABLE_ID,
+    VIEW,
+    known_ids,
+    remember,
+    snapshot_of,
+    table_id_of,
+    version_of,
+)
+from millstream.lake.iceberg.files import address_of, storage_of
+from millstream.lake.iceberg.handle import IcebergHandle
+from millstream.lake.iceberg.names import identifier_of, view_of
+from millstream.lake.layout import LakeLayout
+from millstream.lake.other_formats import check_format
+from millstream.lake.table_format import refuse_other_format
+
+if TYPE_CHECKING:
+    from pyiceberg.table import Table
+
+_DATE: Final = "__commit_date"
+
+
+class IcebergFormat:
+    """See `TableFormat`."""
+
+    partition = PARTITION
+    metadata_folder = "metadata"
+    is_movable = False  # the catalog has its address
+    names_snapshots = True
+
+    def open(self, layout: LakeLayout, path: str, app: str, *, version: int | None) -> IcebergHandle | None:
+        """See `TableFormat`.
+
+        Raises:
+            LakeError (`lake_moved`): the home was moved, and the embedded catalog has the old addresses.
+        """
+        table = _load(layout, path)
+        if table is None:
+            return None
+        if version is not None:
+            handle = IcebergHandle(layout, table, path, app, version=version)
+            return handle if version in {0, handle.version} else None
+        _check_owned(layout, path, table)
+        return IcebergHandle(layout, table, path, app, version=None)
+
+    def create(
+        self,
+        layout: LakeLayout,
+        path: str,
+        app: str,
+        schema: pa.Schema,
+        *,
+        description: str,
+        bounded: Sequence[str],
+        partition_by: Sequence[str],
+        key: Sequence[str],
+        properties: Mapping[str, str],
+    ) -> IcebergHandle:
+        """See `TableFormat`.
+
+        Raises:
+            LakeError: the lake's location contains a character that other programs take for a part of a URL.
+        """
+        if any(character in path for character in "%#?"):
+            raise LakeError(
+                f"an Iceberg table can't lie at {path}: its path holds %, # or ?",
+                hint="Name another location for the lake, or move the home to a folder without these.",
+                path=path,
+            )
+        refuse_other_format(path, self.metadata_folder)
+        columns = new_schema(schema, key)
+        spec = UNPARTITIONED_PARTITION_SPEC
+        if list(partition_by) == [PARTITION.name]:
+            source = columns.find_field(_DATE).field_id
+            spec = PartitionSpec(PartitionField(source, 1000, DayTransform(), PARTITION.name))
+        elif partition_by:
+            raise LakeError(f"an Iceberg table can't be partitioned by {', '.join(partition_by)} here", path=path)
+        fields = sort_fields(columns, key)
+        owner = table_id_of(app)
+        namespace, name = identifier_of(layout, path)
+        with catalog_errors(path):
+            catalog = catalog_of(layout)
+            make_namespace(catalog, namespace)
+            with suppress(TableAlreadyExistsError):
+                catalog.create_table(
+                    (namespace, name),
+                    columns,
+                    location=address_of(layout, path),
+                    partition_spec=spec,
+                    sort_order=SortOrder(*fields) if fields else UNSORTED_SORT_ORDER,
+                    properties={
+                        "format-version": "2",
+                        "comment": description,
+                        STREAM: str(layout.stream_id),
+                        VIEW: view_of(layout, path),
+                        "millstream.layout": "1",
+                        **({} if owner is None else {TABLE_ID: owner}),
+                        BOUNDED: json.dumps(list(bounded)),
+                        "commit.retry.num-retries": "0",
+                        "commit.manifest-merge.enabled": "true",
+                        "write.metadata.delete-after-commit.enabled": "true",
+                        "write.metadata.previous-versions-max": "20",
+                        **properties,
+                    },
+                )
+        opened = self.open(layout, path, app, version=None)
+        assert opened is not None, "it was made just now"
+        return opened
+
+    def storage(self, layout: LakeLayout, path: str) -> pafs.FileSystem:
+        """See `TableFormat`."""
+        return storage_of(layout, path)
+
+    def stored_schema(self, columns: pa.Schema) -> pa.Schema:
+        """See `TableFormat`."""
+        return stored_columns(columns)
+
+    def snapshot_ids(self, layout: LakeLayout, versions: Mapping[str, int]) -> dict[str, int]:
+        """See `TableFormat`."""
+        found = {}
+        for path, version in versions.items():
+            if (path, version) not in known_ids:
+                table = _load(layout, path)
+                snapshot = None if table is None else snapshot_of(table, version)
+                if snapshot is None:
+                    continue
+                remember(path, snapshot)
+            found[".".join(identifier_of(layout, path))] = known_ids[path, version]
+        return found
+
+    def probe_catalog(self, layout: LakeLayout) -> str | None:
+        """See `TableFormat`."""
+        with catalog_errors(layout.root):
+            count = len(catalog_of(layout).list_namespaces())
+        return f"the catalog answers, and has {count} {'namespace' if count == 1 else 'namespaces'}"
+
+    def file_columns(self, layout: LakeLayout, path: str, columns: pa.Schema) -> pa.Schema:
+        """See `TableFormat`."""
+        table = _load(layout, path)
+        if table is None:
+            return with_ids(new_schema(columns, ()), columns)
+        have = table.schema()
+        fits = arrow_columns(have)
+        others = [
+            field
+            for field in columns
+            if field.name in fits.names and not field.type.equals(fits.field(field.name).type)
+        ]
+        evolved = evolve(table.transaction(), columns, replaces=bool(others))._apply()  # noqa: SLF001 - what a commit would make of it
+        return with_ids(evolved, columns)
+
+
+def _load(layout: LakeLayout, path: str) -> Table | None:
+    table = _in_catalog(layout, path)
+    if table is None and _was_committed(layout, path):
+        table = _in_catalog(layout, path)  # its first commit may have come in between
+        if table is None:
+            raise LakeError(
+                f"{path} has the metadata of an Iceberg table that the catalog doesn't have",
+                code="lake_catalog_lost",
+                path=path,
+            )
+    if table is None:
+        check_format(layout, path, "_delta_log")
+        return None
+    if table.location() != address_of(layout, path):
+        raise LakeError(
+            f"the catalog has the table at {table.location()}, and its place is {address_of(layout, path)} now",
+            code="lake_moved",
+            path=path,
+        )
+    return table
+
+
+def _in_catalog(layout: LakeLayout, path: str) -> Table | None:
+    with catalog_errors(path):
+        try:
+            return catalog_of(layout).load_table(identifier_of(layout, path))
+        except (NoSuchTableError, NoSuchNamespaceError):
+            return None
+
+
+def _was_committed(layout: LakeLayout, path: str) -> bool:
+    """Whether a folder has the metadata of a commit; a table that was being made has that of version 0 alone."""
+    with catalog_errors(path):
+        infos = storage_of(layout, path).get_file_info(pafs.FileSelector("metadata", allow_not_found=True))
+    names = (info.base_name for info in infos)
+    return any(name.endswith(".metadata.json") and not name.startswith("00000-") for name in names)
+
+
+def _check_owned(layout: LakeLayout, path: str, table: Table) -> None:
+    """Raise `LakeTableForeign` unless every row of the table is this stream's."""
+    owner, mine = table.properties.get(STREAM), str(layout.stream_id)
+    if owner != mine:
+        raise LakeTableForeign(
+            f"{'.'.join(table.name())} is an Iceberg table that "
+            + ("this stream didn't make" if owner is None else f"stream {owner} made"),
+            code="lake_of_another_stream",
+            path=path,
+            version=version_of(table.current_snapshot()),
+        )
+    snapshot = table.current_snapshot()
+    while snapshot is not None:
+        summary = snapshot.summary
+        if summary is not None and summary.get(STREAM) == mine:
+            return
+        if summary is None or summary.operation is not Operation.REPLACE:
+            raise LakeTableForeign(
+                f"another program's {'commit' if summary is None else summary.operation.value} changed {path} in snapshot "
+                f"{snapshot.snapshot_id}",
+                hint="Name another lake location; let no other program write into the lake.",
+                path=path,
+                version=version_of(snapshot),
+            )
+        parent = snapshot.parent_snapshot_id
+        snapshot = None if parent is None else table.snapshot_by_id(parent)

@@ -1,0 +1,92 @@
+"""The jars of Iceberg's own REST catalog server and its dependencies, as Maven resolves them: group, artifact, version, SHA-256.
+
+A version with `:` has a classifier behind it. AWS's are for tables in an object store, without the parts for
+asynchronous requests.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+_PINNED: Final = """\
+com.fasterxml.jackson.core jackson-annotations 2.19.2 e516743a316dcf83c572ffc9cb6e8c5e8c134880c8c5155b02f7b34e9c5dc3cf
+com.fasterxml.jackson.core jackson-core 2.19.2 aa77eaf29293a868c47372194f7c5287d77d9370b04ea25d3fffc1e4904b5880
+com.fasterxml.jackson.core jackson-databind 2.19.2 0a1bd4e9b0d670e632d40ee8c625ad376233502f03c2f5889baea95d025b47a7
+com.github.ben-manes.caffeine caffeine 2.9.3 1e0a7bbef1dd791653143f3f05d0e489934bf5481e58a87c9e619cd46b68729b
+com.google.code.findbugs jsr305 3.0.2 766ad2a0783f2687962c8ad74ceecc38a28b9f72a2d085ee438b7813e928d0c7
+com.google.errorprone error_prone_annotations 2.38.0 6661d5335090a5fc61dd869d2095bc6c1e2156e3aa47a6e4ababdf64c99a7889
+commons-codec commons-codec 1.18.0 ba005f304cef92a3dede24a38ad5ac9b8afccf0d8f75839d6c1338634cf7f6e4
+commons-io commons-io 2.19.0 824268919b4b62f9f40f08c54381de5993b078f58667e332d17348ae019d72b9
+commons-logging commons-logging 1.3.0 66d3c980470b99b0c511dad3dfc0ae7b265ec1fb144e96bc0253a8a175fd34d9
+dev.failsafe failsafe 3.3.2 2c5dc879a6dac7ea3a7b29d795e27bd49b8e7908b05c2f3e56053c19d79850f5
+io.airlift aircompressor 0.27 fdbef3137a28f63bb0cb93487803080ede746a4ec3d421e36c6f0c305c35e5e4
+org.apache.avro avro 1.12.0 1f5fbfff9b7427d6832cc3031a3c81413d3e21d9e2551847d9231c28493f9492
+org.apache.commons commons-compress 1.27.1 293d80f54b536b74095dcd7ea3cf0a29bbfc3402519281332495f4420d370d16
+org.apache.commons commons-lang3 3.17.0 6ee731df5c8e5a2976a1ca023b6bb320ea8d3539fbe64c8a1d5cb765127c33b4
+org.apache.hadoop hadoop-client-api 3.4.2 607c0299f4df33013bd0a0f37c8cf255c635bbaddd247b8fec68c210cc17d19f
+org.apache.hadoop hadoop-client-runtime 3.4.2 18d071c7f72f8a946677b398a57af9c7afa2dd41a81023c310f99373fec200b3
+org.apache.httpcomponents httpclient 4.5.13 6fe9026a566c6a5001608cf3fc32196641f6c1e5e1986d1037ccdbd5f31ef743
+org.apache.httpcomponents httpcore 4.4.16 6c9b3dd142a09dc468e23ad39aad6f75a0f2b85125104469f026e52a474e464f
+org.apache.httpcomponents.client5 httpclient5 5.5 496b4b0e8d5f3a8139a5d2638486d304758bac3a9c39d76989f663cfd9354fc9
+org.apache.httpcomponents.core5 httpcore5 5.3.4 f2b2fd7a0164e8c3120cd8437bc9fea439239e165c17262b3e907daa7e979f80
+org.apache.httpcomponents.core5 httpcore5-h2 5.3.4 1fb4f34e4b612e7c127ad693335583587850b17ce9b1c366f9de1ca49fe2c781
+org.apache.iceberg iceberg-api 1.10.0 627061d401dba9d1a8cada2da6394640c2e803102bb676fb34e5f65503cf2c51
+org.apache.iceberg iceberg-aws 1.10.0 fe9b8980fb79f6a89e94c6c8f61453f723403fdf00a9813e92d4a5954587c22a
+org.apache.iceberg iceberg-bundled-guava 1.10.0 05b79072e19071b1bcf7a4e382d624b3b2ccad6eaf79627676219bb48e4e834d
+org.apache.iceberg iceberg-common 1.10.0 5ce6ec8262b4c6f8151d9e36ebe013bd23ec0f310508173f72c43bc073d5f519
+org.apache.iceberg iceberg-core 1.10.0 54091489dbdcb31b5a4514372abfc908a7b0be69f76e785f1e82279be4fbd6cc
+org.apache.iceberg iceberg-core 1.10.0:tests caa79473e760a6ea0740888832d85868359142640d34f472cd565763bb9b90c7
+org.apache.iceberg iceberg-open-api 1.10.0:test-fixtures ec4dce1663933e3520227da8238a980d52b7eccac532c1953f337dc1e6ee597b
+org.apiguardian apiguardian-api 1.1.2 b509448ac506d607319f182537f0b35d71007582ec741832a1f111e5b5b70b38
+org.checkerframework checker-qual 3.19.0 a827c49183f3a632277d27a0a4673686cb341507447b9d570261094bd748aa68
+org.eclipse.jetty jetty-http 11.0.26 de738c8cfd5701627b5373c42376453beb8276f989d75e5258e3b1ffe217e938
+org.eclipse.jetty jetty-io 11.0.26 ce0ef76071e361d97f102e5cb48928b3cc66ac899d12be3ef0af8d06b4f768a1
+org.eclipse.jetty jetty-security 11.0.26 1f0a1b58304741f243e2f6ac694e6506b1e26bb079cfc2baaa3f2a6ed4bf2d9f
+org.eclipse.jetty jetty-server 11.0.26 3cc3b203b96c7115151ea94cad8af43c0914bfb6fe20cf2ca8378ec6822fa471
+org.eclipse.jetty jetty-servlet 11.0.26 c09469f1045f9e207732692b3bc56e8fe4d0599de52d3bd593927c4a9060e679
+org.eclipse.jetty jetty-util 11.0.26 1b61b875a6d40e8fd44cffb307bdb66f3459370a152a50a092a698c3737eeca9
+org.eclipse.jetty.toolchain jetty-jakarta-servlet-api 5.0.2 efb20997729f32bfa6c8a8319037c353f7ad460d5d49f336bf232998ea2358db
+org.junit.jupiter junit-jupiter-api 5.13.4 d1bb81abfd9e03418306b4e6a3390c8db52c58372e749c2980ac29f0c08278f1
+org.junit.platform junit-platform-commons 1.12.2 e683a01e85dfabea520c056ac6015a6162756e602ec653c0da85e233f0afbc18
+org.opentest4j opentest4j 1.3.0 48e2df636cab6563ced64dcdff8abb2355627cb236ef0bf37598682ddf742f1b
+org.reactivestreams reactive-streams 1.0.4 f75ca597789b3dac58f61857b9ac2e1034a68fa672db35055a8fb4509e325f28
+org.roaringbitmap RoaringBitmap 1.3.0 73443a71a2e2401c7d518a487983539fcaf5f9652efbd178f929e7b6d36881d0
+org.slf4j slf4j-api 2.0.13 e7c2a48e8515ba1f49fa637d57b4e2f590b3f5bd97407ac699c3aa5efb1204a9
+org.slf4j slf4j-simple 2.0.17 ddfea59ac074c6d3e24ac2c38622d2d963895e17f70b38ed4bdae4d780be6964
+org.xerial sqlite-jdbc 3.50.3.0 a3f53a2aa15ae9425a9e793bbe9c8e5288febeb4b65ef5c1a4e80d4c2045cf08
+org.xerial.snappy snappy-java 1.1.10.4 55b30c94e5c4cc2d4b6976916098d0678a8a6cc7427fa8c875621bd94e731ac8
+software.amazon.awssdk annotations 2.33.0 3ac8bf556693e9df06c534dcfeadbe5e11284856ae53e8e20333a752fedc502a
+software.amazon.awssdk apache-client 2.33.0 d319be5e85bf919ca73cd04fa46e9d6be4936fc4e6ac0f86cff9cd28579462b7
+software.amazon.awssdk arns 2.33.0 5d00da76a76bccd83a2784b1a0a3a918abadc7167d0d13e89ca10f5d171c6abd
+software.amazon.awssdk auth 2.33.0 01570fd8083e676ddc8dd192dda79f35fced383a92bb90779e7f5a07b10c1ead
+software.amazon.awssdk aws-core 2.33.0 9111fe134631ada78927b6e7d88c5ae2b4e254482f79683e6fde9caff84df897
+software.amazon.awssdk aws-json-protocol 2.33.0 18b6fe575d4d0878b92aab7f97e75b1f0515922e6fb2b57b09a5c85f4595a4e8
+software.amazon.awssdk aws-query-protocol 2.33.0 808008844ab1cab89b3014716253a5595d085693b5d42de197f994e7b872207e
+software.amazon.awssdk aws-xml-protocol 2.33.0 9bc9e4979703f95c1f8c3023fcac083f7f7facca1f8a32b8398065fe225a11a2
+software.amazon.awssdk checksums 2.33.0 47850f2af07dcbb02103105edc645243ec751d6ce48b520742cdecde37c2132c
+software.amazon.awssdk checksums-spi 2.33.0 1c2a32cd9da59ff1bd0b68b034df614c5e658b290c6f19e1119a4408fc3105cb
+software.amazon.awssdk crt-core 2.33.0 b312dc4fef25500dc0b6e1fa47bd43332dc7cfc1b35309faa9535cb28a6c6e0d
+software.amazon.awssdk endpoints-spi 2.33.0 93c29b13469d20b2aac4e7635fc73188e31d3ccf6b28c6011d3af6b339efa74a
+software.amazon.awssdk http-auth 2.33.0 9d6c52cddc477d947a3ef9f440c5e61162aa35d2b85d79e382d2840e73d6527c
+software.amazon.awssdk http-auth-aws 2.33.0 ec022fc987da3e8e9bd2236bd528e548beacf886abb79a7f7c92915c452a7bda
+software.amazon.awssdk http-auth-aws-eventstream 2.33.0 07ad483a060e5c45551edaf44431cbfb2c19a060e26cf091a42e40122e413d14
+software.amazon.awssdk http-auth-spi 2.33.0 b0d2fdddd0f77d1f1dec545e98c3aae23926255aeefbc8a954e78e66ba2c349a
+software.amazon.awssdk http-client-spi 2.33.0 c7c23a55163574fea5024ccdcbe0eea0c1d8e3ad6fe0f1329736cdd00d4fcd2d
+software.amazon.awssdk identity-spi 2.33.0 e0467ec69a1f70c03bb35754dfed0ad3e21f11eb5e7490dbd54fc58eaac7dfb1
+software.amazon.awssdk json-utils 2.33.0 ac1efd27e3c57e3e2d3ee1c3e74a0a945be16220b6b7b14be62babc31a6f3469
+software.amazon.awssdk kms 2.33.0 d004498db208ca9177b3a53f5659f60e408c4c390f53be4038fb6d2da9c6031f
+software.amazon.awssdk metrics-spi 2.33.0 114a6b72cd49cc6084f01d6e19e941136fd7dbb86a335b6468f73bde02ed8744
+software.amazon.awssdk profiles 2.33.0 eb8cc846d15baefb98a337b28b4fa08bcb5d9e834caca91e915c691981e12df1
+software.amazon.awssdk protocol-core 2.33.0 873dff858217c40ad68f5cf03e46cf3e8c7a840ba003c808db491047e87677c7
+software.amazon.awssdk regions 2.33.0 eeb80ba42264364de5f5b30fb1965a49d9f27b6a7a04f00017a02ff41eda2dba
+software.amazon.awssdk retries 2.33.0 2d4b17b6c9589bcefe7f465846360a00aec5fac6d4be32cf21390415d108d52d
+software.amazon.awssdk retries-spi 2.33.0 8fe88488c3977a089db5461198898b6f17ea43ceb4eb02131069fe00db52c74e
+software.amazon.awssdk s3 2.33.0 20a729e79cd48ddfb300b29b39846b025b20335e2ec96a8d0d87b3f2a0b3db50
+software.amazon.awssdk sdk-core 2.33.0 d168e0b8b130bdf395cd7d494c86fad40d617cbeeeb4519c343ea459e71e036c
+software.amazon.awssdk sts 2.33.0 8f603ca70e12f9365554a867c2a66397d2b26e9efb47feb0a80ffe49ed5f6a6b
+software.amazon.awssdk third-party-jackson-core 2.33.0 83b69c074f887a13e49ec8d68e6cd99b6438d2755bcc8ef6096337721f9b2b22
+software.amazon.awssdk utils 2.33.0 a4fb3da46c56883341832fa1c2a68a98b9b3ce8418a2c12ab73532bd3a116f57
+software.amazon.eventstream eventstream 1.0.1 0c37d8e696117f02c302191b8110b0d0eb20fa412fce34c3a269ec73c16ce822
+"""
+
+JARS: Final = tuple(tuple(line.split()) for line in _PINNED.splitlines())
