@@ -37,18 +37,19 @@ class Renames:
         """Return the columns of history that some wanted columns are made of."""
         return list(dict.fromkeys(["__seq", *(name for column in columns for name in self._names_of(column))]))
 
-    def types(self, columns: Sequence[str], have: pa.Schema) -> pa.Schema:
-        """Return wanted columns in types that hold all their values; columns that no record has are left out."""
-        fields = []
-        for column in columns:
-            kinds = [have.field(name).type for name in self.names_of(column, have)]
-            if not kinds:
-                continue
-            kind = kinds[0]
-            for other in kinds[1:]:
-                kind = widest(kind, other) or kind
-            fields.append(pa.field(column, kind))
-        return pa.schema(fields)
+    def shape(self, columns: Sequence[str], have: pa.Schema, own: pa.Schema) -> pa.Schema:
+        """Return wanted columns, each in its own type if it is in `own`; columns that no record has are left out.
+
+        The columns of history that have a column's values may be wider, each for the values of another column. So no
+        type is derived from theirs: through a text, a number that lay in a decimal couldn't become a number again.
+        """
+        return pa.schema(
+            [
+                own.field(column) if column in own.names else have.field(column)
+                for column in columns
+                if self.names_of(column, have)
+            ]
+        )
 
     def renamed(self, rows: pa.Table, shape: pa.Schema) -> pa.Table:
         """Return records with the columns of `shape`, by era: not in the order of their numbers."""

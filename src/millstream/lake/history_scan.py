@@ -20,6 +20,7 @@ from millstream.lake.data_files import table_in
 from millstream.lake.layout import LakeLayout
 from millstream.lake.store_errors import lake_errors
 from millstream.lake.table_format import OpenTable
+from millstream.lake.types import conform, same_type
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
@@ -46,18 +47,19 @@ class NamedScan:
     renames: Renames | None
     """How the records name the columns; None: as the schema."""
     schema: pa.Schema
-    """The columns of the records."""
+    """The columns of the records, the table's own in their own types."""
 
     def batches(self) -> Iterator[pa.Table]:
         """Yield the records in pieces of bounded size, in any order."""
         for batch in self.scanner.to_batches():
-            rows = pa.Table.from_batches([batch])
-            yield rows if self.renames is None else self.renames.renamed(rows, self.schema)
+            yield self._named(pa.Table.from_batches([batch]))
 
     def to_table(self) -> pa.Table:
         """Return all records."""
-        rows = self.scanner.to_table()
-        return rows if self.renames is None else self.renames.renamed(rows, self.schema)
+        return self._named(self.scanner.to_table())
+
+    def _named(self, rows: pa.Table) -> pa.Table:
+        return conform(rows, self.schema) if self.renames is None else self.renames.renamed(rows, self.schema)
 
 
 def scan_named(
@@ -67,6 +69,7 @@ def scan_named(
     after: Seq,
     upto: Seq,
     columns: Sequence[str],
+    own: pa.Schema,
     only: Callable[[str], pc.Expression | None] | None = None,
 ) -> NamedScan:
     """Return a scan of a table's records in `(after, upto]`, under the names of a schema.
@@ -77,6 +80,7 @@ def scan_named(
         after: exclusive.
         upto: inclusive.
         columns: names of that schema, and of the records' own columns; those that no record has are left out.
+        own: the schema's columns in types that hold all values that each has had.
         only: returns a condition on the first key column, by its name in the files; records for which none holds may be
             left out.
     """
@@ -84,12 +88,30 @@ def scan_named(
     if renames is None:
         some = None if only is None else only(schema.key[0])
         scanner = scan_history(opened, after=after, upto=upto, columns=columns, table=table, only=some)
-        return NamedScan(scanner, None, scanner.projected_schema)
+        return NamedScan(scanner, None, _in_own_types(scanner.projected_schema, own))
     have = opened.schema()
-    shape = renames.types(columns, have)
+    shape = renames.shape(columns, have, own)
     some = None if only is None else _any_of([only(name) for name in renames.names_of(schema.key[0], have)])
     scanner = scan_history(opened, after=after, upto=upto, columns=renames.physical(columns), table=table, only=some)
     return NamedScan(scanner, renames, shape)
+
+
+def scan_live(
+    opened: OpenTable, schema: TableSchema, *, after: Seq, upto: Seq, columns: Sequence[str], own: pa.Schema
+) -> NamedScan:
+    """Return the scan of `scan_named`, from the last record on that empties the table if a name was another column's.
+
+    Records before it that lack the columns' numbers may have values of other columns, of any type, under their names.
+    """
+    have = opened.schema()
+    is_renamed = renames_in(opened, schema.table_id, schema, after=after, upto=upto) is not None
+    if is_renamed or any(not same_type(have.field(c.name).type, c.type) for c in own if c.name in have.names):
+        after = Seq(max(after, last_truncate(opened, upto, schema.table_id, after=after) - 1))
+    return scan_named(opened, schema, after=after, upto=upto, columns=columns, own=own)
+
+
+def _in_own_types(columns: pa.Schema, own: pa.Schema) -> pa.Schema:
+    return pa.schema([own.field(column.name) if column.name in own.names else column for column in columns])
 
 
 def _any_of(conditions: Sequence[pc.Expression | None]) -> pc.Expression | None:
@@ -211,7 +233,7 @@ def emptied(opened: OpenTable, after: Seq, upto: Seq, table: TableId) -> bool:
     return bool(scan.count_rows())
 
 
-def last_truncate(opened: OpenTable, upto: Seq, table: TableId) -> Seq:
-    """Return the number of the last record up to `upto` that empties the table; 0 if none does."""
-    scan = scan_history(opened, after=Seq(0), upto=upto, columns=["__seq"], table=table, only=pc.field("__op") == "t")
+def last_truncate(opened: OpenTable, upto: Seq, table: TableId, *, after: Seq = Seq(0)) -> Seq:
+    """Return the number of the last record in `(after, upto]` that empties the table; 0 if none does."""
+    scan = scan_history(opened, after=after, upto=upto, columns=["__seq"], table=table, only=pc.field("__op") == "t")
     return Seq(pc.max(scan.to_table().column("__seq")).as_py() or 0)

@@ -23,7 +23,7 @@ from millstream.lake.folded.current_fold import fold_records, run_of
 from millstream.lake.history_scan import last_truncate, scan_named
 from millstream.lake.row_identity import Keys, key_codes
 from millstream.lake.table_format import OpenTable
-from millstream.lake.types import EXACT, conform
+from millstream.lake.types import EXACT
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 
@@ -67,10 +67,9 @@ def plan_build(
     names = ["__op", "__seq", "__unchanged", EXACT.name, "__before", *key]
     truncated = last_truncate(history, upto, schema.table_id)
     seen = _KeyPass(schema, key)
-    scan = scan_named(history, schema, after=truncated, upto=upto, columns=names)
-    shape = _own_types(scan.schema, columns)
+    scan = scan_named(history, schema, after=truncated, upto=upto, columns=names, own=columns)
     for rows in scan.batches():
-        seen.take(conform(rows, shape))
+        seen.take(rows)
     size = sum(history.files().column("size_bytes").to_pylist())
     moved = seen.moved_keys()
     count = max(1, -(-size * _EXPANSION // part_bytes))
@@ -95,22 +94,14 @@ def build_rows(history: OpenTable, schema: TableSchema, columns: pa.Schema, upto
         after=part.after,
         upto=upto,
         columns=names,
+        own=columns,
         only=lambda name: _coarse(part, name, types.field(name).type, columns.field(schema.key[0]).type),
     )
-    shape = _own_types(scan.schema, columns)
-    found = (conform(rows, shape) for rows in scan.batches() if rows.num_rows)
+    found = (rows for rows in scan.batches() if rows.num_rows)
     held = [rows.filter(pa.array(_mine(rows, part, schema.key))) for rows in found]
     nothing = pa.schema([*columns, EXACT]).empty_table()
-    records = pa.concat_tables(held) if held else shape.empty_table()
+    records = pa.concat_tables(held) if held else scan.schema.empty_table()
     return fold_records(records, schema, columns, lambda _keys: nothing).rows
-
-
-def _own_types(found: pa.Schema, columns: pa.Schema) -> pa.Schema:
-    """Return the columns of a scan in the view's types.
-
-    Records may have wider ones, which depend on the names that the scanned records had.
-    """
-    return pa.schema([columns.field(field.name) if field.name in columns.names else field for field in found])
 
 
 class _KeyPass:

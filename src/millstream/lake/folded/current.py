@@ -29,7 +29,7 @@ from millstream.lake.folded.key_ranges import LEAF_BYTES, Leaves
 from millstream.lake.folded.rewrite import Change, LeafWriter, Touched, named, placed, touched
 from millstream.lake.history import open_history
 from millstream.lake.history_folder import history_from, lacks_beginning
-from millstream.lake.history_scan import count_history, emptied, fold_step, scan_named
+from millstream.lake.history_scan import count_history, emptied, fold_step, scan_live
 from millstream.lake.layout import LakeLayout, TableCommit, folder_of, has_current
 from millstream.lake.row_identity import Keys, having
 from millstream.lake.schema_evolution import widest
@@ -372,12 +372,13 @@ def _parts(hit: Sequence[int], leaves: Leaves, part_bytes: int | None) -> tuple[
 def _folded(plan: FoldPlan, leaves: Leaves, history: OpenTable | None = None) -> Folded:
     """Return the folded records after the table's position."""
     columns = plan.columns
-    tail = scan_named(
+    tail = scan_live(
         history or plan.history(),
         plan.schema,
         after=plan.after or Seq(0),
         upto=plan.upto,
         columns=tail_columns(columns),
+        own=columns,
     ).to_table()
     files = TableFiles(plan.layout, plan.path)
 

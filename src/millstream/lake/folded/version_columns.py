@@ -51,7 +51,9 @@ class VersionColumns:
         if self.followed is None:
             return read_history(history, after=after, upto=upto, columns=names, table=table)
         with lake_errors(history.path):
-            return scan_named(history, self.followed, after=after, upto=upto, columns=names).to_table()
+            return scan_named(
+                history, self.followed, after=after, upto=upto, columns=names, own=self.columns
+            ).to_table()
 
     def names_at(self, history: OpenTable, n: Seq | None) -> Names | None:
         """Return how versions at an earlier position name these columns; None if they have these names."""

@@ -18,7 +18,7 @@ from millstream.lake.folded.build import build_rows, plan_build
 from millstream.lake.folded.current import DEFAULT_SIZES, current_columns, tail_columns
 from millstream.lake.folded.current_fold import fold_records
 from millstream.lake.history_folder import history_from, lacks_beginning
-from millstream.lake.history_scan import last_truncate, scan_named
+from millstream.lake.history_scan import scan_live
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query.duckdb_connection import Engine, names, quote, unavailable
 from millstream.lake.query.overlay import SEQ, overlay
@@ -63,8 +63,10 @@ class RecordRange:
 
     def read(self, needed: Sequence[str], seqs: pa.Array | None) -> pa.Table:
         """Read as `overlay.Read`. All records are read outside of the engine, which is slow with many small files."""
-        if seqs is None or not self._found:
-            return self._read_named(needed) if self._is_renamed and self._found else self._read_all(needed)
+        if not self._found:
+            return self._nothing(needed)
+        if seqs is None:
+            return self._read_named(needed) if self._is_renamed else self._read_all(needed)
         source, have = self.scan(needed)
         wanted = self._engine.register(pa.table({SEQ: seqs}))
         inside = f"{SEQ} > {self._after} AND {SEQ} <= {self._upto} AND {SEQ} IN (FROM {wanted})"
@@ -93,20 +95,22 @@ class RecordRange:
 
         if self._named is None:
             columns = ["__op", SEQ, "__unchanged", EXACT.name, "__before", *self._table.column_names]
-            upto = Seq(self._upto)
-            # Without the records before the last truncate: those without the columns' numbers may have other columns' values.
-            truncated = last_truncate(self._history, upto, self._table.table_id)
-            after = Seq(max(self._after, truncated - 1))
-            scan = scan_named(self._history, self._table, after=after, upto=upto, columns=columns)
+            after, upto = Seq(self._after), Seq(self._upto)
             own = current_columns(self._layout, self._table, self._history)
-            shape = pa.schema([own.field(f.name) if f.name in own.names else f for f in scan.schema])
+            scan = scan_live(self._history, self._table, after=after, upto=upto, columns=columns, own=own)
             path = self._engine.scratch_file()
-            with pq.ParquetWriter(path, shape, compression="zstd", compression_level=1) as writer:
+            with pq.ParquetWriter(path, scan.schema, compression="zstd", compression_level=1) as writer:
                 for rows in scan.batches():
                     self._engine.watch.check()
-                    writer.write_table(conform(rows, shape))
-            self._named = path, shape.names
+                    writer.write_table(rows)
+            self._named = path, scan.schema.names
         return self._named
+
+    def _nothing(self, needed: Sequence[str]) -> pa.Table:
+        """Return no records. History's own column of a name may have values of another column, of any type."""
+        have, own = self._history.schema(), current_columns(self._layout, self._table, self._history)
+        shape = {field.name: field for field in [*have, *own]}
+        return pa.schema([shape[name] for name in needed if name in shape]).empty_table()
 
     def _read_named(self, needed: Sequence[str]) -> pa.Table:
         import pyarrow.parquet as pq
