@@ -23,7 +23,6 @@ import pyarrow.compute as pc
 from millstream.delivery.definition import KEY, NO_GROUPS, Definition
 from millstream.delivery.records.groups import groups_of
 from millstream.delivery.records.record_messages import chosen
-from millstream.delivery.records.where_filter import matching
 from millstream.errors import LakeBehind, LakeError, LogError, PositionError
 from millstream.lake.layout import has_current
 from millstream.lake.query.duckdb_connection import quote
@@ -33,6 +32,7 @@ from millstream.model.ids import Epoch, ShardId, TableId
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq
 from millstream.model.predicate import Predicate
+from millstream.model.record_filter import passing
 from millstream.model.record_json import record_facts
 from millstream.model.records import Op, record_schema
 from millstream.model.schema import TableKind, TableSchema
@@ -355,7 +355,7 @@ def _matches(schema: TableSchema, batch: pa.RecordBatch, wanted: Wanted) -> list
     """Return which rows meet the conditions."""
     found = np.ones(batch.num_rows, dtype=bool)
     for predicate in wanted.predicates:
-        found &= matching(predicate, schema, batch)
+        found &= passing(predicate, schema, batch)
     return [bool(each) for each in found]
 
 

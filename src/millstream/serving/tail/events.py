@@ -6,18 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from millstream.errors import InvalidValue, RoutingError, UsageError
 from millstream.export.follow_log import FollowedTables, Stretch, next_stretch
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.predicate import Predicate
+from millstream.model.record_filter import passing
 from millstream.model.record_json import to_json
-from millstream.model.records import Op
 from millstream.model.schema import TableKind, TableSchema
 from millstream.wal.reader import StreamReader, TableRecords
 from millstream.wal.records_json import Line, by_offset, merge_shards, table_lines
@@ -96,11 +93,7 @@ class TailFilter:
             return part
         if part.schema.kind is TableKind.RAW:
             return part
-        try:
-            matched = self._where.matches(part.batch).to_numpy(zero_copy_only=False)
-        except RoutingError:
-            return part  # the column has another type in this version of the table
-        keep = matched | _undecided(part.schema, part.batch, frozenset(self._where.columns))
+        keep = passing(self._where, part.schema, part.batch)
         if keep.all():
             return part
         if not keep.any():
@@ -112,25 +105,6 @@ class TailFilter:
             operation_seq=part.operation_seq.filter(mask),
             hybrid_ns=part.hybrid_ns.filter(mask),
         )
-
-
-def _undecided(schema: TableSchema, rows: pa.RecordBatch, named: frozenset[str]) -> npt.NDArray[np.bool_]:
-    """Return which records lack the value of a column that the predicate names and the table has."""
-    own = named.intersection(column.name for column in schema.columns)
-    lacking = pc.equal(rows.column("__op"), Op.TRUNCATE.letter).to_numpy(zero_copy_only=False)
-    if not own.issubset(schema.identity):
-        lacking = lacking | pc.equal(rows.column("__op"), Op.DELETE.letter).to_numpy(zero_copy_only=False)
-    for name in ("__unchanged", "__exact"):
-        column = rows.column(name)
-        if column.null_count < len(column):
-            told = [bool(own.intersection(_names(value))) for value in column.to_pylist()]
-            lacking = lacking | np.array(told, dtype=bool)
-    found: npt.NDArray[np.bool_] = lacking
-    return found
-
-
-def _names(value: list[str] | list[tuple[str, str]] | None) -> Iterator[str]:
-    return (one if isinstance(one, str) else one[0] for one in value or ())
 
 
 def tail_events(reader: StreamReader, stream: str, wanted: TailFilter, after: Seq, upto: Seq) -> Iterator[bytes]:
