@@ -18,7 +18,7 @@ from tests.spark.hand_made import Home, insert
 import millstream
 from millstream.errors import ReplicationError
 from millstream.home.home import Home as Folder
-from millstream.leadership.role_files import Roles, replication_folder
+from millstream.leadership.node_roles import Roles, replication_folder
 from millstream.model.replication import NodeName
 from millstream.nodes.staleness import note_age
 from millstream.protocol.replication.promises_and_fencing import Role, RoleFact

@@ -10,8 +10,8 @@ The order, and why a crash after any step neither repeats nor loses anything:
 5. The catalog records from where the log is needed: from this batch's start on. The lake's newest commits may
    not survive a power loss, because delta-rs doesn't sync them.
 
-A table that fails is quarantined, durably, before the cut that leaves it out. No later batch is
-appended to it, so it can never get a gap, and the log keeps what it lacks.
+A table that fails is quarantined, durably, before the cut that leaves it out. No later batch is appended to it, so it
+can never get a gap, and the log keeps what it lacks. If the lake fails, the run ends (`quarantine.failure_of_lake`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from millstream import failpoints, process_metrics
 from millstream.catalog import Catalog
 from millstream.catalog.lake_state import forget_lake_state
 from millstream.catalog.quarantined_tables import QuarantinedTable
-from millstream.errors import EngineError, LakeUnavailable, Retry
+from millstream.errors import LakeUnavailable
 from millstream.lake.layout import TableCommit
 from millstream.lake.table_renames import PackedPlaces, places_of
 from millstream.model.ids import SchemaVersion, TableId
@@ -41,14 +41,12 @@ from millstream.spark.lake_patience import LAKE_PATIENCE_S, pauses
 from millstream.spark.landing import Around, TableError
 from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineProgress
 from millstream.spark.pipeline_tables import PipelineTables
+from millstream.spark.quarantine import failure_of_lake, may_pass
 from millstream.wal.reader import StreamReader
 
 ATTEMPTS_MAX: Final = 4
 """Number of attempts to write a table in one batch, if its error may be temporary and the lake can be reached."""
-_REFUSED: Final = frozenset({"lake_credentials", "lake_bucket_missing"})
-"""Refusals of an object store that are the same for all tables."""
 _GONE: Final = frozenset({LakeUnavailable.code, "catalog_unreachable", "lake_bucket_missing"})
-_LAKE: Final = frozenset({LakeUnavailable.code, *LakeUnavailable.codes})
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +164,7 @@ class BatchLander:
         """Run the job; repeat it for tables whose error may be temporary. None if the driver ends before the repetition."""
         landed = self._run(after, upto, held)
         backoff, began_s = pauses(), self.clock()
-        while failing := frozenset(table_id for table_id, error in landed.errors.items() if _may_pass(error)):
+        while failing := frozenset(table_id for table_id, error in landed.errors.items() if may_pass(error)):
             is_lake_gone = any(landed.errors[table_id].code in _GONE for table_id in failing)
             is_over = (
                 self.clock() - began_s >= LAKE_PATIENCE_S if is_lake_gone else backoff.attempts + 1 >= ATTEMPTS_MAX
@@ -180,15 +178,9 @@ class BatchLander:
             landed = _joined(landed, self._run(after, upto, held, only=failing))
         if self._trying:
             self._try_again({})
-        refused = next((error for error in landed.errors.values() if error.code in _REFUSED), None)
-        of_all = landed.errors and not landed.commits and all(map(_is_of_all, landed.errors.values()))
-        if refused or of_all:
-            # Not one table's fault: the disk, the mount, the network, the keys. Setting all tables aside wouldn't help.
-            error = refused or next(iter(landed.errors.values()))
-            told = f"no table of the lake can be written: {error.message}"
-            if error.code in _LAKE:
-                raise LakeUnavailable(told, code=error.code, hint=error.hint)
-            raise EngineError(told, hint=error.hint, cause=error.code)
+        failure = failure_of_lake(list(landed.errors.values()), landed_tables=len(landed.commits))
+        if failure is not None:
+            raise failure
         return landed
 
     def _run(
@@ -263,14 +255,6 @@ class BatchLander:
                 replayed=self.replay.finished,
             )
         )
-
-
-def _may_pass(error: TableError) -> bool:
-    return error.retry in {Retry.BACKOFF, Retry.REOPEN}
-
-
-def _is_of_all(error: TableError) -> bool:
-    return _may_pass(error) or error.code in _LAKE
 
 
 def _joined(first: Landed, again: Landed) -> Landed:

@@ -1,25 +1,56 @@
-"""The tables that a running pipeline has quarantined, and when each is retried.
+"""The tables that a running pipeline has quarantined, which failures quarantine one, and when each is retried.
 
 A table whose history can't be written lands nothing, and its records stay in the log, while the other tables go on.
-`batches` decides which failure quarantines a table. Tables that can't be captured are `capture.table_directory`'s.
+A failure that isn't one table's ends the batch instead (`failure_of_lake`). Tables that can't be captured are `capture.table_directory`'s.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Final
 
 from millstream.catalog import Catalog
 from millstream.catalog.quarantined_tables import QuarantinedTable, QuarantineFacts
+from millstream.errors import EngineError, LakeUnavailable, MillstreamError, Retry
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.protocol.retention import HolderKind
+from millstream.spark.landing import TableError
 from millstream.spark.pipeline import PipelineConfig
 
 RETRY_S_MIN: Final = 30.0
 RETRY_S_MAX: Final = 600.0
 """The first and the maximum pause before a quarantined table is retried. A person's repair takes minutes, and each
 attempt reads up to a batch of the log."""
+_REFUSED: Final = frozenset({"lake_credentials", "lake_bucket_missing"})
+"""Refusals of an object store that are the same for all tables."""
+_LAKE: Final = frozenset({LakeUnavailable.code, *LakeUnavailable.codes})
+
+
+def may_pass(error: TableError) -> bool:
+    """Return whether a table's error may be temporary, so that writing it again may succeed."""
+    return error.retry in {Retry.BACKOFF, Retry.REOPEN}
+
+
+def failure_of_lake(errors: Sequence[TableError], *, landed_tables: int) -> MillstreamError | None:
+    """Return the error that ends a batch, if its failures aren't single tables'; None: quarantine the tables that failed.
+
+    If the disk, the mount, the network or the keys fail, quarantining all tables wouldn't help.
+
+    Args:
+        errors: the errors of the tables that failed.
+        landed_tables: how many tables were written.
+    """
+    refused = next((error for error in errors if error.code in _REFUSED), None)
+    all_failed = not landed_tables and all(may_pass(error) or error.code in _LAKE for error in errors)
+    if not errors or not (refused or all_failed):
+        return None
+    error = refused or errors[0]
+    message = f"no table of the lake can be written: {error.message}"
+    if error.code in _LAKE:
+        return LakeUnavailable(message, code=error.code, hint=error.hint)
+    return EngineError(message, hint=error.hint, cause=error.code)
 
 
 class Quarantine:
