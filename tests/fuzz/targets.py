@@ -27,7 +27,7 @@ from tests.fuzz.session_targets import decode_sessions, session_seeds, with_righ
 from tests.fuzz.shipment_targets import check_message, message_seeds, with_right_start
 from tests.wal.truth import FOLDER, STREAM, Truth
 
-from millstream.capture.copying import _scan as _copy_scan
+from millstream.capture.copying import _text_scan as _copy_scan
 from millstream.capture.copying.copy_text import read_copied
 from millstream.codec.buffered_op import decode_op, encode_op
 from millstream.codec.log_frame import (

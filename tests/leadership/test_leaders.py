@@ -17,7 +17,7 @@ from millstream.catalog.leaders import StreamLeaders
 from millstream.errors import CatalogError, Fenced, ReadOnly
 from millstream.home.home import Home
 from millstream.leadership.known_leaders import leaders_of, note_leaders
-from millstream.leadership.role_files import Roles
+from millstream.leadership.node_roles import Roles
 from millstream.model.ids import Epoch, GroupNumber, StreamId
 from millstream.model.replication import NodeName
 from millstream.nodes.replicas import list_replicas

@@ -23,7 +23,7 @@ from millstream.errors import (
     UsageError,
 )
 from millstream.home.home import Home
-from millstream.leadership.role_files import VERSIONS_NAME, Roles, replication_folder
+from millstream.leadership.node_roles import VERSIONS_NAME, Roles, replication_folder
 from millstream.model.ids import Epoch
 from millstream.model.replication import AckLevel, Document, NodeName
 from millstream.nodes.follower_process import begin_to_follow

@@ -11,7 +11,7 @@ from tests.app.homes import make_home
 from tests.replication.test_object_branches import NEW, STREAM, Scene, group_of, promoted, same_segments, scene, write
 
 from millstream.home.home import Home
-from millstream.leadership.role_files import Roles
+from millstream.leadership.node_roles import Roles
 from millstream.model.replication import Document, NodeName
 from millstream.nodes.backfill import fill
 from millstream.nodes.follower_state import FollowerState

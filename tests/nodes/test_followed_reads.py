@@ -18,7 +18,7 @@ from millstream.app.open_home import OpenHome
 from millstream.client.remote_home import RemoteHome
 from millstream.errors import InvalidQuery, ReplicationError
 from millstream.home.home import Home
-from millstream.leadership.role_files import Roles, replication_folder
+from millstream.leadership.node_roles import Roles, replication_folder
 from millstream.model.replication import NodeName
 from millstream.nodes.staleness import note_age
 from millstream.protocol.replication.promises_and_fencing import Role, RoleFact

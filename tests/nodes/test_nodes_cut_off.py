@@ -16,7 +16,7 @@ import millstream
 from millstream.app.access_token_requests import create_token
 from millstream.errors import MillstreamError
 from millstream.home.home import Home
-from millstream.leadership.role_files import Roles
+from millstream.leadership.node_roles import Roles
 from millstream.nodes.replicas import list_replicas
 from millstream.protocol.replication.promises_and_fencing import Role
 

@@ -18,7 +18,7 @@ from tests.nodes.nodes import STREAM, Node, eventually, free_port, nodes
 import millstream
 from millstream.errors import NodeNameTaken
 from millstream.home.home import Home
-from millstream.leadership.role_files import Roles
+from millstream.leadership.node_roles import Roles
 from millstream.nodes.node_checks import examine_nodes
 from millstream.nodes.replicas import list_replicas
 from millstream.protocol.replication.promises_and_fencing import Role, RoleFact

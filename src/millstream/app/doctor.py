@@ -28,7 +28,7 @@ from millstream.home.home import Home
 from millstream.home.machine_code_folder import place_compiled_code
 from millstream.home.paths import HomePaths
 from millstream.home.rows_before_rules import until_words
-from millstream.leadership.role_files import Roles
+from millstream.leadership.node_roles import Roles
 from millstream.model.addresses import mask_address
 from millstream.model.ids import StreamId
 from millstream.nodes.node_checks import examine_nodes

@@ -29,7 +29,7 @@ def _landed_elsewhere(home: Home, stream: str) -> str | None:
     """Return the node that lands a stream's tables, if this one doesn't."""
     if not home.role_file(stream).exists():
         return None
-    from millstream.leadership.role_files import Roles
+    from millstream.leadership.node_roles import Roles
 
     return Roles(home).led_elsewhere(stream)
 

@@ -18,7 +18,7 @@ from millstream.app.master_watch import MasterWatch
 from millstream.errors import EngineError, LogError, MillstreamError, Retry, UsageError
 from millstream.home.config_mapping import pipeline_config, spark_options
 from millstream.home.home import Home
-from millstream.leadership.role_files import Roles, ending_with_lead
+from millstream.leadership.node_roles import Roles, ending_with_lead
 from millstream.model.addresses import mask_address
 from millstream.model.ids import StreamId
 from millstream.processes.catalog_watch import watched_catalog

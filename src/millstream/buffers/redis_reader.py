@@ -1,4 +1,7 @@
-"""Reads one shard of a buffer in Redis, from a position of its own."""
+"""Reads one shard of a buffer in Redis, from a position of its own.
+
+It acknowledges and trims nothing: the position is in the log, next to the records, and operators trim the stream.
+"""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def repair(
 def _refuse_copies(home: Home, name: str) -> None:
     """Refuse a copy: rebuilt parts would differ from the leader's bytes, and the leader has the lost records."""
     from millstream.errors import ReadOnly
-    from millstream.leadership.role_files import Roles
+    from millstream.leadership.node_roles import Roles
     from millstream.protocol.replication.promises_and_fencing import Role
 
     fact = Roles(home).of(name)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from millstream.app import table_requests
 from millstream.console.html import Content, Html, tag
 from millstream.errors import AccessError, MillstreamError, UsageError
-from millstream.leadership.role_files import Roles
+from millstream.leadership.node_roles import Roles
 from millstream.private_files import make_folder, open_private
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from millstream.codec.log_frame import BATCH_HEADER_VERSION
 from millstream.errors import LogError
 from millstream.export.log_export import OPERATIONS_FILE, ROW_PREFIX, batches_of, check_columns, read_export
 from millstream.home.home import Home
-from millstream.leadership.role_files import Roles
+from millstream.leadership.node_roles import Roles
 from millstream.model.ids import Epoch, RegionId, SchemaVersion, ShardId, SourceId, StreamId, TableId
 from millstream.model.operations import OPERATION_SCHEMA, SpilledOp, TableRows, WriteOps
 from millstream.model.positions import Lsn, Seq

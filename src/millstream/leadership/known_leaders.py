@@ -1,6 +1,6 @@
 """Where a stream is written: a node's own role, and the map of leaders that the catalog keeps.
 
-The role (`role_files`) is authoritative, and every write is checked against it. The catalog's map is derived
+The role (`node_roles`) is authoritative, and every write is checked against it. The catalog's map is derived
 from roles, never the other way round: no node leads, follows or is fenced by the map. If nodes share a
 catalog, the map adds what this node hasn't heard of yet.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from millstream.errors import LogError, MillstreamError
-from millstream.leadership.role_files import Roles
+from millstream.leadership.node_roles import Roles
 from millstream.model.replication import NodeName
 from millstream.protocol.replication.leader_map import LeaderMap, leader_by, leaders_known
 from millstream.wal.files import RealFiles

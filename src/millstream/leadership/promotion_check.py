@@ -16,7 +16,7 @@ import structlog
 
 from millstream.errors import MillstreamError, ReplicationError
 from millstream.leadership.node_calls import state_of_node
-from millstream.leadership.role_files import Roles
+from millstream.leadership.node_roles import Roles
 from millstream.protocol.replication.promises_and_fencing import Promise, Role
 from millstream.workers import Worker
 

@@ -15,7 +15,7 @@ import structlog
 
 from millstream.errors import DeliveryError
 from millstream.home.retention import bounds_of
-from millstream.leadership.role_files import replication_folder
+from millstream.leadership.node_roles import replication_folder
 from millstream.model.ids import RegionId, parse_region_log_name
 from millstream.model.positions import Seq
 from millstream.protocol.delivery import Phase

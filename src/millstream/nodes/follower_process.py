@@ -35,8 +35,8 @@ from millstream.leadership.node_calls import (
     this_node,
     told_by,
 )
+from millstream.leadership.node_roles import LOOK_EVERY_S, Roles, replication_folder
 from millstream.leadership.promotion_check import hearing_of_promotions, two_leaders
-from millstream.leadership.role_files import LOOK_EVERY_S, Roles, replication_folder
 from millstream.model.ids import RegionId, region_log_name
 from millstream.model.replication import Hello, NodeName, region_node
 from millstream.nodes.backfill import fill, has_log

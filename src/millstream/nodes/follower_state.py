@@ -13,7 +13,7 @@ import structlog
 
 from millstream.errors import MillstreamError
 from millstream.leadership.known_leaders import note_leaders
-from millstream.leadership.role_files import VERSIONS_NAME, Roles, replication_folder
+from millstream.leadership.node_roles import VERSIONS_NAME, Roles, replication_folder
 from millstream.model.ids import GroupNumber
 from millstream.model.positions import Seq
 from millstream.model.replication import Document

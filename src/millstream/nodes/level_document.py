@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from millstream.errors import UsageError
 from millstream.model.replication import AckKind, AckLevel, Document, NodeName, check_node_name
-from millstream.protocol.replication.levels import promises_wanted
+from millstream.protocol.replication.promotion_quorum import promises_wanted
 
 if TYPE_CHECKING:
     from millstream.home.home import Home

@@ -17,8 +17,8 @@ import structlog
 
 from millstream.errors import FollowerBehindRetention, MillstreamError, UnknownStream
 from millstream.leadership.known_leaders import note_leaders
+from millstream.leadership.node_roles import LOOK_EVERY_S, Roles, replication_folder
 from millstream.leadership.promotion_check import hearing_of_promotions
-from millstream.leadership.role_files import LOOK_EVERY_S, Roles, replication_folder
 from millstream.model.durations import duration_s
 from millstream.model.high_water_mark import Holdings
 from millstream.model.ids import StreamId

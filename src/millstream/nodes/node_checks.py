@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 
 from millstream.errors import ConfigError, MillstreamError, NodeNameTaken, ReplicationError
 from millstream.leadership.node_calls import state_of_node, this_node
+from millstream.leadership.node_roles import Roles
 from millstream.leadership.promotion_check import two_leaders
-from millstream.leadership.role_files import Roles
 from millstream.model.replication import region_node
 from millstream.nodes.home_identity import instance_of
 from millstream.protocol.replication.promises_and_fencing import Role

@@ -19,7 +19,7 @@ from millstream.errors import (
     UnknownStream,
 )
 from millstream.leadership.node_calls import this_node
-from millstream.leadership.role_files import Roles
+from millstream.leadership.node_roles import Roles
 from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq

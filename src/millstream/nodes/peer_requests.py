@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from millstream.errors import HomeBusy, ShardLocked, UnknownStream, UsageError
 from millstream.leadership.node_calls import NodeState, address_of, promise_in, this_node
-from millstream.leadership.role_files import Roles
+from millstream.leadership.node_roles import Roles
 from millstream.model.ids import GroupNumber
 from millstream.model.positions import Seq
 from millstream.nodes.home_identity import instance_of

@@ -27,8 +27,8 @@ from millstream.errors import (
 )
 from millstream.leadership.known_leaders import note_leaders
 from millstream.leadership.node_calls import NodeState, ask_promise, state_of_node, this_node
+from millstream.leadership.node_roles import Roles
 from millstream.leadership.promotion_check import hear_of_promotions, two_leaders
-from millstream.leadership.role_files import Roles
 from millstream.model.ids import Epoch, GroupNumber, StreamId
 from millstream.model.replication import AckKind, NodeName
 from millstream.nodes.catalog_document import CATALOG, adopt_catalog

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from millstream.errors import MillstreamError, RoleUnreadable
 from millstream.leadership.known_leaders import leader_facts, leaders_of
 from millstream.leadership.node_calls import this_node
-from millstream.leadership.role_files import Roles
+from millstream.leadership.node_roles import Roles
 from millstream.nodes.peer_requests import node_state
 from millstream.nodes.staleness import age_of_replica
 from millstream.processes.control_socket import ask

@@ -14,7 +14,7 @@ from millstream.errors import PositionError, ShipmentUnreadable, TokenFromFuture
 from millstream.home.as_of_parsing import is_token, microseconds, parse_as_of, parse_moment
 from millstream.home.home import Home
 from millstream.home.paths import FILE_NAME
-from millstream.leadership.role_files import Roles
+from millstream.leadership.node_roles import Roles
 from millstream.model.ids import Epoch, GroupNumber, RegionId, check_stream_name
 from millstream.model.positions import Seq
 from millstream.nodes.catalog_document import CATALOG, adopt_catalog

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from millstream.errors import ReplicationError
-from millstream.leadership.role_files import Roles, replication_folder
+from millstream.leadership.node_roles import Roles, replication_folder
 from millstream.model.durations import duration_s
 from millstream.model.ids import RegionId, parse_region_log_name, region_log_name
 from millstream.model.region_ages import RegionAge

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.app.status import collect_status
-from millstream.leadership.role_files import Roles
+from millstream.leadership.node_roles import Roles
 from millstream.protocol.replication.promises_and_fencing import Role
 from millstream.writers.home_appender import append_socket, will_write
 from millstream.writers.stall_reasons import troubles

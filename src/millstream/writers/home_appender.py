@@ -22,7 +22,7 @@ from millstream.ingest.append_client import AppendClient, AsyncAppendClient
 from millstream.ingest.append_server import AppendServer
 from millstream.ingest.appender import Appender
 from millstream.ingest.uninterruptible import uninterruptible
-from millstream.leadership.role_files import Roles
+from millstream.leadership.node_roles import Roles
 from millstream.processes.control_socket import ControlServer, have_done
 from millstream.processes.logs import leave_logs_to_application
 from millstream.processes.role_locks import RoleLock, holder, writer_role

@@ -36,7 +36,7 @@ from millstream.home.machine_code_folder import place_compiled_code
 from millstream.home.retention import is_for_sessions, sweep
 from millstream.home.rows_before_rules import kept_raw_values, until_words
 from millstream.ingest.append_server import AppendServer
-from millstream.leadership.role_files import Roles
+from millstream.leadership.node_roles import Roles
 from millstream.model.ids import StreamId
 from millstream.processes.catalog_watch import watched_catalog
 from millstream.processes.child_process import Lifeline

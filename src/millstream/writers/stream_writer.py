@@ -15,8 +15,8 @@ from millstream.home.config_mapping import log_options, session_limits, shard_of
 from millstream.ingest.appender import Appender
 from millstream.ingest.buffered_op_conversion import OperationTaker
 from millstream.ingest.schema_on_write import TableRules
+from millstream.leadership.node_roles import Roles
 from millstream.leadership.promotion_check import hear_of_promotions
-from millstream.leadership.role_files import Roles
 from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, StreamId, WriterId
 from millstream.model.operations import FIRST_SHARD
 from millstream.process_metrics import SINK_IGNORED_ERRORS

@@ -22,7 +22,7 @@ import psycopg
 from psycopg import pq
 
 from millstream.capture.connection import next_result, translate_result, wait_for
-from millstream.capture.copying import _scan as machine
+from millstream.capture.copying import _text_scan as machine
 from millstream.errors import ProtocolViolation, SourceError
 
 _PIECE_BYTES: Final = 256 << 10

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from millstream.capture.copying import _scan as machine
+from millstream.capture.copying import _text_scan as machine
 from millstream.codec.pgoutput import Relation
-from millstream.codec.pgoutput._columns import Texts, exact_map, read_column
+from millstream.codec.pgoutput._columns_to_arrow import Texts, exact_map, read_column
 from millstream.errors import ProtocolViolation
 from millstream.model.ids import SourceId
 from millstream.model.operations import OPERATION_SCHEMA, OperationKind

@@ -1,4 +1,4 @@
-"""Machine code that puts the results of `_scan` into columns.
+"""Machine code that puts the results of `_line_scan` into columns.
 
 It determines which lines agree with those before them, and puts each value into its column's row.
 """
@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from millstream.codec.line_protocol._line_scan import LINE_AT, LINE_MEASUREMENT, LINE_NUMBER, LINE_TOKEN
 from millstream.codec.line_protocol._names import FIRST, KEPT
-from millstream.codec.line_protocol._scan import LINE_AT, LINE_MEASUREMENT, LINE_NUMBER, LINE_TOKEN
 from millstream.codec.line_protocol._values import TEXT_ESCAPED
 from millstream.codec.line_protocol.grammar import Refusal
 from millstream.codec.little_endian_words import load_word, store_word

@@ -1,6 +1,6 @@
 """Lines to columns in machine code: no Python for a line or a value, except numbers that Python has to read.
 
-`_scan.scan` scans the bytes once and records the places of values. `_arrange.settle` removes lines
+`_line_scan.scan` scans the bytes once and records the places of values. `_arrange.settle` removes lines
 that disagree with lines before them, if there are any. `_arrange.spread` puts the rest into
 columns.
 """
@@ -18,8 +18,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from millstream.codec.line_protocol import _arrange as arrange
+from millstream.codec.line_protocol import _line_scan as machine
 from millstream.codec.line_protocol import _names as known
-from millstream.codec.line_protocol import _scan as machine
 from millstream.codec.line_protocol import _values as reading
 from millstream.codec.line_protocol.grammar import Fault, Refusal, ValueKind
 

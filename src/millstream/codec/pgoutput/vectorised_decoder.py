@@ -1,7 +1,7 @@
 """Runs of messages to operations in machine code: almost no Python for a transaction, a record or a value.
 
-Three passes over the bytes: `_scan.scan` finds transactions and records, `_scan.arrange` numbers
-them and groups them by table, `_scan.walk_rows` records the places of values. Then `_columns` reads
+Three passes over the bytes: `_message_scan.scan` finds transactions and records, `_message_scan.arrange` numbers
+them and groups them by table, `_message_scan.walk_rows` records the places of values. Then `_columns_to_arrow` reads
 column by column. Values that machine code isn't sure about go through the parser that `reference_decoder` uses,
 so that both decoders give equal results by construction.
 """
@@ -293,7 +293,7 @@ class _EntryRows:
         Returns the `__before` column if there are old values, and the number of unchanged values.
         """
         from millstream.codec.pgoutput import _message_scan as machine
-        from millstream.codec.pgoutput._columns import Texts, text_map
+        from millstream.codec.pgoutput._columns_to_arrow import Texts, text_map
 
         assert self.relation is not None
         walk, (width, rows) = self.walk, size.shape
@@ -332,7 +332,7 @@ class _EntryRows:
 
     def _columns(self, value_at: Ints, size: Ints) -> tuple[list[pa.Array], pa.Array]:
         """Return the table's own columns, and `__exact`."""
-        from millstream.codec.pgoutput._columns import Texts, exact_map, read_column
+        from millstream.codec.pgoutput._columns_to_arrow import Texts, exact_map, read_column
 
         assert self.relation is not None
         columns = []
@@ -349,7 +349,7 @@ class _EntryRows:
     def _unchanged(self, size: Ints, count: int, names: pa.Array) -> pa.Array:
         """Return the `__unchanged` column."""
         from millstream.codec.pgoutput import _message_scan as machine
-        from millstream.codec.pgoutput._columns import validity
+        from millstream.codec.pgoutput._columns_to_arrow import validity
 
         kind, rows = pa.list_(pa.string()), size.shape[1]
         if count == 0:

@@ -27,7 +27,6 @@ from __future__ import annotations
 from millstream.protocol.replication.follower_machine import Follower, Lag, OwnHolding
 from millstream.protocol.replication.leader_events import LinkId, ShipOptions
 from millstream.protocol.replication.leader_machine import Leader, is_covered
-from millstream.protocol.replication.levels import level_kept, promises_wanted
 from millstream.protocol.replication.promises_and_fencing import (
     LINEAGE,
     NOBODY,
@@ -42,6 +41,7 @@ from millstream.protocol.replication.promises_and_fencing import (
     fenced_error,
 )
 from millstream.protocol.replication.promotion_machine import NodeReport, Promotion
+from millstream.protocol.replication.promotion_quorum import level_kept, promises_wanted
 
 __all__ = [
     "LINEAGE",

@@ -36,8 +36,8 @@ from millstream.model.ids import Epoch, GroupNumber
 from millstream.model.positions import Seq
 from millstream.model.replication import AckKind, AckLevel, NodeName
 from millstream.protocol.replication.leader_events import PersistRole
-from millstream.protocol.replication.levels import level_kept, promises_wanted
 from millstream.protocol.replication.promises_and_fencing import Promise, Rank, Role, RoleFact, name_taken
+from millstream.protocol.replication.promotion_quorum import level_kept, promises_wanted
 
 STORE: Final = NodeName("")
 """Stands for the object store among the holders of the log."""

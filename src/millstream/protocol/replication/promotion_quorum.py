@@ -1,4 +1,4 @@
-"""Acknowledgement levels: which nodes have to hold a group, and which nodes a promotion needs.
+"""How many nodes have to promise before a promotion loses nothing, by acknowledgement level.
 
 A stream has n nodes, the leader among them. A group that was acknowledged at a level is still there
 
