@@ -37,7 +37,7 @@ from millstream_forage.clock import MINUTE_NS, Clock, clock_of
 from millstream_forage.corpus import default_corpus
 from millstream_forage.embedding import Embedder, HashedGrams, item_vectors
 from millstream_forage.errors import InvalidField, KeyReused, UnknownImpression, UnknownItem
-from millstream_forage.feeding import Feeder, FeedRequest, Policy
+from millstream_forage.feed import Feeder, FeedRequest, Policy
 from millstream_forage.folded_log import FoldedLog
 from millstream_forage.homes import CONFIG_FILE, opened_home
 from millstream_forage.items import NewItem, new_item

@@ -4,7 +4,7 @@
 record: both go through the same code, so the state depends on the records alone. A table's records come in the log's
 order, and a record after those that it refers to. Between the logs of two regions it may come before them: it waits.
 
-Nothing here depends on time: what decays is computed from this state as of a moment (`feeding`).
+Nothing here depends on time: what decays is computed from this state as of a moment (`feed`).
 """
 
 from __future__ import annotations

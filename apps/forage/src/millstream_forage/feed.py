@@ -1,9 +1,9 @@
 """A feed: a function of the state, the user, the limit, the seed and the moment.
 
-Items that the user hides are excluded first, so nothing hidden is ranked, counted or drawn. `bandit` then gives each slot to
-an arm; an arm's items stand in the order of their similarity to the user's taste, then of their ids. That is also the
-order of the labels: in an arm, a `match` is an item of at least the threshold's similarity, and all others have one
-label.
+`eligible_items` excludes hidden items first, so nothing hidden is ranked, counted or drawn. `bandit` then gives each
+slot to an arm; an arm's items stand in the order of their similarity to the user's taste, then of their ids. That is
+also the order of the labels: in an arm, a `match` is an item of at least the threshold's similarity, and all others
+have one label.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from millstream_forage.answers import FeedItem
 from millstream_forage.bandit import TRIALS_TO_EXPLORE, Arm, Slot, exploring_budget, fill
 from millstream_forage.columns import Ints
+from millstream_forage.eligible_items import EligibleItems
 from millstream_forage.embedding import Floats
 from millstream_forage.state import NO_ROW, Items, State
 from millstream_forage.taste import (
@@ -128,7 +129,7 @@ class Feeder:
         if self._prepared is not None and self._prepared[0] == key:
             return self._prepared[1]
         history = History(state, request.user, request.now_ns, impressions)
-        eligible = Eligible(state, request.user)
+        eligible = EligibleItems(state, request.user)
         liked = self._taste(request.user, request.now_ns)
         unexplored = (history.signaled < TRIALS_TO_EXPLORE).tolist()
         shown, wins, losses = history.shown.tolist(), history.wins.tolist(), history.losses.tolist()
@@ -252,39 +253,12 @@ class History:
         return shares(counts, list(counts)), target_shares(rewards, list(counts))
 
 
-class Eligible:
-    """The items that a user may be shown."""
-
-    def __init__(self, state: State, user: int) -> None:
-        """Leave out hidden items, muted sources and blocked creators."""
-        items, hidden = state.items, state.hides.of(user).by_target
-        self._items: Final = items
-        creators = [items.creator_names.code(name) for name in hidden["creator"]]
-        rows = [items.by_creator.rows(code) for code in creators if code is not None]
-        if hidden["item"]:
-            found = items.by_id.first_rows(np.array([int(item) for item in hidden["item"]], np.int64))
-            rows.append(found[found != NO_ROW])
-        self._hidden: Final = np.unique(np.concatenate(rows)) if rows else np.zeros(0, np.int64)
-        self._hidden_arms: Final = items.arms.values[self._hidden]
-        self.sizes: Final = items.arm_sizes - np.bincount(self._hidden_arms, minlength=len(items.arm_sizes))
-        """How many items of each arm are left."""
-        muted = [source in hidden["source"] for _, source in items.arm_names]
-        self.sizes[np.array(muted, np.bool_)] = 0
-
-    def rows(self, arm: int) -> Ints:
-        """Return the items of an arm whose source isn't muted."""
-        rows = self._items.by_arm.rows(arm)
-        hidden = self._hidden[self._hidden_arms == arm]
-        left: Ints = np.setdiff1d(rows, hidden, assume_unique=True) if len(hidden) else rows
-        return left
-
-
 class Ranked(Sequence[int]):
     """An arm's eligible items, best first. They are ranked when the first is asked for, and no more than the limit."""
 
     __slots__ = ("_arm", "_best", "_eligible", "_items", "_length", "_limit", "_taste")
 
-    def __init__(self, items: Items, eligible: Eligible, liked: Taste, arm: int, limit: int) -> None:
+    def __init__(self, items: Items, eligible: EligibleItems, liked: Taste, arm: int, limit: int) -> None:
         self._items: Final = items
         self._eligible: Final = eligible
         self._taste: Final = liked
