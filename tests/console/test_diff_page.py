@@ -100,10 +100,13 @@ def shown(site: Site, kind: str) -> str:
 def test_a_comparison_is_started_noted_and_shown_escaped(site: Site, diffs: Diffs) -> None:
     diffs._command = command(f"import sys; assert sys.argv[1] == 'diff'; print({json.dumps(REPORT)!r}); sys.exit(3)")
     assert post(site, "admin", do="start", stream="shop", table=" public.orders ").status_code == 303
-    assert [(line["action"], line["subject"], line["token"]) for line in audit(site)] == [
-        ("diff", "public.orders", "admin")
-    ]
     ended(diffs)
+    asked, done = audit(site)
+    assert (asked["action"], asked["subject"], asked["token"], asked["outcome"]) == (
+        ("diff", "public.orders", "admin", "asked")
+    )
+    assert {key: done[key] for key in asked} == asked | {"at": done["at"], "outcome": "differences"}
+    assert (done["counts"]["different"], done["seconds"] > 0) == (1, True)
     page = Rendered(list(diff_page.area(diffs.last, may_see=True))).whole
     seen = Seen(page)
     text = seen.text
@@ -129,6 +132,27 @@ def test_one_runs_at_a_time_and_is_stopped(site: Site, diffs: Diffs) -> None:
     ended(diffs)
     assert diffs.last is not None
     assert (diffs.last.state, diffs.last.report) == ("stopped", None)
+    assert [line["outcome"] for line in audit(site)] == ["asked", "asked", "refused", "stopped"]
+
+
+@pytest.mark.parametrize(
+    ("counts", "outcome"),
+    [
+        ({"equal": 2, "different": 0, "not_compared": 0}, "equal"),
+        ({"equal": 2, "different": 0, "not_compared": 1}, "not_compared"),
+        (None, "failed"),
+    ],
+)
+def test_the_audit_log_has_each_comparison_s_end(
+    site: Site, diffs: Diffs, counts: dict[str, int] | None, outcome: str
+) -> None:
+    answer = "" if counts is None else json.dumps(REPORT | {"counts": counts})
+    diffs._command = command(f"import sys; print({answer!r}); print('<why>', file=sys.stderr)")
+    assert post(site, "admin", do="start", stream="shop").status_code == 303
+    ended(diffs)
+    asked, done = audit(site)
+    assert (asked["outcome"], done["outcome"]) == ("asked", outcome)
+    assert (done.get("message"), done.get("counts")) == ("<why>" if counts is None else None, counts)
 
 
 @pytest.mark.parametrize("kind", ["all", "shop"])
@@ -143,6 +167,13 @@ def test_who_lacks_the_right_starts_and_stops_none(site: Site, diffs: Diffs, kin
         until_shown(site, kind, "stream web")
     assert ("stream web" in shown(site, kind)) == (kind == "all")
     assert audit(site) == []
+
+
+def test_a_server_s_end_ends_a_comparison_and_notes_it(site: Site, diffs: Diffs) -> None:
+    diffs._command = command(SLEEPS)
+    assert post(site, "admin", do="start", stream="shop").status_code == 303
+    diffs.close()
+    assert [line["outcome"] for line in audit(site)] == ["asked", "stopped"]
 
 
 def test_its_time_and_its_answer_are_bounded(diffs: Diffs, monkeypatch: Any) -> None:

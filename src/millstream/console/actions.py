@@ -5,24 +5,27 @@ An action needs the right `admin` on its stream and a token to have it by: witho
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import structlog
 
 from millstream.app import table_requests
 from millstream.console.html import Content, Html, tag
 from millstream.errors import AccessError, MillstreamError, UsageError
+from millstream.home.audit_log import add_audit_line
 from millstream.leadership.node_roles import Roles
-from millstream.private_files import make_folder, open_private
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
-    from millstream.console.diff_page import Diffs
+    from millstream.console.diff_page import Comparison, Diffs
     from millstream.home.home import Home
     from millstream.model.ids import StreamId
     from millstream.writers.home_consumers import HomeConsumers
+
+logger = structlog.get_logger("millstream.serve")
 
 OnTable: TypeAlias = "Callable[[Catalog, StreamId, str], str]"
 
@@ -156,21 +159,37 @@ def carry_out(home: Home, consumers: HomeConsumers, order: Order) -> str:
         MillstreamError: as the action.
     """
     action = order.action
-    _note(home, order, "asked")
-    try:
+    with _asked(home, order):
         outcome = _done(home, consumers, order, action)
-    except MillstreamError as error:
-        _note(home, order, "refused", code=error.code, message=error.message)
-        raise
     _note(home, order, "done", message=outcome)
     return outcome
 
 
 def start_diff(home: Home, diffs: Diffs, order: Order) -> None:
-    """Start a comparison with the source, noted in the audit log. Blocks; raises as `carry_out` and `Diffs.start`."""
+    """Start a comparison with the source; the audit log gets its outcome too. Blocks; raises as `carry_out` and `Diffs.start`."""
     home.written_stream(order.stream)
+
+    def note_end(one: Comparison) -> None:
+        counts = {} if one.report is None else {"counts": one.report["counts"]}
+        message = {"message": one.said} if one.said else {}
+        try:
+            _note(home, order, one.outcome, seconds=one.seconds, **counts, **message)
+        except AccessError as error:  # it has ended all the same
+            logger.warning("a comparison's end isn't in the audit log", error=error.message)
+
+    with _asked(home, order):
+        diffs.start(order.who, order.stream, order.subject, on_end=note_end)
+
+
+@contextmanager
+def _asked(home: Home, order: Order) -> Iterator[None]:
+    """Note that an action is asked for, and refused if the block raises an error."""
     _note(home, order, "asked")
-    diffs.start(order.who, order.stream, order.subject)
+    try:
+        yield
+    except MillstreamError as error:
+        _note(home, order, "refused", code=error.code, message=error.message)
+        raise
 
 
 def _done(home: Home, consumers: HomeConsumers, order: Order, action: Action) -> str:
@@ -195,16 +214,7 @@ def _done(home: Home, consumers: HomeConsumers, order: Order, action: Action) ->
         return action.on_table(catalog, stream, order.subject)
 
 
-def _note(home: Home, order: Order, outcome: str, **facts: str) -> None:
+def _note(home: Home, order: Order, outcome: str, **facts: Any) -> None:
     """Add a line to the audit log."""
-    at = datetime.now(UTC).isoformat(timespec="milliseconds")
-    said = {"at": at, "token": order.who, "action": order.name, "stream": order.stream, "subject": order.subject}
-    line = json.dumps(said | ({"text": order.text} if order.text else {}) | {"outcome": outcome} | facts)
-    try:
-        make_folder(home.audit_file.parent)
-        with open(home.audit_file, "a", opener=open_private, encoding="utf-8") as file:
-            file.write(f"{line}\n")
-    except OSError as error:
-        raise AccessError(
-            f"the audit log {home.audit_file} can't be written: {error}", code="audit_unwritable", outcome=outcome
-        ) from error
+    said = {"token": order.who, "action": order.name, "stream": order.stream, "subject": order.subject}
+    add_audit_line(home, **said, **({"text": order.text} if order.text else {}), outcome=outcome, **facts)

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -35,6 +35,7 @@ _ANSWER_BYTES_MAX: Final = 8 << 20
 _SAID_BYTES_MAX: Final = 2000
 _VALUE_MAX: Final = 400
 _LOOKS_EVERY_S: Final = 0.5
+_ENDS_WITHIN_S: Final = 5.0
 _MARKS: Final = {
     "equal": ("", "✓ "),
     "different": ("error", "✖ "),
@@ -56,7 +57,17 @@ class Comparison:
     """`runs`, `done`, `stopped` or `failed`."""
     said: str = ""
     """Its progress; how it failed."""
+    seconds: float = 0.0
+    """The time that it took."""
     report: Mapping[str, Any] | None = None
+
+    @property
+    def outcome(self) -> str:
+        """Its end: `equal`, `differences`, `not_compared` if no table differs and some weren't compared, `stopped` or `failed`."""
+        if self.report is None:
+            return self.state
+        counts = self.report["counts"]
+        return "differences" if counts["different"] else "not_compared" if counts["not_compared"] else "equal"
 
 
 class Diffs:
@@ -71,12 +82,15 @@ class Diffs:
         self._command = command or [sys.executable, "-m", "millstream.cli", "--home", str(home.path)]
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._worker: Worker | None = None
         self.time_max_s = TIME_MAX_S
         self.last: Comparison | None = None
         """The one that runs, or the last one."""
 
-    def start(self, who: str, stream: str, table: str) -> None:
-        """Start a comparison. Raises `UsageError` if one runs."""
+    def start(
+        self, who: str, stream: str, table: str, on_end: Callable[[Comparison], None] = lambda _one: None
+    ) -> None:
+        """Start a comparison, and call `on_end` after it on another thread. Raises `UsageError` if one runs."""
         arguments = ["diff", "--json", "--limit", str(KEYS_LISTED), "--stream", stream, "--", *filter(None, [table])]
         with self._lock:
             if self._process is not None:
@@ -87,7 +101,8 @@ class Diffs:
             )
             self.last = Comparison(stream, table, who, datetime.now(UTC).isoformat(" ", "seconds"))
         _make_nice(self._process.pid)
-        Worker("console-diff", partial(self._follow, self._process, self.last, out, said)).start()
+        follow = partial(self._follow, self._process, self.last, out, said, on_end)
+        self._worker = Worker("console-diff", follow).start()
 
     def stop(self) -> None:
         """Stop the comparison that runs."""
@@ -96,8 +111,21 @@ class Diffs:
                 self.last.state = "stopped"
                 self._process.kill()
 
-    def _follow(self, process: subprocess.Popen[bytes], one: Comparison, out: IO[bytes], said: IO[bytes]) -> None:
-        end_s = time.monotonic() + self.time_max_s
+    def close(self) -> None:
+        """Stop the comparison that runs, and return once it has ended."""
+        self.stop()
+        if self._worker is not None:
+            self._worker.join(_ENDS_WITHIN_S)
+
+    def _follow(
+        self,
+        process: subprocess.Popen[bytes],
+        one: Comparison,
+        out: IO[bytes],
+        said: IO[bytes],
+        on_end: Callable[[Comparison], None],
+    ) -> None:
+        start_s = time.monotonic()
         with out, said:
             while True:
                 with suppress(subprocess.TimeoutExpired):
@@ -106,16 +134,19 @@ class Diffs:
                 if process.returncode is not None:
                     break
                 one.said = text.rpartition("\n")[2]
-                if time.monotonic() > end_s or out.seek(0, 2) > _ANSWER_BYTES_MAX:
+                if time.monotonic() > start_s + self.time_max_s or out.seek(0, 2) > _ANSWER_BYTES_MAX:
                     self.stop()
             report = None
             with suppress(ValueError):
                 out.seek(0)
                 report = json.loads(out.read(_ANSWER_BYTES_MAX))
         with self._lock:
-            self._process = None
+            one.seconds = round(time.monotonic() - start_s, 3)
             if one.state == "runs":
                 one.state, one.said, one.report = ("failed", text, None) if report is None else ("done", "", report)
+        on_end(one)
+        with self._lock:
+            self._process = None
 
 
 def _make_nice(pid: int) -> None:

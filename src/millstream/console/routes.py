@@ -122,7 +122,7 @@ class Console:
     def close(self) -> None:
         """Close the threads."""
         self.figures.close()
-        self.diffs.stop()
+        self.diffs.close()
         self.live.close()
         self._threads.shutdown(wait=False)
 
