@@ -163,6 +163,7 @@ def test_an_exception_of_the_block_stays_when_the_home_is_gone(home: Path, how: 
         threads() if how == "threads" else asyncio.run(tasks())
 
 
+@pytest.mark.long
 def test_tasks_receive_as_threads_do(home: Path) -> None:
     async def received(opening: Any) -> list[int]:
         async with opening as found:
@@ -244,6 +245,7 @@ def test_a_sink_on_the_command_line(home: Path, tmp_path: Path) -> None:
     assert "needs a sink" in run(home, "consumer", "create", "other", "--set", "maxlen=5").stderr
 
 
+@pytest.mark.long
 def test_a_client_that_left_this_process_takes_nothing_from_the_owner(home: Path) -> None:
     with opened(home, "forwarded") as found:
         consumers = found.consumers("web")

@@ -135,6 +135,7 @@ def test_a_job_does_not_wait_for_a_paused_copy_and_says_so(tmp_path: Path, postg
     assert table(home, "public.slow")["state"] == "streaming"
 
 
+@pytest.mark.long
 def test_a_job_names_a_table_whose_copy_is_held_and_its_command(tmp_path: Path, postgres: Database) -> None:
     with postgres.connect() as connection:
         connection.execute("CREATE TABLE large (id int PRIMARY KEY, body text)")

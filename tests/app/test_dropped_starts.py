@@ -72,6 +72,7 @@ def test_an_export_from_a_dropped_number_or_token_is_refused(dropped: tuple[Home
         assert "dropped" not in done.stderr
 
 
+@pytest.mark.long
 def test_a_time_begins_where_the_log_begins_and_says_so(dropped: tuple[Home, list[dict[str, Any]]]) -> None:
     home, left = dropped
     _, first, _ = edge(home)

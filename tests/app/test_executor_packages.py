@@ -31,6 +31,7 @@ def wheel(folder: Path, name: str, version: str) -> None:
         file.writestr(f"{info}/RECORD", "")
 
 
+@pytest.mark.long
 def test_wheels_of_the_named_platform_are_packed_with_millstream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

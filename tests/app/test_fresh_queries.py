@@ -97,6 +97,7 @@ def test_a_backlog_is_left_out_and_said(landed: LandedHome, monkeypatch: pytest.
             assert lake.is_newest()
 
 
+@pytest.mark.long
 def test_a_table_whose_copy_is_not_whole_is_named_with_its_rows(landed: LandedHome):
     """Over HTTP there was no reason at all, and for a running copy nowhere."""
     where = landed.home.path

@@ -168,6 +168,7 @@ def test_a_hostile_webhook_gets_everything_in_order_through_kills(tmp_path: Path
         check(((message["id"], message["record"]) for body in bodies for message in body), rows)
 
 
+@pytest.mark.long
 def test_a_name_with_a_private_address_is_shown_tried_again_and_no_failure(tmp_path: Path) -> None:
     with Receiver() as refused, Receiver() as other:
         home = web_home(tmp_path / "home", more=KEYS + hook("other", other.url, "allow_private = true"))
@@ -187,6 +188,7 @@ def test_a_name_with_a_private_address_is_shown_tried_again_and_no_failure(tmp_p
         assert refused.connections == 0
 
 
+@pytest.mark.long
 def test_a_request_in_flight_outlives_a_pause_and_not_a_rewind(tmp_path: Path) -> None:
     may_answer, arrived = threading.Event(), threading.Event()
 

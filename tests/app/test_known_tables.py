@@ -13,6 +13,7 @@ from millstream.errors import InvalidQuery
 from millstream.testing.pytest_plugin import Database
 
 
+@pytest.mark.long
 def test_what_capture_knows_and_the_lake_lacks(postgres: Database, tmp_path: Path) -> None:
     with postgres.connect() as source:
         source.execute("CREATE TABLE items (id int PRIMARY KEY, note text)")

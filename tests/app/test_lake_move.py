@@ -71,6 +71,7 @@ def test_a_lake_goes_into_a_store_and_back_and_landing_goes_on(
     assert ids(path) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.long
 def test_a_move_that_is_killed_leaves_the_old_lake_and_can_be_repeated(landed: LandedHome, tmp_path: Path) -> None:
     path, place = landed.home.path, tmp_path / "new place"
     before = landed.home.config_file.read_bytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from structlog.testing import capture_logs
 from tests.app.landed import LandedHome
 
@@ -22,6 +23,7 @@ def warned(landed: LandedHome) -> bool:
     return any(line.get("code") == "raw_values_kept" for line in lines)
 
 
+@pytest.mark.long
 def test_values_from_before_a_rule_are_named_until_they_are_gone(tmp_path: Path) -> None:
     with EmbeddedPostgres(18, fsync=False) as server:
         with server.connect() as connection:

@@ -157,6 +157,7 @@ def test_an_error_of_the_work_is_told_to_whoever_asked(home: LandedHome, monkeyp
     assert [view.rows for view in rebuild_table(home.home, "public.items")] == [49]
 
 
+@pytest.mark.long
 def test_a_range_of_time_becomes_a_table(home: LandedHome, postgres: Database) -> None:
     between = datetime.now(UTC).isoformat()
     with postgres.connect() as source:
@@ -176,6 +177,7 @@ def test_a_range_of_time_becomes_a_table(home: LandedHome, postgres: Database) -
     assert whole.rows == 50 + 5 + 1
 
 
+@pytest.mark.long
 def test_no_token_shows_or_replays_half_an_operation(home: LandedHome, postgres: Database) -> None:
     with postgres.connect() as source:
         source.execute(

@@ -59,6 +59,7 @@ def end_connections(server: EmbeddedPostgres) -> None:
     sql(server, "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = 'miller'")
 
 
+@pytest.mark.long
 def test_causes_at_the_source_are_tried_again_and_told_until_they_are_mended(
     server: EmbeddedPostgres, tmp_path: Path
 ) -> None:

@@ -96,6 +96,7 @@ def test_a_copy_in_chunks_finds_every_row_once(stage: Stage, what: str) -> None:
     copy_in_chunks(stage, *KEYS[what])
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("what", ICU_KEYS)
 def test_a_copy_in_chunks_finds_every_row_once_under_any_collation(icu_stage: Stage, what: str) -> None:

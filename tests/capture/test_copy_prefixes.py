@@ -88,6 +88,7 @@ def test_every_prefix_does_so_where_transactions_are_too_large_to_remember_their
     settle(stage, history)
 
 
+@pytest.mark.long
 def test_every_prefix_does_so_where_a_copy_is_asked_for_again_and_again_and_paused(stage: Stage) -> None:
     history = History(random.Random(7), keys=500, truncates=True)
     with stage.connect() as connection:
@@ -113,6 +114,7 @@ def test_every_prefix_does_so_where_a_copy_is_asked_for_again_and_again_and_paus
     settle(stage, history)
 
 
+@pytest.mark.long
 def test_every_prefix_does_so_where_the_table_is_truncated_now_and_then(stage: Stage) -> None:
     history = History(random.Random(8), keys=700, truncates=True)
     with stage.connect() as connection:

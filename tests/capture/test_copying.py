@@ -279,6 +279,7 @@ def test_truncate_during_a_copy_voids_the_chunks_that_do_not_see_it(stage: Stage
     assert stage.log.replay()["public.docs"] == stage.source_rows("docs", ["id"])
 
 
+@pytest.mark.long
 def test_a_table_without_a_key_that_is_written_to_all_the_time_is_copied(stage: Stage) -> None:
     """A change that the snapshot doesn't see concerns the table as a whole, which has no key.
 
@@ -308,6 +309,7 @@ def test_a_table_without_a_key_that_is_written_to_all_the_time_is_copied(stage: 
     assert sorted((r["x"], r["n"]) for r in stage.log.replay()["public.bag"][None]) == rows
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunk_rows", [7, 1000])
 def test_partitions_whose_columns_stand_in_another_order_are_copied_as_one_table(stage: Stage, chunk_rows: int) -> None:
     stage.sql(

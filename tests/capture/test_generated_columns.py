@@ -208,6 +208,7 @@ def test_a_publication_that_an_older_version_made_is_altered_and_its_tables_are_
     assert marks(stage) == 1, "once, and nothing of the one that has none"
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("comes", ["by the publication", "as a new column"])
 def test_it_comes_beside_a_live_workload_and_no_row_lacks_it(stage: Stage, comes: str) -> None:

@@ -62,6 +62,7 @@ def test_the_copy_of_a_large_table_waits_while_its_changes_enter(stage: Stage) -
     assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
 
 
+@pytest.mark.long
 def test_so_does_that_of_a_table_with_another_key_and_one_that_changes_while_it_waits(stage: Stage) -> None:
     begun(stage)
     stage.sql(

@@ -72,6 +72,7 @@ def fails_again(stage: Stage, change: Callable[[int], str], reason: str) -> None
     assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
 
 
+@pytest.mark.long
 def test_a_copy_that_can_not_be_begun(stage: Stage) -> None:
     """The thread that submits changes makes the record with which a copy begins; the copy's own workers don't."""
 
@@ -86,11 +87,13 @@ def test_a_copy_that_can_not_be_begun(stage: Stage) -> None:
     fails_again(stage, lambda n: f"INSERT INTO bad VALUES ({n})", "it has no schema")
 
 
+@pytest.mark.long
 def test_rows_that_may_not_be_read(stage: Stage, role: str) -> None:
     unreadable(stage, role)
     fails_again(stage, lambda n: f"INSERT INTO bad VALUES ({n})", "permission denied")
 
 
+@pytest.mark.long
 def test_rows_that_row_security_hides(stage: Stage, role: str) -> None:
     unreadable(stage, role, f"GRANT SELECT ON bad TO {role}", "ALTER TABLE bad ENABLE ROW LEVEL SECURITY")
     fails_again(stage, lambda n: f"INSERT INTO bad VALUES ({n})", "row-level security")
@@ -105,6 +108,7 @@ def test_a_table_that_no_publication_sends(stage: Stage, role: str) -> None:
     fails_again(stage, lambda n: f"INSERT INTO bad VALUES ({n})", "must be owner")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keyed", [True, False])
 def test_rows_that_are_no_text(ascii_stage: Stage, keyed: bool) -> None:
     key = "id int PRIMARY KEY" if keyed else "id int"

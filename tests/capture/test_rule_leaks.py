@@ -95,6 +95,7 @@ def test_a_column_named_as_one_of_ours_is_not_filled_from_its_raw_past(stage: St
     assert all(not row["__unchanged"] for row in later)
 
 
+@pytest.mark.long
 def test_a_left_out_table_that_comes_back_has_its_rules(stage: Stage) -> None:
     stage.sql(TABLE, "CREATE TABLE other (id int PRIMARY KEY)", "ALTER TABLE users REPLICA IDENTITY FULL")
     ruled(stage)

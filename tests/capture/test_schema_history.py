@@ -297,6 +297,7 @@ def staged(server: EmbeddedPostgres, folder: Path, name: str) -> Iterator[Stage]
     server.drop_database(name)
 
 
+@pytest.mark.long
 def test_a_table_that_cannot_be_followed_waits_and_resumes_without_loss(ascii_stage: Stage) -> None:
     stage = ascii_stage
     stage.sql(

@@ -324,6 +324,7 @@ def test_a_home_of_a_newer_format_is_refused_by_every_command(tmp_path: Path) ->
         assert "error[home_too_new]" in done.stderr
 
 
+@pytest.mark.long
 def test_two_runs_on_one_home_are_refused(tmp_path: Path) -> None:
     from millstream.home.home import Home
     from millstream.processes.role_locks import RoleLock

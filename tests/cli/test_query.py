@@ -202,6 +202,7 @@ def test_statements_may_come_from_stdin(home: Path) -> None:
     assert (two.returncode, two.stdout) == (2, b"")
 
 
+@pytest.mark.long
 def test_a_reader_that_has_enough_ends_it_quietly(home: Path) -> None:
     for style in ("csv", "json", "table", "arrow"):
         words = [sys.executable, "-m", "millstream.cli", "--home", str(home), "query"]

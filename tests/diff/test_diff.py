@@ -290,6 +290,7 @@ def test_stored_generated_columns_are_equal_through_all_that_becomes_of_them(
     assert_equal("twice")
 
 
+@pytest.mark.long
 @pytest.mark.since_postgres(18)
 def test_generated_columns_that_a_publication_does_not_send_are_not_compared_until_it_does(
     postgres: Database, source: psycopg.Connection[Any], tmp_path: Path

@@ -48,6 +48,7 @@ def millstream(home: LandedHome, *words: str, **environ: str) -> subprocess.Comp
     return run(home.home.path, *words, **environ)
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("point", ["", "capture.repair.before_append", "capture.repair.durable"])
 def test_a_repair_that_is_killed_is_done_by_the_next_run(postgres: Database, tmp_path: Path, point: str) -> None:

@@ -153,6 +153,7 @@ def shop(home: Path, postgres: Database, kafka_server: EmbeddedKafka, topic: str
         yield found
 
 
+@pytest.mark.long
 def test_copies_changes_and_a_backfill_reach_the_topic_once_and_in_the_order_of_each_key(shop: Shop) -> None:
     shop.create(max_ack_pending=200)
     shop.execute("UPDATE orders SET total = 1 WHERE id <= 10", "DELETE FROM orders WHERE id = 1")

@@ -277,6 +277,7 @@ def test_a_repaired_log_is_exported_and_imported_without_what_was_lost(filled: H
     assert 0 < len(told(filled)) - len(told(home)) < 100
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("harm", ["cut", "flip", "gone", "version", "unfinished", "foreign", "columns"])
 def test_an_export_that_isnt_whole_is_refused_and_nothing_is_imported(
@@ -390,6 +391,7 @@ def test_an_empty_stream_that_ran_before_takes_an_import_and_one_with_records_do
         import_log(home, "shop", exported)
 
 
+@pytest.mark.long
 def test_a_part_of_the_log_is_exported_by_number_token_time_and_table(filled: Home, tmp_path: Path) -> None:
     reader = reader_of(filled)
     every = list(Cat("shop", reader).lines())
@@ -447,6 +449,7 @@ def test_one_table_on_stdout_is_an_arrow_stream_or_csv(filled: Home) -> None:
     assert '""' in text
 
 
+@pytest.mark.long
 def test_csv_of_several_tables_is_a_file_each(filled: Home, tmp_path: Path) -> None:
     assert wal(filled, "export", "--format", "csv", "-o", str(tmp_path / "csv")).returncode == 0
     rows = rows_of(tmp_path / "csv")

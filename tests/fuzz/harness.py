@@ -1,9 +1,9 @@
 """Feed changed inputs to decoders under one rule: a value or a typed error, soon, in little memory.
 
-    python -m tests.fuzz.harness [--targets NAME,NAME] [--seed N] [--count N | --seconds S] [--findings FOLDER]
+    python -m tests.fuzz.harness [--targets NAME,NAME] [--seed N] [--count N | --seconds S] [--findings FOLDER] [--unchecked]
 
-Targets run in their own process. There numba checks every index (NUMBA_BOUNDSCHECK), and the address
-space is bounded. An input that takes many seconds ends the process. So a crash of the interpreter is a
+Targets run in their own process. There numba checks every index (NUMBA_BOUNDSCHECK) unless `--unchecked` is
+given, and the address space is bounded. An input that takes many seconds ends the process. So a crash of the interpreter is a
 finding as well. An input that breaks the rule is written to the folder of findings, as
 `<target>/<hash>`. Once the defect is fixed, the input belongs in `tests/fuzz/corpus/<target>`. The exit
 code is 1 if there is a finding.
@@ -65,7 +65,10 @@ def main(arguments: list[str]) -> int:
             current.truncate(_CURRENT.size + INPUT_MAX)
             command = [sys.executable, "-m", "tests.fuzz.harness", *arguments, "--targets", ",".join(waiting)]
             code = subprocess.run(
-                [*command, "--inside", current.name], cwd=ROOT, env=environment(), check=False
+                [*command, "--inside", current.name],
+                cwd=ROOT,
+                env=environment(unchecked=options.unchecked),
+                check=False,
             ).returncode
             broken = broken or code != 0
             if code in {0, _FOUND}:
@@ -76,8 +79,10 @@ def main(arguments: list[str]) -> int:
     return 1 if broken else 0
 
 
-def environment() -> dict[str, str]:
-    """Return an environment in which numba checks indexes, with its own cache of machine code."""
+def environment(*, unchecked: bool = False) -> dict[str, str]:
+    """Return an environment in which numba checks indexes, with its own cache of machine code; or the usual one."""
+    if unchecked:
+        return os.environ | {"PYTHONFAULTHANDLER": "1"}
     whose = f"{os.getuid()}-{hashlib.sha256(os.fsencode(ROOT)).hexdigest()[:8]}"
     cache = Path(tempfile.gettempdir()) / f"millstream-fuzz-{whose}"
     return os.environ | {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(cache), "PYTHONFAULTHANDLER": "1"}
@@ -91,6 +96,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="for each target, instead of a count")
     parser.add_argument("--input-seconds", type=int, default=SECONDS_MAX, help="what one input may take")
     parser.add_argument("--findings", default=str(ROOT / ".cache" / "fuzz"))
+    parser.add_argument("--unchecked", action="store_true", help="use the usual machine code: none is compiled for it")
     parser.add_argument("--inside", metavar="FILE", help="set by the harness itself: this is the bounded process")
     return parser.parse_args(arguments)
 

@@ -154,6 +154,7 @@ def versions(layout: LakeLayout, n: int) -> dict[str, int]:
     return {folder: table.history for folder, table in cut.tables.items()}
 
 
+@pytest.mark.long
 def test_a_cut_costs_the_tables_that_changed_and_gives_all(layout: LakeLayout):
     """Every row named all tables: 140 KB with 1,000 tables, 33 GB a month."""
     aged(layout, 60, tables=200, every=timedelta(seconds=5))
@@ -176,6 +177,7 @@ def test_a_renamed_table_is_not_named_twice_by_a_row_of_changes(layout: LakeLayo
     assert cut.tables["s.new"].table_id == 8
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("tables", [1, 40])
 def test_old_cuts_become_one_an_hour_and_stay_whole(layout: LakeLayout, tables: int):

@@ -52,6 +52,7 @@ def commit_of(version: int, fault: Fault) -> FaultRule:
     return FaultRule(fault, "PUT", rf"_delta_log/{version:020}\.json", times=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", [Fault.BUSY, Fault.BUSY_AFTER, Fault.CUT, Fault.CUT_AFTER])
 def test_a_commit_is_there_once_whatever_became_of_its_answer(
     store: EmbeddedS3, proxy: StoreProxy, fault: Fault

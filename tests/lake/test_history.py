@@ -513,6 +513,7 @@ def test_a_bound_on_schemas_changes_no_owner_and_no_beginning(
                 assert bounded.schema_at(owner, n) == whole.schema_at(owner, n)
 
 
+@pytest.mark.long
 def test_the_schemas_in_the_properties_are_bounded_and_an_older_moment_is_refused(
     layout: LakeLayout, orders: TableSchema, records: Records, monkeypatch: pytest.MonkeyPatch
 ):

@@ -332,6 +332,7 @@ def test_each_row_stays_its_tables_whatever_names_do(
     source.check_now()
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("story", [blue_green, swap])
 def test_names_that_moved_between_two_folds_move_all_the_same(layout: LakeLayout, story: Story):
@@ -348,6 +349,7 @@ def test_names_that_moved_between_two_folds_move_all_the_same(layout: LakeLayout
     source.check_now()
 
 
+@pytest.mark.long
 def test_wider_columns_leave_each_record_with_its_table(layout: LakeLayout):
     source = Source(layout)
     for _ in blue_green(source, 3, 9):

@@ -201,6 +201,7 @@ def append_daily(
     return most
 
 
+@pytest.mark.long
 def test_a_small_table_gets_a_file_a_month(layout: LakeLayout, orders: TableSchema, records: Records):
     most = append_daily(layout, orders, records, date(2026, 1, 1), date(2026, 3, 2))
     assert most <= 1 + 12, "a month's file and those of days that wait"
@@ -228,6 +229,7 @@ def test_a_large_day_keeps_files_of_its_own(
     assert bounds(layout, orders) == [(1, 14), (5, 13)]
 
 
+@pytest.mark.long
 def test_readers_filter_by_day_in_files_that_have_many(layout: LakeLayout, orders: TableSchema, records: Records):
     append_daily(layout, orders, records, date(2026, 1, 1), date(2026, 1, 31))
     undated = records(orders, ("c", 40, {"id": 40, "__commit_date": None}), ("c", 41, {"id": 41}))
@@ -242,6 +244,7 @@ def test_readers_filter_by_day_in_files_that_have_many(layout: LakeLayout, order
     assert len(list(dataset.get_fragments(filter=pc.field("__commit_month") == "2026-03"))) == 1
 
 
+@pytest.mark.long
 def test_a_month_is_dropped_whole_once_its_last_day_is_old(layout: LakeLayout, orders: TableSchema, records: Records):
     append_daily(layout, orders, records, date(2026, 1, 1), date(2026, 2, 3))
     assert bounds(layout, orders)[0] == (1, 31)
@@ -313,6 +316,7 @@ def test_commits_never_clean_up_the_log(layout: LakeLayout, orders: TableSchema,
         )
 
 
+@pytest.mark.long
 def test_upkeep_cuts_the_log_behind_the_retention_and_versions_within_it_can_be_opened(
     layout: LakeLayout, orders: TableSchema, records: Records
 ):
@@ -346,6 +350,7 @@ def test_a_table_that_is_written_rarely_is_checkpointed_by_upkeep_and_its_log_is
     assert DeltaTable(layout.table_path("current", orders)).to_pyarrow_table().num_rows == 7
 
 
+@pytest.mark.long
 def test_the_log_of_a_version_that_a_kept_cut_names_stays(layout: LakeLayout, orders: TableSchema, records: Records):
     write(layout, orders, records, 1, 30)
     path = layout.table_path("current", orders)

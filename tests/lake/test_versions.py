@@ -216,6 +216,7 @@ def test_where_history_lacks_its_beginning_versions_begin_as_current_has_them(
     assert told == [(1, "a", False, 2), (1, "b", True, 3), (2, "a", True, 2)]
 
 
+@pytest.mark.long
 def test_versions_that_have_ended_are_compacted_beside_the_folds(
     layout: LakeLayout, orders: TableSchema, records: Records
 ):

@@ -94,6 +94,7 @@ READS: dict[str, Callable[[OpenHome | RemoteHome], object]] = {
 }
 
 
+@pytest.mark.long
 def test_all_who_read_a_home_hear_that_it_is_too_old_in_the_same_words(
     follower: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

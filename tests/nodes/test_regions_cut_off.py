@@ -107,6 +107,7 @@ def merged(node: Node) -> pa.Table | None:
         return None
 
 
+@pytest.mark.long
 def test_two_regions_that_were_cut_apart_count_every_write_once(tmp_path: Path) -> None:
     """The quick form of what follows. This process writes, so the regions have no owner of their own."""
     with linked((1, 2)) as links, running(tmp_path, links, ("serve", "follow")) as nodes, ExitStack() as closing:

@@ -26,6 +26,7 @@ def has_open(pid: int, file: Path) -> bool:
     return False
 
 
+@pytest.mark.long
 def test_an_idle_server_whose_catalog_is_replaced_ends_with_the_error(tmp_path: Path) -> None:
     home = make_home(tmp_path / "home", '[streams.web]\n[http]\nlisten = "127.0.0.1:0"\n')
     Home(home).prepare()

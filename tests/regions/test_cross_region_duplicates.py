@@ -131,6 +131,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return made
 
 
+@pytest.mark.long
 def test_regions_count_a_write_once_wherever_it_was_repeated(world: World) -> None:
     world.check()
 

@@ -57,6 +57,7 @@ def test_a_reader_begins_with_the_state_in_the_lake(tmp_path: Path, monkeypatch:
         }
 
 
+@pytest.mark.long
 def test_a_reader_takes_the_logs_where_the_lake_does_not_fit_them(tmp_path: Path) -> None:
     with both(tmp_path) as (one, two):
         with_view(one)

@@ -141,6 +141,7 @@ def test_a_fold_rewrites_only_files_of_changed_keys(tmp_path: Path) -> None:
         assert len(files - set(table.file_uris())) == own
 
 
+@pytest.mark.long
 def test_a_fold_that_is_killed_between_its_commits_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with both(tmp_path) as (one, two):
 

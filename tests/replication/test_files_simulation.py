@@ -17,6 +17,7 @@ WANTED = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 def test_machines_over_real_logs_whose_disks_fail(seeds: Seeds):
     happened = Counter[str]()
     for first in seeds.kept_and_new(11):

@@ -220,6 +220,7 @@ class Dying:
         raise StoreUnavailable("it is gone")
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("with_last", [False, True])
 def test_whatever_of_a_branch_is_there_what_is_restored_is_one_leaders_log(scene: Scene, with_last: bool) -> None:

@@ -69,6 +69,7 @@ def sent_until_cut_off(connection: socket.socket, piece: bytes, most: int) -> in
     return most
 
 
+@pytest.mark.long
 def test_who_never_says_a_word_is_let_go(server: Served) -> None:
     idle = [connected(server) for _ in range(1000)]
     try:

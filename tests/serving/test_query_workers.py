@@ -142,6 +142,7 @@ def test_a_query_ends_with_its_time_even_while_it_is_planned(home: Home, sql: st
         assert answered(workers)
 
 
+@pytest.mark.long
 def test_a_query_that_is_given_up_ends_whatever_it_does(workers: QueryWorkers) -> None:
     for sql in (PLANS, "select r from range(1000000000000) t(r)"):
         asked = ask(workers, sql)
@@ -195,6 +196,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.long
 def test_workers_end_with_their_server(home: Home) -> None:
     """However the server ends, and whatever the workers do."""
     server = subprocess.run([sys.executable, "-c", ENDS, str(home.path)], stdout=subprocess.PIPE, check=False)

@@ -168,6 +168,7 @@ def test_a_query_has_its_time(home: Path) -> None:
             there.query("select r from range(1000000000000) t(r) where hash(r) % 1000 = 1", stream="web")
 
 
+@pytest.mark.long
 def test_who_has_heard_the_end_of_an_answer_finds_its_place_free(home: Path) -> None:
     """The place was released a moment later: a caller with one query at a time was sometimes refused."""
     text = (home / "millstream.toml").read_text()

@@ -160,6 +160,7 @@ def test_the_kept_lines_of_a_body_are_one_operation(server: Served) -> None:
         assert server.rows("l_mem")[-1]["__commit_ts"] == server.rows("l_new")[-1]["__commit_ts"]
 
 
+@pytest.mark.long
 def test_after_a_kill_each_request_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     home = web_home(tmp_path / "web", "")
     acknowledged: list[int] = []

@@ -167,6 +167,7 @@ def received_until_end(connection: socket.socket) -> bytes:
     return bytes(taken)
 
 
+@pytest.mark.long
 def test_a_client_far_behind_gets_everything(url: str) -> None:
     start = append(url, "clicks", [{"n": -1}])
     for number in range(20):

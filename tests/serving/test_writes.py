@@ -223,6 +223,7 @@ def test_arrow_from_anybody_is_bounded(server: Served) -> None:
     assert str([row["f"] for row in server.rows("arrows")]) == "[nan, inf, -0.0]"
 
 
+@pytest.mark.long
 def test_a_body_is_taken_up_to_its_bound_as_it_is_and_inflated(server: Served) -> None:
     def body(size: int) -> bytes:
         return b'{"a":"%s"}' % (b"x" * (size - 8))

@@ -116,6 +116,7 @@ def test_every_table_lands_and_ends_folded_at_one_cut(home: Home, spark_options:
     assert process_metrics.LANDED_ROWS.of(label, "public.items").value == before, "nothing new landed"
 
 
+@pytest.mark.long
 def test_large_tables_are_built_and_folded_in_parts_with_one_commit_each(
     home: Home, spark_options: SparkOptions
 ) -> None:
@@ -168,6 +169,7 @@ def test_a_lake_that_was_moved_away_is_built_again(home: Home, spark_options: Sp
         model.check(home.path)
 
 
+@pytest.mark.long
 def test_new_tables_and_columns_land_while_the_pipeline_runs(home: Home, spark_options: SparkOptions) -> None:
     [first, _] = two_tables(home)
     home.commit(*first.some(10))

@@ -105,6 +105,7 @@ def test_spark_merges_the_logs_of_regions_as_the_pure_functions_do_to_the_bit(
         region_records(spark, logs, "public.nothing")
 
 
+@pytest.mark.long
 def test_spark_sums_increments_of_regions_and_keeps_what_rows_do_not_name(tmp_path: Path, spark: SparkSession) -> None:
     merges = (
         'likes = "pn_counter(increments)"\nscore = "pn_counter(increments)"\ntotal = "pn_counter"\ntags = "or_set"\n'

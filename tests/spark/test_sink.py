@@ -172,6 +172,7 @@ def test_what_others_keep_in_a_shared_folder_stays(tmp_path: Path) -> None:
     assert not (tmp_path / ("a" * 32)).exists()
 
 
+@pytest.mark.long
 def test_a_job_is_appended_whole_here_and_through_a_server(spark: SparkSession, web: Path, tmp_path: Path) -> None:
     frame = spark.range(0, 10_000, 1, 8).selectExpr("id", "concat('n', id) as name")
     write(frame, path=str(web), table="here")

@@ -154,6 +154,7 @@ def run_query(
     return query
 
 
+@pytest.mark.long
 def test_available_now_reads_what_there_is_in_cuts_within_the_bound(
     spark: SparkSession, home: Home, tmp_path: Path
 ) -> None:
@@ -229,6 +230,7 @@ def test_an_operation_larger_than_the_bound_comes_whole(spark: SparkSession, hom
     assert [len(batch) for batch in seen] == [50, 1]
 
 
+@pytest.mark.long
 def test_an_ending_stops_a_stream(spark: SparkSession, home: Home, tmp_path: Path) -> None:
     items = items_of(home)
     upto = home.commit(insert(items, id=1, order=0))

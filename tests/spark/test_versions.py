@@ -105,6 +105,7 @@ def story(home: Home) -> Story:
     return Story(home, home.table("public.items", id=pa.int64(), size=pa.int32(), note=pa.string()))
 
 
+@pytest.mark.long
 def test_versions_are_kept_beside_the_rows_and_named_by_the_cut(
     home: Home, story: Story, spark_options: SparkOptions
 ) -> None:
@@ -126,6 +127,7 @@ def test_versions_are_kept_beside_the_rows_and_named_by_the_cut(
     assert (keyless.scd2, items.scd2 > 0) == (-1, True)
 
 
+@pytest.mark.long
 def test_a_lake_gets_its_versions_from_history_when_they_are_asked_for_later_or_lost(
     home: Home, story: Story, spark_options: SparkOptions
 ) -> None:

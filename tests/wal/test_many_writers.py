@@ -418,6 +418,7 @@ def test_what_a_forgotten_writer_left_is_set_aside_when_it_comes_back(seals: boo
     assert all_there_is(writers) == kept
 
 
+@pytest.mark.long
 def test_a_crash_while_a_forgotten_writers_records_are_set_aside_changes_nothing_of_it():
     for at in range(1, 200):
         writers, kept = forgotten_at_the_end_of_its_third_group()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import pytest
 from tests.wal.log_writers import OTHER, TABLE, opened, xids
 
 from millstream.testing.log import plain_ops
@@ -15,6 +16,7 @@ from millstream.wal.replica.ship_source import ShipSource
 OPERATIONS = 60
 
 
+@pytest.mark.long
 def test_a_follower_beside_a_busy_writer_shows_a_beginning_of_its_log_at_every_moment(tmp_path: Path):
     leader, folder = str(tmp_path / "leader"), str(tmp_path / "follower")
     writer = opened(leader, shards=(0, 1), segment_bytes=20_000)

@@ -301,6 +301,7 @@ def test_a_crash_at_any_operation_appends_no_write_twice_and_loses_none(outcome:
         committer.abandon()
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["sync", "write", "any"])
 def test_after_a_failed_disk_the_next_writer_tells_what_is_there(kind: str) -> None:

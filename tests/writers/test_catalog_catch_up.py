@@ -151,6 +151,7 @@ def test_a_catalog_that_has_given_a_number_again_is_refused(backups: Backups, cl
     assert read(home, "clicks") == {"clicks": ["here"]}
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("is_saved", [True, False], ids=["older", "gone"])
 def test_captured_tables_go_on_under_their_names(tmp_path: Path, postgres: Database, is_saved: bool) -> None:

@@ -250,6 +250,7 @@ def test_who_appends_steps_aside_for_run_and_goes_on_through_it(home: Path) -> N
     judge(home, {"me": told})
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_what_was_acknowledged_is_there_when_who_writes_is_killed(home: Path, number: signal.Signals) -> None:
@@ -403,6 +404,7 @@ print("begun", flush=True)
 """
 
 
+@pytest.mark.long
 def test_an_application_whose_main_thread_has_ended_goes_on_writing_for_others(home: Path) -> None:
     """A process that just ends also answers its waiting callers: no caller gets an unknown outcome."""
     writer = subprocess.Popen(
@@ -537,6 +539,7 @@ def test_rows_from_a_pipe(home: Path, tmp_path: Path) -> None:
     assert [row["id"] for row in rows_of(home, "users")] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
+@pytest.mark.long
 def test_captured_tables_are_nobody_elses_and_a_written_name_sets_the_captured_one_aside(
     tmp_path: Path, postgres: Database
 ) -> None:

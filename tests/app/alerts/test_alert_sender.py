@@ -154,6 +154,7 @@ def test_an_address_that_nothing_answers_loses_no_alert(tmp_path: Path, clock: C
         assert home.alerts_file.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.long
 def test_a_stalled_consumer_and_one_that_was_cut_off(tmp_path: Path, receiver: Receiver, clock: Clock) -> None:
     home = home_of(tmp_path, receiver.url)
     with OpenHome(home) as opened, watching(home, clock) as watch:

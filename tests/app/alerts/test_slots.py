@@ -32,6 +32,7 @@ def home_of(folder: Path, postgres: Database, slot: str, alerts: str) -> Home:
     return Home(make_home(folder / "home", f"{config(postgres.dsn, None)}{source}[alerts]\n{alerts}"))
 
 
+@pytest.mark.long
 def test_the_slot_of_a_stream_that_nothing_captures(postgres: Database, slot: str, tmp_path: Path) -> None:
     home = home_of(tmp_path, postgres, slot, 'url = "http://127.0.0.1:1/"\nslot_lag = "1MiB"\n')
     home.prepare()
