@@ -15,6 +15,7 @@ from tests.e2e.harness import Home
 
 from millstream.testing.iceberg_rest import EmbeddedIcebergCatalog
 from millstream.testing.pytest_plugin import Database
+from millstream.testing.s3 import EmbeddedS3
 from millstream.testing.store_proxy import Fault, FaultRule, StoreProxy
 
 
@@ -115,3 +116,36 @@ def test_a_rest_catalog_says_where_tables_lie_and_may_be_gone_for_a_while(
     assert {c["name"]: c["ok"] for c in found["checks"]}["lake.catalog"] is False
     assert "catalog_unreachable" in {one["code"] for one in found["findings"]}
     assert "catalog_unreachable" in run_command(home._words(["query", "SELECT 1", "--lake-only"]), timeout=300).stderr
+
+
+@pytest.mark.siege
+@pytest.mark.usefixtures("spark")
+def test_iceberg_tables_lie_in_an_object_store(postgres: Database, tmp_path: Path) -> None:
+    source = postgres.connect()
+    source.execute("CREATE TABLE items (id int PRIMARY KEY, v text)")
+    source.execute("INSERT INTO items SELECT i, 'v' || i FROM generate_series(1, 300) AS i")
+    home = Home(tmp_path / "shop", postgres.dsn)
+    home.init()
+    with EmbeddedS3(tmp_path / "s3") as store:
+        keys = "".join(f"{name} = {json.dumps(value)}\n" for name, value in store.lake_options.items())
+        home.set_lake(f'format = "iceberg"\nlocation = "{store.url}/lake"\n[streams.shop.lake.storage_options]\n{keys}')
+        assert home.caught_up_here() == {}
+        first = home.status()["streams"][0]["tokens"]["landed"]
+        source.execute("UPDATE items SET v = 'new' WHERE id <= 100")
+        source.execute("ALTER TABLE items ADD COLUMN price numeric(10,2)")
+        assert home.caught_up_here() == {}
+        home.command("diff")
+
+        def queried(*options: str) -> list[str]:
+            sql = "SELECT v FROM public.items ORDER BY id"
+            return [row["v"] for row in json.loads(home.command("query", sql, "--format", "json", *options))]
+
+        assert queried("--lake-only") == ["new"] * 100 + [f"v{i}" for i in range(101, 301)]
+        assert queried("--as-of", first) == [f"v{i}" for i in range(1, 301)]
+        assert not (home.path / "lake").exists(), "a part of the lake lies in the home"
+        checks = json.loads(home.command("doctor", "--json", check=False))["checks"]
+        assert {c["name"]: c["ok"] for c in checks} == {
+            "lake.credentials": True,
+            "lake.bucket": True,
+            "lake.catalog": True,
+        }

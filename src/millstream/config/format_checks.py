@@ -44,9 +44,7 @@ def clashes_of_format(at: KeyPath, lake: LakeConfig, *, is_local: bool) -> Itera
 
 
 def _clashes_of_iceberg(at: KeyPath, lake: LakeConfig, *, is_local: bool) -> Iterator[tuple[KeyPath, str]]:
-    """Yield what isn't supported yet with Iceberg: an object store, other catalogs, and executors on other machines."""
-    if "://" in lake.location and not is_address(lake.location):
-        yield (*at, "lake", "location"), "must be a folder: Iceberg tables in an object store aren't supported"
+    """Yield what isn't supported yet with Iceberg: other catalogs, and executors on other machines."""
     if lake.catalog_type not in {"sql", "rest"}:
         yield (
             (*at, "lake", "catalog", "type"),

@@ -13,6 +13,7 @@ from millstream.home.home import Home
 from millstream.home.paths import PIPELINE
 from millstream.home.store_profiles import with_profile
 from millstream.libpq import describe_parameters, parse_address
+from millstream.model.addresses import IN_CATALOG
 from millstream.model.durations import duration_s
 from millstream.model.ids import ShardId, StreamId
 from millstream.model.names import parse_qualified_name
@@ -190,7 +191,8 @@ def lake_layout(home: Home, name: str, stream: StreamConfig, stream_id: StreamId
             code="lake_in_database",
         )
     location = home.lake_location(stream)
-    options = with_profile(stream.lake.storage_options, os.environ) if location.startswith("s3://") else {}
+    is_stored = location.startswith("s3://") or location == IN_CATALOG
+    options = with_profile(stream.lake.storage_options, os.environ) if is_stored else {}
     return LakeLayout(
         location=location,
         stream_name=name,

@@ -1,4 +1,4 @@
-"""Refusals of an object store, read from delta-rs's errors: they hold the store's answer as text, of whatever class.
+"""Refusals of an object store, read from errors of delta-rs and pyarrow: they hold the store's answer as text, of whatever class.
 
 A missing bucket comes as a missing file among others, which must not be taken for one of the table's.
 """
@@ -18,6 +18,10 @@ from millstream.model.addresses import mask_address
 
 _ANSWERED: Final = re.compile(r"<Code>(\w+)</Code>(?:\s*<Message>([^<]{0,300})</Message>)?")
 """The body of an error as S3, Google's store and Azure's send it."""
+_BY_ARROW: Final = re.compile(
+    r"AWS Error (?!UNKNOWN)(\w+) during \w+ operation: ([^<]{0,300})|ExceptionName: (\w+) Message: ([^<]{0,300})"
+)
+"""An error of S3 as pyarrow reports it: `NO_SUCH_BUCKET`, or S3's own name for one that its library doesn't know."""
 _CODES: Final = {
     "lake_bucket_missing": frozenset({"NoSuchBucket", "ContainerNotFound"}),
     "lake_credentials": frozenset(
@@ -75,12 +79,19 @@ def store_error(path: str, error: BaseException) -> LakeUnavailable | None:
             code="lake_credentials",
             path=path,
         )
-    for name, words in _ANSWERED.findall(text):
+    for name, words in _answers(text):
         for code, names in _CODES.items():
             if name in names:
                 told = f"{name}: {words}" if words else name
                 return LakeUnavailable(f"{mask_address(path)}: {_SAID[code]} ({told})", code=code, path=path)
     return None
+
+
+def _answers(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the names of a store's errors in a text, with their descriptions."""
+    yield from _ANSWERED.findall(text)
+    for known, words, other, others_words in _BY_ARROW.findall(text):
+        yield other or "".join(map(str.capitalize, known.split("_"))), (words or others_words).strip()
 
 
 @contextmanager

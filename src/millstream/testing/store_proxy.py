@@ -158,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
     _store: http.client.HTTPConnection | None = None
 
     def _serve(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = self._body()
         if self.path == _CONTROL:
             self._answer(200, [], self.record.control(self.command, body))
             return
@@ -172,6 +172,17 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(403, [], _FORBIDDEN)
         else:
             self.close_connection = True
+
+    def _body(self) -> bytes:
+        if "chunked" not in (self.headers.get("Transfer-Encoding") or ""):
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        parts = []
+        while size := int(self.rfile.readline().partition(b";")[0], 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        while self.rfile.readline().strip():
+            pass  # fields of a trailer
+        return b"".join(parts)
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve  # noqa: N815 - names of the base class
 

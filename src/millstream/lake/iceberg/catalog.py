@@ -24,20 +24,43 @@ from sqlalchemy.exc import SQLAlchemyError
 from millstream.errors import LakeConflict, LakeError, LakeUnavailable
 from millstream.lake.layout import LakeLayout
 from millstream.lake.store_errors import lake_errors
+from millstream.model.addresses import mask_address
 
 if TYPE_CHECKING:
     from pyiceberg.catalog import Catalog
 
 ANSWER_LOST: Final = (RESTError, RequestException, SQLAlchemyError)
 """Errors after which the catalog may have a commit or not."""
+_STORE: Final = {
+    "AWS_ACCESS_KEY_ID": "s3.access-key-id",
+    "AWS_SECRET_ACCESS_KEY": "s3.secret-access-key",
+    "AWS_SESSION_TOKEN": "s3.session-token",
+    "AWS_REGION": "s3.region",
+    "AWS_ENDPOINT_URL": "s3.endpoint",
+    "AWS_VIRTUAL_HOSTED_STYLE_REQUEST": "s3.force-virtual-addressing",
+}
+"""Properties of a catalog by the names of a store's options (`LakeLayout.storage_options`)."""
 _FILE_IO: Final = {"py-io-impl": "millstream.lake.iceberg.files.LakeFileIO"}
 _lock: Final = Lock()
 
 
 def catalog_of(layout: LakeLayout) -> Catalog:
-    """Return the catalog of a lake."""
+    """Return the catalog of a lake, whose properties include those of the lake's store.
+
+    Raises:
+        LakeUnavailable: the store's address isn't encrypted, and the options don't allow that.
+    """
+    options = layout.storage_options
+    endpoint = options.get("AWS_ENDPOINT_URL", "")
+    if endpoint.startswith("http://") and options.get("AWS_ALLOW_HTTP", "").lower() not in {"true", "1", "yes"}:
+        raise LakeUnavailable(
+            f"{mask_address(layout.location)}: requests to {mask_address(endpoint)} would go without TLS",
+            hint='Name an address with https://, or set AWS_ALLOW_HTTP = "true" in [streams.S.lake.storage_options].',
+            path=layout.location,
+        )
+    store = {_STORE[name]: value for name, value in options.items() if name in _STORE}
     with _lock:
-        return _opened(tuple(sorted(layout.catalog.items())))
+        return _opened(tuple(sorted((store | dict(layout.catalog)).items())))
 
 
 @lru_cache(maxsize=8)

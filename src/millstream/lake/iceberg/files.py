@@ -6,9 +6,14 @@ Millstream's own access and pyiceberg's use the same clients: pyarrow's, with th
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
+from collections.abc import Callable
 from functools import lru_cache
+from io import BytesIO
+from threading import Lock
 from typing import TYPE_CHECKING, Final
 
+import pyarrow as pa
 import pyarrow.fs as pafs
 from pyiceberg.io import (
     AWS_ACCESS_KEY_ID,
@@ -30,7 +35,7 @@ from pyiceberg.io import (
     S3_SECRET_ACCESS_KEY,
     S3_SESSION_TOKEN,
 )
-from pyiceberg.io.pyarrow import PyArrowFileIO
+from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
 from pyiceberg.utils.properties import get_first_property_value, property_as_bool
 
 from millstream.errors import LakeError
@@ -46,16 +51,85 @@ _ATTEMPTS: Final = 5
 """Attempts of a request to a store, with pauses of some ten seconds in all; longer outages are the pipeline's to wait for."""
 _CONNECT_S: Final = 5.0
 _ANSWER_S: Final = 30.0
+_KEPT_BYTES_MAX: Final = 32 << 20
+_contents: Final[OrderedDict[str, bytes]] = OrderedDict()
+"""Contents of metadata's files, by address."""
+_lock: Final = Lock()
 _places: Final[dict[tuple[tuple[tuple[str, str], ...], str], str]] = {}
 """Places of namespaces, which a catalog doesn't change, by the catalog's properties and the namespace."""
 
 
 class LakeFileIO(PyArrowFileIO):
-    """pyiceberg's access to files by pyarrow, with one client of a store for all tables of a process."""
+    """pyiceberg's access to files by pyarrow, with one client of a store for all tables of a process.
+
+    Files of metadata in a store are read and written by one request, and read once.
+    """
+
+    def new_input(self, location: str) -> PyArrowFile:
+        """Return a file to read."""
+        return self._lake_file(location)
+
+    def new_output(self, location: str) -> PyArrowFile:
+        """Return a file to write."""
+        return self._lake_file(location)
+
+    def _lake_file(self, location: str) -> PyArrowFile:
+        scheme, netloc, path = self.parse_location(location, self.properties)
+        is_kept = scheme != "file" and "/metadata/" in location
+        kind = _MetadataFile if is_kept else PyArrowFile
+        return kind(location=location, path=path, fs=self.fs_by_scheme(scheme, netloc))
 
     def _initialize_s3_fs(self, netloc: str | None) -> pafs.FileSystem:
         known = {name: str(value) for name, value in self.properties.items() if name.startswith(("s3.", "client."))}
         return _s3(tuple(sorted(known.items())), netloc)
+
+
+class _MetadataFile(PyArrowFile):
+    """A file of a table's metadata in a store: small, under a name that no other file ever has, and never changed."""
+
+    def __len__(self) -> int:
+        return len(self._content())
+
+    def open(self, seekable: bool = True) -> pa.BufferReader:  # noqa: ARG002, FBT001, FBT002 - pyiceberg's
+        """Return the content."""
+        return pa.BufferReader(self._content())
+
+    def create(self, overwrite: bool = False) -> BytesIO:  # noqa: ARG002, FBT001, FBT002 - pyiceberg's
+        """Return a stream that is written to the store when it is closed."""
+        return _UntilClosed(self.location, super().create)
+
+    def _content(self) -> bytes:
+        known = _contents.get(self.location)
+        if known is None:
+            with super().open(seekable=False) as stream:
+                known = bytes(stream.read())
+            _keep(self.location, known)
+        return known
+
+
+class _UntilClosed(BytesIO):
+    """A stream that keeps what is written, and writes it to a file when it is closed."""
+
+    def __init__(self, location: str, create: Callable[[bool], pa.NativeFile]) -> None:
+        super().__init__()
+        self._location, self._create = location, create
+
+    def close(self) -> None:
+        if not self.closed:
+            content = self.getvalue()
+            super().close()
+            # Without a look whether it is there: no other file has the name.
+            with self._create(True) as sink:
+                sink.write(content)
+            _keep(self._location, content)
+
+
+def _keep(location: str, content: bytes) -> None:
+    with _lock:
+        _contents[location] = content
+        _contents.move_to_end(location)
+        while len(_contents) > 1 and sum(map(len, _contents.values())) > _KEPT_BYTES_MAX:
+            _contents.popitem(last=False)
 
 
 def storage_of(layout: LakeLayout, path: str) -> pafs.FileSystem:
