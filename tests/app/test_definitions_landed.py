@@ -82,3 +82,34 @@ def test_swapped_names_and_a_renamed_key_copy_nothing_and_keep_all_values(tmp_pa
 
 def no_lake(_: Seq) -> LakeSession:
     raise AssertionError("the log has all records")
+
+
+def test_a_name_whose_case_alone_changes_is_followed_in_every_view(tmp_path: Path, postgres: Database) -> None:
+    with postgres.connect(autocommit=True) as source:
+        source.execute("CREATE TABLE t (id int PRIMARY KEY, a text, b text); INSERT INTO t VALUES (1, 'x', 'gone')")
+        landed = LandedHome(tmp_path / "shop", postgres.dsn)
+        landed.catch_up()
+        with millstream.open(landed.home.path) as home:
+            first = home.token("shop")
+        source.execute('ALTER TABLE t RENAME a TO "A"; ALTER TABLE t DROP b; ALTER TABLE t ADD "B" int')
+        source.execute("INSERT INTO t VALUES (2, 'y', 5)")
+        landed.capture()
+    wanted = [{"id": 1, "A": "x", "B": None}, {"id": 2, "A": "y", "B": 5}]
+    with millstream.open(landed.home.path) as home:
+        assert home.query("FROM public.t ORDER BY id").to_pylist() == wanted
+        landed.land()
+        assert home.query("FROM public.t ORDER BY id", lake_only=True).to_pylist() == wanted
+        old = home.query("FROM public.t", as_of=first).to_pylist()
+        assert old == [{"id": 1, "a": "x", "b": "gone"}]
+        records = home.query("SELECT __op, a, b FROM history.\"public.t\" WHERE __op <> 't' ORDER BY id").to_pylist()
+        assert records == [{"__op": "r", "A": "x", "B": "gone"}, {"__op": "c", "A": "y", "B": "5"}]
+    with postgres.connect(autocommit=True) as source:
+        source.execute("ALTER TABLE t RENAME \"A\" TO a; UPDATE t SET a = 'z' WHERE id = 2")
+    landed.catch_up()
+    with millstream.open(landed.home.path) as home:
+        copied = home.query("SELECT count(*) AS n FROM history.\"public.t\" WHERE __op = 'r'").to_pylist()
+        assert copied == [{"n": 1}]
+        assert home.query("SELECT id, a FROM public.t ORDER BY id").to_pylist() == [
+            {"id": 1, "a": "x"},
+            {"id": 2, "a": "z"},
+        ]

@@ -44,6 +44,7 @@ POINTS = (
 )
 MIDNIGHT = datetime(2026, 1, 1, tzinfo=UTC)
 NUMERIC, WIDE, INTEGERS = pa.decimal128(10, 2), pa.decimal128(24, 2), pa.list_(pa.int32())
+CASES = ("a", "A", "b", "B", "c", "d", "e", "f")
 NAMES = ("a", "b", "c", "d", "e", "f")
 SMALL = FoldSizes(leaf_bytes=1500, small_bytes=0, part_bytes=3000, rows_max=6, build_rows_min=25, build_bytes=2000)
 
@@ -65,6 +66,7 @@ class Source:
     keyed: bool = True
     added: tuple[pa.DataType, ...] = (pa.string(), pa.string(), pa.bool_(), pa.float64())
     """Types of added columns."""
+    among: tuple[str, ...] = NAMES
     names: dict[int, str] = field(default_factory=lambda: {1: "id", 2: "a", 3: "b"})
     numbers_max: int = 3
     version: int = 0
@@ -99,11 +101,17 @@ class Source:
         )
 
     def define(self) -> None:
-        free = [name for name in (*NAMES, "id") if name not in self.names.values()]
+        used = {name.lower() for name in self.names.values()}
+        free = [name for name in (*self.among, "id") if name.lower() not in used]
         mine = [number for number in self.names if number != 1]
-        step = self.rng.choice(["rename", "rename", "key", "swap", "chain", "add", "drop"])
+        step = self.rng.choice(
+            ["case", "case"] * (self.among != NAMES) + ["rename", "rename", "key", "swap", "chain", "add", "drop"]
+        )
         if step == "rename" and mine:
             self.names[self.rng.choice(mine)] = self.rng.choice(free)
+        elif step == "case":
+            number = self.rng.choice(list(self.names))
+            self.names[number] = self.names[number].swapcase()
         elif step == "key":
             self.names[1] = self.rng.choice(free)
         elif step == "swap" and len(mine) > 1:
@@ -297,7 +305,7 @@ def life(
 ) -> None:
     """Land, fold and query a table whose columns are renamed, swapped, added and dropped between rows."""
     layout = LakeLayout(str(tmp_path / "lake"), "shop", StreamId(UUID(int=42)))
-    source = Source(Random(seed), keyed, *([tuple(added)] if added else []))
+    source = Source(Random(seed), keyed, *([tuple(added), CASES] if added else []))
     moments: list[tuple[int, str, list[dict[str, Any]]]] = []
     is_versioned = False
     for _ in range(rounds):
@@ -497,3 +505,18 @@ def test_a_number_that_lies_in_columns_of_two_types_stays_a_number(
         fold()
         with LakeSession(layout) as session:
             assert [(row["id"], row["b"]) for row in shown(session, "id")] == [(1, None), (2, 2), (3, 3)]
+
+
+def test_versions_of_an_earlier_table_go_on_under_a_name_that_differs_by_case(tmp_path: Path, records: Records) -> None:
+    layout = LakeLayout(str(tmp_path / "lake"), "shop", StreamId(UUID(int=42)))
+    before = Source(Random(0), names={1: "id", 2: "a"})
+    after = Source(Random(0), names={1: "id", 2: "A"})
+    for n, (source, table) in enumerate(((before, 3), (after, 9)), 1):
+        schema = replace(source.schema, table_id=TableId(table))
+        row = {"id": n, source.names[2]: f"text {n}"}
+        landed = append_history(layout, schema, [records(schema, ("c", n, {**row, **moment(n)}))], Seq(n))
+        folded = fold_into_versions(layout, schema, Seq(n)).commit
+        commit_cut(layout, Seq(n), [landed, folded], committed_at=datetime.now(UTC))
+    with LakeSession(layout) as session:
+        rows = session.query('SELECT id, A FROM scd2."public.t" ORDER BY id').to_pylist()
+    assert rows == [{"id": 1, "A": "text 1"}, {"id": 2, "A": "text 2"}]

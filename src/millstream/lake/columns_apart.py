@@ -2,7 +2,9 @@
 
 Several columns of a table may have had one name: a text may be renamed, and a timestamp added under its name. A column of
 history has the values of all of them if one type holds them all. Otherwise the later one gets a column of its own, with
-its number appended (`price__4`). The eras of the history say where each column lies, so that readers find it.
+its number appended (`price__4`). Names that differ only by case are one name here, because a lake's readers ignore case:
+a column that is renamed from `a` to `A` goes on in `a`. The eras of the history say where each column lies, so that
+readers find it.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class ColumnPlaces:
         taken = {place for c in schema.columns if (place := self._known.get((c.number, c.name)))}
         columns = []
         for column, field in zip(schema.columns, fields, strict=True):
-            others = taken.union(name for name in schema.column_names if name != column.name)
+            others = {name.lower() for name in (*taken, *schema.column_names) if name != column.name or name in taken}
             place = self._known.get((column.number, column.name)) or self._free(column, field.type, others)
             taken.add(place)
             placed = replace(column, apart="" if place == column.name else place)
@@ -63,14 +65,15 @@ class ColumnPlaces:
         return schema if tuple(columns) == schema.columns else replace(schema, columns=tuple(columns))
 
     def _free(self, column: Column, kind: pa.DataType, taken: set[str]) -> str:
-        """Return the column of history for a column that is new under its name."""
-        place = column.name
-        if place not in taken and not self._is_full(place, column, kind):
+        """Return the column of history for a column that is new under its name; `taken` is in lower case."""
+        spelled = {name.lower(): name for name in self._kinds}
+        place = spelled.get(column.name.lower(), column.name)
+        if place.lower() not in taken and not self._is_full(place, column, kind):
             return place
         place = f"{column.name}__{column.number}"
-        while place in taken or self._is_full(place, column, kind):
+        while place.lower() in taken or self._is_full(spelled.get(place.lower(), place), column, kind):
             place += "_"
-        return place
+        return spelled.get(place.lower(), place)
 
     def _is_full(self, place: str, column: Column, kind: pa.DataType) -> bool:
         """Return whether a column of history has values of other columns alone, and can't hold this one's as well."""

@@ -48,6 +48,7 @@ from millstream.lake.history_folder import history_begun, history_from, lacks_be
 from millstream.lake.history_scan import emptied, fold_step
 from millstream.lake.layout import BESIDE, LakeLayout, TableCommit, folder_of
 from millstream.lake.row_identity import Keys, having, key_codes
+from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import newest_schema
 from millstream.lake.table_format import Commit, OpenTable, create_table, open_table
 from millstream.lake.types import EXACT, conform, same_type
@@ -355,7 +356,9 @@ class _Fold:
         target = self._table_columns(exact=exact)
         clock = None if found is None else found.clock_us
         anew = self.renamed is not None
-        if not anew and (_widened(have, target) or not set(self._bounded) <= set(opened.bounded)):
+        if not anew and (
+            _widened(have, target) or _respelled(have, target) or not set(self._bounded) <= set(opened.bounded)
+        ):
             # Not every reader reads older files' types as the new ones; a column has bounds in all files or in none.
             self._rewrite_all(opened, target, exact=exact)
             return self._again(upto)
@@ -425,7 +428,9 @@ class _Fold:
         written = []
         for folder in (OPEN_FOLDER, ENDED_FOLDER):
             for leaf in Leaves(opened, self.schema.key, partition=folder).files:
-                rows = conform(self._files.read(leaf.path), columns)
+                rows = self._files.read(leaf.path)
+                spelled = _respelled(rows.schema, columns)
+                rows = conform(rows.rename_columns([spelled.get(name, name) for name in rows.column_names]), columns)
                 written.append(self._files.write(rows, columns, new_name(opened.version + 1), partition=folder))
         failpoints.hit("lake.before_scd2_commit")
         opened.swap(Commit(exact=True), add=written, mode="overwrite", schema=target)
@@ -567,6 +572,19 @@ def _copy_begins(tail: pa.Table) -> Seq | None:
     marker = pc.and_(pc.equal(tail.column("__op"), "t"), pc.is_null(tail.column("__commit_index")))
     found = pc.min(tail.filter(marker).column("__seq")).as_py()
     return None if found is None else Seq(found)
+
+
+def _respelled(have: pa.Schema, target: pa.Schema) -> dict[str, str]:
+    """Return the columns whose names differ by case alone from the target's, with the names under which they go on.
+
+    They are of another table that had this one's name. Values that the target's column can't hold are left out.
+    """
+    own = {column.name.lower(): column for column in target}
+    return {
+        column.name: wanted.name if widest(column.type, wanted.type) == wanted.type else column.name
+        for column in have
+        if (wanted := own.get(column.name.lower(), column)).name != column.name
+    }
 
 
 def _widened(have: pa.Schema, target: pa.Schema) -> bool:

@@ -114,9 +114,11 @@ def _had(history: OpenTable, schema: TableSchema) -> _Had:
 
 
 def _has_renamed(had: _Had) -> bool:
-    """Whether a column had two names, or a name two columns."""
+    """Whether a column had two names, or a name, in whatever case, two columns."""
     pairs = {(identity, column.name) for _, columns in had for identity, column in columns.items()}
-    return len({identity for identity, _ in pairs}) < len(pairs) or len({name for _, name in pairs}) < len(pairs)
+    return len({identity for identity, _ in pairs}) < len(pairs) or len({name.lower() for _, name in pairs}) < len(
+        pairs
+    )
 
 
 def _held(had: _Had, n: Seq) -> dict[_Identity, Column]:

@@ -64,7 +64,9 @@ def records_sql(
     others = set[TableId]() if only is not None else {era.table_id for _, era in Eras.of(history).told}
     rest = (engine.register(records_of(history, table=other)) for other in others - {schema.table_id})
     have = history.schema()
-    columns = [*have.names, *(name for name in schema.column_names if name not in have.names)]
+    own = {name.lower(): name for name in schema.column_names}
+    theirs = [name for name in have.names if own.get(name.lower(), name) == name]  # SQL ignores case
+    columns = [*theirs, *(name for name in schema.column_names if name not in theirs)]
     shown = [_shown(engine, renames, name, have) for name in columns]
     return [f"SELECT {', '.join(filter(None, shown))} FROM {mine}", *(f"FROM {source}" for source in rest)]
 
@@ -79,14 +81,15 @@ def _shown(engine: Engine, renames: Renames, name: str, have: pa.Schema) -> str:
     if name in RECORD_COLUMNS or name == MONTH_COLUMN:
         return quote(name)
     found, is_there = list[tuple[Seq, str | None]](), False
+    spelled = next((column for column in have.names if column.lower() == name.lower()), name)
     kinds = list(dict.fromkeys(have.field(physical).type for physical in renames.names_of(name, have)))
     for start, names, had in renames.spans():
         physical = names.get(name, name)
-        if physical in {None, name} and name in names.values():
+        if physical in {None, name} and spelled in names.values():
             physical = None  # it has the values of a column with another name
-        elif physical is None:
-            physical = name  # of a column that is gone
-            if kinds and have.get_field_index(name) >= 0 and _widest([*kinds, have.field(name).type]) is None:
+        elif physical is None or (physical == name != spelled and spelled in had):
+            physical = spelled  # of a column that is gone
+            if kinds and have.get_field_index(spelled) >= 0 and _widest([*kinds, have.field(spelled).type]) is None:
                 physical = None  # its values have no place among the others'
         if physical is not None and have.get_field_index(physical) < 0:
             physical = None

@@ -24,7 +24,8 @@ def versions_sql(
     """Return a SELECT of a table's versions, with its columns, the version columns, and `__exact` if a row needs it."""
     found, columns, renamed = unfolded_versions(layout, schema, opened, history, upto)
     base, have = _base(engine, opened, columns, renamed)
-    shown = [name for name in have if name != EXACT.name]
+    own = {name.lower(): name for name in columns.names}  # SQL ignores case
+    shown = [name for name in have if name != EXACT.name and own.get(name.lower(), name) == name]
     shown += [name for name in columns.names if name not in shown]
     fresh: list[pa.Table] = [] if found is None else [found.closed, found.opened]
     if EXACT.name in have or any(rows.column(EXACT.name).null_count < rows.num_rows for rows in fresh):
