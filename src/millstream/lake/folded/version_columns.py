@@ -114,7 +114,9 @@ def _had(history: OpenTable, schema: TableSchema) -> _Had:
 
 
 def _has_renamed(had: _Had) -> bool:
-    """Whether a column had two names, or a name, in whatever case, two columns."""
+    """Whether a column had two names, one that isn't history's, or a name, in whatever case, two columns."""
+    if any(column.apart for _, columns in had for column in columns.values()):
+        return True
     pairs = {(identity, column.name) for _, columns in had for identity, column in columns.items()}
     return len({identity for identity, _ in pairs}) < len(pairs) or len({name.lower() for _, name in pairs}) < len(
         pairs
