@@ -274,6 +274,16 @@ def test_names_are_completed_by_the_keyboard_and_the_pointer(browser: Chromium, 
     browser.until(f"{shown}.startsWith('total')")
     browser.click("#names li")
     browser.until(f"{sql} === 'SELECT count(*) FROM public.orders WHERE total'")
+    browser.call("Input.insertText", text=' UNION SELECT 1 FROM history."pub')
+    browser.until(f"{shown} === 'history.\"public.orders\"'")
+    browser.click("#names li")
+    browser.until(f"{sql}.endsWith('FROM history.\"public.orders\"')")
+    browser.call("Input.insertText", text=" AS h JOIN public.orders o ON o.i")
+    browser.until(f"{shown} === 'o.id'")
+    browser.call("Input.insertText", text="d = h.t")
+    browser.until(f"{shown} === 'h.total'")
+    browser.run("document.querySelector('textarea').value = ''; document.querySelector('textarea').focus()")
+    browser.call("Input.insertText", text="SELECT count(*) FROM public.orders WHERE total")
     browser.run(
         "document.querySelector('select[name=stream]').value = 'web'; document.querySelector('textarea').focus()"
     )

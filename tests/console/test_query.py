@@ -104,7 +104,10 @@ def test_who_asks_sql_gets_the_answer_or_the_error_in_the_page(tmp_path: Path) -
         assert answer.status_code == 200, answer.text
         assert answer.headers["cache-control"] == "no-store"
         seen = Seen(answer.text)
-        assert "31 rows." in seen.text
+        token = answer.headers["millstream-token"]
+        assert f"31 rows. As of {token}" in seen.text
+        again = site.call("POST", "/query", OWN, stream="shop", sql=FROM_HISTORY, as_of=token, format="table")
+        assert "31 rows." in Seen(again.text).text
         assert FROM_HISTORY in seen.text, "the form keeps the query"
         assert not [name for name, _ in seen.tags if name == "b"]
         csv = site.call("POST", "/query", OWN, stream="shop", sql=FROM_HISTORY, format="csv")
@@ -118,6 +121,7 @@ def test_who_asks_sql_gets_the_answer_or_the_error_in_the_page(tmp_path: Path) -
             refused = site.call("POST", "/query", OWN, stream="shop", sql=sql, format="table")
             assert (refused.status_code, code in refused.text) == (status, True), refused.text
             assert not [name for name, _ in Seen(refused.text).tags if name == "b"]
+            assert "\\n" not in Seen(refused.text).text, "a message of several lines has several lines"
         assert site.call("POST", "/query", OWN, stream="other", sql="SELECT 1").status_code == 404
         assert site.call("POST", "/query", OWN, stream="shop", sql="SELECT 1", as_of="<b>").status_code == 400
         assert site.call("POST", "/query", stream="shop", sql="SELECT 1").status_code == 403

@@ -97,9 +97,12 @@ def page(
 
 def error_content(error: MillstreamError) -> Html:
     """Return an error with its code, its hint and the command in it."""
+    first, *lines = error.message.splitlines() or [""]
     return tag(
         "div",
-        tag("p", tag("code", error.code), " ", error.message),
+        tag("p", tag("code", error.code), " ", first),
+        # Such as a parser's, which points at a place of the line above.
+        tag("p", *(tag("code", line, tag("br")) for line in lines), class_="lines") if lines else None,
         tag("p", with_code(error.hint), class_="hint") if error.hint else None,
         class_="trouble error",
         role="alert",

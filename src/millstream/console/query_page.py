@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import islice
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
@@ -17,6 +18,7 @@ from millstream.console.html import Content, Html, opened, tag
 from millstream.model.arrow_texts import csv_field, rows_of_texts
 from millstream.model.human_text import human_bytes
 from millstream.model.schema import TableKind
+from millstream.serving.queries.frames import POSITION_HEADER
 
 if TYPE_CHECKING:
     from millstream.config.serving_model import HttpConfig
@@ -113,12 +115,17 @@ def names(home: Home, streams: Sequence[str]) -> Html:
     return tag("details", tag("summary", f"Tables and columns ({len(items)})"), tag("ul", *items))
 
 
-def as_page(show: Callable[[Content], bytes], parts: Generator[bytes, None, None]) -> Iterator[bytes]:
+def as_page(
+    show: Callable[[Content], bytes],
+    parts: Generator[bytes, None, None],
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[bytes]:
     """Yield the page with an answer's first rows.
 
     Args:
         show: makes the page of its content.
         parts: the bytes of an Arrow IPC stream.
+        headers: the answer's headers.
     """
     with contextlib.closing(parts), pa.ipc.open_stream(io.BufferedReader(_Parts(parts))) as reader:
         heads = tag("tr", *(tag("th", name, scope="col") for name in reader.schema.names))
@@ -132,9 +139,11 @@ def as_page(show: Callable[[Content], bytes], parts: Generator[bytes, None, None
         has_more = next(rows, None) is not None
     count = "1 row" if len(body) == 1 else f"{len(body):,} rows"
     words = f"The first {count}; there are more." if has_more else f"{count}."
+    token = headers.get(POSITION_HEADER)
+    note = tag("p", words, *([] if token is None else [" As of ", tag("code", token)]), class_="note")
     table = tag("table", tag("thead", heads), tag("tbody", *body))
     scroll = tag("div", table, class_="scroll", tabindex=0, role="region", aria_label="Rows")
-    yield show(tag("section", tag("h2", "Answer"), tag("p", words, class_="note"), scroll, id="answer"))
+    yield show(tag("section", tag("h2", "Answer"), note, scroll, id="answer"))
 
 
 def as_csv(parts: Generator[bytes, None, None]) -> Iterator[bytes]:

@@ -319,7 +319,7 @@ class Console:
         def shown(answer: Content) -> bytes:
             return self._query_page(caller, asked, streams, [answer, names])
 
-        encoded = query_page.as_csv if wants_csv else partial(query_page.as_page, shown)
+        encoded = (lambda parts, _: query_page.as_csv(parts)) if wants_csv else partial(query_page.as_page, shown)
         media_type = query_page.CSV_TYPE if wants_csv else _HTML_TYPE
         question = Question(sql=asked.sql, as_of=asked.as_of or None)
         try:

@@ -37,6 +37,7 @@ from millstream.model.positions import StreamToken
 from millstream.model.query_reasons import REASONS_HEADER
 from millstream.model.region_ages import REGIONS_HEADER, REGIONS_METADATA
 from millstream.serving.access import Access, allow
+from millstream.serving.queries.frames import POSITION_HEADER
 from millstream.serving.queries.worker_pool import Asking, QueryWorkers
 from millstream.serving.request_bodies import ClientGoneError, Held, Intake, read_body
 from millstream.serving.requests import headers_said
@@ -72,6 +73,7 @@ _ROWS: Final[dict[int | str, dict[str, Any]]] = {
     200: {
         "description": "An Arrow IPC stream; pieces, for who accepts these.",
         "headers": {
+            POSITION_HEADER: {"description": "For a query: the token of its answer.", "schema": {"type": "string"}},
             REGIONS_HEADER: {
                 "description": "For merged rows: the regions, and the age of each in seconds, as JSON.",
                 "schema": {"type": "string"},
@@ -267,7 +269,7 @@ class Reading:
         stream: str,
         question: Question,
         media_type: str,
-        encoded: Callable[[Generator[bytes, None, None]], Iterator[bytes]] = iter,
+        encoded: Callable[[Generator[bytes, None, None], Mapping[str, str]], Iterator[bytes]] = lambda parts, _: parts,
     ) -> Response:
         """Return the answer to a query. An error before its first byte is raised.
 
@@ -276,13 +278,14 @@ class Reading:
             stream: the stream's name.
             question: the query.
             media_type: the answer's.
-            encoded: makes the answer's bytes from those of an Arrow IPC stream, or of pieces if that is the type.
+            encoded: makes the answer's bytes from those of an Arrow IPC stream, or of pieces if that is the type, and its headers,
+                which are complete from the first of those on.
         """
         in_pieces = media_type == PIECES_TYPE
         asked = self._workers.ask(Asking(stream, question.sql, question.as_of, question.lake_only, in_pieces))
         return await self._answer(
             request,
-            lambda _home: encoded(asked.parts()),
+            lambda _home: encoded(asked.parts(), asked.headers),
             media_type,
             places=(self._queries,),
             give_up=asked.give_up,

@@ -235,7 +235,10 @@ function readCharts(live) {
   });
 }
 
-// Complete names of tables and columns in the query: the arrows choose one, Enter takes it, Escape closes the list.
+// Words that may follow a table's name in SQL, and are no alias of it.
+const NO_ALIASES = new Set("anti,asof,cross,except,for,full,group,having,inner,intersect,join,lateral,left,limit,natural,offset,on,order,positional,qualify,right,semi,tablesample,union,using,where,window".split(","));
+
+// Complete names of tables, columns and aliases in the query: the arrows choose one, Enter takes it, Escape closes the list.
 function completeNames(field, form) {
   const list = element("ul", { id: "names", hidden: true });
   list.setAttribute("role", "listbox");
@@ -250,12 +253,25 @@ function completeNames(field, form) {
   function quoted(name) {
     return /^[a-z_][a-z0-9_$]*$/.test(name) ? name : `"${name.replaceAll('"', '""')}"`;
   }
+  // Columns by the aliases that the query gives a table, or a table's history.
+  function byAlias({ dataset }) {
+    const columns = JSON.parse(dataset.columns).map(quoted);
+    return [dataset.table, history(dataset.table)].flatMap((table) => {
+      const named = new RegExp(`${table.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")}\\s+(?:as\\s+)?("(?:[^"]|"")+"|[\\w$]+)`, "gi");
+      const aliases = [...field.value.matchAll(named)].map(([, alias]) => alias).filter((alias) => !NO_ALIASES.has(alias.toLowerCase()));
+      return aliases.flatMap((alias) => columns.map((column) => `${alias}.${column}`));
+    });
+  }
+  function history(table) {
+    return `history."${table.replaceAll('"', '""')}"`;
+  }
   function names() {
     const own = [...document.querySelectorAll("li[data-columns]")].filter(({ dataset }) => dataset.stream === form.elements.stream.value);
     // Columns of tables that the query names come first.
     const named = own.filter(({ dataset }) => field.value.includes(dataset.table));
     const columns = [...named, ...own].flatMap(({ dataset }) => JSON.parse(dataset.columns).map(quoted));
-    return [...new Set([...(named.length ? columns : []), ...own.map(({ dataset }) => dataset.table), ...columns])];
+    const tables = own.map(({ dataset }) => dataset.table);
+    return [...new Set([...own.flatMap(byAlias), ...(named.length ? columns : []), ...tables, ...tables.map(history), ...columns])];
   }
   function word() {
     return field.value.slice(0, field.selectionStart).match(/["\w$.]*$/)[0];
@@ -281,7 +297,9 @@ function completeNames(field, form) {
     const begun = word().toLowerCase();
     close();
     if (!begun) return;
-    const fits = (name) => name.toLowerCase() !== begun && [name, name.replaceAll('"', ""), ...name.split(".").slice(1)].some((one) => one.toLowerCase().startsWith(begun) || one.replace(/^\W+/, "").startsWith(begun));
+    // By any part of its name; the history of a table by its whole name, or each table would be there twice.
+    const parts = (name) => (name.startsWith("history.") ? [] : name.split(".").slice(1));
+    const fits = (name) => name.toLowerCase() !== begun && [name, name.replaceAll('"', ""), ...parts(name)].some((one) => one.toLowerCase().startsWith(begun) || one.replace(/^\W+/, "").startsWith(begun));
     const found = names().filter(fits).slice(0, 10);
     found.forEach((name, at) => {
       const item = element("li", { id: `name-${at}`, onmousedown: (event) => event.preventDefault(), onclick: () => take(name) }, name);

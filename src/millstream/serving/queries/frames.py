@@ -14,6 +14,8 @@ from typing import IO, TYPE_CHECKING, BinaryIO, Final
 if TYPE_CHECKING:
     from millstream.home.home import Home
 
+POSITION_HEADER: Final = "Millstream-Token"
+"""The header of an answer to a query that has its token."""
 _HEAD: Final = struct.Struct("<BI")
 
 
@@ -34,6 +36,8 @@ class Frame(IntEnum):
     """The regions of merged rows, as JSON, before the answer's first bytes."""
     REASONS = 6
     """The reasons why rows may be missing, as JSON, before the answer's first bytes."""
+    TOKEN = 7
+    """The token of the answer, before its first bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,7 @@ def _answer(start: WorkerStart, request: QueryRequest, out: BinaryIO) -> None:
             start.home, request.stream, as_of=request.as_of, lake_only=request.lake_only, bounds=bounds
         ) as lake:
             reader = lake.stream(request.sql)
+            write_frame(out, Frame.TOKEN, str(lake.token).encode())
             if lake.regions:
                 write_frame(out, Frame.REGIONS, regions_as_json(lake.regions).encode())
             if reasons := (reader.schema.metadata or {}).get(REASONS_METADATA):

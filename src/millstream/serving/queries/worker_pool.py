@@ -25,7 +25,7 @@ from millstream.errors import LakeError, MillstreamError, error_of
 from millstream.model.query_reasons import REASONS_HEADER, as_header
 from millstream.model.region_ages import REGIONS_HEADER
 from millstream.private_files import make_folder
-from millstream.serving.queries.frames import Frame, QueryRequest, WorkerStart, read_frame
+from millstream.serving.queries.frames import POSITION_HEADER, Frame, QueryRequest, WorkerStart, read_frame
 from millstream.workers import Worker
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class AskedQuery:
         self._worker: _Worker | None = None
         self._failure: MillstreamError | None = None
         self.headers: dict[str, str] = {}
-        """Headers of the answer, from the first part on: the regions of merged rows, and the reasons why rows may be missing."""
+        """Headers of the answer, from the first part on: its token, the regions of merged rows, and the reasons why rows may be missing."""
 
     def give_up(self) -> None:
         """End the query, now or before it begins."""
@@ -195,6 +195,8 @@ class AskedQuery:
             kind, body = frame
             if kind == Frame.PART:
                 yield body
+            elif kind == Frame.TOKEN:
+                self.headers[POSITION_HEADER] = body.decode()
             elif kind == Frame.REGIONS:
                 self.headers[REGIONS_HEADER] = body.decode()
             elif kind == Frame.REASONS:
