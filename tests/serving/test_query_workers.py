@@ -21,7 +21,7 @@ from tests.app.served import serving
 import millstream
 from millstream.errors import InvalidQuery, LakeError
 from millstream.home.home import Home
-from millstream.lake.query.bounds import QueryBounds
+from millstream.lake.query.query_limits import QueryBounds
 from millstream.serving.queries.worker_pool import AskedQuery, Asking, QueryWorkers
 from millstream.testing.errors import coded
 
@@ -185,7 +185,7 @@ from pathlib import Path
 import psutil
 from millstream.home.home import Home
 from millstream.serving.queries.worker_pool import Asking, QueryWorkers
-from millstream.lake.query.bounds import QueryBounds
+from millstream.lake.query.query_limits import QueryBounds
 
 home = Home(Path(sys.argv[1]))
 workers = QueryWorkers(home, QueryBounds(64 << 20, 64 << 20, 600, home.queries_folder))

@@ -34,8 +34,8 @@ from millstream.model.ids import StreamId
 from millstream.nodes.node_checks import examine_nodes
 from millstream.private_files import is_open_to_others, make_folder
 from millstream.protocol.replication.promises_and_fencing import Role
+from millstream.writers.allowed_writers import examine_writers
 from millstream.writers.stall_reasons import troubles
-from millstream.writers.writer_facts import examine_writers
 
 if TYPE_CHECKING:
     from millstream.config.model import StreamConfig

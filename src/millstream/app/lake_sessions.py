@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from millstream.catalog import TableRow
     from millstream.home.home import Home
     from millstream.lake.known_tables import KnownTable
-    from millstream.lake.query.bounds import QueryBounds
+    from millstream.lake.query.query_limits import QueryBounds
     from millstream.lake.query.query_session import LakeSession
     from millstream.model.ids import StreamId, TableId
 

@@ -22,7 +22,7 @@ import structlog
 
 from millstream.errors import HttpError
 from millstream.serving.access import CERTIFICATE, name_in_certificate
-from millstream.serving.peer_state import PeerState, peer_state
+from millstream.serving.client_hang_up import PeerState, peer_state
 from millstream.serving.problem_documents import encoded, headers_of, plain_problem, problem_of
 from millstream.serving.request_bodies import Receive
 from millstream.serving.request_heads import HeadRefused, check_head

@@ -30,7 +30,7 @@ from millstream.client.home_calls import LATEST_ROWS_MAX
 from millstream.config.quantities import size_bytes
 from millstream.errors import HttpError, MillstreamError, Overloaded
 from millstream.export.follow_log import FollowedTables, batches_between, position_of
-from millstream.lake.query.bounds import QueryBounds
+from millstream.lake.query.query_limits import QueryBounds
 from millstream.model.access import Right
 from millstream.model.durations import duration_s
 from millstream.model.positions import StreamToken

@@ -29,8 +29,8 @@ from pyspark.sql import SparkSession
 from millstream.errors import EngineError
 from millstream.model.addresses import is_secret_key, mask_option
 from millstream.private_files import make_folder
-from millstream.spark.distribution import without_zipped_modules
 from millstream.spark.java import find_java
+from millstream.spark.unzipped_pyspark import without_zipped_modules
 
 _TASK_FAILURES_MAX: Final = 4
 """Spark's own default, except on a local master, where it is 1."""

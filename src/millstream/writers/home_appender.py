@@ -27,8 +27,8 @@ from millstream.processes.control_socket import ControlServer, have_done
 from millstream.processes.logs import leave_logs_to_application
 from millstream.processes.role_locks import RoleLock, holder, writer_role
 from millstream.workers import Worker, call_in_thread
+from millstream.writers.allowed_writers import refuse_embedded_catalog
 from millstream.writers.stream_writer import stream_writer
-from millstream.writers.writer_facts import refuse_embedded_catalog
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -47,12 +47,12 @@ from millstream.regions.region_retention import expect_followers, merge_needs
 from millstream.regions.retention_folds import MergedFolds
 from millstream.regions.state_files import KeptVectors
 from millstream.workers import Worker, watching
+from millstream.writers.allowed_writers import note_capturing_writer, refuse_embedded_catalog, refuse_to_capture
 from millstream.writers.buffer_consumer import BufferTaking
 from millstream.writers.home_appender import append_socket
 from millstream.writers.stall_reasons import forget_given_up, note_given_up
 from millstream.writers.stream_writer import StreamWriter, operation_taker, stream_writer
 from millstream.writers.write_buffers import buffer_name, open_buffer
-from millstream.writers.writer_facts import note_capturing_writer, refuse_embedded_catalog, refuse_to_capture
 
 if TYPE_CHECKING:
     from millstream.capture.config import CaptureOutcome, CaptureProgress

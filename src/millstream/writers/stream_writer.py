@@ -25,6 +25,7 @@ from millstream.regions.region_logs import RegionClocks, RegionsHeard, check_mer
 from millstream.routing.dispatch import Dispatcher
 from millstream.wal.files import RealFiles
 from millstream.wal.replica.ship_source import durable_marks
+from millstream.writers.allowed_writers import refuse_to_own
 from millstream.writers.catalog_catch_up import adopt_log
 from millstream.writers.one_of_several import OneOfSeveral
 from millstream.writers.stream_routing import StreamRouting, shards_to_open
@@ -35,7 +36,6 @@ from millstream.writers.write_buffers import (
     open_buffer,
     refuses_appends,
 )
-from millstream.writers.writer_facts import refuse_to_own
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,9 +17,9 @@ import pyarrow as pa
 
 from millstream.errors import LakeError, LakeUnavailable, MillstreamError, UsageError
 from millstream.lake.history_scan import records_of
-from millstream.lake.query.bounds import QueryBounds, QueryWatch
-from millstream.lake.query.files import PREFIX, HandedFiles, file_system
+from millstream.lake.query.query_limits import QueryBounds, QueryWatch
 from millstream.lake.query.read_only_sql import reading_statements
+from millstream.lake.query.readable_files import PREFIX, HandedFiles, file_system
 from millstream.lake.store_errors import lake_errors
 from millstream.lake.table_format import OpenTable
 from millstream.model.names import DEFAULT_SCHEMA

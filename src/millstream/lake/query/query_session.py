@@ -34,12 +34,12 @@ from millstream.lake.commit_cuts import Cut, CutTable, last_cut
 from millstream.lake.folded.current import current_columns
 from millstream.lake.known_tables import KnownTable, empty_records, empty_rows, is_meant, unknown_table
 from millstream.lake.layout import MESSAGES, LakeLayout, has_current
-from millstream.lake.query.bounds import QueryBounds
 from millstream.lake.query.duckdb_connection import Engine, quote
 from millstream.lake.query.log_tail import TailTables
 from millstream.lake.query.merged_rows import MERGED, MergedTables, MergedViews
 from millstream.lake.query.namesakes import Namesakes
 from millstream.lake.query.overlay import SEQ
+from millstream.lake.query.query_limits import QueryBounds
 from millstream.lake.query.renamed_records import records_sql
 from millstream.lake.query.rows import RecordRange, bag_sql, built_sql, keyed_sql, left_sql
 from millstream.lake.query.sql_keywords import CATALOG_WORDS, LIST, LISTED, stands_in, words_to_quote

@@ -53,8 +53,8 @@ from __future__ import annotations
 
 from millstream.protocol.sequencer.embedded import RESERVE_BLOCK, EmbeddedNumbers
 from millstream.protocol.sequencer.ledger import Drawn, Ledger, Registration, WriterEntry, WriterPhase, check_count
-from millstream.protocol.sequencer.view import Announcement, LedgerView
-from millstream.protocol.sequencer.writer import WriterNumbers
+from millstream.protocol.sequencer.persisted_upto import Announcement, LedgerView
+from millstream.protocol.sequencer.writer_numbers import WriterNumbers
 
 __all__ = [
     "RESERVE_BLOCK",

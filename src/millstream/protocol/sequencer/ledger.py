@@ -14,7 +14,7 @@ from typing import Final
 from millstream.errors import SequencingError, StaleEpoch
 from millstream.model.ids import Epoch, WriterId
 from millstream.model.positions import NO_NUMBERS, SEQ_MAX, Seq, SeqRange
-from millstream.protocol.sequencer.view import LedgerView
+from millstream.protocol.sequencer.persisted_upto import LedgerView
 
 
 class WriterPhase(StrEnum):

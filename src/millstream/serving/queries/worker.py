@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from millstream.app.lake_sessions import open_lake
 from millstream.errors import LakeError, MillstreamError
-from millstream.lake.query.bounds import QueryBounds
+from millstream.lake.query.query_limits import QueryBounds
 from millstream.model.query_reasons import REASONS_METADATA
 from millstream.model.region_ages import regions_as_json
 from millstream.serving.queries.frames import Frame, QueryRequest, WorkerStart, write_frame

@@ -30,7 +30,7 @@ from millstream.workers import Worker
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
-    from millstream.lake.query.bounds import QueryBounds
+    from millstream.lake.query.query_limits import QueryBounds
 
 _GRACE_S: Final = 0.5
 """How long a worker has to end a query after its time is over: DuckDB stops soon, unless it is planning."""

@@ -1,4 +1,4 @@
-"""The writers of a stream as the store shows them, and their announcements to one another."""
+"""The number up to which linear readers may read, from all writers' positions, and how writers announce theirs."""
 
 from __future__ import annotations
 

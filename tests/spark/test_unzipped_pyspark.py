@@ -9,7 +9,7 @@ import pyspark
 import pytest
 from pyspark.sql import SparkSession
 
-from millstream.spark.distribution import without_zipped_modules
+from millstream.spark.unzipped_pyspark import without_zipped_modules
 
 
 @pytest.mark.long
