@@ -19,9 +19,13 @@ import pytest
 from apps.forage.tests.chromium import NAMES, Chromium, browser_path
 from tests.app.homes import make_home
 from tests.console.homes import COLUMN, HOSTILE, VALUE
+from tests.console.test_diff_page import REPORT
 from tests.serving.servers import Served, served
 
 from millstream.catalog import TableState
+from millstream.console import diff_page
+from millstream.console.diff_page import Comparison
+from millstream.console.html import Rendered
 from millstream.errors import DiskFull, MillstreamError, SourceError
 from millstream.home.home import Home
 from millstream.model.access import Rights
@@ -109,6 +113,26 @@ def test_every_page_fits_and_axe_finds_nothing_serious(browser: Chromium, server
             ]
             assert serious == [], (path, width, scheme)
     assert browser.problems == []
+
+
+def test_wide_answers_and_long_states_fit_a_narrow_window(browser: Chromium, server: Served) -> None:
+    width = "document.documentElement.scrollWidth"
+    show(browser, server, "/query", width=360)
+    columns = ", ".join(f"'value{number}' AS a_column_with_a_long_name_{number}" for number in range(12))
+    browser.run(f"document.querySelector('textarea').value = {json.dumps('SELECT ' + columns)}; 0")
+    browser.click("button[value=table]")
+    browser.until("document.querySelector('#answer td') !== null && document.readyState === 'complete'")
+    assert browser.run(width) <= 360
+    assert browser.run("(({scrollWidth, clientWidth}) => scrollWidth > clientWidth)(document.querySelector('.scroll'))")
+    show(browser, server, "/diff", width=360)
+    compared = Comparison("shop", "", "anna", "2026-03-01 12:00:00+00:00", state="done", report=REPORT)
+    area = Rendered(list(diff_page.area(compared, may_see=True))).whole
+    browser.run(f"document.getElementById('live').innerHTML = {json.dumps(area)}; 0")
+    assert browser.run(width) <= 360
+    right = (
+        "Math.max(...[...document.querySelectorAll('article .state')].map((one) => one.getBoundingClientRect().right))"
+    )
+    assert 0 < browser.run(right) <= 348
 
 
 def test_hostile_names_run_nothing_and_no_page_asks_another_host(browser: Chromium, server: Served) -> None:
