@@ -27,7 +27,7 @@ class ColumnPlaces:
     def __init__(self, table: TableId, have: pa.Schema, eras: Eras | None, types: Mapping[str, str]) -> None:
         self._table = table
         self._types = types
-        self._kinds = {field.name: field.type for field in have}
+        self._kinds: dict[str, pa.DataType] = {field.name: field.type for field in have}
         self._known: dict[tuple[int, str], str] = {}
         """Columns of history, by a column's number and name."""
         self._numbers: dict[str, set[int]] = {}
