@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 from datetime import UTC, datetime
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 from tests.app.landed import LandedHome
+from tests.capture.test_definitions import MAKE, MORE_NAMES, NAMES, Source
+from tests.seeds import Seeds
 
 import millstream
 from millstream.delivery.backfill.rows import Rows, Wanted, tables_of, write_rows
 from millstream.delivery.definition import Definition
 from millstream.lake.query.query_session import LakeSession
 from millstream.model.positions import Seq
+from millstream.model.records import log_names
 from millstream.testing.pytest_plugin import Database
 from millstream.wal.reader import StreamReader
 
@@ -113,3 +118,38 @@ def test_a_name_whose_case_alone_changes_is_followed_in_every_view(tmp_path: Pat
             {"id": 1, "a": "x"},
             {"id": 2, "a": "z"},
         ]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [700, 701])
+def test_random_changes_are_answered_before_and_after_they_land(
+    tmp_path: Path, postgres: Database, seeds: Seeds, seed: int
+) -> None:
+    seed = seeds.kept_or_new(seed)
+    with postgres.connect(autocommit=True) as connection:
+        for statement in MAKE:
+            connection.execute(statement)
+        landed = LandedHome(tmp_path / "shop", postgres.dsn)
+        landed.catch_up()
+        source = Source(connection, Random(seed), (NAMES, MORE_NAMES)[seed % 2])
+        for _ in range(4):
+            source.play(5)
+            landed.capture()
+            found = connection.execute("SELECT * FROM t ORDER BY id")
+            names = log_names([column.name for column in found.description or ()])
+            wanted = [dict(zip(names, map(printed, row), strict=True)) for row in found.fetchall()]
+            assert answered(landed, names, lake_only=False) == wanted, source.done
+            landed.land()
+            assert answered(landed, names, lake_only=True) == wanted, source.done
+
+
+def answered(landed: LandedHome, names: list[str], *, lake_only: bool) -> list[dict[str, str | None]]:
+    """Return the rows as texts; a column that no record has had since it was added is null in every row."""
+    with millstream.open(landed.home.path) as home:
+        rows = home.query("FROM public.t ORDER BY id", lake_only=lake_only).to_pylist()
+    return [{name: printed(row.get(name)) for name in names} for row in rows]
+
+
+def printed(value: Any) -> str | None:
+    """Return a value as a text: a lake's column may have become one."""
+    return None if value is None else str(value)

@@ -22,6 +22,7 @@ from deltalake import DeltaTable
 from tests.seeds import Seeds
 
 from millstream import failpoints
+from millstream.errors import LakeError
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes, fold_table
 from millstream.lake.folded.scd2 import fold_into_versions, rebuild_versions
@@ -431,6 +432,21 @@ def test_a_text_from_before_a_copy_under_a_name_that_a_number_has_leaves_the_row
     commit_cut(layout, Seq(4), [landed], committed_at=datetime.now(UTC))
     with LakeSession(layout) as session:
         assert shown(session, "id") == [{"id": 1, "a": 5, "c": "x"}, {"id": 2, "a": 6, "c": "y"}]
+
+
+def test_records_without_numbers_whose_name_had_values_of_another_type_are_a_conflict(
+    tmp_path: Path, records: Records
+) -> None:
+    """Several readings fit them, so no one can tell whether the name is the same column."""
+    layout = LakeLayout(str(tmp_path / "lake"), "shop", StreamId(UUID(int=42)))
+    numbered = Source(Random(0), names={1: "id", 2: "a"}, kinds={1: pa.int64(), 2: INTEGERS}).schema
+    columns = (Column("id", pa.int64()), Column("a", pa.string()))
+    unclear = replace(numbered, version=SchemaVersion(2), columns=columns)
+    append_history(layout, numbered, [records(numbered, ("c", 1, {"id": 1, "a": [1], **moment(1)}))], Seq(1))
+    with pytest.raises(LakeError) as caught:
+        append_history(layout, unclear, [records(unclear, ("c", 2, {"id": 2, "a": "x", **moment(2)}))], Seq(2))
+    assert caught.value.code == "lake_schema_conflict"
+    assert "pipeline rebuild public.t --from source" in caught.value.hint
 
 
 @pytest.mark.parametrize("is_one_batch", [True, False])
