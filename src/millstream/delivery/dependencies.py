@@ -57,7 +57,7 @@ class Surroundings:
     """Name of the source's database; empty: there is none."""
 
     def resolve(self, text: str, reader: StreamReader, refuse: Callable[[str], MillstreamError]) -> Seq:
-        """Return the number behind which a consumer begins; see `starting.resolve`."""
+        """Return the number behind which a consumer begins; see `start_position.resolve`."""
         return resolve(text.strip(), reader, self.stream_id, self.parse_moment, lambda: datetime.now(UTC), refuse)
 
     def start_of(self, definition: Definition, reader: StreamReader) -> Seq:

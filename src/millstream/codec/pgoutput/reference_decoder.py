@@ -23,14 +23,14 @@ from millstream.codec.pgoutput.messages import (
     Update,
     parse_message,
 )
-from millstream.codec.pgoutput.relations import HEARTBEAT_PREFIX, RelationCache, TableDirectory, TransactionFacts
-from millstream.codec.pgoutput.rows import (
+from millstream.codec.pgoutput.record_rows import (
     OperationFacts,
     Record,
     RowsBuilder,
     check_schema,
     operations_batch,
 )
+from millstream.codec.pgoutput.relations import HEARTBEAT_PREFIX, RelationCache, TableDirectory, TransactionFacts
 from millstream.errors import ProtocolViolation
 from millstream.model.ids import SourceId, TableId
 from millstream.model.operations import OperationKind, TableRows, WriteOps

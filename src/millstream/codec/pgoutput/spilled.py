@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from millstream.codec.pgoutput.messages import Relation
+from millstream.codec.pgoutput.record_rows import OperationFacts, operations_batch
 from millstream.codec.pgoutput.relations import RelationCache, TableDirectory, TransactionFacts
-from millstream.codec.pgoutput.rows import OperationFacts, operations_batch
 from millstream.codec.pgoutput.runs import MessageRun
 from millstream.codec.pgoutput.vectorised_decoder import decode_block
 from millstream.model.ids import ShardId, SourceId, TableId

@@ -19,9 +19,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from millstream.codec.pgoutput.messages import LogicalMessage, Relation, Type, parse_message
+from millstream.codec.pgoutput.record_rows import Record, RowsBuilder, check_schema, undecodable
 from millstream.codec.pgoutput.reference_decoder import decode_block_plain, decode_plain
 from millstream.codec.pgoutput.relations import HEARTBEAT_PREFIX, RelationCache, TableDirectory
-from millstream.codec.pgoutput.rows import Record, RowsBuilder, check_schema, undecodable
 from millstream.codec.pgoutput.runs import MessageRun
 from millstream.errors import ProtocolViolation
 from millstream.model.ids import SourceId, TableId

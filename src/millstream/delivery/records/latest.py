@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.codec.pgoutput.rows import parse_column
+from millstream.codec.pgoutput.record_rows import parse_column
 from millstream.errors import RoutingError
 from millstream.model.ids import SourceId
 from millstream.model.predicate import Predicate
