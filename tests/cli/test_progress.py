@@ -59,3 +59,10 @@ def test_a_run_that_ends_speaks_of_the_slots_that_are_there(capsys: pytest.Captu
     assert "slot" not in capsys.readouterr().err
     report.conclude(RunOutcome(caught_up=False, interrupted=True, slots={"millstream_shop": 2048}))
     assert "for the slot millstream_shop, 2.0 KiB now" in capsys.readouterr().err
+
+
+def test_a_run_names_the_console_s_address(capsys: pytest.CaptureFixture[str]) -> None:
+    report = RunReport(terminal=False, until_caught_up=False)
+    report.heard(("serve", "listening", {"address": "127.0.0.1:8787", "url": "http://127.0.0.1:8787/"}))
+    line = "serve: the console is at http://127.0.0.1:8787/, next to /metrics, /healthz and /status"
+    assert capsys.readouterr().err.splitlines() == [line]

@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from psycopg.pq import Conninfo
@@ -17,6 +18,7 @@ from tests.cli.in_process import command
 from tests.seeds import examples
 
 from millstream.app.initialize import make_home
+from millstream.cli.main import cli
 from millstream.config.interpolation import interpolate_dsn
 from millstream.errors import UsageError
 from millstream.libpq import describe_parameters, parse_address
@@ -341,3 +343,15 @@ def test_every_keyword_of_libpq_is_known() -> None:
     keywords = [option.keyword.decode() for option in Conninfo.get_defaults()]
     assert "password" in keywords
     assert [word for word in keywords if mask_address(f"{word}=1") not in {f"{word}=1", f"{word}={MASK}"}] == []
+
+
+def test_init_checks_the_columns_with_the_password_that_it_got(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It read the file without the password, and reported a variable that the caller never heard of."""
+    monkeypatch.delenv("SHOP_PASSWORD", raising=False)
+    address = "postgresql://app:QXZJ0987@127.0.0.1:1/shop"
+    done = CliRunner().invoke(cli, ["init", str(tmp_path / "home"), "--stream", "shop", "--source", address])
+    assert done.exit_code == 0, done.output
+    assert "SHOP_PASSWORD is needed:  export SHOP_PASSWORD=…" in done.output
+    assert "The source isn't ready: " in done.output, "it was asked"
+    assert "not set" not in done.output
+    assert "QXZJ0987" not in done.output

@@ -15,6 +15,7 @@ from millstream.model.pgtypes import (
     log_type,
     numeric_precision,
     parse_lake_override,
+    type_in_words,
 )
 from millstream.model.schema import Column, PgType
 from millstream.testing.pytest_plugin import Database
@@ -92,6 +93,22 @@ def test_overrides_are_read(text: str, kind: pa.DataType):
 def test_what_is_no_override_is_a_configuration_error(text: str):
     with pytest.raises(ConfigError):
         parse_lake_override(text)
+
+
+@pytest.mark.parametrize(
+    ("pg", "words"),
+    [
+        (PgType(1700, ((12 << 16) | 2) + 4, "numeric"), "numeric(12,2)"),
+        (PgType(1231, ((12 << 16) | 2) + 4, "numeric[]"), "numeric(12,2)[]"),
+        (PgType(1700, -1, "numeric"), "numeric"),
+        (PgType(1043, 84, "character varying"), "character varying(80)"),
+        (PgType(1043, -1, "character varying"), "character varying"),
+        (PgType(1042, 7, "character"), "character(3)"),
+        (PgType(23, -1, "integer"), "integer"),
+    ],
+)
+def test_a_type_has_its_bounds_in_words(pg: PgType, words: str):
+    assert type_in_words(pg) == words
 
 
 def test_a_decimal_can_be_asked_for_numbers_only():

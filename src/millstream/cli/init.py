@@ -104,7 +104,6 @@ def init(
 
 def _list_columns(home: Path, environ: dict[str, str]) -> None:
     """Print which columns will be text in the lake and which won't be there, if the source can be asked."""
-    from millstream.config.file import load_config
     from millstream.errors import MillstreamError
     from millstream.home.config_mapping import capture_config
     from millstream.home.home import Home
@@ -112,8 +111,9 @@ def _list_columns(home: Path, environ: dict[str, str]) -> None:
     try:
         from millstream.capture.source_checks import check_source
 
-        config = load_config(home / "millstream.toml", environ).config
-        findings = [f for name, s in config.streams.items() for f in check_source(capture_config(Home(home), name, s))]
+        made = Home(home, environ=environ)
+        streams = made.config.streams.items()
+        findings = [found for name, one in streams for found in check_source(capture_config(made, name, one))]
     except (MillstreamError, ImportError) as error:
         note(f"Columns couldn't be checked yet: {error}")
         return

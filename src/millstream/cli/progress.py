@@ -104,7 +104,7 @@ class RunReport:
         elif what == "spark":
             self._line.say(f"{name}: {_spark_words(facts)}")
         elif what == "listening":
-            self._line.say(f"{name}: http://{facts.get('address')}/metrics, /healthz, /status")
+            self._line.say(f"{name}: the console is at {facts.get('url')}, next to /metrics, /healthz and /status")
         elif what == "progress" and name in self._parts:
             self._parts[name][str(facts.get("stream"))] = facts
             self._line.show(self._summary())

@@ -12,6 +12,7 @@ from millstream.console.pages import TABLE_HEADS, table_cells
 from millstream.errors import MillstreamError
 from millstream.model.human_text import human_bytes
 from millstream.model.ids import TableId
+from millstream.model.pgtypes import type_in_words
 from millstream.model.positions import Seq
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def _versions(schemas: Sequence[TableSchema]) -> Iterator[Html]:
             tag(
                 "tr",
                 tag("th", column.name, scope="row"),
-                tag("td", column.pg.name if column.pg is not None else str(column.arrow)),
+                tag("td", type_in_words(column.pg) if column.pg is not None else str(column.arrow)),
                 tag("td", "key" if column.name in schema.key else ""),
             )
             for column in schema.columns

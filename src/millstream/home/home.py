@@ -13,7 +13,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -44,6 +44,8 @@ class Home(HomePaths):
     needs_source: bool = True
     """Whether its configuration is read to connect to sources; if False, the variables of their DSNs need not be set.
     """
+    environ: Mapping[str, str] | None = field(default=None, compare=False, repr=False)
+    """The variables that its configuration names; the process's own if None."""
 
     # --- finding -----------------------------------------------------------------------------------------------
 
@@ -163,7 +165,7 @@ class Home(HomePaths):
         """Return the configuration with the origins of its values, read once. Raises as `load_config`."""
         from millstream.config.file import load_config
 
-        return load_config(self.config_file, needs_source=self.needs_source)
+        return load_config(self.config_file, self.environ, needs_source=self.needs_source)
 
     @property
     def config(self) -> Config:

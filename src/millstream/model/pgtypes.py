@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from millstream.errors import ConfigError
 from millstream.model.records import INSTANT
-from millstream.model.schema import Column
+from millstream.model.schema import Column, PgType
 
 DECIMAL_DIGITS_MAX: Final = 38
 
@@ -131,6 +131,11 @@ _TYPED: Final[dict[int, pa.DataType]] = {
 }
 
 
+_OF_LENGTH: Final = frozenset({1042, 1043})
+"""`char` and `varchar`: their modifier is the length and that of a varlena's head."""
+_LENGTH_WORD: Final = 4
+
+
 def builtin_name(oid: int) -> str | None:
     """Return `format_type(oid, NULL)` of a built-in type or an array of one; None for every other type."""
     if oid in _BUILTIN:
@@ -154,6 +159,17 @@ def numeric_precision(modifier: int) -> tuple[int, int] | None:
     packed = modifier - 4
     # make_numeric_typmod in numeric.c: 16 bits of precision, then the scale as an 11-bit two's complement.
     return (packed >> 16) & 0xFFFF, ((packed & 0x7FF) ^ 0x400) - 0x400
+
+
+def type_in_words(pg: PgType) -> str:
+    """Return a type as PostgreSQL prints it, with the bounds of a numeric, `varchar` or `char`: `numeric(12,2)[]`."""
+    name = pg.name.removesuffix("[]")
+    oid, brackets = element_oid(pg.oid) or pg.oid, pg.name[len(name) :]
+    if oid == NUMERIC_OID and (found := numeric_precision(pg.modifier)) is not None:
+        return f"{name}({found[0]},{found[1]}){brackets}"
+    if oid in _OF_LENGTH and pg.modifier >= _LENGTH_WORD:
+        return f"{name}({pg.modifier - _LENGTH_WORD}){brackets}"
+    return pg.name
 
 
 def _decimal(modifier: int) -> pa.DataType | None:

@@ -76,8 +76,9 @@ def serve_home(home: Home, lifeline: Lifeline, parts: Iterable[Callable[[Applica
         application.start()
         # A wildcard address isn't one that a person can open.
         address = f"{host}:{listener.getsockname()[1]}"
-        lifeline.tell("listening", {"address": address})
-        logger.info("listening", address=address)
+        url = f"{'http' if home.config.http.tls_certificate is None else 'https'}://{address}/"
+        lifeline.tell("listening", {"address": address, "url": url})
+        logger.info("listening", address=address, console=url)
         _raise_open_files()
         _clear(home.queries_folder)
         # Objects that exist by now stay: collecting them repeatedly takes as long as a tenth of the
