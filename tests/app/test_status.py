@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from tests.app.homes import run
 from tests.commands import Command
 
+from millstream.app import status as status_module
 from millstream.app.open_home import open_other
 from millstream.app.status import collect_status, quarantine_of
 from millstream.app.table_requests import copy_table, list_tables, retry_table
@@ -115,6 +116,27 @@ def test_a_node_tells_what_its_own_lake_has_and_not_what_the_leader_before_had_l
     shown = CliRunner().invoke(cli, ["--home", str(home.path), "status"]).output
     assert "landed" not in shown
     assert "log → lake: unknown while nothing runs" in shown
+
+
+def test_the_landed_position_is_never_ahead_of_the_durable_one(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records became durable and landed between the two reads, and `status` showed an impossible order."""
+    durable = status_module._durable
+
+    def durable_before_more(*arguments: Any) -> Seq | None:
+        found = durable(*arguments)
+        with home.open_catalog() as catalog:
+            stream = catalog.stream("shop").id
+            _write(home, catalog.register_writer(stream)[1], stream, catalog.reservations(stream))
+        return found
+
+    def all_landed(*_arguments: Any) -> Seq | None:
+        return durable(home, "shop", [])
+
+    monkeypatch.setattr(status_module, "_durable", durable_before_more)
+    monkeypatch.setattr(status_module, "_landed", all_landed)
+    tokens = collect_status(home)["streams"][0]["tokens"]
+    durable_n, landed_n = (int(tokens[key].partition(".s")[2]) for key in ("durable", "landed"))
+    assert 0 < landed_n <= durable_n
 
 
 def test_what_cannot_be_read_is_a_problem_and_the_rest_is_shown(home: Home) -> None:

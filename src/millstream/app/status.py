@@ -154,8 +154,9 @@ def _stream(
         return {"name": name, "id": None, "state": "never run"}
     capture, pipeline = live
     captured, landing = (capture or {}).get("progress") or {}, (pipeline or {}).get("progress") or {}
-    durable = _durable(home, name, problems)
+    # In this order: what has landed was durable before, also if both move between the two.
     landed = _landed(home, catalog, name, stream, problems)
+    durable = _durable(home, name, problems)
     counted = backlog_counter(home, name, durable, backlogs, problems)
     writers = catalog.writers(stream)
     writer = next((one for one in writers if one.name == _own_name(home)), writers[-1] if writers else None)
