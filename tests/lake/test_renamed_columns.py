@@ -29,6 +29,7 @@ from millstream.lake.folded.scd2 import fold_into_versions, rebuild_versions
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, TableCommit
 from millstream.lake.query.query_session import LakeSession
+from millstream.lake.schema_history import ERAS_MAX, Eras
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import Column, ReplicaIdentity, TableSchema
@@ -447,6 +448,19 @@ def test_records_without_numbers_whose_name_had_values_of_another_type_are_a_con
         append_history(layout, unclear, [records(unclear, ("c", 2, {"id": 2, "a": "x", **moment(2)}))], Seq(2))
     assert caught.value.code == "lake_schema_conflict"
     assert "pipeline rebuild public.t --from source" in caught.value.hint
+
+
+def test_the_era_in_which_a_name_passes_on_in_another_case_is_kept_beyond_the_bound() -> None:
+    source = Source(Random(0))
+    told = []
+    for n in range(ERAS_MAX + 10):
+        # Beyond the bound, "a" is dropped and "A" added; all later eras add columns.
+        source.names = {1: "id", 2: "a"} if n < 3 else {1: "id", 3: "A"}
+        source.names |= {100 + place: f"c{place}" for place in range(n)}
+        told.append((Seq(n), source.schema))
+    kept = dict(Eras("public.t", tuple(told)).bounded().told)
+    assert Seq(3) in kept
+    assert Seq(2) not in kept
 
 
 @pytest.mark.parametrize("is_one_batch", [True, False])

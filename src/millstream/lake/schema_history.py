@@ -100,7 +100,10 @@ class Eras:
         return replace(self, told=tuple(kept), complete_from=complete_from)
 
     def _names(self) -> list[dict[int, str]]:
-        """Return, for each era, the names of those columns by number that have had another one, or whose name another had."""
+        """Return, for each era, the names of those columns by number that have had another one, or whose name another had.
+
+        A name is the same in whatever case: two columns may lie in one column of history then.
+        """
         pairs = {
             (schema.table_id, column.number, column.name)
             for _, schema in self.told
@@ -108,12 +111,12 @@ class Eras:
             if column.number
         }
         numbers = Counter((table, number) for table, number, _ in pairs)
-        names = Counter((table, name) for table, _, name in pairs)
+        names = Counter((table, name.lower()) for table, _, name in pairs)
         return [
             {
                 column.number: column.name
                 for column in schema.columns
-                if numbers[schema.table_id, column.number] > 1 or names[schema.table_id, column.name] > 1
+                if numbers[schema.table_id, column.number] > 1 or names[schema.table_id, column.name.lower()] > 1
             }
             for _, schema in self.told
         ]
