@@ -19,7 +19,7 @@ from millstream.app.status import collect_status
 from millstream.console import charts_page
 from millstream.console.figures import OF_STREAM, Figures
 from millstream.console.html import Rendered
-from millstream.home.figure_ring import PERIODS, Figure, FigureRing
+from millstream.home.figure_ring import PERIODS, Figure, FigureRing, Period
 
 START_S: Final = 1_800_000_000
 FIGURES: Final = (Figure("a", "A", "records", "mean"), Figure("b", "B", "bytes"), Figure("c", "C", "bytes", "least"))
@@ -119,6 +119,7 @@ def test_a_sample_has_what_the_status_says_since_the_one_before(site: Site) -> N
     clock = iter([START_S, START_S + 15, START_S + 15, START_S + 15])
     figures = Figures(site.home, lambda: status, lambda: next(clock))
     status["measures"] = measured(100, 10, 0)
+    shop["tables"][0] |= {"live_bytes": 1 << 20, "disk_bytes": 5 << 20}
     figures.take()
     status["measures"] = measured(400, 100, 10)
     figures.take()
@@ -131,6 +132,7 @@ def test_a_sample_has_what_the_status_says_since_the_one_before(site: Site) -> N
     assert found["durable_mean_s"] == pytest.approx((90 * 0.001 + 10 * 0.1) / 100)
     assert found["durable_p99_s"] == pytest.approx(0.1)
     assert found["log_bytes"] == pytest.approx(shop["log"]["bytes"])
+    assert found["lake_bytes"] == 5 << 20, "files, not the part of them that the newest version needs"
     ((_, (memory, free)), _) = figures.of("", "hour")[0]
     assert free > 1 << 20
     assert math.isnan(memory), "no process of the home runs"
@@ -189,6 +191,20 @@ def test_the_charts_have_every_figure_in_a_table_and_no_others_memory(site: Site
 def test_a_line_ends_where_samples_are_missing() -> None:
     column = [(0, 1.0), (15, 2.0), (300, 1.0)]
     assert list(charts_page._points(column, 0, 1500, 2.0, 15)) == ["5.0,52.0 15.0,4.0", "205.0,52.0 205.0,52.0"]
+
+
+@pytest.mark.parametrize(
+    ("period", "first", "last"),
+    [
+        (HOUR, "08:00:00", "09:00:00"),
+        (DAY, "14 Jan 08:00", "15 Jan 08:00"),
+        (WEEK, "Fri 08 Jan 08:00", "Fri 15 Jan 08:00"),
+    ],
+)
+def test_the_ends_of_an_axis_differ_in_each_period(period: Period, first: str, last: str) -> None:
+    end_s = START_S + (0 if period is not HOUR else 3600)
+    begin_s = end_s - period.step_s * period.samples
+    assert (charts_page._time(begin_s, period), charts_page._time(end_s, period)) == (first, last)
 
 
 def test_the_page_names_its_streams_and_periods(site: Site) -> None:

@@ -199,5 +199,6 @@ def in_words(unit: str, value: float) -> str:
 
 
 def _time(at_s: int, period: Period) -> str:
-    form = "%H:%M:%S" if period.step_s < 60 else "%H:%M" if period.name == "day" else "%a %H:%M"
+    # A day and a week end at the time, or on the weekday, that they begin at: their dates tell the ends apart.
+    form = {"hour": "%H:%M:%S", "day": "%d %b %H:%M", "week": "%a %d %b %H:%M"}[period.name]
     return datetime.fromtimestamp(at_s, UTC).strftime(form)

@@ -33,7 +33,7 @@ OF_STREAM: Final = (
     Figure("consumer_records", "for the last consumer", "records"),
     Figure("source_bytes", "at the source", "bytes"),
     Figure("log_bytes", "log", "bytes"),
-    Figure("lake_bytes", "rows in the lake", "bytes"),
+    Figure("lake_bytes", "files of current in the lake", "bytes"),
 )
 OF_HOME: Final = (
     Figure("memory_bytes", "all processes", "bytes"),
@@ -133,7 +133,7 @@ def _levels(stream: Mapping[str, Any]) -> Iterator[float]:
     """Yield what a stream has at the moment: the last six of `OF_STREAM`."""
     lag = stream["lag"]
     behind = [one["lag"]["records"] for one in stream["consumers"] if one["lag"]["records"] is not None]
-    lakes = [table["live_bytes"] for table in stream["tables"] if table["live_bytes"] is not None]
+    lakes = [table["disk_bytes"] for table in stream["tables"] if table["disk_bytes"] is not None]
     yield from (_known(lag["lake"]["seconds"]), _known(lag["lake"]["records"]), _known(max(behind, default=None)))
     yield from (_known(lag["capture"]["bytes"]), _known(stream["log"]["bytes"]), _known(sum(lakes) if lakes else None))
 
