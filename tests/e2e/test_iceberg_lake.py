@@ -67,16 +67,33 @@ def test_iceberg_tables_follow_the_source_and_other_programs_read_them(postgres:
     current = table(home, "current", "public__items").scan().to_arrow().sort_by("id")
     assert current.column("value").to_pylist() == [row["value"] for row in expected]
     assert current.column("small").to_pylist() == [row["small"] for row in expected]
+    renamed = table(home, "current", "public__items")
+    assert [
+        schema.find_field(name).field_id for schema, name in ((renamed.schemas()[0], "v"), (renamed.schema(), "value"))
+    ] == [2, 2]
+    copies = """SELECT count(*) FILTER (__op = 'r') n FROM history."public.items" """
+    copied_rows = queried(copies)[0]["n"]
     assert table(home, "current", "public__bag").scan().to_arrow().num_rows == 2
     home.command("diff")
     home.command("pipeline", "rebuild", "public.items")
     assert home.caught_up_here() == {}
     assert [row["value"] for row in queried(changed, "--lake-only")] == [row["value"] for row in expected]
+    home.command("pipeline", "rebuild", "public.items", "--from", "source")
+    assert home.caught_up_here() == {}
+    assert queried(copies)[0]["n"] == copied_rows + len(expected)
+    assert [row["value"] for row in queried(changed, "--lake-only")] == [row["value"] for row in expected]
+    home.command("diff")
     for words in (("tables", "copy", "public.items", "--forget"), ("pipeline", "move", "elsewhere")):
         with pytest.raises(AssertionError, match="isn't supported with this format of tables"):
             home.command(*words)
     assert home.status()["streams"][0]["tables"][0]["state"] == "streaming"
     assert [row["value"] for row in queried(changed, "--lake-only")] == [row["value"] for row in expected]
+    source.execute("ALTER TABLE items RENAME COLUMN price TO cost")
+    source.execute("UPDATE items SET cost = 5 WHERE id = 1")
+    assert home.caught_up_here() == {}
+    costs = queried("SELECT id, cost FROM public.items WHERE cost IS NOT NULL ORDER BY id", "--lake-only")
+    assert [(row["id"], str(row["cost"])) for row in costs] == [(1, "5.00"), (1000, "9.99")]
+    assert queried(copies)[0]["n"] == copied_rows + len(expected), "a table with a renamed column was copied again"
     checks = json.loads(home.command("doctor", "--json", check=False))["checks"]
     assert {c["name"]: c["ok"] for c in checks if c["name"] == "lake.catalog"} == {"lake.catalog": True}
 

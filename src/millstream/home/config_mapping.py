@@ -66,7 +66,7 @@ def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: 
         copy_workers=source.copy_workers,
         chunk_rows=source.copy_chunk_rows,
         copy_rate=copy_rate(home, name, source.copy_rate),
-        follows_names=stream.lake.format == "delta",
+        follows_names=stream.lake.format != "postgres",
         copy_again_above=size_bytes(source.copy_again_above),
         buffer_bytes_max=size_bytes(source.memory),
         heartbeat_s=duration_s(source.heartbeat_interval),

@@ -30,6 +30,7 @@ from millstream.lake.layout import LakeLayout
 from millstream.lake.store_errors import lake_errors, plain_text, store_error
 from millstream.lake.table_format import Commit, OpenTable, format_of, open_table
 from millstream.model.addresses import mask_address
+from millstream.model.column_renames import Names
 from millstream.model.ids import TableId
 
 ROW_GROUP_ROWS: Final = 1 << 16
@@ -145,19 +146,23 @@ def folders_in(layout: LakeLayout, path: str) -> list[str]:
 class TableFiles:
     """Writes new files of one table, and reads its existing ones."""
 
-    def __init__(self, layout: LakeLayout, path: str, bounded: Sequence[str] = ()) -> None:
+    def __init__(
+        self, layout: LakeLayout, path: str, bounded: Sequence[str] = (), renamed: Names | None = None
+    ) -> None:
         """See the class.
 
         Args:
             layout: where the lake is.
             path: the table's folder.
             bounded: `boundable` columns, whose lowest and greatest values are recorded with each file.
+            renamed: the names that the table's columns had before the commit of new files.
         """
         self._storage = storage_of(layout, path)
         self._path = path
         self._bounded = tuple(bounded)
         self._layout = layout
         self._format = format_of(layout)
+        self._renamed = renamed
         self._stored: dict[pa.Schema, pa.Schema] = {}
 
     def write(
@@ -177,7 +182,7 @@ class TableFiles:
         bounds = ColumnBounds([schema.field(n) for n in self._bounded if schema.get_field_index(n) >= 0])
         stored = self._stored.get(schema)
         if stored is None:
-            stored = self._stored[schema] = self._format.file_columns(self._layout, self._path, schema)
+            stored = self._stored[schema] = self._format.file_columns(self._layout, self._path, schema, self._renamed)
         filled = [field.name for field in stored if not field.nullable]
         with lake_errors(self._path):
             if partition and _is_local(self._storage):

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 
 from millstream.errors import LakeError
 from millstream.lake.layout import LakeLayout
+from millstream.model.column_renames import Names
 from millstream.model.positions import Seq
 
 if TYPE_CHECKING:
@@ -190,6 +191,7 @@ class OpenTable(Protocol):
         mode: Literal["append", "overwrite"] = "append",
         schema: pa.Schema | None = None,
         key: Sequence[str] = (),
+        renamed: Names | None = None,
         data_change: bool = True,
     ) -> None:
         """Commit in one step that some files are added to the table and others removed; the handle is at the new version.
@@ -201,6 +203,7 @@ class OpenTable(Protocol):
             mode: `overwrite` removes all files, and makes `schema` the table's.
             schema: the table's new columns; None: unchanged.
             key: with new columns, those that identify a row; a format may declare them.
+            renamed: with new columns, the names that they had before; a format may keep their ids.
             data_change: False if no row changes.
 
         Raises:
@@ -282,8 +285,15 @@ class TableFormat(Protocol):
             LakeUnavailable (`catalog_unreachable`): it doesn't answer.
         """
 
-    def file_columns(self, layout: LakeLayout, path: str, columns: pa.Schema) -> pa.Schema:
-        """Return the columns of a new file of the table at `path` as Parquet gets them; the same if the format adds nothing."""
+    def file_columns(self, layout: LakeLayout, path: str, columns: pa.Schema, renamed: Names | None) -> pa.Schema:
+        """Return the columns of a new file of the table at `path` as Parquet gets them; the same if the format adds nothing.
+
+        Args:
+            layout: where the lake is.
+            path: the table's folder.
+            columns: of the file.
+            renamed: the names that they had before, if the file's commit renames them.
+        """
 
 
 def refuse_other_format(path: str, metadata_folder: str) -> None:

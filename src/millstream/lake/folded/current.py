@@ -159,7 +159,7 @@ class Fold:
             LakeError: a record leaves a column unchanged and the lake holds no earlier row of it.
         """
         plan = self.plan
-        files = TableFiles(plan.layout, plan.path, plan.bounded)
+        files = TableFiles(plan.layout, plan.path, plan.bounded, plan.renamed)
         writer = LeafWriter(
             files,
             plan.target,
@@ -215,6 +215,7 @@ class Fold:
             remove=() if plan.anew else [leaf.path for leaf in removed],
             mode="overwrite" if plan.anew else "append",
             schema=plan.target if plan.anew else None,
+            renamed=plan.renamed,
             key=plan.schema.key,
         )
         failpoints.hit("lake.after_fold_commit")

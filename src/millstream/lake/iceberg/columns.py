@@ -7,7 +7,7 @@ those that the table has by then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
@@ -33,6 +33,7 @@ from pyiceberg.types import (
 )
 
 from millstream.lake.data_files import FIELD_ID
+from millstream.model.column_renames import Names
 
 if TYPE_CHECKING:
     from pyiceberg.table import Transaction
@@ -124,7 +125,14 @@ def sort_fields(schema: Schema, key: Sequence[str]) -> list[SortField]:
     return [SortField(field.field_id, IdentityTransform()) for field in fields if field.field_type.is_primitive]
 
 
-def evolve(transaction: Transaction, columns: pa.Schema, *, replaces: bool, key: Sequence[str] = ()) -> UpdateSchema:
+def evolve(
+    transaction: Transaction,
+    columns: pa.Schema,
+    *,
+    replaces: bool,
+    key: Sequence[str] = (),
+    renamed: Names | None = None,
+) -> UpdateSchema:
     """Return the update, not yet committed, that gives a table some columns.
 
     A type that Iceberg can't promote becomes a new column of the same name; all files must be replaced then.
@@ -134,27 +142,52 @@ def evolve(transaction: Transaction, columns: pa.Schema, *, replaces: bool, key:
         columns: in Arrow.
         replaces: whether the table's other columns go.
         key: if the table's files are replaced, too: the columns that identify a row.
+        renamed: if they are replaced: the names that columns had before. They keep their ids, unless another column
+            takes one of these names.
     """
     have = transaction.table_metadata.schema()
     names = {field.name: field for field in have.fields}
     update = transaction.update_schema(allow_incompatible_changes=replaces)  # a column may become one without nulls
     required = {field.name for field in have.fields if field.required}
+    before = _kept(names, columns, renamed) if replaces else {}
     if replaces:
         required = set(key) if identifies(columns, key) else set()
-        update.set_identifier_fields(*(name for name in key if name in required))
-        for name in names.keys() - set(columns.names):
+        for name in names.keys() - set(columns.names) - set(before.values()):
             update.delete_column((name,))
     for column in columns:
-        kind, had, is_required = iceberg_type(column.type), names.get(column.name), column.name in required
+        old = before.get(column.name, column.name)
+        kind, had, is_required = iceberg_type(column.type), names.get(old), column.name in required
         if had is None:
             update.add_column((column.name,), kind, required=is_required)
         elif _is_alike(had.field_type, kind) or _is_promoted(had.field_type, kind):
             wide = None if _is_alike(had.field_type, kind) else kind
-            update.update_column((column.name,), wide, required=is_required if is_required != had.required else None)
+            update.update_column((old,), wide, required=is_required if is_required != had.required else None)
+            if old != column.name:
+                update.rename_column((old,), column.name)
         elif replaces:
             update.delete_column((column.name,))
             update.add_column((column.name,), kind, required=is_required)
+    if replaces:
+        update.set_identifier_fields(
+            *(name for name in key if name in required)
+        )  # after the renames, which change them
     return update
+
+
+def _kept(names: Mapping[str, NestedField], columns: pa.Schema, renamed: Names | None) -> dict[str, str]:
+    """Return the old names, by the new ones, of renamed columns if they can keep their ids; else none.
+
+    pyiceberg (0.12) can't rename a column and give its name to a new one in the same update.
+    """
+    before = {new: old for new, old in (renamed or {}).items() if old is not None and new in columns.names}
+    for new, old in before.items():
+        had = names.get(old)
+        kind = iceberg_type(columns.field(new).type)
+        if had is None or not (_is_alike(had.field_type, kind) or _is_promoted(had.field_type, kind)):
+            return {}
+        if (old in columns.names and old not in before) or (new in names and new not in before.values()):
+            return {}
+    return before
 
 
 def with_ids(schema: Schema, columns: pa.Schema) -> pa.Schema:

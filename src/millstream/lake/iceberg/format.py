@@ -36,6 +36,7 @@ from millstream.lake.iceberg.names import identifier_of, view_of
 from millstream.lake.layout import LakeLayout
 from millstream.lake.other_formats import check_format
 from millstream.lake.table_format import refuse_other_format
+from millstream.model.column_renames import Names
 
 if TYPE_CHECKING:
     from pyiceberg.table import Table
@@ -157,7 +158,7 @@ class IcebergFormat:
             count = len(catalog_of(layout).list_namespaces())
         return f"the catalog answers, and has {count} {'namespace' if count == 1 else 'namespaces'}"
 
-    def file_columns(self, layout: LakeLayout, path: str, columns: pa.Schema) -> pa.Schema:
+    def file_columns(self, layout: LakeLayout, path: str, columns: pa.Schema, renamed: Names | None) -> pa.Schema:
         """See `TableFormat`."""
         table = _load(layout, path)
         if table is None:
@@ -169,7 +170,8 @@ class IcebergFormat:
             for field in columns
             if field.name in fits.names and not field.type.equals(fits.field(field.name).type)
         ]
-        evolved = evolve(table.transaction(), columns, replaces=bool(others))._apply()  # noqa: SLF001 - what a commit would make of it
+        replaces = bool(others or renamed)
+        evolved = evolve(table.transaction(), columns, replaces=replaces, renamed=renamed)._apply()  # noqa: SLF001 - what a commit would make of it
         return with_ids(evolved, columns)
 
 

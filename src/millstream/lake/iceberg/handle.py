@@ -50,6 +50,7 @@ from millstream.lake.iceberg.facts import (
 from millstream.lake.iceberg.files import storage_of
 from millstream.lake.layout import LakeLayout
 from millstream.lake.table_format import Commit, Tail
+from millstream.model.column_renames import Names
 from millstream.model.positions import Seq
 
 if TYPE_CHECKING:
@@ -176,6 +177,7 @@ class IcebergHandle:
         mode: Literal["append", "overwrite"] = "append",
         schema: pa.Schema | None = None,
         key: Sequence[str] = (),
+        renamed: Names | None = None,
         data_change: bool = True,  # noqa: ARG002 - a snapshot of ours is recognized by its summary
     ) -> None:
         """See `OpenTable`."""
@@ -188,7 +190,9 @@ class IcebergHandle:
                 if not is_same and self._position() != self.n:
                     raise moved
                 transaction = self._table.transaction()
-                self._stage(transaction, commit, add, remove, schema if mode == "overwrite" else None, key, mode)
+                if mode == "overwrite" and schema is not None:
+                    _take_columns(transaction, schema, key, renamed)
+                self._stage(transaction, commit, add, remove, mode)
                 made = transaction.table_metadata.current_snapshot_id
                 try:
                     transaction.commit_transaction()
@@ -216,13 +220,9 @@ class IcebergHandle:
         commit: Commit,
         add: Sequence[NewFile],
         remove: Sequence[str],
-        columns: pa.Schema | None,
-        key: Sequence[str],
         mode: Literal["append", "overwrite"],
     ) -> None:
-        """Add everything that a commit does to a transaction."""
-        if columns is not None:
-            _take_columns(transaction, columns, key)
+        """Add a commit's files and facts to a transaction."""
         metadata = transaction.table_metadata
         ids = ids_of(metadata.schema())
         if any(ids.get(name) != field_id for file in add for name, field_id in file.field_ids.items()):
@@ -327,10 +327,10 @@ class IcebergHandle:
             upkeep.delete_orphans(self._layout, self.path, self._table, now_ms=now_ms)
 
 
-def _take_columns(transaction: Transaction, columns: pa.Schema, key: Sequence[str]) -> None:
+def _take_columns(transaction: Transaction, columns: pa.Schema, key: Sequence[str], renamed: Names | None) -> None:
     """Give a table columns and a key in place of its own, in a commit that replaces all of its files."""
     # In one step: pyiceberg checks a sort order and a schema against each other after each.
-    update = evolve(transaction, columns, replaces=True, key=key)
+    update = evolve(transaction, columns, replaces=True, key=key, renamed=renamed)
     updates, requirements = update._commit()  # noqa: SLF001
     fields = sort_fields(update._apply(), key)  # noqa: SLF001
     metadata = transaction.table_metadata
