@@ -315,6 +315,13 @@ class Tables(CatalogPart):
         query = select(t.schema_versions.c.arrow).join(t.tables).where(t.tables.c.stream == str(stream))
         return {(schema.table_id, schema.version): schema for schema in self._schemas(query)}
 
+    def schema_times(self, table: TableId) -> dict[SchemaVersion, int]:
+        """Return when each version of a table's schema was first recorded here, in microseconds since 1970-01-01 UTC."""
+        columns = t.schema_versions.c
+        query = select(columns.version, columns.created_us).where(columns.table_id == table)
+        with self._database.read() as connection:
+            return {SchemaVersion(row.version): row.created_us for row in connection.execute(query)}
+
     def schema(self, table: TableId, version: SchemaVersion) -> TableSchema | None:
         """Return one version of a table's schema; None if the catalog doesn't have it."""
         query = select(t.schema_versions.c.arrow).where(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.console.html import Content, Html, Part, Piece, escaped, tag, with_code
@@ -18,6 +19,7 @@ from millstream.model.positions import Seq
 if TYPE_CHECKING:
     from millstream.console.view import Status
     from millstream.home.home import Home
+    from millstream.model.ids import SchemaVersion
     from millstream.model.schema import TableSchema
 
 RECORDS_SHOWN: Final = 20
@@ -57,14 +59,15 @@ def details(home: Home, stream: str, table_id: int) -> list[Content]:
     """Return a table's definitions, with what each changed, and its last records. Blocks."""
     with home.open_catalog() as catalog:
         schemas = catalog.schemas(catalog.stream(stream).id)
+        times = catalog.schema_times(TableId(table_id))
     own = sorted((schema for (table, _), schema in schemas.items() if table == table_id), key=lambda one: -one.version)
     return [
-        tag("section", tag("h2", "Definitions"), *_versions(own)),
+        tag("section", tag("h2", "Definitions"), *_versions(own, times)),
         last_records(home, stream, TableId(table_id)),
     ]
 
 
-def _versions(schemas: Sequence[TableSchema]) -> Iterator[Html]:
+def _versions(schemas: Sequence[TableSchema], times: Mapping[SchemaVersion, int]) -> Iterator[Html]:
     if not schemas:
         yield tag("p", "None so far.")
     for number, schema in enumerate(schemas):
@@ -80,8 +83,9 @@ def _versions(schemas: Sequence[TableSchema]) -> Iterator[Html]:
         ]
         heads = tag("tr", *(tag("th", head, scope="col") for head in ("Column", "Type", "Key")))
         title = f"Version {schema.version}: {schema.full_name}, {len(rows)} columns" + _changes(before, schema)
+        since = datetime.fromtimestamp(times[schema.version] // 1_000_000, UTC).isoformat(" ")
         body = tag("div", tag("table", tag("thead", heads), tag("tbody", *rows)), class_="scroll")
-        yield tag("details", tag("summary", title), body, open=number == 0)
+        yield tag("details", tag("summary", title, f", since {since}"), body, open=number == 0)
 
 
 def _changes(before: TableSchema | None, after: TableSchema) -> str:
