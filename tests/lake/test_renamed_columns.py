@@ -361,7 +361,6 @@ def life(
 ) -> None:
     """Land, fold and query a table whose columns are renamed, swapped, added and dropped between rows."""
     layout = lake or LakeLayout(str(tmp_path / "lake"), "shop", StreamId(UUID(int=42)))
-    can_have_versions = keyed and layout.format == "delta"
     source = Source(Random(seed), keyed, *([tuple(added), CASES] if added else []))
     moments: list[tuple[int, str, list[dict[str, Any]]]] = []
     is_versioned = False
@@ -378,7 +377,7 @@ def life(
             sizes = source.rng.choice([DEFAULT_SIZES, SMALL])
             fold = partial(fold_table, layout, source.schema, Seq(upto), sizes=sizes)
             landed.append(repeated(source.rng, fold))
-        has_versions = can_have_versions and source.rng.random() < 0.6
+        has_versions = keyed and source.rng.random() < 0.6
         if has_versions:
             sizes = source.rng.choice([DEFAULT_SIZES, SMALL])
             fold = partial(fold_into_versions, layout, source.schema, Seq(source.n), sizes=sizes)
@@ -408,7 +407,7 @@ def life(
         current = read(layout, layout.table_path("current", source.schema))
         current = current.drop_columns([name for name in current.column_names if name == "__exact"])
         assert sorted(current.to_pylist(), key=lambda row: row[source.names[1]]) == source.expected()
-    for fold in (fold_into_versions, rebuild_versions) if can_have_versions else ():
+    for fold in (fold_into_versions, rebuild_versions) if keyed else ():
         fold(layout, source.schema, Seq(source.n))
         rows = read(layout, layout.table_path("scd2", source.schema))
         assert live(rows.to_pylist(), source) == versions(source)

@@ -22,6 +22,7 @@ from deltalake import DeltaTable
 from millstream.errors import LakeConflict, LakeError, LakeTableForeign
 from millstream.lake.commit_cuts import commit_cut, last_cut
 from millstream.lake.folded.current import begin_fold, fold_table
+from millstream.lake.folded.scd2 import fold_into_versions, rebuild_versions
 from millstream.lake.history import append_history, commit_records, write_records
 from millstream.lake.iceberg.catalog import catalog_of
 from millstream.lake.iceberg.files import address_of
@@ -64,7 +65,9 @@ def lake(request: pytest.FixtureRequest, tmp_path: Path, layout: LakeLayout) -> 
             return in_rest_catalog(request.getfixturevalue("iceberg_catalog"))
 
 
-def rows_of(layout: LakeLayout, view: Literal["current", "history"], schema: TableSchema) -> list[dict[str, object]]:
+def rows_of(
+    layout: LakeLayout, view: Literal["current", "history", "scd2"], schema: TableSchema
+) -> list[dict[str, object]]:
     """Return a table's rows as another program reads them."""
     path = layout.table_path(view, schema)
     if layout.format == "delta":
@@ -162,6 +165,32 @@ def test_every_type_comes_back_as_it_was(lake: LakeLayout, orders: TableSchema, 
     assert rows_of(lake, "current", schema) == rows
     with LakeSession(lake) as session:
         assert session.query("FROM public.orders ORDER BY id").to_pylist() == rows
+
+
+@pytest.mark.long
+def test_versions_are_folded_and_rebuilt(lake: LakeLayout, orders: TableSchema, records: Records) -> None:
+    for n in range(1, 5):
+        batch = records(orders, ("u" if n > 2 else "c", n, {"id": 2 - n % 2, "note": f"n{n}"}))
+        landed = [append_history(lake, orders, [batch], Seq(n))]
+        landed += [fold_table(lake, orders, Seq(n)), fold_into_versions(lake, orders, Seq(n)).commit]
+        commit_cut(lake, Seq(n), landed, committed_at=datetime.now(UTC))
+    wanted = [{"id": 2 - n % 2, "note": f"n{n}", "is_current": n > 2} for n in range(1, 5)]
+
+    def found() -> list[dict[str, object]]:
+        rows = [{name: row[name] for name in wanted[0]} for row in rows_of(lake, "scd2", orders)]
+        return sorted(rows, key=lambda row: str(row["note"]))
+
+    assert found() == wanted
+    assert rebuild_versions(lake, orders, Seq(4)).commit.n == 4
+    assert found() == wanted
+    with LakeSession(lake) as session:
+        sql = 'SELECT id, note, is_current FROM scd2."public.orders" ORDER BY note'
+        assert session.query(sql).to_pylist() == wanted
+    if lake.format == "iceberg":
+        catalog = catalog_of(lake)
+        scd2 = catalog.load_table(identifier_of(lake, lake.table_path("scd2", orders)))
+        assert scd2.name() == (f"{lake.stream_name}_scd2", "public__orders")
+        assert (f"{lake.stream_name}_building",) not in catalog.list_namespaces()
 
 
 @pytest.mark.long

@@ -36,6 +36,7 @@ from deltalake.transaction import AddAction, RemoveAction
 from deltalake.writer import WriterProperties
 
 from millstream.errors import LakeError, LakeTableForeign
+from millstream.lake.data_files import remove_folder
 from millstream.lake.layout import LakeLayout
 from millstream.lake.lost_answers import settled
 from millstream.lake.other_formats import check_format
@@ -321,6 +322,10 @@ class DeltaFormat:
         opened = _open(layout, path, app)
         assert opened is not None
         return opened.ready_for(schema)
+
+    def remove(self, layout: LakeLayout, path: str) -> None:
+        """See `TableFormat`."""
+        remove_folder(layout, path)
 
     def storage(self, layout: LakeLayout, path: str) -> pafs.FileSystem:
         """See `TableFormat`."""

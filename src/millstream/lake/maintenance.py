@@ -25,7 +25,6 @@ from millstream.lake.data_files import (
     NewFile,
     TableFiles,
     new_name,
-    remove_folder,
     replace_files,
     table_in,
     version_in,
@@ -124,7 +123,7 @@ def tend_table(
     if view == "history":
         compacted = _compact(layout, opened, compact_files, today)
     elif view == "scd2":
-        remove_folder(layout, path + BESIDE)  # of a rebuild that was killed
+        format_of(layout).remove(layout, path + BESIDE)  # of a rebuild that was killed
         compacted = _compact_ended(layout, opened, compact_files)
     done = tend_files(layout, path, app, now_ms=now_ms, keep_s=keep_s, log_retention_s=log_retention_s, spared=spared)
     return replace(done, files_compacted=compacted)

@@ -264,6 +264,9 @@ class TableFormat(Protocol):
     ) -> OpenTable:
         """See `create_table`."""
 
+    def remove(self, layout: LakeLayout, path: str) -> None:
+        """Delete a table of ours that readers don't know, with its folder; does nothing if there is none."""
+
     def storage(self, layout: LakeLayout, path: str) -> pafs.FileSystem:
         """Return the file system whose root is a folder of the lake."""
 

@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from millstream import failpoints
 from millstream.errors import LakeError, LakeFilesGone, LakeUnavailable
 from millstream.lake.commit_cuts import cut_at, cuts_between
-from millstream.lake.data_files import NewFile, TableFiles, new_name, remove_folder
+from millstream.lake.data_files import NewFile, TableFiles, new_name
 from millstream.lake.file_statistics import boundable
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldOutcome, FoldSizes
 from millstream.lake.folded.ended_versions import EndedVersions
@@ -50,7 +50,7 @@ from millstream.lake.layout import BESIDE, LakeLayout, TableCommit, folder_of
 from millstream.lake.row_identity import Keys, having, key_codes
 from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import newest_schema
-from millstream.lake.table_format import Commit, OpenTable, create_table, open_table
+from millstream.lake.table_format import Commit, OpenTable, create_table, format_of, open_table
 from millstream.lake.types import EXACT, conform, same_type
 from millstream.model.column_renames import Names
 from millstream.model.names import qualified_name
@@ -101,7 +101,7 @@ def rebuild_versions(
         As `fold_into_versions`.
     """
     path = layout.table_path("scd2", schema)
-    remove_folder(layout, path + BESIDE)
+    format_of(layout).remove(layout, path + BESIDE)
     try:
         history = open_history(layout, schema)
         stands = open_table(layout, path, layout.app_id("scd2", schema.table_id))
@@ -111,7 +111,7 @@ def rebuild_versions(
         assert beside is not None, "what was built is there"
         return _Fold.begin(layout, schema, built.commit.n, sizes, entered_us=entered_us).replace_by(beside)
     finally:
-        remove_folder(layout, path + BESIDE)
+        format_of(layout).remove(layout, path + BESIDE)
 
 
 def unfolded_versions(

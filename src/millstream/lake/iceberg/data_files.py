@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _ENTRIES_MAX: Final = 50_000
 """Entries of manifests that a process remembers, some 50 MB; a manifest never changes."""
+_TRUTHS: Final = ("false", "true")
 _EPOCH: Final = date(1970, 1, 1)
 _known: OrderedDict[str, list[ManifestEntry]] = OrderedDict()
 _lock: Final = Lock()
@@ -109,19 +110,21 @@ def data_file(file: NewFile, location: str, metadata: TableMetadata, schema: Sch
     return made
 
 
-def _partition_value(value: str | None) -> int | None:
-    """Return a day as a manifest has it; days alone partition tables here."""
+def _partition_value(value: str | None) -> int | bool | None:
+    """Return a day or a truth value as a manifest has it; these alone partition tables here."""
+    if value in _TRUTHS:
+        return value == "true"
     return None if value is None else (date.fromisoformat(value) - _EPOCH).days
 
 
-def flat_files(entries: Sequence[ManifestEntry], location: str, schema: Schema, partition: str | None) -> pa.Table:
+def flat_files(entries: Sequence[ManifestEntry], location: str, schema: Schema, partitions: Sequence[str]) -> pa.Table:
     """Return files as `OpenTable.files` has them.
 
     Args:
         entries: live ones.
         location: of the table.
         schema: the table's columns.
-        partition: name of the partition's value; None: the table has none.
+        partitions: names of the partition's values.
     """
     files = [entry.data_file for entry in entries]
     columns: dict[str, pa.Array] = {
@@ -144,9 +147,9 @@ def flat_files(entries: Sequence[ManifestEntry], location: str, schema: Schema, 
         nulls = [(file.null_value_counts or {}).get(field.field_id) for file in files]
         if any(count is not None for count in nulls):
             columns[f"null_count.{field.name}"] = pa.array(nulls, pa.int64())
-    if partition is not None:
-        days = [_day(file.partition) for file in files]
-        columns[f"partition.{partition}"] = pa.array(days, pa.string())
+    for place, partition in enumerate(partitions):
+        values = [_shown(file.partition[place]) for file in files]
+        columns[f"partition.{partition}"] = pa.array(values, pa.string())
     return pa.table(columns)
 
 
@@ -155,10 +158,12 @@ def addresses(entries: Iterable[ManifestEntry], location: str) -> Mapping[str, D
     return {entry.data_file.file_path.removeprefix(f"{location}/"): entry.data_file for entry in entries}
 
 
-def _day(partition: Record) -> str | None:
-    value = partition[0]
+def _shown(value: Any) -> str | None:
+    """Return a partition's value as the folder's name has it."""
     if value is None:
         return None
+    if isinstance(value, bool):
+        return _TRUTHS[value]
     return (value if isinstance(value, date) else _EPOCH + timedelta(days=value)).isoformat()
 
 

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 import pyarrow.fs as pafs
-from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError, TableAlreadyExistsError
+from pyiceberg.exceptions import NamespaceNotEmptyError, NoSuchNamespaceError, NoSuchTableError, TableAlreadyExistsError
 from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC, PartitionField, PartitionSpec
 from pyiceberg.table.snapshots import Operation
 from pyiceberg.table.sorting import UNSORTED_SORT_ORDER, SortOrder
-from pyiceberg.transforms import DayTransform
+from pyiceberg.transforms import DayTransform, IdentityTransform
 
 from millstream.errors import LakeError, LakeTableForeign
+from millstream.lake.data_files import remove_folder
 from millstream.lake.iceberg.catalog import catalog_errors, catalog_of, make_namespace
 from millstream.lake.iceberg.columns import arrow_columns, evolve, new_schema, sort_fields, stored_columns, with_ids
 from millstream.lake.iceberg.facts import (
@@ -98,7 +99,13 @@ class IcebergFormat:
             source = columns.find_field(_DATE).field_id
             spec = PartitionSpec(PartitionField(source, 1000, DayTransform(), PARTITION.name))
         elif partition_by:
-            raise LakeError(f"an Iceberg table can't be partitioned by {', '.join(partition_by)} here", path=path)
+            sources = [columns.find_field(name).field_id for name in partition_by]
+            spec = PartitionSpec(
+                *(
+                    PartitionField(source, 1000 + place, IdentityTransform(), name)
+                    for place, (source, name) in enumerate(zip(sources, partition_by, strict=True))
+                )
+            )
         fields = sort_fields(columns, key)
         owner = table_id_of(app)
         namespace, name = identifier_of(layout, path)
@@ -130,6 +137,15 @@ class IcebergFormat:
         opened = self.open(layout, path, app, version=None)
         assert opened is not None, "it was made just now"
         return opened
+
+    def remove(self, layout: LakeLayout, path: str) -> None:
+        """See `TableFormat`."""
+        with catalog_errors(path):
+            catalog, (namespace, name) = catalog_of(layout), identifier_of(layout, path)
+            with suppress(NoSuchTableError, NoSuchNamespaceError, NamespaceNotEmptyError):
+                catalog.drop_table((namespace, name))
+                catalog.drop_namespace(namespace)
+            remove_folder(layout, path)
 
     def storage(self, layout: LakeLayout, path: str) -> pafs.FileSystem:
         """See `TableFormat`."""

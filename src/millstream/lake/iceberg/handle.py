@@ -22,6 +22,7 @@ from pyiceberg.exceptions import (
 )
 from pyiceberg.table.sorting import SortOrder
 from pyiceberg.table.update import AddSortOrderUpdate, SetDefaultSortOrderUpdate
+from pyiceberg.transforms import IdentityTransform
 
 from millstream.errors import LakeConflict
 from millstream.lake.iceberg import upkeep
@@ -35,7 +36,6 @@ from millstream.lake.iceberg.columns import (
 from millstream.lake.iceberg.data_files import addresses, data_file, entries_of, flat_files, removed_by
 from millstream.lake.iceberg.facts import (
     BOUNDED,
-    PARTITION,
     STREAM,
     TABLE_ID,
     N,
@@ -124,8 +124,8 @@ class IcebergHandle:
         """See `OpenTable`."""
         with catalog_errors(self.path):
             entries = entries_of(self._base, self._table.io)
-        partition = None if self._table.spec().is_unpartitioned() else PARTITION.name
-        files = flat_files(entries, self._table.location(), self._schema, partition)
+        names = [field.name for field in self._table.spec().fields]
+        files = flat_files(entries, self._table.location(), self._schema, names)
         return files if self.tail is None else self.tail.among(files)
 
     def dataset(self, within: tuple[str, int, int] | None = None) -> ds.FileSystemDataset:
@@ -138,8 +138,20 @@ class IcebergHandle:
             reaches = pc.and_(pc.greater(files[f"max.{column}"], after), pc.less_equal(files[f"min.{column}"], upto))
             files = files.filter(pc.fill_null(reaches, fill_value=True))
         parquet, storage = ds.ParquetFileFormat(), storage_of(self._layout, self.path)
-        fragments = [parquet.make_fragment(path, storage) for path in files.column("path").to_pylist()]
+        fragments = [
+            parquet.make_fragment(path, storage, partition_expression=held)
+            for path, held in zip(files.column("path").to_pylist(), self._outside(files), strict=True)
+        ]
         return ds.FileSystemDataset(fragments, arrow_columns(self._schema), parquet, storage)
+
+    def _outside(self, files: pa.Table) -> list[pc.Expression | None]:
+        """Return for each file the value of the column that its partition holds in the files' place; None if none does."""
+        names = [f.name for f in self._table.spec().fields if isinstance(f.transform, IdentityTransform)]
+        if not names:
+            return [None] * files.num_rows
+        (name,) = names
+        kind = arrow_columns(self._schema).field(name).type
+        return [pc.field(name) == pa.scalar(value).cast(kind) for value in files[f"partition.{name}"].to_pylist()]
 
     def _landed(self) -> IcebergHandle:
         return IcebergHandle(self._layout, self._table, self.path, self.app, version=self.version)

@@ -10,7 +10,7 @@ import hashlib
 import re
 from typing import Final
 
-from millstream.lake.layout import MESSAGES, VIEWS, LakeLayout, is_plain_folder, name_in_folder
+from millstream.lake.layout import BESIDE, MESSAGES, VIEWS, LakeLayout, is_plain_folder, name_in_folder
 
 _OTHER: Final = re.compile(r"[^a-z0-9_]")
 
@@ -19,19 +19,21 @@ def identifier_of(layout: LakeLayout, path: str) -> tuple[str, str]:
     """Return the namespace and the name of the table whose folder is at `path`."""
     namespace, within = namespace_of(layout, path)
     folder = within.removeprefix("/")
-    return namespace, folder if path == layout.commits_path else table_name(folder)
+    return namespace, folder if path == layout.commits_path else table_name(folder.removesuffix(BESIDE))
 
 
 def namespace_of(layout: LakeLayout, path: str) -> tuple[str, str]:
     """Return the namespace of a folder of the lake, and the folder's path within the namespace's own, with a slash in front.
 
-    A view's tables have a namespace of their own. All else is in the stream's.
+    A view's tables have a namespace of their own, and so have those that a rebuild makes. All else is in the stream's.
     """
     stream, within = (
         _OTHER.sub("_", layout.stream_name),
         path.removeprefix(layout.root) if path != layout.location else "",
     )
     view, slash, folder = within.removeprefix("/").partition("/")
+    if folder.endswith(BESIDE):
+        return f"{stream}_building", slash + folder
     return (f"{stream}_{view}", slash + folder) if view in VIEWS else (stream, within)
 
 
