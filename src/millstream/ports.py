@@ -11,12 +11,12 @@ from typing import Protocol, Self, TypeAlias
 
 from millstream.errors import MillstreamError
 from millstream.model.buffered_operations import BufferedOp, BufferMeta, BufferOffset, ReadPause
-from millstream.model.high_water_mark import Holdings
 from millstream.model.ids import Epoch, GroupNumber, ShardId, SourceId, WriterId
 from millstream.model.operations import Ack, Submitted, WriteOps
 from millstream.model.positions import Lsn, Seq, SeqRange
 from millstream.model.replication import AckLevel, Acknowledgement, Hello, Shipment
 from millstream.model.writes import SessionFacts
+from millstream.protocol.replication.high_water_mark import Holdings
 from millstream.protocol.sequencer import Announcement, Drawn, LedgerView, Registration, WriterEntry
 
 

@@ -21,11 +21,11 @@ from tests.serving.servers import served
 import millstream
 from millstream.errors import ConfigError, NotEnoughReplicas, ReplicationError, UsageError
 from millstream.home.home import Home
-from millstream.model.high_water_mark import Holding
 from millstream.model.ids import Epoch, GroupNumber, ShardId
 from millstream.model.operations import Appended
 from millstream.model.positions import Seq
 from millstream.processes.role_locks import RoleLock, holder, writer_role
+from millstream.protocol.replication.high_water_mark import Holding
 from millstream.spark.sink import SinkOptions
 from millstream.testing.errors import coded
 from millstream.wal.files import RealFiles

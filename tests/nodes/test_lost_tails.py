@@ -24,7 +24,7 @@ from millstream.regions.state_files import KeptVectors
 from millstream.testing.errors import coded
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader, TableRecords
-from millstream.wal.replica.divergence import last_group_upto
+from millstream.wal.replica.set_aside import last_group_upto
 from millstream.wal.segment_deletion import drop_segments
 
 CONFIG = """

@@ -27,8 +27,6 @@ from millstream.errors import (
     RoleUnreadable,
     ShipmentUnreadable,
 )
-from millstream.model.high_water_mark import Holding as HeldBy
-from millstream.model.high_water_mark import Holdings
 from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, StreamId, WriterId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
@@ -64,6 +62,8 @@ from millstream.protocol.replication import (
     promises_wanted,
 )
 from millstream.protocol.replication import follower_machine as following
+from millstream.protocol.replication.high_water_mark import Holding as HeldBy
+from millstream.protocol.replication.high_water_mark import Holdings
 from millstream.testing.errors import code_of
 
 STREAM, OTHER = StreamId(UUID(int=1)), StreamId(UUID(int=2))

@@ -15,11 +15,11 @@ from tests.mutations import Mutation, main
 from tests.replication.model_log import ModelLog, Write
 from tests.replication.simulation import Node, World
 
-from millstream.model.high_water_mark import Holding, Holdings
 from millstream.model.ids import Epoch, GroupNumber
 from millstream.model.replication import AckLevel, Acknowledgement
 from millstream.protocol.replication import NOBODY, Follower, Leader, Promise, Promotion, Rank, RoleFact, leader_events
 from millstream.protocol.replication import follower_machine as following
+from millstream.protocol.replication.high_water_mark import Holding, Holdings
 from millstream.protocol.replication.leader_machine import FollowerProgress as Followed
 
 SEEDS_MAX = 3000

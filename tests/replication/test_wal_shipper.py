@@ -12,11 +12,11 @@ from tests.app.homes import wait_for
 from tests.replication.flight_server import ExchangeServer
 
 from millstream.codec.log_segment import SEGMENT_TRAILER_SIZE, SegmentFooter
-from millstream.model.high_water_mark import Holdings
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.positions import Seq
 from millstream.model.replication import Hello, NodeName
 from millstream.ports import LeaderLink
+from millstream.protocol.replication.high_water_mark import Holdings
 from millstream.protocol.replication.promises_and_fencing import Role, RoleFact
 from millstream.replication.flight.transport import FlightTransport, LeaderAddress
 from millstream.replication.follower import WalFollower

@@ -9,11 +9,11 @@ from uuid import uuid4
 
 import pyarrow as pa
 
-from millstream.model.high_water_mark import Holding, Holdings
 from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId
 from millstream.model.operations import TableRows, WriteOps, append_operations, append_rows
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
+from millstream.protocol.replication.high_water_mark import Holding, Holdings
 from millstream.testing.files import MemoryFiles
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.reader import StreamReader

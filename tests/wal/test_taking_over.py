@@ -24,9 +24,9 @@ from millstream.wal.durable_mark import MarkFile, read_dropped, read_mark, read_
 from millstream.wal.layout import list_segments, list_shards, shard_folder
 from millstream.wal.mending.inspect import verify
 from millstream.wal.reader import StreamReader
-from millstream.wal.replica.divergence import SetAsideTail, ends_behind, truncate_to
 from millstream.wal.replica.prepare_promotion import prepare_promotion
 from millstream.wal.replica.replica_log import ReplicaLog
+from millstream.wal.replica.set_aside import SetAsideTail, ends_behind, truncate_to
 from millstream.wal.replica.ship_source import ShipSource, durable_marks
 from millstream.wal.segment_deletion import drop_segments
 

@@ -14,10 +14,18 @@ from typing import Any, Self
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.crdt.columns import Grouped, last_of_each, moments_of
+from millstream.crdt.columns import Codes, Grouped, last_of_each, moments_of
 from millstream.crdt.hlc import ENCODED_SIZE, HLC, NEVER
 from millstream.crdt.lattice import StateKind, decoded, seal
 from millstream.crdt.scalars import Cursor, encode_value, order_of
+
+
+def last_written(codes: Codes, walls: Codes, seqs: Codes, regions: Codes) -> Codes:
+    """Return the row of each code that was written last: by time, then by number in its log, then by region.
+
+    The order is the same on every node: it depends on what was written alone.
+    """
+    return last_of_each(codes, walls, seqs, regions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +69,7 @@ class LWWRegister:
         if not rows.merge.is_partial:
             return rows.newest_of(name)
         seqs, walls = (rows.column(one).to_numpy() for one in moments_of(name))
-        last = last_of_each(rows.codes, walls, seqs, rows.column("__region").to_numpy())
+        last = last_written(rows.codes, walls, seqs, rows.column("__region").to_numpy())
         return {name: rows.column(name).take(pa.array(last))}
 
 

@@ -35,7 +35,7 @@ from millstream.crdt.accumulating import unnamed
 from millstream.crdt.columns import Codes, Grouped, codes_of, last_of_each, moments_of, whole_column
 from millstream.crdt.counters import GCounter, PNCounter
 from millstream.crdt.declared import MergeKind, TableMerge, window_columns
-from millstream.crdt.registers import HideFlag, LWWRegister
+from millstream.crdt.registers import HideFlag, LWWRegister, last_written
 from millstream.crdt.sets import ObservedSet, UnionSet
 from millstream.crdt.signals import SignalState
 from millstream.errors import ReplicationError
@@ -263,7 +263,7 @@ def _by_key(rows: pa.Table, key: Sequence[str], merge: TableMerge, at_ns: int) -
     columns = {name: whole_column(rows.column(name)) for name in rows.schema.names}
     codes = codes_of([columns[name] for name in key])
     regions, seqs, walls = (columns[one.name].to_numpy() for one in STATE_PREFIX)
-    newest = pa.array(last_of_each(codes, walls, seqs, regions))
+    newest = pa.array(last_written(codes, walls, seqs, regions))
     return Grouped(columns.__getitem__, codes, len(newest), newest, merge, at_ns)
 
 

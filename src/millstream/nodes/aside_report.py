@@ -9,7 +9,7 @@ from typing import Final
 
 from millstream.model.positions import Seq
 from millstream.private_files import make_folder, replace_file, replacing
-from millstream.wal.replica.divergence import SetAsideTail
+from millstream.wal.replica.set_aside import SetAsideTail
 
 RECORDS: Final = "records.jsonl"
 REPORT: Final = "report.json"

@@ -25,7 +25,7 @@ from millstream.protocol.replication.follower_machine import Lag
 from millstream.protocol.replication.promises_and_fencing import CONSUMERS, SESSIONS, RoleFact, fenced_error
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME
-from millstream.wal.replica.divergence import SetAsideTail, ends_behind, found_aside, truncate_to
+from millstream.wal.replica.set_aside import SetAsideTail, ends_behind, found_aside, truncate_to
 from millstream.wal.writing.session_file import covered_in
 
 if TYPE_CHECKING:

@@ -20,7 +20,6 @@ from millstream.leadership.known_leaders import note_leaders
 from millstream.leadership.node_roles import LOOK_EVERY_S, Roles, replication_folder
 from millstream.leadership.promotion_check import hearing_of_promotions
 from millstream.model.durations import duration_s
-from millstream.model.high_water_mark import Holdings
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq
 from millstream.model.replication import Document, NodeName, ReplicaPosition, follower_holder, region_node
@@ -30,6 +29,7 @@ from millstream.nodes.follower_state import FollowerState
 from millstream.nodes.level_document import Terms
 from millstream.nodes.session_document import SessionDocument
 from millstream.private_files import make_folder
+from millstream.protocol.replication.high_water_mark import Holdings
 from millstream.protocol.replication.leader_events import Heard
 from millstream.protocol.replication.leader_machine import LinkPhase
 from millstream.protocol.replication.promises_and_fencing import CONSUMERS_KEY, Promise, Role, RoleFact

@@ -26,8 +26,8 @@ from millstream.replication.object_store.transport import ObjectStoreTransport
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME
 from millstream.wal.reader import StreamReader
-from millstream.wal.replica.divergence import ends_behind, last_group_upto, truncate_to
 from millstream.wal.replica.prepare_promotion import prepare_promotion
+from millstream.wal.replica.set_aside import ends_behind, last_group_upto, truncate_to
 from millstream.wal.replica.ship_source import durable_marks
 from millstream.wal.writing.session_file import covered_in
 

@@ -24,7 +24,7 @@ from millstream.protocol.replication.promises_and_fencing import LINEAGE, NOBODY
 from millstream.replication.object_store.transport import ObjectStoreTransport, StoredState
 from millstream.wal.durable_mark import stream_cut
 from millstream.wal.files import RealFiles, SystemClock
-from millstream.wal.replica.divergence import ends_behind
+from millstream.wal.replica.set_aside import ends_behind
 from millstream.wal.replica.ship_source import ShipSource
 from millstream.wal.writing.session_file import covered_in
 from millstream.workers import Worker

@@ -22,12 +22,12 @@ import structlog
 
 from millstream.backoff import Backoff
 from millstream.errors import LinkLost, LogError, MillstreamError
-from millstream.model.high_water_mark import Holdings
 from millstream.model.ids import GroupNumber, ShardId, StreamId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Seq
 from millstream.model.replication import Acknowledgement, Document, Hello, NodeName, ReplicaPosition, Shipment
 from millstream.ports import Clock, Files, FollowerLink, Transport
+from millstream.protocol.replication.high_water_mark import Holdings
 from millstream.protocol.replication.leader_events import (
     Acked,
     DropLink,

@@ -1,7 +1,7 @@
 """Changes to a log while it is read: retention drops its front, or it is cut back to a new leader's log.
 
 Both are recorded before they happen. Retention first moves its mark of what is dropped up
-(`DroppedMark`). A node that cuts a log back first lowers its marks (`wal.replica.divergence`),
+(`DroppedMark`). A node that cuts a log back first lowers its marks (`wal.replica.set_aside`),
 which nothing else does. So if a file is gone, or has other bytes than the mark promised, the reader
 reads the marks again and learns which of the two it was. A log that was cut back and has grown
 again has marks of another epoch, or lower ones: frames that a reader remembers may belong to

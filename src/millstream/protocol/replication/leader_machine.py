@@ -40,11 +40,11 @@ from typing import Final
 
 from millstream.backoff import Backoff
 from millstream.errors import Fenced, FollowerBehindRetention, MillstreamError, NodeNameTaken, ReplicationError
-from millstream.model.high_water_mark import Holding, Holdings
 from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import OBJECT_STORE, Acknowledgement, ByteEnd, Hello, NodeName, ReplicaPosition
+from millstream.protocol.replication.high_water_mark import Holding, Holdings
 from millstream.protocol.replication.leader_events import (
     Acked,
     DropLink,

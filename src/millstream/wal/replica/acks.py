@@ -22,10 +22,10 @@ from typing import Final
 
 from millstream.codec.checksums import crc32c
 from millstream.errors import LogError, UsageError
-from millstream.model.high_water_mark import Holding, Holdings
 from millstream.model.ids import Epoch, GroupNumber, StreamId
 from millstream.model.positions import Seq
 from millstream.ports import Files
+from millstream.protocol.replication.high_water_mark import Holding, Holdings
 
 FOLLOWERS_MAX: Final = 64
 VERSION: Final = 1

@@ -16,9 +16,9 @@ from millstream.ports import Files
 from millstream.wal.durable_mark import read_mark
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import MARK_NAME, list_shards, shard_folder
-from millstream.wal.replica.divergence import ShardCut
 from millstream.wal.replica.follower_marks import NOBODY
 from millstream.wal.replica.replica_log import ReplicaEnd, ReplicaLog
+from millstream.wal.replica.set_aside import ShardCut
 from millstream.wal.shard_locks import lock_shards
 
 

@@ -24,12 +24,12 @@ import structlog
 
 from millstream.backoff import Backoff
 from millstream.errors import LogError, NotEnoughReplicas, ReplicationError
-from millstream.model.high_water_mark import Holdings
 from millstream.model.ids import GroupNumber, StreamId
 from millstream.model.operations import OPERATION_SCHEMA, Ack, WriteOps
 from millstream.model.positions import Seq
 from millstream.model.replication import LOCAL, AckKind, AckLevel, Reach
 from millstream.ports import HighWater
+from millstream.protocol.replication.high_water_mark import Holdings
 from millstream.wal.writing.admission_queue import AdmissionQueue
 from millstream.wal.writing.group_commit import GroupCommitter
 from millstream.wal.writing.options import LogOptions

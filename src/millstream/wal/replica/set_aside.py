@@ -1,4 +1,4 @@
-"""Divergence of two logs of one stream: an old leader's records beyond the new history are set aside.
+"""An old leader's records beyond the new history are set aside, where the two logs of a stream part.
 
 Their lineages name the last commit group that they share. Up to the end of that group, their bytes
 are the same on each shard.
