@@ -185,3 +185,20 @@ def test_a_region_whose_clock_is_days_ahead_is_named_and_moves_no_clock_and_its_
         assert (seen["title"], seen["hidden"]) == ("of one", False)
     with clocks.at(3 * DAY_S):
         assert list(clocks_ahead(Home(one), "shop", Home(one).config.streams["shop"])) == []
+
+
+def test_times_before_one_that_is_too_far_ahead_are_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = Clocks(monkeypatch)
+    one, two = made(tmp_path / "one", 1, CONFIG), made(tmp_path / "two", 2, CONFIG)
+    row = {"part": "", "likes": 3}
+    for off_s, key in ((40, 1), (40, 0), (3 * DAY_S, 2)):
+        with clocks.at(off_s), millstream.open(two) as home:
+            home.append("shop", "posts", row | {"id": key, "title": "of two"})
+    follow(one, two, 2)
+    with millstream.open(one) as home:
+        home.append("shop", "posts", row | {"id": 1, "title": "of one"})
+        titles = {row["id"]: row["title"] for row in home.merged("shop", "posts").to_pylist()}
+    assert titles == {0: "of two", 1: "of one", 2: "of two"}
+    near = [said.wall_ns for said in records_of(one / "data" / "wal" / "shop@2", 2)][1]
+    (own,) = records_of(one / "data" / "wal" / "shop", 1)
+    assert near < own.wall_ns < near + 60 * 10**9, "later than what is near, and not days ahead"

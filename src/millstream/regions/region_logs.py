@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from millstream.crdt.declared import TableMerge
-from millstream.crdt.hlc import HLC, NEVER, check_drift
+from millstream.crdt.hlc import DRIFT_MAX_NS, HLC, NEVER, check_drift
 from millstream.crdt.reconcile import HeardEnd
 from millstream.errors import IngestError, LogError, MillstreamError, PositionError, ReplicationError, UnknownStream
 from millstream.model.ids import RegionId, StreamId
@@ -211,9 +212,25 @@ class RegionClocks:
                 self._readers[folder] = reader
                 # First: a repeated write is one whatever the clocks show.
                 _hear_writes(reader, region, log)
-                log.hear(newest, name=f"region {region}")
+                _hear_time(reader, region, newest, log)
                 self._heard[folder] = upto
         self._readers[folder] = reader
+
+
+def _hear_time(reader: StreamReader, region: RegionId, newest: HLC, log: LogWriter) -> None:
+    """Advance a writer's clock past a region's log; if its newest time is too far ahead, past those that aren't.
+
+    Raises:
+        ReplicationError (`clock_skew`): the newest time is too far ahead.
+    """
+    name = f"region {region}"
+    try:
+        log.hear(newest, name=name)
+    except ReplicationError:
+        within = newest_time_within(reader, region, SystemClock().now_ns() + DRIFT_MAX_NS)
+        if within is not None:
+            log.hear(within, name=name)
+        raise
 
 
 def _hear_writes(reader: StreamReader, region: RegionId, log: LogWriter) -> None:
@@ -272,6 +289,22 @@ def newest_time(reader: StreamReader, region: RegionId) -> HLC | None:
         check_region(header.region, region)
         return HLC(header.hybrid_time, int(header.group_last_seq), int(region))
     return None
+
+
+def newest_time_within(reader: StreamReader, region: RegionId, limit_ns: int) -> HLC | None:
+    """Return the time of a region's last commit group at or before a moment; None if there is none.
+
+    Times only grow in a log, so a few of its groups are read.
+    """
+    upto = reader.persisted_upto()
+
+    def time_from(seq: int) -> int:
+        """Return the time of the group that has a number, or of the next one."""
+        return next((group[0].header.hybrid_time for group in reader.read_groups(Seq(seq - 1), upto)), limit_ns + 1)
+
+    numbers = range(int(reader.first_seq()), int(upto) + 1)
+    count = bisect_right(numbers, limit_ns, key=time_from)
+    return None if not count else HLC(time_from(numbers[count - 1]), numbers[count - 1], int(region))
 
 
 def check_region(found: RegionId, expected: RegionId) -> None:
