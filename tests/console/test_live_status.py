@@ -6,10 +6,11 @@ import asyncio
 import threading
 from typing import Any
 
+from millstream.app.record_rates import Rates
 from millstream.console import live_status as module
 from millstream.console.html import Part, Rendered, tag
 from millstream.console.live_status import Live, Snapshot, View
-from millstream.console.view import Rates, Sight
+from millstream.console.sight import Sight
 from millstream.process_metrics import LOG_RECORDS
 
 EMPTY: dict[str, Any] = {"streams": [], "measures": {}}

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from millstream.console.view import records_written
+from millstream.app.record_rates import records_written
 from millstream.errors import MillstreamError
 from millstream.home.figure_ring import PERIODS, Figure, FigureRing, Values
 from millstream.process_metrics import COMMIT_SECONDS
 from millstream.workers import Worker
 
 if TYPE_CHECKING:
-    from millstream.console.view import Status
+    from millstream.app.record_rates import Status
     from millstream.home.home import Home
 
 logger = structlog.get_logger("millstream.serve")

@@ -16,8 +16,9 @@ from typing import Final, TypeAlias
 
 import structlog
 
+from millstream.app.record_rates import Rates, Status
 from millstream.console.html import Rendered
-from millstream.console.view import Rates, Sight, Status
+from millstream.console.sight import Sight
 
 logger = structlog.get_logger("millstream.serve")
 

@@ -14,7 +14,7 @@ from millstream.console.pages import listed, state_mark
 from millstream.model.human_text import human_bytes, human_seconds
 
 if TYPE_CHECKING:
-    from millstream.console.view import Status
+    from millstream.app.record_rates import Status
     from millstream.home.home import Home
 
 _SEGMENTS_SHOWN: Final = 200

@@ -7,9 +7,10 @@ from functools import lru_cache
 from typing import Any, Final
 
 from millstream.app.alerts.conditions import what_to_run
+from millstream.app.record_rates import Status
 from millstream.console.html import Content, Html, Part, Piece, escaped, opened, tag, with_code
 from millstream.console.page_frame import link
-from millstream.console.view import Status, Trouble, troubles_of
+from millstream.console.troubles import Trouble, troubles_of
 from millstream.model.human_text import copy_words, human_bytes, human_seconds, lag_words
 
 _LEVELS: Final = {

@@ -33,7 +33,8 @@ from millstream.console.figures import Figures
 from millstream.console.html import Content, Html, Piece, Rendered, tag
 from millstream.console.live_status import Live, Snapshot, View
 from millstream.console.page_frame import PAGES, address, error_content, link, login_content, page
-from millstream.console.view import Sight, troubles_of
+from millstream.console.sight import Sight
+from millstream.console.troubles import troubles_of
 from millstream.errors import (
     AccessError,
     DeliveryError,

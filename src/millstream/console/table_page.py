@@ -17,7 +17,7 @@ from millstream.model.pgtypes import type_in_words
 from millstream.model.positions import Seq
 
 if TYPE_CHECKING:
-    from millstream.console.view import Status
+    from millstream.app.record_rates import Status
     from millstream.home.home import Home
     from millstream.model.ids import SchemaVersion
     from millstream.model.schema import TableSchema

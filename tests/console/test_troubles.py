@@ -14,7 +14,8 @@ from tests.console.test_html import Seen
 from millstream.app.status import collect_status
 from millstream.console import log_page, pages, table_page
 from millstream.console.html import Piece, Rendered
-from millstream.console.view import Sight, troubles_of
+from millstream.console.sight import Sight
+from millstream.console.troubles import troubles_of
 from millstream.errors import AccessError
 from millstream.model.access import EVERYTHING, Rights
 from millstream.serving.access import Caller
