@@ -24,9 +24,10 @@ from tests.seeds import Seeds
 from millstream import failpoints
 from millstream.errors import LakeConflict, LakeError
 from millstream.lake.commit_cuts import commit_cut
-from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes, fold_table
+from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes, current_columns, fold_table
 from millstream.lake.folded.scd2 import fold_into_versions, rebuild_versions
-from millstream.lake.history import append_history
+from millstream.lake.folded.version_columns import version_columns
+from millstream.lake.history import append_history, open_history
 from millstream.lake.iceberg.catalog import catalog_of
 from millstream.lake.iceberg.names import identifier_of
 from millstream.lake.layout import LakeLayout, TableCommit
@@ -318,6 +319,31 @@ def test_renamed_columns_keep_their_ids_in_iceberg(tmp_path: Path, records: Reco
         found = table.scan().to_arrow().sort_by(names[1]).to_pylist()
         assert found == [{names[1]: at, names[2]: f"t{at}", names[3]: [at]} for at in range(1, n + 1)]
     assert ids == [ids[0]] * 3
+
+
+@pytest.mark.parametrize("kind", [pa.int16(), pa.list_(pa.int16())])
+def test_a_type_that_iceberg_stores_as_a_wider_one_is_rewritten_by_no_rename(
+    tmp_path: Path, records: Records, kind: pa.DataType
+) -> None:
+    """Its files were taken for older ones of another type, at every fold, and rewritten whole."""
+    layout = iceberg(tmp_path)
+    source = Source(Random(0), kinds={1: pa.int64(), 3: kind})
+    for n, name in enumerate("accc", 1):
+        source.n, source.names, source.version = n, {1: "id", 2: name, 3: "b"}, min(n, 2)
+        row = {"id": n, name: f"t{n}", "b": n if kind == pa.int16() else [n]}
+        append_history(layout, source.schema, [records(source.schema, ("c", n, {**row, **moment(n)}))], Seq(n))
+        for fold in (fold_table, fold_into_versions):
+            fold(layout, source.schema, Seq(n))
+    history = open_history(layout, source.schema)
+    for view, columns in (
+        ("current", current_columns(layout, source.schema, history)),
+        ("scd2", version_columns(layout, history, source.schema, Seq(source.n)).columns),
+    ):
+        have = read(layout, layout.table_path(view, source.schema))
+        assert [have.schema.field(name).type for name in ("id", "c", "b")] == [
+            columns.field(name).type for name in ("id", "c", "b")
+        ]
+        assert {row["id"]: row["c"] for row in have.to_pylist()} == {n: f"t{n}" for n in range(1, 5)}
 
 
 class Killed(Exception):

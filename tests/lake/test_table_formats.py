@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import shutil
+import sqlite3
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, date, datetime
 from decimal import Decimal
@@ -337,3 +340,19 @@ def test_a_lake_keeps_its_format(tmp_path: Path, orders: TableSchema, records: R
     with pytest.raises(LakeError, check=coded("lake_of_another_format")):
         land(other, orders, records(orders, ("c", 2, {"id": 2})), 2)
     assert [row["id"] for row in rows_of(layouts[first], "current", orders)] == [1]
+
+
+def test_a_catalog_file_that_is_put_back_is_read_at_once(tmp_path: Path) -> None:
+    """A kept connection went on with the file that was moved away: it read old rows, and wrote nothing."""
+    file, moved = tmp_path / "iceberg.db", tmp_path / "moved.db"
+    catalog = {"type": "sql", "uri": f"sqlite:///{file}"}
+    layout = LakeLayout(str(tmp_path / "lake"), "shop", StreamId(UUID(int=42)), format="iceberg", catalog=catalog)
+    opened = catalog_of(layout)
+    opened.create_namespace("before")
+    file.rename(moved)
+    shutil.copy(moved, file)
+    with closing(sqlite3.connect(file)) as other, other:
+        other.execute("UPDATE iceberg_namespace_properties SET namespace = 'another'")
+    assert opened.list_namespaces() == [("another",)]
+    opened.create_namespace("after")
+    assert len(opened.list_namespaces()) == 2

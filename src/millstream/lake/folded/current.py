@@ -34,7 +34,7 @@ from millstream.lake.layout import LakeLayout, TableCommit, folder_of, has_curre
 from millstream.lake.row_identity import Keys, having
 from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import newest_schema
-from millstream.lake.table_format import Commit, OpenTable, create_table, open_table
+from millstream.lake.table_format import Commit, OpenTable, create_table, format_of, open_table
 from millstream.lake.types import EXACT, lake_columns, same_type
 from millstream.model.column_renames import Names
 from millstream.model.names import qualified_name
@@ -410,7 +410,8 @@ def current_columns(layout: LakeLayout, schema: TableSchema, history: OpenTable)
         fields.append(column if wide is None else pa.field(column.name, wide))
     # Statistics cover a table's first columns, and a fold searches for keys.
     keys = [column for column in fields if column.name in schema.key]
-    return pa.schema([*keys, *(column for column in fields if column.name not in schema.key)])
+    others = (column for column in fields if column.name not in schema.key)
+    return format_of(layout).stored_schema(pa.schema([*keys, *others]))
 
 
 def tail_columns(columns: pa.Schema) -> list[str]:

@@ -21,7 +21,7 @@ from millstream.lake.layout import LakeLayout
 from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import Eras
 from millstream.lake.store_errors import lake_errors
-from millstream.lake.table_format import OpenTable
+from millstream.lake.table_format import OpenTable, format_of
 from millstream.lake.types import lake_columns
 from millstream.model.column_renames import Names
 from millstream.model.positions import Seq
@@ -100,7 +100,8 @@ def version_columns(layout: LakeLayout, history: OpenTable, newest: TableSchema,
         fields = [*_types(layout, history, followed, had), *others]
     _check_names(schema, fields)
     key = [field for name in schema.key for field in fields if field.name == name]
-    columns = pa.schema([*key, *(field for field in fields if field.name not in schema.key)])
+    rest = (field for field in fields if field.name not in schema.key)
+    columns = format_of(layout).stored_schema(pa.schema([*key, *rest]))
     return VersionColumns(schema, columns, followed if is_followed else None)
 
 

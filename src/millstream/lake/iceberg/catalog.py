@@ -13,13 +13,16 @@ from pyiceberg.exceptions import (
     CommitFailedException,
     ForbiddenError,
     NamespaceAlreadyExistsError,
+    NoSuchNamespaceError,
     OAuthError,
     RESTError,
     UnauthorizedError,
     ValidationException,
 )
 from requests.exceptions import RequestException
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy import create_engine
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.pool import NullPool
 
 from millstream.errors import LakeConflict, LakeError, LakeUnavailable
 from millstream.lake.layout import LakeLayout
@@ -66,6 +69,7 @@ def catalog_of(layout: LakeLayout) -> Catalog:
 @lru_cache(maxsize=8)
 def _opened(properties: tuple[tuple[str, str], ...]) -> Catalog:
     from pyiceberg.catalog import load_catalog
+    from pyiceberg.catalog.sql import SqlCatalog
 
     taken = dict(properties) | _FILE_IO
     if taken.get("type") == "rest":
@@ -73,10 +77,14 @@ def _opened(properties: tuple[tuple[str, str], ...]) -> Catalog:
 
         return BoundedRestCatalog("millstream", **taken)
     try:
-        return load_catalog("millstream", **taken)
+        catalog = load_catalog("millstream", **taken)
     except SQLAlchemyError:
         # Another process made the tables of a new SQL catalog at the same time.
-        return load_catalog("millstream", **taken)
+        catalog = load_catalog("millstream", **taken)
+    if taken.get("uri", "").startswith("sqlite") and isinstance(catalog, SqlCatalog):
+        # A kept connection would go on with a file that was moved away, also after another was put in its place.
+        catalog.engine = create_engine(taken["uri"], poolclass=NullPool)
+    return catalog
 
 
 def make_namespace(catalog: Catalog, namespace: str) -> None:
@@ -99,7 +107,8 @@ def catalog_errors(path: str) -> Iterator[None]:
     try:
         with lake_errors(path), _request_errors(path):
             yield
-    except (CommitFailedException, ValidationException) as error:
+    except (CommitFailedException, NoSuchNamespaceError, ValidationException) as error:
+        # The namespace of rebuilt tables is dropped with the last of them, perhaps while another one is begun.
         raise LakeConflict(f"another writer committed to {path} first: {error}", path=path) from error
     except (UnauthorizedError, AuthorizationExpiredError, OAuthError) as error:
         raise LakeUnavailable(
@@ -132,4 +141,6 @@ def _request_errors(path: str) -> Iterator[None]:
 
 
 def _unreachable(path: str, error: Any) -> LakeUnavailable:
-    return LakeUnavailable(f"the catalog of {path} doesn't answer: {error}", code="catalog_unreachable", path=path)
+    # SQLAlchemy's own text holds the statement and its values.
+    reason = error.orig if isinstance(error, DBAPIError) else error
+    return LakeUnavailable(f"the catalog of {path} doesn't answer: {reason}", code="catalog_unreachable", path=path)
