@@ -20,10 +20,12 @@ from millstream.console.html import Rendered
 from millstream.console.pages import overview
 from millstream.errors import EngineError, LakeUnavailable, MillstreamError, OffsetExpired
 from millstream.home.home import Home
+from millstream.model.positions import Seq
 from millstream.processes.child_process import Lifeline
 from millstream.processes.control_socket import ControlServer
 from millstream.processes.role_locks import RoleLock
 from millstream.protocol.retention import Retention, RetentionBounds
+from millstream.spark.pipeline import PipelineOutcome
 from millstream.testing.errors import coded
 from millstream.wal.segment_deletion import drop_segments
 from millstream.writers.stall_reasons import note_given_up, troubles
@@ -84,7 +86,7 @@ def test_a_pipeline_whose_position_was_dropped_is_shown_everywhere_after_its_pro
     with ControlServer(home, "pipeline", {"status": lambda: live}):
         assert trouble(home) == shown
         live["streams"]["shop"] = facts | {"error": None, "gave_up": False}
-        assert trouble(home) is None, "it was started again"
+        assert trouble(home) == shown | {"gave_up": False}, "it was started again, and has landed nothing yet"
 
 
 def test_a_pipeline_that_run_starts_again_waits_and_has_given_up_once_run_has_ended(home: Home) -> None:
@@ -121,6 +123,44 @@ def test_a_stream_that_was_given_up_does_not_keep_the_others_from_another_try(ho
         pipeline.error = error
     assert first_error(pipelines) is errors[2]
     assert first_error(pipelines[:2]) is errors[0]
+
+
+def test_a_stop_before_anything_has_landed_does_not_hide_it(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended(home)
+    outcome = PipelineOutcome(Seq(0), "t", 0, caught_up=False)
+    monkeypatch.setattr("millstream.spark.driver.run_pipeline", lambda *_, **__: outcome)
+    ended(home)
+    assert (trouble(home) or {})["code"] == "offset_expired"
+
+
+def test_an_error_that_no_restart_mends_is_kept_also_after_another_stream_has_told_all_to_stop(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lifeline = Lifeline()
+
+    def fail(*_: object, **__: object) -> None:
+        lifeline.stop.set()
+        raise OffsetExpired("gone")
+
+    monkeypatch.setattr("millstream.spark.driver.run_pipeline", fail)
+    with home.open_catalog() as catalog:
+        StreamPipeline(home, catalog, "shop", home.config.streams["shop"]).run(lifeline, lambda: None)
+    assert (trouble(home) or {})["code"] == "offset_expired"
+
+
+@pytest.mark.long
+def test_it_is_no_longer_shown_once_a_pipeline_with_nothing_to_land_runs(tmp_path: Path, spark: SparkSession) -> None:
+    assert spark.sparkContext.version
+    home = Home(make_home(tmp_path / "home", "[streams.shop]\n"))
+    with OpenHome(home) as opened:
+        opened.append("shop", "orders", [{"id": 1}])
+    drained, stopped = Lifeline(), Lifeline()
+    drained.drain.set()
+    run_pipelines(home, drained, on_progress=lambda _facts: None)
+    with home.open_catalog() as catalog:
+        note_given_up(catalog, "shop", "pipeline", LakeUnavailable("no answer"))
+    run_pipelines(home, stopped, on_progress=lambda _facts: stopped.stop.set())
+    assert trouble(home) is None
 
 
 @pytest.mark.long

@@ -55,6 +55,7 @@ class StreamPipeline:
         self.outcome: PipelineOutcome | None = None
         self.error: MillstreamError | None = None
         self._replay_said_s = 0.0
+        self._goes_on = False  # whether it has landed something, or had nothing to land
         self._merged: MergedViews | None = None
 
     def run(self, lifeline: Lifeline, tell: Callable[[], None]) -> None:
@@ -69,7 +70,8 @@ class StreamPipeline:
             self._say_quarantined(progress.quarantined)
             self._say_trying(progress.trying)
             self._say_replay(progress)
-            if progress.batch_s and (self.progress is None or not self.progress.batch_s):
+            if not self._goes_on and (progress.batch_s or not progress.lag_records):
+                self._goes_on = True
                 forget_given_up(self._catalog, config.stream_id, "pipeline")
             self.progress = progress
             tell()
@@ -91,10 +93,12 @@ class StreamPipeline:
                 merged.fold_all()
                 outcome = dataclasses.replace(outcome, quarantined={**outcome.quarantined, **merged.failed})
             self.outcome = outcome
-            forget_given_up(self._catalog, stream, "pipeline")
+            if outcome.caught_up:
+                forget_given_up(self._catalog, stream, "pipeline")
         except MillstreamError as error:
             self.error = error
-            if not lifeline.stop.is_set():
+            # An error after a stop may come of it, unless no restart mends it.
+            if not (self.is_retried and lifeline.stop.is_set()):
                 note_given_up(self._catalog, self.name, "pipeline", error)
             if not lifeline.supervised or len(self._home.config.streams) > 1:
                 # A supervisor reports a single stream's error.

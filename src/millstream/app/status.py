@@ -15,6 +15,7 @@ from millstream.app.alerts.alert_file import delivery_facts, found_conditions
 from millstream.app.lag import backlog_counter, capture_lag, held_log, lake_lag
 from millstream.app.open_home import home_consumers
 from millstream.app.resources import resources_of
+from millstream.app.status_words import TRIED_AGAIN
 from millstream.catalog.lake_state import lake_state
 from millstream.catalog.quarantined_tables import QuarantineFacts
 from millstream.errors import ConfigError, Fenced, LogError, MillstreamError, ReadOnly
@@ -509,7 +510,7 @@ def table_facts(
     elif paused and state in {"copy_requested", "copying"}:
         state, reason = "paused", "its copy waits for `millstream tables resume`"
     again = (trying or {}).get(name) or (trying or {}).get(f"{row.namespace}.{row.name}")
-    reason = f"lake: tried again: {again}" if again else reason
+    reason = f"{TRIED_AGAIN}{again}" if again else reason
     lake_reason = (held or {}).get("reason") or failed.get(name) or failed.get(f"{row.namespace}.{row.name}")
     if lake_reason:
         state, reason = "quarantined", f"lake: {lake_reason}"

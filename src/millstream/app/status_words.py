@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from millstream.model.human_text import human_seconds
+
+TRIED_AGAIN: Final = "lake: tried again: "
+"""Begins the reason of a table that the lake can't take at the moment."""
 
 
 def retention_waits(stream: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from millstream.app.record_rates import Status
-from millstream.app.status_words import how_it_stands, why_and_since
+from millstream.app.status_words import TRIED_AGAIN, how_it_stands, why_and_since
 
 _STOPPED: Final = ("capture_stalled", "pipeline_stalled")
 """Conditions that repeat a stream's own error."""
@@ -61,6 +61,11 @@ def _of_stream(stream: Mapping[str, Any]) -> Iterator[Trouble]:
     if stream["source"]["slot_dropped"]:
         message = "the slot was dropped: the next run makes a new one and copies every table again"
         yield Trouble("slot_dropped", message, "Run `millstream run`.", name)
+    waiting = [table for table in stream["tables"] if (table["reason"] or "").startswith(TRIED_AGAIN)]
+    if waiting:
+        more = f" (and {len(waiting) - 1} more)" if len(waiting) > 1 else ""
+        message = f"{waiting[0]['name']}{more}: {waiting[0]['reason']}"
+        yield Trouble("lake_waits", message, "Run `millstream doctor`.", name, is_error=False)
     for writer in stream["writers"]:
         if writer["state"] == "expired" and writer["behind"]:
             message = f"readers wait for {writer['name']}, a writer with an expired lease ({writer['location']})"

@@ -235,7 +235,7 @@ class BatchLander:
     def _report(self, durable: Seq) -> None:
         trying, last, reached = self._trying, self._last, self._reached()
         replay = self.replay.look(reached)
-        if last is None and not trying and replay is None:
+        if last is None and not trying and replay is None and durable > reached:
             return
         n = last[0].upto if last is not None else reached
         rows = 0 if last is None else sum(commit.rows for commit in last[0].commits.values())

@@ -60,6 +60,8 @@ def trouble_of(
     """
     noted = catalog.fact(_scope(part, stream), _GIVEN_UP) or {}
     error = noted if live is None else live.get("error")
+    if not error and part == "pipeline":
+        error = noted  # it was started again, and has landed nothing since
     if not error:
         return None
     if live is not None:
