@@ -121,8 +121,7 @@ def _list_columns(home: Path, environ: dict[str, str]) -> None:
     generated = [found for found in findings if found.code == "column_generated"]
     texts = [found for found in findings if found.code == "column_is_text"]
     for found in blocking:
-        end = "" if found.message.endswith((".", "?", "!")) else "."
-        note(f"The source isn't ready: {found.message}{end} Run `millstream doctor` for the fix.")
+        note(f"The source isn't ready: {found.message}")
     if texts:
         note("These columns will be text in the lake ([streams.S.types] can set a precision for numeric ones):")
         for found in texts:
