@@ -274,6 +274,21 @@ def test_a_slot_in_use_cannot_be_dropped(stage: Stage) -> None:
     assert drop_slot(stage.config) is None
 
 
+def test_a_slot_that_is_dropped_before_the_first_run_is_no_news(stage: Stage) -> None:
+    stage.sql(ORDERS)
+
+    def is_noted() -> bool:
+        stream = stage.catalog.stream(stage.config.stream).id
+        return bool(stage.catalog.fact(f"capture/{stream}", "slot_dropped", default=False))
+
+    stage.catalog.resolve_stream(stage.config.stream)
+    assert drop_slot(stage.config, stage.catalog) is None
+    assert not is_noted()
+    stage.catch_up()
+    assert drop_slot(stage.config, stage.catalog) is not None
+    assert is_noted()
+
+
 def test_a_doctor_that_finds_nothing_wrong_says_only_what_is_worth_knowing(stage: Stage) -> None:
     stage.sql("CREATE TABLE t (id int PRIMARY KEY, span int4range, anything numeric)")
     findings = check_source(stage.config)

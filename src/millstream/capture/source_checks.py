@@ -78,10 +78,11 @@ def drop_slot(config: CaptureConfig, catalog: Catalog | None = None) -> int | No
     Args:
         config: the stream's configuration.
         catalog: catalog in which to record that this was on purpose. The next run then makes a new slot
-            and copies every table again; without the record it stops with `slot_lost`.
+            and copies every table again; without the record it stops with `slot_lost`. A stream that was never
+            captured needs none: its first run does so.
 
     Returns:
-        Bytes of WAL that the slot held; None if there was no such slot (the record is made all the same).
+        Bytes of WAL that the slot held; None if there was no such slot (a captured stream's record is made all the same).
 
     Raises:
         SourceError (`slot_active`): the slot is in use.
@@ -89,7 +90,9 @@ def drop_slot(config: CaptureConfig, catalog: Catalog | None = None) -> int | No
     """
     held = drop_slot_of(config.dsn, config.slot)
     if catalog is not None:
-        catalog.put_fact(f"capture/{catalog.stream(config.stream).id}", "slot_dropped", value=True)
+        stream = catalog.stream(config.stream).id
+        if catalog.current_source(stream) is not None:
+            catalog.put_fact(f"capture/{stream}", "slot_dropped", value=True)
     return held
 
 
