@@ -155,6 +155,14 @@ def test_the_audit_log_has_each_comparison_s_end(
     assert (done.get("message"), done.get("counts")) == ("<why>" if counts is None else None, counts)
 
 
+def test_a_comparison_that_has_ended_is_stopped_by_nothing(diffs: Diffs) -> None:
+    diffs._command = command(f"print({json.dumps(REPORT)!r})")
+    diffs.start("admin", "shop", "", lambda _one: diffs.stop())
+    ended(diffs)
+    assert diffs.last is not None
+    assert diffs.last.state == "done"
+
+
 @pytest.mark.parametrize("kind", ["all", "shop"])
 def test_who_lacks_the_right_starts_and_stops_none(site: Site, diffs: Diffs, kind: str) -> None:
     assert "needs a token" in shown(site, kind)

@@ -107,7 +107,7 @@ class Diffs:
     def stop(self) -> None:
         """Stop the comparison that runs."""
         with self._lock:
-            if self._process is not None and self.last is not None:
+            if self._process is not None and self.last is not None and self.last.state == "runs":
                 self.last.state = "stopped"
                 self._process.kill()
 
@@ -144,9 +144,11 @@ class Diffs:
             one.seconds = round(time.monotonic() - start_s, 3)
             if one.state == "runs":
                 one.state, one.said, one.report = ("failed", text, None) if report is None else ("done", "", report)
-        on_end(one)
-        with self._lock:
-            self._process = None
+        try:
+            on_end(one)
+        finally:
+            with self._lock:
+                self._process = None
 
 
 def _make_nice(pid: int) -> None:
