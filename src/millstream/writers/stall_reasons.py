@@ -59,9 +59,9 @@ def trouble_of(
         automatically; and `since`, the time of the end that it caused, None if it caused none.
     """
     noted = catalog.fact(_scope(part, stream), _GIVEN_UP) or {}
-    error = noted if live is None else live.get("error")
-    if not error and part == "pipeline":
-        error = noted  # it was started again, and has landed nothing since
+    error = (live or {}).get("error")
+    if live is None or part == "pipeline":
+        error = error or noted  # a pipeline that was started again may have landed nothing since
     if not error:
         return None
     if live is not None:
