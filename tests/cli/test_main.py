@@ -212,6 +212,7 @@ def test_init_tells_of_a_source_that_does_not_answer_in_a_sentence(tmp_path: Pat
     done = here("init", str(tmp_path), "--stream", "shop", "--source", "host=127.0.0.1 port=1 dbname=x")
     assert done.returncode == 0, done.stderr
     assert "accepting TCP/IP connections?\n" in done.stderr
+    assert f"Next:  millstream --home {tmp_path} doctor" in done.stderr
 
 
 def test_init_lists_generated_columns(tmp_path: Path, postgres: Database) -> None:

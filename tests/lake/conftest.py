@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -16,6 +16,27 @@ from millstream.lake.layout import LakeLayout
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
 from millstream.model.records import record_schema
 from millstream.model.schema import Column, TableSchema
+from millstream.testing.s3 import EmbeddedS3
+from millstream.testing.store_proxy import StoreProxy
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedS3]:
+    with EmbeddedS3(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def proxies(store: EmbeddedS3, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreProxy]:
+    with StoreProxy(tmp_path_factory.mktemp("proxy"), store.endpoint) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxy(proxies: StoreProxy) -> StoreProxy:
+    """A proxy in front of `store` that lets everything pass, until a test sets its rules."""
+    proxies.set_rules([])
+    return proxies
 
 
 @pytest.fixture

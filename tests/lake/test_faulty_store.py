@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,24 +20,6 @@ from millstream.testing.s3 import EmbeddedS3
 from millstream.testing.store_proxy import Fault, FaultRule, StoreProxy
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedS3]:
-    with EmbeddedS3(tmp_path_factory.mktemp("s3")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def proxies(store: EmbeddedS3, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreProxy]:
-    with StoreProxy(tmp_path_factory.mktemp("proxy"), store.endpoint) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def proxy(proxies: StoreProxy) -> StoreProxy:
-    proxies.set_rules([])
-    return proxies
 
 
 def lake(store: EmbeddedS3, proxy: StoreProxy, name: str, patience_s: float = 5.0) -> LakeLayout:

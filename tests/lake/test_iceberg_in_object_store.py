@@ -39,24 +39,6 @@ numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedS3]:
-    with EmbeddedS3(tmp_path_factory.mktemp("s3")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def proxies(store: EmbeddedS3, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreProxy]:
-    with StoreProxy(tmp_path_factory.mktemp("proxy"), store.endpoint) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def proxy(proxies: StoreProxy) -> StoreProxy:
-    proxies.set_rules([])
-    return proxies
-
-
-@pytest.fixture(scope="module")
 def server(store: EmbeddedS3, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedIcebergCatalog]:
     folder = tmp_path_factory.mktemp("stored")
     with EmbeddedIcebergCatalog(folder, store.options, f"{store.url}/warehouse") as catalog:

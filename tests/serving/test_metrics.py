@@ -29,6 +29,8 @@ PARTS = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "ga
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with served(web_home(tmp_path_factory.mktemp("web"))) as server:
         assert server.post("clicks", [{"id": 1}, {"id": 2}]).status_code == 200
+        # A status from before the append is kept for a moment.
+        wait_for(lambda: values(scraped(server)["millstream_log_records"], "_total", stream="web"))
         yield server
 
 
