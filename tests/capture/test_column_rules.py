@@ -111,7 +111,7 @@ def test_a_large_transaction_spills_without_the_values(stage: Stage) -> None:
     stage.log.gate.clear()
     running = stage.start()
     stage.sql(
-        "INSERT INTO users SELECT n, 'ssn-secret', 'mail-secret', 'name-secret', n FROM generate_series(1, 30_000) n"
+        "INSERT INTO users SELECT n, 'ssn-secret', 'mail-secret', 'name-secret', n FROM generate_series(1, 30000) n"
     )
     wait_until(lambda: stage.log.held() > 0, "the large transaction to be submitted")
     assert any(path.stat().st_size for path in (stage.folder / "spill").rglob("*.messages"))

@@ -125,6 +125,7 @@ def test_a_backlog_in_chunks_has_the_rules(stage: Stage) -> None:
     nothing_leaked(stage)
 
 
+@pytest.mark.since_postgres(15)
 @pytest.mark.parametrize("comes_by", ["copy", "stream"])
 def test_a_row_filter_that_fails_on_a_value_does_not_tell_it(stage: Stage, comes_by: str) -> None:
     """PostgreSQL's message quotes the value: it stood in the catalog, in the log of the process and in its error."""
