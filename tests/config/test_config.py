@@ -299,6 +299,9 @@ def test_a_dsn_is_shown_without_its_password(dsn: str, shown: str) -> None:
         ("[http]\nlisten = '127.0.0.1:1'\n#[flight]\nlisten = '127.0.0.1:2'\n", 4, "listen belongs to [flight], whose header is still commented out (line 3)"),
         ("[streams.shop]\n# [http]\n[streams.shop.log]\nlisten = 'x'\n", 4, "unknown key; allowed here: shards"),
         ("[streams.shop]\n# [http]\nlake = 3\n", 3, "must be a table"),
+        # A header names its whole path, and a typo of a key is no name of a table that takes any.
+        ("# [spark.conf]\n[streams.shop.lakes]\nfold_interval = '5s'\n", 2, "streams.shop.lakes: unknown key; did you mean lake?"),
+        ("[streams.shop.lake]\n# [streams.shop.types]\nfold_intervall = '5s'\n", 3, "did you mean fold_interval?"),
     ],
 )  # fmt: skip
 def test_a_key_below_a_commented_header_is_told_where_it_belongs(

@@ -250,16 +250,23 @@ class _Loader:
         return LoadedConfig(config, self._file, origins, unset)
 
     def _look_for_misplaced(self, path: KeyPath, table: dict[str, Any]) -> None:
-        """Note keys below a commented header that their section lacks; a table of free names would accept them."""
+        """Note keys below a commented header that their section lacks; a table of free names would accept them.
+
+        A header names its whole path, so it belongs nowhere else. A key that is nearly one of its section's is a typo.
+        """
         own = _allowed(path)
         for name, value in table.items():
             line = self._lines.get((*path, name))
-            fits = line is None or name in own
-            meant = None if fits else _misplaced(self._text, line or 1, name, or_free=not _takes_any(path))
+            fits = line is None or name in own or self._is_header(line)
+            or_free = not (_takes_any(path) or _nearest(name, own))
+            meant = None if fits else _misplaced(self._text, line or 1, name, or_free=or_free)
             if meant is not None:
                 self._note((*path, name), meant)
             elif isinstance(value, dict):
                 self._look_for_misplaced((*path, name), value)
+
+    def _is_header(self, line: int) -> bool:
+        return self._text.split("\n")[line - 1].lstrip().startswith("[")
 
     def _fill(self, path: KeyPath, value: Any) -> Any:
         if isinstance(value, dict):
@@ -373,8 +380,8 @@ def _say(path: KeyPath, mistake: dict[str, Any]) -> str:
     kind, context = mistake["type"], mistake.get("ctx", {})
     if kind == "extra_forbidden":
         allowed = _allowed(path[:-1])
-        near = difflib.get_close_matches(str(path[-1]), allowed, n=1)
-        meant = f"; did you mean {near[0]}?" if near else ""
+        near = _nearest(str(path[-1]), allowed)
+        meant = f"; did you mean {near}?" if near else ""
         return f"unknown key{meant or ';'} allowed here: {', '.join(allowed) or 'nothing'}"
     if kind == "missing":
         return "is required"
@@ -400,6 +407,11 @@ def _say(path: KeyPath, mistake: dict[str, Any]) -> str:
     }
     said = names.get(kind)
     return f"must be {said}" if said else str(mistake["msg"])
+
+
+def _nearest(key: str, allowed: Iterable[str]) -> str | None:
+    """Return the allowed key that a mistyped one probably means; None if there is none."""
+    return next(iter(difflib.get_close_matches(key, list(allowed), n=1)), None)
 
 
 def _allowed(path: KeyPath) -> list[str]:
