@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import resource
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 from tests.cli.in_process import command
 
+from millstream.cli.main import main
 from millstream.testing.pytest_plugin import Database
 
 HEAVY = (
@@ -410,6 +413,17 @@ def test_a_slot_is_not_dropped_unasked(tmp_path: Path) -> None:
     done = here("--home", str(tmp_path), "slot", "drop")
     assert done.returncode == 2
     assert "pass --yes" in done.stderr
+
+
+def test_status_begins_with_the_mistakes_of_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "millstream.toml").write_text("[streams.a]\nsource.dsn='x'\n[strams.b]\nx=1\n[htp]\n")
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out), pytest.raises(SystemExit):
+        main(["--home", str(tmp_path), "status"])
+    first, second, third, *_ = out.getvalue().splitlines()
+    assert "problem: configuration: millstream.toml:3: strams: unknown key; did you mean streams?" in first
+    assert second.startswith("  | millstream.toml:5: htp: unknown key; did you mean http?")
+    assert third == f"{tmp_path}: nothing runs"
 
 
 def test_status_of_one_stream(tmp_path: Path) -> None:

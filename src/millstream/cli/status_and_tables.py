@@ -46,6 +46,11 @@ def status(invocation: Invocation, stream: str | None, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
+    for problem in found["problems"]:
+        first, *others = problem.split("\n")
+        note(f"problem: {first}")
+        for line in others:
+            note(f"  | {line}")
     running = [f"{part} (process {pid})" for part, pid in found["processes"].items() if pid is not None]
     say(f"{found['home']}: {', '.join(running) or 'nothing runs'}")
     for one in found["streams"]:
@@ -55,8 +60,6 @@ def status(invocation: Invocation, stream: str | None, as_json: bool) -> None:
     if (found["alerts"] or {}).get("error") is not None:
         alerts = found["alerts"]
         note(f"alerts: {alerts['receiver']} has taken none since {alerts['failing_since']}: {alerts['error']}")
-    for problem in found["problems"]:
-        note(f"problem: {problem}")
 
 
 def _behind(numbers: int) -> str:
