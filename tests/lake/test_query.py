@@ -368,6 +368,31 @@ def test_times_and_tokens_outside_of_the_lake_are_told_apart(layout: LakeLayout,
         before.query(count)  # the log had no record of it so far
 
 
+def test_the_hint_of_a_moment_before_the_lake_names_moments_that_answer(
+    layout: LakeLayout, orders: TableSchema, lines: TableSchema, records: Records
+):
+    line = {"Order": 1, "line no": 1}
+    two_rows = [("c", 3, line), ("c", 4, {**line, "line no": 2})]
+    land_at(layout, 2, 0, (orders, records(orders, ("c", 1, {"id": 1}), ("c", 2, {"id": 2}))))
+    land_at(layout, 4, 1, (lines, records(lines, *two_rows)))
+    count = 'SELECT count(*) AS n FROM public."Order ""Lines"""'
+    with pytest.raises(PositionError, check=coded("beyond_retention")) as caught:
+        LakeSession(layout, as_of=NOON - timedelta(hours=1))
+    begins, whole = _moments(caught.value.hint)
+    assert at(layout, "SELECT count(*) AS n FROM public.orders", begins) == [{"n": 2}]
+    assert at(layout, count, whole) == [{"n": 2}]
+    # A table that began later names the moment from which it answers, too.
+    with LakeSession(layout, as_of=begins) as session, pytest.raises(InvalidQuery, match="didn't exist yet") as later:
+        session.query(count)
+    assert _moments(later.value.hint) == [whole]
+    (token,) = re.findall(r"\.s(\d+)\)", later.value.hint)
+    assert at(layout, count, int(token)) == [{"n": 2}]
+
+
+def _moments(hint: str) -> list[datetime]:
+    return [datetime.fromisoformat(text) for text in re.findall(r"\d{4}-\S+", hint)]
+
+
 def test_what_retention_dropped_is_neither_guessed_nor_needed(
     layout: LakeLayout, orders: TableSchema, lines: TableSchema, records: Records
 ):

@@ -205,14 +205,10 @@ def known_later(layout: LakeLayout, n: Seq, said: str, tables: Iterable[CutTable
             return InvalidQuery(f"there was no table {table.name} at {token}: it was called {had} then")
         history = open_history(layout, folder, table.table_id)
         era = None if last is None else era_at(history, last.n)
-        first = None if era is None or not era.first else StreamToken.scalar(layout.stream_id, era.first)
-        begin = (
-            ""
-            if first is None
-            else f" Its first record is at {first}; name a token at or behind the end of its operation."
-        )
+        begins = None if era is None or not era.first else cut_from(layout, era.first)
         return InvalidQuery(
-            f"there was no table {table.name} at {token}: it didn't exist yet", hint=f"Query a later time.{begin}"
+            f"there was no table {table.name} at {token}: it didn't exist yet",
+            hint=f"Query {'a later time' if begins is None else f'{_moment_of(layout, begins)} or later'}.",
         )
     return None
 
@@ -296,11 +292,21 @@ def _before(layout: LakeLayout, asked: str) -> PositionError:
     first = first_cut(layout)
     if first is None:
         return PositionError(f"the lake is empty, so it can't be read at {asked}", code="beyond_retention", first=None)
-    at = first.commit_ts_max or first.committed_at
-    token = StreamToken.scalar(layout.stream_id, first.n)
+    hint = f"Query {_moment_of(layout, first)} or later."
+    last = last_cut(layout)
+    tables = {} if last is None else last.tables
+    begun = max((table.since for folder, table in tables.items() if folder != MESSAGES), default=first.n)
+    if begun > first.n and (whole := cut_from(layout, begun)) is not None:
+        hint += f" All tables that the lake has now are there from {_moment_of(layout, whole)} on."
     return PositionError(
-        f"the lake begins at {at.isoformat()} ({token}), after {asked}",
+        f"the lake begins at {_moment_of(layout, first)}, after {asked}",
         code="beyond_retention",
-        hint=f"Query {at.isoformat()} or later.",
-        first=str(token),
+        hint=hint,
+        first=str(StreamToken.scalar(layout.stream_id, first.n)),
     )
+
+
+def _moment_of(layout: LakeLayout, cut: Cut) -> str:
+    """Return the moment and the token of a cut; a query at either shows it, or a later one of the same moment."""
+    at = cut.commit_ts_max or cut.committed_at
+    return f"{at.isoformat()} ({StreamToken.scalar(layout.stream_id, cut.n)})"
