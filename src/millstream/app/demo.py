@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -75,7 +76,7 @@ class DemoReport:
 
     def lines(self) -> list[str]:
         """Return the report for people."""
-        place = _shown(self.home)
+        place, command = _shown(self.home), f"{_command()} --home {shlex.quote(str(self.home))}"
         tables = [
             f"  {name:<22} {self.rows[name]:>8,} rows equal the source, {self.records[name]:>8,} changes replay to it"
             for name in self.rows
@@ -95,10 +96,10 @@ class DemoReport:
             f"  {place}/lake/{_STREAM}/history/    every change",
             "",
             "Try next:",
-            f"  .venv/bin/millstream --home {place} query 'SELECT status, count(*), sum(total) FROM public.orders GROUP BY 1'",
-            f"  .venv/bin/millstream --home {place} wal cat --table public.deals --limit 5",
-            f"  .venv/bin/millstream --home {place} status",
-            "  and on your own PostgreSQL: .venv/bin/millstream init --help",
+            f"  {command} query 'SELECT status, count(*), sum(total) FROM public.orders GROUP BY 1'",
+            f"  {command} wal cat --table public.deals --limit 5",
+            f"  {command} status",
+            f"  and on your own PostgreSQL: {_command()} init --help",
             "The demo's PostgreSQL has ended: commands that ask a source (`run`, `doctor`, `diff`) find none there.",
         ]
 
@@ -317,6 +318,14 @@ def _clear(folder: Path) -> None:
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _MARKER).touch()
+
+
+def _command() -> str:
+    """Return the command that runs this Millstream from any folder, for a shell."""
+    program, found = Path(sys.executable).with_name("millstream"), shutil.which("millstream")
+    if found is not None and program.exists() and Path(found).samefile(program):
+        return "millstream"
+    return shlex.join([str(program)] if program.exists() else [sys.executable, "-m", "millstream.cli"])
 
 
 def _shown(folder: Path) -> str:
