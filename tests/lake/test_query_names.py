@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,7 +12,7 @@ import pyarrow as pa
 import pytest
 from tests.lake.test_query import land
 
-from millstream.errors import InvalidQuery, UnknownTable
+from millstream.errors import InvalidQuery, LakeUnavailable, UnknownTable
 from millstream.lake.commit_cuts import last_cut
 from millstream.lake.known_tables import KnownTable
 from millstream.lake.layout import LakeLayout
@@ -18,7 +20,7 @@ from millstream.lake.query.query_session import LakeSession
 from millstream.lake.replay import table_named
 from millstream.model.ids import TableId
 from millstream.model.query_reasons import Reason
-from millstream.model.schema import Column, TableSchema
+from millstream.model.schema import Column, TableKind, TableSchema
 
 Records = Callable[..., pa.RecordBatch]
 
@@ -54,6 +56,49 @@ def test_a_views_table_without_quotes_is_answered_with_the_name_in_quotes(
     with LakeSession(layout) as session, pytest.raises(InvalidQuery, match=r"no table merged\.orders") as caught:
         session.query("FROM merged.orders")
     assert caught.value.hint == 'Name its schema too: merged."public.orders".'
+
+
+@pytest.mark.parametrize(
+    ("asked", "named", "hint"),
+    [
+        ("history.orders", "history.orders", 'Name its schema too: history."public.orders".'),
+        ("HISTORY._messages m", "history._messages", "Tables: public.items, public.orders."),
+        ("main.orders", "main.orders", "Name its schema too: public.orders."),
+        ("items o JOIN nothing USING (id)", "public.nothing", "Tables: public.items, public.orders."),
+    ],
+)
+def test_an_unknown_table_keeps_its_schema_and_empty_tables_are_listed(
+    layout: LakeLayout, orders: TableSchema, records: Records, asked: str, named: str, hint: str
+) -> None:
+    items = KnownTable(TableId(9), "public", "items", replace(orders, table_id=TableId(9), name="items"))
+    copied = KnownTable(TableId(10), "public", "copied", items.schema, waits="it is copying")
+    land(layout, 1, {orders: records(orders, ("c", 1, {"id": 1}))}, fold=True)
+    with LakeSession(layout, known=lambda: [items, copied]) as session:
+        assert session.query('FROM history."public.orders"').num_rows == 1  # DuckDB leaves out a schema that it has
+        assert session.query("FROM items").schema.names == [column.name for column in orders.columns]
+        assert session.tables == ["public.items", "public.orders"]
+        with pytest.raises(InvalidQuery, match=f"no table {re.escape(named)} in the lake") as caught:
+            session.query(f"FROM {asked}")
+    assert caught.value.hint.startswith(hint)
+
+
+def test_messages_in_the_lake_are_named_in_no_answer_but_by_their_table(
+    layout: LakeLayout, orders: TableSchema, records: Records
+) -> None:
+    kind = {"kind": TableKind.MESSAGES, "namespace": "", "name": "_messages", "key": (), "identity": ()}
+    columns = (Column("prefix", pa.string()), Column("content", pa.binary()), Column("transactional", pa.bool_()))
+    messages = replace(orders, table_id=TableId(7), columns=columns, **kind)
+    land(layout, 1, {messages: records(messages, ("m", 1, {"prefix": "p", "content": b"1"}))})
+    for asked, hint in (
+        ("nothing", "No table has landed"),
+        ("_messages", "Logical messages are in history._messages."),
+    ):
+        with LakeSession(layout) as session, pytest.raises(InvalidQuery, match=f"no table public.{asked} in") as caught:
+            session.query(f"FROM {asked}")
+        assert caught.value.hint.startswith(hint)
+    shutil.rmtree(layout.table_path("history", messages))
+    with LakeSession(layout) as session, pytest.raises(LakeUnavailable, match="is gone"):
+        session.query("FROM history._messages")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -49,13 +49,27 @@ def is_meant(said: str, full_name: str) -> bool:
     return _bare(said) in {_bare(f"{namespace}.{name}"), _bare(full_name)}
 
 
-def unknown_table(said: str) -> str | None:
-    """Return the unquoted name, with its schema, of the table that DuckDB's message reports as missing."""
+def unknown_table(said: str, written: Collection[tuple[str, ...]]) -> str | None:
+    """Return the unquoted name, with its schema, of the table that DuckDB's message reports as missing.
+
+    Args:
+        said: the message.
+        written: the names in the statement, by their parts: DuckDB omits a schema that it has.
+    """
     found = re.search(r'Table with name "?(.+?)"? does not exist', said)
     if found is None:
         return None
-    # DuckDB omits the default schema.
-    return found[1] if "." in found[1] else f"{DEFAULT_SCHEMA}.{found[1]}"
+    name = found[1]
+    if "." in name:
+        return name
+    schemas = {parts[-2] for parts in written if len(parts) > 1 and parts[-1].lower() == name.lower()}
+    bare = not schemas or any(len(parts) == 1 and parts[0].lower() == name.lower() for parts in written)
+    return f"{DEFAULT_SCHEMA if bare or DEFAULT_SCHEMA in schemas else min(schemas)}.{name}"
+
+
+def where_they_land(node: str) -> str:
+    """Return the hint for tables that another node lands."""
+    return f"This node doesn't land the stream's tables: {node} leads the stream, and does. Ask there, or keep the lake in an object store that both name."
 
 
 def _bare(name: str) -> str:

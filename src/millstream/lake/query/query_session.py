@@ -32,12 +32,12 @@ from millstream.errors import (
 )
 from millstream.lake.commit_cuts import Cut, CutTable, last_cut
 from millstream.lake.folded.current import current_columns
-from millstream.lake.known_tables import KnownTable, empty_records, empty_rows, is_meant, unknown_table
+from millstream.lake.known_tables import KnownTable, empty_records, empty_rows, is_meant, unknown_table, where_they_land
 from millstream.lake.layout import MESSAGES, LakeLayout, has_current
 from millstream.lake.query.duckdb_connection import Engine, quote
 from millstream.lake.query.log_tail import TailTables
 from millstream.lake.query.merged_rows import MERGED, MergedTables, MergedViews
-from millstream.lake.query.namesakes import Namesakes
+from millstream.lake.query.namesakes import Namesakes, names_written
 from millstream.lake.query.overlay import SEQ
 from millstream.lake.query.query_limits import QueryBounds
 from millstream.lake.query.renamed_records import records_sql
@@ -194,8 +194,10 @@ class LakeSession:
 
     @property
     def tables(self) -> list[str]:
-        """The tables' names, as SQL takes them."""
-        return sorted(table.name for folder, table in self._tables.items() if folder != MESSAGES)
+        """The tables' names, as SQL takes them; also those of tables that have had no record so far."""
+        landed = {table.table_id: table.name for folder, table in self._tables.items() if folder != MESSAGES}
+        known = [] if self._past else [table for table in self._capture_knows() if table.table_id not in landed]
+        return sorted({*landed.values(), *(table.full_name for table in known if table.schema and not table.waits)})
 
     def name_of(self, table_id: TableId) -> str | None:
         """Return a table's name in this session, whatever its current name; None if the lake has no record of it."""
@@ -258,7 +260,7 @@ class LakeSession:
         import duckdb
 
         if len(self.statements(sql)) != 1:
-            raise InvalidQuery("a query must be one statement")
+            raise InvalidQuery("a query must be one statement", hint="Send one SELECT.")
         if LIST.fullmatch(sql):
             sql = LISTED
         try:
@@ -266,7 +268,7 @@ class LakeSession:
             schema = with_reasons(self._merged.stamped(reader.schema), self.reasons)
             return pa.RecordBatchReader.from_batches(schema, self._checked(reader, schema))
         except duckdb.Error as error:
-            raise self._translated(error) from error
+            raise self._translated(error, sql) from error
 
     def statements(self, sql: str) -> list[str]:
         """Return the statements of a text; raises `InvalidQuery` as `read_only_sql.reading_statements`."""
@@ -349,7 +351,7 @@ class LakeSession:
         except (duckdb.Error, pa.ArrowException, OSError) as error:
             raise self._translated(error) from error
 
-    def _translated(self, error: Exception) -> MillstreamError:
+    def _translated(self, error: Exception, sql: str = "") -> MillstreamError:
         import duckdb
 
         said = str(error)
@@ -358,7 +360,7 @@ class LakeSession:
             return bound
         if (failure := self._engine.take_failure()) is not None:
             return failure
-        table = unknown_table(said)
+        table = unknown_table(said, names_written(sql))
         if table is None:
             return InvalidQuery(said)
         for name, failure in self._failures.items():
@@ -367,32 +369,32 @@ class LakeSession:
                 return failure
         if self._past and (later := known_later(self._layout, self._n, table, self._tables.values())) is not None:
             return later
-        for name in [found.name for found in self._tables.values() if is_meant(table, found.name)]:
-            if name in self._failures:
+        for name in [found.name for folder, found in self._tables.items() if folder != MESSAGES]:
+            if name in self._failures and is_meant(table, name):
                 return InvalidQuery(f"{name} {self._failures[name].message}")
         for known in self._capture_knows():
             if is_meant(table, known.full_name) and (known.waits or known.schema is None):
                 why = known.waits or "no change of it has come, and nobody has seen its columns"
-                hint = None if self.landed_by is None else self._where_they_land(self.landed_by)
+                hint = None if self.landed_by is None else where_they_land(self.landed_by)
                 return InvalidQuery(f"{known.full_name} has nothing in the lake yet: {why}", hint=hint)
         # In our words, because DuckDB's suggestions are its own tables.
         view, _, bare = table.partition(".")
         others = same_bare(bare, [parse_qualified_name(name) for name in self.tables])
         hint = name_in_full([f'{view}."{name}"' for name in others] if view in {HISTORY, SCD2, MERGED} else others)
+        if bare == MESSAGES and MESSAGES in self._tables:
+            hint = f"Logical messages are in {HISTORY}.{MESSAGES}."
         return InvalidQuery(f"there is no table {table} in the lake", hint=hint or self._hint())
 
     def _hint(self) -> str:
         if self._failures:
             return "Not readable: " + "; ".join(f"{name} ({reason})" for name, reason in self.missing.items())
-        if not self._tables and self.landed_by is not None:
-            return self._where_they_land(self.landed_by)
-        if not self._tables:
+        tables = self.tables
+        if not tables and self.landed_by is not None:
+            return where_they_land(self.landed_by)
+        if not tables:
             return "No table has landed in the lake yet: `millstream run` lands them, and `millstream status` shows what goes on."
-        listed = ", ".join(self.tables[:20]) + (" …" if len(self.tables) > 20 else "")
+        listed = ", ".join(tables[:20]) + (" …" if len(tables) > 20 else "")
         return f"Tables: {listed}. Others appear once the pipeline has landed them."
-
-    def _where_they_land(self, node: str) -> str:
-        return f"This node doesn't land the stream's tables: {node} leads the stream, and does. Ask there, or keep the lake in an object store that both name."
 
     def _prepare(self, sql: str | None) -> None:
         """Make the views that a query may name, once each; all of them for None."""
@@ -408,10 +410,10 @@ class LakeSession:
                 continue
             for folder in sorted(folder for folder in left - hidden if text is None or self._stands_in(folder, text)):
                 left.discard(folder)
+                name = f"{HISTORY}.{MESSAGES}" if folder == MESSAGES else self._tables[folder].name
                 try:
                     make(folder)
                 except LakeTableForeign as error:
-                    name = self._tables[folder].name
                     self._failures[name] = LakeTableForeign(
                         f"{name} can't be read: {error.message}",
                         hint=f"Run `millstream pipeline rebuild {name}`, which moves that folder away and rebuilds the table.",
@@ -419,7 +421,7 @@ class LakeSession:
                         **error.details,
                     )
                 except MillstreamError as error:
-                    self._failures[self._tables[folder].name] = error
+                    self._failures[name] = error
         if text is None:
             self._learn()
 
