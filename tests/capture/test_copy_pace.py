@@ -6,15 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.capture.copying.throttle import (
-    AIM_BYTES,
-    AIM_S,
-    CUT_AT,
-    OPEN_BYTES_MAX,
-    ChunkSizes,
-    CopyRate,
-    OpenBytes,
-)
+from millstream.capture.copying.chunk_sizes import AIM_BYTES, AIM_S, CUT_AT, ChunkSizes
+from millstream.capture.copying.throttle import OPEN_BYTES_MAX, CopyRate, OpenBytes
 
 
 def test_chunks_grow_up_to_what_is_configured_while_they_take_less_than_their_time() -> None:

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.seeds import examples
 
+from millstream.lake.column_conversion import EXACT, lake_columns, to_lake
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes, fold_table
 from millstream.lake.folded.current_fold import fold_records
@@ -25,7 +26,6 @@ from millstream.lake.folded.rewrite import surviving
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query.query_session import LakeSession
-from millstream.lake.types import EXACT, lake_columns, to_lake
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.records import record_schema

@@ -19,9 +19,9 @@ from tests.lake.test_fold import SCHEMAS, Row, Source, texts_in
 from tests.seeds import examples
 
 from millstream.errors import LakeError
+from millstream.lake.column_conversion import EXACT, lake_columns, to_lake
 from millstream.lake.folded.scd2_fold import VERSION_COLUMNS, Versions, fold_versions
 from millstream.lake.row_identity import Keys, key_codes
-from millstream.lake.types import EXACT, lake_columns, to_lake
 from millstream.model.records import INSTANT
 from millstream.model.schema import TableSchema
 

@@ -15,9 +15,9 @@ from millstream.model.ids import RegionId
 from millstream.model.operations import Ack
 from millstream.model.positions import Seq, SeqRange
 from millstream.model.writes import SessionFacts, WriteId
-from millstream.protocol.deduplication.group_lookup import GroupLookup
 from millstream.protocol.deduplication.known_writes import AHEAD_MAX, Sessions
 from millstream.protocol.deduplication.other_regions import OtherRegions
+from millstream.protocol.deduplication.repeats_within_group import GroupLookup
 
 CONFIG = """
 [streams.shop]

@@ -18,7 +18,6 @@ from typing import Final
 import structlog
 from psycopg import sql
 
-from millstream.backoff import Backoff
 from millstream.capture.column_rule_binding import ColumnRules
 from millstream.capture.column_rule_enforcement import check_rules, rule_messages
 from millstream.capture.config import CaptureConfig, CaptureOutcome, CaptureProgress
@@ -27,6 +26,7 @@ from millstream.capture.copying.definition_entries import DefinitionEntries
 from millstream.capture.copying.repair import CopiesAndRepairs, Repairs
 from millstream.capture.copying.table_copies import UNFINISHED, TableCopies
 from millstream.capture.publication import pgoutput_options
+from millstream.capture.session_retries import SessionRetries
 from millstream.capture.slot import (
     SlotState,
     check_slot,
@@ -59,7 +59,7 @@ from millstream.capture.timeline import TimelineWatch, follows, read_history
 from millstream.capture.watcher import WatchedTables, Watcher
 from millstream.catalog import Catalog, TableState
 from millstream.codec.pgoutput import warm
-from millstream.errors import DiskFull, MillstreamError, ProtocolViolation, Retry, SourceError
+from millstream.errors import DiskFull, MillstreamError, ProtocolViolation, SourceError
 from millstream.model.ids import SourceId, StreamId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Lsn, format_lsn
@@ -68,8 +68,6 @@ from millstream.protocol.capture_mode import BacklogChunk, Mode, ModeChoice
 
 logger = structlog.get_logger("millstream.capture")
 
-_BACKOFF_MAX_S: Final = 10.0
-_SLOT_ACTIVE_MAX_S: Final = 2.0  # the server process of a killed capture goes within seconds; then every second counts
 _DRAIN_S: Final = 60.0
 _CONFIRM_S: Final = 10.0
 _SLOT_PATIENCE_S: Final = 5.0
@@ -172,8 +170,7 @@ class _Capture:
 
     def _run_sessions(self) -> CaptureOutcome:
         warm()
-        backoff = Backoff(0.2, _BACKOFF_MAX_S)
-        failing_since: float | None = None
+        retries = SessionRetries(self._config.give_up_s if self._until_caught_up else None)
         while True:
             self._connected = self._reads_chunks = False
             began = time.monotonic()
@@ -191,16 +188,10 @@ class _Capture:
                     continue
                 if self._reads_chunks and self._connected and error.code == "source_unreachable":
                     self._choice.broke()
-                # On a full disk a session connects, and ends at the first record: that is no progress.
-                if self._connected and not (isinstance(error, DiskFull) and time.monotonic() - began < _BACKOFF_MAX_S):
-                    backoff.reset()
-                    failing_since = None
-                failing_since = failing_since or time.monotonic()
-                if not self._worth_another_try(error, time.monotonic() - failing_since):
+                connected_s = time.monotonic() - began if self._connected else None
+                wait_s = retries.wait_s(error, connected_s=connected_s, ever_connected=self._was_connected())
+                if wait_s is None or (self._stop.is_set() and not isinstance(error, DiskFull)):
                     raise
-                wait_s = backoff.next_s()
-                if error.code == "slot_active":
-                    wait_s = min(wait_s, _SLOT_ACTIVE_MAX_S)
                 logger.warning("capture begins again", code=error.code, error=error.message, in_s=round(wait_s, 2))
                 self._on_wait(error)
                 self._wait(wait_s)
@@ -214,15 +205,6 @@ class _Capture:
             return False
         refused = isinstance(error, SourceError | ProtocolViolation)
         return refused and error.code not in {"slot_active", "source_unreachable"}
-
-    def _worth_another_try(self, error: MillstreamError, failing_s: float) -> bool:
-        if isinstance(error, DiskFull):
-            return not self._until_caught_up or failing_s < self._config.give_up_s
-        if error.retry is not Retry.BACKOFF or self._stop.is_set():
-            return False
-        if error.code in {"slot_active", "source_behind", "source_switched"} or self._was_connected():
-            return not self._until_caught_up or failing_s < self._config.give_up_s
-        return False
 
     def _was_connected(self) -> bool:
         return self._connected or self._target is not None or self._records > 0 or self._ever

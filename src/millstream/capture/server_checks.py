@@ -1,4 +1,4 @@
-"""The checks of `doctor` on the server: settings, slots, senders, and what would end capture at a failover."""
+"""The checks of `doctor` on the server: settings, the right to replicate, slots, senders, and what would end capture at a failover."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Final
 from psycopg import sql
 
 from millstream.capture.config import CaptureConfig
-from millstream.capture.connection import translated
+from millstream.capture.connection import connect_replication, parse_dsn, translated
 from millstream.capture.slot import SlotState, read_slot
 from millstream.capture.source import STANDBY_VERSION_MIN, Connection, on_standby
+from millstream.errors import MillstreamError
 
 _FAILOVER_VERSION_MIN: Final = 170000
 _SENDER_TIMEOUT_WARN_MS: Final = 10_000
@@ -245,3 +246,15 @@ def _check_failover(
             )
         )
     return findings
+
+
+def check_replication(config: CaptureConfig) -> list[Finding]:
+    """Return what keeps the role from streaming changes: the right, or a connection that the server refuses."""
+    try:
+        connect_replication(config.dsn).close()
+    except MillstreamError as error:
+        user = parse_dsn(config.dsn).get("user")
+        role = sql.Identifier(str(user)).as_string(None) if user else "<role>"
+        script = f"ALTER ROLE {role} REPLICATION;" if error.code == "source_privilege_missing" else ""
+        return [Finding(error.code, error.message, "source", fix=error.hint, sql=script)]
+    return []

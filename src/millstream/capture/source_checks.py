@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from psycopg import sql
-
 from millstream.capture.config import CaptureConfig
-from millstream.capture.connection import connect, connect_replication, parse_dsn
-from millstream.capture.server_checks import Finding, check_server
+from millstream.capture.connection import connect
+from millstream.capture.server_checks import Finding, check_replication, check_server
 from millstream.capture.slot import SlotState, drop_slot_of, read_slot
 from millstream.capture.table_checks import check_tables
 from millstream.catalog import Catalog
@@ -57,7 +55,7 @@ def _ask(config: CaptureConfig) -> list[Finding]:
     with connect(config.dsn, purpose="doctor") as connection:
         return [
             *check_server(connection, config),
-            *_check_replication(config),
+            *check_replication(config),
             *check_tables(connection, config),
         ]
 
@@ -98,14 +96,3 @@ def drop_slot(config: CaptureConfig, catalog: Catalog | None = None) -> int | No
 
 def _of_error(error: MillstreamError) -> Finding:
     return Finding(error.code, error.message, "source", fix=error.hint)
-
-
-def _check_replication(config: CaptureConfig) -> list[Finding]:
-    try:
-        connect_replication(config.dsn).close()
-    except MillstreamError as error:
-        user = parse_dsn(config.dsn).get("user")
-        role = sql.Identifier(str(user)).as_string(None) if user else "<role>"
-        script = f"ALTER ROLE {role} REPLICATION;" if error.code == "source_privilege_missing" else ""
-        return [Finding(error.code, error.message, "source", fix=error.hint, sql=script)]
-    return []

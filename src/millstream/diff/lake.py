@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from millstream.diff.columns import HASH, RANGE, ComparedColumn, RowTexts, duck_name
 from millstream.diff.source import Sums
 from millstream.errors import InvalidQuery, LakeError
-from millstream.lake.types import texts_of, to_text
+from millstream.lake.column_conversion import texts_of, to_text
 
 if TYPE_CHECKING:
     from millstream.lake.query.query_session import LakeSession

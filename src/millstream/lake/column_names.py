@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pyarrow as pa
 
+from millstream.lake.column_conversion import lake_columns
 from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import Eras
 from millstream.lake.table_format import OpenTable
-from millstream.lake.types import lake_columns
 from millstream.model.column_renames import Names, named_by_number, renamed_rows
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq

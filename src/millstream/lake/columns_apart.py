@@ -1,4 +1,4 @@
-"""Columns of history for values that the column of their own name can't hold.
+"""Columns of history that had one name at different times, kept apart where one type can't hold the values of all.
 
 Several columns of a table may have had one name: a text may be renamed, and a timestamp added under its name. A column of
 history has the values of all of them if one type holds them all. Otherwise the later one gets a column of its own, with
@@ -14,9 +14,9 @@ from dataclasses import replace
 
 import pyarrow as pa
 
+from millstream.lake.column_conversion import lake_columns
 from millstream.lake.schema_evolution import holds, widest
 from millstream.lake.schema_history import Eras
-from millstream.lake.types import lake_columns
 from millstream.model.ids import TableId
 from millstream.model.schema import Column, TableSchema
 

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 
 from millstream import failpoints
 from millstream.errors import LakeConflict, LakeError, LakeUnavailable
+from millstream.lake.column_conversion import conform, same_type, to_lake
 from millstream.lake.columns_apart import ColumnPlaces, columns_in_history
 from millstream.lake.commit_cuts import last_cut
 from millstream.lake.data_files import ROW_GROUP_ROWS, UNCOMMITTED_S_MAX, NewFile, TableFiles, new_name
@@ -38,7 +39,6 @@ from millstream.lake.schema_evolution import union_schema, widened
 from millstream.lake.schema_history import SINCE_PROPERTY, Eras, owned_since, schema_property
 from millstream.lake.table_format import Commit, OpenTable, Tail, create_table, format_of, open_table
 from millstream.lake.table_renames import Places, bring_records, columns_of, places_of, records_elsewhere
-from millstream.lake.types import conform, same_type, to_lake
 from millstream.model.column_renames import under_names
 from millstream.model.ids import TableId
 from millstream.model.names import qualified_name

@@ -8,11 +8,11 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from millstream.lake.column_conversion import conform
 from millstream.lake.data_files import NewFile, TableFiles, new_name
 from millstream.lake.layout import LakeLayout
 from millstream.lake.schema_history import first_of, table_of
 from millstream.lake.table_format import OpenTable, format_of, open_table
-from millstream.lake.types import conform
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 

@@ -14,13 +14,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from millstream.lake.column_conversion import conform, same_type
 from millstream.lake.column_names import Renames, renames_in
 from millstream.lake.commit_cuts import cuts_between
 from millstream.lake.data_files import table_in
 from millstream.lake.layout import LakeLayout
 from millstream.lake.store_errors import lake_errors
 from millstream.lake.table_format import OpenTable
-from millstream.lake.types import conform, same_type
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema

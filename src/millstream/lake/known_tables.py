@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from millstream.lake.types import HISTORY_PREFIX, lake_columns
+from millstream.lake.column_conversion import HISTORY_PREFIX, lake_columns
 from millstream.model.ids import TableId
 from millstream.model.names import DEFAULT_SCHEMA, parse_qualified_name, qualified_name
 from millstream.model.schema import TableSchema

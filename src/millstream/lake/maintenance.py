@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from millstream import failpoints
 from millstream.errors import LakeConflict
+from millstream.lake.column_conversion import conform
 from millstream.lake.commit_cut_maintenance import compact_cuts
 from millstream.lake.data_files import (
     UNCOMMITTED_S_MAX,
@@ -35,7 +36,6 @@ from millstream.lake.history_folder import BOUNDED, DATE
 from millstream.lake.layout import BESIDE, LakeLayout, View
 from millstream.lake.store_errors import lake_errors
 from millstream.lake.table_format import OpenTable, Partition, format_of, open_table
-from millstream.lake.types import conform
 from millstream.model.ids import TableId
 from millstream.model.schema import TableSchema
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.lake.types import text_maps, texts_of
+from millstream.lake.column_conversion import text_maps, texts_of
 
 Codes = npt.NDArray[np.int64]
 

@@ -11,11 +11,11 @@ from typing import Final
 import pyarrow as pa
 
 from millstream.errors import LakeError
+from millstream.lake.column_conversion import is_local_time, same_type
 from millstream.lake.data_files import TableFiles, new_name, table_in
 from millstream.lake.history_folder import BOUNDED, files_by_period, records_in, reopened
 from millstream.lake.layout import LakeLayout
 from millstream.lake.table_format import Commit, OpenTable, format_of
-from millstream.lake.types import is_local_time, same_type
 
 _INTEGER_DIGITS: Final = {pa.int8(): 3, pa.int16(): 5, pa.int32(): 10, pa.int64(): 19}
 

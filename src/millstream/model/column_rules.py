@@ -17,7 +17,10 @@ REDACTED: Final = "[redacted]"
 
 
 class Rule(StrEnum):
-    """The change to a column's values before anything is stored."""
+    """The change to a column's values before anything is stored.
+
+    `capture.stream.apply_column_rules` applies it to changes, `capture.copying.copy_column_rules` to copied rows.
+    """
 
     EXCLUDE = "exclude"
     HASH = "hash"

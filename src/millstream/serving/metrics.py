@@ -20,14 +20,14 @@ from millstream.process_metrics import MEASURES, Counter, Histogram
 _PARTS: Final = ("owner", "pipeline", "serve")
 """The parts that should always run."""
 _LAG: Final = {
-    "records": "Records between two stages.",
-    "bytes": "Bytes between two stages.",
-    "seconds": "Age of the oldest record between two stages.",
+    "records": ("millstream_lag_records", "Records between two stages."),
+    "bytes": ("millstream_lag_bytes", "Bytes between two stages."),
+    "seconds": ("millstream_lag_seconds", "Age of the oldest record between two stages."),
 }
 _LAG_OF_A_CONSUMER: Final = {
-    "records": "Records of a consumer's tables behind its cursor.",
-    "bytes": "Bytes of these records in the log.",
-    "seconds": "Age of the oldest of these records.",
+    "records": ("millstream_consumer_lag_records", "Records of a consumer's tables behind its cursor."),
+    "bytes": ("millstream_consumer_lag_bytes", "Bytes of these records in the log."),
+    "seconds": ("millstream_consumer_lag_seconds", "Age of the oldest of these records."),
 }
 
 
@@ -164,8 +164,8 @@ def _errors(streams: list[dict[str, Any]]) -> GaugeMetricFamily:
 
 
 def _lags(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
-    for unit, text in _LAG.items():
-        family = GaugeMetricFamily(f"millstream_lag_{unit}", text, labels=["stream", "stage"])
+    for unit, (name, text) in _LAG.items():
+        family = GaugeMetricFamily(name, text, labels=["stream", "stage"])
         for stream in streams:
             for stage, lag in stream["lag"].items():
                 if lag.get(unit) is not None:
@@ -344,8 +344,8 @@ def _consumers(streams: list[dict[str, Any]]) -> Iterable[Metric]:
     """Yield metrics of consumers; the counters last as long as a consumer and don't begin again with a process."""
     found = [(stream["name"], consumer) for stream in streams for consumer in stream["consumers"]]
     labels = ["stream", "consumer"]
-    for unit, text in _LAG_OF_A_CONSUMER.items():
-        family = GaugeMetricFamily(f"millstream_consumer_lag_{unit}", text, labels=labels)
+    for unit, (name, text) in _LAG_OF_A_CONSUMER.items():
+        family = GaugeMetricFamily(name, text, labels=labels)
         for stream, consumer in found:
             if consumer["lag"][unit] is not None:
                 family.add_metric([stream, consumer["name"]], float(consumer["lag"][unit]))

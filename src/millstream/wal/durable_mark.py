@@ -5,11 +5,10 @@ never a file's length. The mark file isn't fsynced each time. Its content was tr
 an older mark (after a power cut) only shows less.
 
 With several shards, a writer first moves the positions of all marks (with the new group number and
-the old `persisted_upto`), then `persisted_upto` of all. `common_cut` finds what all of them show,
+the old `persisted_upto`), then `persisted_upto` of all. `visible_cut` finds what all of them show,
 in whatever state a reader meets them. That includes the state after a power cut, with one shard's
-new mark and another's old one. With several writers in a folder, `stream_cut` finds what all of
-them show: an idle writer's mark moves too. The mark of a writer that left shows that it has
-nothing in flight.
+new mark and another's old one. With several writers in a folder, an idle writer's mark moves too.
+The mark of a writer that left shows that it has nothing in flight.
 
 Layout: a slot every 512 bytes. Each has a counter and a CRC; the newest valid slot counts. There
 are three areas:
@@ -25,8 +24,7 @@ are three areas:
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 from uuid import UUID
 
@@ -34,7 +32,7 @@ from millstream.codec.checksums import crc32c
 from millstream.errors import CorruptWal, LogError, UnreadableBytes
 from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId, WriterId
 from millstream.model.marks import DroppedMark, DurableMark, ShownMark
-from millstream.model.positions import SEQ_MAX, Offset, Seq
+from millstream.model.positions import Offset, Seq
 from millstream.ports import Files, WritableFile
 from millstream.wal.files import create_temporary, put_in_place
 from millstream.wal.layout import MARK_NAME
@@ -155,71 +153,16 @@ class MarkFile:
         self.file.pwrite(slot, position)
 
 
-def common_cut(marks: Iterable[DurableMark]) -> Seq:
-    """Return the greatest number up to which every mark of one writer shows everything; 0 without marks."""
-    marks = list(marks)
-    covered = min((mark.group for mark in marks), default=0)
-    return Seq(max((mark.persisted_upto for mark in marks if mark.group == covered), default=0))
-
-
-def left_behind(marks: Mapping[ShardId, DurableMark]) -> Iterator[tuple[ShardId, DurableMark]]:
-    """Yield the marks of each writer's oldest group that show a lower number than that group's others, with that number.
-
-    A kill between two moves leaves them so. They have to move before any position does: once a mark
-    shows the next group, the number is taken from those that still show the oldest one.
-    """
-    for writer, cut in writer_cuts(marks.values()).items():
-        own = {shard: mark for shard, mark in marks.items() if mark.writer == writer}
-        oldest = min(mark.group for mark in own.values())
-        for shard, mark in own.items():
-            if mark.group == oldest and mark.persisted_upto < cut:
-                yield shard, replace(mark, persisted_upto=cut)
-
-
-def stream_cut(marks: Iterable[DurableMark]) -> Seq:
-    """Return the greatest number up to which the marks of all of a stream's writers show everything.
-
-    0 without marks.
-    """
-    by_writer = _by_writer(marks)
-    cuts = _cuts(by_writer)
-    living = [writer for writer, own in by_writer.items() if not all(mark.is_settled for mark in own)]
-    # If no writer lives, the last to stop has seen most: the other marks' positions of other
-    # folders are outdated.
-    asked = living or [writer for writer, cut in cuts.items() if cut == max(cuts.values())]
-    elsewhere = [_elsewhere(by_writer[writer]) for writer in asked]
-    here = min((cuts[writer] for writer in asked), default=Seq(0))
-    return min(here, (min if living else max)(elsewhere, default=SEQ_MAX))
-
-
-def _elsewhere(own: Sequence[DurableMark]) -> Seq:
-    return min((mark.elsewhere for mark in own if mark.elsewhere is not None), default=SEQ_MAX)
-
-
-def writer_cuts(marks: Iterable[DurableMark]) -> dict[WriterId, Seq]:
-    """Return, for each writer, the greatest number up to which all its marks show everything of its own."""
-    return _cuts(_by_writer(marks))
-
-
-def _cuts(by_writer: Mapping[WriterId, Sequence[DurableMark]]) -> dict[WriterId, Seq]:
-    return {writer: common_cut(own) for writer, own in by_writer.items()}
-
-
-def _by_writer(marks: Iterable[DurableMark]) -> dict[WriterId, list[DurableMark]]:
-    found: dict[WriterId, list[DurableMark]] = {}
-    for mark in marks:
-        found.setdefault(mark.writer, []).append(mark)
-    return found
-
-
 def missing_shards(folder: str, there: Sequence[ShardId], marks: Iterable[DurableMark]) -> CorruptWal | None:
     """Return the error if marks count more shards than have folders; None if all are there."""
-    told = sum(max(mark.shards for mark in own) for own in _by_writer(marks).values())
-    if told <= len(there):
+    told: dict[WriterId, int] = {}
+    for mark in marks:
+        told[mark.writer] = max(mark.shards, told.get(mark.writer, 0))
+    if sum(told.values()) <= len(there):
         return None
     names = ", ".join(f"{shard:05d}" for shard in there)
     return CorruptWal(
-        f"shards are missing in {folder}: the log has {told}, the folder has {names}; the records of the others can't be read",
+        f"shards are missing in {folder}: the log has {sum(told.values())}, the folder has {names}; the records of the others can't be read",
         hint="Restore the folders of the missing shards from a copy.",
         file=folder,
     )

@@ -22,7 +22,6 @@ from millstream.model.positions import Offset, Seq, StreamToken, short_stream_id
 from millstream.model.schema import TableSchema, is_definition
 from millstream.ports import Files
 from millstream.wal.commit_time_lookup import numbers_around
-from millstream.wal.durable_mark import writer_cuts
 from millstream.wal.files import RealFiles
 from millstream.wal.frame_cache import DecodedFrames
 from millstream.wal.frame_index import (
@@ -50,6 +49,7 @@ from millstream.wal.segment_scan import ScannedFrame
 from millstream.wal.shard_merge import Place, by_shard_or_group, group_records
 from millstream.wal.table_records import TablePart, TableRecords, sum_of_parts, within_offsets
 from millstream.wal.truncation_watch import HistoryWatch, TruncationWatch
+from millstream.wal.visible_cut import writer_cuts
 
 __all__ = ["LogSpan", "StreamReader", "TablePart", "TableRecords"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, assert_never
 
 import numpy as np
 from psycopg import pq, sql
@@ -30,11 +30,16 @@ def read_columns(table: SourceTable) -> list[sql.Composable]:
     found: list[sql.Composable] = []
     for column in table.relation.columns:
         named = sql.Identifier(column.name)
-        if table.rules.get(column.name) is Rule.REDACT:
-            # IS NULL is also true of a row of nulls, which is sent as a value.
-            found.append(sql.SQL("CASE WHEN num_nulls({}) = 0 THEN {} END").format(named, sql.Literal(REDACTED)))
-        else:
-            found.append(named)
+        match rule := table.rules.get(column.name):
+            case None | Rule.HASH:  # `hash_text` hashes what is read
+                found.append(named)
+            case Rule.REDACT:
+                # IS NULL is also true of a row of nulls, which is sent as a value.
+                found.append(sql.SQL("CASE WHEN num_nulls({}) = 0 THEN {} END").format(named, sql.Literal(REDACTED)))
+            case Rule.EXCLUDE:
+                raise AssertionError("the relation has no excluded columns")
+            case _:
+                assert_never(rule)
     return found
 
 

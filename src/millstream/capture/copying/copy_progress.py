@@ -8,9 +8,9 @@ from enum import Enum, auto
 from typing import Any, Final
 
 from millstream.capture.config import CHUNK_ROWS
+from millstream.capture.copying.chunk_sizes import ChunkSizes
 from millstream.capture.copying.copied_file import CopiedFile
 from millstream.capture.copying.key_ranges import FIRST_KEYS_RANGE, KEYS_MAX, OpenChunk, Range
-from millstream.capture.copying.throttle import ChunkSizes
 from millstream.capture.source import SourceTable
 from millstream.catalog import TableRow
 from millstream.model.ids import TableId

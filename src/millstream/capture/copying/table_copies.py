@@ -22,6 +22,7 @@ import structlog
 
 from millstream.capture.config import CaptureConfig
 from millstream.capture.copying.chunk_reader import ChunkBounds, ChunkReader, FetchedRows, TableChanged, TableGone
+from millstream.capture.copying.chunk_sizes import AIM_BYTES, CUT_AT, ChunkSizes
 from millstream.capture.copying.copied_file import CopiedFile
 from millstream.capture.copying.copy_progress import Copy, Stage
 from millstream.capture.copying.copy_text import CopiedRows, chunk_operation
@@ -29,7 +30,7 @@ from millstream.capture.copying.copy_threads import ChunkWorkers, Work
 from millstream.capture.copying.key_ranges import FIRST_KEYS_RANGE, OpenChunk, Range, cuts_among, part_count
 from millstream.capture.copying.schemas import CopySchemas
 from millstream.capture.copying.standby import StandbySnapshots, reader_on
-from millstream.capture.copying.throttle import AIM_BYTES, CUT_AT, ChunkSizes, CopyRate, OpenBytes
+from millstream.capture.copying.throttle import CopyRate, OpenBytes
 from millstream.capture.copying.touched_keys import touches_of, touches_of_spilled
 from millstream.capture.copying.whole_table_reads import STANDBY_PATIENCE_S, WholeTableReads
 from millstream.capture.source import SourceIdentity, SourceTable, connect_same

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, Literal, TypeAlias, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -187,19 +187,25 @@ class RuleMessages:
                 end = at + 5 + _U32.unpack_from(message, at + 1)[0]
             if end > len(message):
                 raise ProtocolViolation("a row ends before its last value")
-            if rule is None:
-                pieces.append(message[at:end])
-            elif rule is Rule.REDACT and kind in {_TEXT, _BINARY, _UNCHANGED}:
-                pieces.append(_REDACTED)  # a value that isn't sent is never null
-            elif rule is Rule.HASH and kind == _TEXT:
-                text = self._hashed(message[at + 5 : end])
-                pieces.append(b"t" + _U32.pack(len(text)) + text)
-            elif rule is not Rule.EXCLUDE:
-                if kind == _BINARY:
-                    raise ProtocolViolation("a value in binary form")
-                pieces.append(message[at:end])
+            if rule is not Rule.EXCLUDE:
+                pieces.append(message[at:end] if rule is None else self._value(rule, kind, message[at:end]))
             at = end
         return at
+
+    def _value(self, rule: Literal[Rule.HASH, Rule.REDACT], kind: int, value: bytes) -> bytes:
+        """Return what stands for a value; a null, and a value that isn't sent and would be hashed, stay as they are."""
+        match rule:
+            case Rule.REDACT:
+                return _REDACTED if kind in {_TEXT, _BINARY, _UNCHANGED} else value  # one that isn't sent is never null
+            case Rule.HASH:
+                if kind == _BINARY:
+                    raise ProtocolViolation("a value in binary form")
+                if kind != _TEXT:
+                    return value
+                text = self._hashed(value[5:])
+                return b"t" + _U32.pack(len(text)) + text
+            case _:
+                assert_never(rule)
 
 
 def _changed(block: Block, changed: Changes) -> Block:

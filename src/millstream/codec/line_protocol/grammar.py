@@ -13,6 +13,8 @@ r"""InfluxDB's line protocol: the valid forms of a line, and its faults.
   in double quotes, or a boolean. A float has no `+` in front, and is neither NaN nor infinite.
 - An invalid line ends where it would if it were valid: at a newline outside of its strings. So the
   content of a string is never taken for a line, whatever else is invalid.
+
+`_line_scan` finds the parts of lines by these rules, and `_values` reads the values.
 """
 
 from __future__ import annotations

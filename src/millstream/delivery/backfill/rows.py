@@ -24,9 +24,9 @@ from millstream.delivery.definition import KEY, NO_GROUPS, Definition
 from millstream.delivery.records.groups import groups_of
 from millstream.delivery.records.record_messages import chosen
 from millstream.errors import LakeBehind, LakeError, LogError, PositionError
+from millstream.lake.column_conversion import EXACT, from_text, same_type, texts_of, to_text
 from millstream.lake.layout import has_current
 from millstream.lake.query.duckdb_connection import quote
-from millstream.lake.types import EXACT, from_text, same_type, texts_of, to_text
 from millstream.model.column_renames import Names, names_in
 from millstream.model.ids import Epoch, ShardId, TableId
 from millstream.model.names import parse_qualified_name

@@ -15,8 +15,8 @@ import pyarrow as pa
 
 from millstream.crdt.accumulating import LogRuns, unnamed
 from millstream.crdt.columns import whole_column
+from millstream.lake.column_conversion import EXACT, conform, text_maps, texts_of
 from millstream.lake.row_identity import Keys, first_of_each, key_codes
-from millstream.lake.types import EXACT, conform, text_maps, texts_of
 
 if TYPE_CHECKING:
     from millstream.lake.folded.current_fold import RecordRun

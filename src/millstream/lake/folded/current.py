@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from millstream import failpoints
 from millstream.errors import LakeError, LakeUnavailable
+from millstream.lake.column_conversion import EXACT, lake_columns, same_type
 from millstream.lake.column_names import names_at, own_types, schema_at
 from millstream.lake.data_files import NewFile, TableFiles
 from millstream.lake.file_statistics import boundable
@@ -35,7 +36,6 @@ from millstream.lake.row_identity import Keys, having
 from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import newest_schema
 from millstream.lake.table_format import Commit, OpenTable, create_table, format_of, open_table
-from millstream.lake.types import EXACT, lake_columns, same_type
 from millstream.model.column_renames import Names
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq

@@ -22,6 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from millstream.lake.column_conversion import EXACT, conform, from_text, texts_of
 from millstream.lake.folded.accumulating import accumulated_by
 from millstream.lake.folded.unchanged_values import (
     Indexes,
@@ -33,7 +34,6 @@ from millstream.lake.folded.unchanged_values import (
     past_rows,
 )
 from millstream.lake.row_identity import Keys, concat_keys, first_of_each, key_codes, last_of_each
-from millstream.lake.types import EXACT, conform, from_text, texts_of
 from millstream.model.schema import TableSchema
 
 

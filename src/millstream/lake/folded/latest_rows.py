@@ -16,13 +16,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import UsageError
+from millstream.lake.column_conversion import EXACT, conform, lake_columns, same_type, to_lake, to_text
 from millstream.lake.folded.accumulating import accumulated
 from millstream.lake.folded.current_fold import plan_keyed, run_of
 from millstream.lake.folded.unchanged_values import RowSources, materialize
 from millstream.lake.history import under_the_newest
 from millstream.lake.row_identity import Keys, key_codes
 from millstream.lake.schema_evolution import union_schema, widest
-from millstream.lake.types import EXACT, conform, lake_columns, same_type, to_lake, to_text
 from millstream.model.column_renames import names_in, under_names
 from millstream.model.records import RECORD_PREFIX, TEXT_BY_COLUMN, Op
 from millstream.model.schema import TableSchema

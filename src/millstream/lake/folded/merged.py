@@ -24,6 +24,7 @@ from millstream.crdt.declared import union_of
 from millstream.crdt.reconcile import Missing, ReconciliationEngine, RegionState, widened
 from millstream.crdt.row_merge import WALL, own_columns, state_schema
 from millstream.errors import LakeError, LakeTableForeign
+from millstream.lake.column_conversion import EXACT, conform, same_type
 from millstream.lake.data_files import TableFiles, new_name
 from millstream.lake.file_statistics import boundable
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes
@@ -32,7 +33,6 @@ from millstream.lake.folded.rewrite import Change, LeafWriter, placed, touched
 from millstream.lake.layout import LakeLayout
 from millstream.lake.row_identity import Keys, having, key_codes
 from millstream.lake.table_format import Commit, OpenTable, create_table, open_table
-from millstream.lake.types import EXACT, conform, same_type
 from millstream.model.positions import Seq
 
 MERGED: Final = "merged"

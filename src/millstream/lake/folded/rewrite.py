@@ -13,10 +13,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from millstream import failpoints
+from millstream.lake.column_conversion import EXACT, conform
 from millstream.lake.data_files import NewFile, TableFiles, new_name
 from millstream.lake.folded.key_ranges import LEAF_BYTES, Leaf, Leaves, in_key_order
 from millstream.lake.row_identity import Keys, key_codes
-from millstream.lake.types import EXACT, conform
 from millstream.model.column_renames import Names, renamed_rows
 
 _COMPRESSED: Final = 0.3

@@ -22,9 +22,11 @@ import pyarrow.compute as pc
 
 from millstream import failpoints
 from millstream.errors import LakeError, LakeFilesGone, LakeUnavailable
+from millstream.lake.column_conversion import EXACT, conform, same_type
 from millstream.lake.commit_cuts import cut_at, cuts_between
 from millstream.lake.data_files import NewFile, TableFiles, new_name
 from millstream.lake.file_statistics import boundable
+from millstream.lake.folded.committed_times import at_entry, clock_of, entry_us, goes_on, taken_since, times_told
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldOutcome, FoldSizes
 from millstream.lake.folded.ended_versions import EndedVersions
 from millstream.lake.folded.key_ranges import Leaves
@@ -42,7 +44,6 @@ from millstream.lake.folded.scd2_fold import (
     fold_versions,
 )
 from millstream.lake.folded.version_columns import VersionColumns, version_columns
-from millstream.lake.folded.version_times import at_entry, clock_of, entry_us, goes_on, taken_since, times_told
 from millstream.lake.history import open_history
 from millstream.lake.history_folder import history_begun, history_from, lacks_beginning
 from millstream.lake.history_scan import emptied, fold_step
@@ -51,7 +52,6 @@ from millstream.lake.row_identity import Keys, having, key_codes
 from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import newest_schema
 from millstream.lake.table_format import Commit, OpenTable, create_table, format_of, open_table
-from millstream.lake.types import EXACT, conform, same_type
 from millstream.model.column_renames import Names
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq

@@ -34,11 +34,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import LakeError
+from millstream.lake.column_conversion import EXACT, conform
 from millstream.lake.folded.accumulating import accumulated
 from millstream.lake.folded.current_fold import RecordRun, in_order, op_codes
 from millstream.lake.folded.unchanged_values import LiveRow, RowSources, materialize
 from millstream.lake.row_identity import Codes, Keys, concat_keys, first_of_each, key_codes
-from millstream.lake.types import EXACT, conform
 from millstream.model.positions import Seq
 from millstream.model.records import INSTANT, RECORD_PREFIX
 from millstream.model.schema import TableSchema

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from millstream.errors import LakeError
+from millstream.lake.column_conversion import EXACT, conform, text_maps, texts_of
 from millstream.lake.row_identity import Codes, Keys, concat_keys, key_codes
-from millstream.lake.types import EXACT, conform, text_maps, texts_of
 
 Indexes = npt.NDArray[np.int64]
 Lookup = Callable[[Keys], pa.Table]

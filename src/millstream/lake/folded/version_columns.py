@@ -14,6 +14,7 @@ from typing import TypeAlias
 import pyarrow as pa
 
 from millstream.errors import LakeError
+from millstream.lake.column_conversion import lake_columns
 from millstream.lake.column_names import numbered, schema_at
 from millstream.lake.folded.scd2_fold import VERSION_COLUMNS, version_inputs
 from millstream.lake.history_scan import read_history, scan_named
@@ -22,7 +23,6 @@ from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import Eras
 from millstream.lake.store_errors import lake_errors
 from millstream.lake.table_format import OpenTable, format_of
-from millstream.lake.types import lake_columns
 from millstream.model.column_renames import Names
 from millstream.model.positions import Seq
 from millstream.model.records import MONTH_COLUMN, RECORD_COLUMNS

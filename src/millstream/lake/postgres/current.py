@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.errors import LakeError, LakeTableForeign
+from millstream.lake.column_conversion import EXACT
 from millstream.lake.folded.current_fold import Folded, fold_records
 from millstream.lake.postgres.layout import (
     Registered,
@@ -33,7 +34,6 @@ from millstream.lake.postgres.layout import (
 from millstream.lake.postgres.target import PostgresTarget, copy_in, literal
 from millstream.lake.postgres.texts import Versioned, text_records
 from millstream.lake.row_identity import Keys, key_codes
-from millstream.lake.types import EXACT
 from millstream.model.ids import TableId
 from millstream.model.names import quote_ident
 from millstream.model.pgtypes import builtin_name, element_oid

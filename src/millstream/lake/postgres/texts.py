@@ -8,8 +8,8 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from millstream.lake.column_conversion import texts_of
 from millstream.lake.folded.accumulating import lacking_named
-from millstream.lake.types import texts_of
 from millstream.model.column_texts import render_column
 from millstream.model.records import RECORD_PREFIX, TEXT_BY_COLUMN
 from millstream.model.schema import Column, PgType, TableSchema

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import LakeFilesGone, PositionError
+from millstream.lake.column_conversion import EXACT, conform, text_maps
 from millstream.lake.column_names import names_at, renames_in
 from millstream.lake.data_files import ROW_GROUP_ROWS, LiveFile, TableFiles, files_of, table_in
 from millstream.lake.folded.build import build_rows, plan_build
@@ -25,7 +26,6 @@ from millstream.lake.query.overlay import SEQ, overlay
 from millstream.lake.query.renamed_records import renamed_map
 from millstream.lake.row_identity import Keys
 from millstream.lake.table_format import OpenTable
-from millstream.lake.types import EXACT, conform, text_maps
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.schema import TableSchema
 

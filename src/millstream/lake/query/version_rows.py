@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
+from millstream.lake.column_conversion import EXACT
 from millstream.lake.folded.scd2 import unfolded_versions
 from millstream.lake.folded.scd2_fold import IS_CURRENT, VALID_TO, VERSION_COLUMNS
 from millstream.lake.layout import LakeLayout
@@ -12,7 +13,6 @@ from millstream.lake.query.renamed_records import renamed_map
 from millstream.lake.query.rows import filled, gone_table, same_key
 from millstream.lake.row_identity import Keys
 from millstream.lake.table_format import OpenTable
-from millstream.lake.types import EXACT
 from millstream.model.column_renames import Names
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema

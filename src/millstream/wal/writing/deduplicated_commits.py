@@ -26,9 +26,9 @@ from millstream.model.operations import Ack, Outcome, Submitted, WriteOps, write
 from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.model.writes import SessionFacts, WriteId
 from millstream.ports import Clock, Files
-from millstream.protocol.deduplication.group_lookup import GroupLookup
 from millstream.protocol.deduplication.known_writes import SessionLimits, Sessions
 from millstream.protocol.deduplication.other_regions import OtherRegions
+from millstream.protocol.deduplication.repeats_within_group import GroupLookup
 from millstream.wal.reader import StreamReader
 from millstream.wal.startup_progress import StartupProgress
 from millstream.wal.writing.group_commit import GroupCommitter

@@ -307,12 +307,8 @@ class GroupCommitter:
         self.uninterrupted(self._roll)
 
     def _roll(self) -> None:
-        now, age_ns = self._clock.now_ns(), int(self._options.segment_age_s * 1e9)
-        due = [
-            shard.segment
-            for shard in self._shards.values()
-            if shard.segment.byte_end >= self._options.segment_bytes or now - shard.segment.header.created_ns >= age_ns
-        ]
+        now_ns = self._clock.now_ns()
+        due = [shard.segment for shard in self._shards.values() if shard.segment.is_full(self._options, now_ns)]
         if due:
             self._seal(due)
             # The next append tries again, or raises the failure.

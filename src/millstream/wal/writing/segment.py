@@ -31,6 +31,7 @@ from millstream.process_metrics import FSYNC_SECONDS
 from millstream.wal.files import NO_SPACE, check_is_at, create_temporary, put_in_place
 from millstream.wal.layout import SPARE_NAME, segment_path
 from millstream.wal.writing.frame_plan import FramePlan
+from millstream.wal.writing.options import LogOptions
 
 
 class WriteFailed(Exception):
@@ -188,6 +189,11 @@ class OpenSegment:
             file.close()
             raise
         return cls(file, path, header)
+
+    def is_full(self, options: LogOptions, now_ns: int) -> bool:
+        """Return whether it has the size or the age at which it is sealed, and another begins."""
+        age_ns = now_ns - self.header.created_ns
+        return self.byte_end >= options.segment_bytes or age_ns >= int(options.segment_age_s * 1e9)
 
     @property
     def holds_records(self) -> bool:

@@ -15,8 +15,8 @@ from millstream.model.operations import Ack
 from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.model.writes import WriteId
 from millstream.protocol.deduplication import known_writes as module
-from millstream.protocol.deduplication.group_lookup import GroupLookup
 from millstream.protocol.deduplication.known_writes import AHEAD_MAX, SessionLimits, Sessions
+from millstream.protocol.deduplication.repeats_within_group import GroupLookup
 
 FAR = 4
 """`AHEAD_MAX` in these tests: so small that a few numbers reach it."""
