@@ -1,4 +1,4 @@
-"""The waits between the sessions of capture: what is tried again, for how long, and what begins the waits anew."""
+"""The waits between the sessions of capture: what is tried again, for how long, and what makes the waits short again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def wait_s(retries: SessionRetries, error: MillstreamError, *, connected_s: floa
     return found
 
 
-def test_waits_grow_to_ten_seconds_and_begin_anew_after_a_connection() -> None:
+def test_waits_grow_to_ten_seconds_and_begin_again_after_a_connection() -> None:
     retries = SessionRetries(None)
     first = wait_s(retries, BROKEN)
     assert [wait_s(retries, BROKEN) for _ in range(12)][-1] > 4 * first

@@ -12,8 +12,8 @@ from millstream.errors import EngineError, LakeUnavailable, MillstreamError, Ret
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.spark.batches import BatchLander, Landed
+from millstream.spark.executor_tasks import TableError
 from millstream.spark.lake_patience import patiently
-from millstream.spark.landing import TableError
 
 
 class Lander(BatchLander):

@@ -22,8 +22,8 @@ from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.spark import table_maintenance
 from millstream.spark.complete_copies import CompleteCopies
+from millstream.spark.executor_tasks import TendAnswer, TendTask, tend_one
 from millstream.spark.folding import FoldThread
-from millstream.spark.landing import TendAnswer, TendTask, tend_one
 from millstream.spark.pipeline import PipelineConfig
 from millstream.spark.pipeline_tables import PipelineTables
 from millstream.spark.session import SparkOptions

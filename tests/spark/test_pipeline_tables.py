@@ -17,7 +17,7 @@ from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.spark.batch_parts import BatchPart
-from millstream.spark.landing import Around, TableAnswer
+from millstream.spark.executor_tasks import Around, TableAnswer
 from millstream.spark.pipeline_tables import PipelineTables
 from millstream.spark.session import SparkOptions
 

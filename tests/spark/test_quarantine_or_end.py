@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from millstream.errors import EngineError, LakeUnavailable, Retry
-from millstream.spark.landing import TableError
+from millstream.spark.executor_tasks import TableError
 from millstream.spark.quarantine import failure_of_lake
 
 DAMAGED = TableError("lake_table_invalid", "a table is damaged", "", Retry.OPERATOR)

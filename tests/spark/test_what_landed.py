@@ -31,8 +31,9 @@ from millstream.model.positions import Seq
 from millstream.spark.batches import BatchLander, Landed
 from millstream.spark.complete_copies import CompleteCopies
 from millstream.spark.driver import take_up
+from millstream.spark.executor_access import ExecutorLog
+from millstream.spark.executor_tasks import TableError
 from millstream.spark.initial_replay import ReplayWatch
-from millstream.spark.landing import TableError
 from millstream.spark.pipeline_tables import PipelineTables
 from millstream.spark.session import SparkOptions
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
@@ -53,6 +54,7 @@ WRITES = st.sampled_from([None, None, 0, 1, 2, 3, 4])
 
 
 NO_SPARK = cast("SparkContext", None)
+NO_EXECUTORS = cast("ExecutorLog", None)
 
 
 class Killed(BaseException):
@@ -180,6 +182,7 @@ class LifeOfAPipeline(RuleBasedStateMachine):
             log,
             self.pipeline_tables,
             copies,
+            NO_EXECUTORS,
             replay,
             lambda _progress: None,
             lambda: None,

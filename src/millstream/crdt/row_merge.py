@@ -19,7 +19,7 @@ that follow on such states. It is commutative, associative and idempotent, row f
 region's records are ordered by their numbers alone, and no two have the same. Columns that accumulate take each record
 once, in the order of its log: one whose number is at or below a state's is in that state already. `merged` is the value.
 Within a region the newest record is the last in the region's own log; across regions it is decided by hybrid time, then
-number, then region.
+number, then region (`registers.last_written`).
 """
 
 from __future__ import annotations

@@ -29,8 +29,7 @@ from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.private_files import make_folder
 from millstream.spark.batch_parts import BatchPart, divided
-from millstream.spark.jobs import run_job
-from millstream.spark.landing import (
+from millstream.spark.executor_tasks import (
     Around,
     BringTask,
     DatabaseTask,
@@ -41,6 +40,7 @@ from millstream.spark.landing import (
     land_in_database,
     write_part,
 )
+from millstream.spark.jobs import run_job
 from millstream.workers import call_in_thread
 
 _COMMITS_AT_ONCE: Final = 4

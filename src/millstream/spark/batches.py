@@ -36,9 +36,9 @@ from millstream.model.positions import Seq
 from millstream.spark.batch_parts import SPAN_BYTES, BatchPart
 from millstream.spark.complete_copies import CompleteCopies
 from millstream.spark.executor_access import ExecutorLog
+from millstream.spark.executor_tasks import Around, TableError
 from millstream.spark.initial_replay import ReplayWatch
 from millstream.spark.lake_patience import LAKE_PATIENCE_S, pauses
-from millstream.spark.landing import Around, TableError
 from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineProgress
 from millstream.spark.pipeline_tables import PipelineTables
 from millstream.spark.quarantine import failure_of_lake, may_pass

@@ -32,9 +32,7 @@ from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.spark.complete_copies import CompleteCopies
-from millstream.spark.fold_schedule import SMALL_BYTES, FoldHistory, fold_is_due
-from millstream.spark.jobs import run_job
-from millstream.spark.landing import (
+from millstream.spark.executor_tasks import (
     CommitTask,
     FoldAnswer,
     FoldTask,
@@ -47,6 +45,8 @@ from millstream.spark.landing import (
     tend_one,
     write_parts,
 )
+from millstream.spark.fold_schedule import SMALL_BYTES, FoldHistory, fold_is_due
+from millstream.spark.jobs import run_job
 from millstream.spark.pipeline import PipelineConfig
 from millstream.spark.pipeline_tables import PipelineTable, PipelineTables
 from millstream.spark.table_maintenance import Upkeep

@@ -28,9 +28,9 @@ from millstream.model.rates import Rate
 from millstream.model.schema import TableSchema
 from millstream.protocol.retention import HolderKind
 from millstream.spark.batch_targets import LakeOfFiles
+from millstream.spark.executor_tasks import TableError, TendAnswer
 from millstream.spark.fold_schedule import FoldHistory
 from millstream.spark.lake_patience import patiently
-from millstream.spark.landing import TableError, TendAnswer
 from millstream.spark.pipeline import PipelineConfig, TableProgress
 from millstream.spark.quarantine import Quarantine
 

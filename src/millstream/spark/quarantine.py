@@ -16,7 +16,7 @@ from millstream.errors import EngineError, LakeUnavailable, MillstreamError, Ret
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.protocol.retention import HolderKind
-from millstream.spark.landing import TableError
+from millstream.spark.executor_tasks import TableError
 from millstream.spark.pipeline import PipelineConfig
 
 RETRY_S_MIN: Final = 30.0

@@ -25,8 +25,8 @@ from millstream.lake.maintenance import tend_cuts
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
+from millstream.spark.executor_tasks import TendAnswer, TendTask
 from millstream.spark.fold_schedule import upkeep_is_due
-from millstream.spark.landing import TendAnswer, TendTask
 from millstream.spark.pipeline import PipelineConfig
 from millstream.spark.pipeline_tables import PipelineTables
 from millstream.spark.table_views import CutByTable, TableViews

@@ -1,6 +1,7 @@
 """The owner: the one process that writes a home's streams.
 
-It captures, appends and drops segments that are no longer needed.
+It captures, appends and drops segments that are no longer needed. `processes.role_locks` lets only one be it; where
+no `run` is, `home_appender` chooses one of the processes that append.
 
 Each stream has a writer and a thread of its own. A stream that fails for good is reported, and the others
 go on; a stream that may recover is restarted.

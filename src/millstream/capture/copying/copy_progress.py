@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -12,7 +13,7 @@ from millstream.capture.copying.chunk_sizes import ChunkSizes
 from millstream.capture.copying.copied_file import CopiedFile
 from millstream.capture.copying.key_ranges import FIRST_KEYS_RANGE, KEYS_MAX, OpenChunk, Range
 from millstream.capture.source import SourceTable
-from millstream.catalog import TableRow
+from millstream.catalog import CopyChunk, TableRow
 from millstream.model.ids import TableId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Lsn
@@ -64,6 +65,27 @@ class Copy:
     """… and the file of its rows, until they are durable."""
     bound: int = 0
     """Snapshots count from the moment at which every transaction below has ended."""
+
+    @classmethod
+    def resumed_or_new(cls, row: TableRow, table: SourceTable, saved: Iterable[CopyChunk], seen_at: Lsn) -> Copy:
+        """Return the copy that a table's row asks for: behind the saved chunks, or from the beginning.
+
+        It begins again if no chunk was saved, or if the log has no key by which to look rows up that change on the way.
+
+        Args:
+            row: the table's row, whose state asks for a copy.
+            table: the table as last seen.
+            saved: progress of the ranges of the row's copy; empty if it was not begun.
+            seen_at: the position up to which the stream had come when the table was seen.
+        """
+        begun = cls(row, table, row.copy_id, fresh=False, marked=False)
+        begun.ranges = {saved_range.number: Range.loaded(saved_range) for saved_range in saved}
+        if begun.keyed and any(number < FIRST_KEYS_RANGE for number in begun.ranges):
+            return begun
+        copy_id = f"{time.time_ns() // 1000:x}"  # a thread of an earlier copy may still write under its id
+        # Before its first copy the log may have only inserts of it: it was in history only.
+        marked = bool(row.copy_id) or bool(row.schema_version) or not begun.keyed
+        return cls(row, table, copy_id, fresh=True, marked=marked, begins_at=seen_at if marked else Lsn(0))
 
     @property
     def name(self) -> str:

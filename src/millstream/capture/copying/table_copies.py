@@ -204,14 +204,10 @@ class TableCopies:
     def _take(self, row: TableRow, table: SourceTable) -> None:
         """Begin a table's copy, or go on with it, if its state asks for that."""
         row = self._catalog.table(row.id) if row.state in UNFINISHED else row  # it may have ended since it was read
-        if row.state is TableState.COPYING and row.copy_id:
-            self._resume(Copy(row, table, row.copy_id, fresh=False, marked=False))
-        elif row.state in UNFINISHED:
-            copy_id = f"{time.time_ns() // 1000:x}"
-            # Before its first copy the log may have only inserts of it: it was in history only.
-            marked = bool(row.copy_id) or bool(row.schema_version) or not table.key or table.key_is_hashed
-            begins_at = self._tables.seen_at if marked else Lsn(0)
-            self._copies[row.id] = Copy(row, table, copy_id, fresh=True, marked=marked, begins_at=begins_at)
+        if row.state in UNFINISHED:
+            is_begun = row.state is TableState.COPYING and row.copy_id
+            saved = self._catalog.chunks(row.id, row.copy_id) if is_begun else ()
+            self._copies[row.id] = Copy.resumed_or_new(row, table, saved, self._tables.seen_at)
         if (copy := self._copies.get(row.id)) is not None:
             width = table.size_bytes / table.row_estimate if table.row_estimate else 0.0
             copy.sizes, copy.paused = ChunkSizes(self._config.chunk_rows, width), row.is_copy_held
@@ -238,15 +234,6 @@ class TableCopies:
         for chunk in copy.open_chunks():
             if chunk.ticket and isinstance(chunk.read, CopiedFile):
                 chunk.read.remove()
-
-    def _resume(self, copy: Copy) -> None:
-        saved = self._catalog.chunks(copy.row.id, copy.copy_id)
-        copy.ranges = {row.number: Range.loaded(row) for row in saved}
-        if not any(number < FIRST_KEYS_RANGE for number in copy.ranges) or not copy.keyed:
-            copy.copy_id = f"{time.time_ns() // 1000:x}"  # a thread of the old copy may still write under the old id
-            copy.ranges = {}
-            copy.fresh, copy.marked, copy.begins_at = True, True, self._tables.seen_at
-        self._copies[copy.row.id] = copy
 
     # --- on the applier's thread -------------------------------------------------------------------------------
 
