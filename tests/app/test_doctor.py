@@ -197,8 +197,7 @@ def test_capture_that_gave_up_is_told_and_wrong_while_somebody_must_decide(
 ) -> None:
     (home.path / "millstream.toml").write_text("[streams.shop]\n")  # there is no source that could answer
     with home.open_catalog() as catalog:
-        stream = catalog.stream("shop").id
-        catalog.set_state(catalog.find_table(stream, "public", "Bad One").id, TableState.STREAMING)
+        catalog.set_state(catalog.find_table(catalog.stream("shop").id, "public", "Bad One").id, TableState.STREAMING)
         note_given_up(catalog, "shop", "capture", error)
     (found,) = [found for found in examine(home, lambda _line: None) if found.check == "capture of shop"]
     assert (found.code, found.blocks) == (error.code, blocks)
@@ -206,7 +205,7 @@ def test_capture_that_gave_up_is_told_and_wrong_while_somebody_must_decide(
     assert found.fix == error.hint
     assert doctor(home)[0] == code
     with home.open_catalog() as catalog:
-        forget_given_up(catalog, stream, "capture")
+        forget_given_up(catalog, "shop", "capture")
     assert doctor(home)[0] == 0
 
 

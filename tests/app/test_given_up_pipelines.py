@@ -28,7 +28,7 @@ from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.spark.pipeline import PipelineOutcome
 from millstream.testing.errors import coded
 from millstream.wal.segment_deletion import drop_segments
-from millstream.writers.stall_reasons import note_given_up, troubles
+from millstream.writers.stall_reasons import forget_given_up, note_given_up, troubles
 
 
 @pytest.fixture
@@ -109,6 +109,26 @@ def test_an_error_before_the_pipelines_begin_is_that_of_each_stream(home: Home) 
     ):
         raise EngineError("there is no Java", code="java_missing")
     assert (trouble(home) or {})["code"] == "java_missing"
+
+
+def test_an_error_of_a_stream_that_the_catalog_lacks_is_shown_also_once_it_has_it(tmp_path: Path) -> None:
+    (tmp_path / "millstream.toml").write_text("[streams.shop.source]\ndsn = 'host=127.0.0.1 port=1'\n")
+    home = Home(tmp_path)
+    home.prepare()
+    with home.open_catalog() as catalog:
+        with pytest.raises(EngineError), noted(catalog, ["shop"]):
+            raise EngineError("there is no Java", code="java_missing", hint="Install one.")
+        shown = trouble(home)
+        assert shown is not None
+        assert (shown["code"], shown["gave_up"]) == ("java_missing", True)
+        assert [(one["stream"], one["code"]) for one in troubles(home)] == [("shop", "java_missing")]
+        text = CliRunner().invoke(cli, ["--home", str(home.path), "status"]).output
+        assert "stream shop: has never run\n  pipeline has given up: java_missing: there is no Java" in text
+        catalog.resolve_stream("shop")
+        assert trouble(home) == shown, "capture began next to it"
+        forget_given_up(catalog, "shop", "pipeline")
+    assert trouble(home) is None
+    assert troubles(home) == []
 
 
 def test_a_stream_that_was_given_up_does_not_keep_the_others_from_another_try(home: Home) -> None:

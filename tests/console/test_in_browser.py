@@ -187,7 +187,7 @@ def capture_failed(home: Home, error: MillstreamError) -> Iterator[None]:
     with home.open_catalog() as catalog:
         note_given_up(catalog, "shop", "capture", error)
         yield
-        forget_given_up(catalog, catalog.stream("shop").id, "capture")
+        forget_given_up(catalog, "shop", "capture")
 
 
 @contextlib.contextmanager

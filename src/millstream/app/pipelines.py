@@ -72,7 +72,7 @@ class StreamPipeline:
             self._say_replay(progress)
             if not self._goes_on and (progress.batch_s or not progress.lag_records):
                 self._goes_on = True
-                forget_given_up(self._catalog, config.stream_id, "pipeline")
+                forget_given_up(self._catalog, self.name, "pipeline")
             self.progress = progress
             tell()
 
@@ -94,7 +94,7 @@ class StreamPipeline:
                 outcome = dataclasses.replace(outcome, quarantined={**outcome.quarantined, **merged.failed})
             self.outcome = outcome
             if outcome.caught_up:
-                forget_given_up(self._catalog, stream, "pipeline")
+                forget_given_up(self._catalog, self.name, "pipeline")
         except MillstreamError as error:
             self.error = error
             # An error after a stop may come of it, unless no restart mends it.

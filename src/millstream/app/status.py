@@ -28,7 +28,7 @@ from millstream.model.schema import TableKind
 from millstream.process_metrics import SINK_IGNORED_ERRORS, SINK_ROWS
 from millstream.processes.control_socket import ask, measures_of
 from millstream.processes.role_locks import Role, holder, writer_role, writer_roles
-from millstream.writers.stall_reasons import trouble_of
+from millstream.writers.stall_reasons import Part, trouble_of
 from millstream.writers.writer_facts import writer_facts
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def collect_status(home: Home, backlogs: dict[str, Backlogs] | None = None) -> d
                     if "sinks" in streams[-1]:
                         streams[-1]["sinks"] = _sinks(str(known[name]), counted.values())
         else:
-            streams = [{"name": name, "id": None, "state": "never run"} for name in sorted(names)]
+            streams = [{"name": name, "id": None, "state": "never run", "errors": {}} for name in sorted(names)]
     except MillstreamError as error:
         problems.append(error.message)
     for one in streams:
@@ -151,9 +151,11 @@ def _stream(
     backlogs: dict[str, Backlogs],
     problems: list[str],
 ) -> dict[str, Any]:
-    if stream is None:
-        return {"name": name, "id": None, "state": "never run"}
     capture, pipeline = live
+    parts: tuple[tuple[Part, dict[str, Any] | None], ...] = (("capture", capture), ("pipeline", pipeline))
+    errors = {part: error for part, facts in parts if (error := trouble_of(home, catalog, name, part, facts))}
+    if stream is None:
+        return {"name": name, "id": None, "state": "never run", "errors": errors}
     captured, landing = (capture or {}).get("progress") or {}, (pipeline or {}).get("progress") or {}
     # In this order: what has landed was durable before, also if both move between the two.
     landed = _landed(home, catalog, name, stream, problems)
@@ -222,14 +224,7 @@ def _stream(
             stream,
             problems,
         ),
-        "errors": {
-            part: error
-            for part, error in (
-                ("capture", trouble_of(home, catalog, stream, "capture", capture)),
-                ("pipeline", trouble_of(home, catalog, stream, "pipeline", pipeline)),
-            )
-            if error
-        },
+        "errors": errors,
     }
 
 

@@ -39,9 +39,9 @@ def slot_drop(invocation: Invocation, stream: str | None, yes: bool) -> None:
     confirm(f"Drop the slot {capture.slot}? The next run will copy every table of {name} again", yes=yes)
     home.prepare()
     with home.open_catalog() as catalog:
-        row = catalog.resolve_stream(name)
+        catalog.resolve_stream(name)
         held = drop_slot(capture, catalog)
-        forget_given_up(catalog, row, "capture")
+        forget_given_up(catalog, name, "capture")
     note(
         f"there was no slot {capture.slot}" if held is None else f"dropped {capture.slot}; it held {human_bytes(held)}"
     )

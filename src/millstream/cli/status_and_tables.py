@@ -71,6 +71,7 @@ def _print_stream(stream: dict[str, Any], processes: Mapping[str, int | None]) -
     if stream["id"] is None:
         say(f": {'has never run' if stream['state'] == 'never run' else stream['state']}")
         _print_nodes(stream)
+        _print_part_errors(stream)
         return
     writer = stream["writer"] or {}
     captures = stream["source"]["configured"]
@@ -141,6 +142,10 @@ def _print_errors(stream: dict[str, Any]) -> None:
         say(
             f"  pipeline: waits for Spark's master at {stream['pipeline']['waits_for']}, which doesn't answer", fg="red"
         )
+    _print_part_errors(stream)
+
+
+def _print_part_errors(stream: dict[str, Any]) -> None:
     for part, error in stream["errors"].items():
         say(f"  {part} {how_it_stands(error)}: {error['code']}: {why_and_since(error)}", fg="red")
         if error.get("hint"):

@@ -189,7 +189,7 @@ class OwnedStream:
             self._take_from_buffer(writer, self.config.buffer, stop, until_caught_up=until_caught_up, tell=tell)
             return
         if self.config.source is None:
-            self._gets_on(writer)
+            self._gets_on()
             tell()
             # A job goes on for as long as the other streams take, so that applications can append.
             while not stop.wait(_LOOK_EVERY_S) and not (until_caught_up and self.others_done.is_set()):
@@ -240,7 +240,7 @@ class OwnedStream:
         def told() -> None:
             nonlocal told_s
             self._backoff.reset()
-            self._gets_on(writer)
+            self._gets_on()
             if time.monotonic() - told_s >= 1.0:
                 told_s = time.monotonic()
                 tell()
@@ -288,11 +288,11 @@ class OwnedStream:
         )
         return not stop.wait(wait_s)
 
-    def _gets_on(self, writer: StreamWriter) -> None:
+    def _gets_on(self) -> None:
         """Note that the stream makes progress again: the cause of its wait is over."""
         if self._well_since_s is None:
             self.error, self._well_since_s = None, time.monotonic()
-            forget_given_up(self.catalog, writer.stream, "capture")
+            forget_given_up(self.catalog, self.name, "capture")
 
     def _waits(self, error: MillstreamError) -> None:
         """Note that the stream waits, and why: its known progress is out of date."""
@@ -343,7 +343,7 @@ class OwnedStream:
         from millstream.capture.run import run_capture
 
         def on_progress(progress: CaptureProgress) -> None:
-            self._gets_on(writer)
+            self._gets_on()
             self.progress = progress
             tell()
 

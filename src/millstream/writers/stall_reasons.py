@@ -13,7 +13,6 @@ from millstream.processes.role_locks import holder
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
     from millstream.home.home import Home
-    from millstream.model.ids import StreamId
 
 Part: TypeAlias = Literal["capture", "pipeline"]
 _GIVEN_UP: Final = "given_up"
@@ -22,35 +21,35 @@ _GIVEN_UP: Final = "given_up"
 def note_given_up(catalog: Catalog, name: str, part: Part, error: MillstreamError) -> None:
     """Record the error that ended a part of a stream, and since when it does, for after its process has ended.
 
-    The time stays that of the first of several same errors. An unwritable catalog is ignored.
+    The stream may be new to the catalog: the part may fail before the stream's log is begun. The time stays that of the first of several same errors. An unwritable catalog is ignored.
     """
     with contextlib.suppress(MillstreamError):
-        scope = _scope(part, catalog.stream(name).id)
+        scope = _scope(part, name)
         noted = catalog.fact(scope, _GIVEN_UP) or {}
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         since = noted.get("since", now) if noted.get("code") == error.code else now
         catalog.put_fact(scope, _GIVEN_UP, error.as_dict() | {"since": since})
 
 
-def forget_given_up(catalog: Catalog, stream: StreamId, part: Part) -> None:
+def forget_given_up(catalog: Catalog, name: str, part: Part) -> None:
     """Clear the record: the part makes progress, or an operator has decided.
 
     An unwritable catalog is ignored.
     """
     with contextlib.suppress(MillstreamError):
-        if catalog.fact(_scope(part, stream), _GIVEN_UP) is not None:
-            catalog.drop_fact(_scope(part, stream), _GIVEN_UP)
+        if catalog.fact(_scope(part, name), _GIVEN_UP) is not None:
+            catalog.drop_fact(_scope(part, name), _GIVEN_UP)
 
 
 def trouble_of(
-    home: Home, catalog: Catalog, stream: StreamId, part: Part, live: dict[str, Any] | None
+    home: Home, catalog: Catalog, name: str, part: Part, live: dict[str, Any] | None
 ) -> dict[str, Any] | None:
     """Return why a part of a stream stands still; None if it doesn't, or was told to stop.
 
     Args:
         home: the home.
         catalog: the home's.
-        stream: the stream's id.
+        name: the stream's name.
         part: the part.
         live: the facts of the process that runs it; None if none does.
 
@@ -58,7 +57,7 @@ def trouble_of(
         The error's `code`, `message`, `hint`, `retry` and `details`; `gave_up`: whether it isn't retried
         automatically; and `since`, the time of the end that it caused, None if it caused none.
     """
-    noted = catalog.fact(_scope(part, stream), _GIVEN_UP) or {}
+    noted = catalog.fact(_scope(part, name), _GIVEN_UP) or {}
     error = (live or {}).get("error")
     if live is None or part == "pipeline":
         error = error or noted  # a pipeline that was started again may have landed nothing since
@@ -84,10 +83,13 @@ def troubles(home: Home) -> list[dict[str, Any]]:
     with contextlib.suppress(MillstreamError):
         if home.has_catalog():
             with home.open_catalog() as catalog:
-                for row in catalog.streams():
-                    parts: dict[Part, Any] = {"capture": owner.get(row.name), "pipeline": pipeline.get(row.name)}
+                names = {row.name for row in catalog.streams()}
+                with contextlib.suppress(MillstreamError):  # a configuration that can't be read
+                    names |= set(home.config.streams)
+                for name in names:
+                    parts: dict[Part, Any] = {"capture": owner.get(name), "pipeline": pipeline.get(name)}
                     for part, live in parts.items():
-                        found.append((row.name, part, trouble_of(home, catalog, row.id, part, live)))
+                        found.append((name, part, trouble_of(home, catalog, name, part, live)))
     return [
         {
             "stream": stream,
@@ -101,5 +103,5 @@ def troubles(home: Home) -> list[dict[str, Any]]:
     ]
 
 
-def _scope(part: Part, stream: StreamId) -> str:
-    return f"{part}/{stream}"
+def _scope(part: Part, name: str) -> str:
+    return f"{part}/{name}"
