@@ -32,6 +32,7 @@ from millstream.errors import (
 from millstream_forage.errors import EngineFailed
 from millstream_forage.state import State
 from millstream_forage.tables import REGION_BITS, SCHEMAS, STREAM
+from millstream_forage.usable_records import usable
 
 
 class FoldedLog:
@@ -134,18 +135,26 @@ class FoldedLog:
         if ack.token.minimum != seq - 1 or ack.token.ahead:
             return False
         for name, batch in tables.items():
-            self.state.apply(name, batch.append_column("__seq", pa.array(numbers[name])))
+            self._fold(name, batch.append_column("__seq", pa.array(numbers[name])))
         self.at = ack.token
         if "hides" in tables and self._others_at:
             self._merge_hides(int(self.at.minimum))
         return True
+
+    def _fold(self, table: str, batch: pa.RecordBatch) -> None:
+        """Fold records. After a failure the state has a part of them: nothing is answered from it."""
+        try:
+            self.state.apply(table, batch)
+        except BaseException:
+            self._closed = True
+            raise
 
     def _fold_upto(self, token: StreamToken) -> None:
         has_hides = False
         for batch in self._home.read(STREAM, after=self.at, upto=token):
             table = table_of(batch)
             has_hides |= table == "hides"
-            self.state.apply(table, batch)
+            self._fold(table, usable(table, batch))
         self.at = token
         if has_hides and self._others_at:
             self._merge_hides(int(token.minimum))
@@ -162,15 +171,16 @@ class FoldedLog:
         for batch in self._home.read(name, after=self._others_at.get(name, beginning(token)), upto=token):
             table = table_of(batch)
             has_hides |= table == "hides"
-            check_region(batch, name)
+            records = usable(table, batch)
+            check_region(records, name)
             if table != "hides":
-                self.state.apply(table, foreign(batch, int(self.at.minimum)))
+                self._fold(table, foreign(records, int(self.at.minimum)))
         self._others_at[name] = token
         return has_hides
 
     def _merge_hides(self, seq: int) -> None:
         """Take the merged hides; those that differ from before count as changed at a number of the own log."""
-        self.state.hides.replace(self._home.merged(STREAM, "hides"), seq)
+        self.state.hides.replace(usable("hides", self._home.merged(STREAM, "hides")), seq)
 
     def _fold_everything(self) -> None:
         """Fold the logs table by table: whole tables fold much faster than the small batches of their order."""
@@ -212,8 +222,9 @@ def whole_table(home: OpenHome, log: str, table: str, token: StreamToken) -> Ite
     """Yield a whole table of a log up to a token; nothing if the log has none of it. Raises as `check_region`."""
     with suppress(UnknownTable):
         for batch in home.read(log, table=table, after=beginning(token), upto=token):
-            check_region(batch, log)
-            yield batch
+            records = usable(table, batch)
+            check_region(records, log)
+            yield records
 
 
 def check_region(batch: pa.RecordBatch, log: str) -> None:

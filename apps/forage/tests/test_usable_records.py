@@ -1,0 +1,88 @@
+"""Records that other programs append: what can't be folded is left out, and the engine goes on with the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+import millstream
+from millstream_forage.engine import ForageEngine
+from millstream_forage.errors import EngineFailed
+from millstream_forage.state import State
+from millstream_forage.tables import DIMENSIONS, STREAM
+from millstream_forage.usable_records import usable
+
+VECTOR = [1.0] + [0.0] * (DIMENSIONS - 1)
+ITEM: dict[str, Any] = {
+    "id": 1000, "url": "https://y.example", "title": "y", "creator": "c", "category": "sea", "source": "s",
+    "tags": ["a", "b"], "entities": [], "content_type": "news", "summary": "A b. C d.", "reading_time_min": 1,
+    "embedding": VECTOR, "added": 0,
+}  # fmt: skip
+NO_ITEMS = [
+    {"embedding": [1.0]},
+    {"embedding": [float("nan"), *VECTOR[1:]]},
+    {"embedding": [None, *VECTOR[1:]]},
+    {"embedding": None},
+    {"category": None},
+    {"title": None},
+    {"url": "javascript:alert(1)"},
+    {"url": "https://y.example/a b"},
+    {"id": -5},
+    {"id": 1 << 60},
+    {"id": None},
+]
+
+
+def rows(table: dict[str, Any], *changes: dict[str, Any]) -> pa.RecordBatch:
+    return pa.RecordBatch.from_pylist([{**table, "__seq": n, **change} for n, change in enumerate(changes, 1)])
+
+
+@pytest.mark.parametrize("change", NO_ITEMS, ids=str)
+def test_an_item_that_breaks_a_rule_is_left_out_and_its_neighbours_are_not(
+    change: dict[str, Any], caplog: pytest.LogCaptureFixture
+):
+    found = usable("items", rows(ITEM, {"id": 1}, change, {"id": 3}))
+    assert found["id"].to_pylist() == [1, 3]
+    assert "1 records of items are left out" in caplog.text
+
+
+def test_columns_that_nobody_wrote_are_null_or_leave_the_records_out():
+    signal = {"id": 7, "user": 1, "item": 1, "kind": "save", "weight": 1.0, "now": 5}
+    found = usable("signals", rows(signal, {}))
+    assert found["impression"].to_pylist() == found["duration_ms"].to_pylist() == [None]
+    assert usable("signals", rows({**signal, "kind": "like"}, {})).num_rows == 0
+    assert usable("hides", rows({"user": 1, "target": "tag", "value": "x", "hidden": True}, {})).num_rows == 0
+    assert usable("hides", rows({"user": 1, "target": "item", "value": "1"}, {})).num_rows == 0
+    assert usable("items", rows({name: value for name, value in ITEM.items() if name != "embedding"}, {})).num_rows == 0
+    assert usable("items", rows({**ITEM, "added": "yesterday"}, {})).num_rows == 0, "a column of another type"
+
+
+def test_an_engine_serves_and_opens_again_beside_items_that_can_not_be_folded(tmp_path: Path):
+    with ForageEngine.open(tmp_path / "home") as engine:
+        engine.seed_default_corpus()
+        with millstream.open(tmp_path / "home") as home:
+            home.append(STREAM, "items", {**ITEM, "embedding": [1.0]})
+            home.append(STREAM, "items", {**ITEM, "id": 1001, "url": "https://z.example"})
+        assert len(engine.feed(1).items) == 7
+        engine.hide(1, 1001)
+    with ForageEngine.open(tmp_path / "home") as engine:
+        shown = {item.item_id for item in engine.feed(1, 50, preview=True).items}
+        assert not shown & {1000, 1001}
+
+
+def test_a_fold_that_failed_half_way_answers_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with ForageEngine.open(tmp_path / "home") as engine:
+        engine.seed_default_corpus()
+        with millstream.open(tmp_path / "home") as home:
+            home.append(STREAM, "items", ITEM)
+        with monkeypatch.context() as patch:
+            patch.setattr(State, "apply", lambda *_: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.feed(1)
+        with pytest.raises(EngineFailed, match="closed"):
+            engine.feed(1)
+    with ForageEngine.open(tmp_path / "home") as engine:
+        assert len(engine.feed(1).items) == 7
