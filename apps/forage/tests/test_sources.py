@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream_forage.errors import InvalidField, RegistryUnreadable, SourceUnreadable
-from millstream_forage.sources import Captured, Registry, Source, add, feed_bodies, json_bodies
+from millstream_forage.sources import Captured, Registry, Source, add, feed_bodies, json_bodies, plain
 
 RSS = """<?xml version="1.0"?>
 <rss version="2.0" xmlns:dc="http://purl.example/dc" xmlns:content="http://purl.example/content"><channel>
@@ -71,6 +71,42 @@ def test_an_entity_that_expands_without_end_is_unreadable() -> None:
     bomb = f'<!DOCTYPE rss [<!ENTITY e0 "{"x" * 100}">{levels}]><rss><item><title>&e9;</title></item></rss>'
     with pytest.raises(SourceUnreadable, match="no XML"):
         list(feed_bodies(SOURCE, bomb.encode()))
+
+
+def test_markup_is_left_out_of_a_text() -> None:
+    markup = "<p title='a > b' class=it's>Tides<b>!</b><!-- x > y -->A &lt; B<script>if (a<b) y</script > <3 <![x> <a "
+    assert plain(markup) == "Tides! A < B <3"
+
+
+# html.parser raised AssertionError for the first, int() ValueError for the second.
+@pytest.mark.parametrize("title", ["Tides<![CDATA[Q <![x> r]]>", f"&amp;#{'9' * 5_000};"])
+def test_an_entry_whose_markup_is_broken_stops_no_other(title: str) -> None:
+    entry = f"<item><title>{title}</title><link>https://tides.example/9</link></item>"
+    found = captured_of(RSS.replace("<item>", f"{entry}<item>", 1))
+    assert [item.url for item in found.items] == ["https://tides.example/1"]
+    assert [refused.entry for refused in found.refused] == ["https://tides.example/9", "https://tides.example/2"]
+
+
+# html.parser takes time that grows with the square of the length: hours for each of the first three.
+@pytest.mark.parametrize("piece", ["<a ", "<!--", "<a b='", "<", "</", "<![", "<style></style", ". ", "&#1"])
+def test_a_long_run_of_broken_markup_is_read_to_its_end(piece: str) -> None:
+    count = (1 << 19) // len(piece)
+    assert plain(f"Tides {piece * count}").startswith("Tides")
+
+
+def test_an_entry_within_an_entry_is_none() -> None:
+    depth = 50_000
+    nest = f"<rss>{'<item><title>x' * depth}{'</title></item>' * depth}</rss>"
+    assert len(list(feed_bodies(SOURCE, nest.encode()))) == 1
+
+
+@pytest.mark.parametrize(
+    "document", [ATOM[ATOM.index("<entry>") : -len("</feed>")], f"<rdf>{RSS[RSS.index('<item>') :]}"]
+)
+def test_entries_may_be_the_root_or_stand_in_it(document: str) -> None:
+    document = document.replace("</channel></rss>", "</rdf>").replace("<dc:creator>Mara</dc:creator>", "")
+    document = document.replace("content:encoded", "encoded")
+    assert len(captured_of(document).items) == 1
 
 
 @pytest.fixture
