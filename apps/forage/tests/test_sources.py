@@ -223,17 +223,20 @@ class Site(BaseHTTPRequestHandler):
     """A host with a feed, a robots.txt that forbids a part of it, and redirects."""
 
     asked: list[str]
+    robots = "User-agent: *\nDisallow: /private\n"
     robots_status = 200
 
     def do_GET(self) -> None:
         self.asked.append(self.path)
         status, headers, content = 200, {}, RSS
         if self.path == "/robots.txt":
-            status, content = self.robots_status, "User-agent: *\nDisallow: /private\n"
+            status, content = self.robots_status, self.robots
         elif self.path == "/moved":
             status, headers = 302, {"Location": "/feed.xml"}
         elif self.path == "/away":
             status, headers = 302, {"Location": "https://far.example/feed.xml"}
+        elif self.path == "/inward":
+            status, headers = 302, {"Location": "/private/feed.xml"}
         elif self.path == "/gone":
             status = 410
         self.send_response(status)
@@ -280,6 +283,7 @@ def test_a_feed_is_fetched_if_its_host_allows_it(site: tuple[str, type[Site]]) -
         ("/private/feed.xml", 200, "robots.txt forbids it", ["/robots.txt"]),
         ("/feed.xml", 503, "robots.txt: HTTP Error 503", ["/robots.txt"]),
         ("/gone", 200, "HTTP Error 410", ["/robots.txt", "/gone"]),
+        ("/inward", 200, "/private/feed.xml, which robots.txt forbids", ["/robots.txt", "/inward"]),
         ("/away", 200, "leads to https://far.example/feed.xml", ["/robots.txt", "/away"]),
     ],
 )
@@ -292,6 +296,13 @@ def test_a_feed_that_may_not_be_fetched_is_refused(
     assert found.items == []
     assert reason in found.refused[0].reason
     assert kind.asked == asked
+
+
+def test_rules_behind_a_byte_order_mark_are_kept(site: tuple[str, type[Site]]) -> None:
+    address, kind = site
+    kind.robots = f"\ufeff{kind.robots}"
+    assert "robots.txt forbids it" in fetched(f"{address}/private/feed.xml").refused[0].reason
+    assert kind.asked == ["/robots.txt"]
 
 
 def test_a_host_that_does_not_answer_is_refused() -> None:

@@ -18,7 +18,11 @@ ROBOTS_BYTES_MAX: Final = 500 << 10
 
 
 class SameHost(urllib.request.HTTPRedirectHandler):
-    """Follows a redirect only to the host whose robots.txt was asked."""
+    """Follows a redirect only to the host whose robots.txt was asked, and only to what its rules allow."""
+
+    def __init__(self) -> None:
+        self.robots: RobotFileParser | None = None
+        """The host's rules, once they are read."""
 
     def redirect_request(
         self,
@@ -32,6 +36,10 @@ class SameHost(urllib.request.HTTPRedirectHandler):
         """Return the next request."""
         if urlsplit(newurl).netloc != urlsplit(req.full_url).netloc:
             raise SourceUnreadable(f"{req.full_url}: leads to {newurl}", hint="Name the new address in the registry.")
+        if self.robots is not None and not self.robots.can_fetch(AGENT, newurl):
+            raise SourceUnreadable(
+                f"{req.full_url}: leads to {newurl}, which robots.txt forbids", hint="Ask the owner for another way."
+            )
         return super().redirect_request(req, fp, code, msg, headers, newurl)  # type: ignore[arg-type]
 
 
@@ -42,12 +50,13 @@ def fetch(address: str, *, bytes_max: int) -> bytes:
         SourceUnreadable: robots.txt forbids it or can't be asked, the host doesn't answer with a document, or the
             document is longer than `bytes_max`.
     """
-    opener = urllib.request.build_opener(SameHost())
+    redirects = SameHost()
+    opener = urllib.request.build_opener(redirects)
     parts = urlsplit(address)
     robots = RobotFileParser()
     try:
         rules = get(opener, urlunsplit((parts.scheme, parts.netloc, "/robots.txt", "", "")), ROBOTS_BYTES_MAX)
-        robots.parse(rules.decode("utf-8", errors="replace").splitlines())
+        robots.parse(rules.decode("utf-8-sig", errors="replace").splitlines())
     except urllib.error.HTTPError as error:
         # RFC 9309: without a robots.txt all is allowed; if the host can't answer for it, nothing is.
         if not 400 <= error.code < 500:
@@ -55,6 +64,7 @@ def fetch(address: str, *, bytes_max: int) -> bytes:
         robots.parse([])
     if not robots.can_fetch(AGENT, address):
         raise SourceUnreadable(f"{address}: robots.txt forbids it", hint="Ask the owner for another way.")
+    redirects.robots = robots
     try:
         content = get(opener, address, bytes_max + 1)
     except urllib.error.HTTPError as error:
