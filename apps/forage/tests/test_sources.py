@@ -1,6 +1,7 @@
 """Sources read into items: feeds, JSON files, folders; what is refused, and what is never fetched."""
 
 import contextlib
+import itertools
 import json
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream_forage.errors import InvalidField, RegistryUnreadable, SourceUnreadable
+from millstream_forage.fetching import fetch
 from millstream_forage.sources import Captured, Registry, Source, add, feed_bodies, json_bodies, plain
 
 RSS = """<?xml version="1.0"?>
@@ -303,6 +305,13 @@ def test_rules_behind_a_byte_order_mark_are_kept(site: tuple[str, type[Site]]) -
     kind.robots = f"\ufeff{kind.robots}"
     assert "robots.txt forbids it" in fetched(f"{address}/private/feed.xml").refused[0].reason
     assert kind.asked == ["/robots.txt"]
+
+
+def test_a_document_that_takes_too_long_is_refused(site: tuple[str, type[Site]]) -> None:
+    address, _ = site
+    assert fetch(f"{address}/feed.xml", bytes_max=4_096, clock=itertools.count().__next__) == RSS.encode()
+    with pytest.raises(SourceUnreadable, match="takes longer than 60 s"):
+        fetch(f"{address}/feed.xml", bytes_max=4_096, clock=itertools.count(step=61).__next__)
 
 
 def test_a_host_that_does_not_answer_is_refused() -> None:
