@@ -253,9 +253,12 @@ def test_signals_halve_in_their_half_life_and_are_summed_over_nodes() -> None:
     assert state.add(one, 1.0, 7 * DAY_NS).value == 4.25 + 3.0, "an event that comes late has decayed already"
     for wrong in (
         lambda: SignalState(0),
+        lambda: SignalState(1.5),  # type: ignore[arg-type]
         lambda: state.add(one, -1.0, 0),
         lambda: state.add(one, float("nan"), 0),
         lambda: state.add(one, 1.0, -1),
+        lambda: state.add(one, 1.0, 5.5),  # type: ignore[arg-type]
+        lambda: state.add(one, 1.0, True),
         lambda: state.count("2h"),
         lambda: state.join(SignalState(1)),
     ):
@@ -263,6 +266,37 @@ def test_signals_halve_in_their_half_life_and_are_summed_over_nodes() -> None:
             wrong()
     full = SignalState(DAY_NS).add(one, SUM_MAX, 0).add(one, SUM_MAX, 0)
     assert full.score(DAY_NS) == SUM_MAX / 2, "a sum beyond doubles stays at the greatest of them"
+    both = SignalState(DAY_NS).add(one, 1.7e308, 0).add(two, 1.7e308, 0)
+    assert both.value == SUM_MAX, "so does the sum over the nodes"
+
+
+def test_signals_are_read_as_of_any_moment_however_far_from_1970() -> None:
+    state = SignalState(DAY_NS).add(Actor(1), 8.0, 8 * DAY_NS)
+    for early in (-(2**64), -1, 0):
+        assert (state.score(early), state.count("1h", early)) == (8.0, 1)
+    for late in (2**63 - 1, 2**63, 2**64):
+        assert (state.score(late), state.count("1h", late)) == (0.0, 0)
+    slow = SignalState(2**62).add(Actor(1), 8.0, 0)
+    assert slow.score(2**64) == slow.score(2**63 - 1) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("by", [1.5, 1.0, 0.0, float("nan"), True, False, "1", None])
+def test_a_counter_counts_in_whole_numbers_alone(by: Any) -> None:
+    one = Actor(1)
+    for wrong in (
+        lambda: GCounter().add(one, by),
+        lambda: PNCounter().add(one, by),
+        lambda: GCounter({one: by}),
+        lambda: PNCounter({one: (by, 0)}),
+        lambda: PNCounter({one: (0, by)}),
+    ):
+        with pytest.raises(InvalidValue, match="whole number"):
+            wrong()
+
+
+def test_a_counter_takes_integers_of_numpy() -> None:
+    for counter in (GCounter(), PNCounter()):
+        assert counter.add(Actor(1), np.int64(3)).encode() == counter.add(Actor(1), 3).encode()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("order", ["as they happened", "backwards", "in any order"])

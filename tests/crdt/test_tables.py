@@ -18,6 +18,7 @@ from millstream.crdt.declared import ColumnMerge, MergeKind, TableMerge, union_o
 from millstream.crdt.lattice import StateKind, opened, seal
 from millstream.crdt.reconcile import HeardEnd, MergePlan, ReconciliationEngine, RegionState
 from millstream.crdt.row_merge import fold, lift, merged, state_schema
+from millstream.crdt.signals import SUM_MAX
 from millstream.errors import InvalidValue, MergeStateUnreadable, ReplicationError, UsageError
 from millstream.model.ids import Epoch, GroupNumber, RegionId
 from millstream.model.positions import Seq
@@ -279,6 +280,16 @@ def test_sums_beyond_their_type_are_refused_and_those_near_its_end_are_not() -> 
         else:
             with pytest.raises(InvalidValue, match="64 bits"):
                 merged(fold(rows, KEY, MERGE), KEY, MERGE)
+
+
+def test_a_signal_is_read_as_of_any_moment_and_its_sum_stays_within_doubles() -> None:
+    event = {"id": 1, "part": "", "heat": 1.7e308, "happened": 10**6}
+    none = {"id": 2, "part": ""}
+    rows = fold(pa.concat_tables([posts(1, event, none).rows, posts(2, event).rows]), KEY, MERGE)
+    for at_ns, heat, events in ((-(2**64), SUM_MAX, 2), (None, SUM_MAX, 2), (2**63 - 1, 0.0, 0), (2**64, 0.0, 0)):
+        found = merged(rows, KEY, MERGE, at_ns=at_ns)
+        assert found.column("heat").to_pylist() == [heat, None]
+        assert found.column("heat__1h").to_pylist() == [events, 0]
 
 
 def test_regions_with_other_columns_and_types_meet_in_those_that_hold_both() -> None:

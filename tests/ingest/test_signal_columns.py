@@ -62,3 +62,10 @@ def test_weights_and_times_of_all_suitable_types_are_taken(home: OpenHome) -> No
     at = datetime(1970, 1, 9, tzinfo=UTC)
     row = {one["id"]: one for one in home.merged("shop", "posts", at=at).to_pylist()}[10]
     assert (row["glow"], row["glow__7d"]) == (2.25, 1)
+
+
+def test_merged_rows_are_read_as_of_any_year(home: OpenHome) -> None:
+    home.append("shop", "posts", {"id": 20, "glow": 4.0, "happened": 86_400 * 10**6})
+    for year, expected in ((1, (4.0, 1)), (2263, (0.0, 0)), (9999, (0.0, 0))):
+        found = home.merged("shop", "posts", at=datetime(year, 1, 1, tzinfo=UTC)).to_pylist()
+        assert [(row["glow"], row["glow__7d"]) for row in found if row["id"] == 20] == [expected]

@@ -80,7 +80,8 @@ def test_spark_merges_the_logs_of_regions_as_the_pure_functions_do_to_the_bit(
             f'[streams.shop]\nregion = {region}\n[streams.shop.log]\ndisk_used_max = 1.0\n[streams.shop.keys]\n"public.posts" = ["id", "part"]\n'
             f'[streams.shop.merge."public.posts"]\n{MERGES}'
         )
-        rows = rows_of(region, 40)
+        beyond = {"id": 99, "part": "", "heat": 1.7e308, "happened": 5}
+        rows = [*rows_of(region, 39), beyond]
         with millstream.open(folder) as home:
             for start in range(0, 40, 8):
                 home.append("shop", "posts", pa.Table.from_pylist(rows[start : start + 8], schema=schema))
@@ -88,19 +89,21 @@ def test_spark_merges_the_logs_of_regions_as_the_pure_functions_do_to_the_bit(
     for region in (2, 5):
         shutil.copytree(homes[region] / "data" / "wal" / "shop", here / f"shop@{region}")
     table = RegionTable(Home(homes[1]), "shop", "public.posts")
-    expected = table.engine.value(table.merged_state())
+    state = table.merged_state()
 
     logs = {RegionId(1): str(here / "shop"), **{RegionId(n): str(here / f"shop@{n}") for n in (2, 5)}}
     records = region_records(spark, logs, "public.posts")
-    merge = merged_regions(records.union(records), ("id", "part"), table.engine.merge, table.columns)
-    found = merge.toArrow()
-    assert [(one.name, one.dataType) for one in merge.schema] == [
-        (one.name, one.dataType) for one in spark_schema(expected.schema)
-    ]
-    order = [("id", "ascending"), ("part", "ascending")]
-    for name in expected.column_names:
-        ours, theirs = (side.sort_by(order).column(name).to_pylist() for side in (expected, found))
-        assert list(map(repr, ours)) == list(map(repr, theirs)), name
+    key, order = ("id", "part"), [("id", "ascending"), ("part", "ascending")]
+    for at_ns in (None, -(2**64), 2**64):
+        expected = table.engine.value(state, at_ns=at_ns)
+        merge = merged_regions(records.union(records), key, table.engine.merge, table.columns, at_ns=at_ns)
+        found = merge.toArrow()
+        assert [(one.name, one.dataType) for one in merge.schema] == [
+            (one.name, one.dataType) for one in spark_schema(expected.schema)
+        ]
+        for name in expected.column_names:
+            ours, theirs = (side.sort_by(order).column(name).to_pylist() for side in (expected, found))
+            assert list(map(repr, ours)) == list(map(repr, theirs)), name
     with pytest.raises(UnknownTable):
         region_records(spark, logs, "public.nothing")
 

@@ -21,7 +21,7 @@ import pyarrow as pa
 from millstream.crdt.accumulating import LogRuns
 from millstream.crdt.columns import Grouped, greatest, sums
 from millstream.crdt.lattice import StateKind, decoded, seal
-from millstream.crdt.scalars import Cursor, counted, encode_value
+from millstream.crdt.scalars import Cursor, counted, encode_value, whole_number
 from millstream.errors import InvalidValue
 
 _ACTOR: Final = struct.Struct(">IIQ")
@@ -55,13 +55,14 @@ class GCounter:
         counts: the count of each actor; never below 0.
 
     Raises:
-        InvalidValue: a count is negative.
+        InvalidValue: a count is negative, or isn't a whole number.
     """
 
     counts: Mapping[Actor, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        entries = {actor: _positive(count) for actor, count in sorted(self.counts.items()) if count}
+        counts = {actor: _positive(count) for actor, count in sorted(self.counts.items())}
+        entries = {actor: count for actor, count in counts.items() if count}
         object.__setattr__(self, "counts", MappingProxyType(entries))
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -71,7 +72,7 @@ class GCounter:
         """Return the counter after an actor has counted up. An actor adds to its own newest state alone.
 
         Raises:
-            InvalidValue: `by` is negative.
+            InvalidValue: `by` is negative, or isn't a whole number.
         """
         return type(self)({**self.counts, actor: self.counts.get(actor, 0) + _positive(by)})
 
@@ -122,24 +123,26 @@ class PNCounter:
         sides: the sums that each actor has added and subtracted; neither below 0.
 
     Raises:
-        InvalidValue: a sum is negative.
+        InvalidValue: a sum is negative, or isn't a whole number.
     """
 
     sides: Mapping[Actor, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        entries = {
-            actor: (_positive(plus), _positive(minus))
-            for actor, (plus, minus) in sorted(self.sides.items())
-            if plus or minus
-        }
+        sides = {actor: (_positive(plus), _positive(minus)) for actor, (plus, minus) in sorted(self.sides.items())}
+        entries = {actor: side for actor, side in sides.items() if any(side)}
         object.__setattr__(self, "sides", MappingProxyType(entries))
 
     def __reduce__(self) -> tuple[object, ...]:
         return PNCounter, (dict(self.sides),)
 
     def add(self, actor: Actor, by: int = 1) -> Self:
-        """Return the counter after an actor has counted up or down. An actor adds to its own newest state alone."""
+        """Return the counter after an actor has counted up or down. An actor adds to its own newest state alone.
+
+        Raises:
+            InvalidValue: `by` isn't a whole number.
+        """
+        by = whole_number(by, "a counter's step")
         plus, minus = self.sides.get(actor, (0, 0))
         return type(self)({**self.sides, actor: (plus + max(by, 0), minus + max(-by, 0))})
 
@@ -199,6 +202,7 @@ def _totals(rows: Grouped, name: str) -> dict[str, pa.Array]:
 
 
 def _positive(count: int) -> int:
-    if count < 0:
-        raise InvalidValue(f"a counter can't grow by {count}")
-    return count
+    found = whole_number(count, "a counter's step")
+    if found < 0:
+        raise InvalidValue(f"a counter can't grow by {found}")
+    return found

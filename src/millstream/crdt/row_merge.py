@@ -37,7 +37,7 @@ from millstream.crdt.counters import GCounter, PNCounter
 from millstream.crdt.declared import MergeKind, TableMerge, window_columns
 from millstream.crdt.registers import HideFlag, LWWRegister, last_written
 from millstream.crdt.sets import ObservedSet, UnionSet
-from millstream.crdt.signals import SignalState
+from millstream.crdt.signals import SignalState, signal_time
 from millstream.errors import ReplicationError
 from millstream.model.ids import RegionId
 
@@ -235,8 +235,8 @@ def merged(rows: pa.Table, key: Sequence[str], merge: TableMerge, *, at_ns: int 
         rows: region rows as `fold` returns them.
         key: names of the key columns.
         merge: how they merge.
-        at_ns: the moment as of which signals are read. Before a row's newest event it counts as that event's time.
-            None: the newest event's time in the table, so that the same rows give the same table.
+        at_ns: the moment as of which signals are read, from any year. Before a row's newest event it counts as that
+            event's time, and after 2262 as the end of `signal_time`. None: the newest event's time in the table, so that the same rows give the same table.
 
     Raises:
         InvalidValue: a counter's sum is beyond its type.
@@ -244,7 +244,7 @@ def merged(rows: pa.Table, key: Sequence[str], merge: TableMerge, *, at_ns: int 
     target = merged_schema(own_columns(rows.schema), merge)
     if not rows.num_rows:
         return target.empty_table()
-    at = newest_event_ns(rows, merge) if at_ns is None else at_ns
+    at = newest_event_ns(rows, merge) if at_ns is None else signal_time(at_ns)
     written = pc.greater_equal(rows.column(REGION.name), 0)
     if pc.all(written).as_py():
         said = added = _by_key(rows, key, merge, at)

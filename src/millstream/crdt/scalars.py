@@ -9,6 +9,7 @@ bytes do.
 from __future__ import annotations
 
 import datetime as dt
+import operator
 import struct
 from collections.abc import Iterable
 from decimal import Decimal
@@ -91,6 +92,21 @@ def _payload(tag: int, value: Any) -> bytes:
     if tag == _LIST:
         return _LENGTH.pack(len(value)) + b"".join(map(encode_value, value))
     return b""
+
+
+def whole_number(value: Any, name: str) -> int:
+    """Return a whole number as an int, from any type of integers; `InvalidValue` for another value, a bool included.
+
+    Args:
+        value: the number.
+        name: what it is, for the error: "a count".
+    """
+    if isinstance(value, bool):
+        raise InvalidValue(f"{name} is a whole number, not {value!r}")
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise InvalidValue(f"{name} is a whole number, not {value!r}") from error
 
 
 class Cursor:

@@ -30,7 +30,7 @@ from millstream.crdt.columns import Codes, Grouped, sums
 from millstream.crdt.counters import Actor, read_actor
 from millstream.crdt.declared import HOUR_NS, MINUTE_NS, WINDOWS, window_columns
 from millstream.crdt.lattice import StateKind, decoded, seal
-from millstream.crdt.scalars import Cursor, counted
+from millstream.crdt.scalars import Cursor, counted, whole_number
 from millstream.errors import InvalidValue
 
 Floats = npt.NDArray[np.float64]
@@ -59,6 +59,11 @@ _COUNTS: Final = pa.list_(pa.struct([("bucket", pa.int64()), ("events", pa.int64
 _NODE: Final = struct.Struct(">qqd")
 _BUCKET: Final = struct.Struct(">qq")
 _TIME_MAX: Final = 2**63 - 1
+
+
+def signal_time(moment_ns: int) -> int:
+    """Return the time of signals that is nearest to a moment: 1970 for one before it, the year 2262 for one after it."""
+    return min(max(moment_ns, 0), _TIME_MAX)
 
 
 def decays(ages_ns: npt.NDArray[np.int64], half_life_ns: int) -> Floats:
@@ -132,13 +137,14 @@ class SignalState:
         nodes: each node's sum and counts.
 
     Raises:
-        InvalidValue: the half-life isn't above 0 and below 2^63, or a node's numbers are out of range.
+        InvalidValue: the half-life isn't a whole number above 0 and below 2^63, or a node's numbers are out of range.
     """
 
     half_life_ns: int
     nodes: Mapping[Actor, NodeSignal] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "half_life_ns", whole_number(self.half_life_ns, "a half-life"))
         if not 0 < self.half_life_ns <= _TIME_MAX:
             raise InvalidValue(f"a half-life lies between 1 ns and 2^63 ns, not at {self.half_life_ns} ns")
         for node, held in self.nodes.items():
@@ -163,9 +169,9 @@ class SignalState:
             events: weight, from 0 and finite, and time, in nanoseconds since 1970 UTC.
 
         Raises:
-            InvalidValue: a weight is negative or not finite, or a time is before 1970 or after 2262.
+            InvalidValue: a weight is negative or not finite, or a time isn't a whole number, is before 1970 or after 2262.
         """
-        new = list(events)
+        new = [(weight, whole_number(time_ns, "a signal's time")) for weight, time_ns in events]
         for weight, time_ns in new:
             if not 0 <= weight <= SUM_MAX:
                 raise InvalidValue(f"a signal's weight is 0 or more and finite, not {weight}")
@@ -222,13 +228,13 @@ class SignalState:
         return self.score()
 
     def score(self, at_ns: int | None = None) -> float:
-        """Return the sum of all nodes as of a moment, which counts as the newest event's if it is before that."""
-        at = max(self.last_ns, at_ns or 0)
+        """Return the sum of all nodes as of a moment: at least the newest event's, and at most the end of `signal_time`."""
+        at = max(self.last_ns, signal_time(at_ns or 0))
         ages = np.array([at - held.last_ns for held in self.nodes.values()], np.int64)
         total = 0.0
         for held, left in zip(self.nodes.values(), decays(ages, self.half_life_ns).tolist(), strict=True):
             total += held.score * left
-        return total
+        return min(total, SUM_MAX)
 
     def count(self, window: str, at_ns: int | None = None) -> int:
         """Return the number of events in a window up to a moment, as `score` takes it.
@@ -243,7 +249,7 @@ class SignalState:
         if window not in WINDOWS:
             raise InvalidValue(f"signals have no window {window!r}", hint=f"The windows are {', '.join(WINDOWS)}.")
         width_ns, size = WINDOWS[window]
-        last = max(self.last_ns, at_ns or 0) // width_ns
+        last = max(self.last_ns, signal_time(at_ns or 0)) // width_ns
         return sum(
             count
             for held in self.nodes.values()
@@ -336,7 +342,9 @@ class SignalState:
         np.maximum.at(moments, rows.codes, lasts)
         left = pa.array(decays(moments[rows.codes] - lasts, rows.merge.of(name).half_life_ns))
         subtracted = rows.subtracted
-        found = {name: sums(pc.multiply(score, left), rows.codes, rows.count, less=subtracted)}
+        with np.errstate(over="ignore"):
+            total = sums(pc.multiply(score, left), rows.codes, rows.count, less=subtracted)
+        found = {name: pc.min_element_wise(total, SUM_MAX, skip_nulls=False)}
         places = np.arange(len(rows.codes))
         flat = {MINUTE_NS: _flat(minutes, places), HOUR_NS: _flat(hours, places)}
         for column, (width_ns, count) in zip(window_columns(name), WINDOWS.values(), strict=True):
@@ -345,9 +353,9 @@ class SignalState:
             events = np.where(subtracted[row], -events, events)
             ages = moments[of] // width_ns - buckets
             within = (ages >= 0) & (ages < count)
-            total = np.zeros(rows.count, np.int64)
-            np.add.at(total, of[within], events[within])
-            found[column] = pa.array(total)
+            recent = np.zeros(rows.count, np.int64)
+            np.add.at(recent, of[within], events[within])
+            found[column] = pa.array(recent)
         return found
 
 

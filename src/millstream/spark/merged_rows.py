@@ -19,6 +19,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as Spark's own pages writ
 from millstream.crdt.columns import whole_column
 from millstream.crdt.declared import MergeKind, TableMerge, union_of
 from millstream.crdt.row_merge import REGION, SEQ, STATE_PREFIX, WALL, lift, merged_schema, subtracting_region
+from millstream.crdt.signals import signal_time
 from millstream.errors import UnknownTable
 from millstream.model.ids import RegionId, TableId
 from millstream.model.names import parse_qualified_name
@@ -161,7 +162,7 @@ def merged_regions(
         *map(column_of, key),
         places.winner().alias("__winner"),
         *(places.together(name, columns.field(name).type).alias(name) for name in places.summed),
-        *signals.merged(numbers, at_ns or 0),
+        *signals.merged(numbers, signal_time(at_ns or 0)),
     )
     target = spark_schema(merged_schema(columns, merge))
     return shown.select(

@@ -72,7 +72,7 @@ class SignalColumns:
             for node in nodes:
                 left = decay(at - F.greatest(node.getField("at"), F.lit(0)), half_life_ns)
                 total = total + node.getField("sum") * left
-            yield F.when(has_events, total).alias(name)
+            yield F.when(has_events, F.least(total, F.lit(SUM_MAX))).alias(name)
             for window, (width_ns, count) in zip(window_columns(name), WINDOWS.values(), strict=True):
                 is_within = partial(_is_since, _begin(at, width_ns) - F.lit((count - 1) * width_ns))
                 counts = [F.size(F.filter(F.col(f"__events_{region}_{number}"), is_within)) for region in regions]
