@@ -3,6 +3,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -163,6 +164,32 @@ def test_threads_that_open_a_home_at_once_share_the_folder(tmp_path: Path, monke
             folders = {future.result() for future in [pool.submit(opened) for _ in range(4)]}
         assert folders == {home.socket_folder()}
         assert [path.name for path in home.run_folder.iterdir() if "sockets" in path.name] == ["sockets"]
+
+
+def test_a_copy_that_followed_links_gets_a_link_in_place_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    home = make(tmp_path / "home")
+    home.prepare()
+    (home.make_socket_folder() / "old").touch()
+    copy = Home(tmp_path / "copy")
+    shutil.copytree(home.path, copy.path)
+    assert (copy.run_folder / "sockets" / "old").is_file()
+    with ThreadPoolExecutor(4) as pool:
+        folders = {future.result() for future in [pool.submit(copy.make_socket_folder) for _ in range(4)]}
+    assert folders == {copy.socket_folder()} != {home.socket_folder()}
+    assert [path.name for path in copy.run_folder.iterdir() if "sockets" in path.name] == ["sockets"]
+    assert (home.run_folder / "sockets" / "old").is_file(), "the home's own sockets stay"
+
+
+def test_a_link_that_can_not_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    home = make(tmp_path / "home")
+    with pytest.raises(MillstreamError, match="run/sockets: No such file") as caught:
+        home.make_socket_folder()
+    assert caught.value.code == "home_unwritable"
+    assert "TMPDIR" not in caught.value.hint
 
 
 def test_a_role_is_had_by_one_process_and_freed_by_its_death(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import shutil
 import socket
 import tempfile
 import threading
@@ -309,7 +310,8 @@ class Home(HomePaths):
         """Return a folder for this home's sockets that is short enough for AF_UNIX, linked from `data/run/sockets`.
 
         Raises:
-            MillstreamError (`home_unwritable`): there is no folder for it, or another user's is in its place.
+            MillstreamError (`home_unwritable`): there is no folder for it, another user's is in its place, or the link
+                can't be made.
         """
         digest = hashlib.sha256(os.fsencode(self.path.resolve())).hexdigest()[:12]
         problems = []
@@ -324,10 +326,11 @@ class Home(HomePaths):
                 if facts.st_uid != os.getuid() or facts.st_mode & 0o077 or folder.is_symlink():
                     problems.append(f"{folder}: belongs to somebody else, or is open to others")
                     continue
-                self._link_sockets(folder)
-                return folder
             except OSError as error:
                 problems.append(f"{folder}: {error.strerror}")
+                continue
+            self._link_sockets(folder)
+            return folder
         raise MillstreamError(
             "; ".join(problems), code="home_unwritable", hint="Set TMPDIR to a short folder of this user's own."
         )
@@ -344,8 +347,19 @@ class Home(HomePaths):
         link = self.run_folder / "sockets"
         # Threads of one process may open the home at once: each renames a link of its own.
         fresh = self.run_folder / f".sockets-{uuid4().hex}"
-        fresh.symlink_to(folder)
-        fresh.rename(link)
+        try:
+            fresh.symlink_to(folder)
+            try:
+                fresh.rename(link)
+            except IsADirectoryError:
+                # A copy of a home that followed links has a folder here. Nothing listens in it: sockets are bound in the
+                # link's target alone. Another thread may remove it too, and put its link there, which stays.
+                shutil.rmtree(link, ignore_errors=True)
+                fresh.rename(link)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                fresh.unlink()
+            raise MillstreamError(f"{link}: {error.strerror}", code="home_unwritable", path=str(link)) from error
 
 
 def _socket_bases() -> list[Path]:
