@@ -121,7 +121,7 @@ class Node:
 
     def url(self) -> str:
         """Return the address of its HTTP; empty until it listens."""
-        found = re.findall(r"listening \(address ([\d.:]+)\)", self.log("serve"))
+        found = re.findall(r"listening \(address ([\d.:]+)[,)]", self.log("serve"))
         return f"http://{found[-1]}" if found else ""
 
     def ask(self, *words: str) -> subprocess.CompletedProcess[str]:

@@ -242,7 +242,11 @@ class LatestWorld(World):
         return super().is_over(id_) or self.is_replaced(id_)
 
     def is_replaced(self, id_: str) -> bool:
-        """Whether a newer message of the key, or a truncate, stands for a message."""
+        """Whether a newer message of the key, or a truncate, stands for a message.
+
+        A row that was acknowledged stands for a truncate before it, too. It was delivered once the truncate was settled
+        or dead, which a kill may have forgotten: delivered again, the truncate would take the row away.
+        """
         if not hasattr(self, "consumer"):
             return False
         message = next(message for message in self.messages() if message.id == id_)
@@ -252,7 +256,11 @@ class LatestWorld(World):
         return any(
             message.position < other.position <= last
             and other.table == message.table
-            and (other.truncates or (other.groups == message.groups and not message.barrier))
+            and (
+                other.truncates
+                or (other.groups == message.groups and not message.barrier)
+                or (message.truncates and other.id in self.noted)
+            )
             for other in self.messages()
         )
 
