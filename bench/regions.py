@@ -15,13 +15,14 @@ from pyspark.sql import functions as F  # noqa: N812 - as Spark's own pages writ
 
 from bench.figures import Figure, asked, compared, measures, repeated, reported
 from bench.places import folder
+from bench.spark_sessions import session
 from millstream.crdt.declared import TableMerge
 from millstream.crdt.reconcile import ReconciliationEngine, RegionState
 from millstream.crdt.row_merge import fold, lift, own_columns
 from millstream.model.ids import RegionId, StreamId
 from millstream.model.positions import Seq, StreamToken
 from millstream.spark.merged_rows import merged_regions
-from millstream.spark.session import SparkOptions, open_session, stop_session
+from millstream.spark.session import SparkOptions
 
 ENTITIES = 100_000
 SPARK_ROWS = 4_000_000
@@ -101,8 +102,7 @@ def merged_in_spark() -> Iterator[Figure]:
     with folder("regions") as path:
         columns = _write(path / "records", rows)
         merge = TableMerge.parse({"likes": "pn_counter", "views": "g_counter"})
-        spark = open_session(SparkOptions(path / "work", conf={"spark.driver.memory": "2g"}))
-        try:
+        with session(SparkOptions(path / "work", conf={"spark.driver.memory": "2g"})) as spark:
             records = spark.read.parquet(str(path / "records"))
             plain = records.groupBy("id").agg(
                 *(F.max(name).alias(name) for name in ("likes", "views", "score", "title"))
@@ -118,8 +118,6 @@ def merged_in_spark() -> Iterator[Figure]:
                 note=f"records of two regions, {RECORDS_A_KEY} a key, in Parquet; a PN counter, a grow-only one, a double and a text of about 15 B by the last write; the peer is a plain"
                 " max of the same four columns by key; both into the noop sink, in one session of local[*]",
             )
-        finally:
-            stop_session(spark)
 
 
 def _write(path: Path, rows: int) -> pa.Schema:

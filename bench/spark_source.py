@@ -18,12 +18,13 @@ from pyspark.sql import DataFrame, SparkSession
 from bench.figures import Figure, asked, compared, measures, say
 from bench.lakes import decimals
 from bench.places import folder
+from bench.spark_sessions import session
 from bench.wal import ReservationsInMemory
 from millstream.model.ids import Epoch, SchemaVersion, SourceId, StreamId, TableId
 from millstream.model.operations import FIRST_SHARD, OPERATION_SCHEMA, OperationKind, TableRows, WriteOps
 from millstream.model.records import INSTANT, Op, append_row_schema
 from millstream.model.schema import Column, TableSchema
-from millstream.spark.session import SparkOptions, open_session, stop_session
+from millstream.spark.session import SparkOptions
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.writer import LogWriter
 
@@ -55,10 +56,8 @@ def source_vs_parquet() -> Iterator[Figure]:
         narrow, whole = path / "narrow", path / "whole"
         _write_parquet(path / "wal", (narrow, whole), rows, parts)
         # The settings of Millstream's own sessions (a compiler that starts fast and optimises little) are left out here.
-        spark = open_session(
-            SparkOptions(path / "work", conf={"spark.driver.extraJavaOptions": "-Xss4m", "spark.driver.memory": "2g"})
-        )
-        try:
+        conf = {"spark.driver.extraJavaOptions": "-Xss4m", "spark.driver.memory": "2g"}
+        with session(SparkOptions(path / "work", conf=conf)) as spark:
             # One file a task, as many as the log has spans.
             spark.conf.set("spark.sql.files.openCostInBytes", str(1 << 30))
             spark.conf.set("spark.sql.files.maxPartitionBytes", str(1 << 30))
@@ -79,8 +78,6 @@ def source_vs_parquet() -> Iterator[Figure]:
                     f" {said}; a stream with trigger AvailableNow into the noop sink, from start() to its end, both in one session of"
                     f" local[*]; {parts} partitions each; the peer's files are zstd by pyarrow, decimals as integers, one a partition",
                 )
-        finally:
-            stop_session(spark)
 
 
 def write_log(path: Path, rows: int) -> None:

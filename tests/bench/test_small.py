@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import bench.__main__  # noqa: F401 - it registers all benches
 import pytest
 from bench.figures import Measure, asked, names, selected
+from bench.spark_sessions import session
+
+from millstream.spark.session import SparkOptions
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 ROWS: Final = 20_000
 APPENDS: Final = {"ack_durable1_ms": 50}
@@ -29,3 +36,9 @@ def test_a_bench_measures_its_figures_at_a_small_size(measure: Measure, monkeypa
     for figure in measured:
         assert math.isfinite(figure.ours.median), figure
         assert figure.note, figure
+
+
+def test_a_bench_leaves_a_session_open_that_was_there_before_it(spark: SparkSession, tmp_path: Path) -> None:
+    with session(SparkOptions(tmp_path)) as used:
+        assert used.range(2).count() == 2
+    assert spark.range(3).count() == 3
