@@ -350,7 +350,7 @@ def test_status_and_tables_of_a_home_that_has_never_run(tmp_path: Path) -> None:
     done = here("--home", str(tmp_path), "status", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    nothing = {"id": None, "state": "never run", "replication": None, "consumers": [], "regions": []}
+    nothing = {"id": None, "state": "never run", "errors": {}, "replication": None, "consumers": [], "regions": []}
     assert found["streams"] == [{"name": "s", **nothing}]
     assert set(found["processes"].values()) == {None}
     assert json.loads(here("--home", str(tmp_path), "tables", "--json").stdout) == []
