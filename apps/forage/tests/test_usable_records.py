@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 
 import millstream
+from millstream_forage.answers import as_json
 from millstream_forage.engine import ForageEngine
 from millstream_forage.errors import EngineFailed
 from millstream_forage.state import State
@@ -71,6 +72,28 @@ def test_an_engine_serves_and_opens_again_beside_items_that_can_not_be_folded(tm
     with ForageEngine.open(tmp_path / "home") as engine:
         shown = {item.item_id for item in engine.feed(1, 50, preview=True).items}
         assert not shown & {1000, 1001}
+
+
+def test_what_an_engine_wrote_itself_is_read_again_whatever_its_clock_and_its_items(tmp_path: Path):
+    def before_1970() -> int:
+        return -5
+
+    item = {name: ITEM[name] for name in ("title", "creator", "category", "source", "tags", "entities", "summary")}
+    with ForageEngine.open(tmp_path / "home", clock=before_1970) as engine:
+        added = engine.add_item({**item, "url": "HTTPS://Y.example", "content_type": "news", "words": 100}).item_id
+        feed = engine.feed(1, seed=1)
+        engine.signal(1, added, "save", impression_id=feed.items[0].impression_id)
+        last = engine.feed(1, seed=2, preview=True)
+    with ForageEngine.open(tmp_path / "home", clock=before_1970) as engine:
+        assert as_json(engine.feed(1, seed=2, preview=True)) == as_json(last)
+        assert engine.feed(1, preview=True).items
+
+
+@pytest.mark.parametrize("token", ["ddd679d8.s5", "ddd679d8.m1024~2.1311"])
+def test_an_impression_of_any_token_is_folded(token: str):
+    shown = {"id": 1, "feed": 1, "user": 1, "item": 1, "slot": 1, "arm": "a/b", "label": "x", "explore": True,
+             "propensity": 0.5, "policy": "p", "seed": 1, "limit": 7, "token": token, "now": -5}  # fmt: skip
+    assert usable("impressions", rows(shown, {}, {"token": "?"}, {"propensity": float("inf")})).num_rows == 1
 
 
 def test_a_fold_that_failed_half_way_answers_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

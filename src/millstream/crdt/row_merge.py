@@ -236,7 +236,8 @@ def merged(rows: pa.Table, key: Sequence[str], merge: TableMerge, *, at_ns: int 
         key: names of the key columns.
         merge: how they merge.
         at_ns: the moment as of which signals are read, from any year. Before a row's newest event it counts as that
-            event's time, and after 2262 as the end of `signal_time`. None: the newest event's time in the table, so that the same rows give the same table.
+            event's time, and after 2262 as the end of `signal_time`. None: the newest event's time in the table, so
+            that the same rows give the same table.
 
     Raises:
         InvalidValue: a counter's sum is beyond its type.

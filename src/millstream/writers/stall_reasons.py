@@ -21,7 +21,8 @@ _GIVEN_UP: Final = "given_up"
 def note_given_up(catalog: Catalog, name: str, part: Part, error: MillstreamError) -> None:
     """Record the error that ended a part of a stream, and since when it does, for after its process has ended.
 
-    The stream may be new to the catalog: the part may fail before the stream's log is begun. The time stays that of the first of several same errors. An unwritable catalog is ignored.
+    The catalog needn't have the stream: the part may fail before its log is begun. The time stays that of the first of
+    several same errors. An unwritable catalog is ignored.
     """
     with contextlib.suppress(MillstreamError):
         scope = _scope(part, name)
@@ -86,7 +87,7 @@ def troubles(home: Home) -> list[dict[str, Any]]:
                 names = {row.name for row in catalog.streams()}
                 with contextlib.suppress(MillstreamError):  # a configuration that can't be read
                     names |= set(home.config.streams)
-                for name in names:
+                for name in sorted(names):
                     parts: dict[Part, Any] = {"capture": owner.get(name), "pipeline": pipeline.get(name)}
                     for part, live in parts.items():
                         found.append((name, part, trouble_of(home, catalog, name, part, live)))

@@ -25,9 +25,9 @@ _MAY_BE_NULL: Final = {
     "hides": frozenset({"kind"}),
 }
 _IDS: Final = frozenset({"id", "user", "item", "impression", "feed", "seed"})
-_NOT_NEGATIVE: Final = frozenset({"now", "added", "duration_ms", "slot", "limit", "reading_time_min"})
+_NOT_NEGATIVE: Final = frozenset({"duration_ms", "slot", "limit", "reading_time_min"})
 _ONE_OF: Final = {"signals": ("kind", KINDS), "hides": ("target", TARGETS)}
-_PATTERNS: Final = {"url": r"^https?://[^\s/?#]\S*$", "token": r"\.[sm]\d{1,18}$"}
+_PATTERNS: Final = {"url": r"^(?i:https?)://[^\s/?#]\S*$", "token": r"\.[sm]\d{1,18}(~|$)"}
 
 
 def usable(table: str, rows: Rows) -> Rows:
