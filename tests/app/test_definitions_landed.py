@@ -23,6 +23,7 @@ from millstream.testing.pytest_plugin import Database
 from millstream.wal.reader import StreamReader
 
 
+@pytest.mark.long
 def test_a_rename_that_no_record_shows_is_in_the_next_answers(tmp_path: Path, postgres: Database) -> None:
     with postgres.connect(autocommit=True) as source:
         source.execute("CREATE TABLE t (id int PRIMARY KEY, a text); INSERT INTO t VALUES (1, 'x')")

@@ -62,6 +62,7 @@ def test_a_lake_in_an_object_store_is_written_read_and_left_as_it_was(store: Emb
     assert objects(store) == []
 
 
+@pytest.mark.long
 def test_a_bucket_that_is_not_there_and_a_store_that_does_not_answer_are_found(
     store: EmbeddedS3, tmp_path: Path
 ) -> None:

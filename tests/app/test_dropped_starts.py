@@ -87,6 +87,7 @@ def test_a_time_begins_where_the_log_begins_and_says_so(dropped: tuple[Home, lis
     assert "dropped" not in done.stderr
 
 
+@pytest.mark.long
 def test_a_cat_from_a_dropped_offset_of_any_shard_is_refused(dropped: tuple[Home, list[dict[str, Any]]]) -> None:
     home, _ = dropped
     reader, _, _ = edge(home)

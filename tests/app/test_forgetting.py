@@ -135,7 +135,7 @@ class _EndedError(Exception):
     """Ends a call where a kill would."""
 
 
-@pytest.mark.sampled
+@pytest.mark.long
 @pytest.mark.parametrize("step", ["await_outcome", "note_forgotten", "_drop_dead_letters"])
 def test_a_call_that_was_ended_at_any_step_is_completed_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str

@@ -50,6 +50,7 @@ def topic_of(kafka: EmbeddedKafka, topic: str) -> list[Received]:
     return [message for message in received(kafka.servers, topic) if message.topic == topic]
 
 
+@pytest.mark.long
 def test_a_consumer_pushes_to_kafka_from_its_creation_on(home: Path, kafka_server: EmbeddedKafka) -> None:
     topic = f"web{secrets.token_hex(4)}"
     sink = {"location": kafka_server.servers, "topic": topic, "schemas_enable": False}

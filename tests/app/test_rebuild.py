@@ -110,6 +110,7 @@ def test_a_damaged_history_sends_to_the_source_and_begins_anew_there(
     assert "history_retention" not in caught.value.hint
 
 
+@pytest.mark.long
 def test_a_table_that_is_rebuilt_from_the_source_says_so_until_its_copy_has_landed(
     home: LandedHome, postgres: Database
 ) -> None:

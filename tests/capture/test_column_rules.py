@@ -104,6 +104,7 @@ def test_a_hashed_key_is_copied_without_its_values(stage: Stage) -> None:
     assert not holds(stage.folder, "secret1", "secret7", "secretx")
 
 
+@pytest.mark.long
 def test_a_large_transaction_spills_without_the_values(stage: Stage) -> None:
     stage.sql(TABLE)
     ruled(stage, buffer_bytes_max=64 << 10)

@@ -115,7 +115,7 @@ def change(connection: psycopg.Connection[object], chance: random.Random, keys: 
 DOCS = "CREATE TABLE docs (id int PRIMARY KEY, body text, n int); ALTER TABLE docs ALTER body SET STORAGE EXTERNAL"
 
 
-@pytest.mark.sampled
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_copy_beside_a_live_workload_ends_equal_to_the_source(stage: Stage, workers: int) -> None:
     stage.sql(DOCS, "INSERT INTO docs SELECT i, repeat('old', 900), 0 FROM generate_series(0, 799) i", "ANALYZE docs")
@@ -131,6 +131,7 @@ def test_a_copy_beside_a_live_workload_ends_equal_to_the_source(stage: Stage, wo
     assert copied_rows(stage, "docs") > 100
 
 
+@pytest.mark.long
 def test_a_copy_that_was_stopped_goes_on_with_the_next_chunk(stage: Stage) -> None:
     stage.sql(DOCS, "INSERT INTO docs SELECT i, 'x', 0 FROM generate_series(1, 2000) i")
     stage.config = replace(stage.config, copy_workers=1, chunk_rows=20)

@@ -162,7 +162,7 @@ def test_one_that_becomes_one_like_others_goes_on(stage: Stage) -> None:
     assert not marks(stage)
 
 
-@pytest.mark.sampled
+@pytest.mark.long
 @pytest.mark.parametrize("running", [True, False])
 def test_a_publication_that_an_older_version_made_is_altered_and_its_tables_are_copied_again(
     stage: Stage, running: bool

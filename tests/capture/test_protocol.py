@@ -95,6 +95,7 @@ def test_transactions_in_pieces_with_savepoints_given_back_at_any_depth(stage: S
     assert list((stage.folder / "spill").iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_transaction_prepared_in_pieces_arrives_whole_behind_restarts(stage: Stage) -> None:
     stage.sql(ORDERS)
     streams_everything(stage)

@@ -58,6 +58,7 @@ def test_a_publication_of_partitions_sends_no_values(stage: Stage) -> None:
     nothing_leaked(stage)
 
 
+@pytest.mark.long
 def test_a_large_transaction_with_subtransactions_that_abort_spills_nothing(stage: Stage) -> None:
     stage.sql(TABLE, "ALTER TABLE users REPLICA IDENTITY FULL")
     ruled(stage, buffer_bytes_max=64 << 10)

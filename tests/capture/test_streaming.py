@@ -287,7 +287,7 @@ def test_what_waited_behind_an_append_that_failed_does_not_enter_without_it(stag
     assert positions == sorted(set(positions))
 
 
-@pytest.mark.sampled
+@pytest.mark.long
 @pytest.mark.parametrize("file", ["messages", "bounds"])
 def test_a_disk_that_is_full_for_a_large_transaction_is_waited_for(stage: Stage, file: str) -> None:
     stage.sql(ORDERS, "ALTER DATABASE " + stage.config.slot + " SET logical_decoding_work_mem = '64kB'")

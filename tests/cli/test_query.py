@@ -231,6 +231,7 @@ def wait_for_work(pid: int) -> None:
         select.select([], [], [], 0.1)
 
 
+@pytest.mark.long
 def test_an_interrupt_ends_the_query_that_runs(home: Path) -> None:
     words = [sys.executable, "-m", "millstream.cli", "--home", str(home), "query"]
     endless = "SELECT 'begun' UNION ALL SELECT sum(a.i * b.i)::text FROM range(10000000) a(i), range(10000000) b(i)"
@@ -318,6 +319,7 @@ def terminal(home: Path, *words: str) -> Iterator[Terminal]:
         os.close(opened.master)
 
 
+@pytest.mark.long
 def test_the_prompt_takes_statements_of_several_lines_completes_and_remembers(home: Path) -> None:
     with terminal(home) as shown:
         shown.until(r"shop>")

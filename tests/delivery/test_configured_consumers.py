@@ -73,6 +73,7 @@ def deployment(tmp_path: Path) -> Deployment:
     return Deployment(tmp_path / "home")
 
 
+@pytest.mark.long
 def test_the_file_makes_consumers_and_calls_do_not(tmp_path: Path) -> None:
     text = f'{HEAD}{SEARCH}where = "id >= ${{LEAST}}"\n[http]\nlisten = "127.0.0.1:0"\n'
     home, environ = make_home(tmp_path / "home", text), {"LEAST": "1"}

@@ -432,6 +432,7 @@ def test_a_part_of_the_log_is_exported_by_number_token_time_and_table(filled: Ho
         export_arrow(reader, tmp_path / "part", stream="shop", after=Seq(0), upto=Seq(1))
 
 
+@pytest.mark.long
 def test_one_table_on_stdout_is_an_arrow_stream_or_csv(filled: Home) -> None:
     command = [sys.executable, "-m", "millstream.cli", "--home", str(filled.path), "wal", "export"]
     done = subprocess.run([*command, "--format", "arrow", "--table", "bulk"], capture_output=True, timeout=600)

@@ -461,6 +461,7 @@ def test_a_history_that_knows_no_schemas_by_position_gives_the_newest_until_colu
     assert [version(n) for n in (0, 4, 5)] == [1, 1, 2]
 
 
+@pytest.mark.long
 def test_folds_in_steps_get_on_beside_compacted_files_and_cuts_of_other_tables(
     layout: LakeLayout, orders: TableSchema, records: Records
 ):

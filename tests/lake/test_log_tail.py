@@ -305,6 +305,7 @@ def test_every_token_up_to_the_readable_end_is_answered_at_once(
         LakeSession(layout, as_of=Seq(3))
 
 
+@pytest.mark.long
 def test_a_moment_is_the_last_operation_before_the_first_later_one_in_the_lake_and_in_the_log(
     layout: LakeLayout, orders: TableSchema, records: Records
 ):

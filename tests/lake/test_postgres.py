@@ -510,6 +510,7 @@ def test_a_negative_zero_is_one_in_events_too(
     assert asked(typed) == asked(f"SELECT x::text FROM {ROWS}") == [("-0",)]
 
 
+@pytest.mark.long
 def test_a_table_of_as_many_columns_as_there_can_be(
     target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
 ) -> None:

@@ -48,6 +48,7 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
+@pytest.mark.long
 def test_small_files_become_few_and_replaced_ones_go_once_readers_are_done(
     layout: LakeLayout, orders: TableSchema, records: Records
 ):

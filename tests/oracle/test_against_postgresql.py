@@ -210,6 +210,7 @@ def test_a_workload_goes_on_after_its_server_was_stopped(make: Callable[[], Work
             assert all(workload.step(connection).number for _ in range(100))
 
 
+@pytest.mark.long
 def test_a_seed_decides_everything(postgres_server: EmbeddedPostgres):
     results = []
     for number in range(2):

@@ -35,6 +35,7 @@ def listed(schema: pa.Schema) -> list[dict[str, object]]:
     return found
 
 
+@pytest.mark.long
 def test_sql_gives_the_merged_rows_and_their_regions_where_nothing_has_landed(tmp_path: Path) -> None:
     with (
         both(tmp_path) as (one, _),

@@ -99,6 +99,7 @@ def test_the_view_has_the_rows_of_all_regions_and_follows_them(tmp_path: Path) -
         assert [row["size"] for row in third] == [None, None, None, 2]
 
 
+@pytest.mark.long
 def test_columns_have_one_order_in_all_regions(tmp_path: Path) -> None:
     with both(tmp_path) as (one, two):
         homes, others = (one, two), {one: (two, 2), two: (one, 1)}
@@ -185,6 +186,7 @@ def test_what_a_region_lost_leaves_the_view(tmp_path: Path) -> None:
         assert [(row["id"], row["likes"]) for row in folded(one)] == [(1, 3), (2, 1), (3, 7), (6, 6)]
 
 
+@pytest.mark.long
 def test_tables_that_fail_are_named_and_others_go_on(tmp_path: Path) -> None:
     with both(tmp_path) as (one, two):
         with millstream.open(one) as home:

@@ -279,6 +279,7 @@ def test_what_is_not_http_is_refused(server: Served) -> None:
             assert ends(connection)
 
 
+@pytest.mark.long
 def test_bodies_in_flight_are_bounded_together(tmp_path: Path) -> None:
     with served(web_home(tmp_path / "web", 'inflight_bytes_max = "4MiB"\nbody_bytes_max = "1MiB"')) as server:
         fill_and_look(server)
@@ -349,6 +350,7 @@ def test_a_server_that_is_told_to_end_answers_what_it_was_asked(tmp_path: Path) 
     assert sorted(row["n"] for row in server.rows("drained")) == [0, 1, 2]
 
 
+@pytest.mark.long
 def test_a_drain_is_bounded(tmp_path: Path) -> None:
     with served(web_home(tmp_path / "web", 'drain_timeout = "1s"')) as server:
         with connected(server) as slow:

@@ -518,6 +518,7 @@ def authority(tmp_path: Path) -> Authority:
     return Authority(folder)
 
 
+@pytest.mark.long
 def test_flight_is_part_of_serve_with_tls_and_tokens_and_certificates(tmp_path: Path, authority: Authority) -> None:
     certificate, key = authority.issue("server")
     home = make_home(
@@ -639,6 +640,7 @@ class _Authorized:
         return self._inner.do_exchange(where, options=self._options)
 
 
+@pytest.mark.long
 def test_flight_does_not_listen_for_other_machines_without_tls_and_tokens(tmp_path: Path) -> None:
     home = make_home(tmp_path / "home", "[streams.shop]\n[flight]\nlisten = '0.0.0.0:0'\n")
     command = [sys.executable, "-m", "millstream.cli", "--home", str(home), "serve"]

@@ -107,6 +107,7 @@ def test_plans_that_take_gigabytes_are_refused_within_the_bound(workers: QueryWo
     assert answered(workers)
 
 
+@pytest.mark.long
 def test_a_value_that_takes_gigabytes_is_refused(workers: QueryWorkers) -> None:
     with pytest.raises(LakeError, check=coded("query_memory_full")):
         answered(workers, "select length(repeat('x', 4000000000)) as n")
@@ -160,6 +161,7 @@ def test_a_query_that_is_given_up_ends_whatever_it_does(workers: QueryWorkers) -
     assert not list(workers.bounds.folder.iterdir())
 
 
+@pytest.mark.long
 def test_a_crash_is_an_error_of_the_query_alone(workers: QueryWorkers) -> None:
     parts = ask(workers, "select r from range(1000000000000) t(r)").parts()
     assert next(parts)

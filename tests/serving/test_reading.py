@@ -156,6 +156,7 @@ def test_who_may_only_read_writes_nothing_into_the_lake(tmp_path: Path) -> None:
         assert pa.ipc.open_stream(answer.content).read_all().to_pylist() == [{"n": 3}]
 
 
+@pytest.mark.long
 def test_a_query_has_its_time(home: Path) -> None:
     text = (home / "millstream.toml").read_text()
     (home / "millstream.toml").write_text(f'{text}[http]\nquery_timeout = "800ms"\n')

@@ -140,6 +140,7 @@ def test_refusals(url: str, home: Path) -> None:
     assert refusal(url, last=f"{stream}.s0", after=token) == (410, "offset_expired")
 
 
+@pytest.mark.long
 def test_a_client_that_does_not_read_is_dropped_and_others_go_on(url: str) -> None:
     place = urlsplit(url)
     with contextlib.closing(socket.socket()) as idle, tailing(url, table="clicks") as events:

@@ -300,6 +300,7 @@ def test_rows_that_have_no_place_are_left_out_and_named_where_that_is_asked_for(
     assert [row["n"] for row in server.rows("clashes")] == [1, 2, 3, 4, 6]
 
 
+@pytest.mark.long
 def test_a_request_that_cannot_be_taken_holds_up_none_that_wait_with_it(server: Served) -> None:
     def one(number: int) -> tuple[int, int]:
         row: dict[str, Any] = {"n": number, **({"n": "text"} if number % 7 == 3 else {}), f"c{number % 3}": number}
@@ -340,6 +341,7 @@ def test_a_request_that_is_sent_again_is_answered_as_the_first_time(server: Serv
     assert [len(server.rows(table)) for table in ("again_lines", "again_more")] == [1, 1]
 
 
+@pytest.mark.long
 def test_a_body_of_many_members_takes_no_longer_than_its_bytes() -> None:
     """The bytes after each member were copied: a thousand empty members before megabytes took seconds."""
     many, one = _inflated_s(gzip.compress(b"") * 999), _inflated_s(b"")

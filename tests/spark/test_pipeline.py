@@ -243,6 +243,7 @@ def test_a_table_that_fails_is_quarantined_alone_and_catches_up_once_mended(
     bad.check(home.path)
 
 
+@pytest.mark.long
 def test_a_driver_that_was_thought_dead_does_no_harm_beside_the_new_one(
     home: Home, spark_options: SparkOptions
 ) -> None:

@@ -169,6 +169,7 @@ def test_available_now_reads_what_there_is_in_cuts_within_the_bound(
     assert [len(batch) for batch in seen] == [18, 18]
 
 
+@pytest.mark.long
 def test_a_query_goes_on_where_its_notes_end(spark: SparkSession, home: Home, tmp_path: Path) -> None:
     orders, items = orders_of(home), items_of(home)
     home.commits(some_transactions(orders, items, 1, 3))

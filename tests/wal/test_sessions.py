@@ -275,7 +275,7 @@ OUTCOMES: dict[str, tuple[Keep | None, int, int]] = {
 }
 
 
-@pytest.mark.sampled
+@pytest.mark.long
 @pytest.mark.parametrize("outcome", OUTCOMES)
 def test_a_crash_at_any_operation_appends_no_write_twice_and_loses_none(outcome: str, seeds: Seeds) -> None:
     keep, first, step = OUTCOMES[outcome]

@@ -339,6 +339,7 @@ def test_a_socket_takes_what_is_no_request_without_harm(home: Path) -> None:
     assert [row["number"] for row in rows_of(home)] == [0, *[1] * 6, 2]
 
 
+@pytest.mark.long
 def test_a_caller_that_does_not_read_or_sends_by_halves_holds_nobody_up(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,6 +134,7 @@ def test_a_session_goes_on_where_it_was_for_tasks(home: Path) -> None:
     assert sorted(ids_of(home)) == list(range(51))
 
 
+@pytest.mark.long
 def test_a_hole_that_a_lost_write_left_is_filled_before_it_stops_the_session(home: Path) -> None:
     with millstream.open(home) as opened:
         session = opened.session("web", "app", next_number=1)

@@ -350,6 +350,7 @@ def test_what_sinks_take_is_counted_where_an_application_writes(home: Path) -> N
     assert json.loads(done(home, "status", "--json"))["streams"][0]["sinks"] == {}
 
 
+@pytest.mark.long
 def test_the_process_that_runs_the_home_changes_it_for_a_command(home: Path) -> None:
     started = Command(
         ["--home", str(home), "capture", "run"],

@@ -228,6 +228,7 @@ def test_a_damaged_file_of_alerts_is_begun_again(tmp_path: Path, receiver: Recei
             assert told(receiver) == [("alert.firing", "consumer_dead_letters", "search")]
 
 
+@pytest.mark.long
 def test_serve_sends_alerts(tmp_path: Path, receiver: Receiver) -> None:
     home = home_of(tmp_path, receiver.url, http='[http]\nlisten = "127.0.0.1:0"\n')
     with OpenHome(home) as opened:
