@@ -52,7 +52,14 @@ Rules that follow, each held by a test that fails without it:
 from __future__ import annotations
 
 from millstream.protocol.sequencer.embedded import RESERVE_BLOCK, EmbeddedNumbers
-from millstream.protocol.sequencer.ledger import Drawn, Ledger, Registration, WriterEntry, WriterPhase, check_count
+from millstream.protocol.sequencer.order_among_writers import (
+    Drawn,
+    Ledger,
+    Registration,
+    WriterEntry,
+    WriterPhase,
+    check_count,
+)
 from millstream.protocol.sequencer.persisted_upto import Announcement, LedgerView
 from millstream.protocol.sequencer.writer_numbers import WriterNumbers
 

@@ -1,7 +1,8 @@
-"""The store's state of a stream's writers and numbers, and the steps that change it.
+"""One order among the appends of several processes: a writer's next numbers, and the epochs that fence older writers.
 
-Immutable: a step returns the ledger after it. The memory store is this very object behind a lock. The PostgreSQL
-store does the same in SQL, and both pass one conformance suite that compares them with it.
+`Ledger` is the store's state of a stream's writers and numbers, with the steps that change it. It is immutable: a step
+returns the ledger after it. The memory store is this very object behind a lock. The PostgreSQL store
+(`catalog.shared_sequence`) does the same in SQL, and both pass one conformance suite that compares them with it.
 """
 
 from __future__ import annotations
