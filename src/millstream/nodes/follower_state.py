@@ -22,7 +22,7 @@ from millstream.nodes.follower_log_retention import CopyRetention
 from millstream.nodes.staleness import note_age
 from millstream.private_files import make_folder, replace_file
 from millstream.protocol.replication.follower_machine import Lag
-from millstream.protocol.replication.promises_and_fencing import CONSUMERS, SESSIONS, RoleFact, fenced_error
+from millstream.protocol.replication.promises_and_fencing import CONSUMERS, SESSIONS, RoleFact
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME
 from millstream.wal.replica.set_aside import SetAsideTail, ends_behind, found_aside, truncate_to
@@ -70,8 +70,8 @@ class FollowerState:
             NodeNameTaken: it has given this promise to another home of the leader's name.
         """
         with self._roles.changing(self._name) as changing:
-            if changing.fact.promise > fact.promise:
-                raise fenced_error(changing.fact.promise)
+            if (refusal := changing.fact.refusal_of_old_leader(fact.promise)) is not None:
+                raise refusal
             if changing.fact.promise == fact.promise:
                 fact = replace(fact, claimant=changing.fact.led_by(fact.claimant).claimant)
             is_new = changing.fact.lineage != fact.lineage
@@ -81,9 +81,8 @@ class FollowerState:
 
     def check_promise(self, fact: RoleFact) -> None:
         """Check the promise, as the port requires."""
-        promise = self._roles.of(self._name).promise
-        if promise > fact.promise:
-            raise fenced_error(promise)
+        if (refusal := self._roles.of(self._name).refusal_of_old_leader(fact.promise)) is not None:
+            raise refusal
 
     def documents(self, documents: tuple[Document, ...]) -> None:
         """Keep the documents, as the port requires."""

@@ -395,9 +395,9 @@ class Follower:
         if self.phase not in {FollowerPhase.WAITING, FollowerPhase.FOLLOWING}:
             return []
         promise = _promise_of(shipment, self.fact.promise)
-        if promise < self.fact.promise:
+        if (refusal := self.fact.refusal_of_old_leader(promise)) is not None:
             self._later(0.5, now_s)
-            return [Say(fenced_error(self.fact.promise)), BreakLink()]
+            return [Say(refusal), BreakLink()]
         if self.stream is not None and shipment.stream != self.stream:
             return self._stop(_other_stream(shipment.stream, self.stream))
         if promise == self.fact.promise and self.fact.role is Role.LEADS:

@@ -142,6 +142,10 @@ class RoleFact:
         """Return the rank of this node if its log ends at that group."""
         return Rank(self.lineage.covered_by(group).last.promise, group)
 
+    def refusal_of_old_leader(self, promise: Promise) -> Fenced | None:
+        """Return the error that an old leader gets: one under a promise lower than this node's. None if it isn't lower."""
+        return fenced_error(self.promise) if promise < self.promise else None
+
     def heard_of(self, promise: Promise, claimant: str = "") -> RoleFact:
         """Return the role after the node learns of a promise, or gives it; unchanged unless the promise is higher."""
         if promise <= self.promise:
@@ -156,8 +160,8 @@ class RoleFact:
             Fenced: a higher promise was given; the error names its node.
             NodeNameTaken: this promise was given, but to another claimant.
         """
-        if promise < self.promise:
-            raise fenced_error(self.promise)
+        if (refusal := self.refusal_of_old_leader(promise)) is not None:
+            raise refusal
         if promise > self.promise:
             return self.heard_of(promise, claimant)
         if self.claimant and claimant != self.claimant:
