@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
-from millstream.app.alerts.conditions import Kind, what_to_run
+from millstream.app.conditions import Kind, what_to_run
 from millstream.app.initialize import holds_password
 from millstream.app.status import collect_status, live_progress, tables_of
 from millstream.app.status_words import why_and_since

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
-from millstream.app.alerts.conditions import what_to_run
+from millstream.app.conditions import what_to_run
 from millstream.app.record_rates import Status
 from millstream.console.html import Content, Html, Part, Piece, escaped, opened, tag, with_code
 from millstream.console.page_frame import link

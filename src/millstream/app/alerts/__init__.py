@@ -1,5 +1,5 @@
-"""Conditions that an operator should know of: one home for their rules, and their alerts by webhook.
+"""Alerts by webhook about the conditions that an operator should know of.
 
-`conditions` judges a home's status, for `status`, `doctor` and alerts. `open_alerts` decides which alert is due, `alert_sender`
-looks repeatedly and sends.
+`millstream.app.conditions` has the rules. `observations` are the facts whose duration counts, `open_alerts` decides which alert
+is due, `alert_sender` looks repeatedly and sends.
 """

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from millstream.app.alerts.conditions import Bounds, Condition, judge
 from millstream.app.alerts.observations import Observations
 from millstream.app.alerts.open_alerts import Book
+from millstream.app.conditions import Bounds, Condition, judge
 from millstream.model.addresses import mask_path
 from millstream.model.durations import duration_s
 from millstream.private_files import replace_file

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from millstream.app.alerts.alert_file import Kept, moment_text
-from millstream.app.alerts.conditions import Bounds, facts_of, judge
 from millstream.app.alerts.open_alerts import Notice
+from millstream.app.conditions import Bounds, facts_of, judge
 from millstream.app.status import collect_status
 from millstream.backoff import Backoff
 from millstream.delivery.sinks import Outcome, Verdict

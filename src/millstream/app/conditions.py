@@ -75,13 +75,15 @@ def facts_of(status: Mapping[str, Any], seen: Observations) -> dict[str, Any]:
     """Return the facts of a status whose duration counts, by key. None as a value: there is nothing to wait for."""
     found: dict[str, Any] = {}
     for stream in _led(status):
-        name, source = stream["name"], stream["source"]
-        found[f"slot/{name}"] = _is_unread(stream, seen)
+        name = stream["name"]
         found[f"capture/{name}"] = _capture_fails(status, stream)
+        found[f"pipeline_error/{name}"] = True if "pipeline" in stream["errors"] else None
+        if not stream["id"]:
+            continue
+        found[f"slot/{name}"] = _is_unread(stream, seen)
         found[f"source/{name}"] = _awaited(stream)
         found[f"pipeline/{name}"] = _unlanded(status, stream)
-        found[f"pipeline_error/{name}"] = True if "pipeline" in stream["errors"] else None
-        found[f"records/{name}"] = None if source["mode"] == "catching up" else stream["tokens"]["durable"]
+        found[f"records/{name}"] = None if stream["source"]["mode"] == "catching up" else stream["tokens"]["durable"]
         for consumer in stream["consumers"]:
             found[f"consumer/{name}/{consumer['name']}"] = _unsettled(consumer)
     return found
@@ -99,15 +101,17 @@ def judge(status: Mapping[str, Any], seen: Observations, bounds: Bounds, now_s: 
     facts = facts_of(status, seen)
 
     def lasts_s(key: str) -> float:
-        return 0.0 if facts[key] is None else seen.unchanged_s(key, facts[key], now_s)
+        return 0.0 if facts.get(key) is None else seen.unchanged_s(key, facts[key], now_s)
 
     found: list[Condition] = []
     several = len(status["streams"]) > 1
     for stream in _led(status):
         name = stream["name"]
-        found += _of_slot(stream, seen, bounds, lasts_s(f"slot/{name}"))
         found += _of_capture(stream, bounds, lasts_s(f"capture/{name}"))
         found += _of_pipeline(stream, bounds, lasts_s(f"pipeline/{name}"), lasts_s(f"pipeline_error/{name}"))
+        if not stream["id"]:
+            continue
+        found += _of_slot(stream, seen, bounds, lasts_s(f"slot/{name}"))
         found += _of_silence(stream, bounds, lasts_s(f"source/{name}"), lasts_s(f"records/{name}"))
         for table in stream["tables"]:
             if table["state"] == "quarantined":
@@ -120,11 +124,11 @@ def judge(status: Mapping[str, Any], seen: Observations, bounds: Bounds, now_s: 
 
 
 def _led(status: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the streams that have run here and that no other node leads."""
+    """Return the streams that no other node leads. One without an `id` has never run: it has errors, and nothing else."""
     return [
         stream
         for stream in status["streams"]
-        if stream.get("id") and (stream["replication"] or {"role": "leads"})["role"] in {None, "leads"}
+        if (stream["replication"] or {"role": "leads"})["role"] in {None, "leads"}
     ]
 
 
@@ -142,10 +146,10 @@ def _is_unread(stream: Mapping[str, Any], seen: Observations) -> bool | None:
 
 
 def _capture_fails(status: Mapping[str, Any], stream: Mapping[str, Any]) -> bool | None:
-    if not stream["source"]["configured"]:
-        return None
-    is_owned = status["processes"].get("owner") is not None
-    return True if "capture" in stream["errors"] or (is_owned and not _is_captured(stream)) else None
+    if "capture" in stream["errors"]:  # also of a stream that reads from a write buffer
+        return True
+    is_due = stream["id"] and stream["source"]["configured"] and status["processes"].get("owner") is not None
+    return True if is_due and not _is_captured(stream) else None
 
 
 def _awaited(stream: Mapping[str, Any]) -> str | None:
@@ -160,9 +164,9 @@ def _awaited(stream: Mapping[str, Any]) -> str | None:
 def _unlanded(status: Mapping[str, Any], stream: Mapping[str, Any]) -> str | None:
     """Return up to where the lake has the stream, if records wait and a pipeline should land them."""
     landed: str | None = stream["tokens"]["landed"]
-    has_pipeline = status["processes"].get("pipeline") is not None or (
-        landed is not None and not landed.endswith(".s0")
-    )
+    # `run` has a pipeline, also while its process is down; it may be down each time that one looks.
+    has_process = any(status["processes"].get(role) is not None for role in ("run", "pipeline"))
+    has_pipeline = has_process or (landed is not None and not landed.endswith(".s0"))
     return landed if has_pipeline and stream["lag"]["lake"]["records"] else None
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tests.app.alerts.statuses import consumer, well
 
-from millstream.app.alerts.conditions import Bounds, Condition, facts_of, judge
 from millstream.app.alerts.observations import Observations
+from millstream.app.conditions import Bounds, Condition, facts_of, judge
 from millstream.config.alerts_model import AlertsConfig
 
 BOUNDS = Bounds.of(AlertsConfig(no_records_after="2h"))
@@ -97,6 +97,33 @@ def test_a_pipeline_that_lands_nothing_while_records_wait_is_stalled() -> None:
     none = well(lag=waits, tokens={"landed": "7.s0"})
     none["processes"]["pipeline"] = None
     assert watched(lambda _: none, 60) == []
+
+
+def test_a_pipeline_of_run_that_has_never_landed_anything_is_missed_also_while_it_is_down() -> None:
+    def dying(look: int) -> dict[str, Any]:
+        status = well(lag={"lake": {"records": 5}}, tokens={"landed": "7.s0"})
+        status["processes"] |= {"run": 3, "pipeline": None if look % 2 else 2}
+        return status
+
+    assert watched(dying, 9) == []
+    assert kinds(watched(dying, 10)) == ["pipeline_stalled"]
+
+
+@pytest.mark.parametrize("part", ["capture", "pipeline"])
+def test_a_part_that_gave_up_before_its_stream_s_first_run_is_stalled(part: str) -> None:
+    error = {"code": "java_missing", "message": "there is no Java", "hint": "Install one.", "gave_up": True}
+    status = well()
+    never = {"name": "new", "id": None, "state": "never run", "replication": None, "consumers": [], "regions": []}
+    status["streams"].append(never | {"errors": {part: error}})
+    (found,) = watched(lambda _: status, 0)
+    assert (found.kind, found.stream, found.hint) == (f"{part}_stalled", "new", "Install one.")
+
+
+def test_a_stream_that_reads_a_buffer_is_stalled_in_time_if_it_can_t() -> None:
+    error = {"code": "buffer_unavailable", "message": "no answer", "hint": "Start it.", "gave_up": False}
+    fails = well(source={"configured": False, "slot": None, "mode": None}, errors={"capture": error})
+    assert watched(lambda _: fails, 9) == []
+    assert kinds(watched(lambda _: fails, 10)) == ["capture_stalled"]
 
 
 def test_a_consumer_that_was_cut_off_and_one_with_dead_letters_are_reported_at_once() -> None:
