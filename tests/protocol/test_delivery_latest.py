@@ -209,6 +209,19 @@ def test_a_truncate_is_not_repeated_once_a_row_behind_it_is_acknowledged(*, is_r
     assert again.cursor == 2
 
 
+def test_a_truncate_leaves_the_key_of_what_is_in_flight_known():
+    one = consumer(message(1, "a"))
+    one.receive(0, 1)
+    one.offer([message(2, "a"), truncate(3)], 3)
+    assert one.waiting_groups == {"a"}
+    one.offer([message(4, "a")], 4)
+    one.drop_older({"a"}, (), 6)
+    assert sorted(one.snapshot().facts) == [position_of(1)]
+    assert one.cursor == 0
+    assert [one.ack([delivery.delivery_id]) for delivery in one.receive(1000, 10)] == [[Status.ACKED]]
+    assert facts(one.receive(1000, 10)) == [(4, 1, "")]
+
+
 def test_a_table_that_is_truncated_later_drops_what_waits():
     one = crowded()
     one.drop_older((), {1}, 6)

@@ -143,9 +143,7 @@ class LatestConsumer(Consumer):
         """Whether nothing is known of a message but its record: no delivery, no delay, no older message in flight."""
         is_free = entry.state is _WAITING and not entry.message.barrier and not entry.is_retried
         is_new = entry.last is None and not entry.not_before and not entry.failures
-        is_alone = (entry.older is None or entry.older.state is _GONE) and not any(
-            position in self._heirs for position in entry.replaced
-        )
+        is_alone = _unsettled_before(entry) is None and not any(position in self._heirs for position in entry.replaced)
         return is_free and is_new and is_alone
 
     def _note_room(self) -> None:
@@ -304,10 +302,13 @@ class LatestConsumer(Consumer):
         self.waiting_bytes -= _size(entry.message)
         for position in entry.replaced:
             self._heirs.pop(position, None)
-        entry.older = None
+        entry.older = _unsettled_before(entry)
         groups = entry.message.groups
         if groups and self._newest.get(groups[0]) is entry:
-            del self._newest[groups[0]]
+            if entry.older is None:
+                del self._newest[groups[0]]
+            else:  # it is in flight: a truncate took only those away that wait
+                self._newest[groups[0]] = entry.older
 
     def _note_unread(self, change: Settled | Returned | Extended) -> None:
         super()._note_unread(change)
@@ -461,6 +462,14 @@ class LatestConsumer(Consumer):
 
 def _position(entry: Entry) -> int:
     return entry.position
+
+
+def _unsettled_before(entry: Entry) -> Entry | None:
+    """Return the last unsettled message of an entry's key before it."""
+    older = entry.older
+    while older is not None and older.state is _GONE:
+        older = older.older
+    return older
 
 
 def _size(message: Message) -> int:
