@@ -24,7 +24,7 @@ from millstream.lake.history import append_history
 from millstream.lake.history_folder import history_from
 from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.layout import LakeLayout, View
-from millstream.lake.maintenance import tend_cuts, tend_table
+from millstream.lake.maintenance import UpkeepRules, tend_cuts, tend_table
 from millstream.lake.table_format import open_table
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
@@ -386,3 +386,14 @@ def test_the_log_of_cuts_is_cut_too(layout: LakeLayout, orders: TableSchema, rec
     cut = last_cut(layout)
     assert cut is not None
     assert cut.n == 45
+
+
+def test_a_table_is_tended_after_a_write_and_when_its_replaced_files_and_its_commits_may_go() -> None:
+    rules = UpkeepRules()
+    looks = []
+    tended_s = float("-inf")
+    for now_s in range(0, 7200, 60):
+        if rules.is_due(written_s=100.0, tended_s=tended_s, now_s=now_s):
+            looks.append(now_s)
+            tended_s = now_s
+    assert looks == [120, 540, 1200]

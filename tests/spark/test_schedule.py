@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.lake.maintenance import KEEP_S, UpkeepRules
+from millstream.lake.maintenance import KEEP_S
 from millstream.spark.fold_schedule import (
     DISK_FACTOR,
     FOLD_INTERVAL_S,
@@ -15,7 +15,6 @@ from millstream.spark.fold_schedule import (
     FoldHistory,
     fold_interval_s,
     fold_is_due,
-    upkeep_is_due,
 )
 
 
@@ -66,14 +65,3 @@ def test_folds_keep_disk_bytes_within_the_factor_whatever_each_takes(
         assert live + removed + removed * len(replaced) <= DISK_FACTOR * live
         now += took
         replaced.append(now)
-
-
-def test_a_table_is_tended_after_a_write_and_when_its_replaced_files_and_its_commits_may_go() -> None:
-    rules = UpkeepRules()
-    looks = []
-    tended_s = float("-inf")
-    for now_s in range(0, 7200, 60):
-        if upkeep_is_due(100.0, tended_s, now_s, rules):
-            looks.append(now_s)
-            tended_s = now_s
-    assert looks == [120, 540, 1200]

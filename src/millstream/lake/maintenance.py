@@ -71,6 +71,19 @@ class UpkeepRules:
         """How long a table is tended after its last write, whose replaced files are deleted later."""
         return max(self.keep_s, self.log_retention_s + CHECKPOINT_S) + 3 * self.interval_s
 
+    def is_due(self, *, written_s: float, tended_s: float, now_s: float) -> bool:
+        """Whether a table's files are to be looked at: after a write, and once each of its effects is over.
+
+        Args:
+            written_s: when the table was last written to.
+            tended_s: when its files were last looked at.
+            now_s: the present, on the same clock.
+        """
+        # The first look may itself commit, up to an interval after the write.
+        margin = 2 * self.interval_s
+        files_go, commits_go = self.keep_s + margin, self.log_retention_s + CHECKPOINT_S + margin
+        return any(tended_s < moment <= now_s for moment in (written_s, written_s + files_go, written_s + commits_go))
+
 
 @dataclass(frozen=True, slots=True)
 class Upkeep:

@@ -19,8 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from millstream.lake.delta_log import CHECKPOINT_S
-from millstream.lake.maintenance import KEEP_S, UpkeepRules
+from millstream.lake.maintenance import KEEP_S
 
 DISK_FACTOR: Final = 5.0
 FOLD_INTERVAL_S: Final = 30.0
@@ -77,18 +76,3 @@ def fold_is_due(
 ) -> bool:
     """Whether a table with something to fold may be folded now."""
     return now_s - last.ended_s >= fold_interval_s(last, least_s=least_s, disk_factor=disk_factor, keep_s=keep_s)
-
-
-def upkeep_is_due(written_s: float, tended_s: float, now_s: float, rules: UpkeepRules) -> bool:
-    """Whether a table's files are to be looked at: after a write, and once each of its effects is over.
-
-    Args:
-        written_s: when the table was last written to.
-        tended_s: when its files were last looked at.
-        now_s: the present, on the same clock.
-        rules: the upkeep's rules.
-    """
-    # The first look may itself commit, up to an interval after the write.
-    margin = 2 * rules.interval_s
-    files_go, commits_go = rules.keep_s + margin, rules.log_retention_s + CHECKPOINT_S + margin
-    return any(tended_s < moment <= now_s for moment in (written_s, written_s + files_go, written_s + commits_go))

@@ -26,7 +26,6 @@ from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.spark.executor_tasks import TendAnswer, TendTask
-from millstream.spark.fold_schedule import upkeep_is_due
 from millstream.spark.pipeline import PipelineConfig
 from millstream.spark.pipeline_tables import PipelineTables
 from millstream.spark.table_views import CutByTable, TableViews
@@ -102,8 +101,8 @@ class Upkeep:
         for entry in list(self._tables.tables.values()):
             if entry.table_id not in index.tables:
                 continue  # another table has taken over its name, and tends the files there
-            due = entry.rows > 0 if at_once else upkeep_is_due(entry.written_s, entry.tended_s, now, rules)
-            due = due or is_next_day
+            due = rules.is_due(written_s=entry.written_s, tended_s=entry.tended_s, now_s=now)
+            due = is_next_day or (entry.rows > 0 if at_once else due)
             schema = self._views.schema(entry) if due else None
             if schema is None:
                 continue
