@@ -16,7 +16,7 @@ import structlog
 from millstream.capture.column_rule_binding import RULES, ColumnRules
 from millstream.capture.config import CaptureConfig
 from millstream.capture.copy_or_history_only import copy_or_history_only
-from millstream.capture.definitions import Definitions
+from millstream.capture.pending_column_renames import PendingDefinitions
 from millstream.capture.rows_before_rules import RawPast
 from millstream.capture.source import KeyColumn, SourceTable
 from millstream.capture.transient_column_names import ShownColumns, form_of
@@ -56,7 +56,7 @@ class TableDirectory:
         self.rules = rules
         self.raw_past = RawPast(catalog, stream)
         self.shown = ShownColumns(catalog, stream)
-        self.definitions = Definitions(catalog, stream)
+        self.definitions = PendingDefinitions(catalog, stream)
         self.stream = stream
         self._source = source
         self._config = config

@@ -12,7 +12,7 @@ import pyarrow as pa
 from millstream.capture.copying.chunk_reader import table_of
 from millstream.capture.copying.copy_text import chunk_operation
 from millstream.capture.copying.table_copies import Entry
-from millstream.capture.definitions import Definition
+from millstream.capture.pending_column_renames import Definition
 from millstream.capture.table_directory import TableDirectory
 from millstream.catalog import Catalog
 from millstream.model.ids import StreamId

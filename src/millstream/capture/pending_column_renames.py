@@ -30,7 +30,7 @@ class Definition:
     """How often the table's renames had been noted then."""
 
 
-class Definitions:
+class PendingDefinitions:
     """The definitions of one stream's tables that aren't durable. Any thread."""
 
     def __init__(self, catalog: Catalog, stream: StreamId) -> None:
