@@ -17,9 +17,9 @@ from tests.app.homes import run, wait_for
 from tests.serving.serving_process import rows_of, served, web_home
 
 from millstream.export.records_text import LineProtocol
+from millstream.ingest.fit_to_schema import fitted
 from millstream.ingest.line_protocol import tables_of_lines
 from millstream.ingest.log_types import log_type
-from millstream.ingest.schema_on_write import fitted
 from millstream.model.ids import Epoch, SchemaVersion, ShardId, SourceId, StreamId, TableId
 from millstream.model.names import qualified_name
 from millstream.model.operations import TableRows, WriteOps

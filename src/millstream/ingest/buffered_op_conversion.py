@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
-from millstream.ingest.schema_on_write import TableRules, fitted, grown
+from millstream.ingest.fit_to_schema import fitted
+from millstream.ingest.schema_on_write import TableRules, grown
 from millstream.ingest.uninterruptible import uninterruptible
 from millstream.model.ids import StreamId
 from millstream.model.operations import TableRows

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 
 from millstream.errors import IngestError, InvalidValue, MillstreamError
 from millstream.ingest.append_requests import said
+from millstream.ingest.fit_to_schema import fits
 from millstream.ingest.increment_columns import (
     NAMED,
     NO_INCREMENTS,
@@ -29,7 +30,7 @@ from millstream.ingest.increment_columns import (
     type_of,
 )
 from millstream.ingest.python_rows import Rows, check_names, column_of, kind_of, table_of
-from millstream.ingest.schema_on_write import WriteRules, fits, grown
+from millstream.ingest.schema_on_write import WriteRules, grown
 from millstream.ingest.signal_columns import weight_faults
 from millstream.model.operations import RejectedRow
 from millstream.model.schema import TableSchema
