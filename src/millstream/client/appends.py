@@ -54,8 +54,8 @@ class AppendRequest:
             UsageError: a text is no table's name.
             InvalidValue, IngestError (`rows_too_large`): as `columns_for` and `tables_for`; or the one table has no rows.
         """
+        from millstream.ingest.keep_valid_rows import columns_for
         from millstream.ingest.multi_table_append import tables_for
-        from millstream.ingest.row_validation import columns_for
 
         if self.table is None:
             of_table = partial(increments, self.stream)

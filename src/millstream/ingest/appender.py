@@ -19,9 +19,9 @@ from millstream.ingest.append_requests import check_batch, operations_of, part_o
 from millstream.ingest.atomic_placement import check_one_place, not_one_operation
 from millstream.ingest.fit_to_schema import FITTED_BYTES_MAX, fitted, fitted_bytes
 from millstream.ingest.increment_columns import NAMED, unnamed
+from millstream.ingest.keep_valid_rows import Refusals, ValidPart, valid_part, without_clashes
 from millstream.ingest.python_rows import too_large
 from millstream.ingest.request_digests import digests_of, joined
-from millstream.ingest.row_validation import Refusals, ValidPart, valid_part, without_clashes
 from millstream.ingest.schema_on_write import TableRules, grown
 from millstream.ingest.signal_columns import check_weights
 from millstream.ingest.uninterruptible import uninterruptible

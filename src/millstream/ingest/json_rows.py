@@ -22,9 +22,9 @@ import pyarrow as pa
 from millstream.errors import HttpError, InvalidValue
 from millstream.ingest.fit_to_schema import FITTED_BYTES_MAX
 from millstream.ingest.increment_columns import with_named
+from millstream.ingest.keep_valid_rows import table_of_valid
 from millstream.ingest.log_types import NOT_A_VALUE, no_value, stored, too_long_number
 from millstream.ingest.python_rows import NESTING_MAX, ROWS_BYTES_MAX, check_depth, check_names, column_of, too_large
-from millstream.ingest.row_validation import table_of_valid
 from millstream.model.operations import RejectedRow
 
 ROWS_MAX: Final = 1_000_000

@@ -10,8 +10,8 @@ import pyarrow as pa
 from millstream.errors import InvalidValue
 from millstream.ingest.append_requests import check_tables
 from millstream.ingest.increment_columns import NO_INCREMENTS, as_increments, rejected_as_increments
+from millstream.ingest.keep_valid_rows import columns_for, refusal_of_all
 from millstream.ingest.python_rows import ROWS_BYTES_MAX, Rows, too_large
-from millstream.ingest.row_validation import columns_for, refusal_of_all
 from millstream.model.operations import RejectedRow
 
 

@@ -22,8 +22,8 @@ from millstream.errors import InvalidValue, MillstreamError
 from millstream.home.home import Home
 from millstream.ingest.append_requests import sole_outcome
 from millstream.ingest.fit_to_schema import fitted
+from millstream.ingest.keep_valid_rows import REJECTED_MAX, columns_for, table_of_valid, valid_part
 from millstream.ingest.python_rows import NESTING_MAX, table_of
-from millstream.ingest.row_validation import REJECTED_MAX, columns_for, table_of_valid, valid_part
 from millstream.ingest.schema_on_write import SchemaOnWrite, WriteRules, grown
 from millstream.model.ids import SchemaVersion, SourceId, TableId
 from millstream.model.operations import Appended, RejectedRow, all_rejected

@@ -1,4 +1,4 @@
-"""The rows of a request that fit their table, and why the others don't: for callers that ask to keep the valid ones.
+"""The rows of a request that fit their table, and why the others don't: for callers that set `keep_valid_rows`.
 
 Columns without a clash cost only a check. In a column with clashes, numbers are compared by whole
 columns; for other types the rows are found by bisection.
