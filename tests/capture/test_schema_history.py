@@ -19,7 +19,7 @@ from tests.capture.capture_stage import MemoryLog, Stage, make_config
 
 from millstream.app.table_requests import retry_table
 from millstream.catalog import Catalog, TableState
-from millstream.codec.pgoutput.messages import Delete, Insert, Update
+from millstream.codec.pgoutput.message_parser import Delete, Insert, Update
 from millstream.codec.pgoutput.relations import decode_raw
 from millstream.model.operations import OperationKind
 from millstream.model.schema import TableKind

@@ -53,7 +53,7 @@ from millstream.codec.pgoutput import (
     table_schema,
 )
 from millstream.codec.pgoutput._framing import split_copy_data, split_copy_rows
-from millstream.codec.pgoutput.messages import UNCHANGED, Relation
+from millstream.codec.pgoutput.message_parser import UNCHANGED, Relation
 from millstream.config.file import load_config
 from millstream.config.quantities import size_bytes
 from millstream.errors import (

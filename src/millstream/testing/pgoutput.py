@@ -10,7 +10,7 @@ import struct
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from millstream.codec.pgoutput.messages import POSTGRES_EPOCH_US, UNCHANGED, Relation, Unchanged
+from millstream.codec.pgoutput.message_parser import POSTGRES_EPOCH_US, UNCHANGED, Relation, Unchanged
 from millstream.codec.pgoutput.relations import MESSAGES_COLUMNS, raw_schema, table_schema
 from millstream.model.ids import SchemaVersion, SourceId, TableId
 from millstream.model.schema import TableKind, TableSchema

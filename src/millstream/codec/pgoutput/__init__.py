@@ -43,7 +43,7 @@ the oracle in tests and the fallback without numba.
 
 from __future__ import annotations
 
-from millstream.codec.pgoutput.messages import (
+from millstream.codec.pgoutput.message_parser import (
     UNCHANGED,
     Begin,
     Commit,

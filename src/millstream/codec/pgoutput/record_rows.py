@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from millstream.codec.pgoutput.messages import UNCHANGED, Relation, Row
+from millstream.codec.pgoutput.message_parser import UNCHANGED, Relation, Row
 from millstream.errors import TableUndecodable
 from millstream.model.ids import SourceId
 from millstream.model.operations import OPERATION_SCHEMA, OperationKind, TableRows

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from millstream.codec.pgoutput.messages import (
+from millstream.codec.pgoutput.message_parser import (
     Begin,
     Commit,
     Delete,

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from millstream.codec.pgoutput.messages import (
+from millstream.codec.pgoutput.message_parser import (
     Begin,
     Commit,
     Delete,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-from millstream.codec.pgoutput.messages import Relation
+from millstream.codec.pgoutput.message_parser import Relation
 from millstream.codec.pgoutput.record_rows import OperationFacts, operations_batch
 from millstream.codec.pgoutput.relations import RelationCache, TableDirectory, TransactionFacts
 from millstream.codec.pgoutput.runs import MessageRun

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from millstream.codec.pgoutput.messages import LogicalMessage, Relation, Type, parse_message
+from millstream.codec.pgoutput.message_parser import LogicalMessage, Relation, Type, parse_message
 from millstream.codec.pgoutput.record_rows import Record, RowsBuilder, check_schema, undecodable
 from millstream.codec.pgoutput.reference_decoder import decode_block_plain, decode_plain
 from millstream.codec.pgoutput.relations import HEARTBEAT_PREFIX, RelationCache, TableDirectory
