@@ -25,7 +25,7 @@ from millstream.app.lake_sessions import open_lake
 from millstream.cli.context import note, print_table
 from millstream.cli.main import say_error
 from millstream.cli.output_formats import STYLES, Style
-from millstream.cli.query_output import answer
+from millstream.cli.query_answer import answer
 from millstream.errors import MillstreamError, UsageError
 from millstream.lake.query.sql_keywords import TEXTS
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from millstream.cli.context import Invocation, pass_invocation, stream_option
-from millstream.cli.query_output import answer
+from millstream.cli.query_answer import answer
 
 if TYPE_CHECKING:
     from millstream.cli.output_formats import Style
