@@ -138,11 +138,23 @@ def test_sources_are_read_by_the_command(tmp_path: Path) -> None:
     assert (code, "error[registry_unreadable]" in output) == (1, True)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"a": 1}', '{"a": {"sea/Tides": "x"}}', '{"a": {"sea/Tides": 2}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"a": 1}',
+        '{"a": {"sea/Tides": "x"}}',
+        '{"a": {"sea/Tides": 2}}',
+        pytest.param("[" * 10**5, id="deep"),
+    ],
+)
 def test_policies_that_do_not_fit_are_refused_before_spark_starts(tmp_path: Path, text: str) -> None:
     (tmp_path / "policies.json").write_text(text)
     with pytest.raises(InvalidField, match="policies"):
         policies_of(tmp_path / "policies.json")
+    with pytest.raises(InvalidField, match="can't be read"):
+        policies_of(tmp_path)
 
 
 def test_the_batch_side_names_the_extra_that_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

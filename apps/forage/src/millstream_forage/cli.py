@@ -160,8 +160,10 @@ def policies_of(path: Path) -> dict[str, dict[str, float]]:
     """Return the policies of a file."""
     try:
         policies = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise InvalidField("policies", f"{path} is no JSON: {error}") from None
+    except OSError as error:
+        raise InvalidField("policies", f"{path} can't be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidField("policies", f"{path} is no JSON that can be read: {error}") from None
     is_map = isinstance(policies, dict) and all(isinstance(arms, dict) for arms in policies.values())
     if not is_map or not all(is_probability(chance) for arms in policies.values() for chance in arms.values()):
         raise InvalidField("policies", "must name for each policy the probability of each arm, from 0 to 1")
