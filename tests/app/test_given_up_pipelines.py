@@ -18,7 +18,7 @@ from millstream.app.status import collect_status
 from millstream.cli.main import cli
 from millstream.console.html import Rendered
 from millstream.console.pages import overview
-from millstream.errors import EngineError, LakeUnavailable, MillstreamError, OffsetExpired
+from millstream.errors import DiskFull, EngineError, LakeUnavailable, MillstreamError, OffsetExpired
 from millstream.home.home import Home
 from millstream.model.positions import Seq
 from millstream.processes.child_process import Lifeline
@@ -143,6 +143,16 @@ def test_a_stream_that_was_given_up_does_not_keep_the_others_from_another_try(ho
         pipeline.error = error
     assert first_error(pipelines) is errors[2]
     assert first_error(pipelines[:2]) is errors[0]
+
+
+def test_a_catalog_on_a_full_disk_gives_no_pipeline_up(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise DiskFull("no space for the catalog")
+
+    monkeypatch.setattr("millstream.spark.driver.run_pipeline", fail)
+    assert not ended(home)["gave_up"]
+    with RoleLock.take(home.run_folder, "run"):
+        assert (trouble(home) or {})["gave_up"] is False
 
 
 def test_a_stop_before_anything_has_landed_does_not_hide_it(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,12 +20,13 @@ QUICK = Backoff(first_s=0.02, most_s=0.1, jitter=0)
 WORKER = """
 import os, sys
 from millstream.processes.child_process import Lifeline
-from millstream.errors import SourceError
+from millstream.errors import DiskFull, SourceError
 line = Lifeline()
 with line.held():
     line.tell("ready", {"pid": os.getpid()})
     if "refuse" in sys.argv: raise SourceError("wrong password", code="source_authentication_failed")
     if "flaky" in sys.argv: raise SourceError("nobody there", code="source_unreachable")
+    if "full" in sys.argv: raise DiskFull("no space")
     if "bug" in sys.argv: assert 1 > 2, "an invariant"
     if "done" in sys.argv: line.tell("outcome", {"rows": 7}); sys.exit(0)
     heard = line.drain if "drains" in sys.argv else line.stop
@@ -109,6 +110,17 @@ def test_an_error_that_may_pass_is_tried_again() -> None:
     watch = Watch(part("a", "flaky"), on=on)
     watch.run()
     assert watch.facts("a", "died")[0]["error"]["code"] == "source_unreachable"
+
+
+def test_a_full_disk_is_waited_for_though_a_person_has_to_make_room() -> None:
+    def on(watch: Watch, _: Event) -> None:
+        if len(watch.facts("a", "died")) == 2:
+            watch.supervisor.stop()
+
+    watch = Watch(part("a", "full"), on=on)
+    watch.run()
+    assert watch.facts("a", "died")[0]["error"]["code"] == "disk_full"
+    assert not watch.facts("a", "given_up")
 
 
 def test_an_error_that_may_pass_is_tried_only_so_often_where_that_is_asked_for() -> None:

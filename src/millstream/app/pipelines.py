@@ -15,7 +15,7 @@ import structlog
 
 from millstream.app.cluster import ACT, UNTESTED, checks_in
 from millstream.app.master_watch import MasterWatch
-from millstream.errors import EngineError, LogError, MillstreamError, Retry, UsageError
+from millstream.errors import EngineError, LogError, MillstreamError, UsageError, may_pass
 from millstream.home.config_mapping import pipeline_config, spark_options
 from millstream.home.home import Home
 from millstream.leadership.node_roles import Roles, ending_with_lead
@@ -113,7 +113,7 @@ class StreamPipeline:
     @property
     def is_retried(self) -> bool:
         """Whether it ended by an error that another process may not meet."""
-        return self.error is not None and self.error.retry in {Retry.BACKOFF, Retry.REOPEN}
+        return self.error is not None and may_pass(self.error.as_dict())
 
     @contextlib.contextmanager
     def _merged_views(self, config: PipelineConfig, lifeline: Lifeline) -> Iterator[MergedViews | None]:

@@ -53,6 +53,7 @@ from millstream.errors._root import MillstreamError as MillstreamError
 from millstream.errors._root import Retry as Retry
 from millstream.errors._root import codes_of as codes_of
 from millstream.errors._root import error_of as error_of
+from millstream.errors._root import may_pass as may_pass
 from millstream.errors._routing import PartialWrite as PartialWrite
 from millstream.errors._routing import RoutingError as RoutingError
 from millstream.errors._sequencing import SequencingError as SequencingError

@@ -29,6 +29,7 @@ from functools import partial
 from typing import Any, Final, Literal
 
 from millstream.backoff import Backoff
+from millstream.errors import may_pass
 from millstream.workers import Worker
 
 REPORT_VARIABLE: Final = "MILLSTREAM_REPORT_FD"
@@ -254,7 +255,8 @@ class Supervisor:
         most = running.part.errors_max
         if most is not None and error.get("code") == "unexpected":
             most += 1
-        is_final = error.get("retry") in {"operator", "never"} or error.get("code") in running.part.final_codes
+        is_refused = error.get("retry") in {"operator", "never"} and not may_pass(error)
+        is_final = is_refused or error.get("code") in running.part.final_codes
         return is_final or (most is not None and running.errors >= most)
 
     def _over(self, running: RunningProcess, state: PartState, facts: dict[str, Any]) -> None:

@@ -21,15 +21,14 @@ import structlog
 
 from millstream.backoff import Backoff
 from millstream.errors import (
-    DiskFull,
     Fenced,
     LogError,
     MillstreamError,
     ReadOnly,
-    Retry,
     SourceError,
     UnknownStream,
     WriterClosed,
+    may_pass,
 )
 from millstream.home.config_mapping import capture_config
 from millstream.home.home import Home
@@ -262,7 +261,7 @@ class OwnedStream:
             self._backoff.reset()
         self._failed_by = error.code
         self._waits(error)
-        mends_itself = error.retry in {Retry.BACKOFF, Retry.REOPEN} or isinstance(error, DiskFull)
+        mends_itself = may_pass(error.as_dict())
         # A job ends with an error that needs work at the source; a service continues once that work is
         # done.
         if isinstance(error, SourceError) and not until_caught_up:

@@ -6,7 +6,7 @@ import contextlib
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from millstream.errors import MillstreamError, Retry
+from millstream.errors import MillstreamError, may_pass
 from millstream.processes.control_socket import ask
 from millstream.processes.role_locks import holder
 
@@ -68,7 +68,7 @@ def trouble_of(
         gave_up = bool(live.get("gave_up"))
     else:
         # `run` starts a pipeline's process again after these; capture records an error that is final for it.
-        restarts = part == "pipeline" and error.get("retry") in {Retry.BACKOFF, Retry.REOPEN}
+        restarts = part == "pipeline" and may_pass(error)
         gave_up = not (restarts and holder(home.run_folder, "run"))
     since = noted.get("since") if noted.get("code") == error["code"] else None
     return {**error, "gave_up": gave_up, "since": since}
