@@ -33,6 +33,16 @@ def kinds(found: list[Condition]) -> list[str]:
     return [str(condition.kind) for condition in found]
 
 
+def alerted(found: list[Condition]) -> list[str]:
+    """Return the kinds of those that alerts are sent about."""
+    return kinds([condition for condition in found if condition.is_alert])
+
+
+def node(**facts: Any) -> dict[str, Any]:
+    """Return a node's part in the stream: it follows another one, with a process."""
+    return {"stream": "shop", "role": "follows", "leader": "b", "following": {"error": None}, "error": None} | facts
+
+
 def test_a_stream_that_does_well_has_no_condition() -> None:
     assert watched(lambda _: well(consumers=[consumer()]), 60) == []
 
@@ -55,11 +65,13 @@ def test_a_slot_that_is_not_read_is_reported_in_time_with_what_it_holds() -> Non
     assert kinds(watched(lambda _: away, 10, seen)) == ["slot_lag"]
 
 
-def test_a_slot_that_was_dropped_on_purpose_is_none() -> None:
+def test_a_slot_that_was_dropped_on_purpose_is_shown_and_none_to_alert_about() -> None:
     seen = Observations(EVERY_S, slots={"shop": {"is_read": False, "holds": 5 << 30}})
     away = well(source={"mode": None, "slot_dropped": True})
     away["processes"] = {}
-    assert watched(lambda _: away, 20, seen) == []
+    found = watched(lambda _: away, 20, seen)
+    assert (kinds(found), alerted(found)) == (["slot_dropped"], [])
+    assert (found[0].subject, found[0].hint) == ("millstream_shop", "Run `millstream run`.")
 
 
 def test_a_quarantined_table_is_reported_with_what_to_run() -> None:
@@ -127,9 +139,11 @@ def test_a_stream_that_reads_a_buffer_is_stalled_in_time_if_it_can_t() -> None:
 
 
 def test_a_consumer_that_was_cut_off_and_one_with_dead_letters_are_reported_at_once() -> None:
-    (found,) = watched(lambda _: well(consumers=[consumer(state="cut_off")]), 0)
-    assert (found.kind, found.subject) == ("consumer_cut_off", "search")
-    assert "consumer rewind search --to earliest --stream shop" in found.hint
+    cut_off = {"consumer:search": {"kind": "consumer", "first": 4}}  # it may not have noticed so far
+    for status in (well(consumers=[consumer(state="cut_off")]), well(log={"cut_off": cut_off}, consumers=[consumer()])):
+        (found,) = watched(lambda _, status=status: status, 0)
+        assert (found.kind, found.subject) == ("consumer_cut_off", "search")
+        assert "consumer rewind search --to earliest --stream shop" in found.hint
     (found,) = watched(lambda _: well(consumers=[consumer(dead=1)]), 0)
     assert (found.kind, found.message) == ("consumer_dead_letters", "consumer search has 1 dead letter")
 
@@ -168,8 +182,62 @@ def test_a_stream_without_records_is_silent_if_a_bound_says_so() -> None:
 
 
 def test_a_stream_that_another_node_leads_is_left_to_it() -> None:
-    follows = well(source={"slot_holds_bytes": 5 << 30}, consumers=[consumer(dead=1)], replication={"role": "follows"})
+    follows = well(source={"slot_holds_bytes": 5 << 30}, consumers=[consumer(dead=1)], replication=node())
     assert watched(lambda _: follows, 20) == []
+
+
+def test_a_node_that_was_fenced_is_reported_with_its_leader() -> None:
+    (found,) = watched(lambda _: well(replication=node(role="fenced", following=None)), 0)
+    assert (found.kind, found.subject, found.is_alert) == ("fenced", "shop", True)
+    assert found.message == "another node was promoted: writes go to b"
+    assert found.hint == "Run `millstream follow b` to follow it."
+
+
+def test_a_node_that_should_follow_and_doesn_t_is_shown_at_once_and_alerted_about_in_time() -> None:
+    for apart in (well(replication=node(following=None)), well(regions=[node(stream="shop@2", following=None)])):
+        found = watched(lambda _, apart=apart: apart, 9)
+        assert (kinds(found), alerted(found)) == (["not_following"], [])
+        assert alerted(watched(lambda _, apart=apart: apart, 10)) == ["not_following"]
+    assert (
+        alerted(watched(lambda look: well(replication=node(following=None if look % 20 else {"error": None})), 30))
+        == []
+    )
+
+
+def test_a_follower_that_retention_has_cut_off_is_reported_at_once_by_its_leader() -> None:
+    cut_off = {"follower c": {"kind": "follower", "first": 4}}
+    leads = node(role="leads", following=None)
+    (found,) = watched(lambda _: well(log={"cut_off": cut_off}, replication=leads), 0)
+    assert (found.kind, found.subject, found.is_alert) == ("follower_cut_off", "c", True)
+    assert found.message == "the follower c was cut off: the log began at 4 then"
+    assert "`millstream follow --rebuild`" in found.hint
+
+
+def test_a_writer_that_readers_wait_for_is_shown_at_once_and_alerted_about_in_time() -> None:
+    writer = {"name": "far", "state": "expired", "behind": 3, "location": "/srv/far"}
+    found = watched(lambda _: well(writers=[writer]), 9)
+    assert (kinds(found), alerted(found)) == (["writer_expired"], [])
+    assert found[0].subject == "far"
+    assert found[0].hint.endswith("run `millstream writers forget far --stream shop`.")
+    assert alerted(watched(lambda _: well(writers=[writer]), 10)) == ["writer_expired"]
+    # Another writer recovers its log within seconds, and no reader waits for one that is behind nothing.
+    assert alerted(watched(lambda look: well(writers=[writer] if look % 20 else []), 30)) == []
+    assert watched(lambda _: well(writers=[{**writer, "behind": 0}]), 20) == []
+
+
+def test_a_pipeline_that_run_starts_again_is_shown_until_it_is_stalled() -> None:
+    status = well(lag={"lake": {"records": 5}})
+    status["processes"] = {"owner": 1, "run": 3, "pipeline": None}
+    found = watched(lambda _: status, 9)
+    assert (kinds(found), alerted(found), found[0].stream) == (["pipeline_down"], [], "")
+    assert alerted(watched(lambda _: status, 10)) == ["pipeline_stalled"]
+
+
+def test_a_lake_that_is_tried_again_is_shown_and_not_alerted_about() -> None:
+    table = {"name": "public.orders", "state": "streaming", "reason": "lake: tried again: no answer", "hint": ""}
+    found = watched(lambda _: well(tables=[table, table]), 20)
+    assert (kinds(found), alerted(found)) == (["lake_waits"], [])
+    assert found[0].message == "public.orders (and 1 more): lake: tried again: no answer"
 
 
 def test_a_pause_of_the_whole_home_is_no_stall() -> None:

@@ -358,7 +358,7 @@ def test_the_oldest_segment_is_told_with_who_needs_it_and_a_consumer_that_falls_
     assert log["oldest"] is None or log["oldest"]["segment"] > 0
     assert 'millstream_log_cut_off{holder="mail",kind="consumer",stream="shop"} 1.0' in text
     shown = CliRunner().invoke(cli, ["--home", str(home.path), "status"]).output
-    assert "cut off: the consumer mail" in shown
+    assert "consumer_cut_off: consumer mail was cut off" in shown
 
 
 def test_a_segment_that_the_logs_own_sessions_need_is_shown(home: Home) -> None:

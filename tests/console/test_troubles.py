@@ -11,7 +11,10 @@ import pytest
 from tests.console.homes import filled_home
 from tests.console.test_html import Seen
 
+from millstream.app.alerts.observations import Observations
+from millstream.app.conditions import Bounds, Condition, Kind, judge
 from millstream.app.status import collect_status
+from millstream.config.alerts_model import AlertsConfig
 from millstream.console import log_page, pages, table_page
 from millstream.console.html import Piece, Rendered
 from millstream.console.sight import Sight
@@ -44,10 +47,8 @@ def node(**facts: Any) -> dict[str, Any]:
     return its | {"age_s": 3.0, "persisted_upto": 7, "object_store": None} | facts
 
 
-def quarantine(status: dict[str, Any], stream: dict[str, Any]) -> None:
+def quarantine(_: dict[str, Any], stream: dict[str, Any]) -> None:
     stream["tables"][0] |= {"state": "quarantined", "reason": "<bad>", "hint": ""}
-    condition = {"kind": "table_quarantined", "stream": "shop", "subject": "public.orders", "hint": "Run `this`."}
-    status["conditions"] = [condition | {"message": "public.orders is quarantined: <bad>"}]
 
 
 def driver_dead(status: dict[str, Any], stream: dict[str, Any]) -> None:
@@ -74,7 +75,7 @@ STATES: dict[str, Change] = {
     "fenced": lambda _, stream: stream.update(replication=node(role="fenced")),
     "not_following": lambda _, stream: stream.update(replication=node()),
     "diverged": lambda _, stream: stream.update(replication=node(following={"error": error("diverged")})),
-    "cut_off": lambda _, stream: stream["log"]["cut_off"].update(f={"kind": "follower", "first": 4}),
+    "follower_cut_off": lambda _, stream: stream["log"]["cut_off"].update(f={"kind": "follower", "first": 4}),
     "alerts": lambda status, _: status.update(
         alerts={"error": "refused", "receiver": "pager", "failing_since": "2026-01-01"}
     ),
@@ -93,6 +94,8 @@ def test_each_trouble_comes_first_with_its_code_and_its_hint(well: dict[str, Any
     status["streams"][0].update(source=status["streams"][0]["source"] | {"configured": True})
     assert troubles_of(status) == []
     STATES[code](status, status["streams"][0])
+    judged = judge(status, Observations(15.0), Bounds.of(AlertsConfig()), 1000.0)
+    status["conditions"] = [condition.as_dict() for condition in judged]
     (trouble,) = troubles_of(status)
     assert trouble.code == code
     assert trouble.hint
@@ -110,7 +113,7 @@ def test_each_trouble_comes_first_with_its_code_and_its_hint(well: dict[str, Any
 
 def test_a_stream_s_own_error_isn_t_repeated_as_a_condition(well: dict[str, Any]) -> None:
     status = copy.deepcopy(well)
-    condition = {"kind": "capture_stalled", "stream": "shop", "subject": "shop", "message": "m", "hint": "h"}
+    condition = Condition(Kind.CAPTURE_STALLED, "shop", "shop", "m", "h").as_dict()
     status["conditions"] = [condition, condition | {"stream": "web"}]
     status["streams"][0]["errors"]["capture"] = error("slot_lost")
     assert [(one.code, one.stream) for one in troubles_of(status)] == [

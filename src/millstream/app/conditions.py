@@ -1,4 +1,4 @@
-"""The rules: which conditions of a home need an operator. `status`, `doctor` and alerts judge by them.
+"""The rules: which conditions of a home need an operator. `status`, `doctor`, the console and alerts judge by them.
 
 They read a status, as `collect_status` returns it, and what was observed over time; they ask no one.
 """
@@ -12,9 +12,11 @@ from enum import StrEnum
 from typing import Any
 
 from millstream.app.alerts.observations import Observations
+from millstream.app.status_words import TRIED_AGAIN
 from millstream.config.alerts_model import AlertsConfig
 from millstream.config.quantities import size_bytes
 from millstream.model.durations import duration_s
+from millstream.model.replication import follower_of_holder
 
 
 class Kind(StrEnum):
@@ -22,9 +24,16 @@ class Kind(StrEnum):
 
     SLOT_LAG = "slot_lag"
     SLOT_INACTIVE = "slot_inactive"
+    SLOT_DROPPED = "slot_dropped"
     TABLE_QUARANTINED = "table_quarantined"
     CAPTURE_STALLED = "capture_stalled"
     PIPELINE_STALLED = "pipeline_stalled"
+    PIPELINE_DOWN = "pipeline_down"
+    LAKE_WAITS = "lake_waits"
+    WRITER_EXPIRED = "writer_expired"
+    FOLLOWER_CUT_OFF = "follower_cut_off"
+    FENCED = "fenced"
+    NOT_FOLLOWING = "not_following"
     CONSUMER_CUT_OFF = "consumer_cut_off"
     CONSUMER_STALLED = "consumer_stalled"
     CONSUMER_DEAD_LETTERS = "consumer_dead_letters"
@@ -38,17 +47,20 @@ class Condition:
 
     kind: Kind
     stream: str
+    """Its name; empty if it concerns the whole home."""
     subject: str
-    """The slot, table or consumer; the stream's name if it concerns the whole stream."""
+    """The slot, table, writer, consumer or follower; the log's name if it concerns the whole log."""
     message: str
     hint: str
+    is_alert: bool = True
+    """Whether alerts are sent about it. Not about what an operator chose, nor so far about what may pass on its own."""
 
     @property
     def key(self) -> str:
         """Its identity, as one text."""
         return f"{self.kind}/{self.stream}/{self.subject}"
 
-    def as_dict(self) -> dict[str, str]:
+    def as_dict(self) -> dict[str, Any]:
         """Return it, JSON-able."""
         return asdict(self)
 
@@ -74,12 +86,16 @@ class Bounds:
 def facts_of(status: Mapping[str, Any], seen: Observations) -> dict[str, Any]:
     """Return the facts of a status whose duration counts, by key. None as a value: there is nothing to wait for."""
     found: dict[str, Any] = {}
+    for its in (one for stream in status["streams"] for one in _nodes(stream)):
+        found[f"follow/{its['stream']}"] = True if _is_apart(its) else None
     for stream in _led(status):
         name = stream["name"]
         found[f"capture/{name}"] = _capture_fails(status, stream)
         found[f"pipeline_error/{name}"] = True if "pipeline" in stream["errors"] else None
         if not stream["id"]:
             continue
+        for writer in stream["writers"]:
+            found[f"writer/{name}/{writer['name']}"] = True if _is_waited_for(writer) else None
         found[f"slot/{name}"] = _is_unread(stream, seen)
         found[f"source/{name}"] = _awaited(stream)
         found[f"pipeline/{name}"] = _unlanded(status, stream)
@@ -93,7 +109,7 @@ def judge(status: Mapping[str, Any], seen: Observations, bounds: Bounds, now_s: 
     """Return the conditions of a home.
 
     Args:
-        status: its status. Streams that another node leads are left out: that node reports them.
+        status: its status. If another node leads a stream, only the part of this node is judged: that node reports the rest.
         seen: what was observed; without an observation, only conditions of the moment are found.
         bounds: the bounds of the configuration.
         now_s: seconds since 1970-01-01 UTC.
@@ -105,6 +121,9 @@ def judge(status: Mapping[str, Any], seen: Observations, bounds: Bounds, now_s: 
 
     found: list[Condition] = []
     several = len(status["streams"]) > 1
+    for stream in status["streams"]:
+        for its in _nodes(stream):
+            found += _of_node(stream["name"], its, is_long=lasts_s(f"follow/{its['stream']}") >= bounds.stalled_s)
     for stream in _led(status):
         name = stream["name"]
         found += _of_capture(stream, bounds, lasts_s(f"capture/{name}"))
@@ -113,13 +132,17 @@ def judge(status: Mapping[str, Any], seen: Observations, bounds: Bounds, now_s: 
             continue
         found += _of_slot(stream, seen, bounds, lasts_s(f"slot/{name}"))
         found += _of_silence(stream, bounds, lasts_s(f"source/{name}"), lasts_s(f"records/{name}"))
-        for table in stream["tables"]:
-            if table["state"] == "quarantined":
-                message = f"{table['name']} is quarantined: {table['reason']}"
-                hint = what_to_run(table, name if several else "")
-                found.append(Condition(Kind.TABLE_QUARANTINED, name, table["name"], message, hint))
+        found += _of_tables(stream, name if several else "")
+        for writer in stream["writers"]:
+            is_long = lasts_s(f"writer/{name}/{writer['name']}") >= bounds.stalled_s
+            found += _of_writer(name, writer, is_long=is_long)
+        found += _of_cut_off(stream)
         for consumer in stream["consumers"]:
             found += _of_consumer(name, consumer, bounds, lasts_s(f"consumer/{name}/{consumer['name']}"))
+    if _is_down(status) and all(condition.kind is not Kind.PIPELINE_STALLED for condition in found):
+        message = "the pipeline's process isn't running, and records wait for the lake"
+        hint = "`millstream run` starts it again within seconds; if it doesn't, read its log."
+        found.append(Condition(Kind.PIPELINE_DOWN, "", "", message, hint, is_alert=False))
     return found
 
 
@@ -130,6 +153,21 @@ def _led(status: Mapping[str, Any]) -> list[dict[str, Any]]:
         for stream in status["streams"]
         if (stream["replication"] or {"role": "leads"})["role"] in {None, "leads"}
     ]
+
+
+def _nodes(stream: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return this node's part in a stream's log and in those of other regions; empty if the home is no node."""
+    return [its for its in (stream["replication"], *stream["regions"]) if its is not None]
+
+
+def _is_apart(its: Mapping[str, Any]) -> bool:
+    """Return whether this node should follow, and no process does."""
+    return its["role"] == "follows" and not its["following"]
+
+
+def _is_waited_for(writer: Mapping[str, Any]) -> bool:
+    """Return whether readers wait for a writer whose log no process recovers."""
+    return writer["state"] == "expired" and bool(writer["behind"])
 
 
 def _is_captured(stream: Mapping[str, Any]) -> bool:
@@ -170,6 +208,13 @@ def _unlanded(status: Mapping[str, Any], stream: Mapping[str, Any]) -> str | Non
     return landed if has_pipeline and stream["lag"]["lake"]["records"] else None
 
 
+def _is_down(status: Mapping[str, Any]) -> bool:
+    """Return whether records wait for a pipeline that `run` has to start again."""
+    processes = status["processes"]
+    waits = any(stream["id"] and stream["lag"]["lake"]["records"] for stream in _led(status))
+    return processes.get("run") is not None and processes.get("pipeline") is None and waits
+
+
 def _unsettled(consumer: Mapping[str, Any]) -> list[Any] | None:
     """Return the consumer's progress, if it should make some and has some left to make."""
     if consumer["state"] == "active" and consumer["lag"]["records"]:
@@ -180,7 +225,17 @@ def _unsettled(consumer: Mapping[str, Any]) -> list[Any] | None:
 def _of_slot(stream: Mapping[str, Any], seen: Observations, bounds: Bounds, unread_s: float) -> Iterator[Condition]:
     name, source = stream["name"], stream["source"]
     slot = source["slot"]
-    if slot is None or source["slot_dropped"]:
+    if source["slot_dropped"]:
+        yield Condition(
+            Kind.SLOT_DROPPED,
+            name,
+            slot or name,
+            "the slot was dropped: the next run makes a new one and copies every table again",
+            "Run `millstream run`.",
+            is_alert=False,
+        )
+        return
+    if slot is None:
         return
     holds = source["slot_holds_bytes"] if _is_captured(stream) else seen.slots.get(name, {}).get("holds")
     if holds is not None and holds > bounds.slot_lag_bytes:
@@ -249,17 +304,81 @@ def _of_silence(stream: Mapping[str, Any], bounds: Bounds, awaited_s: float, qui
         )
 
 
+def _of_tables(stream: Mapping[str, Any], of: str) -> Iterator[Condition]:
+    """Yield the conditions of a stream's tables.
+
+    Args:
+        stream: its facts.
+        of: its name, if commands have to name it.
+    """
+    name = stream["name"]
+    for table in stream["tables"]:
+        if table["state"] == "quarantined":
+            message = f"{table['name']} is quarantined: {table['reason']}"
+            yield Condition(Kind.TABLE_QUARANTINED, name, table["name"], message, what_to_run(table, of))
+    waiting = [table for table in stream["tables"] if (table["reason"] or "").startswith(TRIED_AGAIN)]
+    if waiting:
+        # Within minutes the table is quarantined, the pipeline has an error, or it has passed.
+        more = f" (and {len(waiting) - 1} more)" if len(waiting) > 1 else ""
+        message = f"{waiting[0]['name']}{more}: {waiting[0]['reason']}"
+        yield Condition(Kind.LAKE_WAITS, name, name, message, "Run `millstream doctor`.", is_alert=False)
+
+
+def _of_writer(stream: str, writer: Mapping[str, Any], *, is_long: bool) -> Iterator[Condition]:
+    if _is_waited_for(writer):
+        name = writer["name"]
+        forget = shlex.join(["millstream", "writers", "forget", name, "--stream", stream])
+        yield Condition(
+            Kind.WRITER_EXPIRED,
+            stream,
+            name,
+            f"readers wait for {name}, a writer with an expired lease; its log is in {writer['location']}",
+            f"Start it there, or any other writer of that home. If its log is lost for good, run `{forget}`.",
+            is_alert=is_long,  # another writer of its home recovers its log within seconds
+        )
+
+
+def _of_cut_off(stream: Mapping[str, Any]) -> Iterator[Condition]:
+    """Yield each consumer and follower that needed records which retention has dropped."""
+    name = stream["name"]
+    consumers = {one["name"] for one in stream["consumers"] if one["state"] == "cut_off"}
+    for holder, facts in stream["log"]["cut_off"].items():
+        if facts["kind"] == "consumer":
+            consumers.add(holder.removeprefix("consumer:"))
+            continue
+        node = follower_of_holder(holder) or holder
+        yield Condition(
+            Kind.FOLLOWER_CUT_OFF,
+            name,
+            node,
+            f"the follower {node} was cut off: the log began at {facts['first']} then",
+            "Run `millstream follow --rebuild` there, if it doesn't get the missing part from [replication] object_store.",
+        )
+    for consumer in sorted(consumers):
+        rewind = ["millstream", "consumer", "rewind", consumer, "--to", "earliest", "--stream", name]
+        yield Condition(
+            Kind.CONSUMER_CUT_OFF,
+            name,
+            consumer,
+            f"consumer {consumer} was cut off: retention has dropped records that it hadn't settled",
+            f"Run `{shlex.join(rewind)}`.",
+        )
+
+
+def _of_node(stream: str, its: Mapping[str, Any], *, is_long: bool) -> Iterator[Condition]:
+    subject, leader = its["stream"], its["leader"]
+    if its["role"] == "fenced":
+        message = f"another node was promoted: writes go to {leader}"
+        yield Condition(Kind.FENCED, stream, subject, message, f"Run `millstream follow {leader}` to follow it.")
+    if _is_apart(its):
+        message = f"this node follows {leader}, but no process of it does"
+        hint = "Run `millstream run` or `millstream follow`."
+        yield Condition(Kind.NOT_FOLLOWING, stream, subject, message, hint, is_alert=is_long)
+
+
 def _of_consumer(stream: str, consumer: Mapping[str, Any], bounds: Bounds, unsettled_s: float) -> Iterator[Condition]:
     name, lag = consumer["name"], consumer["lag"]
     option = ["--stream", stream]
-    if consumer["state"] == "cut_off":
-        yield Condition(
-            Kind.CONSUMER_CUT_OFF,
-            stream,
-            name,
-            f"consumer {name} was cut off: retention has dropped records that it hadn't settled",
-            f"Run `{shlex.join(['millstream', 'consumer', 'rewind', name, '--to', 'earliest', *option])}`.",
-        )
     if unsettled_s and unsettled_s >= bounds.stalled_s:
         reason = "" if consumer["error"] is None else f": {consumer['error']}"
         if consumer["state"] == "paused":

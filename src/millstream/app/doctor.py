@@ -445,7 +445,7 @@ def _alerts(home: Home) -> Iterator[Diagnosis]:
     for condition in status["conditions"]:
         if condition["kind"] not in _CHECKED_ELSEWHERE:
             yield Diagnosis(
-                f"conditions of {condition['stream']}",
+                f"conditions of {condition['stream'] or 'the home'}",
                 str(condition["kind"]),
                 condition["message"],
                 fix=condition["hint"],

@@ -53,6 +53,7 @@ def status(invocation: Invocation, stream: str | None, as_json: bool) -> None:
             note(f"  | {line}")
     running = [f"{part} (process {pid})" for part, pid in found["processes"].items() if pid is not None]
     say(f"{found['home']}: {', '.join(running) or 'nothing runs'}")
+    _print_conditions([each for each in found["conditions"] if not each["stream"]])
     for one in found["streams"]:
         say()
         _print_stream(one, found["processes"])
@@ -80,19 +81,10 @@ def _print_stream(stream: dict[str, Any], processes: Mapping[str, int | None]) -
     _print_nodes(stream)
     landed = stream["tokens"]["landed"]
     say(f"  durable {stream['tokens']['durable'] or 'not known'}{'' if landed is None else f', landed {landed}'}")
-    for waits in (one for one in stream["writers"] if one["state"] == "expired" and one["behind"]):
-        say(
-            f"  readers wait for {waits['name']}, a writer with an expired lease: start it where its log is ({waits['location']}), "
-            "or start any other writer of that home. If the log is lost for good: `millstream writers forget "
-            f"{waits['name']}`",
-            fg="red",
-        )
     if len(stream["writers"]) > 1:
         told = (f"{one['name']} {one['state']}" + _behind(one["behind"]) for one in stream["writers"])
         say("  writers: " + ", ".join(told))
     lag = stream["lag"]
-    if stream["source"]["slot_dropped"]:
-        say("  the slot was dropped: the next run makes a new one and copies every table again")
     stages = [("capture", "source → log")] if captures else []
     if (stream["replication"] or {"role": "leads"})["role"] == "leads":  # the leader lands
         stages.append(("lake", "log → lake"))
@@ -114,8 +106,6 @@ def _print_stream(stream: dict[str, Any], processes: Mapping[str, int | None]) -
     say(f"  log: {size}{_held(stream)}")
     if waits := retention_waits(stream):
         say(f"  {waits}")
-    for holder, facts in stream["log"]["cut_off"].items():
-        say(f"  cut off: the {facts['kind']} {holder}; the log began at {facts['first']} then", fg="red")
     _print_errors(stream)
     if stream["consumers"]:
         titles = ["  consumer", "state", "behind", "in flight", "dead", "acked", "error"]
@@ -129,8 +119,8 @@ def _print_stream(stream: dict[str, Any], processes: Mapping[str, int | None]) -
 def _print_conditions(conditions: list[dict[str, Any]]) -> None:
     """Print the conditions that need an operator, except those that the stream's own lines show."""
     for condition in conditions:
-        if condition["kind"] != "table_quarantined":
-            say(f"  {condition['kind']}: {condition['message']}", fg="red")
+        if condition["kind"] not in {"table_quarantined", "lake_waits"}:
+            say(f"  {condition['kind']}: {condition['message']}", fg="red" if condition["is_alert"] else None)
             say(f"    {condition['hint']}")
 
 
@@ -172,12 +162,8 @@ def _print_part(its: dict[str, Any], of: str = "") -> None:
         for one in its["followers"]:
             say(f"  followed by {one['node']}: {_behind_words(one)}{_age_words(one['lag_s'])}")
         return
-    if its["role"] == "fenced":
-        say(f"  writes go to {its['leader']}; run `millstream follow {its['leader']}` to follow it", fg="red")
-        return
     own = its["following"]
-    if not own:
-        say(f"  {of}follows {its['leader']}, but neither `millstream run` nor `millstream follow` runs here")
+    if its["role"] == "fenced" or not own:  # a condition
         return
     error = own.get("error")
     age = _age_words(its["age_s"])

@@ -41,7 +41,8 @@ class AlertsConfig(Section):
     )
     stalled_after: Duration = Field(
         default="10m",
-        description="Time without progress after which a slot that isn't read, a pipeline or a consumer is reported.",
+        description="Time without progress after which a slot that isn't read, capture, a pipeline, a writer that readers wait "
+        "for, a node that should follow or a consumer is reported.",
     )
     silent_after: Duration = Field(
         default="10m",

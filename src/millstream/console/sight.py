@@ -38,7 +38,7 @@ class Sight:
         return {
             **status,
             "streams": [stream for stream in status["streams"] if self.has(stream["name"])],
-            "conditions": [one for one in status["conditions"] if self.has(one["stream"])],
+            "conditions": [one for one in status["conditions"] if not one["stream"] or self.has(one["stream"])],
             # Their texts may name other streams.
             "alerts": None,
             "problems": [],

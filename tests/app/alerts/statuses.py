@@ -14,6 +14,9 @@ _WELL: dict[str, Any] = {
             "name": "shop",
             "id": "7",
             "replication": None,
+            "regions": [],
+            "writers": [],
+            "log": {"cut_off": {}},
             "source": {
                 "configured": True,
                 "slot": "millstream_shop",

@@ -182,6 +182,25 @@ def test_a_stalled_consumer_and_one_that_was_cut_off(tmp_path: Path, receiver: R
     assert told(receiver)[3:] == [("alert.resolved", "consumer_cut_off", "slow")]
 
 
+def test_an_alert_is_sent_about_a_follower_that_was_cut_off_and_none_about_a_slot_that_was_dropped(
+    tmp_path: Path, receiver: Receiver, clock: Clock
+) -> None:
+    home = home_of(tmp_path, receiver.url)
+    with OpenHome(home) as opened, home.open_catalog() as catalog, watching(home, clock) as watch:
+        opened.append("web", "orders", {"id": 1})
+        stream = catalog.stream("web").id
+        catalog.put_fact(f"capture/{stream}", "slot_dropped", value=True)
+        catalog.set_needed_from(stream, "follower b", Seq(1), kind=HolderKind.FOLLOWER)
+        assert catalog.cut_off(stream, CutOff("follower b", HolderKind.FOLLOWER, Seq(1), Seq(2)))
+        look(watch, clock, times=41)
+    shown = collect_status(home)["conditions"]
+    assert [(one["kind"], one["is_alert"]) for one in shown] == [("slot_dropped", False), ("follower_cut_off", True)]
+    text = command("--home", str(home.path), "status").stdout
+    assert b"  slot_dropped: the slot was dropped: the next run makes a new one and copies every table again\n" in text
+    assert b"  follower_cut_off: the follower b was cut off: the log began at 2 then\n" in text
+    assert told(receiver) == [("alert.firing", "follower_cut_off", "b")]
+
+
 def test_without_a_secret_nothing_is_signed_and_without_an_address_nothing_is_sent(
     tmp_path: Path, receiver: Receiver
 ) -> None:

@@ -122,7 +122,8 @@ class Watch:
         now_s, seen, book = self._now_s(), self._kept.seen, self._kept.book
         self._look_at_slots(status, seen)
         seen.observe(facts_of(status, seen), now_s)
-        book.update(judge(status, seen, self._bounds, now_s), now_s, may_end=not status["problems"])
+        conditions = [one for one in judge(status, seen, self._bounds, now_s) if one.is_alert]
+        book.update(conditions, now_s, may_end=not status["problems"])
         self._send(status)
         self._kept.write(self._home)
 
