@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from millstream.crdt.accumulating import LogRuns
 from millstream.errors import InvalidValue
+from millstream.export.net_changes import latest_rows, with_latest
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import fold_table
-from millstream.lake.folded.latest_rows import latest_rows, with_latest
 from millstream.lake.folded.scd2 import fold_into_versions
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout

@@ -87,7 +87,7 @@ def latest_with_totals(
     """Read as `latest_stretches`; totals whose records retention has dropped are those that `reconcile` has kept."""
 
     def kept() -> tuple[Seq, pa.Table] | None:
-        from millstream.lake.folded.latest_rows import as_latest
+        from millstream.export.net_changes import as_latest
         from millstream.regions.merged_table import RegionTable
 
         found = RegionTable(home, stream, table, bytes_max=bytes_max).kept_rows()

@@ -77,7 +77,7 @@ def latest_stretches(
     Raises:
         LakeError (`query_memory_full`): the records of one commit group, which can't be split, have more.
     """
-    from millstream.lake.folded.latest_rows import latest_rows, with_latest
+    from millstream.export.net_changes import latest_rows, with_latest
 
     start, end = _parse(reader.stream_id, after), _parse(reader.stream_id, upto)
     low = Seq(reader.first_seq() - 1) if start is None else reader.whole_upto(start.linear())

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from millstream.errors import UsageError
-from millstream.lake.folded.latest_rows import latest_rows
+from millstream.export.net_changes import latest_rows
 from millstream.model.ids import SchemaVersion
 from millstream.model.schema import Column, PgType, TableSchema
 

@@ -1,8 +1,8 @@
-"""The changes of rows between two positions: one line a key, for consumers of the latest state.
+"""The net changes of rows between two positions: one line a key, for consumers of the latest state (`read_latest`).
 
 Several changes of a row are one: the last record wins. A delete wins over records before it and loses to records
-after it. It is the fold of `current`, without a `current`: values that a run of records doesn't have are named as
-unchanged.
+after it. No lake table is read or written: the rules are those of the fold of `current` (`lake.folded.current`), and
+values that a run of records doesn't have are named as unchanged.
 """
 
 from __future__ import annotations
