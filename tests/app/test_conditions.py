@@ -225,6 +225,42 @@ def test_a_writer_that_readers_wait_for_is_shown_at_once_and_alerted_about_in_ti
     assert watched(lambda _: well(writers=[{**writer, "behind": 0}]), 20) == []
 
 
+@pytest.mark.parametrize("part", ["error", "following", "object_store"])
+def test_replication_that_fails_is_reported_in_time(part: str) -> None:
+    error = {"code": "diverged", "message": "other bytes", "hint": "Run `this`.", "retry": "operator"}
+    failing = node(**{part: error if part == "error" else {"error": error}})
+    assert watched(lambda _: well(replication=failing), 9) == []
+    (found,) = watched(lambda _: well(replication=failing), 10)
+    assert (found.kind, found.subject, found.hint) == ("replication_stalled", "shop", "Run `this`.")
+    assert found.message == "replication has failed for 10 min: other bytes"
+    assert watched(lambda look: well(replication=failing if look % 20 else node()), 30) == []
+
+
+def test_a_table_that_a_buffer_s_reader_holds_is_reported_with_what_to_run() -> None:
+    buffer = {"name": "web-operations", "role": "reads", "shards": {}, "held": {"public.visits": "no rule takes it"}}
+    (found,) = watched(lambda _: well(buffer=buffer), 0)
+    assert (found.kind, found.subject, found.is_alert) == ("table_held", "public.visits", True)
+    assert (
+        found.message == "public.visits is held, and the write buffer web-operations keeps its rows: no rule takes it"
+    )
+    assert found.hint == "Mend the cause, then run `millstream tables retry public.visits`."
+    assert watched(lambda _: well(buffer={"name": "out", "role": "writes"}), 0) == []
+
+
+def test_items_of_a_buffer_that_hold_no_operation_stay_shown_and_are_alerted_about_while_they_come() -> None:
+    def left_out(count: int) -> dict[str, Any]:
+        shards = {"0": {"undecodable": count}, "1": {"undecodable": 0}}
+        return well(buffer={"name": "web-operations", "role": "reads", "shards": shards, "held": {}})
+
+    assert watched(lambda _: left_out(0), 20) == []
+    (found,) = watched(lambda _: left_out(2), 9)
+    assert (found.kind, found.subject, found.is_alert) == ("buffer_undecodable", "web-operations", True)
+    assert "2 items of the write buffer web-operations" in found.message
+    assert alerted(watched(lambda _: left_out(2), 10)) == []
+    assert kinds(watched(lambda _: left_out(2), 10)) == ["buffer_undecodable"]
+    assert alerted(watched(lambda look: left_out(1 + look // 30), 30)) == ["buffer_undecodable"]
+
+
 def test_a_pipeline_that_run_starts_again_is_shown_until_it_is_stalled() -> None:
     status = well(lag={"lake": {"records": 5}})
     status["processes"] = {"owner": 1, "run": 3, "pipeline": None}

@@ -74,6 +74,9 @@ STATES: dict[str, Change] = {
     "problem": lambda status, _: status["problems"].append("the log can't be read"),
     "fenced": lambda _, stream: stream.update(replication=node(role="fenced")),
     "not_following": lambda _, stream: stream.update(replication=node()),
+    "store_unavailable": lambda _, stream: stream.update(
+        replication=node(role="leads", object_store={"error": error("store_unavailable"), "group": 1})
+    ),
     "diverged": lambda _, stream: stream.update(replication=node(following={"error": error("diverged")})),
     "follower_cut_off": lambda _, stream: stream["log"]["cut_off"].update(f={"kind": "follower", "first": 4}),
     "alerts": lambda status, _: status.update(
@@ -114,10 +117,13 @@ def test_each_trouble_comes_first_with_its_code_and_its_hint(well: dict[str, Any
 def test_a_stream_s_own_error_isn_t_repeated_as_a_condition(well: dict[str, Any]) -> None:
     status = copy.deepcopy(well)
     condition = Condition(Kind.CAPTURE_STALLED, "shop", "shop", "m", "h").as_dict()
-    status["conditions"] = [condition, condition | {"stream": "web"}]
+    stalled = Condition(Kind.REPLICATION_STALLED, "shop", "shop", "m", "h").as_dict()
+    status["conditions"] = [condition, condition | {"stream": "web"}, stalled]
     status["streams"][0]["errors"]["capture"] = error("slot_lost")
+    status["streams"][0]["replication"] = node(following={"error": error("diverged")})
     assert [(one.code, one.stream) for one in troubles_of(status)] == [
         ("slot_lost", "shop"),
+        ("diverged", "shop"),
         ("capture_stalled", "web"),
     ]
 

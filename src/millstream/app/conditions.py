@@ -16,6 +16,7 @@ from millstream.app.status_words import TRIED_AGAIN
 from millstream.config.alerts_model import AlertsConfig
 from millstream.config.quantities import size_bytes
 from millstream.model.durations import duration_s
+from millstream.model.human_text import counted
 from millstream.model.replication import follower_of_holder
 
 
@@ -26,6 +27,8 @@ class Kind(StrEnum):
     SLOT_INACTIVE = "slot_inactive"
     SLOT_DROPPED = "slot_dropped"
     TABLE_QUARANTINED = "table_quarantined"
+    TABLE_HELD = "table_held"
+    BUFFER_UNDECODABLE = "buffer_undecodable"
     CAPTURE_STALLED = "capture_stalled"
     PIPELINE_STALLED = "pipeline_stalled"
     PIPELINE_DOWN = "pipeline_down"
@@ -34,6 +37,7 @@ class Kind(StrEnum):
     FOLLOWER_CUT_OFF = "follower_cut_off"
     FENCED = "fenced"
     NOT_FOLLOWING = "not_following"
+    REPLICATION_STALLED = "replication_stalled"
     CONSUMER_CUT_OFF = "consumer_cut_off"
     CONSUMER_STALLED = "consumer_stalled"
     CONSUMER_DEAD_LETTERS = "consumer_dead_letters"
@@ -49,7 +53,7 @@ class Condition:
     stream: str
     """Its name; empty if it concerns the whole home."""
     subject: str
-    """The slot, table, writer, consumer or follower; the log's name if it concerns the whole log."""
+    """The slot, table, write buffer, writer, consumer or follower; the log's name if it concerns the whole log."""
     message: str
     hint: str
     is_alert: bool = True
@@ -88,6 +92,7 @@ def facts_of(status: Mapping[str, Any], seen: Observations) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for its in (one for stream in status["streams"] for one in _nodes(stream)):
         found[f"follow/{its['stream']}"] = True if _is_apart(its) else None
+        found[f"replication/{its['stream']}"] = True if node_errors(its) else None
     for stream in _led(status):
         name = stream["name"]
         found[f"capture/{name}"] = _capture_fails(status, stream)
@@ -96,6 +101,7 @@ def facts_of(status: Mapping[str, Any], seen: Observations) -> dict[str, Any]:
             continue
         for writer in stream["writers"]:
             found[f"writer/{name}/{writer['name']}"] = True if _is_waited_for(writer) else None
+        found[f"undecodable/{name}"] = _undecodable(stream) or None
         found[f"slot/{name}"] = _is_unread(stream, seen)
         found[f"source/{name}"] = _awaited(stream)
         found[f"pipeline/{name}"] = _unlanded(status, stream)
@@ -123,7 +129,8 @@ def judge(status: Mapping[str, Any], seen: Observations, bounds: Bounds, now_s: 
     several = len(status["streams"]) > 1
     for stream in status["streams"]:
         for its in _nodes(stream):
-            found += _of_node(stream["name"], its, is_long=lasts_s(f"follow/{its['stream']}") >= bounds.stalled_s)
+            apart_s, failing_s = (lasts_s(f"{what}/{its['stream']}") for what in ("follow", "replication"))
+            found += _of_node(stream["name"], its, bounds, apart_s, failing_s)
     for stream in _led(status):
         name = stream["name"]
         found += _of_capture(stream, bounds, lasts_s(f"capture/{name}"))
@@ -133,6 +140,7 @@ def judge(status: Mapping[str, Any], seen: Observations, bounds: Bounds, now_s: 
         found += _of_slot(stream, seen, bounds, lasts_s(f"slot/{name}"))
         found += _of_silence(stream, bounds, lasts_s(f"source/{name}"), lasts_s(f"records/{name}"))
         found += _of_tables(stream, name if several else "")
+        found += _of_buffer(stream, name if several else "", bounds, lasts_s(f"undecodable/{name}"))
         for writer in stream["writers"]:
             is_long = lasts_s(f"writer/{name}/{writer['name']}") >= bounds.stalled_s
             found += _of_writer(name, writer, is_long=is_long)
@@ -163,6 +171,17 @@ def _nodes(stream: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _is_apart(its: Mapping[str, Any]) -> bool:
     """Return whether this node should follow, and no process does."""
     return its["role"] == "follows" and not its["following"]
+
+
+def node_errors(its: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the errors of this node's part in a log: its own, its follower's and that of its object store."""
+    parts = (its["following"] or {}, its.get("object_store") or {})
+    return [error for error in (its["error"], *(part.get("error") for part in parts)) if error is not None]
+
+
+def _undecodable(stream: Mapping[str, Any]) -> int:
+    """Return the number of items that the reader of the stream's write buffer has left out since it began."""
+    return sum(shard["undecodable"] for shard in (stream["buffer"] or {}).get("shards", {}).values())
 
 
 def _is_waited_for(writer: Mapping[str, Any]) -> bool:
@@ -324,6 +343,24 @@ def _of_tables(stream: Mapping[str, Any], of: str) -> Iterator[Condition]:
         yield Condition(Kind.LAKE_WAITS, name, name, message, "Run `millstream doctor`.", is_alert=False)
 
 
+def _of_buffer(stream: Mapping[str, Any], of: str, bounds: Bounds, undecodable_s: float) -> Iterator[Condition]:
+    """Yield the conditions of the reader of a stream's write buffer; see `_of_tables`."""
+    buffer = stream["buffer"] or {}
+    for table, reason in buffer.get("held", {}).items():
+        message = f"{table} is held, and the write buffer {buffer['name']} keeps its rows: {reason}"
+        facts = {"name": table, "state": "quarantined", "reason": reason, "hint": ""}
+        yield Condition(Kind.TABLE_HELD, stream["name"], table, message, what_to_run(facts, of))
+    if left_out := _undecodable(stream):
+        yield Condition(
+            Kind.BUFFER_UNDECODABLE,
+            stream["name"],
+            buffer["name"],
+            f"{counted(left_out, 'item')} of the write buffer {buffer['name']} held no operation and were left out",
+            "Find the program that writes into it; the log of `millstream run` names each item.",
+            is_alert=undecodable_s < bounds.stalled_s,  # nothing ends it but a restart
+        )
+
+
 def _of_writer(stream: str, writer: Mapping[str, Any], *, is_long: bool) -> Iterator[Condition]:
     if _is_waited_for(writer):
         name = writer["name"]
@@ -365,7 +402,9 @@ def _of_cut_off(stream: Mapping[str, Any]) -> Iterator[Condition]:
         )
 
 
-def _of_node(stream: str, its: Mapping[str, Any], *, is_long: bool) -> Iterator[Condition]:
+def _of_node(
+    stream: str, its: Mapping[str, Any], bounds: Bounds, apart_s: float, failing_s: float
+) -> Iterator[Condition]:
     subject, leader = its["stream"], its["leader"]
     if its["role"] == "fenced":
         message = f"another node was promoted: writes go to {leader}"
@@ -373,7 +412,11 @@ def _of_node(stream: str, its: Mapping[str, Any], *, is_long: bool) -> Iterator[
     if _is_apart(its):
         message = f"this node follows {leader}, but no process of it does"
         hint = "Run `millstream run` or `millstream follow`."
-        yield Condition(Kind.NOT_FOLLOWING, stream, subject, message, hint, is_alert=is_long)
+        yield Condition(Kind.NOT_FOLLOWING, stream, subject, message, hint, is_alert=apart_s >= bounds.stalled_s)
+    if failing_s and failing_s >= bounds.stalled_s:
+        error = node_errors(its)[0]
+        message = f"replication has failed for {_words(failing_s)}: {error['message']}"
+        yield Condition(Kind.REPLICATION_STALLED, stream, subject, message, error["hint"])
 
 
 def _of_consumer(stream: str, consumer: Mapping[str, Any], bounds: Bounds, unsettled_s: float) -> Iterator[Condition]:

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from millstream.app.conditions import node_errors
 from millstream.app.record_rates import Status
 from millstream.app.status_words import how_it_stands, why_and_since
 
-_STOPPED: Final = ("capture_stalled", "pipeline_stalled")
+_STOPPED: Final = ("capture_stalled", "pipeline_stalled", "replication_stalled")
 """Conditions that repeat a stream's own error."""
 
 
@@ -31,7 +32,8 @@ def troubles_of(status: Status) -> list[Trouble]:
     for stream in status["streams"]:
         found += _of_stream(stream)
     for one in status["conditions"]:
-        failing = {part for s in status["streams"] if s["name"] == one["stream"] for part in s.get("errors", ())}
+        errors = {part for s in status["streams"] if s["name"] == one["stream"] for part in s.get("errors", ())}
+        failing = errors | {"replication"}  # it has no other cause
         if one["kind"] not in _STOPPED or one["kind"].removesuffix("_stalled") not in failing:
             found.append(Trouble(one["kind"], one["message"], one["hint"], one["stream"], is_error=one["is_alert"]))
     alerts = status["alerts"] or {}
@@ -49,6 +51,5 @@ def _of_stream(stream: Mapping[str, Any]) -> Iterator[Trouble]:
             hint = f"{hint} Run `millstream doctor`.".strip()
         yield Trouble(error["code"], f"{part} {how_it_stands(error)}: {why_and_since(error)}", hint, name)
     for its in filter(None, [stream.get("replication"), *stream.get("regions", ())]):
-        for error in (its["error"], (its.get("following") or {}).get("error")):
-            if error is not None:
-                yield Trouble(error["code"], error["message"], error.get("hint") or "", name)
+        for error in node_errors(its):
+            yield Trouble(error["code"], error["message"], error.get("hint") or "", name)

@@ -16,6 +16,7 @@ _WELL: dict[str, Any] = {
             "replication": None,
             "regions": [],
             "writers": [],
+            "buffer": None,
             "log": {"cut_off": {}},
             "source": {
                 "configured": True,
