@@ -7,8 +7,8 @@ commit vouches for all commits up to the version that it was based on. The stamp
 (`lost_answers`).
 
 A handle is used for one write only. delta-rs rejects a transaction through a handle that is older than another
-commit of the same app, but accepts it through a table opened since. So open, compare (as `history` and the folds do) `transaction_version`, and
-write through that handle.
+commit of the same app, but accepts it through a table opened since. The handle's `n` is the app's
+`transaction_version` when it was opened: writers compare `n` by the rule of `exactly_once`, and write through that handle.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from millstream.lake.column_conversion import conform, same_type, to_lake
 from millstream.lake.columns_apart import ColumnPlaces, columns_in_history
 from millstream.lake.commit_cuts import last_cut
 from millstream.lake.data_files import ROW_GROUP_ROWS, UNCOMMITTED_S_MAX, NewFile, TableFiles, new_name
+from millstream.lake.exactly_once import check_unmoved, reached
 from millstream.lake.folded.accumulating import lacking_named
 from millstream.lake.history_folder import (
     BOUNDED,
@@ -169,7 +170,7 @@ def commit_records(
     opened = bring_history(layout, parts, n, places=places)
     schema, path = _newest(parts), opened.path
     rows = sum(part.rows for part in parts)
-    if not any(part.runs for part in parts) or (opened.n is not None and opened.n >= n):
+    if not any(part.runs for part in parts) or reached(opened, n) is not None:
         # Without records it stays where it is: a cut may not name a position that the table hasn't reached.
         return _commit(schema, path, opened, 0, n if opened.n is None else min(n, opened.n))
     again = LakeConflict(f"the table at {path} changed while its records were written", path=path)
@@ -192,10 +193,7 @@ def commit_records(
     if schema.source == 0 and any(part.schema.version != schema.version for part in parts):
         raise again
     ready = _ready(layout, schema, opened, union, parts)
-    if ready.n != opened.n:
-        # Records that were filtered by the first handle's n may not be committed through a handle that has seen
-        # another commit.
-        raise again
+    check_unmoved(opened, ready)
     if _are_old(parts):
         raise again  # a wider type has rewritten all of history
     failpoints.hit("lake.before_history_commit")

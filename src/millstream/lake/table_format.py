@@ -3,8 +3,8 @@
 A lake is a tree of folders, each with one table. A format opens and creates the tables, and commits which Parquet
 files they have. The files themselves are written and read by `data_files`, with the same bytes in every format.
 
-A handle (`OpenTable`) is used for one write only. So open, compare `n`, and write through that handle: a format rejects
-a commit at a position if another commit of the same app came after the handle was opened.
+A handle (`OpenTable`) is used for one write only. So open, compare `n` by the rule of `exactly_once`, and write through
+that handle: a format rejects a commit at a position if another commit of the same app came after the handle was opened.
 """
 
 from __future__ import annotations

@@ -16,10 +16,11 @@ from typing import Final
 
 import pyarrow as pa
 
-from millstream.errors import LakeConflict, LakeError, LakeTableForeign, LakeUnavailable
+from millstream.errors import LakeError, LakeTableForeign, LakeUnavailable
 from millstream.lake.columns_apart import columns_in_history
 from millstream.lake.commit_cuts import Cut
 from millstream.lake.data_files import TableFiles, folders_in, new_name, table_in
+from millstream.lake.exactly_once import check_unmoved
 from millstream.lake.history_folder import (
     BOUNDED,
     files_by_period,
@@ -196,8 +197,7 @@ def bring_records(layout: LakeLayout, schema: TableSchema, opened: OpenTable, so
     gone = max(gone if gone > after else Seq(0), history_from(ready) if ready.n is not None else Seq(0))
     told = _eras_with(Eras.of(ready), theirs, schema) if has_eras(source) and has_eras(ready) else {}
     ready.set_properties(told | {history_from_property(schema.table_id): str(int(gone))})
-    if ready.n != opened.n:
-        raise LakeConflict(f"another task appended to {opened.path} at the same time", path=opened.path)
+    check_unmoved(opened, ready)
     partition = format_of(layout).partition
     shape = partition.without(ready.schema())
     left, files = TableFiles(layout, source.path), TableFiles(layout, ready.path, BOUNDED)

@@ -23,6 +23,7 @@ from millstream.errors import LakeError, LakeUnavailable
 from millstream.lake.column_conversion import EXACT, lake_columns, same_type
 from millstream.lake.column_names import names_at, own_types, schema_at
 from millstream.lake.data_files import NewFile, TableFiles
+from millstream.lake.exactly_once import reached
 from millstream.lake.file_statistics import boundable
 from millstream.lake.folded.build import BuildPart, build_rows, plan_build
 from millstream.lake.folded.current_fold import Folded, fold_records
@@ -273,10 +274,11 @@ def begin_fold(  # noqa: D417 - `anew` is described, as code
     path = layout.table_path("current", schema)
     app = layout.app_id("current", schema.table_id)
     opened = open_table(layout, path, app)
-    if opened is not None and opened.n is not None and opened.n >= upto and opened.held:
+    done = reached(opened, upto, holds=True)
+    if done is not None:
         if not anew:
-            return _standing(schema, opened, opened.n)
-        upto = opened.n
+            return _standing(schema, opened, done)
+        upto = done
     history = open_history(layout, schema)
     newest = newest_schema(history)
     if newest.table_id != schema.table_id:

@@ -25,6 +25,7 @@ from millstream.errors import LakeError, LakeFilesGone, LakeUnavailable
 from millstream.lake.column_conversion import EXACT, conform, same_type
 from millstream.lake.commit_cuts import cut_at, cuts_between
 from millstream.lake.data_files import NewFile, TableFiles, new_name
+from millstream.lake.exactly_once import reached
 from millstream.lake.file_statistics import boundable
 from millstream.lake.folded.committed_times import at_entry, clock_of, entry_us, goes_on, taken_since, times_told
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldOutcome, FoldSizes
@@ -195,8 +196,9 @@ class _Fold:
 
     def run(self) -> FoldOutcome:
         opened = self.opened
-        if opened is not None and opened.n is not None and opened.n >= self.upto and opened.held:
-            return self._standing(opened.n)
+        done = reached(opened, self.upto, holds=True)
+        if done is not None:
+            return self._standing(done)
         history = open_history(self.layout, self.schema)
         newest = newest_schema(history)
         if newest.table_id != self.schema.table_id:
