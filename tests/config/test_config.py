@@ -6,6 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from hypothesis import given
@@ -17,9 +18,11 @@ from millstream.config.interpolation import interpolate, interpolate_dsn
 from millstream.config.quantities import size_bytes
 from millstream.config.toml_lines import key_lines
 from millstream.errors import ConfigError
-from millstream.home.config_mapping import log_options
+from millstream.home.config_mapping import lake_layout, log_options, shard_of
+from millstream.home.home import Home
 from millstream.model.addresses import mask_address
 from millstream.model.durations import duration_s
+from millstream.model.ids import ShardId, StreamId
 
 GOOD = """\
 # a shop
@@ -395,3 +398,25 @@ def test_keys_in_every_shape_are_found() -> None:
     assert found["c",] == 3
     assert found["d", 1, "e"] == 9
     assert found["d", 1, "e", "g.h", 1, "i"] == 10
+
+
+def test_shards_and_types_are_given_to_tables_by_the_rule_of_names(tmp_path: Path) -> None:
+    """Only lower-case names with their schema and without quotes were found; the others were on shard 0, silently."""
+    keys = ['public."Big"', "orders", "Public.Clicks"]
+    shards = "".join(f"{json.dumps(key)} = {n}\n" for n, key in enumerate(keys, 1))
+    types = "".join(f'{json.dumps(key + ".total")} = "decimal(38,9)"\n' for key in keys)
+    (tmp_path / "millstream.toml").write_text(
+        f"[streams.web.log]\nshards = 4\n[streams.web.shards]\n{shards}[streams.web.types]\n{types}"
+    )
+    home = Home(tmp_path)
+    config = home.config.streams["web"]
+    found = shard_of(config, ShardId(0))
+    assert [found(table) for table in ("public.Big", "public.orders", "public.clicks", "public.big")] == [1, 2, 3, 0]
+    layout = lake_layout(home, "web", config, StreamId(UUID(int=1)))
+    assert set(layout.types) == {"public.Big.total", "public.orders.total", "public.clicks.total"}
+
+
+def test_a_shard_of_what_is_no_table_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "millstream.toml").write_text('[streams.web.shards]\n"public.a b" = 0\n')
+    with pytest.raises(ConfigError, match="is not the name of a table"):
+        load_config(tmp_path / "millstream.toml")

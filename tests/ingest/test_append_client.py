@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
+import resource
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 from millstream.errors import AppendOutcomeUnknown
-from millstream.ingest.append_client import AppendClient, AsyncAppendClient
+from millstream.ingest.append_client import AppendClient, AsyncAppendClient, _taken
 from millstream.ingest.socket_protocol import HELLO, LENGTHS
 from millstream.model.writes import AppendBatch
 
@@ -44,3 +47,21 @@ def test_a_request_that_is_cut_off_by_time_may_be_there(tmp_path: Path, by_task:
             client.close()
 
         asyncio.run(append())
+
+
+@pytest.fixture
+def many_files() -> Iterator[int]:
+    """A descriptor's number that `select` refuses, and which this process may use."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], min(limits[1], 4096)), limits[1]))
+    yield 1500
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_connection_is_used_again_in_a_process_of_many_files(tmp_path: Path, many_files: int) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, many_files)) as idle:
+        assert _taken([idle], tmp_path / "w.sock")[0] is idle
+        theirs.close()
+        with _taken([idle], tmp_path / "w.sock")[0] as other:
+            assert other is not idle

@@ -10,7 +10,9 @@ import subprocess
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +252,21 @@ def assert_lies_as_recorded(home: Path) -> None:
     for shard, row in shards_by_offset(home):
         era = [era for era in eras if era.cut < row["__seq"]][-1]
         assert shard == expected_shard(row["id"], era.shards)
+
+
+def test_two_changes_at_once_come_one_after_the_other(home: Path) -> None:
+    """Both took the same number for their ring."""
+    changer = home_appender(Home(home))
+    try:
+        changer.reshard("web", 5)
+        with ThreadPoolExecutor(2) as pool:
+            told = list(pool.map(partial(changer.reshard, "web"), (6, 7)))
+    finally:
+        changer.close()
+    assert sorted((one["era"], one["changed"]) for one in told) in ([(3, True), (4, True)], [(3, True), (3, True)])
+    with Home(home).open_catalog() as catalog:
+        eras = [era.number for era in RingEras(catalog, catalog.stream("web").id).all()]
+    assert eras == list(range(1, len(eras) + 1))
 
 
 @pytest.mark.siege

@@ -445,9 +445,6 @@ def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
         config: the configuration.
         disk: bytes of the home's disk.
     """
-    from millstream.model.names import parse_qualified_name
-    from millstream.model.pgtypes import parse_lake_override
-
     yield from _clashes_of_http(config.http)
     yield from clashes_of_alerts(config.alerts)
     slots: dict[tuple[str, str], str] = {}
@@ -471,19 +468,7 @@ def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
                 (*at, "log", "frame_version"),
                 "must be 2 for a stream with a region, several shards or several writers",
             )
-        for table, shard in stream.shards.items():
-            if not 0 <= shard < stream.log.shards:
-                yield (
-                    (*at, "shards", table),
-                    f"the stream has shards 0 to {stream.log.shards - 1} ([streams.{name}.log] shards)",
-                )
-        for column, kind in stream.types.items():
-            try:
-                parse_lake_override(kind)
-            except ConfigError as error:
-                yield (*at, "types", column), f"{error.message}. {error.hint}"
-            if column.count(".") < 2 and '"' not in column:
-                yield (*at, "types", column), "must name a column as schema.table.column"
+        yield from _clashes_of_names(at, name, stream)
         yield from clashes_of_addresses(at, stream)
         yield from _clashes_of_buffer(at, name, stream, config.writer.name)
         yield from clashes_of_format(at, stream.lake, is_local=config.spark.is_local)
@@ -491,13 +476,38 @@ def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
         yield from clashes_of_routing(at, name, stream)
         yield from clashes_of_consumers(at, stream.consumers)
         yield from clashes_of_regions(at, stream, config.writer.name)
-        for table, key in stream.keys.items():
-            try:
-                parse_qualified_name(table)
-            except UsageError as error:
-                yield (*at, "keys", table), f"{error.message}. {error.hint}"
-            if not key or len(set(key)) < len(key):
-                yield (*at, "keys", table), "must name one column or more, each once"
+
+
+def _clashes_of_names(at: KeyPath, name: str, stream: StreamConfig) -> Iterator[tuple[KeyPath, str]]:
+    from millstream.model.names import parse_column, parse_qualified_name
+    from millstream.model.pgtypes import parse_lake_override
+
+    for table, shard in stream.shards.items():
+        try:
+            parse_qualified_name(table)
+        except UsageError as error:
+            yield (*at, "shards", table), f"{error.message}. {error.hint}"
+        if not 0 <= shard < stream.log.shards:
+            yield (
+                (*at, "shards", table),
+                f"the stream has shards 0 to {stream.log.shards - 1} ([streams.{name}.log] shards)",
+            )
+    for column, kind in stream.types.items():
+        try:
+            parse_lake_override(kind)
+        except ConfigError as error:
+            yield (*at, "types", column), f"{error.message}. {error.hint}"
+        try:
+            parse_column(column)
+        except UsageError:
+            yield (*at, "types", column), "must name a column as schema.table.column"
+    for table, key in stream.keys.items():
+        try:
+            parse_qualified_name(table)
+        except UsageError as error:
+            yield (*at, "keys", table), f"{error.message}. {error.hint}"
+        if not key or len(set(key)) < len(key):
+            yield (*at, "keys", table), "must name one column or more, each once"
 
 
 def _clashes_of_buffer(

@@ -84,10 +84,10 @@ def _names(tables: list[str]) -> Iterator[tuple[str, str]]:
 
 def _typed(column: str) -> tuple[tuple[str, str], str]:
     """Return the table and the column of a key of `types`, `schema.table.column`."""
-    from millstream.model.names import parse_qualified_name
+    from millstream.model.names import parse_column
 
-    table, _, name = column.rpartition(".")
     try:
-        return parse_qualified_name(table), name.strip('"')
+        schema, table, name = parse_column(column)
     except UsageError:
         return ("", ""), ""
+    return (schema, table), name

@@ -265,9 +265,9 @@ class Running:
             self._restart()
             self.follow_log()
             return True
-        except MillstreamError as error:
+        except (MillstreamError, OSError) as error:
             self._restart()
-            self.error = error.message
+            self.error = error.message if isinstance(error, MillstreamError) else str(error)
             raise
         self.error = None
         return False

@@ -16,7 +16,7 @@ from millstream.libpq import describe_parameters, parse_address
 from millstream.model.addresses import IN_CATALOG
 from millstream.model.durations import duration_s
 from millstream.model.ids import ShardId, StreamId
-from millstream.model.names import parse_qualified_name
+from millstream.model.names import parse_column, parse_qualified_name
 from millstream.model.operations import FIRST_SHARD
 
 if TYPE_CHECKING:
@@ -89,7 +89,12 @@ def copy_rate(home: Home, name: str, at_first: str | None) -> Callable[[], int |
 
 def shard_of(stream: StreamConfig, first_shard: ShardId) -> Callable[[str], ShardId]:
     """Return a function from a table (`schema.name`) to its shard; `first_shard` is the writer's."""
-    return _Shards(dict(stream.shards), first_shard)
+    return _Shards(shards_by_table(stream), first_shard)
+
+
+def shards_by_table(stream: StreamConfig) -> dict[str, int]:
+    """Return the shards that tables (`schema.name`) are given by name."""
+    return {".".join(parse_qualified_name(table)): shard for table, shard in stream.shards.items()}
 
 
 def write_rules(stream: StreamConfig) -> Callable[[str, str], WriteRules]:
@@ -201,7 +206,7 @@ def lake_layout(home: Home, name: str, stream: StreamConfig, stream_id: StreamId
         storage_options=options,
         format=stream.lake.format,
         catalog=_catalog(home, stream.lake),
-        types=dict(stream.types),
+        types={".".join(parse_column(column)): kind for column, kind in stream.types.items()},
     )
 
 

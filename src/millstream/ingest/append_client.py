@@ -169,7 +169,9 @@ def _taken(idle: list[socket.socket], path: Path) -> tuple[socket.socket, Genera
     while idle:
         connection = idle.pop()
         # Readable data before a request means that the other side has closed.
-        if not select.select([connection], [], [], 0)[0]:
+        arrived = select.poll()  # select() refuses descriptors from 1024 on
+        arrived.register(connection, select.POLLIN)
+        if not arrived.poll(0):
             return connection, _ready()
         connection.close()
     return socket.socket(socket.AF_UNIX), _greeting(path)

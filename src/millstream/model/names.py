@@ -97,6 +97,16 @@ def parse_qualified_name(text: str) -> tuple[str, str]:
     return (parts[0], parts[1]) if len(parts) == 2 else (DEFAULT_SCHEMA, parts[0])
 
 
+def parse_column(text: str) -> tuple[str, str, str]:
+    """Return the (schema, table, column) that `public.orders.total` names; its table as `parse_qualified_name`.
+
+    Raises:
+        UsageError: the text is no such name.
+    """
+    table, _, column = text.rpartition(".")
+    return (*parse_qualified_name(table), column.strip('"'))
+
+
 def same_bare(name: str, tables: Iterable[tuple[str, str]]) -> list[str]:
     """Return the full names of tables with this bare name in any schema, ignoring case, as candidates for a hint."""
     return sorted(qualified_name(*table) for table in set(tables) if table[1].lower() == name.lower())

@@ -325,7 +325,8 @@ class _OwnWriter:
 
     def reshard(self, stream: str, shards: int) -> dict[str, Any]:
         """Reshard as `StreamRouting.reshard`."""
-        return self.writer_of(stream).routing.reshard(shards)
+        routing = self.writer_of(stream).routing
+        return uninterruptible(lambda: routing.reshard(shards))
 
     def writer_of(self, stream: str) -> StreamWriter:
         """Return the stream's writer. Opens its log if it isn't open, and reopens it if it has failed."""

@@ -192,6 +192,8 @@ class OwnedStream:
             tell()
             # A job goes on for as long as the other streams take, so that applications can append.
             while not stop.wait(_LOOK_EVERY_S) and not (until_caught_up and self.others_done.is_set()):
+                if (failure := writer.log.failure()) is not None:
+                    raise failure
                 self._hear_regions(writer)
             self.facts_at_end = _NOTHING_CAPTURED | {"caught_up": until_caught_up}
             return

@@ -7,6 +7,7 @@ when the log is opened, which is a cut as well.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,7 +18,7 @@ import structlog
 from millstream import failpoints
 from millstream.catalog.hash_ring_history import RingEra, RingEras
 from millstream.errors import ConfigError, MillstreamError, RoutingError
-from millstream.home.config_mapping import shard_of
+from millstream.home.config_mapping import shard_of, shards_by_table
 from millstream.model.ids import ShardId, StreamId
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
@@ -166,6 +167,8 @@ class StreamRouting:
         self._eras = RingEras(catalog, stream)
         self._stream, self._name, self._config, self._log = stream, name, config, log
         self._is_shared = is_shared
+        self._changing = threading.Lock()
+        """Held while the ring is changed: commands come in threads of their own."""
         _refuse_captured(catalog, stream, name, config)
         era = None
         if ring_of(config.routing) is not None:
@@ -207,6 +210,10 @@ class StreamRouting:
                 two the writer may have failed: then the catalog decides which ring is in force when it is
                 opened again.
         """
+        with self._changing:
+            return self._reshard(shards)
+
+    def _reshard(self, shards: int) -> dict[str, Any]:
         era = check_reshard(self._name, self._config, self._era, shards, is_shared=self._is_shared)
         if era is self._era:
             return self._facts(era, before=era.shards, changed=False)
@@ -337,7 +344,7 @@ class _OwnShards:
 
     def __init__(self, config: StreamConfig, first: ShardId) -> None:
         self._shard: Callable[[str], ShardId] = shard_of(config, first)
-        self._named = None if config.routing is None else frozenset(config.shards)
+        self._named = None if config.routing is None else frozenset(shards_by_table(config))
 
     def __call__(self, table: str) -> ShardId | None:
         return self._shard(table) if self._named is None or table in self._named else None
