@@ -138,6 +138,12 @@ class Sources(CatalogPart):
             raise CatalogError(f"the catalog has no source {source}", source=source)
         return Lsn(found)
 
+    def forget_reached(self, stream: StreamId) -> None:
+        """Forget the stored positions of a stream whose log was cut back: from now on its group headers alone count."""
+        of_databases = (t.sources.c.stream == str(stream)) & (t.sources.c.system_identifier != OF_A_BUFFER)
+        with self._database.write() as connection:
+            connection.execute(update(t.sources).where(of_databases).values(reached=0))
+
 
 def _facts(stream: StreamId, system_identifier: int, database: str, timeline: int) -> dict[str, Any]:
     return {
