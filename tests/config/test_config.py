@@ -420,3 +420,23 @@ def test_a_shard_of_what_is_no_table_is_refused(tmp_path: Path) -> None:
     (tmp_path / "millstream.toml").write_text('[streams.web.shards]\n"public.a b" = 0\n')
     with pytest.raises(ConfigError, match="is not the name of a table"):
         load_config(tmp_path / "millstream.toml")
+
+
+@pytest.mark.parametrize(
+    ("stream", "key", "value", "fits"),
+    [
+        ("s", "publication", "ü" * 27, True),
+        ("s", "publication", "ü" * 28, False),
+        ("s" * 44, "tables", ["public.*"], True),
+        ("s" * 45, "tables", ["public.*"], False),
+    ],
+)
+def test_a_name_that_postgresql_would_cut_is_refused(
+    tmp_path: Path, stream: str, key: str, value: object, fits: bool
+) -> None:
+    """Both publications were one, and an application's updates of tables without a key failed."""
+    (tmp_path / "millstream.toml").write_text(
+        f"[streams.{stream}.source]\ndsn = 'host=127.0.0.1'\n{key} = {json.dumps(value, ensure_ascii=False)}\n"
+    )
+    with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match="longer than the 55 bytes"):
+        load_config(tmp_path / "millstream.toml")

@@ -46,6 +46,8 @@ from millstream.model.addresses import MASK, mask_address
 from millstream.model.ids import check_stream_name
 
 FILE_NAME: Final = "millstream.toml"
+_NAME_BYTES_MAX: Final = 63
+"""Bytes of a name in PostgreSQL."""
 _NODE_TOKEN: Final = ("replication", "token")
 _CONSUMER_KEYS: Final = 4
 """Length of a consumer's path: `streams.S.consumers.C`."""
@@ -560,6 +562,17 @@ def _clashes_of_source(
     other = slots.setdefault((source.dsn if shown == MASK else shown, slot), name)
     if other != name:
         yield (*at, "source", "slot"), f"stream {other} uses the slot {slot} of the same server: each needs its own"
+    # PostgreSQL cuts a longer name without an error: both publications would be one.
+    for key, named, of in (
+        ("publication", source.publication or f"millstream_{name}", "_inserts"),
+        ("slot", slot, ""),
+    ):
+        most = _NAME_BYTES_MAX - len(of)
+        if len(named.encode()) > most:
+            yield (
+                (*at, "source", key),
+                f"{named} is longer than the {most} bytes that PostgreSQL leaves it: set a shorter one",
+            )
     try:
         TablePatterns.parse(source.tables)
     except MillstreamError as error:
