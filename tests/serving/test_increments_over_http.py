@@ -26,7 +26,6 @@ def post(server: Served, table: str, rows: list[dict[str, Any]], query: str = ""
     return answer.status_code, answer.json()
 
 
-@pytest.mark.long
 def test_json_rows_are_increments_or_refused_by_code(server: Served) -> None:
     assert post(server, "posts", [{"id": 1, "likes": 3, "stock": 1}, {"id": 2}])[0] == 200
     for value, code in ((True, "increment_unsuitable"), ("x", "increment_unsuitable"), (1.5, "increment_unsuitable")):
