@@ -127,9 +127,11 @@ class LatestReference(Reference):
                 self._void_before(acked)
         return statuses
 
-    def _void_before(self, ended: Message) -> None:
-        """Drop what is older than a message that ended; a truncate before it, and all before that, too."""
+    def _void_before(self, ended: Message, *, is_acked: bool = True) -> None:
+        """Drop what is older than a message that ended; if it was acknowledged, a truncate before it, and all before that, too."""
         self.items = [item for item in self.items if not self._is_void(item, ended)]
+        if not is_acked:
+            return
         older = [
             item.message
             for item in self.items
@@ -154,7 +156,7 @@ class LatestReference(Reference):
         super()._fail(item)
         if item not in self.items:
             self.overtaken.discard(item.message.id)
-            self._void_before(item.message)
+            self._void_before(item.message, is_acked=False)
 
     def nack(self, ids: Iterable[DeliveryId], until: int) -> list[Status]:
         statuses = []

@@ -209,6 +209,23 @@ def test_a_truncate_is_not_repeated_once_a_row_behind_it_is_acknowledged(*, is_r
     assert again.cursor == 2
 
 
+def test_a_truncate_whose_death_a_kill_forgot_comes_again_though_a_row_behind_it_dies():
+    """It was settled: neither delivered to its end nor a dead letter."""
+    rows = [truncate(1), message(2, "a")]
+    limits = Limits(ack_wait_ms=100, max_deliver=1)
+    one = LatestConsumer(limits, State.begin(0), run=1)
+    one.offer(rows, 2)
+    forgotten = one.snapshot()
+    one.nack([delivery.delivery_id for delivery in one.receive(0, 10)], 0)
+    assert list(one.dead) == ["shop-0-1-1"]
+    late = [delivery.delivery_id for delivery in one.receive(0, 10)]
+    again = LatestConsumer(limits, forgotten, run=2)
+    again.offer(rows, 2)
+    again.nack(late, 0)
+    assert list(again.dead) == ["shop-0-1-2"]
+    assert facts(again.receive(0, 10)) == [(1, 1, None)]
+
+
 def test_a_truncate_leaves_the_key_of_what_is_in_flight_known():
     one = consumer(message(1, "a"))
     one.receive(0, 1)

@@ -324,6 +324,8 @@ class LatestConsumer(Consumer):
 
     def _settle(self, entry: Entry) -> bool:
         self._void_older(entry)
+        if not entry.message.truncates and not entry.is_retried:
+            self._void_truncates(entry.message)
         self._settled(entry)
         return super()._settle(entry)
 
@@ -332,13 +334,12 @@ class LatestConsumer(Consumer):
         self._void_all(entry.older)
         if entry.message.truncates:
             self._truncate(entry.message, also_in_flight=True)
-        elif not entry.is_retried:
-            self._void_truncates(entry.message)
 
     def _void_truncates(self, message: Message) -> None:
-        """Settle the truncates of a table before a message that ends, and all before them.
+        """Settle the truncates of a table before an acknowledged message, and all before them.
 
         They were settled when it was delivered, which a kill forgot: delivered again, they would take its row away.
+        A message that died has no row, so that one that had died before it, too, is delivered again.
         """
         table = self._pending.table(message.table)
         if table is None:
