@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import time
@@ -20,9 +21,10 @@ from millstream.delivery import running_consumer
 from millstream.delivery.consumer_store import Letter, Stored
 from millstream.delivery.definition import Definition
 from millstream.delivery.running_consumer import Running
-from millstream.errors import DeliveryError
+from millstream.errors import DeliveryError, MillstreamError
 from millstream.model.ids import ShardId, SourceId, StreamId
 from millstream.model.operations import OperationKind
+from millstream.model.positions import Seq
 from millstream.model.records import Op
 from millstream.protocol.delivery import Change, Consumer, State
 from millstream.protocol.delivery.latest import ENTRY_BYTES
@@ -431,3 +433,23 @@ def test_a_client_has_the_newest_rows_whatever_is_killed(
         assert client.rows.keys() == wanted.keys()
         wanted = {key: {name: wanted[key][name] for name in row} for key, row in client.rows.items()}
     assert client.rows == wanted
+
+
+def test_a_lack_of_descriptors_is_an_error_of_its_code_and_passes(
+    tmp_path: Path, log: LogWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the threads that push, for ever."""
+    write(log, order(1, Op.CREATE, 1))
+    consumer = Killed(tmp_path, **LATEST)
+    position = StreamReader.persisted_upto
+
+    def refused(_reader: StreamReader) -> Seq:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(StreamReader, "persisted_upto", refused)
+    with pytest.raises(MillstreamError, check=coded("io_failed")):
+        consumer.take(10)
+    assert consumer.running.error == "Too many open files"
+    monkeypatch.setattr(StreamReader, "persisted_upto", position)
+    assert [one["record"]["row"]["id"] for one in consumer.take(10)] == [1]
+    assert consumer.running.error is None

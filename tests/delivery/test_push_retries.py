@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import itertools
 import json
 import threading
 import time
@@ -517,19 +515,3 @@ def test_a_backlog_is_received_ahead_and_sent_in_turn() -> None:
     assert most == [1]
     assert synced == [(number, number) for number in range(0, 100, 10)]
     assert sorted(source.acked) == sorted(f"m{number}" for number in range(100))
-
-
-def test_a_lack_of_descriptors_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(push_retries, "_KEPT_AGAIN_S", 0.01)
-    source, sink = Source(messages_of(20)), Sink(lambda _: ACCEPTED)
-    receive, tries = source.receive, itertools.count()
-
-    def refused(count: int, *, wait_s: float) -> Sequence[PushMessage]:
-        if next(tries) < 10:
-            raise OSError(errno.EMFILE, "Too many open files")
-        return receive(count, wait_s=wait_s)
-
-    monkeypatch.setattr(source, "receive", refused)
-    with pushing_to(sink, source):
-        source.wait_until(lambda: len(source.acked) == 20)
-    assert "Too many open files" in str(source.shown)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from millstream.errors import EngineError, LakeUnavailable, Retry
+from millstream.errors import DiskFull, EngineError, LakeUnavailable, Retry
 from millstream.spark.executor_tasks import TableError
 from millstream.spark.quarantine import failure_of_lake
 
 DAMAGED = TableError("lake_table_invalid", "a table is damaged", "", Retry.OPERATOR)
-DISK_FULL = TableError("disk_full", "the disk is full", "Free space.", Retry.BACKOFF)
+DISK_FULL = TableError.of(DiskFull("the disk is full"))
 UNREACHABLE = TableError("lake_unavailable", "no route", "", Retry.BACKOFF)
 NO_KEYS = TableError("lake_credentials", "the keys are refused", "", Retry.OPERATOR)
 

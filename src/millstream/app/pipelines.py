@@ -113,7 +113,7 @@ class StreamPipeline:
     @property
     def is_retried(self) -> bool:
         """Whether it ended by an error that another process may not meet."""
-        return self.error is not None and may_pass(self.error.as_dict())
+        return self.error is not None and may_pass(self.error.code, self.error.retry)
 
     @contextlib.contextmanager
     def _merged_views(self, config: PipelineConfig, lifeline: Lifeline) -> Iterator[MergedViews | None]:

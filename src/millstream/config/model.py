@@ -43,7 +43,7 @@ class SourceConfig(Section):
     )
     publication: str | None = Field(
         default=None,
-        pattern=r"^.{1,56}$",
+        pattern=r"^.+$",
         description="The publication. It is created if it is missing and the role may create one. Tables without a replica "
         "identity are in a second one, `<publication>_inserts`. Unset: `millstream_<stream>`.",
     )

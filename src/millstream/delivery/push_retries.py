@@ -149,10 +149,6 @@ class _Turns:
                 self._is_taken = False
 
 
-def _told(error: MillstreamError | OSError) -> str:
-    return error.message if isinstance(error, MillstreamError) else str(error)
-
-
 class Pusher:
     """Pushes until it is closed, or until the receiver is gone.
 
@@ -234,14 +230,14 @@ class Pusher:
                 if wait_s is not None and self._set_aside(batch, wait_s):
                     return
             self._give_back(batch, "the consumer's delivery was stopped")
-        except (MillstreamError, OSError) as error:
+        except MillstreamError as error:
             self._wait_until_kept(batch, error)
 
-    def _wait_until_kept(self, batch: _Batch, error: MillstreamError | OSError) -> None:
+    def _wait_until_kept(self, batch: _Batch, error: MillstreamError) -> None:
         """Send nothing until the consumer's state can be kept, for example on a full disk; then go on with the batch."""
-        self._show(_told(error))
+        self._show(error.message)
         while not self._stopping.wait(_KEPT_AGAIN_S):
-            with suppress(MillstreamError, OSError):
+            with suppress(MillstreamError):
                 self._source.sync()
                 self._set_aside(batch, 0.0)
                 self._show(None)
@@ -255,8 +251,8 @@ class Pusher:
                 return heapq.heappop(self._aside)[2]
         try:
             messages = self._source.receive(self._pacing.batch_size, wait_s=min(left_s, _RECEIVE_S))
-        except (MillstreamError, OSError) as error:  # also a lack of descriptors, which passes
-            self._show(_told(error))
+        except MillstreamError as error:
+            self._show(error.message)
             self._stopping.wait(_KEPT_AGAIN_S)
             messages = []
         else:
@@ -374,7 +370,7 @@ class Pusher:
         with self._lock:
             aside = [batch.messages for *_, batch in self._aside]
         for messages in aside:
-            with suppress(MillstreamError, OSError):  # noted in memory, though the state can't be kept now
+            with suppress(MillstreamError):  # noted in memory, though the state can't be kept now
                 self._source.hold(messages, self._hold_s, is_retry=False)
         return not self._stopping.is_set()
 

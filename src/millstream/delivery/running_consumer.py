@@ -37,6 +37,7 @@ from millstream.protocol.delivery import (
 )
 from millstream.protocol.delivery.messages import ANSWER_BYTES, Kind
 from millstream.wal.backlog import backlog_of_tables
+from millstream.wal.files import as_told
 from millstream.wal.reader import StreamReader
 
 _SLICE_S: Final = 0.2
@@ -265,12 +266,19 @@ class Running:
             self._restart()
             self.follow_log()
             return True
-        except (MillstreamError, OSError) as error:
-            self._restart()
-            self.error = error.message if isinstance(error, MillstreamError) else str(error)
+        except MillstreamError as error:
+            self._failed(error)
             raise
+        except OSError as error:  # for example a lack of descriptors, which passes
+            told = as_told(error)
+            self._failed(told)
+            raise told from error
         self.error = None
         return False
+
+    def _failed(self, error: MillstreamError) -> None:
+        self._restart()
+        self.error = error.message
 
     def _restart(self) -> None:
         self._records.restart()

@@ -116,12 +116,12 @@ class MillstreamError(Exception):
         }
 
 
-def may_pass(facts: Mapping[str, Any]) -> bool:
-    """Return whether work that ended by an error, given as `as_dict` tells it, is begun again with nothing changed.
+def may_pass(code: str | None, retry: str | None) -> bool:
+    """Return whether work that ended by such an error is begun again with nothing changed.
 
     A person has to make room on a full disk, but what waited for it goes on alone.
     """
-    return facts.get("retry") in {Retry.BACKOFF, Retry.REOPEN} or facts.get("code") == "disk_full"
+    return retry in {Retry.BACKOFF, Retry.REOPEN} or code == "disk_full"
 
 
 def error_of(facts: Mapping[str, Any]) -> MillstreamError:

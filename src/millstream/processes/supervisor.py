@@ -252,11 +252,11 @@ class Supervisor:
 
     def _is_hopeless(self, running: RunningProcess, error: dict[str, Any]) -> bool:
         running.errors += 1
-        most = running.part.errors_max
-        if most is not None and error.get("code") == "unexpected":
+        most, code, retry = running.part.errors_max, error.get("code"), error.get("retry")
+        if most is not None and code == "unexpected":
             most += 1
-        is_refused = error.get("retry") in {"operator", "never"} and not may_pass(error)
-        is_final = is_refused or error.get("code") in running.part.final_codes
+        is_refused = retry in {"operator", "never"} and not may_pass(code, retry)
+        is_final = is_refused or code in running.part.final_codes
         return is_final or (most is not None and running.errors >= most)
 
     def _over(self, running: RunningProcess, state: PartState, facts: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ from millstream import failpoints, process_metrics
 from millstream.catalog import Catalog
 from millstream.catalog.lake_state import forget_lake_state
 from millstream.catalog.quarantined_tables import QuarantinedTable
-from millstream.errors import LakeUnavailable
+from millstream.errors import LakeUnavailable, may_pass
 from millstream.lake.layout import TableCommit
 from millstream.lake.table_renames import PackedPlaces, places_of
 from millstream.model.ids import SchemaVersion, TableId
@@ -41,7 +41,7 @@ from millstream.spark.initial_replay import ReplayWatch
 from millstream.spark.lake_patience import LAKE_PATIENCE_S, pauses
 from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineProgress
 from millstream.spark.pipeline_tables import PipelineTables
-from millstream.spark.quarantine import failure_of_lake, may_pass
+from millstream.spark.quarantine import failure_of_lake
 from millstream.wal.reader import StreamReader
 
 ATTEMPTS_MAX: Final = 4
@@ -164,7 +164,9 @@ class BatchLander:
         """Run the job; repeat it for tables whose error may be temporary. None if the driver ends before the repetition."""
         landed = self._run(after, upto, held)
         backoff, began_s = pauses(), self.clock()
-        while failing := frozenset(table_id for table_id, error in landed.errors.items() if may_pass(error)):
+        while failing := frozenset(
+            table_id for table_id, error in landed.errors.items() if may_pass(error.code, error.retry)
+        ):
             is_lake_gone = any(landed.errors[table_id].code in _GONE for table_id in failing)
             is_over = (
                 self.clock() - began_s >= LAKE_PATIENCE_S if is_lake_gone else backoff.attempts + 1 >= ATTEMPTS_MAX

@@ -23,7 +23,7 @@ from millstream.backoff import Backoff
 from millstream.catalog import Catalog
 from millstream.catalog.quarantined_tables import QuarantineFacts
 from millstream.catalog.rebuilds import Rebuilds
-from millstream.errors import EngineError, MillstreamError, Retry
+from millstream.errors import EngineError, MillstreamError, may_pass
 from millstream.lake.data_files import NewFile
 from millstream.lake.folded.current import FoldPlan
 from millstream.lake.layout import View
@@ -145,7 +145,7 @@ class FoldThread:
             failed = [
                 entry.fold_error for entry in self._pipeline_tables.tables.values() if entry.fold_error is not None
             ]
-            hopeless = failed and all(error.retry in {Retry.NEVER, Retry.OPERATOR} for error in failed)
+            hopeless = failed and not any(may_pass(error.code, error.retry) for error in failed)
             if failures >= _FAILED_JOBS_MAX or (hopeless and after == before):
                 return
 
@@ -294,7 +294,7 @@ class FoldThread:
                 continue
             if answer.commit is not None:
                 told = {"state": "done", "rows": answer.commit.rows, "aside": asides.get(key)}
-            elif answer.error is not None and answer.error.retry in {Retry.BACKOFF, Retry.REOPEN}:
+            elif answer.error is not None and may_pass(answer.error.code, answer.error.retry):
                 continue  # it is retried, as every fold is
             else:
                 assert answer.error is not None, "a fold ends with a commit or an error"
@@ -310,7 +310,7 @@ class FoldThread:
                 continue
             if answer.commit is not None and answer.commit.n >= upto[key]:
                 self._wanted_folds.settle(*key, {"state": "done", "rows": answer.commit.rows, "aside": None})
-            elif answer.error is not None and answer.error.retry not in {Retry.BACKOFF, Retry.REOPEN}:
+            elif answer.error is not None and not may_pass(answer.error.code, answer.error.retry):
                 self._wanted_folds.settle(*key, _failed(answer.error))
 
     def _finished(self, answers: list[FoldAnswer], started: float) -> list[FoldAnswer]:

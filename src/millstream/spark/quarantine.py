@@ -12,7 +12,7 @@ from typing import Final
 
 from millstream.catalog import Catalog
 from millstream.catalog.quarantined_tables import QuarantinedTable, QuarantineFacts
-from millstream.errors import EngineError, LakeUnavailable, MillstreamError, Retry
+from millstream.errors import EngineError, LakeUnavailable, MillstreamError, may_pass
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.protocol.retention import HolderKind
@@ -28,11 +28,6 @@ _REFUSED: Final = frozenset({"lake_credentials", "lake_bucket_missing"})
 _LAKE: Final = frozenset({LakeUnavailable.code, *LakeUnavailable.codes})
 
 
-def may_pass(error: TableError) -> bool:
-    """Return whether a table's error may be temporary, so that writing it again may succeed."""
-    return error.retry in {Retry.BACKOFF, Retry.REOPEN}
-
-
 def failure_of_lake(errors: Sequence[TableError], *, landed_tables: int) -> MillstreamError | None:
     """Return the error that ends a batch, if its failures aren't single tables'; None: quarantine the tables that failed.
 
@@ -43,7 +38,7 @@ def failure_of_lake(errors: Sequence[TableError], *, landed_tables: int) -> Mill
         landed_tables: how many tables were written.
     """
     refused = next((error for error in errors if error.code in _REFUSED), None)
-    all_failed = not landed_tables and all(may_pass(error) or error.code in _LAKE for error in errors)
+    all_failed = not landed_tables and all(may_pass(error.code, error.retry) or error.code in _LAKE for error in errors)
     if not errors or not (refused or all_failed):
         return None
     error = refused or errors[0]

@@ -263,7 +263,7 @@ class OwnedStream:
             self._backoff.reset()
         self._failed_by = error.code
         self._waits(error)
-        mends_itself = may_pass(error.as_dict())
+        mends_itself = may_pass(error.code, error.retry)
         # A job ends with an error that needs work at the source; a service continues once that work is
         # done.
         if isinstance(error, SourceError) and not until_caught_up:

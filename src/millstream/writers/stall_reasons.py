@@ -68,7 +68,7 @@ def trouble_of(
         gave_up = bool(live.get("gave_up"))
     else:
         # `run` starts a pipeline's process again after these; capture records an error that is final for it.
-        restarts = part == "pipeline" and may_pass(error)
+        restarts = part == "pipeline" and may_pass(error.get("code"), error.get("retry"))
         gave_up = not (restarts and holder(home.run_folder, "run"))
     since = noted.get("since") if noted.get("code") == error["code"] else None
     return {**error, "gave_up": gave_up, "since": since}
