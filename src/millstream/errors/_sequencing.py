@@ -21,8 +21,7 @@ class SequencingError(MillstreamError):
             " or has ended. Details: first, count.",
         ),
         "writer_name_taken": Code(
-            "Another process writes the stream under this name, from another folder, and its lease is valid. "
-            "Details: writer, location.",
+            "Another process writes the stream under this name, and its lease is valid. Details: writer, location.",
             Retry.OPERATOR,
             "Give each writer of a stream its own `[writer] name` in millstream.toml.",
         ),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
 
-from millstream.errors import HomeBusy, MillstreamError, WriterClosed
+from millstream.errors import HomeBusy, MillstreamError, StaleEpoch, WriterClosed
 from millstream.home.machine_code_folder import place_compiled_code
 from millstream.ingest.append_client import AppendClient, AsyncAppendClient
 from millstream.ingest.append_server import AppendServer
@@ -28,6 +28,7 @@ from millstream.processes.logs import leave_logs_to_application
 from millstream.processes.role_locks import RoleLock, holder, writer_role
 from millstream.workers import Worker, call_in_thread
 from millstream.writers.allowed_writers import refuse_embedded_catalog
+from millstream.writers.one_of_several import OwnIncarnations
 from millstream.writers.stream_writer import stream_writer
 
 if TYPE_CHECKING:
@@ -78,6 +79,9 @@ class HomeAppender:
         self._home = home
         self._open_other = open_other
         self._writer = home.config.writer.name
+        # Nothing of the batch was appended: the writer is gone, has failed, was fenced or is just starting. Only one
+        # of several comes back after it was fenced.
+        self._between_writers: Final = (WriterClosed, HomeBusy, *((StaleEpoch,) if self._writer else ()))
         self._begin()
         _OPEN_HERE.add(self)
 
@@ -109,8 +113,7 @@ class HomeAppender:
             try:
                 way = self._way()
                 return call(way)
-            except (WriterClosed, HomeBusy):
-                # Nothing of the batch was appended: the writer is gone, has failed or is just starting.
+            except self._between_writers:
                 self._forget(way)
                 if self._closed or time.monotonic() > give_up_s:
                     raise
@@ -162,7 +165,7 @@ class HomeAppender:
                 if appender is None:
                     appender = await wrap_future(call_in_thread("append-opens", partial(way.appender_of, stream)))
                 return await appender.append_batch_async(batch, deadline_s=deadline_s)
-            except (WriterClosed, HomeBusy):
+            except self._between_writers:
                 self._forget(way)
                 if self._closed or time.monotonic() > give_up_s:
                     raise
@@ -281,6 +284,7 @@ class _OwnWriter:
         self._closing = threading.Lock()
         self._lock = threading.Lock()
         self._streams: dict[str, tuple[contextlib.ExitStack, StreamWriter]] = {}
+        self._before: dict[str, OwnIncarnations] = {}
         with contextlib.ExitStack() as opened:
             opened.enter_context(
                 RoleLock.take(
@@ -345,7 +349,10 @@ class _OwnWriter:
     def _open(self, stream: str) -> tuple[contextlib.ExitStack, StreamWriter]:
         with contextlib.ExitStack() as stack:
             config = _written(self._home, stream)
-            writer = stack.enter_context(stream_writer(self._home, self._catalog, stream, config, self._open_other))
+            before = self._before.setdefault(stream, OwnIncarnations())
+            writer = stack.enter_context(
+                stream_writer(self._home, self._catalog, stream, config, self._open_other, before=before)
+            )
             self._streams[stream] = stack.pop_all(), writer
         return self._streams[stream]
 

@@ -25,7 +25,7 @@ import structlog
 from millstream.errors import CatalogError, ConfigError, MillstreamError, SequencingError, ShardLocked, StaleEpoch
 from millstream.model.ids import Epoch, ShardId, StreamId, WriterId
 from millstream.model.positions import Seq
-from millstream.protocol.sequencer import Announcement
+from millstream.protocol.sequencer import Announcement, WriterPhase
 from millstream.workers import Worker, watching
 
 if TYPE_CHECKING:
@@ -111,6 +111,7 @@ class OneOfSeveral:
         first_shard: int | None = None,
         options: LogOptions | None = None,
         announcements: Announcements | None = None,
+        before: OwnIncarnations | None = None,
     ) -> Self:
         """Register, wait while the previous incarnation may still answer, recover its shards, and begin.
 
@@ -127,10 +128,13 @@ class OneOfSeveral:
                 each.
             options: how the log is written.
             announcements: how writers notify each other; through the catalog if not given.
+            before: this process's earlier incarnations of the writer; None: there are none.
 
         Raises:
             SequencingError (`lease_too_short`): the catalog answers too slowly for it.
-            SequencingError (`writer_name_taken`): a writer of that name has its log elsewhere.
+            SequencingError (`writer_name_taken`): a writer of that name has its log elsewhere, or another process
+                has become this writer since.
+            SequencingError (`writer_alive`): another process recovers this writer's shards.
             LogError (`shard_taken`): one of the shards is another writer's.
             ShardLocked: another process holds the folder or a shard, and goes on holding it.
             SequencingError (`sequence_unusable`): the numbers in the catalog were changed from outside.
@@ -140,7 +144,8 @@ class OneOfSeveral:
         began = time.monotonic()
         place = WriterPlace(stream, folder, options, lease_s)
         try:
-            registration, shards, log = _begin(store, place, name, location, shard_count, first_shard)
+            before = OwnIncarnations() if before is None else before
+            registration, shards, log = _begin(store, place, name, location, shard_count, first_shard, before)
         except BaseException:
             store.close()
             raise
@@ -168,6 +173,54 @@ class OneOfSeveral:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class OwnIncarnations:
+    """A process's incarnations as one writer of a stream; the process keeps it from one opening to the next.
+
+    A process that starts fences the earlier incarnation, whatever that one does. A process that was fenced registers
+    again only once the incarnation that fenced it has ended. So one of two processes with one name ends, and they
+    don't fence each other for ever.
+    """
+
+    def __init__(self) -> None:
+        self.epoch: Epoch | None = None
+        """The newest epoch that this process was given; None before the first."""
+        self._other: tuple[Epoch, float] | None = None
+        """Epoch of another process's incarnation that has recovered the log, and when it was first seen."""
+
+    def check_others_gone(self, entry: WriterEntry, store: PostgresSequenceStore, lease_s: float) -> None:
+        """Raise if another process has become this writer since this one registered, and lives.
+
+        Another writer of the stream that recovers the shards settles the entry at once after that; a process that
+        goes on as this writer doesn't.
+
+        Raises:
+            SequencingError (`writer_alive`): the shards are being recovered, or their recovery has just ended.
+            SequencingError (`writer_name_taken`): the other process has been writing for longer than a lease.
+        """
+        is_others = self.epoch is not None and entry.epoch > self.epoch
+        if not is_others or entry.phase is WriterPhase.SETTLED or entry.writer in store.view().expired:
+            self._other = None
+            return
+        if entry.phase is not WriterPhase.OPEN:
+            self._other = None
+        elif self._other is None or self._other[0] != entry.epoch:
+            self._other = entry.epoch, time.monotonic()
+        elif time.monotonic() - self._other[1] > lease_s:
+            raise SequencingError(
+                f"another process writes the stream as its writer {entry.name}, which this process was before",
+                code="writer_name_taken",
+                writer=entry.name,
+                location=entry.location,
+            )
+        raise SequencingError(
+            f"another process has taken over writer {entry.name}, and its lease runs",
+            code="writer_alive",
+            hint="Wait: this process registers again once the other has recovered the writer's shards.",
+            writer=entry.name,
+            lease_s=lease_s,
+        )
 
 
 class _Caller:
@@ -289,6 +342,8 @@ class WriterKeeper:
         try:
             view = self._log.follow() or self._store.view()
         except StaleEpoch as error:
+            if self._log.failure() is None:
+                return True  # a group is being written: the log learns it after that
             logger.warning("this writer was taken over", writer=self._name, error=error.message)
             return False
         except CatalogError as error:
@@ -343,15 +398,19 @@ def _begin(
     location: str,
     shard_count: int,
     first_shard: int | None,
+    own: OwnIncarnations,
 ) -> tuple[Registration, tuple[ShardId, ...], LogWriter]:
     from millstream.wal.files import RealFiles
     from millstream.wal.shard_locks import refuse_beside_an_owner
 
-    before = {entry.name: entry.writer for entry in store.writers()}
-    refuse_beside_an_owner(RealFiles(), place.folder, before.get(name))
+    before = {entry.name: entry for entry in store.writers()}
+    refuse_beside_an_owner(RealFiles(), place.folder, before[name].writer if name in before else None)
+    if name in before:
+        own.check_others_gone(before[name], store, place.lease_s)
     above = Epoch(0)
     while True:
         registration = store.register(name, location, above=above)
+        own.epoch = registration.epoch
         first = (registration.writer - 1) * shard_count if first_shard is None else first_shard
         shards = tuple(ShardId(first + number) for number in range(shard_count))
         try:

@@ -26,6 +26,7 @@ from millstream.errors import (
     MillstreamError,
     ReadOnly,
     SourceError,
+    StaleEpoch,
     UnknownStream,
     WriterClosed,
     may_pass,
@@ -50,6 +51,7 @@ from millstream.workers import Worker, watching
 from millstream.writers.allowed_writers import note_capturing_writer, refuse_embedded_catalog, refuse_to_capture
 from millstream.writers.buffer_consumer import BufferTaking
 from millstream.writers.home_appender import append_socket
+from millstream.writers.one_of_several import OwnIncarnations
 from millstream.writers.stall_reasons import forget_given_up, note_given_up
 from millstream.writers.stream_writer import StreamWriter, operation_taker, stream_writer
 from millstream.writers.write_buffers import buffer_name, open_buffer
@@ -110,6 +112,7 @@ class OwnedStream:
         self._kept = KeptVectors(home)
         self._folds = MergedFolds(home, name, config, self._kept)
         self._clocks = RegionClocks(home, name, config)
+        self._before = OwnIncarnations()
         self._unheard: str | None = None
         """Message of the last logged error about a region's log."""
 
@@ -131,12 +134,22 @@ class OwnedStream:
                     return
                 with (
                     stream_writer(
-                        self.home, self.catalog, self.name, self.config, self._open_other, check=self._check_captures
+                        self.home,
+                        self.catalog,
+                        self.name,
+                        self.config,
+                        self._open_other,
+                        check=self._check_captures,
+                        before=self._before,
                     ) as writer,
-                    _until_led_no_more(self.home, self.name, stop) as ended,
+                    _while_it_writes(self.home, self.name, writer, stop) as ended,
                 ):
                     self.writer = writer
                     self._run_with(writer, ended, until_caught_up=until_caught_up, tell=tell, supervised=supervised)
+                    failure = writer.log.failure()
+                    if failure is not None and not stop.is_set():
+                        self.facts_at_end, self.gave_up = None, False
+                        raise failure
                     if not roles.leads_surely(self.name):
                         writer.log.ends_as("another node leads from here on")
                 if stop.is_set() or roles.leads(self.name):
@@ -263,7 +276,9 @@ class OwnedStream:
             self._backoff.reset()
         self._failed_by = error.code
         self._waits(error)
-        mends_itself = may_pass(error.code, error.retry)
+        # A writer whose lease ended registers again: see `OwnIncarnations`.
+        is_fenced = isinstance(error, StaleEpoch) and self.home.config.writer.name is not None
+        mends_itself = may_pass(error.code, error.retry) or is_fenced
         # A job ends with an error that needs work at the source; a service continues once that work is
         # done.
         if isinstance(error, SourceError) and not until_caught_up:
@@ -375,13 +390,20 @@ def _replication_now(home: Home) -> ReplicationConfig:
 
 
 @contextlib.contextmanager
-def _until_led_no_more(home: Home, name: str, stop: threading.Event) -> Iterator[threading.Event]:
-    """Yield an event that is set with `stop`, and once this node no longer leads the stream."""
-    if not home.config.replication.nodes:
+def _while_it_writes(home: Home, name: str, writer: StreamWriter, stop: threading.Event) -> Iterator[threading.Event]:
+    """Yield an event that is set with `stop`, and once this node no longer leads the stream, or its writer has failed.
+
+    One of several writers may be fenced while nothing is appended, and capture of a quiet source wouldn't notice it.
+    """
+    if not home.config.replication.nodes and writer.name is None:
         yield stop
         return
     roles = Roles(home)
-    with watching(f"lead-{name}", _LOOK_EVERY_S, lambda: roles.leads_surely(name), stop=stop) as ended:
+
+    def writes() -> bool:
+        return writer.log.failure() is None and (not home.config.replication.nodes or roles.leads_surely(name))
+
+    with watching(f"writes-{name}", _LOOK_EVERY_S, writes, stop=stop) as ended:
         yield ended
 
 

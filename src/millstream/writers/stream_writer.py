@@ -27,7 +27,7 @@ from millstream.wal.files import RealFiles
 from millstream.wal.replica.ship_source import durable_marks
 from millstream.writers.allowed_writers import refuse_to_own
 from millstream.writers.catalog_catch_up import adopt_log
-from millstream.writers.one_of_several import OneOfSeveral
+from millstream.writers.one_of_several import OneOfSeveral, OwnIncarnations
 from millstream.writers.stream_routing import StreamRouting, shards_to_open
 from millstream.writers.stream_sinks import sinks_of
 from millstream.writers.write_buffers import (
@@ -72,6 +72,7 @@ def stream_writer(
     open_other: OpenOther,
     *,
     check: Callable[[StreamId], None] | None = None,
+    before: OwnIncarnations | None = None,
 ) -> Iterator[StreamWriter]:
     """Become a stream's writer, for the block: a new epoch, the shards' locks, recovery.
 
@@ -82,13 +83,14 @@ def stream_writer(
         config: the stream's.
         open_other: opens the homes that its sinks are.
         check: raises if this process may not write the stream after all.
+        before: this process's earlier incarnations, if it is one of several writers; None: there are none.
 
     Raises:
         ConfigError: the stream has several writers, and this process isn't configured as one of them; or
             it is, and the catalog is embedded.
         ShardLocked: another process holds a shard, and goes on holding it.
-        SequencingError (`lease_too_short`), SequencingError (`writer_name_taken`), LogError (`shard_taken`), SequencingError (`sequence_unusable`): as `OneOfSeveral.open`, for one
-            among several.
+        SequencingError (`lease_too_short`, `writer_name_taken`, `writer_alive`, `sequence_unusable`), LogError (`shard_taken`): as `OneOfSeveral.open`, for
+            one among several.
         ReadOnly, Fenced: another node leads the stream.
         CorruptWal, DiskFull …: as `LogWriter.open`.
         CatalogError (`catalog_older`): the catalog has something else under a number of the log's.
@@ -110,7 +112,7 @@ def stream_writer(
             opened.enter_context(log)
             first_shard = FIRST_SHARD
         else:
-            shared = opened.enter_context(_join(home, catalog, stream, name, config, own))
+            shared = opened.enter_context(_join(home, catalog, stream, name, config, own, before))
             log, writer, first_shard = shared.log, shared.writer, shared.shards[0]
         adopt_log(catalog, stream, str(home.wal_folder(name)), log.reached(), from_buffer=_reads_buffer(config))
         # Check again, now with the shards' locks: a node that was promised in the interval that this one
@@ -189,7 +191,15 @@ def resolve_stream(home: HomePaths, catalog: Catalog, name: str) -> StreamId:
     return catalog.resolve_stream(name, found=found)
 
 
-def _join(home: Home, catalog: Catalog, stream: StreamId, name: str, config: StreamConfig, writer: str) -> OneOfSeveral:
+def _join(
+    home: Home,
+    catalog: Catalog,
+    stream: StreamId,
+    name: str,
+    config: StreamConfig,
+    writer: str,
+    before: OwnIncarnations | None,
+) -> OneOfSeveral:
     own = home.config.writer
     return OneOfSeveral.open(
         catalog,
@@ -201,6 +211,7 @@ def _join(home: Home, catalog: Catalog, stream: StreamId, name: str, config: Str
         shard_count=config.log.shards,
         first_shard=own.first_shard,
         options=log_options(config, home.config.replication),
+        before=before,
     )
 
 
