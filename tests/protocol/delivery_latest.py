@@ -27,6 +27,9 @@ class LatestReference(Reference):
         made = super().copy()
         assert isinstance(made, LatestReference)
         made.relied, made.floor = self.relied, self.floor
+        for item in list(made.items):  # a barrier between them may have died, and isn't offered again
+            if item in made.items:
+                made._replaced(item)
         return made
 
     @property
