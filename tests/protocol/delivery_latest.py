@@ -210,6 +210,8 @@ class LatestWorld(World):
             return
         groups = {message.groups[0] for message in newer if message.groups}
         tables = {message.table for message in newer if message.truncates}
+        self.consumer.expire(self.now)
+        self.reference.expire(self.now)
         before = set(self.consumer._pending.entries)
         self.consumer.drop_older(groups, tables, self.end)
         self.reference.drop_older(newer, self.end)

@@ -9,6 +9,7 @@ from tests.protocol.delivery_latest import LatestWorld
 from tests.seeds import Seeds, search
 
 from millstream.protocol.delivery import Delivery, LatestConsumer, Limits, Message, State, Status, position_of
+from millstream.protocol.delivery.state import Fact
 
 PARTS = 4
 
@@ -97,6 +98,21 @@ def test_a_group_waits_after_a_nack_though_a_newer_change_replaced_the_message()
     one.nack(older, 0, delay_ms=50)
     assert one.receive(49, 10) == []
     assert facts(one.receive(50, 10)) == [(2, 1, "")]
+
+
+def test_a_nack_without_delay_ends_the_older_delay_of_what_replaced_the_message_also_behind_a_restart():
+    rows = [message(1, "a"), message(2, "a")]
+    one = consumer(rows[0])
+    older = [delivery.delivery_id for delivery in one.receive(0, 10)]
+    stored = one.snapshot()
+    stored.facts[position_of(2)] = Fact(deliveries=1, not_before=50)
+    one = consumer(*rows, state=stored)
+    one.take_changes()
+    one.nack(older, 0)
+    for change in one.take_changes():
+        stored.apply(change)
+    for restarted in (one, consumer(*rows, state=stored)):
+        assert [delivery.message.position for delivery in restarted.receive(0, 10)] == [position_of(2)]
 
 
 def test_a_truncate_drops_what_waits_of_its_table_and_waits_for_what_is_in_flight():

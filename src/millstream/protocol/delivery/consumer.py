@@ -299,9 +299,9 @@ class Consumer(Pushed):
                 else:
                     self._fail(entry, back, now, error)
                     if entry.state is _WAITING:
-                        self._delay(entry, until)
-                        if until and entry.position != delivery.position:  # a newer one replaced it
+                        if entry.position != delivery.position and (until or entry.not_before):  # a newer one
                             self._changes.append(Delayed((entry.position,), until))
+                        self._delay(entry, until)
             statuses.append(status)
         self._note_back(back)
         return statuses
