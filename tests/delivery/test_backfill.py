@@ -6,7 +6,7 @@ import json
 import random
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,11 @@ from millstream.app.open_home import OpenHome
 from millstream.delivery.service import StreamConsumers
 from millstream.errors import DeliveryError, InvalidValue, LakeBehind
 from millstream.home.home import Home
+from millstream.processes.control_socket import have_done
+from millstream.testing.errors import coded
 from millstream.wal.reader import StreamReader
-from millstream.writers.home_consumers import surroundings
+from millstream.writers import home_consumers
+from millstream.writers.home_consumers import HomeConsumers, surroundings
 
 KEYS = '[streams.web]\n[streams.web.keys]\n"public.orders" = ["id"]\n"public.items" = ["id"]\n'
 
@@ -111,6 +114,46 @@ def test_progress_is_shown_and_another_one_is_refused_while_one_runs(opened: Ope
         assert caught.value.code == "backfill_running"
     assert len(received(opened, "search")) == 5
     assert consumers.backfill("search") > number
+
+
+def test_a_request_that_comes_again_begins_no_other_backfill(opened: OpenHome, home: Home) -> None:
+    """Its first answer was lost: while the backfill ran, it was refused, and later it delivered all rows again."""
+    opened.consumers("web").create("search")
+
+    def begun(key: str) -> int:
+        with closing(HomeConsumers(home)) as others:
+            return int(others.call("web", "backfill", "search", {"tables": ["orders"]}, key=key).body["backfill"])
+
+    number = begun("one")
+    assert begun("one") == number
+    assert len(received(opened, "search")) == 5
+    assert begun("one") == number
+    assert received(opened, "search") == []
+    later = begun("two")
+    assert later > number
+    opened.close()  # the next process reads what this one has stored
+    assert [begun("one"), begun("two")] == [number, later]
+
+
+def test_an_answer_that_another_process_lost_changes_nothing(
+    opened: OpenHome, home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened.consumers("web").create("search")
+    done = []
+
+    def losing(*arguments: Any, **options: Any) -> dict[str, Any] | None:
+        done.append(have_done(*arguments, **options))
+        return done[-1] if len(done) > 1 else None
+
+    monkeypatch.setattr(home_consumers, "have_done", losing)
+    with closing(HomeConsumers(home)) as others:
+        answer = others.call("web", "backfill", "search")
+        assert done == [{"body": answer.body, "is_new": False, "has_ended": False}] * 2
+        done.clear()
+        others.call("web", "delete", "search")
+        assert len(done) == 1
+        with pytest.raises(DeliveryError, check=coded("unknown_consumer")):
+            others.call("web", "delete", "search")
 
 
 def test_bad_requests_change_nothing(opened: OpenHome) -> None:

@@ -118,6 +118,18 @@ def test_a_consumer_receives_and_acknowledges(server: Served) -> None:
     assert client.post("search/receive", 404)["code"] == "unknown_consumer"
 
 
+def test_a_backfill_is_begun_once_under_a_key(server: Served) -> None:
+    client = Client(server.url)
+    client.make("keyed")
+    begun = [
+        client.answer(client.http.post("/keyed/backfill", headers={"Idempotency-Key": key}), status)
+        for key, status in (("one", 202), ("one", 202), ("two", 409), ("", 422))
+    ]
+    assert begun[0] == begun[1]
+    assert [one["code"] for one in begun[2:]] == ["backfill_running", "invalid_value"]
+    client.http.delete("/keyed")
+
+
 def test_a_nack_or_an_expiry_delivers_again_under_the_same_id(server: Served) -> None:
     client = Client(server.url)
     client.make("again", start="earliest", ack_wait_ms=300)

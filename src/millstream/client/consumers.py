@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import suppress
@@ -58,6 +59,8 @@ def call_of(stream: str, ask: Ask) -> Call:
     body = {} if ask.body is None else ask.body
     wait_s = body.get("wait_for_ms", 0) / 1000 if ask.what == "receive" else 0.0
     headers = {"Content-Type": "application/json"}
+    if ask.what == "backfill":
+        headers["Idempotency-Key"] = uuid.uuid4().hex  # it is sent again if its answer is lost
     return Call("POST", path, {}, headers, json.dumps(body).encode(), more_patience_s=wait_s)
 
 

@@ -78,10 +78,11 @@ Steps: TypeAlias = Generator[Call | Nap, HttpAnswer | Lost | None, _Result]
 
 
 def asked(call: Call, *, url: str, patience_s: float, now: Callable[[], float]) -> Steps[HttpAnswer]:
-    """Return the answer to a query, which is resent while no server answers or has room.
+    """Return the answer to a call other than an append, which is resent while no server answers or has room.
 
     Args:
-        call: a call that changes nothing, so that it may be made any number of times.
+        call: a call that may be made any number of times. If the first try of a deletion got no answer, a later one
+            that finds nothing has succeeded.
         url: for errors.
         patience_s: how long to retry.
         now: a clock that never goes back, in seconds.
@@ -92,10 +93,12 @@ def asked(call: Call, *, url: str, patience_s: float, now: Callable[[], float]) 
         MillstreamError: the server's error.
     """
     give_up_s, nap_s = now() + patience_s, _NAP_S
+    may_be_done = False
     while True:
         got = yield call
         error: MillstreamError
         if isinstance(got, Lost):
+            may_be_done |= got.sent
             error, wait_s = _unreachable(f"{url} gives no answer: {got.why}", url, got.hint), nap_s
             if got.hint:
                 raise error
@@ -104,6 +107,8 @@ def asked(call: Call, *, url: str, patience_s: float, now: Callable[[], float]) 
             if 200 <= got.status < 300:
                 return got
             error = problem_of(got, url)
+            if may_be_done and call.method == "DELETE" and error.code == "unknown_consumer":
+                return HttpAnswer(204, {}, b"")
             if got.status not in _BUSY or isinstance(error, PositionError) or error.code == "replica_too_stale":
                 # If a follower is behind, ask the leader, at once.
                 raise error

@@ -83,7 +83,7 @@ class Stored:
             "earlier": self.earlier,
             "configured": [self.is_configured, self.is_paused_by_removal],
             "backfill": None if self.backfill is None else self.backfill.to_json(),
-            "ended": [[ended.number, ended.is_rewound] for ended in self.ended],
+            "ended": _ended_facts(self.ended),
         }
 
     @classmethod
@@ -194,8 +194,7 @@ class Store:
             counters: first deliveries, further ones and acks, to be added to the consumer's.
         """
         facts = None if backfill is None else backfill.to_json()
-        numbers = [[one.number, one.is_rewound] for one in ended[-ENDED_MAX:]]
-        self._append(["backfill", name, facts, numbers, list(counters)])
+        self._append(["backfill", name, facts, _ended_facts(ended[-ENDED_MAX:]), list(counters)])
         self.sync()
 
     def change_rows(self, name: str, changes: Iterable[Change]) -> None:
@@ -329,6 +328,10 @@ def put_consumers(folder: Path, key: bytes | None, consumers: Iterable[Stored]) 
     # The log comes last: a lost log with its key would accept the acknowledgements of consumers that are gone.
     replace_file(folder / KEY_NAME, secrets.token_bytes(KEY_BYTES) if key is None else key)
     replace_file(folder / LOG_NAME, _log_of(consumers))
+
+
+def _ended_facts(ended: Sequence[Ended]) -> list[list[Any]]:
+    return [[one.number, one.is_rewound, one.key] for one in ended]
 
 
 def _log_of(consumers: Iterable[Stored]) -> bytes:

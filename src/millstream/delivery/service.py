@@ -119,7 +119,6 @@ class StreamConsumers:
             "pause": partial(self._steer, "pause"),
             "resume": partial(self._steer, "resume"),
             "rewind": self._rewind,
-            "backfill": self._backfill,
             "receive": self._receive,
             "ack": partial(self._settle, "ack"),
             "nack": partial(self._settle, "nack"),
@@ -129,7 +128,9 @@ class StreamConsumers:
             "drop": partial(self._settle_dead, "drop"),
         }
 
-    def call(self, what: str, name: str | None, body: Any, waiter: Waiter | None = None) -> Answer:
+    def call(
+        self, what: str, name: str | None, body: Any, waiter: Waiter | None = None, *, key: str | None = None
+    ) -> Answer:
         """Carry out a request.
 
         Args:
@@ -137,6 +138,7 @@ class StreamConsumers:
             name: the consumer's; None for `create` and `list`.
             body: the request's JSON value.
             waiter: ends a `receive` that waits.
+            key: of a `backfill`: the same one again returns the number of the backfill that it began.
 
         Raises:
             DeliveryError (`unknown_consumer`, `invalid_consumer`, `consumer_exists`, `consumer_configured`): as they say.
@@ -152,6 +154,8 @@ class StreamConsumers:
         if name is not None and name in self._file.names and what != "delete":
             self._make_configured(name, is_shown=what in {"show", "dead"})
         self._known(str(name))  # an unknown consumer wins over errors of the body
+        if what == "backfill":
+            return self._backfill(str(name), body, key)
         return self._calls[what](str(name), body, waiter or Waiter())
 
     def all(self) -> list[dict[str, Any]]:
@@ -262,13 +266,15 @@ class StreamConsumers:
             self._sync()
             return Answer(running.shown())
 
-    def _backfill(self, name: str, body: Any, waiter: Waiter) -> Answer:
-        del waiter
+    def _backfill(self, name: str, body: Any, key: str | None) -> Answer:
         rows = wanted_rows(body)
         with self._locked(name) as running:
+            if key is not None and (begun := running.backfills.number_of(key)) is not None:
+                return Answer({"backfill": begun})
             running.check_kept()
             running.backfills.check_none()
             stored = self._backfill_of(running.definition, running.reader, running.machine.cursor, rows)
+            stored.key = key
             running.go_back()
             running.backfills.begin(stored)
         self._writer.wake()

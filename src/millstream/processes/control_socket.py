@@ -129,22 +129,42 @@ def measures_of(home: Home) -> dict[str, dict[str, list[dict[str, Any]]]]:
 
 
 def have_done(
-    home: Home, role: Role | WriterRole, act: str, arguments: Mapping[str, Any], *, deadline_s: float
+    home: Home,
+    role: Role | WriterRole,
+    act: str,
+    arguments: Mapping[str, Any],
+    *,
+    deadline_s: float,
+    on_sent: Callable[[], None] = lambda: None,
 ) -> dict[str, Any] | None:
     """Have a part carry out an action; return its answer.
 
     None if it isn't there, or doesn't answer in time: then the action may be done or not.
 
+    Args:
+        home: the home.
+        role: the part's.
+        act: the action.
+        arguments: the action's, JSON-able.
+        deadline_s: how long to wait for the answer.
+        on_sent: called once the part may have the request.
+
     Raises:
         MillstreamError: any error of our tree that the part's action raised.
     """
-    answer = _asked(home, role, {"call": act, "with": dict(arguments)}, deadline_s)
+    answer = _asked(home, role, {"call": act, "with": dict(arguments)}, deadline_s, on_sent)
     if answer is not None and isinstance(answer.get("failed"), dict):
         raise error_of(answer["failed"])
     return answer
 
 
-def _asked(home: Home, role: Role | WriterRole, asked: Mapping[str, Any], deadline_s: float) -> dict[str, Any] | None:
+def _asked(
+    home: Home,
+    role: Role | WriterRole,
+    asked: Mapping[str, Any],
+    deadline_s: float,
+    on_sent: Callable[[], None] = lambda: None,
+) -> dict[str, Any] | None:
     folder = home.socket_folder()
     path = None if folder is None else _socket_of(Path(folder), role)
     if path is None or not _ours(path):
@@ -153,6 +173,7 @@ def _asked(home: Home, role: Role | WriterRole, asked: Mapping[str, Any], deadli
         connection.settimeout(_TIMEOUT_S)
         connection.connect(str(path))
         connection.sendall(json.dumps(asked).encode() + b"\n")
+        on_sent()
         connection.settimeout(deadline_s)
         answer = json.loads(_read_line(connection, _ANSWER_BYTES_MAX))
         return answer if isinstance(answer, dict) else None

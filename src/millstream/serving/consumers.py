@@ -19,8 +19,9 @@ from millstream.errors import HttpError
 from millstream.model.access import Right
 from millstream.serving.access import allow
 from millstream.serving.connections import NEEDS_ITS_CLIENT
+from millstream.serving.openapi import KEY
 from millstream.serving.request_bodies import ClientGoneError, Held, Intake, read_body
-from millstream.serving.requests import ENDING, headers_said
+from millstream.serving.requests import ENDING, headers_said, key_said
 from millstream.serving.row_writes import JSON_TYPE
 from millstream.writers.home_consumers import HomeConsumers
 
@@ -83,6 +84,10 @@ _BODIES: Final[dict[str, dict[str, Any]]] = {
     },
     "retry": {"ids": {"anyOf": [_TEXTS, {"const": "all"}]}},
     "drop": {"ids": {"anyOf": [_TEXTS, {"const": "all"}]}},
+}
+_BACKFILL_KEY: Final = {
+    **KEY,
+    "description": "A key of the caller's making: sent again with it, the request begins no other backfill.",
 }
 _ACTIONS: Final[dict[str, tuple[str, Right, str]]] = {
     "receive": ("receive", Right.READ, "Messages that can be delivered now, or once there are some."),
@@ -186,8 +191,10 @@ class Consumers:
             async def do(body: Any) -> Response:
                 if what == "receive":
                     return await self._receive(request, stream, consumer, body)
-                status = 202 if what == "backfill" else 200
-                return _json((await self._asked(stream, what, consumer, body)).body, status)
+                if what == "backfill":
+                    key = key_said(headers_said(request.scope))
+                    return _json((await self._asked(stream, what, consumer, body, key)).body, 202)
+                return _json((await self._asked(stream, what, consumer, body)).body)
 
             return await self._with_body(request, stream, do)
 
@@ -228,8 +235,10 @@ class Consumers:
             for task in aside:
                 task.cancel()
 
-    async def _asked(self, stream: str, what: str, consumer: str | None = None, body: Any = None) -> Answer:
-        call = partial(self.of_home.call, stream, what, consumer, body)
+    async def _asked(
+        self, stream: str, what: str, consumer: str | None = None, body: Any = None, key: str | None = None
+    ) -> Answer:
+        call = partial(self.of_home.call, stream, what, consumer, body, key=key)
         return await asyncio.wrap_future(self._threads.submit(call))
 
 
@@ -246,7 +255,12 @@ def _body_of(what: str) -> dict[str, Any]:
         return {}
     required = [field for field in ("name", "to", "ack_ids", "ids") if field in fields]
     schema = {"type": "object", "properties": fields, "required": required, "additionalProperties": False}
-    return {"requestBody": {"required": bool(required), "content": {JSON_TYPE: {"schema": schema}}}}
+    described: dict[str, Any] = {
+        "requestBody": {"required": bool(required), "content": {JSON_TYPE: {"schema": schema}}}
+    }
+    if what == "backfill":
+        described["parameters"] = [_BACKFILL_KEY]
+    return described
 
 
 def _json(body: Any, status: int = 200) -> Response:

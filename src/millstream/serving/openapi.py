@@ -133,7 +133,7 @@ _ENCODING: Final = {
     "schema": {"enum": ["identity", "gzip"]},
     "description": "How the body is compressed.",
 }
-_KEY: Final = {
+KEY: Final = {
     "name": "Idempotency-Key",
     "in": "header",
     "schema": {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[!-~]+$"},
@@ -165,7 +165,7 @@ _OPTIONS: Final = (
     _DEADLINE,
     _ENCODING,
     _ACKS,
-    _KEY,
+    KEY,
     {
         "name": "Millstream-Session",
         "in": "header",
@@ -282,7 +282,7 @@ def _lines_path(name: str, parameter: str, summary: str) -> dict[str, Any]:
                 _DEADLINE,
                 _ENCODING,
                 _ACKS,
-                _KEY,
+                KEY,
             ],
             "requestBody": {
                 "required": True,

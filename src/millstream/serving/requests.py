@@ -108,6 +108,12 @@ def write_id_said(headers: Mapping[bytes, bytes]) -> WriteId | None:
     return _checked(WriteId(session=_text("Millstream-Session", session), number=int(number)))
 
 
+def key_said(headers: Mapping[bytes, bytes]) -> str | None:
+    """Return the idempotency key in the headers of a request other than a write, if any. Raises as `write_id_said`."""
+    key = headers.get(b"idempotency-key")
+    return None if key is None else _checked(WriteId(key=_text("Idempotency-Key", key))).key
+
+
 def _checked(write_id: WriteId) -> WriteId:
     # Checked here, for one request: in a batch it would refuse all of them.
     check_write_id(write_id)

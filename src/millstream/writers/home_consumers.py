@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
@@ -25,7 +26,7 @@ from millstream.delivery.follower_consumers import SHOWN, CopiedConsumers
 from millstream.delivery.running_consumer import Waiter
 from millstream.delivery.service import Answer, StreamConsumers
 from millstream.delivery.state_repair import stored_names
-from millstream.errors import ConfigError, HomeBusy, LakeBehind, LogError, MillstreamError, WriterClosed
+from millstream.errors import ConfigError, DeliveryError, HomeBusy, LakeBehind, LogError, MillstreamError, WriterClosed
 from millstream.home.as_of_parsing import parse_as_of
 from millstream.leadership.node_roles import LOOK_EVERY_S, Roles
 from millstream.libpq import database_of
@@ -77,9 +78,18 @@ class HomeConsumers:
         self._pid = os.getpid()
 
     def call(
-        self, stream: str, what: str, name: str | None = None, body: Any = None, *, waiter: Waiter | None = None
+        self,
+        stream: str,
+        what: str,
+        name: str | None = None,
+        body: Any = None,
+        *,
+        waiter: Waiter | None = None,
+        key: str | None = None,
     ) -> Answer:
-        """Carry out a request; see `StreamConsumers.call`.
+        """Carry out a request, once, also if the answer of the process that has the consumers is lost.
+
+        See `StreamConsumers.call`; a `backfill` without a key gets one.
 
         Raises:
             UnknownStream: the home has no such stream.
@@ -95,7 +105,9 @@ class HomeConsumers:
         waiter = waiter or Waiter()
         if what == "receive":
             return self._receive(stream, str(name), body, waiter)
-        return self._asked(stream, what, name, body, waiter)
+        if what == "backfill" and key is None:
+            key = uuid.uuid4().hex
+        return self._asked(stream, what, name, body, waiter, key)
 
     def start(self) -> None:
         """Make this process the owner if no other process is, and make the consumers of `millstream.toml`.
@@ -164,20 +176,28 @@ class HomeConsumers:
             if found.body["messages"] or is_over or waiter.is_gone or found.has_ended:
                 return found
 
-    def _asked(self, stream: str, what: str, name: str | None, body: Any, waiter: Waiter) -> Answer:
+    def _asked(
+        self, stream: str, what: str, name: str | None, body: Any, waiter: Waiter, key: str | None = None
+    ) -> Answer:
         give_up_s = time.monotonic() + _STARTS_WITHIN_S
+        may_be_done, is_sent = False, threading.Event()
         while True:
             owner = self._owner()
             try:
                 if owner is not None:
-                    return owner.of(stream).call(what, name, body, waiter)
-                asked = {"stream": stream, "what": what, "name": name, "body": body}
-                answer = have_done(self._home, _ROLE, _ACT, asked, deadline_s=_ANSWERS_WITHIN_S)
+                    return owner.of(stream).call(what, name, body, waiter, key=key)
+                asked = {"stream": stream, "what": what, "name": name, "body": body, "key": key}
+                answer = have_done(self._home, _ROLE, _ACT, asked, deadline_s=_ANSWERS_WITHIN_S, on_sent=is_sent.set)
                 if answer is not None:
                     return Answer(**answer)
+                may_be_done = is_sent.is_set()
             except WriterClosed:
                 if self._is_closed:
                     raise
+            except DeliveryError as error:
+                if what == "delete" and may_be_done and error.code == "unknown_consumer":
+                    return Answer(None)  # an earlier try, whose answer was lost, has deleted it
+                raise
             if time.monotonic() > give_up_s:
                 pid = holder(self._home.run_folder, _ROLE).get("pid")
                 raise HomeBusy(
@@ -285,7 +305,7 @@ class _Owner:
             stream.close()
 
     def _forwarded(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        answer = self.of(asked["stream"]).call(asked["what"], asked["name"], asked["body"])
+        answer = self.of(asked["stream"]).call(asked["what"], asked["name"], asked["body"], key=asked.get("key"))
         return answer._asdict()
 
 

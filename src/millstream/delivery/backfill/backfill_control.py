@@ -202,6 +202,11 @@ class Backfilling:
         self._machine.drop([id_])
         return Status.ACKED
 
+    def number_of(self, key: str) -> int | None:
+        """Return the number of the backfill that a request with this idempotency key began; None if none is known."""
+        known = [*self.ended, *(() if self.stored is None else (self.stored,))]
+        return next((one.number for one in reversed(known) if one.key == key), None)
+
     def check_none(self) -> None:
         """Raise `DeliveryError` (`backfill_running`) if a backfill runs."""
         if self.is_running:
@@ -232,7 +237,9 @@ class Backfilling:
             return
         self.end(is_rewound=True)
         self.begin(
-            StoredBackfill(new_number(), self._machine.cursor, earlier.tables, earlier.where, list(earlier.names))
+            StoredBackfill(
+                new_number(), self._machine.cursor, earlier.tables, earlier.where, list(earlier.names), key=earlier.key
+            )
         )
 
     def end(self, *, is_rewound: bool) -> None:
@@ -244,7 +251,7 @@ class Backfilling:
         total.delivered += counts.delivered
         total.redelivered += counts.redelivered
         total.acked += counts.acked
-        self.ended.append(Ended(stored.number, is_rewound))
+        self.ended.append(Ended(stored.number, is_rewound, stored.key))
         del self.ended[:-ENDED_MAX]
         self.close()
         self.stored = self.error = None

@@ -48,6 +48,8 @@ class StoredBackfill:
     total: int | None = None
     """Number of rows; None until they are written."""
     state: State = field(default_factory=lambda: State.begin(0))
+    key: str | None = None
+    """Idempotency key of the request that began it."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a value that JSON can hold."""
@@ -59,6 +61,7 @@ class StoredBackfill:
             "names": self.names,
             "total": self.total,
             "state": self.state.to_json(),
+            "key": self.key,
         }
 
     @classmethod
@@ -74,6 +77,8 @@ class Ended:
     number: int
     is_rewound: bool
     """Whether it ended before its rows were settled."""
+    key: str | None = None
+    """As `StoredBackfill.key`."""
 
 
 def file_of(folder: Path, number: int) -> Path:

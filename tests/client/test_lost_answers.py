@@ -1,0 +1,48 @@
+"""Calls other than appends whose answers are lost, without I/O: what is sent again, and what the second answer means."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from millstream.client.consumers import Ask, call_of
+from millstream.client.http_requests import Call
+from millstream.client.http_retries import HttpAnswer, Lost, Nap, Steps, asked
+from millstream.errors import DeliveryError
+from millstream.testing.errors import coded
+
+URL = "http://127.0.0.1:8787"
+_PROBLEM = {"code": "unknown_consumer", "detail": "stream web has no consumer 'search'"}
+UNKNOWN = HttpAnswer(404, {"content-type": "application/problem+json"}, json.dumps(_PROBLEM).encode())
+
+
+def sent_twice(what: str, *, is_sent: bool) -> tuple[Steps[HttpAnswer], Call, Call]:
+    """Return a request's steps after its first answer was lost, and both calls."""
+    steps = asked(call_of("web", Ask(what, "search")), url=URL, patience_s=5.0, now=lambda: 0.0)
+    first = next(steps)
+    assert isinstance(first, Call)
+    assert isinstance(steps.send(Lost("the connection was cut", sent=is_sent)), Nap)
+    second = steps.send(None)
+    assert isinstance(second, Call)
+    return steps, first, second
+
+
+def test_a_deletion_that_finds_nothing_after_a_lost_answer_has_succeeded() -> None:
+    steps, _, _ = sent_twice("delete", is_sent=True)
+    with pytest.raises(StopIteration) as ended:
+        steps.send(UNKNOWN)
+    assert ended.value.value.status == 204
+
+
+def test_a_deletion_that_never_arrived_before_is_refused() -> None:
+    steps, _, _ = sent_twice("delete", is_sent=False)
+    with pytest.raises(DeliveryError, check=coded("unknown_consumer")):
+        steps.send(UNKNOWN)
+
+
+def test_a_backfill_is_sent_again_under_its_key() -> None:
+    """The server began a second one, or refused it because the first one ran."""
+    _, first, second = sent_twice("backfill", is_sent=True)
+    assert first.headers["Idempotency-Key"] == second.headers["Idempotency-Key"]
+    assert call_of("web", Ask("backfill", "search")).headers["Idempotency-Key"] != first.headers["Idempotency-Key"]
