@@ -13,10 +13,12 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from millstream.errors import AppendOutcomeUnknown
+from millstream.errors import AppendOutcomeUnknown, MillstreamError
 from millstream.ingest.append_client import AppendClient, AsyncAppendClient, _taken
+from millstream.ingest.append_server import AppendServer
 from millstream.ingest.socket_protocol import HELLO, LENGTHS
-from millstream.model.writes import AppendBatch
+from millstream.model.operations import Appended
+from millstream.model.writes import AppendBatch, SessionFacts
 
 
 @pytest.mark.parametrize("by_task", [True, False])
@@ -65,3 +67,29 @@ def test_a_connection_is_used_again_in_a_process_of_many_files(tmp_path: Path, m
         theirs.close()
         with _taken([idle], tmp_path / "w.sock")[0] as other:
             assert other is not idle
+
+
+class Incarnation:
+    """An appender of a log that has so many writes of each session."""
+
+    def __init__(self, writes: int) -> None:
+        self._writes = writes
+
+    async def append_batch_async(self, batch: AppendBatch, **_: object) -> list[Appended | MillstreamError]:
+        return [MillstreamError("not here") for _ in batch.write_ids]
+
+    def session(self, _name: str, **_: object) -> SessionFacts:
+        return SessionFacts(self._writes)
+
+
+def test_a_session_is_asked_of_the_writer_that_is_open_now(tmp_path: Path) -> None:
+    """After a failover and back in one process, the writer that was closed answered, with the facts of its time."""
+    now = [Incarnation(1)]
+    server, client = AppendServer(tmp_path / "w.sock", lambda _stream: now[0]), AppendClient(tmp_path / "w.sock")  # type: ignore[arg-type, return-value]
+    try:
+        client.append_batch("web", AppendBatch.of_request({"clicks": pa.table({"n": [1]})}), deadline_s=5.0)
+        now[0] = Incarnation(2)
+        assert client.session("web", "till", deadline_s=5.0) == SessionFacts(2)
+    finally:
+        client.close()
+        server.close()

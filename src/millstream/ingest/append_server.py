@@ -36,6 +36,7 @@ from millstream.workers import Worker, call_in_thread
 
 if TYPE_CHECKING:
     from millstream.model.operations import Appended
+    from millstream.model.writes import SessionFacts
 
 _ROOM_BYTES: Final = 4 * ROWS_BYTES_MAX
 """Limit in bytes of requests being read or written, over all connections; further senders wait."""
@@ -157,15 +158,19 @@ class AppendServer:
     async def _answer(self, head: bytes, body: bytes) -> bytes:
         try:
             if not body and (wanted := session_asked(head)) is not None:
-                appender = await self._appender(wanted[0])
-                # It may wait for others to hold the log.
-                facts = await wrap_future(
-                    call_in_thread("append-session", lambda: appender.session(wanted[1], deadline_s=SESSION_PATIENCE_S))
-                )
-                return frame_of({"session": facts.as_dict()})
+                return frame_of({"session": (await self._session(*wanted)).as_dict()})
             return answered(await self._append(head, body))
         except MillstreamError as error:
             return frame_of({"error": error.as_dict()})
+
+    async def _session(self, stream: str, name: str) -> SessionFacts:
+        """Return the facts of the writer that is open now: one of `_known` that was closed would answer for its time."""
+
+        def session() -> SessionFacts:
+            return self._appender_of(stream).session(name, deadline_s=SESSION_PATIENCE_S)
+
+        # It may have to open a log first, and wait for others to hold it.
+        return await wrap_future(call_in_thread("append-session", session))
 
     async def _appender(self, stream: str) -> Appender:
         found = self._known.get(stream)
