@@ -22,6 +22,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from tests.aio.everywhere import a_home
 from tests.app.homes import config, done, make_home, run, wait_for
 from tests.commands import SCRIPT, Command
 
@@ -43,7 +44,7 @@ from millstream.ingest.append_client import AppendClient
 from millstream.ingest.python_rows import ROWS_BYTES_MAX
 from millstream.model.positions import StreamToken
 from millstream.model.writes import AppendBatch
-from millstream.processes.role_locks import holder, writer_role
+from millstream.processes.role_locks import RoleLock, holder, writer_role
 from millstream.testing.errors import coded
 from millstream.testing.pytest_plugin import Database
 from millstream.testing.sequencing import UnreliableAnnouncements
@@ -569,6 +570,21 @@ def test_captured_tables_are_nobody_elses_and_a_written_name_sets_the_captured_o
     assert "Rename the table at the source" in refused.stderr
     assert run(home, "tables", "copy", "public.clicks").returncode == 2
     assert [row["id"] for row in rows_of(home, "clicks", "shop") if row["__source"] == 0] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("way", ["open", "aio.open"])
+def test_the_deadline_bounds_the_wait_for_a_writer_that_only_starts(home: Path, way: str) -> None:
+    """It took 30 s, whatever the deadline was."""
+    with a_home(way, home) as opened:
+        run_folder = home / "data" / "run"
+        run_folder.mkdir(parents=True, exist_ok=True)
+        with RoleLock.take(run_folder, writer_role(None)):
+            began_s = time.monotonic()
+            with pytest.raises(WriterClosed):
+                opened.append("web", "clicks", {"id": 1}, deadline_s=0.2)
+            assert time.monotonic() - began_s < 15.0
+        opened.append("web", "clicks", {"id": 2}, deadline_s=0.2)
+    assert [row["id"] for row in rows_of(home)] == [2]
 
 
 def test_appends_go_on_while_the_source_is_away(tmp_path: Path) -> None:

@@ -110,8 +110,8 @@ class HomeAppends(Protocol):
             rows: a dict or an iterable of them; a pyarrow table or batch; a frame of pandas or polars;
                 anything that supports Arrow's stream protocol. Columns that a row lacks are null. Up to
                 64 MiB.
-            deadline_s: how long to wait for room if the writer is busy, and then for other machines, if
-                the level requires them.
+            deadline_s: how long to wait for a process that is about to write (30 s at most), for room if
+                the writer is busy, and then for other machines, if the level requires them.
             session: a session's name, with this write's number in it: the same write resent isn't
                 appended again.
             number: see `session`; from 1.

@@ -98,8 +98,8 @@ class HttpConfig(Section):
     )
     append_timeout: Duration = Field(
         default="10s",
-        description="Time that an append waits for room in the log's queue, unless the request has a `deadline_s`. After "
-        "that it gets status 429.",
+        description="Time that an append waits for room in the log's queue, or for a process that is about to write, "
+        "unless the request has a `deadline_s`. After that it gets status 429 or 503.",
     )
     queries_max: int = Field(
         default=4,

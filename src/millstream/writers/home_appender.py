@@ -96,26 +96,38 @@ class HomeAppender:
         self._pid = os.getpid()
 
     def append_batch(self, stream: str, batch: AppendBatch, *, deadline_s: float) -> list[Appended | MillstreamError]:
-        """Append as `Appender.append_batch`, in the process that writes. Also raises `UnknownStream`, `HomeBusy`."""
-        return self._through(stream, lambda way: way.append_batch(stream, batch, deadline_s=deadline_s))
+        """Append as `Appender.append_batch`, in the process that writes. Also raises `UnknownStream`, `HomeBusy`.
+
+        The deadline bounds the wait for a process that is about to write, too.
+        """
+        return self._through(
+            stream, lambda way, left_s: way.append_batch(stream, batch, deadline_s=left_s), deadline_s=deadline_s
+        )
 
     def session(self, stream: str, name: str, *, deadline_s: float = _ASK_S) -> SessionFacts:
         """Return the session as `Appender.session`, from the process that writes."""
-        return self._through(stream, lambda way: way.session(stream, name, deadline_s=deadline_s))
+        return self._through(
+            stream, lambda way, left_s: way.session(stream, name, deadline_s=left_s), deadline_s=deadline_s
+        )
 
-    def _through(self, stream: str, call: Callable[[AppendClient | _OwnWriter], _Made]) -> _Made:
-        """Call the current writer and return its result; retry while a writer starts or hands over."""
+    def _through(
+        self, stream: str, call: Callable[[AppendClient | _OwnWriter, float], _Made], *, deadline_s: float
+    ) -> _Made:
+        """Call the current writer and return its result; retry while a writer starts or hands over.
+
+        The call gets the seconds that are left until the deadline.
+        """
         _written(self._home, stream)
         self._begin_in_child()
-        give_up_s = time.monotonic() + _STARTS_WITHIN_S
+        wait = _Wait(deadline_s)
         while True:
-            way = None
+            way, left_s = None, wait.left_s()
             try:
                 way = self._way()
-                return call(way)
+                return call(way, left_s)
             except self._between_writers:
                 self._forget(way)
-                if self._closed or time.monotonic() > give_up_s:
+                if self._closed or wait.is_over():
                     raise
                 time.sleep(_TRY_EVERY_S)
 
@@ -127,13 +139,13 @@ class HomeAppender:
             HomeBusy: another process writes the home, and doesn't answer.
         """
 
-        def reshard(way: AppendClient | _OwnWriter) -> dict[str, Any]:
+        def reshard(way: AppendClient | _OwnWriter, _left_s: float) -> dict[str, Any]:
             if isinstance(way, _OwnWriter):
                 return way.reshard(stream, shards)
             return self._reshard_there(stream, shards)
 
         # A repeated request whose change was already made reports no change.
-        return self._through(stream, reshard)
+        return self._through(stream, reshard, deadline_s=_STARTS_WITHIN_S)
 
     def _reshard_there(self, stream: str, shards: int) -> dict[str, Any]:
         asked = {"stream": stream, "shards": shards}
@@ -152,22 +164,23 @@ class HomeAppender:
         """Append as `append_batch`, for a task of any event loop; the loop isn't blocked."""
         _written(self._home, stream)
         self._begin_in_child()
-        give_up_s = time.monotonic() + _STARTS_WITHIN_S
+        wait = _Wait(deadline_s)
         while True:
             way: AppendClient | _OwnWriter | None = None
+            left_s = wait.left_s()
             try:
                 way = self._ready_way()
                 if way is None:
                     way = await wrap_future(call_in_thread("append-opens", self._way))
                 if isinstance(way, AppendClient):
-                    return await self._client_here().append_batch(stream, batch, deadline_s=deadline_s)
+                    return await self._client_here().append_batch(stream, batch, deadline_s=left_s)
                 appender = way.opened_appender_of(stream)
                 if appender is None:
                     appender = await wrap_future(call_in_thread("append-opens", partial(way.appender_of, stream)))
-                return await appender.append_batch_async(batch, deadline_s=deadline_s)
+                return await appender.append_batch_async(batch, deadline_s=left_s)
             except self._between_writers:
                 self._forget(way)
-                if self._closed or time.monotonic() > give_up_s:
+                if self._closed or wait.is_over():
                     raise
                 await asyncio.sleep(_TRY_EVERY_S)
 
@@ -243,6 +256,23 @@ class HomeAppender:
             if way is not None and way is self._client:
                 self._client.close()
                 self._client = None
+
+
+class _Wait:
+    """The wait of one call for a process that writes: until its deadline, and for as long as such a process may start."""
+
+    def __init__(self, deadline_s: float) -> None:
+        now_s = time.monotonic()
+        self._ends_s = now_s + deadline_s
+        self._gives_up_s = now_s + min(deadline_s, _STARTS_WITHIN_S)
+
+    def left_s(self) -> float:
+        """Return the seconds until the deadline."""
+        return max(0.0, self._ends_s - time.monotonic())
+
+    def is_over(self) -> bool:
+        """Return whether to try no more."""
+        return time.monotonic() >= self._gives_up_s
 
 
 def _written(home: Home, stream: str) -> StreamConfig:
