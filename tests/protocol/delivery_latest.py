@@ -180,11 +180,19 @@ class LatestReference(Reference):
         return status, item
 
     def retry(self, ids: Iterable[str]) -> None:
+        newer: set[tuple[str, ...]] = set()
+        """Groups of which a newer message is delivered again, now or once it is read again."""
         for id_ in sorted(ids, key=lambda id_: -self.dead[id_].position):
             groups = self.dead[id_].groups
-            if id_ in self.overtaken or (groups and any(item.message.groups == groups for item in self.items)):
+            if (
+                id_ in self.overtaken
+                or groups in newer
+                or any(item.message.groups == groups != () for item in self.items)
+            ):
                 self.buried.pop(self.dead.pop(id_).position, None)
             else:
+                if groups:
+                    newer.add(groups)
                 super().retry([id_])
 
 

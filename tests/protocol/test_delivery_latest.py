@@ -138,6 +138,18 @@ def test_a_dead_letter_whose_key_has_a_newer_change_is_dropped_by_a_retry():
     assert one.dead == {}
 
 
+def test_a_retry_delivers_the_newest_dead_letter_of_a_key_also_if_the_log_has_lost_its_record():
+    one = consumer()
+    for seq in (1, 2):
+        one.offer([message(seq, "a")], seq)
+        for _ in range(2):
+            one.nack([delivery.delivery_id for delivery in one.receive(0, 10)], 0)
+    assert list(one.dead) == ["shop-0-1-1", "shop-0-1-2"]
+    assert one.cut_back(1)
+    assert one.retry() == [("shop-0-1-1", True), ("shop-0-1-2", True)]
+    assert [delivery.message.id for delivery in one.receive(0, 10)] == ["shop-0-1-2"]
+
+
 def test_a_restart_never_delivers_an_older_change_after_one_that_was_acknowledged():
     rows = [message(1, "a"), message(2, "a")]
     one = consumer(*rows)

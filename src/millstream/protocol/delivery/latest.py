@@ -419,7 +419,8 @@ class LatestConsumer(Consumer):
         letters = [self.dead[id_] for id_ in self._letters.wanted(ids) if id_ in self.dead]
         newest: dict[tuple[str, ...], str] = {}
         for letter in sorted(letters, key=lambda letter: letter.message.position):
-            newest[letter.message.groups] = letter.message.id
+            if not letter.is_overtaken:
+                newest[letter.message.groups] = letter.message.id
         return {
             letter.message.id
             for letter in letters
