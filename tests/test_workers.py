@@ -1,4 +1,4 @@
-"""`Worker`, `watching` and `call_in_thread`: how a thread ends, and where its failure goes."""
+"""`Worker`, `watching`, `call_in_thread` and `Crew`: how a thread ends, and where its failure goes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from millstream.workers import Worker, call_in_thread, watching
+from millstream.workers import Crew, Worker, call_in_thread, watching
 
 PATIENCE_S = 20.0
 
@@ -141,3 +141,32 @@ def test_a_cancelled_call_is_not_made():
     call_in_thread("call", lambda: calls.append(1), made)
     time.sleep(0.01)
     assert (made.cancelled(), calls) == (True, [])
+
+
+def test_a_crew_makes_so_many_calls_at_a_time_and_each_that_came_before_its_end():
+    crew = Crew("crew", 2)
+    goes_on, at_once, most = threading.Event(), threading.Semaphore(0), threading.Semaphore(2)
+    made: list[int] = []
+
+    def call(number: int) -> None:
+        assert threading.current_thread().daemon
+        assert most.acquire(blocking=False), "three at a time"
+        at_once.release()
+        assert goes_on.wait(PATIENCE_S)
+        most.release()
+        made.append(number)
+        raise Bug
+
+    with capture_logs() as logs:
+        for number in range(5):
+            crew.submit(lambda number=number: call(number))
+        assert at_once.acquire(timeout=PATIENCE_S)
+        assert at_once.acquire(timeout=PATIENCE_S)
+        crew.close()
+        crew.submit(lambda: call(5))
+        goes_on.set()
+        until_s = time.monotonic() + PATIENCE_S
+        while any(thread.name == "crew" for thread in threading.enumerate()) and time.monotonic() < until_s:
+            time.sleep(0.001)
+    assert sorted(made) == [0, 1, 2, 3, 4]
+    assert len(logs) == 5

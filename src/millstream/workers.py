@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Final, Self, TypeVar
 
 import structlog
@@ -127,6 +128,57 @@ def watching(
     """
     with Worker(name, look, every_s=every_s, stop=stop) as worker:
         yield worker.ended
+
+
+class Crew:
+    """Daemon threads that make calls in turn, begun as they are needed, so many at most.
+
+    Executors join their threads at the process's end, so a call that hangs keeps the process from ending.
+
+    Args:
+        name: the threads' name.
+        count_max: number of calls made at a time.
+
+    Concurrency: any thread may call.
+    """
+
+    def __init__(self, name: str, count_max: int) -> None:
+        self._name = name
+        self._count_max = count_max
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._unfinished = self._count = 0
+        self._is_closed = False
+
+    def submit(self, call: Callable[[], object]) -> None:
+        """Have a call made; a failure of it is logged. Nothing is done after `close`."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._calls.put(call)
+            self._unfinished += 1
+            if self._unfinished > self._count < self._count_max:
+                self._count += 1
+                Worker(self._name, self._step).start()
+
+    def close(self) -> None:
+        """Take no more calls; the threads end once the earlier ones are made. It doesn't wait for that."""
+        with self._lock:
+            self._is_closed = True
+            for _ in range(self._count):
+                self._calls.put(None)
+
+    def _step(self) -> bool:
+        call = self._calls.get()
+        if call is None:
+            return False
+        try:
+            call()
+        except Exception:
+            logger.exception("a call on a thread failed", thread=self._name)
+        with self._lock:
+            self._unfinished -= 1
+        return True
 
 
 def call_in_thread(name: str, call: Callable[[], T], made: Future[T] | None = None) -> Future[T]:

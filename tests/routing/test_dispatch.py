@@ -14,7 +14,15 @@ import pytest
 from tests.app.homes import wait_for
 from tests.routing.rows import batch_of, ops_of, schema_of, shards
 
-from millstream.errors import DiskFull, MillstreamError, Overloaded, PartialWrite, Retry, WriterClosed
+from millstream.errors import (
+    AppendOutcomeUnknown,
+    DiskFull,
+    MillstreamError,
+    Overloaded,
+    PartialWrite,
+    Retry,
+    WriterClosed,
+)
 from millstream.ingest.append_requests import operations_of
 from millstream.model.buffered_operations import ReadPause
 from millstream.model.ids import ShardId
@@ -23,6 +31,7 @@ from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.model.replication import LOCAL, AckLevel
 from millstream.model.writes import SessionFacts, WriteId
 from millstream.ports import SinkOutcome
+from millstream.routing import dispatch
 from millstream.routing.dispatch import Dispatcher
 from millstream.routing.ring import ShardRouter
 from millstream.routing.router import Router
@@ -294,6 +303,31 @@ def test_what_is_on_its_way_when_it_is_closed_is_answered() -> None:
         assert answer.result(60).seqs.count == 1
         closing.result(60)
     assert (copies.rows, copies.is_closed) == ([1], True)
+
+
+@pytest.mark.parametrize("by_task", WAYS)
+def test_a_sink_that_hangs_holds_up_no_end(by_task: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of the stream, and of the process, waited for it, however long it took."""
+    monkeypatch.setattr(dispatch, "_CLOSES_WITHIN_S", 0.2)
+    monkeypatch.setattr(dispatch, "_THREADS_OF_A_SINK", 1)
+    log, copies = Log(), Sink()
+    to = Dispatcher(log, {"copies": copies})
+    copies.goes_on.clear()
+    close, copies.close = copies.close, lambda: (copies.goes_on.wait(60), close())  # type: ignore[method-assign]
+    with ThreadPoolExecutor(3) as threads:
+        begun = threads.submit(append, to, write(("copies", [1])), by_task=by_task)
+        wait_for(lambda: copies.asked == 1)
+        waits = threads.submit(append, to, write(("copies", [2])), by_task=by_task)
+        partly = threads.submit(append, to, write((None, [3]), ("copies", [3])), by_task=by_task)
+        wait_for(lambda: len(to._on_way) == 3)
+        to.close()
+        errors = [future.exception(60) for future in (begun, waits, partly)]
+    assert [type(error) for error in errors] == [AppendOutcomeUnknown, WriterClosed, PartialWrite]
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("routing-sink"))
+    copies.goes_on.set()
+    wait_for(lambda: copies.is_closed and copies.rows)
+    wait_for(lambda: not any(thread.name.startswith("routing-sink") for thread in threading.enumerate()))
+    assert copies.rows == [1], "what was refused isn't sent later"
 
 
 @pytest.mark.parametrize("by_task", WAYS)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 import structlog
 
-from millstream.errors import MillstreamError, PartialWrite, WriterClosed
+from millstream.errors import AppendOutcomeUnknown, MillstreamError, PartialWrite, WriterClosed
 from millstream.model.operations import Ack, Outcome, Submitted, WriteOps, writes_in
 from millstream.model.positions import Seq, SeqRange
 from millstream.model.replication import AckLevel
@@ -21,6 +22,7 @@ from millstream.model.writes import SessionFacts, WriteId
 from millstream.ports import ApplicationLog, RecordSink, SinkOutcome
 from millstream.routing.sink_deduplication import Deliveries, SinkDelivery
 from millstream.routing.sinks import TOOK
+from millstream.workers import Crew, call_in_thread
 
 logger = structlog.get_logger("millstream.routing")
 
@@ -28,7 +30,7 @@ LOG: Final = "log"
 """Name of the stream's own shards in `PartialWrite`."""
 _THREADS_OF_A_SINK: Final = 8
 _CLOSES_WITHIN_S: Final = 10.0
-"""Time that operations in flight may take before the sinks are closed anyway."""
+"""Time that operations in flight may take before the sinks are closed anyway; and as much for the sinks' end."""
 
 _Step: TypeAlias = tuple[WriteOps, AckLevel | None] | list[Future[SinkOutcome]]
 """Operations for the log to append at a level, or outcomes of sinks to wait for."""
@@ -59,11 +61,15 @@ class Dispatcher:
         self._ignore_errors = ignore_errors
         self._count_ignored = count_ignored
         self._deliveries = Deliveries()
-        self._threads = ThreadPoolExecutor(_THREADS_OF_A_SINK * max(1, len(sinks)), "routing-sink")
+        self._threads = Crew("routing-sink", _THREADS_OF_A_SINK * max(1, len(sinks)))
         self._changed = threading.Condition()
-        """Held to change the next two attributes."""
+        """Held to change the next four attributes."""
         self._closed = False
         self._under_way = 0
+        self._on_way: dict[SinkDelivery, bool] = {}
+        """The deliveries without an outcome, and whether the sink has got each."""
+        self._is_over = False
+        """Whether the deliveries on their way were given up: nothing more goes to a sink."""
         self._tasks: set[asyncio.Task[Ack]] = set()
 
     def append(self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None) -> Ack:
@@ -153,13 +159,23 @@ class Dispatcher:
         return self._log.shown_upto()
 
     def close(self) -> None:
-        """Answer operations in flight, and take no more for sinks; the sinks are closed, the log isn't."""
+        """Answer operations in flight, and take no more for sinks; the sinks are closed, the log isn't.
+
+        A sink that hangs is left behind. Its operations fail, though it may take what it has got.
+        """
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._under_way, _CLOSES_WITHIN_S)
-        self._threads.shutdown()
-        for sink in self._sinks.values():
-            sink.close()
+            left, self._on_way, self._is_over = self._on_way, {}, True
+        for delivery, is_begun in left.items():
+            self._deliveries.end(delivery, _gave_no_answer() if is_begun else _was_given_nothing())
+        self._threads.close()
+        closing = {call_in_thread("routing-sink-end", sink.close): name for name, sink in self._sinks.items()}
+        closed, hanging = wait(closing, _CLOSES_WITHIN_S)
+        for sink_end in hanging:
+            logger.warning("a sink hangs, and isn't waited for", sink=closing[sink_end])
+        for sink_end in closed:
+            sink_end.result()
 
     @contextmanager
     def _taking(self) -> Iterator[None]:
@@ -202,16 +218,21 @@ class Dispatcher:
                 continue
             own = tuple(table for table in ops.tables if table.sink == sink)
             part = replace(ops, tables=own).select(list(new))
-            try:
-                self._threads.submit(self._deliver, sink, part, list(new.values()), deadline_s)
-            except RuntimeError:  # closed: operations in flight took too long
-                self._end(
-                    list(new.values()), [WriterClosed("the stream was closed; the sink was given nothing")] * len(new)
-                )
+            with self._changed:
+                self._on_way |= dict.fromkeys(new.values(), False)
+                is_over = self._is_over  # operations in flight took too long
+            if is_over:
+                self._end(list(new.values()), [_was_given_nothing()] * len(new))
+            else:
+                self._threads.submit(partial(self._deliver, sink, part, list(new.values()), deadline_s))
         return told
 
     def _deliver(self, sink: str, ops: WriteOps, deliveries: Sequence[SinkDelivery], deadline_s: float | None) -> None:
         outcomes: Sequence[SinkOutcome | BaseException]
+        with self._changed:
+            if self._is_over:
+                return
+            self._on_way |= dict.fromkeys(deliveries, True)
         try:
             outcomes = self._sinks[sink].append(ops, deadline_s=deadline_s)
             assert len(outcomes) == len(deliveries), "a sink says of each operation what became of it"
@@ -221,7 +242,10 @@ class Dispatcher:
 
     def _end(self, deliveries: Sequence[SinkDelivery], outcomes: Sequence[SinkOutcome | BaseException]) -> None:
         for delivery, outcome in zip(deliveries, outcomes, strict=True):
-            self._deliveries.end(delivery, outcome)
+            with self._changed:
+                is_awaited = self._on_way.pop(delivery, None) is not None
+            if is_awaited:
+                self._deliveries.end(delivery, outcome)
 
     # --- answers ---------------------------------------------------------------------------------------------------
 
@@ -251,6 +275,17 @@ class Dispatcher:
         if len(outcomes) == 1 and isinstance(outcomes[0], MillstreamError):
             raise outcomes[0]
         return replace(ack or nothing, each=outcomes, placed=None)
+
+
+def _gave_no_answer() -> MillstreamError:
+    return AppendOutcomeUnknown(
+        "the stream was closed before the sink answered: it may or may not have the rows",
+        hint="Look at the sink, or send the rows again under their idempotency key or session.",
+    )
+
+
+def _was_given_nothing() -> MillstreamError:
+    return WriterClosed("the stream was closed; the sink was given nothing")
 
 
 def _sinks_of(ops: WriteOps) -> list[str]:
