@@ -501,6 +501,24 @@ def test_a_table_whose_rows_were_not_copied_has_events_alone(
     assert asked("SELECT count(*) FROM millstream_lake.tables WHERE view = 'current'") == [(0,)]
 
 
+@pytest.mark.parametrize("key", ["id", "note"])
+def test_a_zero_character_lands_as_its_symbol(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any], key: str
+) -> None:
+    """Applications may write one, and PostgreSQL's texts hold none: the table isn't quarantined for it."""
+    keyed = replace(table, key=(key,), identity=(key,))
+    note, escaped = "a\0\0b", "\\u0000"
+    rows = [("c", 1, {"id": 1, "note": note}), ("c", 2, {"id": 2, "note": escaped}), ("u", 3, {"id": 1, "note": note})]
+    landed(target, keyed, 3, records(keyed, *rows))
+    shown = [(1, "a\u2400\u2400b"), (2, escaped)]
+    assert asked(f"SELECT id, note FROM {ROWS} ORDER BY 1") == shown
+    assert asked(f"SELECT DISTINCT (row->>'id')::int, row->>'note' FROM {EVENTS} ORDER BY 1") == shown
+    keys = asked(f"SELECT DISTINCT record_pk FROM {EVENTS} ORDER BY 1")
+    assert keys == ([("1",), ("2",)] if key == "id" else [(escaped,), ("a\u2400\u2400b",)])
+    landed(target, keyed, 4, records(keyed, ("d", 4, {"id": 1, "note": note})))
+    assert asked(f"SELECT id, note FROM {ROWS}") == shown[1:]
+
+
 def test_a_negative_zero_is_one_in_events_too(
     target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
 ) -> None:
@@ -677,8 +695,9 @@ def test_an_address_that_leads_nowhere_says_so_without_its_secret(table: TableSc
 def test_a_value_that_the_destination_refuses_sets_its_table_aside_alone(
     target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
 ) -> None:
-    written = replace(table, source=SourceId(0))
-    error = landing(target, written, 1, records(written, ("c", 1, {"id": 1, "note": "nul\x00inside"}))).error
+    stamp = Column("at", pa.string(), PgType(1114, 3, "timestamp without time zone"))
+    timed = replace(table, source=SourceId(0), columns=(*table.columns, stamp), key=("at",), identity=("at",))
+    error = landing(target, timed, 1, records(timed, ("c", 1, {"id": 1, "at": "294277-01-01 00:00:00"}))).error
     assert error is not None
     assert asked("SELECT count(*) FROM pg_namespace WHERE nspname LIKE 'sales%'") == [(0,)]
 

@@ -32,7 +32,7 @@ from millstream.lake.postgres.layout import (
     short,
 )
 from millstream.lake.postgres.target import PostgresTarget, copy_in, literal
-from millstream.lake.postgres.texts import Versioned, text_records
+from millstream.lake.postgres.texts import Versioned, text_records, without_zeros
 from millstream.lake.row_identity import Keys, key_codes
 from millstream.model.ids import TableId
 from millstream.model.names import quote_ident
@@ -492,4 +492,4 @@ def _free(name: str, types: Collection[str]) -> str:
 def _lines(rows: pa.Table) -> Iterator[tuple[Any, ...]]:
     """Yield rows as tuples, some thousand of them in memory at once."""
     for batch in rows.to_batches(max_chunksize=_LINES):
-        yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
+        yield from zip(*(without_zeros(column).to_pylist() for column in batch.columns), strict=True)

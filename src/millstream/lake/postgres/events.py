@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import copysign
@@ -34,7 +35,7 @@ from millstream.lake.postgres.layout import (
     short,
 )
 from millstream.lake.postgres.target import PostgresTarget, copy_in, literal, translated
-from millstream.lake.postgres.texts import Versioned, column_texts
+from millstream.lake.postgres.texts import ZERO_STAND_IN, Versioned, column_texts, without_zeros
 from millstream.model.names import quote_ident
 from millstream.model.positions import Lsn, format_lsn
 from millstream.model.records import Op
@@ -62,6 +63,8 @@ _OWN: Final = {
     "log_seq": "bigint",
 }
 _NAMES: Final = ", ".join(quote_ident(name) for name in _OWN)
+_ZERO: Final = re.compile(r"(?<!\\)((?:\\\\)*)\\u0000")
+"""A zero character as JSON has it: behind an odd number of backslashes."""
 _TYPES: Final = {name: kind.removesuffix(" NOT NULL") for name, kind in _OWN.items()}
 
 
@@ -280,7 +283,7 @@ def _keys(schema: TableSchema, batch: pa.RecordBatch) -> list[str | None]:
     """Return the text of each row's key; for several columns a JSON array of texts. None for rows without a key."""
     if not schema.key:
         return [None] * batch.num_rows
-    columns = [column_texts(schema, batch, name).to_pylist() for name in schema.key]
+    columns = [without_zeros(column_texts(schema, batch, name)).to_pylist() for name in schema.key]
     if len(columns) == 1:
         only: list[str | None] = columns[0]
         return only
@@ -291,7 +294,8 @@ def _json(values: dict[str, Any] | None) -> str | None:
     if values is None:
         return None
     told = {name: "-0" if _is_negative_zero(value) else value for name, value in values.items()}
-    return json.dumps(told, ensure_ascii=False, separators=(",", ":"))
+    text = json.dumps(told, ensure_ascii=False, separators=(",", ":"))
+    return _ZERO.sub(rf"\1{ZERO_STAND_IN}", text) if "\\u0000" in text else text
 
 
 def _is_negative_zero(value: Any) -> bool:

@@ -18,6 +18,9 @@ _BYTEA: Final = PgType(17, -1, "bytea")
 _SLICE_ROWS: Final = 1 << 15
 _KEPT: Final = ("__op", "__seq", "__unchanged", "__before")
 
+ZERO_STAND_IN: Final = "\N{SYMBOL FOR NULL}"
+"""Stands for a zero character, of which PostgreSQL's texts and jsonb hold none; applications may write one."""
+
 Versioned = tuple[TableSchema, pa.RecordBatch]
 """A version's schema, and records in its `record_schema`."""
 
@@ -30,6 +33,13 @@ def column_texts(schema: TableSchema, batch: pa.RecordBatch, name: str) -> pa.Ar
     texts = pa.array(render_column(array, column), pa.string())
     exact = batch.column("__exact")
     return texts if exact.null_count == len(exact) else pc.coalesce(texts_of(exact, name), texts)
+
+
+def without_zeros(texts: pa.Array) -> pa.Array:
+    """Return texts with `ZERO_STAND_IN` for each zero character; arrays of other types as they are."""
+    if not (pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type)):
+        return texts
+    return pc.replace_substring(texts, "\0", ZERO_STAND_IN)
 
 
 def text_records(schema: TableSchema, batches: Sequence[Versioned]) -> pa.Table:
