@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import psycopg
 import pytest
 from tests.capture.beside import wait_until
-from tests.capture.capture_stage import Stage, make_config
+from tests.capture.capture_stage import MemoryLog, Stage, make_config
 
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import check_version
 from millstream.capture.source_checks import check_source, doctor_sql, drop_slot, sql_comment
 from millstream.catalog import TableState
 from millstream.errors import MillstreamError, Retry, SourceError
+from millstream.model.ids import SourceId
 from millstream.model.names import quote_ident
+from millstream.model.positions import Lsn
 from millstream.testing.errors import code_of, coded
 from millstream.testing.postgres import EmbeddedPostgres
 
@@ -247,6 +249,61 @@ def test_a_slot_that_is_gone_invalidated_or_recreated_is_never_a_silent_gap(stag
     stage.catch_up()
     assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
     assert stage.catch_up().caught_up
+
+
+def back_to(stage: Stage, entries: int, reached: Mapping[SourceId, Lsn]) -> None:
+    """Put the log back to an earlier state; the catalog and the slot stay."""
+    log = MemoryLog()
+    log.entries += stage.log.entries[:entries]
+    log._reached |= reached
+    stage.log.close()
+    stage.log = log
+
+
+def test_a_log_that_was_put_back_under_its_catalog_is_never_a_silent_gap(stage: Stage) -> None:
+    """The catalog's position was above the log's end, and capture went on there."""
+    stage.sql(
+        ORDERS, "INSERT INTO orders VALUES (1, 'x')", "CREATE SCHEMA elsewhere", "CREATE TABLE elsewhere.t (x int)"
+    )
+    stage.catch_up()
+    noise = "INSERT INTO elsewhere.t SELECT generate_series(1, 1000)"
+    stage.sql(noise)
+    stage.catch_up()
+    entries, reached = len(stage.log.entries), stage.log.reached()
+    back_to(stage, entries, reached)
+    assert stage.catch_up().caught_up, "the log has all that the catalog counts on"
+    stage.sql("INSERT INTO orders VALUES (2, 'lost')")
+    stage.catch_up()
+    stage.sql(noise)
+    stage.catch_up()
+    for less in ((entries, reached), (0, {})):
+        back_to(stage, *less)
+        assert code_of(failing(stage.config, stage)) == "slot_ahead"
+    assert drop_slot(stage.config, stage.catalog) is not None
+    stage.catch_up()
+    assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
+    assert stage.catch_up().caught_up
+
+
+def test_what_a_log_that_was_put_back_lacks_is_captured_again_if_the_slot_still_has_it(stage: Stage) -> None:
+    stage.sql(ORDERS, "INSERT INTO orders VALUES (1, 'x')")
+    stage.catch_up()
+    slot = f"{stage.config.slot}_kept"
+    stage.sql(f"SELECT pg_copy_logical_replication_slot('{stage.config.slot}', '{slot}')")
+    stage.sql("INSERT INTO orders VALUES (2, 'x')")
+    stage.catch_up()
+    entries, reached = len(stage.log.entries), stage.log.reached()
+    stage.sql("CREATE TABLE more (id int PRIMARY KEY)", "INSERT INTO more VALUES (7)")
+    stage.catch_up()
+    stage.sql("INSERT INTO orders VALUES (3, 'lost')")
+    stage.catch_up()
+    back_to(stage, entries, reached)
+    stage.config = replace(stage.config, slot=slot)
+    for _ in range(2):
+        stage.catch_up()
+        for table in ("orders", "more"):
+            assert stage.log.replay()[f"public.{table}"] == stage.source_rows(table, ["id"])
+    assert len(stage.log.entries) < 20, "nothing is copied twice"
 
 
 def test_a_slot_of_something_else_is_left_alone(stage: Stage) -> None:

@@ -428,6 +428,10 @@ class _Capture:
         )
         if known is not None and known.timeline == identity.timeline:
             check_end(control, identity, reached)
+        if known is not None and not begins_anew and reached < self._catalog.reached(known.id):
+            logger.warning("the catalog is newer than the log; the tables are copied again", after=format_lsn(reached))
+            self._request_copies("the catalog was newer than the log")
+            self._catalog.set_back_reached(known.id, self._log.reached())
         if known is not None and not fresh and (theirs is None or theirs == self._catalog.source_history(self._stream)):
             return known.id
         source = self._catalog.follow_source(
@@ -437,6 +441,8 @@ class _Capture:
             identity.timeline,
             reached=Lsn(0) if begins_anew else reached,
             history=theirs,
+            before=None if known is None or begins_anew else known.id,
+            log=self._log.reached(),
         )
         if known is not None and source != known.id:
             logger.warning(
@@ -446,13 +452,13 @@ class _Capture:
 
     def _reached(self, source: SourceId) -> Lsn:
         """Return X: up to here everything is in the log, whatever happens next."""
-        return max(self._log.reached().get(source, Lsn(0)), self._catalog.reached(source))
+        return self._catalog.reached_in(source, self._log.reached())
 
-    def _request_copies(self) -> None:
+    def _request_copies(self, why: str = "the slot was made anew") -> None:
         """Copy all tables again: the changes between an old slot and a new one are lost to the stream."""
         for row in self._catalog.tables(self._stream):
             if row.is_captured and row.state in {TableState.STREAMING, TableState.COPYING}:
-                self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "the slot was made anew")
+                self._catalog.set_state(row.id, TableState.COPY_REQUESTED, why)
 
     def _begin_slot(self, dsn: str, replication: Connection, identity: SourceIdentity, source: SourceId) -> Lsn:
         """Create the slot, and let the stream begin there."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from sqlalchemy import Connection, select, update
+from sqlalchemy import Connection, Row, delete, select, update
 
 import millstream.catalog.sql_tables as t
 from millstream.catalog.catalog_part import CatalogPart, lock_stream
@@ -20,14 +20,26 @@ OF_A_BUFFER: Final = 0
 operations."""
 _CURRENT: Final = "source"
 """The fact that names the followed source."""
+_NOTHING: Final = Lsn(1)
+"""A position below every commit: capture has run, and the log has nothing of it."""
 
 
-def _scope(stream: StreamId) -> str:
+def _scope(stream: StreamId | str) -> str:
     return f"capture/{stream}"
 
 
+def _log_had(source: SourceId) -> str:
+    """Return the name of the fact that says what a log must have for the source's position to count."""
+    return f"log_had/{source}"
+
+
 class Sources(CatalogPart):
-    """Sources and the positions reached."""
+    """Sources and the positions reached.
+
+    A position says that the log has everything up to there. It is true of the log that it was stored for. A log that was
+    cut back since, or put back from a copy, may lack some of that. So a position is stored together with what the
+    log's group headers had reached by then, and counts only for a log that has reached as much (`reached_in`).
+    """
 
     def resolve_source(self, stream: StreamId, system_identifier: int, database: str, timeline: int) -> SourceId:
         """Return the number of one history of one database, given at its first use.
@@ -48,6 +60,8 @@ class Sources(CatalogPart):
         *,
         reached: Lsn,
         history: Sequence[tuple[int, Lsn]] | None,
+        before: SourceId | None = None,
+        log: Mapping[SourceId, Lsn] | None = None,
     ) -> SourceId:
         """Follow this history from here on: return its number, which becomes `current_source`.
 
@@ -59,6 +73,8 @@ class Sources(CatalogPart):
             reached: LSN up to which the log has everything already; a source with a higher position keeps that.
             history: the earlier timelines, oldest first, each with the LSN at which it was left; None if that isn't
                 known.
+            before: the source whose position `reached` is; None: the source begins, whatever a log has.
+            log: the positions that the log's own group headers have reached.
 
         Everything is in one transaction: a number that started at 0 would pass for a source of which nothing was
         captured.
@@ -68,12 +84,36 @@ class Sources(CatalogPart):
             lock_stream(connection, stream)
             source = self._resolve(connection, facts)
             higher = (t.sources.c.id == source) & (t.sources.c.reached < reached)
-            connection.execute(update(t.sources).where(higher).values(reached=reached))
-            value = json.dumps({"id": source, "history": None if history is None else [list(part) for part in history]})
-            put = self._database.insert(t.facts).values(scope=_scope(stream), name=_CURRENT, value=value)
-            keys = [t.facts.c.scope, t.facts.c.name]
-            connection.execute(put.on_conflict_do_update(index_elements=keys, set_={"value": put.excluded["value"]}))
+            moved = connection.execute(update(t.sources).where(higher).values(reached=reached)).rowcount > 0
+            if before is None or (moved and before != source):
+                had = None if before is None else self._log_had(connection, _scope(stream), before, log or {})
+                self._put(connection, _scope(stream), _log_had(source), had)
+            value = {"id": source, "history": None if history is None else [list(part) for part in history]}
+            self._put(connection, _scope(stream), _CURRENT, value)
         return source
+
+    def _log_had(
+        self, connection: Connection, scope: str, source: SourceId, log: Mapping[SourceId, Lsn]
+    ) -> list[int] | None:
+        """Return a source of a log's group headers, and its position there, that a log needs for the source's position."""
+        if source in log:
+            return [source, log[source]]
+        had = self._fact(connection, scope, _log_had(source))
+        return None if had is None else [had[0], min(had[1], log.get(SourceId(had[0]), Lsn(0)))]
+
+    def _fact(self, connection: Connection, scope: str, name: str) -> Any:
+        query = select(t.facts.c.value).where(t.facts.c.scope == scope, t.facts.c.name == name)
+        found = connection.execute(query).scalar()
+        return None if found is None else json.loads(found)
+
+    def _put(self, connection: Connection, scope: str, name: str, value: Any) -> None:
+        """Put a fact, or remove it if the value is None."""
+        if value is None:
+            connection.execute(delete(t.facts).where(t.facts.c.scope == scope, t.facts.c.name == name))
+            return
+        put = self._database.insert(t.facts).values(scope=scope, name=name, value=json.dumps(value))
+        keys = [t.facts.c.scope, t.facts.c.name]
+        connection.execute(put.on_conflict_do_update(index_elements=keys, set_={"value": put.excluded["value"]}))
 
     def _resolve(self, connection: Connection, facts: Mapping[str, Any]) -> SourceId:
         same = [t.sources.c[name] == value for name, value in facts.items()]
@@ -98,10 +138,8 @@ class Sources(CatalogPart):
         return None if history is None else tuple((int(timeline), Lsn(lsn)) for timeline, lsn in history)
 
     def _followed(self, stream: StreamId) -> dict[str, Any]:
-        query = select(t.facts.c.value).where(t.facts.c.scope == _scope(stream), t.facts.c.name == _CURRENT)
         with self._database.read() as connection:
-            found = connection.execute(query).scalar()
-        return {} if found is None else dict(json.loads(found))
+            return dict(self._fact(connection, _scope(stream), _CURRENT) or {})
 
     def sources(self, stream: StreamId) -> list[SourceRow]:
         """Return the stream's sources that are databases, oldest first."""
@@ -120,29 +158,59 @@ class Sources(CatalogPart):
     def reached(self, source: SourceId) -> Lsn:
         """Return the position that capture of the source last stored; the log's own group headers may be ahead."""
         with self._database.read() as connection:
-            found = connection.execute(select(t.sources.c.reached).where(t.sources.c.id == source)).scalar()
-        if found is None:
-            raise CatalogError(f"the catalog has no source {source}", source=source)
-        return Lsn(found)
+            return Lsn(self._row(connection, source).reached)
 
-    def move_reached(self, source: SourceId, lsn: Lsn) -> Lsn:
+    def reached_in(self, source: SourceId, log: Mapping[SourceId, Lsn]) -> Lsn:
+        """Return X: up to here everything of the source is in a log, whatever happens next; 0 if capture never ran.
+
+        Args:
+            source: the source.
+            log: the positions that the log's own group headers have reached.
+
+        The stored position counts only if the log has what it had when the position was stored; else the headers
+        alone count. Without any header of the source, X lies below every commit.
+        """
+        with self._database.read() as connection:
+            row = self._row(connection, source)
+            had = self._fact(connection, _scope(row.stream), _log_had(source))
+        reached = log.get(source, Lsn(0))
+        in_log = Lsn(0) if had is None else log.get(SourceId(had[0]), Lsn(0))
+        if had is None or in_log >= had[1]:
+            return max(reached, Lsn(row.reached))
+        return max(reached, in_log, _NOTHING)
+
+    def move_reached(self, source: SourceId, lsn: Lsn, *, log_had: Lsn | None = None) -> Lsn:
         """Move the position upward, durably; a lower one changes nothing. Returns the position.
+
+        Args:
+            source: the source.
+            lsn: the position.
+            log_had: position of the source in the log's group headers: for a log with less than this, the position doesn't
+                count. None: what was stored before goes on to hold.
 
         Call it before the slot is confirmed up to there.
         """
         with self._database.write() as connection:
-            higher = (t.sources.c.id == source) & (t.sources.c.reached < lsn)
-            connection.execute(update(t.sources).where(higher).values(reached=lsn))
-            found = connection.execute(select(t.sources.c.reached).where(t.sources.c.id == source)).scalar()
-        if found is None:
-            raise CatalogError(f"the catalog has no source {source}", source=source)
-        return Lsn(found)
+            upward = (t.sources.c.id == source) & (t.sources.c.reached <= lsn)
+            moved = connection.execute(update(t.sources).where(upward).values(reached=lsn)).rowcount > 0
+            row = self._row(connection, source)
+            if moved and log_had is not None:
+                self._put(connection, _scope(row.stream), _log_had(source), [source, log_had])
+        return Lsn(row.reached)
 
-    def forget_reached(self, stream: StreamId) -> None:
-        """Forget the stored positions of a stream whose log was cut back: from now on its group headers alone count."""
-        of_databases = (t.sources.c.stream == str(stream)) & (t.sources.c.system_identifier != OF_A_BUFFER)
+    def set_back_reached(self, source: SourceId, log: Mapping[SourceId, Lsn]) -> None:
+        """Make `reached_in` of a log the position: the log has less than the position was stored for."""
+        reached = self.reached_in(source, log)
         with self._database.write() as connection:
-            connection.execute(update(t.sources).where(of_databases).values(reached=0))
+            scope = _scope(self._row(connection, source).stream)
+            connection.execute(update(t.sources).where(t.sources.c.id == source).values(reached=reached))
+            self._put(connection, scope, _log_had(source), self._log_had(connection, scope, source, log))
+
+    def _row(self, connection: Connection, source: SourceId) -> Row[Any]:
+        row = connection.execute(select(t.sources).where(t.sources.c.id == source)).first()
+        if row is None:
+            raise CatalogError(f"the catalog has no source {source}", source=source)
+        return row
 
 
 def _facts(stream: StreamId, system_identifier: int, database: str, timeline: int) -> dict[str, Any]:

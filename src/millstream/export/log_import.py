@@ -143,7 +143,7 @@ def import_log(home: Home, stream: str, folder: Path) -> int:
         durable.reserve_to(reservations.reserved(), epoch=epoch)
         for source, lsn in _reached(facts, sources).items():
             if source:
-                catalog.move_reached(source, lsn)
+                catalog.move_reached(source, lsn, log_had=lsn)
     return records
 
 

@@ -209,6 +209,54 @@ class CatalogConformance(WithCatalog):
         other = catalog.resolve_stream("clicks")
         assert catalog.current_source(other) is None
 
+    def test_a_position_counts_only_for_a_log_that_has_what_it_was_stored_for(
+        self, catalog: Catalog, source: SourceId
+    ) -> None:
+        """A log that was cut back or put back lacked changes below it, which capture skipped silently."""
+        assert catalog.reached_in(source, {}) == 0
+        catalog.move_reached(source, Lsn(50))
+        assert catalog.reached_in(source, {}) == 50, "of a slot that began there"
+        catalog.move_reached(source, Lsn(90), log_had=Lsn(70))
+        catalog.move_reached(source, Lsn(80), log_had=Lsn(75))  # a lower position
+        catalog.move_reached(source, Lsn(90))
+        for log, reached in ((95, 95), (80, 90), (70, 90), (69, 69), (0, 1)):
+            assert catalog.reached_in(source, {source: Lsn(log)}) == reached, log
+        assert catalog.reached_in(source, {}) == 1, "capture has run: this isn't a first start"
+        catalog.move_reached(source, Lsn(90), log_had=Lsn(90))
+        assert catalog.reached_in(source, {source: Lsn(89)}) == 89
+        catalog.set_back_reached(source, {source: Lsn(60)})
+        assert catalog.reached(source) == catalog.reached_in(source, {source: Lsn(60)}) == 60
+        assert catalog.reached_in(source, {source: Lsn(59)}) == 59
+
+    def test_a_position_on_a_new_timeline_counts_for_the_same_logs_until_the_log_has_some_of_it(
+        self, catalog: Catalog, stream: StreamId, source: SourceId
+    ) -> None:
+        """It began with the earlier timeline's position, and with what a log needs for that."""
+
+        def follow(timeline: int, before: SourceId | None, log: int = 0) -> SourceId:
+            here = {source: Lsn(log)} if log else {}
+            return catalog.follow_source(
+                stream,
+                2**64 - 1,
+                "shop",
+                timeline,
+                reached=Lsn(90 if before else 0),
+                history=(),
+                before=before,
+                log=here,
+            )
+
+        catalog.move_reached(source, Lsn(90), log_had=Lsn(70))
+        second = follow(2, source, 80)
+        assert [catalog.reached_in(second, {source: Lsn(log)}) for log in (80, 79)] == [90, 79]
+        third = follow(3, second, 80)
+        assert [catalog.reached_in(third, {source: Lsn(log)}) for log in (80, 79)] == [90, 79]
+        catalog.move_reached(third, Lsn(200), log_had=Lsn(150))
+        assert catalog.reached_in(third, {source: Lsn(80), third: Lsn(150)}) == 200
+        assert catalog.reached_in(third, {source: Lsn(80)}) == 1
+        assert follow(3, None) == third
+        assert catalog.reached_in(third, {}) == 200, "begun again, whatever the log has"
+
     def test_a_table_survives_rename_and_a_new_timeline_but_not_drop_and_recreate(
         self, catalog: Catalog, stream: StreamId, source: SourceId
     ) -> None:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, Protocol
 
 from millstream import process_metrics
@@ -128,6 +129,7 @@ class Applier:
             catalog,
             directory.source,
             durable=durable,
+            logged=log.reached().get(directory.source, Lsn(0)),
             confirmed=confirmed,
             shipped_within_s=shipped_within_s,
         )
@@ -318,7 +320,12 @@ class Applier:
         for ops, done in self._copies.ready():
             # A chunk enters with everything that its snapshot sees: the log never goes on with a history that lacks
             # some of that.
-            self._submit(replace(ops, reached={self.source: self.passed}), self.passed, done)
+            self._submit(replace(ops, reached={self.source: self.passed}), self.passed, partial(self._copied, done))
+
+    def _copied(self, done: Callable[[], None]) -> None:
+        # Before the catalog: a log without the chunk must not pass for one that has the copy.
+        self._slot.store_logged()
+        done()
 
     def _pass(self, lsn: Lsn) -> None:
         if lsn > self.passed:
@@ -350,6 +357,7 @@ class Applier:
             self._in_flight.popleft()
             self._slot.note_durable(entry.end, in_log=entry.future is not None)
             if entry.records:
+                self._slot.note_logged(entry.end)
                 self.records += entry.records
                 self._captured.add(entry.records)
                 self._commits.observe(time.monotonic() - entry.began_s)

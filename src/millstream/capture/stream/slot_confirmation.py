@@ -5,7 +5,8 @@ confirmed only once nothing below it is needed again:
 
 - *durable*: everything below is in the log, or there was nothing of ours below it.
 - *stored*: a restart finds the position. An operation of the log carries its own; a position that only keepalives
-  moved is stored in the catalog, at intervals.
+  moved is stored in the catalog, at intervals, together with the last one that an operation carries: it counts for no
+  log without that operation.
 - *confirmed*: a stored position that was given to the receiver, which reports it with its next status. Where other
   nodes receive the log, a position that the catalog alone has waits for the seconds in which a copy comes to those that
   are connected: a node that was promoted with an older copy would find the slot above everything that it knows. A node
@@ -37,6 +38,7 @@ class SlotConfirmation:
         catalog: stores positions that no operation carries.
         source: the source whose slot this is.
         durable: the position with which the stream begins; it is stored.
+        logged: the position that the log's operations carry; 0 if there are none.
         confirmed: the position that the source already has.
         shipped_within_s: time in which copies of the catalog come to other nodes; 0 if there are none.
     """
@@ -48,6 +50,7 @@ class SlotConfirmation:
         source: SourceId,
         *,
         durable: Lsn,
+        logged: Lsn,
         confirmed: Lsn,
         shipped_within_s: float,
     ) -> None:
@@ -56,6 +59,9 @@ class SlotConfirmation:
         self._source = source
         self._shipped_within_s = shipped_within_s
         self._stored_at = time.monotonic()
+        self._logged = logged
+        self._known = Lsn(0)
+        """The position of an operation that the catalog knows the log to have."""
         self.durable = durable
         """The LSN up to which every commit is durable in the log."""
         self.stored = durable
@@ -69,6 +75,10 @@ class SlotConfirmation:
             self.stored = max(self.stored, end)
             self.confirmed = max(self.confirmed, end)
         self.durable = max(self.durable, end)
+
+    def note_logged(self, end: Lsn) -> None:
+        """Note that a durable operation of the log carries that position."""
+        self._logged = max(self._logged, end)
 
     def confirm(self) -> None:
         """Report the confirmed position to the source, with the next status."""
@@ -93,9 +103,19 @@ class SlotConfirmation:
             self.confirmed = self.stored
         self._receiver.confirm(self.confirmed, now=True)
 
+    def store_logged(self) -> None:
+        """Store the position of the log's last operation, unless the catalog has it.
+
+        Call it before the catalog gets what depends on that operation, as the progress of a table copy.
+        """
+        if self._logged > self._known:
+            self._catalog.move_reached(self._source, self._logged, log_had=self._logged)
+            self._known = self._logged
+
     def _store(self) -> None:
-        self._catalog.move_reached(self._source, self.durable)
+        self._catalog.move_reached(self._source, self.durable, log_had=self._logged or None)
         self._stored_at = time.monotonic()
+        self._known = self._logged
         self.stored = self.durable
 
     def _stored_for_s(self) -> float:
