@@ -125,9 +125,10 @@ class LatestReference(Reference):
         statuses = []
         for delivery in ids:
             acked = next((item.message for item in self.items if item.position == delivery.position), None)
+            dead = self.dead.get(self.buried.get(delivery.position, ""))
             statuses += super().ack([delivery])
-            if acked is not None and statuses[-1] is Status.ACKED:
-                self._void_before(acked)
+            if statuses[-1] is Status.ACKED and (ended := acked or dead):
+                self._void_before(ended)
         return statuses
 
     def _void_before(self, ended: Message, *, is_acked: bool = True) -> None:

@@ -138,6 +138,20 @@ def test_a_dead_letter_whose_key_has_a_newer_change_is_dropped_by_a_retry():
     assert one.dead == {}
 
 
+def test_a_truncate_that_a_kill_revived_is_void_once_a_dead_row_behind_it_is_acknowledged():
+    rows = [truncate(1), message(2, "a")]
+    one = consumer(*rows)
+    for _ in range(2):
+        one.nack([delivery.delivery_id for delivery in one.receive(0, 10)], 0)
+    late = [delivery.delivery_id for delivery in one.receive(0, 10)]
+    one = consumer(*rows, state=State(run=1))
+    for _ in range(2):
+        one.nack(late, 0)
+    assert one.ack(late) == [Status.ACKED]
+    assert one.receive(0, 10) == []
+    assert one.cursor == 2
+
+
 def test_a_retry_delivers_the_newest_dead_letter_of_a_key_also_if_the_log_has_lost_its_record():
     one = consumer()
     for seq in (1, 2):

@@ -329,6 +329,13 @@ class LatestConsumer(Consumer):
         self._settled(entry)
         return super()._settle(entry)
 
+    def _drop_acked(self, position: int) -> None:
+        if (id_ := self._letters.at(position, self._generation)) is not None:
+            message = self.dead[id_].message
+            if not message.truncates:
+                self._void_truncates(message)
+        super()._drop_acked(position)
+
     def _void_older(self, entry: Entry) -> None:
         """Settle what is older than a message that ends: a kill forgot that it came back before this one was delivered."""
         self._void_all(entry.older)
