@@ -146,3 +146,52 @@ def test_a_row_filter_that_fails_on_a_value_does_not_tell_it(stage: Stage, comes
     assert "PostgreSQL can't compute a value (22P02)" in said
     assert SECRET not in f"{said}{lines}"
     nothing_leaked(stage)
+
+
+@pytest.mark.parametrize("via_root", [True, False])
+def test_a_table_that_is_left_out_leaves_out_its_partitions(stage: Stage, *, via_root: bool) -> None:
+    """A wildcard took the partitions as tables of their own, without the rules that went with their root."""
+    stage.sql(*ROOT, "CREATE TABLE other (id int PRIMARY KEY)")
+    if not via_root:
+        stage.sql(f"CREATE PUBLICATION {stage.config.publication} FOR TABLE users, other")
+    ruled(stage, {"ssn": Rule.EXCLUDE})
+    stage.catch_up()
+    stage.config = replace(stage.config, tables=("public.*", "!public.users"), rules=SourceRules())
+    stage.sql(f"UPDATE users SET ssn = '{SECRET}-3'", "INSERT INTO other VALUES (1)")
+    stage.catch_up()
+    stage.sql("CREATE TABLE late PARTITION OF users FOR VALUES FROM (20) TO (30)")
+    stage.sql(f"INSERT INTO users VALUES (2, '{SECRET}-4'), (21, '{SECRET}-5')", "INSERT INTO other VALUES (2)")
+    stage.catch_up()
+    nothing_leaked(stage)
+    assert {row["id"] for row in records(stage, "other")} == {"1", "2"}
+    assert stage.state("public.other") is TableState.STREAMING
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_partition_that_the_stream_alone_shows_is_left_out(stage: Stage, *, lives: bool) -> None:
+    """A publication of all tables sends it before any look has listed it, or after it was dropped."""
+    stage.sql("CREATE TABLE users (id int PRIMARY KEY, ssn text) PARTITION BY RANGE (id)")
+    stage.sql("CREATE TABLE other (id int PRIMARY KEY)")
+    stage.sql(f"CREATE PUBLICATION {stage.config.publication} FOR ALL TABLES")
+    stage.config = replace(stage.config, tables=("public.*", "!public.users"))
+    stage.catch_up()
+    stage.sql("CREATE TABLE low PARTITION OF users FOR VALUES FROM (0) TO (10)")
+    stage.sql(f"INSERT INTO users VALUES (1, '{SECRET}-1')", "INSERT INTO other VALUES (1)")
+    if not lives:
+        stage.sql("DROP TABLE low")
+    stage.catch_up()
+    nothing_leaked(stage)
+    assert stage.state("public.low") is None
+    assert len(records(stage, "other")) == 1
+
+
+@pytest.mark.parametrize("tables", [("public.low",), ("public.*", "!public.users", "public.lo*")])
+def test_a_partition_that_is_named_has_the_rules_of_its_table(stage: Stage, tables: tuple[str, ...]) -> None:
+    stage.sql(*ROOT)
+    ruled(stage, {"ssn": Rule.HASH}, tables=tables)
+    stage.catch_up()
+    stage.sql(f"INSERT INTO users VALUES (2, '{SECRET}-3'), (12, '{SECRET}-4')")
+    stage.catch_up()
+    assert {row["ssn"] for row in records(stage, "low")} == {digest(f"{SECRET}-1"), digest(f"{SECRET}-3")}
+    assert stage.state("public.high") is None
+    nothing_leaked(stage)

@@ -61,6 +61,26 @@ def test_patterns_select_tables(patterns: list[str], table: tuple[str, str], *, 
     assert TablePatterns.parse(patterns).select(*table) is selected
 
 
+@pytest.mark.parametrize(
+    ("patterns", "selected"),
+    [
+        (["public.*"], True),
+        (["public.*", "!public.orders"], False),
+        (["!public.orders"], False),
+        (["public.*", "public.orders*", "!public.orders"], False),
+        (["*.*", "pub*.**", "!public.orders"], False),
+        (["public.*", "!public.orders", "public.orders_2026_*"], True),
+        (["public.*", "!public.orders*", "public.orders_2026_*"], False),
+        (["public.orders_2026_*"], True),
+        (["other.*"], False),
+    ],
+)
+def test_a_table_that_is_left_out_leaves_out_partitions_that_no_pattern_names(patterns: list[str], *, selected: bool):
+    chosen = TablePatterns.parse(patterns)
+    assert chosen.select_partition("public", "orders_2026_01", [("public", "orders")]) is selected
+    assert chosen.select_partition("public", "orders_2026_01", []) is chosen.select("public", "orders_2026_01")
+
+
 @pytest.mark.parametrize("text", ["", "!", "a.b.c", 'public."x', "a b.c", "public."])
 def test_what_is_no_pattern_is_an_error_that_names_it(text: str):
     with pytest.raises(UsageError, match="is not a pattern"):

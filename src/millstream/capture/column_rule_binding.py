@@ -28,7 +28,7 @@ from millstream.codec.pgoutput import Relation, RelationColumn
 from millstream.errors import ConfigError, UnknownTable
 from millstream.model.column_rules import Rule, SourceRules
 from millstream.model.ids import StreamId
-from millstream.model.names import TablePatterns, qualified_name
+from millstream.model.names import qualified_name
 from millstream.model.schema import ReplicaIdentity
 
 TEXT_OID: Final = 25
@@ -50,7 +50,7 @@ class _Binding:
     """The catalog's facts about a table with rules."""
 
     tables: set[str] = field(default_factory=set)
-    """Names that the table had, as the configuration may write them."""
+    """Names that the table and the partitioned tables above it had, as the configuration may write them."""
     columns: dict[int, set[str]] = field(default_factory=dict)
     """Names that each column with a rule had, by its number."""
     layout: list[list[Any]] = field(default_factory=list)
@@ -104,7 +104,7 @@ class ColumnRules:
         self._scope = rules_scope(stream)
         self._lock = threading.RLock()
         self._met: set[int] = set()
-        """Relations without rules for which the partitions of all tables with rules were read again."""
+        """Tables whose place among partitions was read, and that had no rules then."""
         self._bindings = {int(oid): _Binding.loaded(facts) for oid, facts in catalog.facts(self._scope).items()}
 
     def __bool__(self) -> bool:
@@ -112,18 +112,19 @@ class ColumnRules:
 
     def concern(self, oid: int, namespace: str, name: str) -> bool:
         """Return whether a table has rules."""
-        return bool(self._asked(oid, namespace, name))
+        return bool(self._asked(oid, {qualified_name(namespace, name)}))
 
     @property
     def has_bound(self) -> bool:
         """Whether a table has or had rules."""
         return bool(self._bindings)
 
-    def is_left_out(self, relation: Relation, patterns: TablePatterns) -> bool:
-        """Return whether a table had rules, and the configuration names neither them nor the table any longer."""
-        asked = relation.oid, relation.namespace, relation.name
-        known = relation.oid in self._bindings
-        return known and not self.concern(*asked) and not patterns.select(relation.namespace, relation.name)
+    def had_rules(self, relation: Relation) -> bool:
+        """Return whether a table had rules, or was a partition of one that had, and has none any longer."""
+        known = relation.oid in self._bindings or any(
+            relation.oid in (binding.partitions or ()) for binding in list(self._bindings.values())
+        )
+        return known and not self.concern(relation.oid, relation.namespace, relation.name)
 
     def check(self, tables: Iterable[SourceTable]) -> None:
         """Check all rules against the source's tables before anything is stored.
@@ -133,7 +134,7 @@ class ColumnRules:
             ConfigError: `rule_not_captured`, `unknown_column`, `key_not_excludable` or `rule_clash`.
         """
         found = list(tables)
-        known = {name for table in found for name in (self._binding(table.oid).tables | {table.full_name})}
+        known = {name for table in found for name in (self._binding(table.oid).tables | _names(table))}
         for namespace, name in self.rules.tables:
             full = qualified_name(namespace, name)
             if full in known:
@@ -150,12 +151,13 @@ class ColumnRules:
         named = {qualified_name(*name) for name in self.rules.tables}
         for table in found:
             # A detached partition has its root's rules. If they don't fit, it is quarantined, and stops no other table.
-            if named & (self._binding(table.oid).tables | {table.full_name}):
+            if named & (self._binding(table.oid).tables | _names(table)):
                 self._bind(table, self._binding(table.oid).copy())
 
     def applied(self, table: SourceTable) -> SourceTable:
         """Return a table with its rules applied, and bind them; with `refusal` set if they can't be applied."""
-        if not self or not self.concern(table.oid, table.namespace, table.name):
+        if not self or not self._asked(table.oid, _names(table)):
+            self._met.add(table.oid)
             return table
         with self._lock:
             before = self._binding(table.oid)
@@ -215,8 +217,9 @@ class ColumnRules:
         asked = relation.oid, relation.namespace, relation.name
         if self.concern(*asked) or relation.oid in self._met:
             return self.concern(*asked)
-        for root in [oid for oid, binding in self._bindings.items() if binding.partitions is not None]:
-            if (found := look(root)) is not None:
+        roots = [oid for oid, binding in self._bindings.items() if binding.partitions is not None]
+        for oid in (*roots, relation.oid):
+            if (found := look(oid)) is not None:
                 self.applied(found[0])
         self._met.add(relation.oid)
         return self.concern(*asked)
@@ -224,14 +227,14 @@ class ColumnRules:
     def _binding(self, oid: int) -> _Binding:
         return self._bindings.get(oid) or _Binding()
 
-    def _asked(self, oid: int, namespace: str, name: str) -> dict[str, Rule]:
-        """Return the rules that the configuration has for a table, under its present name and earlier ones.
+    def _asked(self, oid: int, names: set[str]) -> dict[str, Rule]:
+        """Return the rules that the configuration has for a table, under its present names and earlier ones.
 
         A partition has its root's rules, also after it was detached, and if a publication sends it under its own name.
         """
         if not self.rules:
             return {}
-        names = self._binding(oid).tables | {qualified_name(namespace, name)}
+        names = self._binding(oid).tables | names
         for binding in list(self._bindings.values()):
             if oid in (binding.partitions or ()):
                 names |= binding.tables
@@ -243,7 +246,7 @@ class ColumnRules:
 
     def _bind(self, table: SourceTable, binding: _Binding) -> BoundRules:
         """Return a table's rules by number and name; note numbers and names in the binding."""
-        asked = self._asked(table.oid, table.namespace, table.name)
+        asked = self._asked(table.oid, _names(table))
         by_number: dict[int, Rule] = {}
         by_name: dict[str, Rule] = {}
         for column, rule in asked.items():
@@ -266,7 +269,7 @@ class ColumnRules:
                         raise _clash(table, names)
         bound = BoundRules(by_number, by_name)
         if asked:
-            binding.tables.add(table.full_name)
+            binding.tables |= _names(table)
             if table.partitioned:
                 binding.partitions = (binding.partitions or set()) | {p.oid for p in table.partitions}
             binding.layout = [[c.number, c.name, c.type_oid] for c in _sent(table)]
@@ -275,11 +278,16 @@ class ColumnRules:
 
     def _of_gone(self, relation: Relation, binding: _Binding) -> BoundRules:
         """Return the rules of a table that was dropped since the stream's message."""
-        asked = self._asked(relation.oid, relation.namespace, relation.name)
+        asked = self._asked(relation.oid, {relation.qualified_name})
         numbered = {
             number: rule for number, names in binding.columns.items() for name, rule in asked.items() if name in names
         }
         return BoundRules(numbered, asked)
+
+
+def _names(table: SourceTable) -> set[str]:
+    """Return the names whose rules a table has: its own, and those of the partitioned tables above it."""
+    return {table.full_name, *(qualified_name(*ancestor) for ancestor in table.ancestors)}
 
 
 def with_rules(table: SourceTable, bound: BoundRules) -> SourceTable:

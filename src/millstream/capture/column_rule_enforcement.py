@@ -44,7 +44,6 @@ def rule_messages(
     """
     if not rules and not rules.has_bound:
         return None
-    patterns = TablePatterns.parse(config.tables)
 
     def look(oid: int) -> tuple[SourceTable, int] | None:
         # Seldom: once for each form of a table with rules.
@@ -55,7 +54,7 @@ def rule_messages(
         refused: ConfigError | UnknownTable
         try:
             # Its rules went with it. The changes until its end come without them, and aren't stored.
-            if not rules.is_left_out(relation, patterns):
+            if not rules.had_rules(relation) or directory.selects(relation):
                 return rules.rules_of(relation, look)
             refused = UnknownTable(f"table {relation.qualified_name} is left out now, and had rules")
         except ConfigError as error:

@@ -128,6 +128,8 @@ class SourceTable:
     partitions: tuple[PartitionFacts, ...]
     numbers_max: int
     """The greatest number that a column of the table ever had."""
+    ancestors: tuple[tuple[str, str], ...] = ()
+    """Schemas and names of the partitioned tables above it, if it is a partition."""
     rules: Mapping[str, Rule] = field(default_factory=dict)
     """Rules of the columns that have one, by name, once they are applied.
 
@@ -210,7 +212,9 @@ SELECT c.oid, n.nspname, c.relname, c.relkind = 'p', c.relreplident::text,
            (SELECT coalesce(sum(pg_relation_size(p.relid)), 0) FROM pg_partition_tree(c.oid) p WHERE p.isleaf)
            ELSE pg_relation_size(c.oid) END::bigint,
        c.relfilenode::bigint,
-       ARRAY(SELECT p.relid::oid::bigint FROM pg_partition_ancestors(c.oid) p WHERE p.relid <> c.oid),
+       (SELECT json_agg(json_build_array(p.relid::oid::bigint, an.nspname, a.relname))
+          FROM pg_partition_ancestors(c.oid) p JOIN pg_class a ON a.oid = p.relid
+          JOIN pg_namespace an ON an.oid = a.relnamespace WHERE p.relid <> c.oid),
        (SELECT json_agg(json_build_array(a.attnum, a.attname, a.atttypid::bigint, a.atttypmod,
                         a.atthasmissing OR (c.relkind = 'p' AND EXISTS (SELECT FROM pg_attribute l WHERE l.attname = a.attname AND l.atthasmissing
                             AND l.attrelid IN (SELECT p.relid FROM pg_partition_tree(c.oid) p WHERE p.isleaf))),
@@ -404,13 +408,13 @@ def check_end(connection: Connection, identity: SourceIdentity, reached: Lsn) ->
 
 
 def list_tables(connection: Connection, patterns: TablePatterns) -> list[SourceTable]:
-    """List the tables that match the patterns, by name; skip partitions of a table that matches."""
+    """List the tables that match the patterns, by name; skip partitions of a table that matches, or that `!` leaves out."""
     with translated():
         found = connection.execute(_TABLES + _ORDER, []).fetchall()
     # A table dropped since the statement began still has its catalog rows, but no files to measure.
     rows = [row for row in found if row[9] is not None]
-    taken = {int(row[0]) for row in rows if patterns.select(row[1], row[2])}
-    return [_table(row) for row in rows if int(row[0]) in taken and not taken.intersection(row[11])]
+    taken = {int(row[0]) for row in rows if patterns.select_partition(row[1], row[2], _ancestors(row))}
+    return [_table(row) for row in rows if int(row[0]) in taken and not taken.intersection(a[0] for a in row[11] or ())]
 
 
 def read_table(connection: Connection, oid: int) -> SourceTable | None:
@@ -418,6 +422,17 @@ def read_table(connection: Connection, oid: int) -> SourceTable | None:
     with translated():
         row = connection.execute(_TABLES + _ONE, [oid]).fetchone()
     return None if row is None or row[9] is None else _table(row)
+
+
+def possible_ancestors(connection: Connection, oid: int) -> list[tuple[str, str]]:
+    """Return schemas and names of the partitioned tables above a table; of all partitioned tables if it is gone."""
+    with translated():
+        return connection.execute(
+            "SELECT n.nspname::text, c.relname::text FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
+            " WHERE c.relkind = 'p' AND (c.oid IN (SELECT relid FROM pg_partition_ancestors(%(oid)s::oid::regclass))"
+            " OR NOT EXISTS (SELECT FROM pg_class WHERE oid = %(oid)s))",
+            {"oid": oid},
+        ).fetchall()
 
 
 def _table(row: tuple[Any, ...]) -> SourceTable:
@@ -447,7 +462,12 @@ def _table(row: tuple[Any, ...]) -> SourceTable:
         key_constraint=int(row[13] or 0),
         partitions=tuple(PartitionFacts(*partition) for partition in row[14] or ()),
         numbers_max=int(row[16]),
+        ancestors=_ancestors(row),
     )
+
+
+def _ancestors(row: tuple[Any, ...]) -> tuple[tuple[str, str], ...]:
+    return tuple((namespace, name) for _, namespace, name in row[11] or ())
 
 
 def _parts(found: list[list[str]] | None) -> tuple[tuple[str, str], ...]:

@@ -134,7 +134,8 @@ def _check_generated(connection: Connection, table: SourceTable) -> list[Finding
 
 def _check_derived(connection: Connection, table: SourceTable, rules: SourceRules) -> list[Finding]:
     """Report generated columns without a rule whose expressions use a column with a rule: they may show its values."""
-    asked = rules.tables.get((table.namespace, table.name), {})
+    names = ((table.namespace, table.name), *table.ancestors)
+    asked = {column for name in names for column in rules.tables.get(name, ())}
     if not asked:
         return []
     with translated():

@@ -15,10 +15,11 @@ import structlog
 
 from millstream.capture.column_rule_binding import RULES, ColumnRules
 from millstream.capture.config import CaptureConfig
+from millstream.capture.connection import connect
 from millstream.capture.copy_or_history_only import copy_or_history_only
 from millstream.capture.pending_column_renames import PendingDefinitions
 from millstream.capture.rows_before_rules import RawPast
-from millstream.capture.source import KeyColumn, SourceTable
+from millstream.capture.source import KeyColumn, SourceTable, possible_ancestors
 from millstream.capture.transient_column_names import ShownColumns, form_of
 from millstream.catalog import COPY_HELD, Catalog, TableRow, TableState
 from millstream.codec.pgoutput import MESSAGES_COLUMNS, Relation, raw_schema, table_schema
@@ -61,6 +62,8 @@ class TableDirectory:
         self._source = source
         self._config = config
         self._patterns = TablePatterns.parse(config.tables)
+        self._left_out: set[int] = set()
+        """Partitions whose table the patterns leave out; one that is detached comes with the next look's facts."""
         self._lock = threading.Lock()
         self._facts: dict[int, SourceTable] = {}
         self._rows: dict[int, TableRow] = {row.relation_oid: row for row in self._captured()}
@@ -258,6 +261,14 @@ class TableDirectory:
             row = self._rows.get(oid)
         return row is not None and row.state is TableState.QUARANTINED
 
+    def selects(self, relation: Relation) -> bool:
+        """Return whether the configuration selects a relation's table, as far as the last look shows."""
+        with self._lock:
+            listed = relation.oid in self._facts
+        selected = self._patterns.select(relation.namespace, relation.name)
+        # A partition of a table that is left out matches a pattern, and no look lists it.
+        return listed or (selected and not self._patterns.leave_some_out)
+
     def rows(self) -> list[TableRow]:
         """Return the captured tables, as last refreshed."""
         with self._lock:
@@ -292,7 +303,7 @@ class TableDirectory:
         named = [c.name for c in relation.columns if c.in_identity]
         has_identity = bool(named) and identity is not ReplicaIdentity.NOTHING
         if row is None:
-            if not self._patterns.select(relation.namespace, relation.name):
+            if not self._is_selected(relation, facts):
                 return None
             usable = facts.usable if facts is not None else has_identity
             row = self._row(relation.oid, relation.namespace, relation.name, has_identity=usable)
@@ -315,6 +326,23 @@ class TableDirectory:
         if row.state is not TableState.HISTORY_ONLY:
             self._settle_key(row, schema, facts)
         return self._catalog.put_schema(self.stream, schema)
+
+    def _is_selected(self, relation: Relation, facts: SourceTable | None) -> bool:
+        """Return whether a relation that isn't captured so far should be.
+
+        A publication without `publish_via_partition_root` sends partitions under their own names, also those of a table
+        that is left out. If no look has listed the relation, the source is asked once what it is a partition of.
+        """
+        if not self._patterns.select(relation.namespace, relation.name) or relation.oid in self._left_out:
+            return False
+        if facts is not None or not self._patterns.leave_some_out:
+            return True
+        with connect(self._config.dsn, purpose="partitions") as connection:
+            ancestors = possible_ancestors(connection, relation.oid)
+        if self._patterns.select_partition(relation.namespace, relation.name, ancestors):
+            return True
+        self._left_out.add(relation.oid)
+        return False
 
     def _numbers(self, schema: TableSchema, row: TableRow) -> tuple[int, ...]:
         """Return the columns' numbers in the source, which the stream doesn't send; nothing if they aren't known."""

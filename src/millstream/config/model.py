@@ -38,8 +38,8 @@ class SourceConfig(Section):
     tables: list[str] = Field(
         default=["public.*"],
         min_length=1,
-        description='Patterns of tables. `*` matches any characters; a leading `!` excludes. `"public.*"` alone takes the '
-        "whole schema. The schema `millstream`, which may hold a catalog, is never captured.",
+        description="Patterns of tables. `*` matches any characters; a leading `!` excludes, also the partitions that only "
+        'whole schemas match. `"public.*"` takes the whole schema, but no schema `millstream`, which may hold a catalog.',
     )
     publication: str | None = Field(
         default=None,

@@ -150,6 +150,11 @@ class TablePattern:
             parts = [re.escape(DEFAULT_SCHEMA), *parts]
         return cls(text, leaves_out, re.compile(parts[0] + r"\Z", re.DOTALL), re.compile(parts[1] + r"\Z", re.DOTALL))
 
+    @property
+    def takes_whole_schemas(self) -> bool:
+        """Whether the pattern matches every table of the schemas that it matches."""
+        return self.name.pattern == _expression("*") + r"\Z"
+
     def matches(self, namespace: str, name: str) -> bool:
         """Whether the table matches the pattern (also a pattern that leaves out)."""
         return self.namespace.match(namespace) is not None and self.name.match(name) is not None
@@ -216,7 +221,39 @@ class TablePatterns:
         """Whether the table is selected."""
         if namespace == CATALOG_SCHEMA:
             return False
-        taken: Sequence[TablePattern] = [p for p in self.patterns if not p.leaves_out]
-        if any(p.leaves_out and p.matches(namespace, name) for p in self.patterns):
+        if self.leave_out(namespace, name):
             return False
+        taken = self._taken
         return not taken or any(p.matches(namespace, name) for p in taken)
+
+    def select_partition(self, namespace: str, name: str, ancestors: Iterable[tuple[str, str]]) -> bool:
+        """Whether a partition is selected as a table of its own.
+
+        If a pattern leaves out a partitioned table, its partitions are left out too. Only a pattern that matches the
+        partition, not that table, and has more than a schema, selects them nevertheless.
+
+        Args:
+            namespace: schema of the partition.
+            name: name of the partition.
+            ancestors: schemas and names of the partitioned tables above it; empty for any other table.
+        """
+        if not self.select(namespace, name):
+            return False
+        roots = [root for root in ancestors if self.leave_out(*root)]
+        return not roots or any(
+            p.matches(namespace, name) and not p.takes_whole_schemas and not any(p.matches(*root) for root in roots)
+            for p in self._taken
+        )
+
+    def leave_out(self, namespace: str, name: str) -> bool:
+        """Whether a pattern with `!` matches the table."""
+        return any(p.leaves_out and p.matches(namespace, name) for p in self.patterns)
+
+    @property
+    def leave_some_out(self) -> bool:
+        """Whether any pattern begins with `!`."""
+        return any(p.leaves_out for p in self.patterns)
+
+    @property
+    def _taken(self) -> Sequence[TablePattern]:
+        return [p for p in self.patterns if not p.leaves_out]
