@@ -70,3 +70,23 @@ def test_tables_that_cannot_be_folded_are_refused(home: LandedHome, postgres: Da
         fold_tables(home.home, ["public.absent"])
     with pytest.raises(UsageError, match="history only"):
         fold_tables(home.home, ["public.keyless"])
+
+
+def test_rows_whose_key_is_stored_out_of_line_stay_apart(postgres: Database, tmp_path: Path) -> None:
+    """PostgreSQL sends such a key in the old key alone: all updated rows became one with the key NULL."""
+    with postgres.connect() as source:
+        source.execute(
+            "CREATE TABLE pages (url text PRIMARY KEY, hits int); ALTER TABLE pages ALTER url SET STORAGE EXTERNAL"
+        )
+        source.execute("INSERT INTO pages SELECT repeat(n::text, 2100), 0 FROM generate_series(1, 3) n")
+        home = LandedHome(tmp_path / "shop", postgres.dsn)
+        home.catch_up()
+        source.execute("UPDATE pages SET hits = hits + 1")
+        source.execute("UPDATE pages SET hits = hits + 1 WHERE url LIKE '3%'")
+    home.catch_up()
+    rows = DeltaTable(home.home.path / "lake/shop/current/public.pages").to_pyarrow_table().to_pylist()
+    assert sorted((row["url"][:1], len(row["url"]), row["hits"]) for row in rows) == [
+        ("1", 2100, 1),
+        ("2", 2100, 1),
+        ("3", 2100, 2),
+    ]

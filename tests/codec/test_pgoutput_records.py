@@ -135,6 +135,19 @@ def test_an_unchanged_toast_value_is_null_and_named():
     assert "note" not in row
 
 
+def test_an_unchanged_value_that_the_old_key_or_row_has_is_that_one():
+    """PostgreSQL sends a key stored out of line in the old key alone; it became NULL, and so all such rows one."""
+    pages = [("url", 25, -1, True), ("note", 25, -1, False), ("hits", 20, -1, False)]
+    relation = pg.relation(400, "public", "pages", pages)
+    change = pg.update(400, [UNCHANGED, UNCHANGED, "2"], old_key=["long", "not sent", None])
+    (row,) = rows_of(decode(transaction(1000, relation, change)))
+    assert (row["url"], row["hits"], row["__unchanged"], row["__before"]) == ("long", 2, ["note"], [("url", "long")])
+    wide = pg.update(300, ["2", UNCHANGED], old_row=["1", "wide"])
+    lost = pg.update(300, ["2", UNCHANGED], old_row=["1", UNCHANGED])
+    rows = rows_of(decode(transaction(2000, FULL, wide, pg.update(300, ["3", UNCHANGED]), lost)))
+    assert [(row.get("b"), row.get("__unchanged")) for row in rows] == [("wide", None), (None, ["b"]), (None, ["b"])]
+
+
 def test_a_truncate_of_several_tables_is_a_record_for_each():
     ops = decode(transaction(1000, RELATION, OTHER, FULL, pg.truncate([100, 300, 200])), TablesByOid(ignored=[300]))
     assert [

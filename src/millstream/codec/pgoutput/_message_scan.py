@@ -380,6 +380,18 @@ def _walk_tuple(
     return at
 
 
+@inlined
+def _take_old(
+    value_at: Array, size: Array, row: int, old_at: Array, old_size: Array, old: int, unchanged: Array
+) -> None:
+    """Take the unchanged values of an update from its old key or row, if it has them."""
+    for column in range(size.shape[0]):
+        if size[column, row] == UNCHANGED and old_size[column, old] >= NULL:
+            value_at[column, row] = old_at[column, old]
+            size[column, row] = old_size[column, old]
+            unchanged[0] -= 1
+
+
 @compiled
 def walk_rows(
     buffer: Array,
@@ -398,7 +410,8 @@ def walk_rows(
     """Record the places of the values of a table's rows: `value_at` and `size` are [columns, rows].
 
     A size below 0 is NULL, UNCHANGED or NOT_SENT. Old keys and rows of updates go to `old_at` and
-    `old_size` ([columns, old rows]), with the row that each belongs to in `old_row`.
+    `old_size` ([columns, old rows]), with the row that each belongs to in `old_row`. An unchanged value
+    that its old key or row has is that one (see `record_rows.unchanged_from_old`).
 
     Returns:
         Number of old rows, number of unchanged values, a fault, and the row at fault.
@@ -439,6 +452,8 @@ def walk_rows(
             if kind != 78:
                 return olds, unchanged[0], BAD_VALUE_KIND, row
             at = _walk_tuple(buffer, at, end, columns, False, identity, value_at, size, row, unchanged)
+            if at >= 0 and olds > 0 and old_row[olds - 1] == row:
+                _take_old(value_at, size, row, old_at, old_size, olds - 1, unchanged)
         if at < 0:
             return olds, unchanged[0], -at, row
         if at != end:

@@ -134,9 +134,11 @@ class RowsBuilder:
                 check_width(record.relation, values)
             if values is not None and record.key_only:
                 values = key_only(record.relation, values)
-            unchanged = self._append_values(record.relation, values)
             if record.old is not None:
                 before = self._old_values(record.relation, check_width(record.relation, record.old))
+                assert values is not None
+                values = unchanged_from_old(record.relation, values, record.old)
+            unchanged = self._append_values(record.relation, values)
         self.unchanged.append(unchanged or None)
         self.before.append(before)
 
@@ -210,3 +212,12 @@ def key_only(relation: Relation, row: Row) -> Row:
     """Return an old key with nulls outside of the identity, whatever was sent there."""
     pairs = zip(relation.columns, row, strict=True)
     return tuple(value if column.in_identity else None for column, value in pairs)
+
+
+def unchanged_from_old(relation: Relation, row: Row, old: Row) -> Row:
+    """Return an update's row with its unchanged values taken from the old key or row, if that has them.
+
+    PostgreSQL sends a key that is stored out of line in the old key alone, although the update didn't change it.
+    """
+    triples = zip(relation.columns, row, old, strict=True)
+    return tuple(before if value is UNCHANGED and column.in_identity else value for column, value, before in triples)
