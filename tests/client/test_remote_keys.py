@@ -11,12 +11,15 @@ from millstream.client.http_requests import Call, append_call
 from millstream.client.http_retries import HttpAnswer, Lost, Nap, appended
 from millstream.errors import (
     AppendOutcomeUnknown,
+    DiskFull,
     Fenced,
+    InvalidValue,
     MillstreamError,
     PartialWrite,
     ReadOnly,
     RoutingError,
     SessionsNeedOneWriter,
+    UnknownTable,
 )
 from millstream.serving.problem_documents import status_of
 
@@ -71,6 +74,14 @@ def test_who_doesnt_lead_says_who_does(error: type[MillstreamError]) -> None:
     assert (len(asked), type(ended), ended.details["leader"]) == (1, error, "b")
     _, ended = calls_of([Lost("cut off", sent=True), said], key=None, deadline_s=30.0)
     assert isinstance(ended, AppendOutcomeUnknown), "the try before may be there"
+
+
+@pytest.mark.parametrize("error", [DiskFull, UnknownTable, InvalidValue])
+def test_a_refusal_of_a_second_try_does_not_settle_the_first(error: type[MillstreamError]) -> None:
+    """A full disk was told as "nothing was appended", though the first try's answer alone was lost."""
+    said = HttpAnswer(int(status_of(error(""))), PROBLEM, json.dumps({"code": error.code, "detail": "no"}).encode())
+    _, ended = calls_of([Lost("cut off", sent=True), said], key=None, deadline_s=30.0)
+    assert type(ended) is (error if error is InvalidValue else AppendOutcomeUnknown)
 
 
 def test_a_partial_write_is_no_status_that_clients_try_again() -> None:

@@ -16,7 +16,6 @@ import pyarrow as pa
 from millstream.client.home_calls import SERVER_DEADLINE_S_MAX
 from millstream.client.http_requests import Call
 from millstream.errors import (
-    AccessError,
     AppendOutcomeUnknown,
     Fenced,
     MillstreamError,
@@ -41,6 +40,8 @@ _BUSY: Final = frozenset({429, 503})
 """Statuses that mean that nothing was done, but may be later."""
 _UNTOLD: Final = frozenset({500, 502, 504})
 """Statuses of a failure on the way: how far the request had come is unknown."""
+_JUDGED: Final = frozenset({400, 409, 413, 422})
+"""Statuses of a refusal for what the request contains: an earlier try of it was refused, too."""
 _Result = TypeVar("_Result")
 
 
@@ -171,8 +172,8 @@ def appended(
                 unknown, wait_s = _doubt(error, unknown, call, url), _wait_of(got, nap_s)
             elif got.status in _BUSY:
                 wait_s = _wait_of(got, nap_s)
-            elif unknown is not None and isinstance(error, AccessError | SessionsNeedOneWriter):
-                raise unknown from error  # it precedes any look-up of the earlier try
+            elif unknown is not None and (got.status not in _JUDGED or isinstance(error, SessionsNeedOneWriter)):
+                raise unknown from error  # it says nothing about the earlier try
             else:
                 raise error
         if now() + wait_s >= give_up_s or (unknown is not None and not is_told_apart):
