@@ -75,6 +75,13 @@ def test_commit_times_never_run_backward(layout: LakeLayout):
     assert cut.commit_ts_max == NOON
 
 
+def test_cuts_at_one_position_have_the_time_at_which_it_was_reached(layout: LakeLayout):
+    """A fold, or a table that is built again, must not make a lake look newer than the log that it has."""
+    commit_cut(layout, Seq(5), [landed("s.a", "history", 3, 5)], committed_at=NOON)
+    cut = commit_cut(layout, Seq(5), [landed("s.a", "current", 1, 5)], committed_at=NOON + timedelta(hours=1))
+    assert (cut.number, cut.committed_at) == (2, NOON)
+
+
 def test_a_cut_that_somebody_else_wrote_is_refused(layout: LakeLayout):
     commit_cut(layout, Seq(1), [], committed_at=NOON)
     table = DeltaTable(layout.commits_path)

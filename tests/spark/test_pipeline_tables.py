@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from collections.abc import Collection, Iterable, Mapping
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from pyspark import SparkContext
-from tests.spark.hand_made import Home
+from tests.spark.hand_made import Home, insert
 from tests.spark.lake_run import config_of
 
 from millstream.catalog.quarantined_tables import QuarantinedTable
+from millstream.errors import LakeError, TokenFromFuture
 from millstream.lake.commit_cuts import Cut
 from millstream.lake.layout import TableCommit
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.spark.batch_parts import BatchPart
+from millstream.spark.driver import take_up
 from millstream.spark.executor_tasks import Around, TableAnswer
 from millstream.spark.pipeline_tables import PipelineTables
 from millstream.spark.session import SparkOptions
+from millstream.testing.errors import coded
 
 ASIDE = TableId(7)
 
@@ -96,3 +103,54 @@ def test_a_sink_restored_from_a_backup_of_then_has_the_table_caught_up_again(hom
     sink.cut, sink.told = backup
     restored = tables_of(home, sink)
     assert [(table.table_id, table.after) for table in restored.quarantine.retries_due()] == [(ASIDE, 3)]
+
+
+def opened_again(home: Home) -> Home:
+    home.close()
+    return Home(home.path)
+
+
+def test_a_log_that_was_put_back_is_refused_once_it_has_records_that_its_newer_lake_never_got(tmp_path: Path) -> None:
+    """Its numbers had grown past the lake's position, and the records below that never landed."""
+    home = Home(tmp_path / "shop")
+    table = home.table("orders", id=pa.int32())
+    sink = SinkInMemory(home)
+
+    def take(up: Home, cut: Cut | None) -> None:
+        sink.cut = cut
+        take_up(config_of(up.path, up.stream, SparkOptions(up.path), sink=sink), up.log, tables_of(up, sink))
+
+    def landed(n: Seq) -> Cut | None:
+        return tables_of(home, sink).commit(n, (), written_us=home.log.written_us(n))
+
+    late = early = landed(home.commit(insert(table, id=1)))
+    home.close()
+    shutil.copytree(home.path, tmp_path / "copy")
+    home = Home(home.path)
+    for number in range(5):
+        late = landed(home.commit(insert(table, id=number)))
+    copy = Home(tmp_path / "copy")
+    copy.commit(insert(table, id=7))
+    with pytest.raises(TokenFromFuture):
+        take(copy, late)
+    copy = opened_again(copy)
+    copy.commit(insert(table, id=8))
+    assert late is not None
+    assert copy.log.persisted_upto() > late.n
+    with pytest.raises(LakeError, check=coded("lake_of_another_log")):
+        take(copy, late)
+    take(copy, early)
+    home = opened_again(home)
+    home.commit(insert(table, id=9))
+    for cut in (early, late, None):
+        take(home, cut)
+    home.close()
+    copy.close()
+
+
+def test_a_cut_is_never_older_than_the_log_that_it_has(home: Home, sink: SinkInMemory) -> None:
+    """The clock may have been set back since, or the log's may be ahead: its lake must not pass for another log's."""
+    ahead = time.time_ns() // 1000 + 3_600_000_000
+    cut = tables_of(home, sink).commit(Seq(5), (), written_us=ahead)
+    assert cut is not None
+    assert cut.committed_at == datetime.fromtimestamp(0, UTC) + timedelta(microseconds=ahead)

@@ -86,6 +86,7 @@ class Cut:
     """Number of the cut, from 1; two cuts may have one n, if folds came between."""
     n: Seq
     committed_at: datetime
+    """When the lake had everything up to `n`; never before the log's groups up to there were written."""
     commit_ts_max: datetime | None
     """The greatest commit time of this and all earlier cuts."""
     tables: Mapping[str, CutTable] = field(default_factory=dict)
@@ -116,7 +117,7 @@ def commit_cut(
         layout: where the lake is.
         n: the end of the batch.
         commits: the results of writes since the last cut, folds included; other tables are unchanged.
-        committed_at: now, with a time zone.
+        committed_at: now, with a time zone; a later cut at one position has the first one's.
         commit_ts_max: the greatest commit time of the batch, if it had any.
 
     Raises:
@@ -138,6 +139,8 @@ def commit_cut(
     tables = merged({} if last is None else last.tables, commits)
     if last is not None and (last.n > n or (last.n == n and tables == last.tables)):
         return last
+    if last is not None and last.n == n:
+        committed_at = last.committed_at
     times = [time for time in (commit_ts_max, None if last is None else last.commit_ts_max) if time is not None]
     cut = Cut(1 if last is None else last.number + 1, n, committed_at, max(times, default=None), tables)
     base, text = cut.number, ""

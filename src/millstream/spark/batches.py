@@ -148,7 +148,8 @@ class BatchLander:
             self._hold(table_id, after, error)
         self.pipeline_tables.appended(landed.commits.values(), landed.versions)
         failpoints.hit("pipeline.before_lake_commit")
-        self.pipeline_tables.commit(upto, landed.commits.values(), newest_us=landed.newest_us)
+        written_us = self.log.written_us(upto)
+        self.pipeline_tables.commit(upto, landed.commits.values(), newest_us=landed.newest_us, written_us=written_us)
         failpoints.hit("pipeline.after_lake_commit")
         stream, pipeline = self.config.stream_id, self.config.pipeline
         self.catalog.set_landed(stream, pipeline, upto)

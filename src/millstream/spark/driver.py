@@ -12,6 +12,7 @@ import contextlib
 import shutil
 import threading
 import time
+from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from py4j.protocol import Py4JError
@@ -20,7 +21,8 @@ from pyspark.errors import PySparkException
 
 from millstream.catalog import Catalog
 from millstream.catalog.lake_state import keeping_lake_state
-from millstream.errors import EngineError, MillstreamError, OffsetExpired
+from millstream.errors import CorruptFrame, CorruptWal, EngineError, LakeError, MillstreamError, OffsetExpired
+from millstream.lake.commit_cuts import Cut
 from millstream.lake.layout import LakeLayout
 from millstream.model.positions import Seq
 from millstream.spark.batch_targets import LakeOfFiles
@@ -68,6 +70,7 @@ def run_pipeline(
 
     Raises:
         OffsetExpired: the log no longer has what the lake lacks.
+        LakeError (`lake_of_another_log`): the log has records below the lake's position that the lake never got.
         LakeUnavailable: the lake couldn't be reached for minutes, or refuses the keys.
         LakeTableForeign: another program wrote into `_commits`.
         EngineError (`java_missing`), EngineError: Spark doesn't start, or failed; nothing is lost, start another process.
@@ -116,10 +119,12 @@ def take_up(config: PipelineConfig, log: StreamReader, pipeline_tables: Pipeline
     """Ensure that the log has what the lake lacks, and keeps it.
 
     Raises:
-        OffsetExpired: as `run_pipeline`.
+        OffsetExpired, LakeError: as `run_pipeline`.
     """
     start = Seq(0) if pipeline_tables.cut is None else pipeline_tables.cut.n
     _check_log_reaches(log, start, config)
+    if pipeline_tables.cut is not None:
+        _check_log_is_the_lakes(log, pipeline_tables.cut, config)
     # Before the first batch: retention may drop nothing above the lake's own cut.
     pipeline_tables.claim(Seq(start + 1))
     _remove_old_checkpoint(config)
@@ -275,3 +280,14 @@ def _check_log_reaches(log: StreamReader, start: Seq, config: PipelineConfig) ->
             "an empty lake.",
             first=int(log.first_seq()),
         ) from error
+
+
+def _check_log_is_the_lakes(log: StreamReader, cut: Cut, config: PipelineConfig) -> None:
+    """Raise if the log has a group below the lake's position that was written after the lake had reached it."""
+    with contextlib.suppress(CorruptWal, CorruptFrame, FileNotFoundError):  # damage below it, or just dropped
+        if log.written_us(cut.n) > (cut.committed_at - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1):
+            raise LakeError(
+                f"the lake had everything up to number {cut.n} at {cut.committed_at.isoformat()}, and the log of "
+                f"{config.stream} has records below that were written later",
+                code="lake_of_another_log",
+            )

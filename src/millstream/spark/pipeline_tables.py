@@ -196,13 +196,16 @@ class PipelineTables:
             entry = self.tables[answer.table_id]
             entry.live_bytes, entry.disk_bytes = current.live_bytes, current.disk_bytes
 
-    def commit(self, n: Seq | None, commits: Iterable[TableCommit], *, newest_us: int | None = None) -> Cut | None:
+    def commit(
+        self, n: Seq | None, commits: Iterable[TableCommit], *, newest_us: int | None = None, written_us: int = 0
+    ) -> Cut | None:
         """Commit a cut: at `n`, or at the last one's position, with the tables' new versions. Any thread.
 
         Args:
             n: the position that all tables that aren't quarantined have reached; None: the last cut's.
             commits: the results of writes since the last cut.
             newest_us: the newest commit time among the batch's records, µs since 1970.
+            written_us: when the log's newest group at or below `n` was written: the cut is never older.
         """
         commits = list(commits)
         with self._lock:
@@ -211,16 +214,18 @@ class PipelineTables:
             at = self.cut.n if n is None and self.cut is not None else n
             if at is None:
                 return None  # a fold before the first cut: impossible, for folds need one
-            return self._commit(at, commits, newest_us)
+            return self._commit(at, commits, newest_us, written_us)
 
-    def _commit(self, at: Seq, commits: Iterable[TableCommit], newest_us: int | None = None) -> Cut:
+    def _commit(
+        self, at: Seq, commits: Iterable[TableCommit], newest_us: int | None = None, written_us: int = 0
+    ) -> Cut:
         """Commit a cut, with the tables that it leaves out."""
         commits = list(commits)
         self.cut = patiently(
             lambda: self._config.sink.commit_cut(
                 at,
                 commits,
-                committed_at=datetime.now(UTC),
+                committed_at=max(datetime.now(UTC), _EPOCH + timedelta(microseconds=written_us)),
                 commit_ts_max=None if newest_us is None else _EPOCH + timedelta(microseconds=newest_us),
                 held={table_id: table.after for table_id, table in list(self.quarantine.tables.items())},
             )

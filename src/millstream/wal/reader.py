@@ -154,6 +154,11 @@ class StreamReader:
         with TruncationWatch(self.extent, {shard: mark}):
             return next((at.offset for _, _, at in self._frames_of(shard, seq, persisted, mark)), mark.durable_offset)
 
+    def written_us(self, upto: Seq) -> int:
+        """Return when the newest group at or below `upto` was written, in hybrid time: µs since 1970, rounded up."""
+        times = [self._index(shard).written_ns(upto, mark) for shard, mark in self._marks()[0].items()]
+        return -(-max(times, default=0) // 1000)
+
     def wait_beyond(self, seq: Seq, deadline_s: float) -> bool:
         """Return True once `persisted_upto` is greater than `seq`, or False after that many seconds."""
         end = time.monotonic() + deadline_s
@@ -202,11 +207,7 @@ class StreamReader:
     def whole_upto(self, n: Seq) -> Seq:
         """Return the greatest position at or below `n` that splits no operation: `n`, or the start of its operation.
 
-        Args:
-            n: any number; beyond what is durable, and below what retention has left, nothing is read.
-
-        Raises:
-            CorruptWal: the frames around it are damaged.
+        Beyond what is durable, and below what retention has left, nothing is read. Raises `CorruptWal`.
         """
         return self._whole_upto(n, *self._marks())
 
@@ -388,8 +389,7 @@ class StreamReader:
         mark = self._marks()[0].get(shard)
         end = Offset(0) if mark is None else mark.durable_offset
         if from_offset > end:
-            beyond = f"offset {from_offset} is beyond the end of shard {shard}, {end}"
-            raise OffsetBeyondEnd(beyond, end=int(end))
+            raise OffsetBeyondEnd(f"offset {from_offset} is beyond the end of shard {shard}, {end}", end=int(end))
         self.extent.check_offset(shard, from_offset)
         if mark is None:
             return
@@ -408,10 +408,9 @@ class StreamReader:
                     return
 
     def read_groups(self, after: Seq, upto: Seq) -> Iterator[list[RecordsFrame]]:
-        """Yield the frames of each commit group with numbers in `(after, upto]`, by shard; rows are read on demand.
+        """Yield the frames of each commit group of `(after, upto]`, by shard; rows are read on demand.
 
-        Raises:
-            OffsetExpired, TokenFromFuture, CorruptWal: as `read_between`; rows raise `CorruptFrame`.
+        Raises as `read_between`; rows raise `CorruptFrame`.
         """
         marks, persisted = self._marks()
         self.extent.check_range(after, upto, persisted)

@@ -63,6 +63,8 @@ def commit_cut(
         if last is not None and last.n > n:
             return last
         tables = merged({} if last is None else last.tables, commits)
+        if last is not None and last.n == n:
+            committed_at = last.committed_at
         times = [time for time in (commit_ts_max, None if last is None else last.commit_ts_max) if time is not None]
         cut = Cut(1 if last is None else last.number + 1, n, committed_at, max(times, default=None), tables)
         if last is not None and (last.n, last.tables) == (n, tables):
