@@ -413,7 +413,9 @@ def _perform(place: _Place, request: RebuildRequest, say: Callable[[str], None])
         told: dict[str, Any]
         try:
             if request.erases:
-                erase_view(place.layout, view, place.schema, open_reader(place.home, place.stream).persisted_upto())
+                n = open_reader(place.home, place.stream).persisted_upto()
+                earlier = place.catalog.schemas_of(place.row.id)
+                erase_view(place.layout, view, place.schema, n, earlier=earlier)
                 told = {"state": "done", "aside": None}
             elif request.before_copy:
                 forget = held is not None and held.get("code") == "lake_schema_conflict"

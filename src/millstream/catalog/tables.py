@@ -329,6 +329,10 @@ class Tables(CatalogPart):
         )
         return next(iter(self._schemas(query)), None)
 
+    def schemas_of(self, table: TableId) -> list[TableSchema]:
+        """Return every version of a table's schema that the catalog has, in any order."""
+        return self._schemas(select(t.schema_versions.c.arrow).where(t.schema_versions.c.table_id == table))
+
     def latest_schemas(self, stream: StreamId) -> dict[TableId, TableSchema]:
         """Return the newest schema of every table that has one."""
         query = select(t.schema_versions.c.arrow).join(t.tables).where(t.tables.c.stream == str(stream))

@@ -341,14 +341,21 @@ def open_history(layout: LakeLayout, schema: TableSchema) -> OpenTable:
     return history
 
 
-def begin_history(layout: LakeLayout, schema: TableSchema, n: Seq) -> OpenTable:
-    """Create an empty history in an empty folder, as if it had everything up to `n` and had lost it."""
+def begin_history(layout: LakeLayout, schema: TableSchema, n: Seq, *, remove: Sequence[str] = ()) -> OpenTable:
+    """Let a table's history begin at `n`, empty, as if it had everything up to there and had lost it.
+
+    Args:
+        layout: where the lake is.
+        schema: the table's latest.
+        n: the position.
+        remove: the table's files, if the folder is there because other tables have records in it.
+    """
     path, app = layout.table_path("history", schema), layout.app_id("history", schema.table_id)
     opened = _create(layout, schema, path, app, [], n)
     told = (history_from_property(schema.table_id), HISTORY_BEGUN_PROPERTY)
     opened.set_properties(dict.fromkeys(told, str(int(n))))
-    if opened.n is None:
-        opened.swap(Commit(n), add=[])
+    if remove or opened.n is None or opened.n < n:
+        opened.swap(Commit(n), add=[], remove=remove)
     return opened
 
 

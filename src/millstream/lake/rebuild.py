@@ -1,5 +1,7 @@
 """Rebuilding: a folded table from its history, whatever its state; a history restarted before a copy from the source.
 
+A table's data can also be erased before such a copy (`erase_view`), under all the names that the table has had.
+
 A folder that another program wrote into, or whose log can't be read, is never deleted: it is moved aside
 (`<folder>.set-aside-<n>`), and the table is built in its place. Readers see an intact table until one commit
 replaces it: that of a fold (`folded.current`, `folded.scd2`), which a running pipeline makes itself.
@@ -8,6 +10,7 @@ replaces it: that of a fold (`folded.current`, `folded.scd2`), which a running p
 from __future__ import annotations
 
 import shutil
+from collections.abc import Collection
 from contextlib import suppress
 from glob import escape
 from pathlib import Path
@@ -19,14 +22,16 @@ from deltalake.exceptions import DeltaError
 from millstream import failpoints
 from millstream.errors import LakeError, LakeFilesGone, LakeTableForeign, LakeUnavailable
 from millstream.lake.commit_cuts import last_cut
-from millstream.lake.data_files import TableFiles, storage_of
+from millstream.lake.data_files import TableFiles, remove_folder, storage_of, table_in
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes, fold_table
 from millstream.lake.folded.scd2 import rebuild_versions
 from millstream.lake.history import begin_history
-from millstream.lake.history_folder import history_from, lacks_beginning
-from millstream.lake.layout import LakeLayout, TableCommit, View
-from millstream.lake.table_format import format_of, open_table
+from millstream.lake.history_folder import history_from, history_from_property, lacks_beginning
+from millstream.lake.layout import BESIDE, LakeLayout, TableCommit, View
+from millstream.lake.schema_history import Eras
+from millstream.lake.table_format import Commit, OpenTable, format_of, open_table
 from millstream.lake.table_renames import lost_records, places_of
+from millstream.model.ids import TableId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
@@ -161,33 +166,115 @@ def make_way(layout: LakeLayout, view: View, schema: TableSchema, n: Seq, *, for
     return set_aside(layout, layout.table_path(view, schema)) if goes else None
 
 
-def erase_view(layout: LakeLayout, view: View, schema: TableSchema, n: Seq) -> None:
-    """Delete a view's folder, with those that were moved aside, before a copy of the table; history begins at `n`, empty.
+def erase_view(
+    layout: LakeLayout, view: View, schema: TableSchema, n: Seq, *, earlier: Collection[TableSchema] = ()
+) -> None:
+    """Delete one table's files of a view, under all its names, before a copy of it; its history begins at `n`, empty.
 
-    Nothing may write into the view during this, and no copy of the table may be under way: everything at or below `n` is
-    gone. A second call completes one that was interrupted.
+    Folders that were moved aside count too. Other tables keep what they have in the same folders: records that wait there for
+    their table's next record, and rows under a name that another table has by now. Nothing may write into the view during
+    this, and no copy of the table may be under way: everything at or below `n` is gone. A second call completes one that
+    was interrupted.
+
+    Args:
+        layout: where the lake is.
+        view: which view.
+        schema: the table's latest.
+        n: the position from which on its records count again.
+        earlier: all its schemas, for the names that it has had.
 
     Raises:
-        LakeUnavailable: a file can't be deleted.
+        LakeUnavailable: a file can't be deleted, or the folder of an earlier name can't be read.
+        LakeTableForeign: another program wrote into the folder of an earlier name.
+        LakeConflict: another commit removed some of the files; call again.
     """
-    path = layout.table_path(view, schema)
-    check_movable(layout, path)
-    try:
-        if "://" in path:
-            storage = storage_of(layout, path)
-            found = storage.get_file_info(pafs.FileSelector("", recursive=True, allow_not_found=True))
-            for info in found:
-                if info.is_file:
-                    storage.delete_file(info.path)
-        else:
-            aside = Path(path).parent.glob(f"{escape(Path(path).name)}{_ASIDE}*")
-            for folder in (Path(path), *sorted(aside)):
-                with suppress(FileNotFoundError):
-                    shutil.rmtree(folder)
-    except (OSError, DeltaError) as error:
-        raise LakeUnavailable(f"{path} can't be deleted: {error}", path=path) from error
+    present = layout.table_path(view, schema)
+    check_movable(layout, present)
+    paths = {layout.table_path(view, known) for known in earlier} - {present}
+    for path in (*sorted(paths), present):
+        try:
+            if view == "history":
+                _erase_records(layout, path, schema, n, is_present=path == present)
+            else:
+                _erase_rows(layout, view, path, schema.table_id, is_present=path == present)
+        except (OSError, DeltaError) as error:
+            raise LakeUnavailable(f"{path} can't be deleted: {error}", path=path) from error
     if view == "history":
         begin_history(layout, schema, n)
+
+
+def _erase_records(layout: LakeLayout, path: str, schema: TableSchema, n: Seq, *, is_present: bool) -> None:
+    """Delete one table's records in a folder of history and those moved aside from it, by the tables in files' names."""
+    table = schema.table_id
+    for aside in _asides(path):
+        mine, others = _files_of(layout, aside, table)
+        if others:
+            TableFiles(layout, aside).delete(mine)
+        elif mine or is_present:
+            _delete_folder(layout, aside)
+    mine, shared = _files_of(layout, path, table)
+    opened: OpenTable | None = None
+    try:
+        opened = open_table(layout, path, layout.app_id("history", table))
+        shared |= opened is not None and any(known.table_id != table for _, known in Eras.of(opened).told)
+    except (LakeFilesGone, LakeTableForeign, LakeUnavailable):
+        if not is_present:
+            raise
+    if not shared:
+        _delete_folder(layout, path)
+        return
+    live = [] if opened is None else sorted(mine.intersection(opened.files().column("path").to_pylist()))
+    if is_present and opened is not None:
+        begin_history(layout, schema, n, remove=live)
+    elif live and opened is not None:
+        opened.set_properties({history_from_property(table): str(int(n))})
+        opened.swap(Commit(), add=[], remove=live)
+    TableFiles(layout, path).delete(mine)
+    if opened is None:
+        set_aside(layout, path)
+
+
+def _files_of(layout: LakeLayout, path: str, table: TableId) -> tuple[set[str], bool]:
+    """Return the files in a folder of history that have a table's records, and whether others have another table's."""
+    storage = storage_of(layout, path)
+    found = storage.get_file_info(pafs.FileSelector("", recursive=True, allow_not_found=True))
+    tables = {info.path.lstrip("/"): table_in(info.path) for info in found if info.is_file}
+    mine = {name for name, owner in tables.items() if owner == table}
+    return mine, any(owner not in {None, table} for owner in tables.values())
+
+
+def _erase_rows(layout: LakeLayout, view: View, path: str, table: TableId, *, is_present: bool) -> None:
+    """Delete a folder of folded rows with those moved aside from it, unless the rows are another table's."""
+    app = layout.app_id(view, table)
+    if view == "scd2":
+        _delete_folder(layout, path + BESIDE)  # of a rebuild that was killed
+    for folder in (*_asides(path), path):
+        is_mine = is_present
+        if not is_present:
+            try:
+                opened = open_table(layout, folder, app)
+                is_mine = opened is not None and opened.held
+            except (LakeFilesGone, LakeTableForeign, LakeUnavailable):
+                if folder == path:
+                    raise
+                is_mine = True  # moved aside because it can't be read
+        if is_mine:
+            _delete_folder(layout, folder)
+
+
+def _asides(path: str) -> list[str]:
+    """Return the folders that were moved aside from a table's; an object store has none."""
+    if "://" in path:
+        return []
+    return sorted(str(found) for found in Path(path).parent.glob(f"{escape(Path(path).name)}{_ASIDE}*"))
+
+
+def _delete_folder(layout: LakeLayout, path: str) -> None:
+    if "://" in path:
+        remove_folder(layout, path)
+        return
+    with suppress(FileNotFoundError):
+        shutil.rmtree(path)
 
 
 def restart_history(layout: LakeLayout, schema: TableSchema, n: Seq, *, forget: bool = False) -> str | None:

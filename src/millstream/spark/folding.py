@@ -258,7 +258,8 @@ class FoldThread:
     def _made_way(self, view: str, schema: TableSchema, n: Seq, *, forget: bool, erases: bool) -> dict[str, Any]:
         try:
             if erases:
-                erase_view(self._config.layout, cast("View", view), schema, n)
+                earlier = self._catalog.schemas_of(schema.table_id)
+                erase_view(self._config.layout, cast("View", view), schema, n, earlier=earlier)
                 return {"state": "done", "aside": None}
             aside = make_way(self._config.layout, cast("View", view), schema, n, forget=forget)
         except (MillstreamError, OSError) as error:

@@ -1,0 +1,132 @@
+"""A table's data erased before another copy: all of it, under each name that the table has had, and no other table's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tests.lake.test_scd2 import at
+
+from millstream.errors import LakeError
+from millstream.lake.commit_cuts import commit_cut
+from millstream.lake.data_files import table_in
+from millstream.lake.folded.current import fold_table
+from millstream.lake.folded.scd2 import fold_into_versions
+from millstream.lake.history import append_history
+from millstream.lake.layout import BESIDE, LakeLayout, View
+from millstream.lake.rebuild import check_history, damage_of, erase_view, set_aside
+from millstream.lake.table_format import open_table
+from millstream.model.ids import SchemaVersion, TableId
+from millstream.model.positions import Seq
+from millstream.model.schema import TableSchema
+from millstream.testing.errors import coded
+
+Records = Callable[..., pa.RecordBatch]
+VIEWS: tuple[View, ...] = ("history", "current", "scd2")
+
+
+def land(layout: LakeLayout, schema: TableSchema, batch: pa.RecordBatch, n: int) -> None:
+    commits = [
+        append_history(layout, schema, [batch], Seq(n)),
+        fold_table(layout, schema, Seq(n)),
+        fold_into_versions(layout, schema, Seq(n)).commit,
+    ]
+    commit_cut(layout, Seq(n), commits, committed_at=datetime.now(UTC))
+
+
+def erase(layout: LakeLayout, schema: TableSchema, n: int, *earlier: TableSchema) -> None:
+    for view in VIEWS:
+        erase_view(layout, view, schema, Seq(n), earlier=earlier)
+
+
+def rows(layout: LakeLayout, view: View, schema: TableSchema) -> list[dict[str, Any]]:
+    opened = open_table(layout, layout.table_path(view, schema), layout.app_id(view, schema.table_id))
+    return [] if opened is None else list(opened.dataset().to_table().sort_by("id").to_pylist())
+
+
+def notes(layout: LakeLayout) -> set[str | None]:
+    """Return the values of a column in all files of the lake, also those that no commit names."""
+    files = [file for file in Path(layout.root).rglob("*.parquet") if "_delta_log" not in file.parts]
+    return {
+        note
+        for file in files
+        if "note" in (held := pq.ParquetFile(file).read()).column_names
+        for note in held.column("note").to_pylist()
+    }
+
+
+@pytest.fixture
+def taken_over(layout: LakeLayout, orders: TableSchema, records: Records) -> TableSchema:
+    """Let another table take over the name of orders, whose records wait in its history; return it."""
+    kept = [("c", n, {"id": n, "note": "kept", **at(1, n)}) for n in (1, 2)]
+    land(layout, orders, records(orders, *kept), 2)
+    new = replace(orders, table_id=TableId(9))
+    land(layout, new, records(new, ("c", 3, {"id": 77, "note": "secret", **at(3)})), 3)
+    return new
+
+
+def test_records_of_another_table_that_wait_under_the_name_stay(
+    layout: LakeLayout, orders: TableSchema, records: Records, taken_over: TableSchema
+):
+    erase(layout, taken_over, 4, taken_over)
+    assert notes(layout) == {"kept"}
+    erase(layout, taken_over, 5, taken_over)
+    old = replace(orders, name="orders_old")
+    land(layout, old, records(old, ("c", 6, {"id": 6, "note": "later", **at(6)})), 6)
+    assert [row["id"] for row in rows(layout, "current", old)] == [1, 2, 6]
+    with pytest.raises(LakeError, check=coded("lake_history_lost"), match="up to 5 have been dropped"):
+        check_history(layout, taken_over)
+    copied = [("t", 7, at(7, None)), ("r", 8, {"id": 78, "note": "copied", **at(7, None)})]
+    land(layout, taken_over, records(taken_over, *copied), 8)
+    for view in ("current", "scd2"):
+        assert [row["id"] for row in rows(layout, view, taken_over)] == [78]
+
+
+def test_records_of_another_table_in_a_damaged_history_stay_in_a_folder_aside(
+    layout: LakeLayout, orders: TableSchema, taken_over: TableSchema
+):
+    path = Path(layout.table_path("history", taken_over))
+    (path / "_delta_log" / "00000000000000000000.json").unlink()
+    erase_view(layout, "history", taken_over, Seq(4))
+    aside = path.with_name(f"{path.name}.set-aside-1")
+    assert {table_in(str(file)) for file in aside.rglob("part-*.parquet")} == {orders.table_id}
+    assert damage_of(layout, "history", taken_over) is None
+
+
+def test_nothing_is_left_under_an_earlier_name(layout: LakeLayout, orders: TableSchema, records: Records):
+    secret = ("c", 1, {"id": 1, "note": "secret", **at(1)})
+    land(layout, orders, records(orders, secret, ("d", 2, {"id": 1, **at(2)})), 2)
+    set_aside(layout, layout.table_path("current", orders))
+    beside = Path(layout.table_path("scd2", orders) + BESIDE)
+    beside.mkdir()
+    pq.write_table(pa.table({"note": ["secret"]}), beside / "part-1.parquet")
+    renamed = replace(orders, name="clients", version=SchemaVersion(2))
+    land(layout, renamed, records(renamed, ("c", 3, {"id": 2, "note": "secret", **at(3)})), 3)
+    erase(layout, renamed, 4, orders, renamed)
+    assert notes(layout) == set()
+    assert [folder.name for folder in Path(layout.root, "history").iterdir()] == ["public.clients"]
+    assert not any(Path(layout.root, view, "public.orders").exists() for view in VIEWS)
+
+
+def test_an_earlier_name_that_another_table_has_keeps_that_tables_rows(
+    layout: LakeLayout, orders: TableSchema, taken_over: TableSchema
+):
+    old = replace(orders, name="orders_old", version=SchemaVersion(2))
+    erase(layout, old, 4, orders, old)
+    assert [row["id"] for row in rows(layout, "current", taken_over)] == [77]
+    history = Path(layout.table_path("history", taken_over))
+    assert {table_in(str(file)) for file in history.rglob("part-*.parquet")} == {taken_over.table_id}
+    assert all(damage_of(layout, view, taken_over) is None for view in VIEWS)
+
+
+def test_tables_of_iceberg_are_refused(layout: LakeLayout, orders: TableSchema, tmp_path: Path):
+    catalog = {"type": "sql", "uri": f"sqlite:///{tmp_path}/catalog.db", "warehouse": f"file://{tmp_path}/lake"}
+    iceberg = replace(layout, format="iceberg", catalog=catalog)
+    with pytest.raises(LakeError, check=coded("lake_format_unsupported")):
+        erase_view(iceberg, "history", orders, Seq(1))
