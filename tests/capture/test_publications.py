@@ -150,6 +150,55 @@ def test_while_the_publication_is_missing_its_tables_are_quarantined_and_not_cop
     assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
 
 
+REJOINS = {
+    "the table": ("TABLE orders", "ALTER PUBLICATION {} DROP TABLE orders", "ALTER PUBLICATION {} ADD TABLE orders"),
+    "its root": ("TABLE orders", "ALTER PUBLICATION {} DROP TABLE orders", "ALTER PUBLICATION {} ADD TABLE orders"),
+    "its schema": (
+        "TABLES IN SCHEMA public",
+        "ALTER PUBLICATION {} DROP TABLES IN SCHEMA public",
+        "ALTER PUBLICATION {} ADD TABLES IN SCHEMA public",
+    ),
+}
+
+
+@pytest.mark.since_postgres(15)
+@pytest.mark.parametrize("what", REJOINS)
+def test_a_table_that_leaves_and_rejoins_its_publication_while_capture_is_stopped(stage: Stage, what: str) -> None:
+    """Nothing at the start showed that it had been out: its rows of that time never came."""
+    target, leave, rejoin = (text.format(stage.config.publication) for text in REJOINS[what])
+    parts = ("PARTITION BY RANGE (id)", "") if what == "its root" else ("", "")
+    stage.sql(
+        f"CREATE TABLE orders (id int PRIMARY KEY, item text) {parts[0]}",
+        "CREATE TABLE part PARTITION OF orders DEFAULT" if parts[0] else "SELECT 1",
+        "INSERT INTO orders VALUES (1, 'a')",
+        f"CREATE PUBLICATION {stage.config.publication} FOR {target}",
+    )
+    if what == "its root":
+        stage.config = replace(stage.config, tables=("public.part",))
+    name = "part" if what == "its root" else "orders"
+    stage.catch_up()
+    assert copied(stage) == 1
+    stage.sql(leave, "INSERT INTO orders VALUES (2, 'unseen')", rejoin, "INSERT INTO orders VALUES (3, 'c')")
+    stage.catch_up()
+    assert stage.log.replay()[f"public.{name}"] == stage.source_rows(name, ["id"])
+    assert copied(stage) == 4
+    stage.catch_up()
+    assert copied(stage) == 4
+
+
+def test_a_table_that_rejoins_its_publication_between_two_looks_is_copied_again(stage: Stage) -> None:
+    stage.sql(TABLES[0])
+    publication = stage.config.publication
+    running = stage.start()
+    wait_until(lambda: stage.state("public.orders") is TableState.STREAMING, "it is copied")
+    with stage.connect() as connection:
+        connection.execute(f"ALTER PUBLICATION {publication} DROP TABLE orders")
+        connection.execute("INSERT INTO orders VALUES (7, 'unseen')")
+        connection.execute(f"ALTER PUBLICATION {publication} ADD TABLE orders")
+    wait_until(lambda: stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"]), "it is copied again")
+    running.stop()
+
+
 def copied(stage: Stage) -> int:
     return sum(chr(row["__op"]) == "r" for _, _, row in stage.log.records())
 

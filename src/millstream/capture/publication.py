@@ -107,6 +107,36 @@ def covered_tables(connection: Connection, publication: str, tables: Iterable[So
     return _covered(_sent(connection, (publication, inserts_name(publication))), tables)
 
 
+def memberships(
+    connection: Connection, publications: Sequence[str], tables: Iterable[SourceTable]
+) -> dict[int, set[str]]:
+    """Return by OID each table's memberships: what the publications that send it completely name it by.
+
+    A table, or the schema of one, that leaves a publication and rejoins it has another membership: PostgreSQL gives it
+    another OID. A publication of all tables can only be dropped and created again. Nothing is returned for a table that
+    only several publications together send completely.
+    """
+    usable = {table.oid: table.usable for table in tables}
+    schemas = "UNION ALL SELECT pnpubid, 'schema ' || oid, NULL, pnnspid FROM pg_publication_namespace"
+    with translated():
+        rows = connection.execute(
+            "SELECT t.oid, m.name, p.pubupdate AND p.pubdelete FROM unnest(%s::oid[]) t (oid) CROSS JOIN LATERAL"
+            " (SELECT t.oid UNION SELECT relid FROM pg_partition_ancestors(t.oid::regclass)) above (oid)"
+            " JOIN pg_class c ON c.oid = above.oid"
+            " JOIN (SELECT prpubid, 'table ' || oid, prrelid, NULL::oid FROM pg_publication_rel"
+            " UNION ALL SELECT oid, 'all tables ' || oid, NULL, NULL FROM pg_publication WHERE puballtables"
+            f" {schemas if connection.info.server_version >= 150000 else ''}) m (publication, name, relation, namespace)"
+            " ON coalesce(m.relation, c.oid) = c.oid AND coalesce(m.namespace, c.relnamespace) = c.relnamespace"
+            " JOIN pg_publication p ON p.oid = m.publication WHERE p.pubname = ANY(%s) AND p.pubinsert",
+            [list(usable), list(publications)],
+        ).fetchall()
+    found: dict[int, set[str]] = {}
+    for oid, name, sends_identity in rows:
+        if sends_identity or not usable[int(oid)]:
+            found.setdefault(int(oid), set()).add(str(name))
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Restriction:
     """A publication's column list and row filter for a table."""

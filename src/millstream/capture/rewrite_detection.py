@@ -11,6 +11,7 @@ Such a table is copied again. PostgreSQL sends nothing of these changes:
 - An enum value is renamed, or a row type gains or loses a field. Rows hold numbers, which are printed by
   today's names and fields.
 - A publication's column list gains a column, or its row filter changes.
+- A table leaves a publication and rejoins it: its changes in between aren't sent.
 - A column's rule changes (exclude, hash, redact), or the key of the hashes.
 
 A changed key has the table copied again too: the log's deletes carry the old key.
@@ -82,10 +83,18 @@ class KnownLayouts:
         plain = plain and {(c.number, c.name) for c in sent} >= set(new.items())
         return {had[n]: name for n, name in new.items()} if plain else {}
 
-    def news(self, table: SourceTable, id_: TableId, sent: Restriction, *, follows: bool = False) -> str | None:
+    def news(
+        self,
+        table: SourceTable,
+        id_: TableId,
+        sent: Restriction,
+        members: set[str],
+        *,
+        follows: bool = False,
+    ) -> str | None:
         """Return what changed in the table, or in what is sent of it, that its rows in the log don't show.
 
-        With `follows`, columns with the names of `renamed` are the same columns.
+        `members` are the table's memberships in publications. With `follows`, columns with the names of `renamed` are the same columns.
         """
         known = self._known.get(str(id_))
         if known is None:
@@ -94,6 +103,7 @@ class KnownLayouts:
         told = [*columns, *_news_of_key(known, table), *_news_of_partitions(known, table)]
         told += [*_news_of_types(known, table), *_news_of_restriction(known, table, sent)]
         told += self._news_of_rules(known, table)
+        told += _news_of_members(known, members)
         # A column's new type rewrites partitions as well.
         told += [] if columns else _news_of_files(known, table)
         return "; ".join(told) or None
@@ -135,6 +145,7 @@ class KnownLayouts:
         table: SourceTable,
         id_: TableId,
         sent: Restriction,
+        members: set[str],
         *,
         now: Shape,
         since: Lsn,
@@ -150,6 +161,7 @@ class KnownLayouts:
             table: the table.
             id_: its id.
             sent: the part of it that is sent.
+            members: its memberships in publications.
             now: its present shape.
             since: the LSN from which on earlier shapes may be needed.
             shown: the forms of its records since the last look.
@@ -180,6 +192,7 @@ class KnownLayouts:
             "parts": {str(c.number): dict(c.parts) for c in columns if c.parts},
             "listed": _listed(table, sent),
             "condition": sent.condition,
+            "members": sorted(members),
             "rules": self._rules_by_number(table),
             "key": _key(table),
             "key_constraint": table.key_constraint,
@@ -344,6 +357,12 @@ def _news_of_restriction(known: dict[str, Any], table: SourceTable, sent: Restri
             yield f"column {name} is sent by the publication now"
     if known["condition"] != sent.condition:
         yield "the publication's row filter is another one"
+
+
+def _news_of_members(known: dict[str, Any], members: set[str]) -> Iterator[str]:
+    before = known.get("members", [])  # a catalog of an older version has none
+    if before and members and members.isdisjoint(before):
+        yield "it had left the publication"
 
 
 def _key(table: SourceTable) -> list[int]:

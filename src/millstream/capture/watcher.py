@@ -30,6 +30,7 @@ from millstream.capture.publication import (
     Restriction,
     covered_tables,
     list_published,
+    memberships,
     publish_generated,
     restrictions,
     sync_publications,
@@ -144,6 +145,7 @@ class WatchedTables:
         if self.renew_at is None and not set(self.coverage.publications) <= set(self._streamed):
             self.renew_at = insert_lsn(connection)
         sent = restrictions(connection, self.coverage.publications)
+        members = memberships(connection, self.coverage.publications, tables)
         if not self._is_whole(connection, published, sent):
             return False
         left, expected = dict[TableId, Sequence[Shown]](), dict[TableId, Expected]()
@@ -157,7 +159,8 @@ class WatchedTables:
             now = shape_of(table, restriction, self.seen_at)
             forms = shown.get(row.id, ())
             numbers[row.id] = self._layouts.numbers(table, row.id, now, forms) if forms else {}
-            left[row.id], expected[row.id] = self._settle_layout(table, row, restriction, now, forms)
+            member = members.get(table.oid, set())
+            left[row.id], expected[row.id] = self._settle_layout(table, row, restriction, member, now, forms)
             self._settle(table, row)
         self._directory.definitions.end_look(left)
         self._notice_leaving(connection, known.values(), passed)
@@ -211,7 +214,13 @@ class WatchedTables:
             self._catalog.set_state(row.id, TableState.QUARANTINED, why, details=details)
 
     def _settle_layout(
-        self, table: SourceTable, row: TableRow, sent: Restriction, now: Shape, shown: Sequence[Shown]
+        self,
+        table: SourceTable,
+        row: TableRow,
+        sent: Restriction,
+        members: set[str],
+        now: Shape,
+        shown: Sequence[Shown],
     ) -> tuple[Sequence[Shown], Expected]:
         """Request a copy of a table if its existing rows, or the part that is sent, changed with its definition.
 
@@ -222,7 +231,7 @@ class WatchedTables:
         renamed = self._layouts.renamed(table, row.id) if is_plain else {}
         has_names = bool(renamed) or any(one.form != now.form for one in shown)
         follows = is_plain and has_names and self._directory.follows_names(row.id)
-        news = self._layouts.news(table, row.id, sent, follows=follows)
+        news = self._layouts.news(table, row.id, sent, members, follows=follows)
         left: Sequence[Shown] = ()
         odd: Shown | None = None
         if news is None and row.state is TableState.STREAMING:
@@ -250,6 +259,7 @@ class WatchedTables:
             table,
             row.id,
             sent,
+            members,
             now=now,
             since=self._directory.shown.since,
             shown=shown,
