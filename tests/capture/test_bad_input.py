@@ -18,7 +18,7 @@ from millstream.catalog import TableState
 from millstream.errors import MillstreamError, Retry, SourceError
 from millstream.model.ids import SourceId
 from millstream.model.names import quote_ident
-from millstream.model.positions import Lsn
+from millstream.model.positions import Lsn, format_lsn
 from millstream.testing.errors import code_of, coded
 from millstream.testing.postgres import EmbeddedPostgres
 
@@ -304,6 +304,44 @@ def test_what_a_log_that_was_put_back_lacks_is_captured_again_if_the_slot_still_
         for table in ("orders", "more"):
             assert stage.log.replay()[f"public.{table}"] == stage.source_rows(table, ["id"])
     assert len(stage.log.entries) < 20, "nothing is copied twice"
+
+
+def test_a_source_that_was_set_back_is_refused_when_its_wal_is_long_again(stage: Stage) -> None:
+    stage.sql(ORDERS, "INSERT INTO orders VALUES (1, 'x')")
+    stage.catch_up()
+    source = stage.catalog.current_source(stage.catalog.stream("shop").id)
+    assert source is not None
+    grow = f"SELECT pg_logical_emit_message(false, 'filler', repeat('x', {3 << 20}))"
+    # The log as it is when an older copy of the source's disk has been put back.
+    stage.catalog.move_reached(source.id, Lsn(stage.slot_confirmed() + (2 << 20)))
+    assert "set back" in failing(stage.config, stage).message
+    stage.sql("UPDATE orders SET item = 'lost'", grow)
+    again = failing(stage.config, stage)
+    assert (again.code, "set back" in again.message) == ("source_replaced", True)
+    assert drop_slot(stage.config, stage.catalog) is not None
+    stage.catch_up()
+    assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
+    stage.sql("INSERT INTO orders VALUES (2, 'y')")
+    assert stage.catch_up().caught_up
+    assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
+
+
+def test_the_server_that_the_log_followed_is_known_by_its_slot(stage: Stage) -> None:
+    stage.sql(ORDERS)
+    stage.catch_up()
+    source = stage.catalog.current_source(stage.catalog.stream("shop").id)
+    assert source is not None
+    reached = Lsn(stage.slot_confirmed() + (2 << 20))
+    stage.catalog.move_reached(source.id, reached)
+    assert "set back" in failing(stage.config, stage).message
+    # The DSN leads back to that server: its WAL is longer, and its slot is where capture has confirmed it.
+    stage.sql(
+        f"SELECT pg_logical_emit_message(false, 'filler', repeat('x', {3 << 20}))",
+        f"SELECT pg_replication_slot_advance('{stage.config.slot}', '{format_lsn(reached)}')",
+        "INSERT INTO orders VALUES (1, 'x')",
+    )
+    assert stage.catch_up().caught_up
+    assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
 
 
 def test_a_slot_of_something_else_is_left_alone(stage: Stage) -> None:

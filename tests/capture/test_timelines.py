@@ -346,6 +346,8 @@ def test_a_disk_put_back_is_never_followed_in_silence_and_can_be_given_a_timelin
         assert isinstance(error, SourceError)
         assert error.code == "source_replaced"
         assert "set back" in error.message
+        stage.sql("INSERT INTO orders SELECT n, repeat('y', 999) FROM generate_series(5000, 8000) n")
+        assert "set back" in servers.refused().message, "its WAL is longer than the log's now"
         backup.stop()
         (backup.data_dir / "recovery.signal").touch()
         backup.restart(settings={"restore_command": "false"})

@@ -27,6 +27,7 @@ from millstream.capture.copying.repair import CopiesAndRepairs, Repairs
 from millstream.capture.copying.table_copies import UNFINISHED, TableCopies
 from millstream.capture.publication import pgoutput_options
 from millstream.capture.session_retries import SessionRetries
+from millstream.capture.set_back import check_end, check_never_set_back, forget_set_back
 from millstream.capture.slot import (
     SlotState,
     check_slot,
@@ -39,7 +40,6 @@ from millstream.capture.slot import (
 from millstream.capture.source import (
     Connection,
     SourceIdentity,
-    check_end,
     check_origin,
     check_same,
     check_standby,
@@ -427,7 +427,9 @@ class _Capture:
             on_standby=identity.on_standby,
         )
         if known is not None and known.timeline == identity.timeline:
-            check_end(control, identity, reached)
+            check_end(control, identity, self._catalog, self._scope, reached=reached)
+        if slot is not None and not begins_anew:
+            check_never_set_back(self._catalog, self._scope, slot)
         if known is not None and not begins_anew and reached < self._catalog.reached(known.id):
             logger.warning("the catalog is newer than the log; the tables are copied again", after=format_lsn(reached))
             self._request_copies("the catalog was newer than the log")
@@ -476,6 +478,7 @@ class _Capture:
         failover = self._config.failover and identity.server_version >= 170000 and not identity.on_standby
         start = create_slot(replication, self._config.slot, failover=failover, meanwhile=meanwhile)
         reached = self._catalog.move_reached(source, start)
+        forget_set_back(self._catalog, self._scope)
         self._catalog.drop_fact(self._scope, "slot_dropped")
         if reached != start:
             raise SourceError(

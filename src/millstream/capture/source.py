@@ -18,7 +18,7 @@ from millstream.errors import ConfigError, SourceError
 from millstream.model.column_rules import Rule
 from millstream.model.names import TablePatterns, qualified_name
 from millstream.model.pgtypes import builtin_name
-from millstream.model.positions import Lsn, format_lsn, parse_lsn
+from millstream.model.positions import Lsn, parse_lsn
 from millstream.model.schema import ReplicaIdentity
 
 Connection = psycopg.Connection[tuple[Any, ...]]
@@ -379,32 +379,6 @@ def check_origin(identity: SourceIdentity, origin: str) -> None:
             code="source_version_unsupported",
             hint='Set origin = "any" in [streams.S.source], or upgrade the server.',
         )
-
-
-def check_end(connection: Connection, identity: SourceIdentity, reached: Lsn) -> None:
-    """Check that the server's WAL reaches at least as far as the log.
-
-    Raises:
-        SourceError (`source_replaced`): a primary's WAL ends earlier. The server was set back without a new timeline (a
-            copy of its disk was put back).
-        SourceError (`source_behind`): a standby hasn't replayed that far yet.
-    """
-    end = insert_lsn(connection)
-    if end >= as_record_end(reached):
-        return
-    if identity.on_standby:
-        raise SourceError(
-            f"the standby has replayed only up to {format_lsn(end)}, but the log has everything up to {format_lsn(reached)}",
-            code="source_behind",
-        )
-    raise SourceError(
-        f"the source's WAL ends at {format_lsn(end)}, but the log has everything up to {format_lsn(reached)}: the source was set back to an"
-        " older state",
-        code="source_replaced",
-        hint="Point the DSN back to the server that the log followed. If this one is to be followed, it needs a timeline of its own: "
-        "restart it once through recovery (the files recovery.signal and restore_command = 'false'), then run "
-        "`millstream slot drop`; the next `millstream run` copies every table again.",
-    )
 
 
 def list_tables(connection: Connection, patterns: TablePatterns) -> list[SourceTable]:
