@@ -169,12 +169,40 @@ def test_a_stream_of_redis_keeps_its_newest_entries(in_redis: RedisStage) -> Non
     assert [fields["id"] for fields in in_redis.entries("all")] == [f"shop-0-1-{number}" for number in range(25, 30)]
 
 
-def test_a_redis_server_that_does_not_answer_is_a_failure(in_redis: RedisStage) -> None:
-    secret = "redis://app:hidden@127.0.0.1:1/0"
-    in_redis.settings = {"location": secret}
+def test_a_redis_server_that_does_not_answer_fails_no_message(in_redis: RedisStage) -> None:
+    """Each of a day's messages became a dead letter after a quarter of an hour."""
+    in_redis.settings = {"location": "redis://app:hidden@127.0.0.1:1/0"}
     outcome = in_redis.open().deliver([push_message(0)])
-    assert outcome.verdict is Verdict.FAILED
+    assert outcome.verdict is Verdict.REFUSED
     assert "hidden" not in outcome.reason
+
+
+@pytest.mark.parametrize(
+    ("state", "end"),
+    [
+        (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE")),
+        (("CONFIG", "SET", "maxmemory", "1"), ("CONFIG", "SET", "maxmemory", "0")),
+    ],
+)
+def test_a_replica_and_a_full_memory_fail_no_message(
+    in_redis: RedisStage, redis_server: EmbeddedRedis, state: tuple[str, ...], end: tuple[str, ...]
+) -> None:
+    sink = in_redis.open()
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.execute_command(*state)
+        try:
+            assert sink.deliver([push_message(0)]).verdict is Verdict.REFUSED
+        finally:
+            client.execute_command(*end)
+    assert sink.deliver([push_message(0)]) == ACCEPTED
+
+
+def test_a_message_that_redis_refuses_is_a_failure(in_redis: RedisStage, redis_server: EmbeddedRedis) -> None:
+    in_redis.settings = {**in_redis.settings, "stream": "taken"}
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.set("taken", "a text")
+        assert in_redis.open().deliver([push_message(0)]).verdict is Verdict.FAILED
+        client.delete("taken")
 
 
 # --- a command -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _ANSWERS_WITHIN_S: Final = 5.0
 """Seconds that one answer may take; then the connection is dropped, and the request is repeated on another one."""
-_MEND_THEMSELVES: Final = ("LOADING", "BUSY ", "BUSYKEY", "MASTERDOWN", "TRYAGAIN", "CLUSTERDOWN", "READONLY")
+_BUSY: Final = ("BUSY ", "BUSYKEY")
 _GONE: Final = "MISSING"
 _SAFE: Final = {"appendonly": ("yes",), "appendfsync": ("always",), "no-appendfsync-on-rewrite": ("no",)}
 """Settings without which an acknowledged operation may be lost: with the machine, or with the process."""
@@ -111,10 +111,11 @@ def error_of_redis(error: Exception, name: str, *, what: str = "write buffer") -
         return BufferRefused(
             f"Redis refuses {what} {name}: {said}", hint="Mend user and password in its address.", buffer=name
         )
-    if isinstance(error, redis.ResponseError) and not isinstance(error, redis.BusyLoadingError):
+    passing = redis.ReadOnlyError, redis.exceptions.ClusterDownError, redis.exceptions.TryAgainError
+    if isinstance(error, redis.ResponseError) and not isinstance(error, passing):
         if said.startswith(_GONE):
             return BufferMissing(f"write buffer {name} is gone from Redis, or was made anew", buffer=name)
-        if not said.startswith(_MEND_THEMSELVES):
+        if not said.startswith(_BUSY):
             return BufferRefused(
                 f"Redis refuses {what} {name}: {said}",
                 hint="Look at the server's log and settings: its memory, its disk, the user's rights.",

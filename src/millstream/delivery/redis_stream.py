@@ -9,8 +9,8 @@ from typing import Any, Final
 from millstream.buffers.redis_server import connect, error_of_redis
 from millstream.delivery.redis_stream_names import DEFAULT, Destinations, template_fault
 from millstream.delivery.sink_settings import SinkSettings
-from millstream.delivery.sinks import ACCEPTED, Outcome, Pacing, PushMessage, failed
-from millstream.errors import BufferRefused
+from millstream.delivery.sinks import ACCEPTED, Outcome, Pacing, PushMessage, Verdict, failed
+from millstream.errors import BufferRefused, BufferUnavailable
 from millstream.model.addresses import mask_address
 
 _KNOWN: Final = ("location", "stream", "maxlen")
@@ -90,7 +90,12 @@ class RedisStreamSink:
                     batch.xadd(self._destinations.of(message), entry, maxlen=maxlen, approximate=False)
                 batch.execute()
         except redis.RedisError as error:
-            return failed(error_of_redis(error, self._consumer, what=_WHAT).message)
+            told = error_of_redis(error, self._consumer, what=_WHAT)
+            # No message was judged: the server can't be asked, refuses the login, or has no memory or disk left.
+            unjudged = redis.ConnectionError, redis.exceptions.OutOfMemoryError
+            if isinstance(told, BufferUnavailable) or isinstance(error, unjudged) or "MISCONF" in told.message:
+                return Outcome(Verdict.REFUSED, told.message)
+            return failed(told.message)
         return ACCEPTED
 
     def close(self) -> None:
