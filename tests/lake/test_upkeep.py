@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
+from typing import Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -26,6 +27,7 @@ from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.layout import LakeLayout, View
 from millstream.lake.maintenance import UpkeepRules, tend_cuts, tend_table
 from millstream.lake.table_format import open_table
+from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 
@@ -110,6 +112,29 @@ def test_old_days_go_from_history_once_current_has_what_they_made(
     with pytest.raises(LakeError, match="was dropped up to 5") as caught:
         fold_table(layout, orders, Seq(7))
     assert "rebuild public.orders --from source" in caught.value.hint
+
+
+@pytest.mark.parametrize("kind", ["delta", "iceberg"])
+def test_old_records_of_a_table_that_lost_its_name_stay_until_it_has_taken_them_along(
+    layout: LakeLayout, orders: TableSchema, records: Records, kind: Literal["delta", "iceberg"], tmp_path: Path
+):
+    """Retention dropped them with those of the name's next table, and the table could never be folded again."""
+    if kind == "iceberg":
+        layout = replace(layout, format=kind, catalog={"type": "sql", "uri": f"sqlite:///{tmp_path}/iceberg.db"})
+    write(layout, orders, records, 1, 3)
+    new = replace(orders, table_id=TableId(9))
+    write(layout, new, records, 3, 5)
+    last = [append_history(layout, new, [], Seq(4)), fold_table(layout, new, Seq(4))]
+    commit_cut(layout, Seq(4), last, committed_at=datetime.now(UTC))
+    bound = HistoryBound(Seq(4), date(2026, 4, 1), frozenset({orders.table_id, new.table_id}))
+    assert drop_history(layout, new, bound) == 2
+    old = replace(orders, name="orders_old")
+    write(layout, old, records, 5, 6)
+    current = open_table(layout, layout.table_path("current", old), layout.app_id("current", old.table_id))
+    assert current is not None
+    assert sorted(current.dataset().to_table().column("id").to_pylist()) == [1, 2, 5]
+    assert drop_history(layout, new, replace(bound, waiting=frozenset())) == 2
+    assert drop_history(layout, old, replace(bound, upto=Seq(5))) == 3
 
 
 @pytest.mark.siege

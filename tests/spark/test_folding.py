@@ -14,6 +14,7 @@ from pyspark import SparkContext
 from tests.spark.hand_made import Home, insert
 from tests.spark.lake_run import config_of
 
+from millstream.catalog import TableState
 from millstream.catalog.rebuilds import Rebuilds
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.history import append_history
@@ -159,3 +160,18 @@ def test_a_retention_of_history_has_idle_tables_looked_at_once_a_day(
         today += timedelta(days=1)
         assert tending.tend() == looks
         assert tending.tend() == 0
+
+
+def test_a_retention_of_history_spares_tables_that_no_cut_names(home: Home) -> None:
+    taken, new, gone = (home.table(name, id=pa.int64()) for name in ("taken", "new", "gone"))
+    landed(home, new, home.commit(insert(taken, id=1), insert(gone, id=1), insert(new, id=1)))
+    home.catalog.set_state(gone.table_id, TableState.GONE)
+    folding = Folding.of(home, history_retention_s=86_400.0)
+    looked: list[TendTask] = []
+
+    def tend(tasks: list[TendTask]) -> list[TendAnswer]:
+        looked.extend(tasks)
+        return []
+
+    table_maintenance.Upkeep(folding.config, home.catalog, folding.tables, tend, threading.Lock(), lambda: None).tend()
+    assert [task.bound.waiting for task in looked if task.bound is not None] == [{taken.table_id}]

@@ -57,6 +57,7 @@ class Upkeep:
         failed: Callable[[], None],
     ) -> None:
         self._config = config
+        self._catalog = catalog
         self._tables = tables
         self._run = tend
         self._rebuilding = rebuilding
@@ -97,6 +98,7 @@ class Upkeep:
         now = time.monotonic()
         is_next_day = self._config.history_retention_s is not None and _today() > self._day
         self._day = _today()
+        waiting = self._waiting(index)
         tasks = []
         for entry in list(self._tables.tables.values()):
             if entry.table_id not in index.tables:
@@ -115,7 +117,7 @@ class Upkeep:
                     views,
                     index.spared(entry.table_id),
                     rules,
-                    self._droppable(index, Seq(0) if cut is None else cut.n, entry.table_id, schema),
+                    self._droppable(index, Seq(0) if cut is None else cut.n, entry.table_id, schema, waiting),
                 )
             )
         if tasks:
@@ -133,7 +135,16 @@ class Upkeep:
                 )
         return len(tasks)
 
-    def _droppable(self, index: CutByTable, n: Seq, table: TableId, schema: TableSchema) -> HistoryBound | None:
+    def _waiting(self, index: CutByTable) -> frozenset[TableId]:
+        """Return the tables whose records no view has, if old records are dropped: those that lost their names to others."""
+        if self._config.history_retention_s is None:
+            return frozenset()
+        there = {row.id for row in self._catalog.tables(self._config.stream_id) if row.schema_version}
+        return frozenset(there - index.tables.keys())
+
+    def _droppable(
+        self, index: CutByTable, n: Seq, table: TableId, schema: TableSchema, waiting: frozenset[TableId]
+    ) -> HistoryBound | None:
         """Return what may be dropped from a table's history.
 
         It is what the configuration doesn't keep, and what the table's folds in the last cut, at `n`, cover.
@@ -149,7 +160,7 @@ class Upkeep:
             upto = min([upto, *reached])
         if kept_s is None or unnamed:
             return HistoryBound(upto)
-        return HistoryBound(upto, (datetime.now(UTC) - timedelta(seconds=kept_s)).date())
+        return HistoryBound(upto, (datetime.now(UTC) - timedelta(seconds=kept_s)).date(), waiting)
 
 
 def _today() -> date:
