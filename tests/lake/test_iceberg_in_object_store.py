@@ -13,7 +13,7 @@ from uuid import UUID
 import pyarrow as pa
 import pytest
 
-from millstream.errors import LakeUnavailable
+from millstream.errors import LakeError, LakeUnavailable
 from millstream.lake.commit_cuts import commit_cut, last_cut
 from millstream.lake.data_files import probe_storage
 from millstream.lake.folded.current import fold_table
@@ -98,6 +98,21 @@ def test_a_lake_in_a_store_has_what_one_in_a_folder_has(
     assert found.to_pylist() == expected
     with LakeSession(lake) as session:
         assert session.query('SELECT count(*) n FROM history."public.orders"').to_pylist() == [{"n": 6}]
+
+
+@pytest.mark.parametrize("first", ["delta", "iceberg"])
+def test_a_lake_in_a_store_keeps_its_format(
+    store: EmbeddedS3, tmp_path: Path, orders: TableSchema, records: Records, first: str
+) -> None:
+    """Folders of this machine alone were looked at: the lake counted as empty, and was landed again."""
+    iceberg = with_sql_catalog(store, tmp_path)
+    layouts = {"iceberg": iceberg, "delta": replace(iceberg, format="delta", catalog={})}
+    land(layouts.pop(first), orders, records(orders, ("c", 1, {"id": 1})), 1)
+    (other,) = layouts.values()
+    with pytest.raises(LakeError, check=coded("lake_of_another_format")):
+        last_cut(other)
+    with pytest.raises(LakeError, check=coded("lake_of_another_format")):
+        land(other, orders, records(orders, ("c", 2, {"id": 2})), 2)
 
 
 def test_a_store_that_stumbles_is_tried_again_and_one_that_refuses_is_not(

@@ -202,7 +202,8 @@ def _load(layout: LakeLayout, path: str) -> Table | None:
                 path=path,
             )
     if table is None:
-        check_format(layout, path, "_delta_log")
+        with catalog_errors(path):
+            check_format(layout, path, "_delta_log")
         return None
     if table.location() != address_of(layout, path):
         raise LakeError(
