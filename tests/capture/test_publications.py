@@ -220,6 +220,39 @@ def test_missing_truncates_are_told_and_mended(stage: Stage) -> None:
     assert stage.log.replay()["public.orders"] == {}
 
 
+@pytest.mark.parametrize("targets", ["", "FOR TABLE events", "FOR ALL TABLES"])
+def test_while_a_publication_sends_partitions_as_tables_their_table_is_quarantined(stage: Stage, targets: str) -> None:
+    """A partitioned table counted as sent, and every change was lost; or its partitions were captured as tables."""
+    publication = stage.config.publication
+    stage.sql(
+        "CREATE TABLE events (id int PRIMARY KEY, what text) PARTITION BY RANGE (id)",
+        "CREATE TABLE events_low PARTITION OF events FOR VALUES FROM (0) TO (10)",
+        "INSERT INTO events VALUES (1, 'copied')",
+    )
+    if not targets:
+        assert not stage.catch_up().quarantined
+        stage.sql(f"ALTER PUBLICATION {publication} SET (publish_via_partition_root = false)")
+    else:
+        stage.sql(f"CREATE PUBLICATION {publication} {targets}")
+    script = f'ALTER PUBLICATION "{publication}" SET (publish_via_partition_root = true);'
+    assert script in stage.catch_up().quarantined["public.events"]
+    assert [(f.blocks, f.sql) for f in check_source(stage.config) if f.code == "publication_missing"] == [
+        ("table", script)
+    ]
+    stage.sql("UPDATE events SET what = 'changed'")
+    stage.sql("CREATE TABLE events_high PARTITION OF events FOR VALUES FROM (10) TO (20)")
+    stage.sql("INSERT INTO events VALUES (11, 'new')")
+    stage.catch_up()
+    assert {table.schema.name for table, _, _ in stage.log.records()} <= {"events"}
+
+    stage.sql(script)
+    assert not stage.catch_up().quarantined
+    stage.sql("INSERT INTO events VALUES (2, 'later')")
+    stage.catch_up()
+    assert stage.log.replay() == {"public.events": stage.source_rows("events", ["id"])}
+    assert "publication_missing" not in {f.code for f in check_source(stage.config)}
+
+
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_table_without_identity_that_comes_while_capture_runs(stage: Stage, alone: bool) -> None:
     publication = stage.config.publication

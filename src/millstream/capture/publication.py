@@ -254,7 +254,13 @@ def find_lacks(connection: Connection, publication: str, tables: Sequence[Source
         return [Lack(f"the publication {publication} doesn't exist, and this role may not create it", script, None)]
     lacks = []
     sent, members = _sent(connection, [publication]), _members(connection, [publication])
+    named = _direct_members(connection, publication)
     for table in tables:
+        if found.sends_apart(table):
+            message = f"the publication {publication} sends partitions of {table.full_name} as tables of their own"
+            lacks.append(Lack(message, _via_root(publication).as_string(connection) + ";", table))
+            if found.all_tables or table.oid in named or any(part.oid in members for part in table.partitions):
+                continue
         if table.oid not in members:
             if found.owned and table.oid in own:
                 continue
@@ -307,6 +313,15 @@ def _verbs_reason(connection: Connection, name: str, verbs: Sequence[str]) -> st
     return f"the publication {name} doesn't publish {_spoken(verbs)}; run: {script};"
 
 
+def _apart_reason(connection: Connection, name: str) -> str:
+    script = _via_root(name).as_string(connection)
+    return f"the publication {name} sends its partitions as tables of their own; run: {script};"
+
+
+def _via_root(name: str) -> sql.Composed:
+    return sql.SQL("ALTER PUBLICATION {} SET (publish_via_partition_root = true)").format(sql.Identifier(name))
+
+
 def _publish_all(name: str) -> sql.Composed:
     return sql.SQL("ALTER PUBLICATION {} SET (publish = {})").format(
         sql.Identifier(name), sql.Literal(", ".join(_PUBLISH))
@@ -321,6 +336,12 @@ class _Publication:
     """Whether it looks like a publication made by this module, and can be altered now."""
     generated: bool
     """Whether stored generated columns of tables without a column list are sent."""
+    via_root: bool
+    """Whether changes of partitions are sent as those of their partitioned table, and not under the partitions' own names."""
+
+    def sends_apart(self, table: SourceTable) -> bool:
+        """Return whether it can't send a table, because it sends each partition as a table of its own."""
+        return table.partitioned and not self.via_root
 
 
 def _find(connection: Connection, name: str) -> _Publication | None:
@@ -329,15 +350,15 @@ def _find(connection: Connection, name: str) -> _Publication | None:
         row = connection.execute(
             "SELECT pg_has_role(pubowner, 'USAGE'), puballtables, pubviaroot AND NOT pg_is_in_recovery() AND"
             " NOT EXISTS (SELECT FROM pg_publication_namespace s WHERE s.pnpubid = p.oid),"
-            " coalesce(to_jsonb(p) ->> 'pubgencols' = 's', false) FROM pg_publication p WHERE pubname = %s"
+            " coalesce(to_jsonb(p) ->> 'pubgencols' = 's', false), pubviaroot FROM pg_publication p WHERE pubname = %s"
             if connection.info.server_version >= 150000
-            else "SELECT pg_has_role(pubowner, 'USAGE'), puballtables, pubviaroot AND NOT pg_is_in_recovery(), false"
-            " FROM pg_publication WHERE pubname = %s",
+            else "SELECT pg_has_role(pubowner, 'USAGE'), puballtables, pubviaroot AND NOT pg_is_in_recovery(), false,"
+            " pubviaroot FROM pg_publication WHERE pubname = %s",
             [name],
         ).fetchone()
     if row is None:
         return None
-    return _Publication(row[0], row[1], ours=row[0] and not row[1] and row[2], generated=row[3])
+    return _Publication(row[0], row[1], ours=row[0] and not row[1] and row[2], generated=row[3], via_root=row[4])
 
 
 def _sent_alone(connection: Connection, publication: str, tables: Iterable[SourceTable]) -> set[int]:
@@ -354,14 +375,12 @@ def _sent_alone(connection: Connection, publication: str, tables: Iterable[Sourc
 
 
 def _members(connection: Connection, names: Iterable[str]) -> set[int]:
-    """Return the OIDs of the tables that the publications name or send, including roots of partitioned tables."""
+    """Return the OIDs of the tables that the publications send under their own names."""
     with translated():
         rows = connection.execute(
             "SELECT c.oid FROM pg_publication_tables t JOIN pg_class c ON c.relname = t.tablename"
-            " JOIN pg_namespace n ON n.oid = c.relnamespace AND n.nspname = t.schemaname WHERE t.pubname = ANY(%s)"
-            " UNION SELECT r.prrelid FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid"
-            " WHERE p.pubname = ANY(%s)",
-            [list(names), list(names)],
+            " JOIN pg_namespace n ON n.oid = c.relnamespace AND n.nspname = t.schemaname WHERE t.pubname = ANY(%s)",
+            [list(names)],
         ).fetchall()
     return {int(row[0]) for row in rows}
 
@@ -404,10 +423,10 @@ def _sync_one(
                 sql=script,
             ) from error
         return {}
+    refused = {t.oid: _apart_reason(connection, name) for t in wanted if found.sends_apart(t)}
     if found.all_tables:
-        return {}
+        return refused
     members = _direct_members(connection, name)
-    refused: dict[int, str] = {}
     # Drop before adding: a table that lost its identity must leave before the application's next UPDATE.
     leaving = [t for t in elsewhere if t.oid in members]
     if leaving and found.owned:
@@ -417,7 +436,7 @@ def _sync_one(
             if not _on_standby(error):
                 raise
     sent = _members(connection, [name])
-    for table in [t for t in wanted if t.oid not in sent]:
+    for table in [t for t in wanted if t.oid not in sent and t.oid not in refused]:
         try:
             _execute(connection, _change(name, "ADD", [table]))
         except SourceError as error:

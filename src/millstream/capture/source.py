@@ -398,15 +398,19 @@ def read_table(connection: Connection, oid: int) -> SourceTable | None:
     return None if row is None or row[9] is None else _table(row)
 
 
-def possible_ancestors(connection: Connection, oid: int) -> list[tuple[str, str]]:
-    """Return schemas and names of the partitioned tables above a table; of all partitioned tables if it is gone."""
+def possible_ancestors(connection: Connection, oid: int) -> tuple[list[tuple[str, str]], bool]:
+    """Return schemas and names of the partitioned tables above a table; of all partitioned tables if it is gone.
+
+    Also returns whether those are its ancestors.
+    """
     with translated():
-        return connection.execute(
-            "SELECT n.nspname::text, c.relname::text FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
+        rows = connection.execute(
+            "SELECT n.nspname::text, c.relname::text, EXISTS (SELECT FROM pg_class WHERE oid = %(oid)s) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
             " WHERE c.relkind = 'p' AND (c.oid IN (SELECT relid FROM pg_partition_ancestors(%(oid)s::oid::regclass))"
             " OR NOT EXISTS (SELECT FROM pg_class WHERE oid = %(oid)s))",
             {"oid": oid},
         ).fetchall()
+    return [(namespace, name) for namespace, name, _ in rows], any(exists for _, _, exists in rows)
 
 
 def _table(row: tuple[Any, ...]) -> SourceTable:

@@ -63,7 +63,7 @@ class TableDirectory:
         self._config = config
         self._patterns = TablePatterns.parse(config.tables)
         self._left_out: set[int] = set()
-        """Partitions whose table the patterns leave out; one that is detached comes with the next look's facts."""
+        """Partitions whose table is captured or left out; one that is detached comes with the next look's facts."""
         self._lock = threading.Lock()
         self._facts: dict[int, SourceTable] = {}
         self._rows: dict[int, TableRow] = {row.relation_oid: row for row in self._captured()}
@@ -331,16 +331,21 @@ class TableDirectory:
         """Return whether a relation that isn't captured so far should be.
 
         A publication without `publish_via_partition_root` sends partitions under their own names, also those of a table
-        that is left out. If no look has listed the relation, the source is asked once what it is a partition of.
+        that is captured or left out. If no look has listed the relation, the source is asked once what it is a partition of.
         """
         if not self._patterns.select(relation.namespace, relation.name) or relation.oid in self._left_out:
             return False
-        if facts is not None or not self._patterns.leave_some_out:
+        with self._lock:
+            roots = [table for table in self._facts.values() if table.partitioned]
+        if facts is not None or not (roots or self._patterns.leave_some_out):
             return True
-        with connect(self._config.dsn, purpose="partitions") as connection:
-            ancestors = possible_ancestors(connection, relation.oid)
-        if self._patterns.select_partition(relation.namespace, relation.name, ancestors):
-            return True
+        if not any(part.oid == relation.oid for root in roots for part in root.partitions):
+            with connect(self._config.dsn, purpose="partitions") as connection:
+                ancestors, certain = possible_ancestors(connection, relation.oid)
+            part_of_captured = certain and any(self._patterns.select(*root) for root in ancestors)
+            selected = self._patterns.select_partition(relation.namespace, relation.name, ancestors)
+            if selected and not part_of_captured:
+                return True
         self._left_out.add(relation.oid)
         return False
 
