@@ -1,6 +1,7 @@
 """Dropping of old records from history: whole files, whose records all folded views cover.
 
-A table's files go once all their days are old. Without a view of `history`, they go at any age.
+A table's files go once all their days are old. Without a view of `history`, they go at any age. Those of a table that
+lost its name to this one stay until it has a record under another name, which brings them along.
 
 First the table records from where on its history is complete, then the files are deleted. If interrupted in
 between, it claims nothing that is gone. The rows that dropped records made are in `current`; earlier moments can no
@@ -30,6 +31,8 @@ class HistoryBound:
     """Every folded view has these records, in the version that the last cut names."""
     before: date | None = None
     """Only days before this one (UTC); None: any."""
+    waiting: frozenset[TableId] = frozenset()
+    """Tables whose records may lie under another's name until their next record: no folded view has them."""
 
 
 def drop_history(layout: LakeLayout, schema: TableSchema, bound: HistoryBound) -> int:
@@ -55,11 +58,13 @@ def drop_history(layout: LakeLayout, schema: TableSchema, bound: HistoryBound) -
         days,
         strict=True,
     ):
-        of_age = bound.before is not None and day is not None and day < bound.before
-        # Folds don't cover another table's records, which may yet follow it to its new name.
         table = table_in(name)
-        mine = table == schema.table_id
-        if last is None or last > bound.upto or not (of_age or (bound.before is None and mine)):
+        if bound.before is None:
+            # Folds don't cover another table's records, which may yet follow it to its new name.
+            goes = table == schema.table_id
+        else:
+            goes = day is not None and day < bound.before and table not in bound.waiting - {schema.table_id}
+        if last is None or last > bound.upto or not goes:
             continue
         dropped.append(name)
         if table is not None:
