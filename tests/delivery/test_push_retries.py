@@ -252,6 +252,26 @@ def test_a_receiver_that_is_gone_pauses_the_consumer_and_costs_no_message() -> N
     assert not source.dead
 
 
+@pytest.mark.parametrize("method", ["receive", "ack", "hold"])
+def test_a_bug_in_one_of_several_threads_ends_the_pusher(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others went on, and the owner saw one that runs: what the dead thread had in flight stayed so, with its groups."""
+    monkeypatch.setattr(push_retries, "_MARGIN_S", 0.03)
+    bugs = [RuntimeError("a bug")]
+
+    def fails_once(*args: Any, **named: Any) -> Any:
+        if bugs:
+            raise bugs.pop()
+        return plain(*args, **named)
+
+    source = Source(messages_of(3))
+    plain = getattr(source, method)
+    monkeypatch.setattr(source, method, fails_once)
+    judge = lambda messages: failed("not now") if messages[0].id == "m2" else ACCEPTED  # noqa: E731
+    with pushing_to(Sink(judge, concurrency=2, batch_size=1, retry_min_s=60), source, max_deliver=9) as pusher:
+        source.wait_until(lambda: not pusher.is_running)
+        assert isinstance(pusher.failure, RuntimeError)
+
+
 def test_a_receiver_may_set_the_wait() -> None:
     outcomes = deque([failed("busy", retry_after_s=0.0), failed("busy", retry_after_s=0.3), ACCEPTED])
     moments: list[float] = []

@@ -6,7 +6,7 @@ import base64
 import json
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from tests.app.homes import wait_for
 from tests.delivery.receivers import Answerer, Receiver, Request, answer
 from tests.delivery.test_configured_consumers import Deployment, Run
 
+from millstream.delivery import push_source
+from millstream.delivery.sinks import PushMessage
 from millstream.errors import DeliveryError
 from millstream.testing.errors import coded
 
@@ -124,6 +126,27 @@ def test_a_receiver_that_wants_no_more_pauses_its_consumer(deployment: Deploymen
         run.call("resume")
         wait_settled(run, 1)
         assert (run.call("show")["error"], run.call("show")["dead"]) == (None, 0)
+
+
+def test_a_delivery_that_a_bug_ended_begins_again(
+    deployment: Deployment, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(push_source, "_RETRY_S", 0.1)
+    bugs = [RuntimeError("a bug")]
+    plain = push_source.ConsumerSource.ack
+
+    def fails_once(source: push_source.ConsumerSource, messages: Sequence[PushMessage]) -> None:
+        if bugs:
+            raise bugs.pop()
+        plain(source, messages)
+
+    monkeypatch.setattr(push_source.ConsumerSource, "ack", fails_once)
+    with deployment.run(hook(receiver, "batch_size = 10")) as run:
+        run.start()
+        run.append("orders", *range(50))
+        wait_settled(run, 50)
+        assert set(ids(receiver)) == set(range(50))
+        assert run.call("show")["error"] is None
 
 
 def test_messages_in_flight_come_again_after_a_restart(deployment: Deployment, receiver: Receiver) -> None:

@@ -150,7 +150,7 @@ class _Turns:
 
 
 class Pusher:
-    """Pushes until it is closed, or until the receiver is gone.
+    """Pushes until it is closed, until the receiver is gone, or until one of its threads fails by a bug.
 
     Args:
         name: names its threads.
@@ -192,8 +192,13 @@ class Pusher:
         """Whether the last answer was large, so that the next batch is received before its turn."""
         self._stopping = threading.Event()
         self._hold_s = self._pacing.timeout_s + _MARGIN_S
-        self._workers = [Worker(f"push-{name}", self._step) for _ in range(self._pacing.concurrency)]
-        self._workers.append(Worker(f"push-{name}-hold", self._renew, every_s=_MARGIN_S / 3, stop=self._stopping))
+        self._name = name
+        self._workers = [
+            Worker(f"push-{name}", self._step, on_failure=self._fail) for _ in range(self._pacing.concurrency)
+        ]
+        self._workers.append(
+            Worker(f"push-{name}-hold", self._renew, every_s=_MARGIN_S / 3, stop=self._stopping, on_failure=self._fail)
+        )
 
     def start(self) -> Pusher:
         """Start its threads; once only."""
@@ -206,6 +211,11 @@ class Pusher:
         """Whether a thread of it runs."""
         return any(worker.is_alive for worker in self._workers)
 
+    @property
+    def failure(self) -> BaseException | None:
+        """The bug that ended it: the messages of its threads are in flight until another pusher begins."""
+        return next((worker.failure for worker in self._workers if worker.failure is not None), None)
+
     def close(self) -> None:
         """Finish the requests that are under way, and return all other messages to the consumer."""
         self._stopping.set()
@@ -214,6 +224,11 @@ class Pusher:
         self._give_back_all("the consumer's delivery was stopped")
 
     # --- its threads -------------------------------------------------------------------------------------------------
+
+    def _fail(self, error: BaseException) -> None:
+        """End the other threads too: what the failed one had in flight would stay so, and its groups with it."""
+        logger.error("a pusher failed", consumer=self._name, exc_info=error)
+        self._stopping.set()
 
     def _step(self) -> bool:
         ahead = self._next() if self._is_behind else None

@@ -214,6 +214,10 @@ class Pushing:
         running, sink = self._running, self._running.definition.sink
         if self._is_over or sink is None or (self._pusher is not None and self._pusher.is_running):
             return
+        if self._pusher is not None and (failure := self._pusher.failure) is not None:
+            running.push_error = f"a bug of Millstream ended the delivery, which begins again: {type(failure).__name__}"
+            self._retry_at_s = time.monotonic() + _RETRY_S
+            self._end()
         if running.refusal is not None or time.monotonic() < self._retry_at_s:
             return
         with running.lock:
