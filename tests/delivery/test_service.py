@@ -14,7 +14,7 @@ from tests.delivery.test_store import FailingDisk
 
 from millstream.app.open_home import OpenHome
 from millstream.delivery.service import StreamConsumers
-from millstream.errors import CursorExpired, MillstreamError
+from millstream.errors import CursorExpired, DiskFull, MillstreamError
 from millstream.home.home import Home
 from millstream.home.retention import tracker_of
 from millstream.model.positions import Seq
@@ -142,11 +142,43 @@ def test_messages_whose_delivery_cannot_be_kept_are_delivered_by_the_next_call(h
             consumers.call("receive", "search", {})
         found = consumers.call("show", "search", None).body
         assert (found["in_flight"], found["dead"]) == (0, 0)
-        store._file = cast("FailingDisk", store._file)._file
+        wait_for(lambda: not store.wants_compaction)
         messages = consumers.call("receive", "search", {}).body["messages"]
         assert [json.loads(message["record"])["row"] for message in messages] == [{"id": n} for n in range(4)]
-        wait_for(lambda: not store.wants_compaction)
         consumers.close()
+
+
+@pytest.mark.usefixtures("opened")
+def test_a_full_disk_loses_no_message(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log had no room for a dead letter, took the ack after it, and the message was gone after a restart."""
+    with home.open_catalog() as catalog:
+        around = surroundings(home, catalog, "web")
+        consumers = StreamConsumers(around)
+        consumers.call("create", None, {"name": "search", "start": "earliest", "max_deliver": 1, "group_by": "none"})
+        first, second = consumers.call("receive", "search", {"batch_size": 2}).body["messages"]
+
+        def no_room(_: object) -> None:
+            raise DiskFull("no space")
+
+        store = consumers._store
+        monkeypatch.setattr(store, "compact", no_room)
+        file = store._file
+        store._file = cast("RealFile", FailingDisk(file, "write"))
+        with pytest.raises(DiskFull):
+            consumers.call("nack", "search", {"ack_ids": [first["ack_id"]]})
+        store._file = file  # a small entry fits
+        for _ in range(2):
+            with pytest.raises(DiskFull):
+                consumers.call("ack", "search", {"ack_ids": [second["ack_id"]]})
+        with pytest.raises(DiskFull):
+            consumers.call("retry", "search", {"ids": "all"})
+        with pytest.raises(DiskFull):
+            consumers.close()
+        monkeypatch.undo()
+        again = StreamConsumers(around)
+        results = again.call("nack", "search", {"ack_ids": [first["ack_id"], second["ack_id"]]}).body["results"]
+        assert [result["status"] for result in results] == ["nacked", "nacked"]
+        again.close()
 
 
 def test_many_clients_of_one_consumer_share_its_messages(opened: OpenHome) -> None:

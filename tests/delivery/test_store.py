@@ -122,6 +122,24 @@ def test_damage_below_the_durable_end_stops_everything_until_a_repair_accepts_th
     store.close()
 
 
+def test_a_repair_cuts_at_an_entry_that_cannot_follow_the_earlier_ones(tmp_path: Path) -> None:
+    store, _ = Store.open(tmp_path)
+    store.create(stored("one"))
+    before = (tmp_path / LOG_NAME).stat().st_size
+    store.remove("two")  # as a log has it that lacks an entry
+    store.create(stored("three"))
+    store.close()
+    with pytest.raises(DeliveryError, check=coded("consumer_state_unreadable")):
+        Store.open(tmp_path)
+    damage, _ = repair(tmp_path)
+    assert damage is not None
+    assert (damage.byte, damage.kept, damage.lost_changes) == (before, ("one",), 2)
+    assert damage.touched == ("three", "two")
+    store, found = Store.open(tmp_path)
+    assert list(found) == ["one"]
+    store.close()
+
+
 def test_a_state_that_was_replaced_takes_nothing_more(tmp_path: Path) -> None:
     """A promotion replaces the state, perhaps while a process that was stopped still has the old one."""
     store, _ = Store.open(tmp_path)
@@ -233,6 +251,13 @@ def test_nothing_counts_as_durable_after_a_failure_until_the_log_is_made_anew(tm
     with pytest.raises(MillstreamError):
         store.sync()
     assert store.wants_compaction
+    # The disk takes writes again, and a smaller entry fits. It may build on the one that is missing.
+    store._file = cast("FailingDisk", store._file)._file
+    size = (tmp_path / LOG_NAME).stat().st_size
+    for note in (lambda: played(store, "one"), lambda: store.remove("one"), lambda: store.create(stored("two"))):
+        with pytest.raises(MillstreamError, check=coded("disk_full" if fails == "write" else "io_failed")):
+            note()
+    assert (tmp_path / LOG_NAME).stat().st_size == size
     store.compact([Stored(Definition.parse({"name": "one"}), "aa", machine.snapshot(), {})])
     store.sync()
     store.close()

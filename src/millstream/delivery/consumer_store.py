@@ -133,8 +133,9 @@ class Store:
         self._base = base
         """Size of the log after the last compaction."""
         self._is_dirty, self._is_closed = True, False  # a process that was killed may not have made the end durable
-        self._is_incomplete = False
-        """Whether a write or an fsync failed: an entry may be missing, and another fsync would not tell."""
+        self._failure: OSError | None = None
+        """The write or fsync that failed: an entry may be missing, and another fsync would not tell. No entry follows until
+        `compact`: the machine's later changes build on the missing one."""
 
     @classmethod
     def open(cls, folder: Path) -> tuple[Store, dict[str, Stored]]:
@@ -205,25 +206,30 @@ class Store:
         """Make everything durable that was noted.
 
         Raises:
-            MillstreamError (`io_failed` …): the disk fails, or did so since the last `compact`, which mends it.
+            MillstreamError (`disk_full`, `io_failed` …): the disk fails, or did so since the last `compact`, which mends it.
         """
-        if self._is_incomplete:
-            raise as_told(OSError(errno.EIO, "an earlier write failed", str(self._folder / LOG_NAME)))
+        self.check()
         if self._is_dirty:
             try:
                 check_is_at(self._file, str(self._folder / LOG_NAME))
                 self._file.sync()
             except OSError as error:
-                self._is_incomplete = True
+                self._failure = error
                 raise as_told(error) from error
             self._is_dirty = False
             with suppress(OSError):  # an older mark is true, too
                 self._file.pwrite(mark(self._size), MARK_AT)
 
+    def check(self) -> None:
+        """Raise the error of a write or an fsync that failed since the last `compact`: nothing can be noted until the next one."""
+        if (failure := self._failure) is not None:
+            reason = f"an earlier write failed: {failure.strerror or failure}"
+            raise as_told(OSError(failure.errno or errno.EIO, reason, str(self._folder / LOG_NAME))) from failure
+
     @property
     def wants_compaction(self) -> bool:
         """Whether most of the log is history, or an entry may be missing."""
-        return self._is_incomplete or self._size > max(_COMPACTED_BYTES_MIN, _GROWTH * self._base)
+        return self._failure is not None or self._size > max(_COMPACTED_BYTES_MIN, _GROWTH * self._base)
 
     def compact(self, consumers: Iterable[Stored]) -> None:
         """Replace the log by the present state of all consumers, durably."""
@@ -237,7 +243,7 @@ class Store:
             raise as_told(error) from error
         self._file.close()
         self._file, self._size, self._base = file, len(data), len(data)
-        self._is_dirty = self._is_incomplete = False
+        self._is_dirty, self._failure = False, None
 
     def close(self) -> None:
         """Make everything durable, and close the log."""
@@ -250,11 +256,12 @@ class Store:
     def _append(self, entry: Entry) -> None:
         if self._is_closed:
             raise WriterClosed("this process has given the consumers up")
+        self.check()
         data = frame(entry)
         try:
             self._file.pwrite(data, self._size)
         except OSError as error:
-            self._is_incomplete = True
+            self._failure = error
             raise as_told(error) from error
         self._size += len(data)
         self._is_dirty = True
@@ -305,13 +312,23 @@ def read_consumers(file: Path, data: bytes) -> tuple[Contents, dict[str, Stored]
 
 def consumers_of(file: Path, entries: Iterable[Entry]) -> dict[str, Stored]:
     """Return the consumers of a log's entries, by name. Raises `consumer_state_unreadable` if an entry is invalid."""
+    consumers, _, error = valid_consumers(entries)
+    if error is not None:
+        raise _unreadable(file, f"an entry is invalid ({error})") from error
+    return consumers
+
+
+def valid_consumers(entries: Iterable[Entry]) -> tuple[dict[str, Stored], int, Exception | None]:
+    """Return the consumers by name, the number of entries before the first invalid one, and its error; None if all are valid."""
     consumers: dict[str, Stored] = {}
+    count = 0
     for entry in entries:
         try:
             _apply(consumers, entry)
         except (KeyError, TypeError, ValueError, IndexError, DeliveryError) as error:
-            raise _unreadable(file, f"an entry is invalid ({error})") from error
-    return consumers
+            return consumers, count, error
+        count += 1
+    return consumers, count, None
 
 
 def put_consumers(folder: Path, key: bytes | None, consumers: Iterable[Stored]) -> None:

@@ -155,8 +155,10 @@ class Running:
         if self.is_deleted:
             return
         self.backfills.bury()
-        self._save_own()
-        self.backfills.save()
+        try:
+            self._save_own()
+        finally:  # the store takes nothing after a failure, and its next log has the machines' whole state
+            self.backfills.save()
 
     def _save_own(self) -> None:
         changes = self.machine.take_changes()

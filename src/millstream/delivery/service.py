@@ -184,7 +184,8 @@ class StreamConsumers:
                 with running.lock:
                     running.is_closed = True
                     running.forget_measures()
-                    running.save()
+                    with suppress(MillstreamError):  # closing the store raises it
+                        running.save()
                     running.backfills.close()
                 running.wake()
             with self._storing:
@@ -320,6 +321,8 @@ class StreamConsumers:
     def _settle(self, how: str, name: str, body: Any, waiter: Waiter) -> Answer:
         del waiter
         asked = settling(how, body)
+        with self._storing:
+            self._store.check()  # before the machine: sent again, the request would find everything settled, and be answered
 
         def settle(machine: Consumer, deliveries: list[DeliveryId]) -> list[Status]:
             if how == "ack":
@@ -477,9 +480,9 @@ class StreamConsumers:
         """Make everything durable that was noted, and move what the consumers hold of the log."""
         try:
             is_due = time.monotonic() - self._hold_at >= _HOLD_EVERY_S
-            cursors = self._cursors() if is_due else None
             if self._store.wants_compaction:
                 self._compact()
+            cursors = self._cursors() if is_due else None
             self._sync()  # retention goes by cursors that are durable
             if time.monotonic() >= self._push_at_s:
                 for pushing in list(self._pushing.values()):
@@ -527,7 +530,8 @@ class StreamConsumers:
                 running.lock.acquire()
             try:
                 for running in some:
-                    running.save()
+                    with suppress(MillstreamError):  # the new log has what this one doesn't take
+                        running.save()
                 with self._storing:
                     self._store.compact([running.stored() for running in some])
             finally:

@@ -37,6 +37,8 @@ class Contents:
 
     entries: list[Entry]
     """The entries before the first frame that isn't whole."""
+    ends: list[int]
+    """The end of each entry in the file."""
     end: int
     """The end of these entries."""
     durable: int
@@ -53,11 +55,12 @@ class Contents:
 def parse(data: bytes) -> Contents:
     """Return a log's readable part. Raises `ValueError` if the data isn't a log of this version, or an entry isn't JSON."""
     durable = _durable(data)
-    entries, at = [], HEAD_BYTES
+    entries, ends, at = [], [], HEAD_BYTES
     while (body := _body(data, at)) is not None:
         entries.append(json.loads(body.decode(errors="surrogatepass")))
         at += _FRAME.size + len(body)
-    return Contents(entries, at, durable, len(data))
+        ends.append(at)
+    return Contents(entries, ends, at, durable, len(data))
 
 
 def whole(data: bytes) -> bytes | None:

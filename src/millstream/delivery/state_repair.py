@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from millstream.delivery.consumer_store import LOG_NAME, consumers_of, read_consumers
+from millstream.delivery.consumer_store import LOG_NAME, read_consumers, valid_consumers
 from millstream.delivery.state_log import HEAD_BYTES, MAGIC, entries_behind, mark, parse
 from millstream.errors import DeliveryError
 from millstream.private_files import replace_file
@@ -14,7 +14,7 @@ from millstream.wal.files import as_told
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A damaged place of the state's log."""
+    """A damaged place of the state's log, or an entry that is whole and can't follow the earlier ones."""
 
     file: str
     byte: int
@@ -43,7 +43,7 @@ def damage_of(folder: Path) -> Damage | None:
     """Return the damage of a state that isn't in use; None if there is none.
 
     Raises:
-        DeliveryError (`consumer_state_unreadable`): it is no state, or has entries that can't be read.
+        DeliveryError (`consumer_state_unreadable`): it is no state.
         MillstreamError (`io_failed` …): the disk fails.
     """
     path = folder / LOG_NAME
@@ -52,15 +52,17 @@ def damage_of(folder: Path) -> Damage | None:
         contents = parse(data)
     except ValueError as error:
         raise _hopeless(path, str(error)) from error
-    if not contents.is_damaged:
+    consumers, count, invalid = valid_consumers(contents.entries)
+    if invalid is None and not contents.is_damaged:
         return None
-    behind = entries_behind(data, contents.end)
+    end = contents.ends[count - 1] if count else HEAD_BYTES
+    behind = entries_behind(data, end)
     return Damage(
         str(path),
-        contents.end,
-        contents.size - contents.end,
+        end,
+        contents.size - end,
         len(behind),
-        tuple(sorted(consumers_of(path, contents.entries))),
+        tuple(sorted(consumers)),
         tuple(sorted({str(entry[1]) for entry in behind})),
     )
 
