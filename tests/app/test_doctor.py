@@ -16,7 +16,7 @@ from millstream.app.doctor import Diagnosis, examine
 from millstream.app.status import quarantine_of
 from millstream.catalog import TableState
 from millstream.catalog.quarantined_tables import QuarantinedTable
-from millstream.errors import MillstreamError, SourceError, TableUndecodable
+from millstream.errors import LakeError, MillstreamError, SourceError, TableUndecodable
 from millstream.home.home import Home
 from millstream.model.positions import Seq
 from millstream.writers.stall_reasons import forget_given_up, note_given_up
@@ -189,23 +189,27 @@ def _of(told: dict[str, Any], check: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("error", "blocks", "code"),
-    [(SourceError("the slot is ahead", code="slot_ahead"), "source", 3), (TableUndecodable("a row"), "nothing", 0)],
+    ("part", "error", "blocks", "code"),
+    [
+        ("capture", SourceError("the slot is ahead", code="slot_ahead"), "source", 3),
+        ("capture", TableUndecodable("a row"), "nothing", 0),
+        ("pipeline", LakeError("the log has other records", code="lake_of_another_log"), "home", 3),
+    ],
 )
-def test_capture_that_gave_up_is_told_and_wrong_while_somebody_must_decide(
-    home: Home, error: MillstreamError, blocks: str, code: int
+def test_a_part_that_gave_up_is_told_and_wrong_while_somebody_must_decide(
+    home: Home, part: str, error: MillstreamError, blocks: str, code: int
 ) -> None:
     (home.path / "millstream.toml").write_text("[streams.shop]\n")  # there is no source that could answer
     with home.open_catalog() as catalog:
         catalog.set_state(catalog.find_table(catalog.stream("shop").id, "public", "Bad One").id, TableState.STREAMING)
-        note_given_up(catalog, "shop", "capture", error)
-    (found,) = [found for found in examine(home, lambda _line: None) if found.check == "capture of shop"]
+        note_given_up(catalog, "shop", part, error)
+    (found,) = [found for found in examine(home, lambda _line: None) if found.check == f"{part} of shop"]
     assert (found.code, found.blocks) == (error.code, blocks)
     assert re.fullmatch(rf"given up: {re.escape(error.message)} \(since \d{{4}}-\S+\)", found.message)
     assert found.fix == error.hint
     assert doctor(home)[0] == code
     with home.open_catalog() as catalog:
-        forget_given_up(catalog, "shop", "capture")
+        forget_given_up(catalog, "shop", part)
     assert doctor(home)[0] == 0
 
 
