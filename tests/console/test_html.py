@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.console.html import Html, Part, Rendered, tag, with_code
+from millstream.console.html import Html, Part, Rendered, opened, tag, with_code
 from millstream.console.page_frame import address
 from millstream.model.human_text import readable
 
@@ -34,6 +34,13 @@ def test_no_text_becomes_markup(content: str, value: str) -> None:
     seen = Seen(tag("p", content, ["x", content], data_of=value))
     assert seen.tags == [("p", {"data-of": readable(value)})]
     assert seen.text == f"{readable(content)}x{readable(content)}"
+
+
+def test_a_field_sends_a_name_as_it_is() -> None:
+    name = 'a\x1b"b'
+    assert Seen(opened("input", type="hidden", name="table", value=name)).tags == [
+        ("input", {"type": "hidden", "name": "table", "value": name})
+    ]
 
 
 @given(st.text(alphabet="<`a&;"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -18,7 +19,7 @@ from millstream.app.open_home import OpenHome
 from millstream.catalog import Catalog
 from millstream.delivery.backfill.rows import OpenLake, Rows, Stopped, Wanted, tables_of, write_rows
 from millstream.delivery.definition import Definition
-from millstream.errors import LakeBehind
+from millstream.errors import LakeBehind, MillstreamError
 from millstream.home.home import Home
 from millstream.lake.commit_cuts import commit_cut, last_cut
 from millstream.lake.folded.current import fold_table
@@ -81,6 +82,21 @@ def rows_of(path: Path, wanted: Wanted, reader: StreamReader, lake: OpenLake) ->
     rows.close()
     assert [row.number for row in found] == list(range(total))
     return sorted((json.loads(row.record)["row"] | {"group": row.group} for row in found), key=str)
+
+
+def test_rows_are_read_in_a_folder_of_any_name_and_a_damaged_file_has_a_code(tmp_path: Path) -> None:
+    """A `?` or `#` in the home's path ended the name of the file that was opened."""
+    folder = tmp_path / "50% #1?a=b"
+    folder.mkdir()
+    with sqlite3.connect(folder / "rows") as file:
+        file.execute("CREATE TABLE numbered (number, source, own, facts)")
+    definition = Definition.parse({"name": "c"})
+    rows = Rows(folder / "rows", definition)
+    assert rows.read(0, 10) == []
+    rows.close()
+    (folder / "a folder").mkdir()
+    with pytest.raises(MillstreamError, match="a folder"):
+        Rows(folder / "a folder", definition)
 
 
 @pytest.mark.sampled

@@ -49,9 +49,10 @@ def tag(name: str, /, *contents: Content, **attributes: str | int | bool | None)
 
 
 def opened(name: str, /, **attributes: str | int | bool | None) -> Html:
-    """Return the start of an element."""
+    """Return the start of an element. A `value` is sent as it is; people read the other attributes."""
     texts = [
-        f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{html.escape(readable(str(value)))}"')
+        f" {key.rstrip('_').replace('_', '-')}"
+        + ("" if value is True else f'="{html.escape(str(value) if key == "value" else readable(str(value)))}"')
         for key, value in attributes.items()
         if value is not None and value is not False
     ]

@@ -207,10 +207,18 @@ class Rows:
     """The rows of a file that `write_rows` wrote. One thread at a time may use it."""
 
     def __init__(self, path: Path, definition: Definition) -> None:
-        """Open the file. Raises `FileNotFoundError` if it isn't there."""
+        """Open the file.
+
+        Raises:
+            FileNotFoundError: it isn't there.
+            MillstreamError: it can't be opened: no descriptor is free, or the disk fails.
+        """
         if not path.exists():
             raise FileNotFoundError(path)
-        self._file = sqlite3.connect(f"file:{path}?mode=ro", uri=True, check_same_thread=False)
+        try:
+            self._file = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, check_same_thread=False)
+        except sqlite3.Error as error:
+            raise as_told(OSError(f"{path}: {error}")) from error
         self._op = (Op.UPDATE if definition.kind is Kind.LATEST else Op.COPY).letter
         self._renamed = definition.renamed
 
