@@ -16,6 +16,7 @@ import pytest
 import redis
 from tests.delivery.receivers import Receiver, answer
 
+from millstream.delivery.command import CommandSettings
 from millstream.delivery.sinks import ACCEPTED, PushMessage, PushSink, Verdict, open_sink
 from millstream.errors import DeliveryError
 from millstream.testing.errors import coded
@@ -211,6 +212,14 @@ def test_a_message_that_redis_refuses_is_a_failure(in_redis: RedisStage, redis_s
 def run(code: str, *, timeout: str = "30s", messages: Sequence[PushMessage] | None = None) -> Any:
     sink = open_sink("command", {"argv": [sys.executable, "-c", code], "timeout": timeout}, stream="shop", consumer="c")
     return sink.deliver(messages or [push_message(0), push_message(1)])
+
+
+def test_what_looks_like_a_secret_in_a_command_is_not_shown() -> None:
+    argv = ["load", "-v", "--to", "https://a:b@host/x", "--password", "secret", "--token=secret", "items.json"]
+    settings = CommandSettings.parse({"argv": argv})
+    shown = settings.as_dict()["argv"]
+    assert shown == ["load", "-v", "--to", "https://a:***@host/x", "--password", "***", "--token=***", "items.json"]
+    assert settings.as_dict(masked=False)["argv"] == argv
 
 
 def test_a_command_may_acknowledge_line_by_line() -> None:

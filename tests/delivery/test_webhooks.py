@@ -445,6 +445,9 @@ def test_settings_have_defaults_and_are_read_again() -> None:
     )
     assert WebhookSettings.parse(full.as_dict(masked=False)) == full
     assert full.as_dict()["headers"] == {"X-A": "***"}
+    asking = WebhookSettings.parse({"url": f"{URL}?token=a&b=c", "secret": OLD})
+    assert asking.as_dict()["url"] == f"{URL}?***"
+    assert asking.as_dict(masked=False)["url"] == f"{URL}?token=a&b=c"
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ _SECRETS_MAX: Final = 10
 _NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+\Z")
 _VALUE: Final = re.compile(r"(?:[!-~\x80-\xff](?:[ \t!-~\x80-\xff]*[!-~\x80-\xff])?)?\Z")
 _HOST: Final = re.compile(r"[A-Za-z0-9._-]+\Z|[0-9A-Fa-f:.]+(?:%[\w.-]+)?\Z")
+_QUERY: Final = re.compile(r"\?.*", re.DOTALL)
 _OWN_PREFIXES: Final = ("webhook-", "content-")
 _OWN: Final = frozenset({
     "host", "connection", "expect", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade",
@@ -115,11 +116,11 @@ class WebhookSettings:
         """Return every setting; `parse` reads it again.
 
         Args:
-            masked: whether secrets and the values of headers are replaced by `***`.
+            masked: whether secrets, the values of headers and the URL's query are replaced by `***`.
         """
         secrets = [MASK if masked else secret for secret in self.secrets]
         return {
-            "url": self.url,
+            "url": _QUERY.sub(f"?{MASK}", self.url) if masked else self.url,
             "secret": secrets[0] if len(secrets) == 1 else secrets,
             "headers": {name: MASK if masked else value for name, value in self.headers.items()},
             "batch_size": self.pacing.batch_size,
