@@ -158,22 +158,27 @@ def test_a_write_may_lie_on_as_many_shards_as_a_stream_has(shards: int) -> None:
         assert [state.look(write_id, n) for n, write_id in enumerate(ids)] == [ack(n, shards) for n in range(3)]
 
 
-def test_numbers_of_a_log_that_lacks_those_before_are_none_to_go_on_from() -> None:
+def test_a_session_goes_on_in_a_log_that_lacks_its_beginning_once_no_lower_number_may_be_missing() -> None:
     """Seventy thousand of them, noted one by one, were more than a copy has room for: no writer could open the log."""
     sessions = Sessions()
     for number in range(5_000, 75_000):
         sessions.note(WriteId("s", number), 7, ack(number), number)
+    for number in range(5_000, 5_100):
+        sessions.note(WriteId("r", number), 7, ack(number), number)
     sessions.note(WriteId("t", 3), 7, ack(1), 1)
     sessions.note(WriteId("u", 1), 7, ack(1), 1)
     sessions.forget_gaps()
     restored = Sessions.restored(b"".join(sessions.copied()()))
     for state in (sessions, restored):
-        assert [state.facts(name) for name in "stu"] == [
-            SessionFacts(0, expired=True), SessionFacts(0, expired=True), SessionFacts(1),
+        assert [state.facts(name) for name in "rstu"] == [
+            SessionFacts(0, expired=True), SessionFacts(74_999), SessionFacts(0, expired=True), SessionFacts(1),
         ]  # fmt: skip
-        for number in (1, 74_999, 75_000):
+        for number in (1, 5_099, 5_100):
             with pytest.raises(SessionExpired):
-                state.look(WriteId("s", number), 7)
+                state.look(WriteId("r", number), 7)
+        with pytest.raises(DedupWindowExpired):
+            state.look(WriteId("s", 1), 7)
+        assert state.look(WriteId("s", 75_000), 7) is None
 
 
 def test_rows_that_nobody_summed_are_any_rows() -> None:

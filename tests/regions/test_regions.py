@@ -211,8 +211,8 @@ class Hearing:
     def place_in(self, region: int) -> object:
         return None if region == 2 else region
 
-    def hear_writes(self, region: int, writes: list[object], place: object, *, is_anew: bool) -> None:
-        assert (region, writes, is_anew, place is not None) == (2, [], True, True)
+    def hear_writes(self, region: int, writes: list[object], place: object, *, is_anew: bool, is_cut: bool) -> None:
+        assert (region, writes, is_anew, is_cut, place is not None) == (2, [], True, False, True)
 
 
 def test_a_followed_log_is_heard_when_it_has_more_also_after_it_was_cut_or_made_anew(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from tests.app.homes import wait_for
 from tests.regions.two_homes import follow, made
 
 import millstream
-from millstream.errors import DedupWindowExpired, IdempotencyKeyReused
+from millstream.errors import DedupWindowExpired, IdempotencyKeyReused, SessionExpired
 from millstream.model.ids import RegionId
 from millstream.model.operations import Ack
 from millstream.model.positions import Seq, SeqRange
@@ -87,8 +87,92 @@ def test_a_session_goes_on_in_another_region_from_where_it_was() -> None:
         asked.ask(WriteId("s", 1), 7, 0)
     assert asked.ask(WriteId("s", last + 1), 7, 0) is None
     assert asked.ask(WriteId("s", last + 2), 7, 1) is None
-    sessions.raise_mark("s", others.mark("s"), last)
+    sessions.raise_mark("s", others.mark("s", sessions), last)
     sessions.note(WriteId("s", last + 1), 7, _given(), last + 1)
     assert others.facts("s", sessions.facts("s")) == SessionFacts(last + 1)
     others.forget(RegionId(2))
     assert others.look(WriteId("s", last), 7) is None
+
+
+_TWO = RegionId(2)
+
+
+def _noted(others: OtherRegions, numbers: range, *, is_cut: bool = False, region: RegionId = _TWO) -> None:
+    others.note(region, [(WriteId("s", number), 7, _given(), number) for number in numbers], "here", is_cut=is_cut)
+
+
+def _own(last: int) -> Sessions:
+    sessions = Sessions()
+    for number in range(1, last + 1):
+        sessions.note(WriteId("s", number), 7, _given(), number)
+    return sessions
+
+
+def test_a_session_that_went_to_another_region_goes_on_in_the_first() -> None:
+    own, others, last = _own(1100), OtherRegions(), 1100
+    _noted(others, range(last + 1, last + 2))
+    asked = GroupLookup(own, others)
+    assert asked.ask(WriteId("s", last), 7, 0) == _given()
+    assert asked.ask(WriteId("s", last + 1), 7, 0) == Ack({}, SeqRange(Seq(0), 1))
+    assert others.facts("s", own.facts("s")) == SessionFacts(last + 1)
+    for number in range(last + 2, last + 2 * AHEAD_MAX):
+        assert GroupLookup(own, others).ask(WriteId("s", number), 7, 0) is None
+        own.raise_mark("s", others.mark("s", own), number)
+        own.note(WriteId("s", number), 7, _given(), number)
+    with pytest.raises(DedupWindowExpired):
+        GroupLookup(own, others).ask(WriteId("s", last), 7, 0)
+
+
+def test_a_log_that_has_only_a_sessions_later_writes_keeps_it_over_restarts() -> None:
+    own, others = Sessions(), OtherRegions()
+    own.note(WriteId("s", 1101), 7, _given(), 1)  # a replay of the own log
+    _noted(others, range(1, 1101))
+    asked = GroupLookup(own, others)
+    assert asked.ask(WriteId("s", 1101), 7, 0) == _given()
+    assert asked.ask(WriteId("s", 1100), 7, 0) is not None
+    assert asked.ask(WriteId("s", 1102), 7, 0) is None
+    assert asked.ask(WriteId("s", 1103), 7, 1) is None
+
+
+@pytest.mark.parametrize("kept", [range(2000, 2101), range(900, 1001)])
+def test_a_write_that_the_lost_beginning_of_a_log_may_have_is_never_taken_for_new(kept: range) -> None:
+    own, others = Sessions(), OtherRegions()
+    _noted(others, kept, is_cut=True)
+    for number in (kept.start - 1, kept.stop, kept.stop + 1024):
+        with pytest.raises(SessionExpired):
+            GroupLookup(own, others).ask(WriteId("s", number), 7, 0)
+    assert others.facts("s", own.facts("s")).expired
+    assert GroupLookup(own, others).ask(WriteId("s", kept.start), 7, 0) == Ack({}, SeqRange(Seq(0), 1))
+    # Nothing is missing: this region has the beginning.
+    own = _own(kept.start - 1)
+    assert GroupLookup(own, others).ask(WriteId("s", kept.stop), 7, 0) is None
+    # Nothing is missing: so many writes in a row were taken only after all lower ones.
+    _noted(others, range(kept.stop, kept.start + AHEAD_MAX + 1))
+    assert GroupLookup(Sessions(), others).ask(WriteId("s", kept.start + AHEAD_MAX + 1), 7, 0) is None
+
+
+def test_writes_of_a_region_whose_log_has_not_come_are_not_taken_for_new() -> None:
+    others = OtherRegions()
+    _noted(others, range(1101, 1102))
+    for number in (500, 1100, 1102):
+        with pytest.raises(SessionExpired):
+            GroupLookup(Sessions(), others).ask(WriteId("s", number), 7, 0)
+    _noted(others, range(1, 1101), region=RegionId(3))
+    assert GroupLookup(Sessions(), others).ask(WriteId("s", 1102), 7, 0) is None
+
+
+def test_a_session_that_this_region_has_forgotten_is_not_begun_again_from_another_ones_mark() -> None:
+    own, others = _own(2000), OtherRegions()
+    own._forget_session("s")
+    _noted(others, range(1, 6))
+    with pytest.raises(SessionExpired):
+        GroupLookup(own, others).ask(WriteId("s", 6), 7, 0)
+    assert GroupLookup(own, others).ask(WriteId("s", 5), 7, 0) is not None
+
+
+def test_age_makes_no_region_forget_a_session_that_went_on_in_another() -> None:
+    own, others = _own(5), OtherRegions()
+    week_us = 8 * 86_400_000_000
+    _noted(others, range(1, 6))
+    others.note(_TWO, [(WriteId(f"t{n}", 1), 7, _given(), week_us) for n in range(300)], "later")
+    assert GroupLookup(own, others).ask(WriteId("s", 6), 7, 0) is None

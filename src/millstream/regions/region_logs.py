@@ -245,16 +245,17 @@ def _hear_writes(reader: StreamReader, region: RegionId, log: LogWriter) -> None
             after, is_anew = before.upto, False
     writes: list[tuple[WriteId, int, Ack, int]] = []
     read = after
-    for group in reader.read_groups(max(after, Seq(reader.first_seq() - 1)), upto):
+    first = reader.first_seq()
+    for group in reader.read_groups(max(after, Seq(first - 1)), upto):
         writes += writes_of(group)
         header = group[0].header
         read = header.group_last_seq
         if len(writes) >= _WRITES_AT_ONCE:
             end = HeardEnd(read, header.group, header.epoch, header.hybrid_time)
-            log.hear_writes(region, writes, _ReadTo(reader.stream_id, read, end), is_anew=is_anew)
+            log.hear_writes(region, writes, _ReadTo(reader.stream_id, read, end), is_anew=is_anew, is_cut=first > 1)
             writes, is_anew = [], False
     place = _ReadTo(reader.stream_id, upto, end_at(reader, upto))
-    log.hear_writes(region, writes, place, is_anew=is_anew)
+    log.hear_writes(region, writes, place, is_anew=is_anew, is_cut=first > 1)
 
 
 class RegionsHeard:

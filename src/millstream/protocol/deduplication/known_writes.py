@@ -13,6 +13,8 @@ Premises
    remembered, so that it isn't taken for a new one. In an unknown session a number above `AHEAD_MAX` can't be new
    either. At least the last `expired_max` hashes are kept: a name that is older is taken for new.
 5. If the log has lost operations that the copy doesn't cover, sessions with gaps in their numbers are forgotten, too.
+6. A log may lack writes that another region's has. So a write far above the mark that stands in the log shows that all
+   up to `AHEAD_MAX` below it were known when it was taken.
 
 The answer to a write:
 
@@ -132,6 +134,10 @@ class Sessions:
         packed = self._cold.get(session)
         return 0 if packed is None else int(_SESSION.unpack_from(packed)[0])
 
+    def knows(self, session: str) -> bool:
+        """Return whether a session is known, or was and is forgotten."""
+        return session in self._hot or session in self._cold or _hash_of("s", session) in self._expired
+
     def has(self, session: str, number: int) -> bool:
         """Return whether a session's write above its mark is known."""
         found = self._hot.get(session) or self._thawed(session)
@@ -172,13 +178,13 @@ class Sessions:
                 )
             if mark is None:
                 mark = session.mark
+        elif (mark is None and number > AHEAD_MAX) or _hash_of("s", name) in self._expired:
+            raise SessionExpired(
+                f"session {name} has expired: it is unknown whether its write {number} is in the log",
+                session=name,
+                number=number,
+            )
         elif mark is None:
-            if number > AHEAD_MAX or _hash_of("s", name) in self._expired:
-                raise SessionExpired(
-                    f"session {name} has expired: it is unknown whether its write {number} is in the log",
-                    session=name,
-                    number=number,
-                )
             return None
         if number > mark + AHEAD_MAX:
             raise SessionGap(
@@ -242,17 +248,18 @@ class Sessions:
             self._note_key(write_id, (digest, given), now_us)
             return
         session = self._hot.get(name)
-        mark = self.mark(name) if session is None else session.mark
-        if number > mark + AHEAD_MAX:
-            # The writes between were noted when it was taken, in a part of the log that is gone now.
-            self._forget_session(name)
-            return
         if session is None:
             session = self._heated(name, now_us)
             if session is None:
                 return
         else:
             self._hot.move_to_end(name)
+        mark = session.mark
+        if number > mark + AHEAD_MAX:
+            # The writes this far below were known when it was taken: from a part of the log that is gone now, or from
+            # another region's log.
+            mark = number - AHEAD_MAX
+            self.raise_mark(name, mark, now_us)
         session.used_us = max(session.used_us, now_us)
         results = session.results
         results[number] = digest, given

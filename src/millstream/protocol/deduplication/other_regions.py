@@ -9,20 +9,37 @@ Each region has a state of its own, so that a log that was cut back is read agai
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 from millstream.errors import SessionExpired, SessionGap
 from millstream.model.ids import RegionId
 from millstream.model.operations import Ack
 from millstream.model.positions import Seq, SeqRange
 from millstream.model.writes import SessionFacts, WriteId
-from millstream.protocol.deduplication.known_writes import SessionLimits, Sessions
+from millstream.protocol.deduplication.known_writes import AHEAD_MAX, SessionLimits, Sessions
+
+_NEVER_US: Final = 2**62
 
 
 @dataclass(slots=True)
 class _Received:
     sessions: Sessions
+    is_cut: bool
     place: object = None
+    begun: dict[str, int] = field(default_factory=dict)
+    """First noted numbers of sessions: writes below them may be in a log's lost beginning, or in a log that hasn't come."""
+
+    def note_begin(self, name: str, number: int) -> None:
+        """Note a session's first number before the write is noted; forget it once the log has all lower ones."""
+        first, mark = self.begun.get(name), self.sessions.mark(name)
+        if first is not None and mark >= first - 1:
+            del self.begun[name]
+        is_first = self.is_cut and number > 1 and first is None and not self.sessions.knows(name)
+        if is_first or number > mark + AHEAD_MAX:
+            self.begun[name] = number
+            if len(self.begun) > self.sessions.limits.sessions_max:
+                del self.begun[next(iter(self.begun))]
 
 
 @dataclass(slots=True)
@@ -30,7 +47,8 @@ class OtherRegions:
     """The writes of other regions. Not thread-safe, as `Sessions`.
 
     Args:
-        limits: when sessions and keys are forgotten.
+        limits: how many sessions and keys are kept of each region. Age doesn't count: a session may have gone on in
+            another region since.
     """
 
     limits: SessionLimits | None = None
@@ -41,16 +59,24 @@ class OtherRegions:
         found = self._of.get(region)
         return None if found is None else found.place
 
-    def note(self, region: RegionId, writes: Iterable[tuple[WriteId, int, Ack, int]], place: object) -> None:
+    def note(
+        self, region: RegionId, writes: Iterable[tuple[WriteId, int, Ack, int]], place: object, *, is_cut: bool = False
+    ) -> None:
         """Note a region's next writes.
 
         Args:
             region: the region.
             writes: each one's id, digest, result there, and time in microseconds since 1970.
             place: where the part of its log that was read so far ends; the method `place` returns it.
+            is_cut: at the region's first call: whether its log lacks its beginning.
         """
-        received = self._of.setdefault(region, _Received(Sessions(self.limits)))
+        received = self._of.get(region)
+        if received is None:
+            limits = replace(self.limits or SessionLimits(), age_us=_NEVER_US)
+            received = self._of[region] = _Received(Sessions(limits), is_cut)
         for write_id, digest, given, now_us in writes:
+            if write_id.session is not None and write_id.number is not None:
+                received.note_begin(write_id.session, write_id.number)
             received.sessions.note(write_id, digest, Ack({}, SeqRange(Seq(0), given.seqs.count)), now_us)
         received.place = place
 
@@ -63,7 +89,7 @@ class OtherRegions:
 
         Raises:
             IdempotencyKeyReused, DedupWindowExpired: as `Sessions.look`.
-            SessionExpired: a region has forgotten the session, and may have the write.
+            SessionExpired: a region may have the write: it has forgotten the session.
         """
         for received in self._of.values():
             try:
@@ -78,9 +104,39 @@ class OtherRegions:
                 return found
         return None
 
-    def mark(self, session: str) -> int:
-        """Return the number up to which a region has all writes of a session; the greatest of all regions'."""
-        return max((received.sessions.mark(session) for received in self._of.values()), default=0)
+    def mark(self, session: str, own: Sessions) -> int:
+        """Return the number up to which the own log and the regions' have all writes of a session together."""
+        mark = own.mark(session)
+        if not self._of:
+            return mark
+        known = [own, *(received.sessions for received in self._of.values())]
+        mark = max(sessions.mark(session) for sessions in known)
+        while any(sessions.has(session, mark + 1) for sessions in known):
+            mark += 1
+        return mark
+
+    def has(self, session: str, number: int) -> bool:
+        """Return whether a region's write of a session above its mark there is known."""
+        return any(received.sessions.has(session, number) for received in self._of.values())
+
+    def check_begin(self, write_id: WriteId, mark: int) -> None:
+        """Raise `SessionExpired` if a log that was lost, or hasn't come, may have a write that no log here has.
+
+        Args:
+            write_id: the write.
+            mark: the session's, as of the method `mark`.
+        """
+        name = write_id.session
+        if name is not None and self._lacks_begin(name, mark):
+            raise SessionExpired(
+                f"another region has writes of session {name} whose log isn't here: it is unknown whether write "
+                f"{write_id.number} is among them",
+                session=name,
+                number=write_id.number,
+            )
+
+    def _lacks_begin(self, name: str, mark: int) -> bool:
+        return any(received.begun.get(name, 0) > mark + 1 for received in self._of.values())
 
     def facts(self, session: str, own: SessionFacts) -> SessionFacts:
         """Return the facts of a session in all regions' logs together."""
@@ -90,4 +146,6 @@ class OtherRegions:
         while mark + 1 in above:
             mark += 1
             above.discard(mark)
-        return SessionFacts(mark, tuple(sorted(above)), any(facts.expired for facts in known))
+        return SessionFacts(
+            mark, tuple(sorted(above)), any(facts.expired for facts in known) or self._lacks_begin(session, mark)
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+from millstream.errors import DedupWindowExpired, SessionExpired, SessionGap
 from millstream.model.operations import Ack
 from millstream.model.writes import WriteId
 from millstream.protocol.deduplication.known_writes import Sessions
@@ -50,28 +51,40 @@ class GroupLookup:
         Raises:
             IdempotencyKeyReused, DedupWindowExpired, SessionGap, SessionExpired: as `Sessions.look`.
         """
-        elsewhere = self._others.look(write_id, digest)
-        if elsewhere is not None:
-            return elsewhere
         name, number = write_id.session, write_id.number
         if name is None or number is None:
             return self._ask_for_key(write_id, digest, place)
-        others = self._of_sessions.get(name)
-        if others is None:
-            known = self._others.mark(name)
-            mark = known if known > self._sessions.mark(name) else None
-            given = self._sessions.look(write_id, digest, mark=mark)
+        group = self._of_sessions.get(name)
+        if group is None:
+            mark = self._others.mark(name, self._sessions)
+            try:
+                given = self._look(write_id, digest, mark if mark > self._sessions.mark(name) else None)
+            except SessionGap:
+                self._others.check_begin(write_id, mark)
+                raise
             if given is None:
+                self._others.check_begin(write_id, mark)
                 self._of_sessions[name] = {number: (digest, place)}
             return given
-        first = others.get(number)
+        first = group.get(number)
         if first is not None:
             Sessions.check_same(first[0], digest, write_id)
             return first[1]
-        given = self._sessions.look(write_id, digest, mark=self._mark(name, others))
+        given = self._look(write_id, digest, self._mark(name, group))
         if given is None:
-            others[number] = digest, place
+            group[number] = digest, place
         return given
+
+    def _look(self, write_id: WriteId, digest: int, mark: int | None = None) -> Ack | None:
+        """Look up a write in the own log, then in those of other regions; raises as `ask`."""
+        try:
+            given = self._sessions.look(write_id, digest, mark=mark)
+        except (DedupWindowExpired, SessionExpired, SessionGap):
+            given = self._others.look(write_id, digest)
+            if given is None:
+                raise
+            return given
+        return self._others.look(write_id, digest) if given is None else given
 
     def _ask_for_key(self, write_id: WriteId, digest: int, place: int) -> Ack | int | None:
         assert write_id.key is not None
@@ -79,17 +92,17 @@ class GroupLookup:
         if first is not None:
             Sessions.check_same(first[0], digest, write_id)
             return first[1]
-        given = self._sessions.look(write_id, digest)
+        given = self._look(write_id, digest)
         if given is None:
             self._of_keys[write_id.key] = digest, place
         return given
 
-    def _mark(self, name: str, others: dict[int, _Asked]) -> int:
+    def _mark(self, name: str, group: dict[int, _Asked]) -> int:
         """Return a session's mark after the group."""
         mark = self._marks.get(name)
         if mark is None:
-            mark = max(self._sessions.mark(name), self._others.mark(name))
-        while mark + 1 in others or self._sessions.has(name, mark + 1):
+            mark = self._others.mark(name, self._sessions)
+        while mark + 1 in group or self._sessions.has(name, mark + 1) or self._others.has(name, mark + 1):
             mark += 1
         self._marks[name] = mark
         return mark

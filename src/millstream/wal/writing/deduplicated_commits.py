@@ -314,7 +314,9 @@ class _GroupDeduplication:
             for write, outcome in zip(writes, outcomes, strict=True):
                 if write is not None and isinstance(outcome, Ack) and not outcome.duplicate:
                     name = write[0].session
-                    if name is not None and (mark := self._others.mark(name)) > self._sessions.mark(name):
+                    if name is not None and (mark := self._others.mark(name, self._sessions)) > self._sessions.mark(
+                        name
+                    ):
                         self._sessions.raise_mark(name, mark, now_us)
                     note(*write, outcome, now_us)
             each += outcomes

@@ -299,7 +299,13 @@ class LogWriter:
         return None if self._keyed is None else self._keyed.others.place(region)
 
     def hear_writes(
-        self, region: RegionId, writes: Iterable[tuple[WriteId, int, Ack, int]], place: object, *, is_anew: bool = False
+        self,
+        region: RegionId,
+        writes: Iterable[tuple[WriteId, int, Ack, int]],
+        place: object,
+        *,
+        is_anew: bool = False,
+        is_cut: bool = False,
     ) -> None:
         """Note writes that another region's log has, so that their repetitions here are answered as duplicates.
 
@@ -310,12 +316,13 @@ class LogWriter:
             writes: see `OtherRegions.note`.
             place: see there.
             is_anew: whether its log is read from the beginning: what was noted of it before is forgotten.
+            is_cut: see `OtherRegions.note`.
         """
         if self._keyed is not None:
             with self._writing:
                 if is_anew:
                     self._keyed.others.forget(region)
-                self._keyed.others.note(region, writes, place)
+                self._keyed.others.note(region, writes, place, is_cut=is_cut)
 
     def copy_sessions(self) -> None:
         """Copy the session state out of the log if it is small, so that retention keeps no segments for it.
