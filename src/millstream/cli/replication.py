@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,7 @@ def follow(
     node led before, records that its leader lacks are set aside.
     """
     with importing():
+        from millstream.app.alerts.alert_sender import watched_alerts
         from millstream.model.addresses import mask_address
         from millstream.model.replication import check_node_name
         from millstream.nodes.follower_process import begin_to_follow, follow_home, logs_to_rebuild, start_anew
@@ -85,7 +87,8 @@ def follow(
                 note(f"stream {name} follows {fact.leader}{anew}")
             if only_note:
                 return
-        found = follow_home(home, lifeline, until_caught_up=until_caught_up, on_progress=lambda _: None)
+        with nullcontext() if until_caught_up else watched_alerts(home):
+            found = follow_home(home, lifeline, until_caught_up=until_caught_up, on_progress=lambda _: None)
     if until_caught_up and not lifeline.supervised:
         lacking = [name for name, facts in found.items() if facts.get("records_behind") or facts.get("lag_s") is None]
         sys.exit(1 if lacking else 0)

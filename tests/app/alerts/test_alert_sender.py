@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 from tests.app.alerts.receiving import SECRET, alerts_of, told
 from tests.app.homes import make_home, wait_for
 from tests.cli.in_process import command
+from tests.commands import Command
 from tests.delivery.receivers import Receiver, answer
 from tests.serving.serving_process import served
 
@@ -23,6 +26,7 @@ from millstream.home.home import Home
 from millstream.model.positions import Seq
 from millstream.processes.role_locks import RoleLock
 from millstream.protocol.retention import CutOff, HolderKind
+from millstream.testing._servers.ports import free_port
 
 STREAM = '[streams.web]\n[streams.web.keys]\n"public.orders" = ["id"]\n'
 
@@ -255,3 +259,17 @@ def test_serve_sends_alerts(tmp_path: Path, receiver: Receiver) -> None:
     with served(home.path):
         wait_for(lambda: receiver.requests, seconds=60)
     assert told(receiver) == [("alert.firing", "consumer_dead_letters", "search")]
+
+
+@pytest.mark.long
+def test_follow_sends_alerts(tmp_path: Path, receiver: Receiver) -> None:
+    """A node that only follows has no other process: no alert said that it couldn't reach its leader."""
+    nodes = f'[replication]\nnode = "a"\n[replication.nodes]\na = "grpc://127.0.0.1:1"\nb = "grpc://127.0.0.1:{free_port()}"\n'
+    home = home_of(tmp_path, receiver.url, more='stalled_after = "1s"\n', http=nodes)
+    process = Command(("--home", str(home.path), "follow", "b"), env={**os.environ, "HOME": "/nonexistent"})
+    try:
+        wait_for(lambda: receiver.requests, seconds=60)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+    assert told(receiver)[0][:2] == ("alert.firing", "replication_stalled")
