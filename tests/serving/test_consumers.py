@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import signal
 import threading
@@ -75,6 +76,18 @@ class Client:
     def answer(response: httpx.Response, status: int) -> Any:
         assert response.status_code == status, response.text
         return response.json() if response.content else None
+
+
+@pytest.mark.parametrize("path", ["consumers/c/ack", "consumers/c/receive", "query"])
+def test_a_small_request_cannot_inflate_to_a_large_one(server: Served, path: str) -> None:
+    """Sixteen megabytes of empty lists, 16 KiB as gzip, took half a gigabyte and stopped the event loop for a second."""
+    url = f"{server.url}/v1/streams/web"
+    httpx.post(f"{url}/consumers", json={"name": "c"}, trust_env=False)
+    body = gzip.compress(b'{"ack_ids":[' + b"[]," * (1 << 20) + b"[]]}")
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    answer = httpx.post(f"{url}/{path}", content=body, headers=headers, timeout=60, trust_env=False)
+    assert (answer.status_code, answer.json()["code"]) == (413, "body_too_large")
+    assert answer.json()["details"]["size_max"] == 2 << 20
 
 
 def orders(messages: list[dict[str, Any]]) -> list[int]:

@@ -72,7 +72,7 @@ class HttpConfig(Section):
     )
     body_bytes_max: SizeAboveZero = Field(
         default="32MiB",
-        description="Size in bytes of one request's body, decompressed. Larger requests get status 413.",
+        description="Size in bytes of one request's body, decompressed. Larger requests get status 413. Queries and requests to consumers have 2 MiB at most.",
     )
     inflight_bytes_max: SizeAboveZero = Field(
         default="512MiB",

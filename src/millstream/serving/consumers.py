@@ -20,7 +20,7 @@ from millstream.model.access import Right
 from millstream.serving.access import allow
 from millstream.serving.connections import NEEDS_ITS_CLIENT
 from millstream.serving.openapi import KEY
-from millstream.serving.request_bodies import ClientGoneError, Held, Intake, read_body
+from millstream.serving.request_bodies import SMALL_BYTES_MAX, ClientGoneError, Held, Intake, read_body
 from millstream.serving.requests import ENDING, headers_said, key_said
 from millstream.serving.row_writes import JSON_TYPE
 from millstream.writers.home_consumers import HomeConsumers
@@ -205,7 +205,9 @@ class Consumers:
         self._home.written_stream(stream)
         with Held(self._intake) as held:
             try:
-                data = await read_body(request.receive, headers_said(request.scope), self._intake, held)
+                data = await read_body(
+                    request.receive, headers_said(request.scope), self._intake, held, bytes_max=SMALL_BYTES_MAX
+                )
             except ClientGoneError:
                 return Response(status_code=_GONE)
             try:

@@ -39,7 +39,7 @@ from millstream.model.region_ages import REGIONS_HEADER, REGIONS_METADATA
 from millstream.serving.access import Access, allow
 from millstream.serving.queries.frames import POSITION_HEADER
 from millstream.serving.queries.worker_pool import Asking, QueryWorkers
-from millstream.serving.request_bodies import ClientGoneError, Held, Intake, read_body
+from millstream.serving.request_bodies import SMALL_BYTES_MAX, ClientGoneError, Held, Intake, read_body
 from millstream.serving.requests import headers_said
 from millstream.serving.row_streams import as_stream, in_pieces
 from millstream.serving.row_writes import JSON_TYPE, media_type
@@ -308,7 +308,7 @@ class Reading:
                 value=media_type(headers),
             )
         with Held(self._intake) as held:
-            body = await read_body(request.receive, headers, self._intake, held)
+            body = await read_body(request.receive, headers, self._intake, held, bytes_max=SMALL_BYTES_MAX)
             try:
                 return Question.model_validate_json(body)
             except ValidationError as error:

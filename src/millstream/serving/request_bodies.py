@@ -15,6 +15,9 @@ from millstream.errors import HttpError, UsageError
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 """ASGI's `receive`."""
+SMALL_BYTES_MAX: Final = 2 << 20
+"""Limit of a body that is read as JSON on the event loop: its values may take thirty times as much memory. The largest
+list of ack ids has a third of it."""
 _INFLATED_BYTES: Final = 1 << 20
 """Decompressed bytes at a time, between which other tasks run."""
 _DEFLATED_BYTES: Final = 64 << 10
@@ -79,8 +82,17 @@ class Held:
         self.size_bytes = 0
 
 
-async def read_body(receive: Receive, headers: Mapping[bytes, bytes], intake: Intake, held: Held) -> bytes:
+async def read_body(
+    receive: Receive, headers: Mapping[bytes, bytes], intake: Intake, held: Held, *, bytes_max: int | None = None
+) -> bytes:
     """Return a request's body, whole and decompressed.
+
+    Args:
+        receive: ASGI's.
+        headers: the request's.
+        intake: has the limits of all requests.
+        held: counts the bytes.
+        bytes_max: a limit of this body, next to the one that all bodies have.
 
     Raises:
         HttpError (`body_too_large`): its size, actual or declared, exceeds the limit.
@@ -99,19 +111,20 @@ async def read_body(receive: Receive, headers: Mapping[bytes, bytes], intake: In
             header="Content-Encoding",
             value=name,
         )
+    limit = intake.body_bytes_max if bytes_max is None else min(bytes_max, intake.body_bytes_max)
     announced = headers.get(b"content-length")
     if announced is not None:
         if not announced.isdigit():
             raise UsageError("Content-Length isn't a number")
-        if int(announced) > intake.body_bytes_max:
-            raise _too_large(intake)
+        if int(announced) > limit:
+            raise _too_large(intake, limit)
         if intake.held_bytes + int(announced) > intake.bytes_max:
             held.grow(int(announced))
-    body = await _received(receive, intake, held)
-    return await _inflated(body, intake, held) if encoding == b"gzip" else body
+    body = await _received(receive, intake, held, limit)
+    return await _inflated(body, intake, held, limit) if encoding == b"gzip" else body
 
 
-async def _received(receive: Receive, intake: Intake, held: Held) -> bytes:
+async def _received(receive: Receive, intake: Intake, held: Held, limit: int) -> bytes:
     pieces: list[bytes] = []
     size = 0
     while True:
@@ -120,15 +133,15 @@ async def _received(receive: Receive, intake: Intake, held: Held) -> bytes:
             raise ClientGoneError
         piece: bytes = message.get("body", b"")
         size += len(piece)
-        if size > intake.body_bytes_max:
-            raise _too_large(intake)
+        if size > limit:
+            raise _too_large(intake, limit)
         held.grow(len(piece))
         if not message.get("more_body"):
             return b"".join((*pieces, piece)) if pieces else piece
         pieces.append(piece)
 
 
-async def _inflated(body: bytes, intake: Intake, held: Held) -> bytes:
+async def _inflated(body: bytes, intake: Intake, held: Held, limit: int) -> bytes:
     """Return the content of a body of gzip members; holds at most a megabyte beyond the limit."""
     pieces: list[bytes] = []
     size = at = 0
@@ -145,8 +158,8 @@ async def _inflated(body: bytes, intake: Intake, held: Held) -> bytes:
                 at += len(taken) - len(inflate.unconsumed_tail or inflate.unused_data)
                 left = at < len(whole)
                 size += len(piece)
-                if size > intake.body_bytes_max:
-                    raise _too_large(intake)
+                if size > limit:
+                    raise _too_large(intake, limit)
                 held.grow(len(piece))
                 pieces.append(piece)
                 if not (piece or left or inflate.eof):
@@ -160,9 +173,10 @@ async def _inflated(body: bytes, intake: Intake, held: Held) -> bytes:
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-def _too_large(intake: Intake) -> HttpError:
+def _too_large(intake: Intake, limit: int) -> HttpError:
     return HttpError(
-        f"a body has more than {intake.body_bytes_max} bytes, as it is or inflated",
+        f"a body has more than {limit} bytes, as it is or inflated",
         code="body_too_large",
-        size_max=intake.body_bytes_max,
+        hint="" if limit == intake.body_bytes_max else "Split the request.",
+        size_max=limit,
     )
