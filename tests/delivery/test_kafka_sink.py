@@ -9,7 +9,8 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +24,9 @@ from tests.delivery.kafka_topics import Received, received
 from tests.delivery.test_debezium import ORDERS, records
 
 from millstream.buffers.kafka_errors import SILENT
-from millstream.delivery.kafka.ledger import Committed, Recent
+from millstream.delivery.kafka.ledger import Committed, Recent, read_committed
 from millstream.delivery.sinks import ACCEPTED, LoggedRow, Outcome, Place, PushMessage, PushSink, Verdict, open_sink
-from millstream.errors import DeliveryError
+from millstream.errors import BufferUnavailable, DeliveryError
 from millstream.testing.errors import coded
 from millstream.testing.kafka import EmbeddedKafka
 from millstream.testing.push_sink import PushSinkConformance, push_message
@@ -395,9 +396,54 @@ def test_what_was_committed_is_read_behind_other_consumers_transactions(once: Ka
         outcome = pool.submit(once.open(once.place).deliver, [push_message(1)])
         with pytest.raises(TimeoutError):
             outcome.result(1.0)
+        client: Any = {"bootstrap.servers": once.server.servers}
+        with pytest.raises(BufferUnavailable, match=r"transaction of another producer is open at offset \d+ of \d+"):
+            read_committed(once.admin(), client, "another", timeout_s=1.0)
         other.abort_transaction(30)
         assert outcome.result(60) == ACCEPTED
     assert [message.id for message in once.messages()] == ["shop-0-1-0", "shop-0-1-1"]
+
+
+class _LedgerOfOthers:
+    """Clients of a ledger that other consumers write without a pause: a record every 50 ms, and no look at its end."""
+
+    def __init__(self, end: int) -> None:
+        self._end = end
+        self._offset = -1
+        self.is_closed = False
+
+    def list_offsets(self, partitions: Any, **_: Any) -> Any:
+        found: Future[Any] = Future()
+        found.set_result(SimpleNamespace(offset=self._end))
+        return dict.fromkeys(partitions, found)
+
+    def consume(self, _count: int, timeout: float) -> Any:
+        time.sleep(timeout)
+        self._offset += 1
+        offset, is_own = self._offset, self._offset == 3
+        own = Committed(0, frozenset({"shop-0-1-0"})).to_bytes()
+        return [
+            SimpleNamespace(
+                error=lambda: None,
+                offset=lambda: offset,
+                key=lambda: b"own" if is_own else b"other",
+                value=lambda: own if is_own else b"{}",
+            )
+        ]
+
+    def assign(self, partitions: Any) -> None:
+        assert [partition.offset for partition in partitions] == [0]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_ledger_is_read_to_its_end_of_that_moment_however_long_that_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 10 s, and only to an end that didn't move: a slow line, or others' records, kept the consumer standing."""
+    ledger = _LedgerOfOthers(end=20)
+    monkeypatch.setattr("confluent_kafka.Consumer", lambda _settings: ledger)
+    found = read_committed(ledger, {}, "own", timeout_s=0.5)  # type: ignore[arg-type]
+    assert (found.ids, ledger.is_closed) == ({"shop-0-1-0"}, True)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ _KEPT_S: Final = 5.0
 _KEPT_BYTES_MAX: Final = 256 << 10
 """Size of these names: 128,000 messages. A record goes with each transaction."""
 _READ: Final = 1000
+_SLOW: Final = 6
+"""How many times the bound of its steps the reading may take: 16 MiB and what isn't compacted yet, on a slow line."""
 _WAIT_S: Final = 0.05
 
 
@@ -131,7 +133,8 @@ def read_committed(admin: AdminClient, settings: Mapping[str, Any], identity: st
         admin: a client.
         settings: settings of the reading client.
         identity: the consumer's.
-        timeout_s: bound of the time.
+        timeout_s: bound of the time for the end's offset, and then of the time without a record. The ledger may be
+            large, so records may come for longer, up to `_SLOW` times as long.
 
     Raises:
         BufferUnavailable, BufferRefused: the topic can't be read, or another consumer's transaction is open in it.
@@ -139,7 +142,6 @@ def read_committed(admin: AdminClient, settings: Mapping[str, Any], identity: st
     from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicPartition
     from confluent_kafka.admin._listoffsets import OffsetSpec
 
-    deadline_s = time.monotonic() + timeout_s
     own = {
         "group.id": "millstream",  # required, though no group is joined and no offset is stored
         "enable.auto.commit": False,
@@ -166,19 +168,25 @@ def read_committed(admin: AdminClient, settings: Mapping[str, Any], identity: st
     reader = Consumer({**settings, **own})
     try:
         reader.assign([TopicPartition(TOPIC, 0, 0)])
+        began_s, stands_at, stable_end = time.monotonic(), 0, None
+        deadline_s, give_up_s = began_s + timeout_s, began_s + _SLOW * timeout_s
         is_read = end == 0
         while not is_read:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                raise BufferUnavailable(f"topic {TOPIC} can't be read to its end in time", buffer=TOPIC)
+                raise _stands_still(stands_at, stable_end, end)
             for message in reader.consume(_READ, timeout=min(left_s, _WAIT_S)):
                 problem = message.error()
                 if problem is None:
+                    deadline_s = min(time.monotonic() + timeout_s, give_up_s)
+                    stands_at = (message.offset() or 0) + 1
+                    is_read |= stands_at >= end  # the end moves on while others write: it may never be reached
                     if message.key() == key:
                         found = Committed.from_bytes(message.value() or b'{"generation":0,"ids":{}}')
                 elif problem.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - the client's name
                     # It stands at the end of what is committed: an open transaction may stand before the topic's end.
-                    is_read = (message.offset() or 0) >= end
+                    stable_end = message.offset() or 0
+                    is_read |= stable_end >= end
                 elif problem.code() != KafkaError.GROUP_AUTHORIZATION_FAILED:  # of the group that isn't joined
                     raise error_of_kafka(problem, TOPIC)
     except KafkaException as error:
@@ -186,3 +194,17 @@ def read_committed(admin: AdminClient, settings: Mapping[str, Any], identity: st
     finally:
         reader.close()
     return found
+
+
+def _stands_still(stands_at: int, stable_end: int | None, end: int) -> BufferUnavailable:
+    """Return the error for a ledger that can't be read on.
+
+    Args:
+        stands_at: offset behind the last record that was read.
+        stable_end: end of what was committed, if the reader has reached it: a transaction is open there.
+        end: end of the topic when the reading began.
+    """
+    why = f"offset {stands_at} of {end} was reached"
+    if stable_end is not None:
+        why = f"a transaction of another producer is open at offset {stable_end} of {end}"
+    return BufferUnavailable(f"topic {TOPIC} can't be read to its end in time: {why}", buffer=TOPIC)
