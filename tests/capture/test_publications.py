@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
+import psycopg
 import pytest
 from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage
@@ -76,7 +78,7 @@ def test_a_table_with_an_identity_among_inserts_only_is_quarantined_with_what_to
 
     reason = stage.catch_up().quarantined["public.audit_log"]
     assert "permission denied" in reason or "must be owner" in reason
-    script = f'ALTER PUBLICATION "{publication}" ADD TABLE "public"."audit_log";'
+    script = f'ALTER PUBLICATION "{publication}" ADD TABLE ONLY "public"."audit_log";'
     assert script in reason
     assert found["public.audit_log"].sql == script
     stage.sql("UPDATE audit_log SET what = 'changed'", script)
@@ -251,6 +253,39 @@ def test_while_a_publication_sends_partitions_as_tables_their_table_is_quarantin
     stage.catch_up()
     assert stage.log.replay() == {"public.events": stage.source_rows("events", ["id"])}
     assert "publication_missing" not in {f.code for f in check_source(stage.config)}
+
+
+@pytest.mark.parametrize("patterns", [("public.parent",), ("public.*",)])
+def test_tables_that_inherit_from_a_captured_one_are_published_only_if_they_are_captured(
+    stage: Stage, patterns: tuple[str, ...]
+) -> None:
+    """They joined the publication along with their parent, and the application's UPDATE failed for want of an identity."""
+    publication = stage.config.publication
+    stage.config = replace(stage.config, tables=patterns)
+    tables = (
+        "CREATE TABLE {0} (id int PRIMARY KEY, t text); CREATE TABLE {0}_child () INHERITS ({0})",
+        "CREATE TABLE {0}_grandchild () INHERITS ({0}_child); INSERT INTO {0}_grandchild VALUES (1, 'x')",
+    )
+    stage.sql(*(command.format("parent") for command in tables))
+    running = stage.start()
+    wait_until(lambda: stage.state("public.parent") is TableState.STREAMING, "it is copied")
+    if patterns == ("public.*",):
+        stage.sql("BEGIN; " + "; ".join(command.format("later") for command in tables) + "; COMMIT")
+        wait_until(lambda: stage.state("public.later") is TableState.STREAMING, "it is copied")
+        stage.sql("UPDATE later SET t = 'y'")
+    stage.sql("UPDATE parent SET t = 'y'")
+    stage.sql(f"ALTER PUBLICATION {publication} ADD TABLE parent_grandchild", "INSERT INTO parent VALUES (2, 'x')")
+
+    def updated() -> bool:
+        with stage.connect() as connection, suppress(psycopg.Error):
+            connection.execute("UPDATE parent SET t = 'z'")
+            return True
+        return False
+
+    wait_until(updated, "a look drops the table that inherits")
+    running.stop()
+    stage.catch_up()
+    assert stage.log.replay()["public.parent"] == {("2",): {"id": "2", "t": "z"}}
 
 
 @pytest.mark.parametrize("alone", [False, True])

@@ -19,7 +19,7 @@ import psycopg
 from psycopg import sql
 
 from millstream.capture.connection import translated
-from millstream.capture.source import Connection, SourceTable, list_tables
+from millstream.capture.source import Connection, SourceTable, list_tables, read_table
 from millstream.errors import SourceError
 from millstream.model.names import TablePatterns
 
@@ -429,6 +429,8 @@ def _sync_one(
     members = _direct_members(connection, name)
     # Drop before adding: a table that lost its identity must leave before the application's next UPDATE.
     leaving = [t for t in elsewhere if t.oid in members]
+    if found.ours:
+        leaving += _added_along(connection, members, [*wanted, *elsewhere])
     if leaving and found.owned:
         try:
             _execute(connection, _change(name, "DROP", leaving))
@@ -444,6 +446,26 @@ def _sync_one(
             where = " at the primary" if _on_standby(error) else ""
             refused[table.oid] = f"it can't be added to the publication {name} ({error.message}); run{where}: {script};"
     return refused
+
+
+def _added_along(connection: Connection, members: Iterable[int], tables: Sequence[SourceTable]) -> list[SourceTable]:
+    """Return members that aren't among `tables` and inherit from one of them.
+
+    PostgreSQL adds them along with their parent unless its name follows ONLY, as it didn't in older versions.
+    """
+    listed = {table.oid for table in tables}
+    others = [oid for oid in members if oid not in listed]
+    if not others:
+        return []
+    with translated():
+        rows = connection.execute(
+            "WITH RECURSIVE heir (oid) AS (SELECT inhrelid FROM pg_inherits WHERE inhparent = ANY (%s)"
+            " UNION SELECT i.inhrelid FROM pg_inherits i JOIN heir ON i.inhparent = heir.oid)"
+            " SELECT c.oid FROM heir JOIN pg_class c ON c.oid = heir.oid WHERE NOT c.relispartition AND c.oid = ANY (%s)",
+            [list(listed), others],
+        ).fetchall()
+    found = (read_table(connection, int(row[0])) for row in rows)
+    return [table for table in found if table is not None]
 
 
 def _on_standby(error: SourceError) -> bool:
@@ -469,7 +491,8 @@ def _change(name: str, verb: str, tables: Sequence[SourceTable]) -> sql.Composed
 
 
 def _list(tables: Sequence[SourceTable]) -> sql.Composed:
-    return sql.SQL(", ").join(sql.Identifier(t.namespace, t.name) for t in tables)
+    # ONLY: else the tables that inherit from one join with it, and an UPDATE of one that has no identity fails.
+    return sql.SQL(", ").join(sql.SQL("ONLY {}").format(sql.Identifier(t.namespace, t.name)) for t in tables)
 
 
 def _execute(connection: psycopg.Connection[tuple[Any, ...]], *statements: sql.Composed) -> None:
