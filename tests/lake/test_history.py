@@ -591,14 +591,14 @@ def test_files_that_grew_old_while_the_table_was_made_ready_are_never_committed(
     """A wider type rewrites all of history, which may take hours."""
     append_history(layout, orders, [records(orders, ("c", 1, {"id": 1}))], Seq(1))
     part = write_records(layout, orders, [records(orders, ("c", 2, {"id": 2}))], Seq(2))
-    now_s, ready = time.time(), history._ready
+    now_s, widened = time.time(), history.widened
     with monkeypatch.context() as changed:
 
         def slow(*arguments: Any) -> Any:
             changed.setattr(time, "time", lambda: now_s + 9_000)
-            return ready(*arguments)
+            return widened(*arguments)
 
-        changed.setattr(history, "_ready", slow)
+        changed.setattr(history, "widened", slow)
         with pytest.raises(LakeConflict):
             commit_records(layout, [part], Seq(2))
     assert seqs(layout, orders) == [1]

@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from uuid import UUID
 
 import polars as pl
@@ -23,6 +23,7 @@ import pytest
 from deltalake import DeltaTable
 
 from millstream.errors import LakeConflict, LakeError, LakeTableForeign
+from millstream.lake import history
 from millstream.lake.commit_cuts import commit_cut, last_cut
 from millstream.lake.folded.current import begin_fold, fold_table
 from millstream.lake.folded.scd2 import fold_into_versions, rebuild_versions
@@ -33,7 +34,8 @@ from millstream.lake.iceberg.names import identifier_of, table_name
 from millstream.lake.layout import LakeLayout, folder_name
 from millstream.lake.maintenance import tend_cuts, tend_table
 from millstream.lake.query.query_session import LakeSession
-from millstream.lake.table_format import open_table
+from millstream.lake.schema_history import Eras
+from millstream.lake.table_format import Commit, OpenTable, open_table
 from millstream.model.addresses import IN_CATALOG
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq
@@ -98,6 +100,52 @@ def test_records_land_once_whoever_repeats_them(lake: LakeLayout, orders: TableS
     append_history(lake, orders, [records(orders, ("u", 3, {"id": 1, "note": "b"}))], Seq(3))
     assert commit_records(lake, [late], Seq(3)).rows == 0, "a driver that was thought dead"
     assert [row["__seq"] for row in rows_of(lake, "history", orders)] == [1, 2, 3]
+
+
+def test_a_driver_that_was_thought_dead_overwrites_no_newer_schemas(
+    lake: LakeLayout,
+    orders: TableSchema,
+    evolved: Callable[..., TableSchema],
+    records: Records,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Iceberg took properties from any handle: folds didn't know the newest columns then, and left out their values."""
+    land(lake, orders, records(orders, ("c", 1, {"id": 1})), 1)
+    more = evolved(a=pa.string())
+    most = replace(more, version=more.version + 1, columns=(*more.columns, Column("b", pa.string())))  # type: ignore[arg-type]
+    second = records(more, ("u", 2, {"id": 1, "a": "x"}))
+    late = write_records(lake, more, [second], Seq(2))
+    widened = history.widened
+    path, app = lake.table_path("history", orders), lake.app_id("history", orders.table_id)
+    stale = list[OpenTable | None]()
+
+    def overtaken(*arguments: Any) -> OpenTable:
+        found = widened(*arguments)
+        with monkeypatch.context() as undone:
+            undone.setattr(history, "widened", widened)
+            append_history(lake, more, [second], Seq(2))
+            stale.append(open_table(lake, path, app))
+            append_history(lake, most, [records(most, ("u", 3, {"id": 1, "a": "x", "b": "y"}))], Seq(3))
+        return found
+
+    with monkeypatch.context() as changed:
+        changed.setattr(history, "widened", overtaken)
+        with pytest.raises(LakeConflict):
+            commit_records(lake, [late], Seq(2))
+    (found,) = stale
+    assert found is not None
+    told = found.properties["millstream.schemas"]
+    with pytest.raises(LakeConflict):
+        found.swap(Commit(Seq(4)), add=[], properties={"millstream.schemas": str(told)})
+    if lake.format == "iceberg":
+        again = open_table(lake, path, app, version=None)
+        assert again is not None
+        append_history(lake, most, [records(most, ("u", 4, {"id": 1, "b": "y"}))], Seq(4))
+        with pytest.raises(LakeConflict):
+            again.set_properties({"millstream.schemas": str(told)})
+    newest = open_table(lake, path, app)
+    assert newest is not None
+    assert [(start, schema.version) for start, schema in Eras.of(newest).told] == [(1, 1), (2, 2), (3, 3)]
 
 
 @pytest.mark.long

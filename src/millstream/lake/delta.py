@@ -35,7 +35,7 @@ from deltalake.fs import DeltaStorageHandler
 from deltalake.transaction import AddAction, RemoveAction
 from deltalake.writer import WriterProperties
 
-from millstream.errors import LakeError, LakeTableForeign
+from millstream.errors import LakeConflict, LakeError, LakeTableForeign
 from millstream.lake.data_files import remove_folder
 from millstream.lake.layout import LakeLayout
 from millstream.lake.lost_answers import settled
@@ -183,20 +183,26 @@ class DeltaHandle:
         key: Sequence[str] = (),  # noqa: ARG002 - Delta declares none
         renamed: Names | None = None,  # noqa: ARG002 - its columns have no ids
         data_change: bool = True,
+        properties: Mapping[str, str] | None = None,
     ) -> None:
         """See `OpenTable`."""
+        if properties:
+            self.set_properties(properties)
+            # The handle is at the newest version now: an append that came before isn't a conflict for it.
+            if self.table.transaction_version(self.app) != self.n:
+                raise LakeConflict(f"another task appended to {self.path} at the same time", path=self.path)
         now = time.time_ns() // 1_000_000
         added = [AddAction(file.path, file.size_bytes, file.partition, now, data_change, file.stats) for file in add]
         gone = [RemoveAction(path, data_change, now) for path in remove]
-        properties = self.commit_properties(commit)
-        stamp = (properties.custom_metadata or {})[STAMP]
+        facts = self.commit_properties(commit)
+        stamp = (facts.custom_metadata or {})[STAMP]
         with settled(self.table, STAMP, stamp), lake_errors(self.path):
             self.table.create_write_transaction(
                 [*added, *gone],
                 mode,
                 self.table.schema() if schema is None else schema,
                 partition_by=list(self.table.metadata().partition_columns) or None,
-                commit_properties=properties,
+                commit_properties=facts,
                 post_commithook_properties=PostCommitHookProperties(create_checkpoint=True),
             )
         with lake_errors(self.path):

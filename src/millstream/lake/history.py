@@ -31,7 +31,6 @@ from millstream.lake.history_folder import (
     DATE,
     HISTORY_BEGUN_PROPERTY,
     history_from_property,
-    reopened,
     write_periods,
 )
 from millstream.lake.history_scan import read_history
@@ -192,12 +191,13 @@ def commit_records(
         raise again
     if schema.source == 0 and any(part.schema.version != schema.version for part in parts):
         raise again
-    ready = _ready(layout, schema, opened, union, parts)
+    ready = widened(layout, opened, f"{schema.namespace}.{schema.name}", union)
+    told = _eras_told(layout, schema, ready, parts)
     check_unmoved(opened, ready)
     if _are_old(parts):
         raise again  # a wider type has rewritten all of history
     failpoints.hit("lake.before_history_commit")
-    ready.swap(Commit(n), add=[file for part in parts for file in part.files])
+    ready.swap(Commit(n), add=[file for part in parts for file in part.files], properties=told)
     failpoints.hit("lake.after_history_commit")
     return _commit(schema, path, ready, rows, n)
 
@@ -352,10 +352,8 @@ def begin_history(layout: LakeLayout, schema: TableSchema, n: Seq, *, remove: Se
     """
     path, app = layout.table_path("history", schema), layout.app_id("history", schema.table_id)
     opened = _create(layout, schema, path, app, [], n)
-    told = (history_from_property(schema.table_id), HISTORY_BEGUN_PROPERTY)
-    opened.set_properties(dict.fromkeys(told, str(int(n))))
-    if remove or opened.n is None or opened.n < n:
-        opened.swap(Commit(n), add=[], remove=remove)
+    told = dict.fromkeys((history_from_property(schema.table_id), HISTORY_BEGUN_PROPERTY), str(int(n)))
+    opened.swap(Commit(max(n, opened.n or n)), add=[], remove=remove, properties=told)
     return opened
 
 
@@ -426,22 +424,18 @@ def _create(layout: LakeLayout, schema: TableSchema, path: str, app: str, number
     )
 
 
-def _ready(
-    layout: LakeLayout, schema: TableSchema, opened: OpenTable, columns: pa.Schema, parts: Sequence[WrittenRecords]
-) -> OpenTable:
-    """Return the table with columns wide enough, and properties that match the records about to be appended."""
-    ready = widened(layout, opened, f"{schema.namespace}.{schema.name}", columns)
+def _eras_told(
+    layout: LakeLayout, schema: TableSchema, ready: OpenTable, parts: Sequence[WrittenRecords]
+) -> Mapping[str, str]:
+    """Return the properties that match the records about to be appended; none if the table has them."""
     if schema.kind is TableKind.MESSAGES:
-        return ready
+        return {}
     eras = Eras.of(ready)
     # Where an era of another table begins in the midst of some records, their numbers decide.
     inside = any(first < start <= last for part in parts for _, first, last in part.runs for start, _ in eras.native)
     numbers = _all_numbers(TableFiles(layout, ready.path), parts) if inside else _ends(parts)
     begun = _begun(eras, numbers, ready.n or Seq(0))
-    if begun == eras:
-        return ready
-    ready.set_properties(_told(_given_back(ready, eras, begun)))
-    return reopened(layout, ready)
+    return {} if begun == eras else _told(_given_back(ready, eras, begun))
 
 
 def _told(begun: Eras) -> dict[str, str]:

@@ -3,8 +3,8 @@
 A table's files go once all their days are old. Without a view of `history`, they go at any age. Those of a table that
 lost its name to this one stay until it has a record under another name, which brings them along.
 
-First the table records from where on its history is complete, then the files are deleted. If interrupted in
-between, it claims nothing that is gone. The rows that dropped records made are in `current`; earlier moments can no
+With them, or before them, the table records from where on its history is complete. If interrupted in between, it claims
+nothing that is gone. The rows that dropped records made are in `current`; earlier moments can no
 longer be shown.
 """
 
@@ -74,8 +74,6 @@ def drop_history(layout: LakeLayout, schema: TableSchema, bound: HistoryBound) -
     properties = opened.properties
     ends = {history_from_property(table): last for table, last in gone.items()}
     told = {name: str(last) for name, last in ends.items() if last > int(properties.get(name) or 0)}
-    if told:
-        opened.set_properties(told)
     failpoints.hit("lake.before_history_drop")
-    opened.swap(Commit(), add=(), remove=dropped)
+    opened.swap(Commit(), add=(), remove=dropped, properties=told)
     return len(dropped)

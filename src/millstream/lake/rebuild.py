@@ -227,8 +227,7 @@ def _erase_records(layout: LakeLayout, path: str, schema: TableSchema, n: Seq, *
     if is_present and opened is not None:
         begin_history(layout, schema, n, remove=live)
     elif live and opened is not None:
-        opened.set_properties({history_from_property(table): str(int(n))})
-        opened.swap(Commit(), add=[], remove=live)
+        opened.swap(Commit(), add=[], remove=live, properties={history_from_property(table): str(int(n))})
     TableFiles(layout, path).delete(mine)
     if opened is None:
         set_aside(layout, path)

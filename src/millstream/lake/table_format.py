@@ -174,7 +174,11 @@ class OpenTable(Protocol):
         """
 
     def set_properties(self, properties: Mapping[str, str]) -> None:
-        """Change the table's configuration; the handle is at the new state afterwards."""
+        """Change the table's configuration; the handle is at the new state afterwards.
+
+        Raises:
+            LakeConflict: another commit changed the table at the same time.
+        """
 
     def set_bounded(self, columns: Sequence[str]) -> None:
         """Declare which columns have bounds in every file; the handle is at the new state afterwards."""
@@ -193,6 +197,7 @@ class OpenTable(Protocol):
         key: Sequence[str] = (),
         renamed: Names | None = None,
         data_change: bool = True,
+        properties: Mapping[str, str] | None = None,
     ) -> None:
         """Commit in one step that some files are added to the table and others removed; the handle is at the new version.
 
@@ -205,9 +210,11 @@ class OpenTable(Protocol):
             key: with new columns, those that identify a row; a format may declare them.
             renamed: with new columns, the names that they had before; a format may keep their ids.
             data_change: False if no row changes.
+            properties: changes of the configuration, which must not follow another's; a format may commit them right before.
 
         Raises:
-            LakeConflict: another commit removed files that this one read, or any came first and the commit is exact.
+            LakeConflict: another commit removed files that this one read, or any came first and the commit is exact, or
+                another changed the properties or moved the position before these did.
         """
 
     def version_before(self, before_ms: int) -> int | None:

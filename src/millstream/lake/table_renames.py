@@ -196,7 +196,7 @@ def bring_records(layout: LakeLayout, schema: TableSchema, opened: OpenTable, so
     gone = history_from(source)
     gone = max(gone if gone > after else Seq(0), history_from(ready) if ready.n is not None else Seq(0))
     told = _eras_with(Eras.of(ready), theirs, schema) if has_eras(source) and has_eras(ready) else {}
-    ready.set_properties(told | {history_from_property(schema.table_id): str(int(gone))})
+    told |= {history_from_property(schema.table_id): str(int(gone))}
     check_unmoved(opened, ready)
     partition = format_of(layout).partition
     shape = partition.without(ready.schema())
@@ -207,7 +207,7 @@ def bring_records(layout: LakeLayout, schema: TableSchema, opened: OpenTable, so
             rows = records_in(left, path, shape, after=after, upto=source.n)
             file = files.write(rows, shape, new_name(table=schema.table_id), partition=partition.folder(period))
             written += [partition.placed(file, period)] if file.rows else []
-    ready.swap(Commit(source.n), add=written)
+    ready.swap(Commit(source.n), add=written, properties=told)
     return reopened(layout, ready)
 
 

@@ -20,8 +20,9 @@ import pyarrow.compute as pc
 from pyiceberg.exceptions import (
     CommitFailedException,
 )
+from pyiceberg.table.refs import MAIN_BRANCH
 from pyiceberg.table.sorting import SortOrder
-from pyiceberg.table.update import AddSortOrderUpdate, SetDefaultSortOrderUpdate
+from pyiceberg.table.update import AddSortOrderUpdate, AssertRefSnapshotId, SetDefaultSortOrderUpdate
 from pyiceberg.transforms import IdentityTransform
 
 from millstream.errors import LakeConflict
@@ -168,8 +169,15 @@ class IcebergHandle:
 
     def set_properties(self, properties: Mapping[str, str]) -> None:
         """See `OpenTable`."""
+
+        def change(transaction: Transaction) -> None:
+            transaction.set_properties(dict(properties))
+            # By themselves they would be accepted from any handle, however old.
+            base = {"ref": MAIN_BRANCH, "snapshot-id": id_of(self._table.current_snapshot())}
+            transaction._apply((), (AssertRefSnapshotId.model_validate(base),))  # noqa: SLF001
+
         with catalog_errors(self.path):
-            self._apply(lambda transaction: transaction.set_properties(dict(properties)))
+            self._apply(change, unmoved=True)
 
     def set_bounded(self, columns: Sequence[str]) -> None:
         """See `OpenTable`."""
@@ -191,19 +199,22 @@ class IcebergHandle:
         key: Sequence[str] = (),
         renamed: Names | None = None,
         data_change: bool = True,  # noqa: ARG002 - a snapshot of ours is recognized by its summary
+        properties: Mapping[str, str] | None = None,
     ) -> None:
         """See `OpenTable`."""
         moved = LakeConflict(f"another writer committed to {self.path} first", path=self.path)
         with catalog_errors(self.path):
             for remaining in reversed(range(_TRIES)):
                 is_same = id_of(self._table.current_snapshot()) == id_of(self._base)
-                if self._is_past or (commit.exact and not is_same):
+                if self._is_past or (not is_same and (commit.exact or properties)):
                     raise moved
                 if not is_same and self._position() != self.n:
                     raise moved
                 transaction = self._table.transaction()
                 if mode == "overwrite" and schema is not None:
                     _take_columns(transaction, schema, key, renamed)
+                if properties:
+                    transaction.set_properties(dict(properties))
                 self._stage(transaction, commit, add, remove, mode)
                 made = transaction.table_metadata.current_snapshot_id
                 try:
@@ -298,8 +309,9 @@ class IcebergHandle:
             return self._table.schemas()[self._base.schema_id]
         return self._table.schema()
 
-    def _apply(self, change: Callable[[Transaction], object]) -> None:
-        """Commit a change of the metadata alone, again if another commit came first."""
+    def _apply(self, change: Callable[[Transaction], object], *, unmoved: bool = False) -> None:
+        """Commit a change of the metadata alone, again if another commit came first; `unmoved`: at this position only."""
+        n = self._position()
         for remaining in reversed(range(_TRIES)):
             transaction = self._table.transaction()
             change(transaction)
@@ -309,6 +321,8 @@ class IcebergHandle:
                 if not remaining:
                     raise
                 self._table.refresh()
+                if unmoved and self._position() != n:
+                    raise
                 continue
             return
 
