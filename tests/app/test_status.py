@@ -148,6 +148,24 @@ def test_what_cannot_be_read_is_a_problem_and_the_rest_is_shown(home: Home) -> N
     assert [stream["name"] for stream in status["streams"]] == ["shop"]
 
 
+@pytest.mark.parametrize("text", ["[streams", "[alerts]\nslot_lag = 'much'\n", None])
+def test_conditions_are_judged_by_the_default_bounds_if_the_configuration_cannot_be_read(
+    home: Home, text: str | None
+) -> None:
+    """Status showed no condition, so that a probe of it saw a home without troubles."""
+    wanted = collect_status(home)["conditions"]
+    file = home.path / "millstream.toml"
+    file.unlink()
+    file.mkdir() if text is None else file.write_text(text)
+    home.delivery_folder("shop").mkdir(parents=True, exist_ok=True)
+    status = collect_status(Home(home.path))
+    assert any("configuration" in problem for problem in status["problems"])
+    assert [one["kind"] for one in wanted] == ["table_quarantined"] * 2
+    assert status["conditions"] == wanted
+    shown = CliRunner().invoke(cli, ["--home", str(home.path), "status", "--json"])
+    assert json.loads(shown.stdout)["conditions"] == wanted
+
+
 def test_metrics_tell_what_status_tells(home: Home) -> None:
     text = prometheus_text(lambda: collect_status(home)).decode()
     assert 'millstream_lag_records{stage="lake",stream="shop"} 3.0' in text

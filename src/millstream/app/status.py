@@ -94,8 +94,8 @@ def collect_status(home: Home, backlogs: dict[str, Backlogs] | None = None) -> d
         "measures": counted,
         "resources": resources_of(home.data, processes),
     }
+    found["conditions"] = [condition.as_dict() for condition in found_conditions(home, found)]
     with contextlib.suppress(MillstreamError):  # reported already: the configuration can't be read
-        found["conditions"] = [condition.as_dict() for condition in found_conditions(home, found)]
         found["alerts"] = delivery_facts(home)
     return found
 
@@ -103,8 +103,11 @@ def collect_status(home: Home, backlogs: dict[str, Backlogs] | None = None) -> d
 def _consumers(home: Home, stream: str, problems: list[str]) -> list[dict[str, Any]]:
     """Return a stream's consumers; as its leader had them a second ago if this node follows."""
     has_some = home.delivery_folder(stream).exists() or home.consumers_document(stream).exists()
-    if not has_some or stream not in home.config.streams:
-        return []
+    try:
+        if not has_some or stream not in home.config.streams:
+            return []
+    except ConfigError:
+        return []  # reported already
     try:
         with contextlib.closing(home_consumers(home)) as consumers:
             found: list[dict[str, Any]] = consumers.call(stream, "list").body["consumers"]

@@ -13,6 +13,7 @@ import structlog
 from millstream.app.alerts.observations import Observations
 from millstream.app.alerts.open_alerts import Book
 from millstream.app.conditions import Bounds, Condition, judge
+from millstream.errors import MillstreamError
 from millstream.model.addresses import mask_path
 from millstream.model.durations import duration_s
 from millstream.private_files import replace_file
@@ -63,10 +64,14 @@ class Kept:
 def found_conditions(home: Home, status: Mapping[str, Any]) -> list[Condition]:
     """Return the conditions of a status, with what the process that sends alerts has observed, if one does.
 
-    Raises:
-        MillstreamError: the configuration can't be read.
+    If the configuration can't be read, its bounds are the default ones.
     """
-    alerts = home.config.alerts
+    from millstream.config.alerts_model import AlertsConfig
+
+    try:
+        alerts = home.config.alerts
+    except MillstreamError:
+        alerts = AlertsConfig()
     return judge(status, Kept.read(home, alerts).seen, Bounds.of(alerts), time.time())
 
 
