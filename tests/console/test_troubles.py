@@ -114,6 +114,15 @@ def test_each_trouble_comes_first_with_its_code_and_its_hint(well: dict[str, Any
         assert "<bad" not in html
 
 
+def test_the_page_of_nodes_shows_a_store_s_error_as_the_others(well: dict[str, Any]) -> None:
+    """It was shown as Python writes a dict."""
+    status = copy.deepcopy(well)
+    STATES["store_unavailable"](status, status["streams"][0])
+    text = Seen(Rendered(list(pages.nodes(status))).whole).text
+    assert "store_unavailable <it fails> Run this." in text
+    assert "gave_up" not in text
+
+
 def test_a_stream_s_own_error_isn_t_repeated_as_a_condition(well: dict[str, Any]) -> None:
     status = copy.deepcopy(well)
     condition = Condition(Kind.CAPTURE_STALLED, "shop", "shop", "m", "h").as_dict()

@@ -99,6 +99,7 @@ def follow(
 @pass_invocation
 def replicas(invocation: Invocation, as_json: bool) -> None:
     """List the nodes that have this home's streams, with their lag."""
+    from millstream.app.conditions import node_errors
     from millstream.nodes.replicas import list_replicas
 
     found = list_replicas(invocation.home(needs_source=False))
@@ -122,8 +123,7 @@ def replicas(invocation: Invocation, as_json: bool) -> None:
             rows.append([one["stream"], "object store", "stores", one["object_store"]["group"], None, None, None, None])
     print_table(titles, rows, right=titles[3:])
     for one in found["streams"]:
-        error = one["error"] or (one["following"] or {}).get("error")
-        if error is not None:
+        for error in node_errors(one):
             note(f"stream {one['stream']}: {error['message']} ({error['code']})")
             note(f"  hint: {error['hint']}")
         leads = one["writes_go_to"]

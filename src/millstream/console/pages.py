@@ -311,24 +311,31 @@ def nodes(status: Status) -> Iterator[Piece]:
 
 def _node_rows(its: Mapping[str, Any]) -> Iterator[tuple[str, list[Content]]]:
     name, own = its["stream"], its["following"] or {}
-    errors = [error for error in (its["error"], own.get("error")) if error is not None]
-    told: Content = [
-        tag("p", tag("code", error["code"]), " ", error["message"], " ", *with_code(error.get("hint") or ""))
-        for error in errors
-    ]
     role = str(its["role"] or "unknown")
     position = "" if its["persisted_upto"] is None else f"{its['persisted_upto']:,}"
     age = "" if role == "leads" else _age(its["age_s"])
     behind = "" if role == "leads" else _behind(own)
     leads = "" if role == "leads" else f" (leader: {its['leader'] or 'none known'})"
-    yield f"n-{name}", [name, "this node", [state_mark(role), leads], behind, age, position, told]
+    yield (
+        f"n-{name}",
+        [name, "this node", [state_mark(role), leads], behind, age, position, _told(its["error"], own.get("error"))],
+    )
     for one in its["followers"]:
         yield (
             f"n-{name}-{one['node']}",
             [name, one["node"], state_mark("follows"), _behind(one), _age(one["lag_s"]), "", ""],
         )
     if (store := its["object_store"]) is not None:
-        yield f"o-{name}", [name, "object store", "", _behind(store), "", "", str(store.get("error") or "")]
+        yield f"o-{name}", [name, "object store", "", _behind(store), "", "", _told(store.get("error"))]
+
+
+def _told(*errors: Mapping[str, Any] | None) -> Content:
+    """Return errors with their codes and hints, each in a paragraph."""
+    return [
+        tag("p", tag("code", error["code"]), " ", error["message"], " ", *with_code(error.get("hint") or ""))
+        for error in errors
+        if error is not None
+    ]
 
 
 def listed(
