@@ -34,8 +34,9 @@ from millstream.processes.role_locks import RoleLock
 from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.regions.merged_table import RegionTable
 from millstream.regions.reconcile import reconcile_stream
-from millstream.regions.region_logs import RegionClocks, newest_time
+from millstream.regions.region_logs import RegionClocks, RegionsHeard, newest_time
 from millstream.testing.errors import coded
+from millstream.wal.files import SystemClock
 from millstream.wal.reader import StreamReader
 from millstream.wal.segment_deletion import drop_segments
 
@@ -341,3 +342,37 @@ def test_columns_that_merge_otherwise_lose_nothing_that_retention_has_dropped(tm
     file.write_text(small.format(region=1))
     with millstream.open(home) as opened:
         assert opened.merged("shop", "posts").to_pylist()[0]["tags"] == ["a"]
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_a_write_wins_over_a_row_that_was_read_just_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, keyed: bool
+) -> None:
+    real, ahead_ns = SystemClock.now_ns, 0
+    monkeypatch.setattr(SystemClock, "now_ns", lambda self: real(self) + ahead_ns)
+    with both(tmp_path) as (one, two), millstream.open(one) as home:
+        for number in (1, 2):  # the second comes sooner after the first than any pause
+            write_id = {"session": "s", "number": number} if keyed else {}
+            ahead_ns = number * 20 * 10**9
+            with millstream.open(two) as other:
+                other.append("shop", "posts", {"id": 1, "title": f"of two {number}"})
+            ahead_ns = 0
+            follow(one, two, 2)
+            assert home.merged("shop", "posts").column("title").to_pylist()[0] == f"of two {number}"
+            home.append("shop", "posts", {"id": 1, "title": f"of one {number}"}, **write_id)  # type: ignore[arg-type]
+            assert home.merged("shop", "posts").column("title").to_pylist()[0] == f"of one {number}"
+
+
+def test_a_home_without_other_regions_is_looked_at_now_and_then_and_others_at_every_write() -> None:
+    looks: list[bool] = []
+    for has_regions, count in ((False, 1), (True, 5)):
+        looks.clear()
+
+        def hear(*, has_regions: bool = has_regions) -> bool:
+            looks.append(has_regions)
+            return has_regions
+
+        heard = RegionsHeard(hear)
+        for _ in range(5):
+            heard()
+        assert len(looks) == count

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from millstream.wal.writing.writer import LogWriter
 
 _HEARD_EVERY_S: Final = 0.2
-"""The least time between two looks at other regions' logs before writes."""
+"""The least time between two looks whether there are logs of other regions."""
 _WRITES_AT_ONCE: Final = 4096
 """Writes noted at a time: nothing is appended while that runs."""
 
@@ -173,8 +173,11 @@ class RegionClocks:
         self._heard: dict[str, Seq] = {}
         """By folder, the end of the log whose time was received last."""
 
-    def hear(self, log: LogWriter) -> None:
+    def hear(self, log: LogWriter) -> bool:
         """Advance a writer's clock past the regions that its home follows, and note the writes that they have.
+
+        Returns:
+            Whether there are any.
 
         Raises:
             ReplicationError (`clock_skew`): a region's clock is too far ahead of this one; the others' have been heard, and its writes noted.
@@ -182,7 +185,7 @@ class RegionClocks:
             LogError, PositionError: a log can't be read; the others' clocks have been heard.
         """
         if not self._home.regions_on_disk(self._stream):
-            return
+            return False
         failed: MillstreamError | None = None
         for region, folder in region_logs(self._home, self._stream, self._config).items():
             if region == self._config.region:
@@ -193,6 +196,7 @@ class RegionClocks:
                 failed = error
         if failed is not None:
             raise failed
+        return True
 
     def _hear(self, log: LogWriter, region: RegionId, folder: str) -> None:
         reader = self._readers.pop(folder, None)
@@ -259,27 +263,36 @@ def _hear_writes(reader: StreamReader, region: RegionId, log: LogWriter) -> None
 
 
 class RegionsHeard:
-    """Hears other regions before a write that may repeat one of theirs, at most every so often.
+    """Hears other regions before a write: it may repeat one of theirs, and its time has to be later than theirs.
+
+    A home without logs of other regions is looked at every so often.
 
     Args:
-        hear: hears them.
+        hear: hears them; returns whether there are any.
     """
 
-    def __init__(self, hear: Callable[[], None]) -> None:
+    def __init__(self, hear: Callable[[], bool]) -> None:
         self._hear = hear
+        self._has_regions = False
         self._next_s = 0.0
+        self._looks = 0
+        """Number of looks that have begun."""
         self._hearing = threading.Lock()
 
     def __call__(self) -> None:
-        """Hear them if it is time. An error of theirs stops no write here: the owner reports it. Any thread."""
-        if time.monotonic() < self._next_s or not self._hearing.acquire(blocking=False):
+        """Hear what was there at the call. An error of theirs stops no write here: the owner reports it. Any thread."""
+        now_s = time.monotonic()
+        if not self._has_regions and now_s < self._next_s:
             return
-        try:
-            self._next_s = time.monotonic() + _HEARD_EVERY_S
+        next_look = self._looks + 1
+        with self._hearing:
+            if self._looks >= next_look:
+                return  # another thread's began after the call
+            self._looks += 1
+            self._next_s = now_s + _HEARD_EVERY_S
+            self._has_regions = True
             with contextlib.suppress(MillstreamError):
-                self._hear()
-        finally:
-            self._hearing.release()
+                self._has_regions = self._hear()
 
 
 def newest_time(reader: StreamReader, region: RegionId) -> HLC | None:

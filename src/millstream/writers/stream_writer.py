@@ -61,6 +61,8 @@ class StreamWriter:
     name: str | None
     """The writer's name, if it is one among several."""
     routing: StreamRouting
+    hear: RegionsHeard
+    """Called before rows are appended that no appender takes."""
 
 
 @contextmanager
@@ -132,7 +134,7 @@ def stream_writer(
         else:
             rules = replace(rules, rules_of=refuses_appends(name, buffer_name(name, buffer)))
         appender = Appender(catalog, stream, to, writer=writer, rules=rules, buffer=written, hear=hear)
-        yield StreamWriter(stream, log, first_shard, appender, own, routing)
+        yield StreamWriter(stream, log, first_shard, appender, own, routing, hear)
 
 
 def _reads_buffer(config: StreamConfig) -> bool:
@@ -176,7 +178,9 @@ def _with_sinks(
 
 def operation_taker(catalog: Catalog, writer: StreamWriter, config: StreamConfig) -> OperationTaker:
     """Return the taker that makes a write buffer's operations the stream's own: by its rules, on its shards."""
-    return OperationTaker(catalog, writer.stream, _table_rules(config, writer.routing, writer.first_shard))
+    return OperationTaker(
+        catalog, writer.stream, _table_rules(config, writer.routing, writer.first_shard), hear=writer.hear
+    )
 
 
 def resolve_stream(home: HomePaths, catalog: Catalog, name: str) -> StreamId:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from millstream.crdt.hlc import HLC, check_drift, next_wall_ns
 from millstream.ports import Clock
 
@@ -13,13 +15,14 @@ class GroupTimes:
         clock: the machine's, which may go back.
         last_ns: the time of the log's last group; 0 if it has none.
 
-    Concurrency: `next_ns` by the thread that writes, `hear` by one other at a time.
+    Concurrency: `next_ns` by the thread that writes, `hear` by any thread.
     """
 
     def __init__(self, clock: Clock, last_ns: int) -> None:
         self._clock = clock
         self._last_ns = last_ns
         self._heard_ns = 0
+        self._hearing = threading.Lock()
 
     def next_ns(self) -> int:
         """Return the next group's time: later than every group before it, and than every time observed."""
@@ -29,4 +32,5 @@ class GroupTimes:
     def hear(self, time: HLC, name: str) -> None:
         """Observe another region's time. Raises `ReplicationError` (`clock_skew`) if it is too far ahead of this clock."""
         check_drift(time, self._clock.now_ns(), name=name)
-        self._heard_ns = max(self._heard_ns, time.wall_ns)
+        with self._hearing:
+            self._heard_ns = max(self._heard_ns, time.wall_ns)
