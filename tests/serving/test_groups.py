@@ -117,6 +117,18 @@ def test_a_request_that_makes_no_columns_with_others_leaves_them_alone() -> None
     played(story)
 
 
+def test_a_wide_row_goes_with_few_others() -> None:
+    """Each of its columns has a value for each row of the batch: 16,000 rows and one of 1600 columns took seconds."""
+
+    async def story(log: Log, groups: Groups) -> None:
+        wide = {f"c{n}": n for n in range(1600)}
+        answers = [sent(groups, rows) for rows in ([{"n": 1}] * 2000, [wide], [{"n": 1}] * 600, [{"n": 1}] * 2000)]
+        assert [await outcome(answer) for answer in answers] == [1, 2001, 2002, 2602]
+        assert [batch.tables[0].counts for batch in log.batches] == [[2000], [1], [600, 2000]]
+
+    played(story)
+
+
 def test_requests_that_are_too_large_together_go_alone() -> None:
     async def story(log: Log, groups: Groups) -> None:
         log.rows_max = 1

@@ -24,12 +24,26 @@ from millstream.ingest.fit_to_schema import FITTED_BYTES_MAX
 from millstream.ingest.increment_columns import with_named
 from millstream.ingest.keep_valid_rows import table_of_valid
 from millstream.ingest.log_types import NOT_A_VALUE, no_value, stored, too_long_number
-from millstream.ingest.python_rows import NESTING_MAX, ROWS_BYTES_MAX, check_depth, check_names, column_of, too_large
+from millstream.ingest.python_rows import (
+    COLUMNS_MAX,
+    NESTING_MAX,
+    ROWS_BYTES_MAX,
+    check_depth,
+    check_names,
+    column_of,
+    too_large,
+)
 from millstream.model.operations import RejectedRow
 
 ROWS_MAX: Final = 1_000_000
+CELLS_MAX: Final = 1 << 20
+"""Number of values in columns that one thread may make while others wait: about 0.1 s. Rows have fewer values than columns
+if each has other names."""
+CELL_BYTES: Final = 16
+"""Upper bound of the size in bytes of a missing value while columns are made: in a list, and in the column."""
 _VALUE_BYTES: Final = 5
 """Smallest size in bytes of a value, once all columns are materialized."""
+_CELLS_AT_MOST: Final = FITTED_BYTES_MAX // _VALUE_BYTES
 _OBJECT_BYTES: Final = 232
 _LIST_BYTES: Final = 88
 _TEXT_BYTES: Final = 60
@@ -69,6 +83,14 @@ def held_bytes(body: bytes) -> int:
         + body.count(b'"') // 2 * _TEXT_BYTES
         + body.count(b",") * _NUMBER_BYTES
     )
+
+
+def cell_count(rows: Sequence[Row]) -> int:
+    """Return an upper bound of the number of values, also missing ones, of the rows as columns; it is exact above `CELLS_MAX`."""
+    cells = len(rows) * min(sum(map(len, rows)), COLUMNS_MAX)
+    if cells > CELLS_MAX:
+        cells = len(rows) * min(len(set(chain.from_iterable(rows))), COLUMNS_MAX)
+    return cells
 
 
 def rows_of_lines(body: bytes, *, rows_max: int = ROWS_MAX) -> list[Row]:
@@ -176,10 +198,10 @@ def columns_of(rows: Sequence[Row], counts: Sequence[int] = ()) -> pa.Table:
         counts: each request's number of rows, if there are several.
 
     Raises:
-        InvalidValue, IngestError (`rows_too_large`): as `table_of`; and if one request's lists would become text because of
-            another's objects.
+        InvalidValue, IngestError (`rows_too_large`): as `table_of`; if one request's lists would become text because of
+            another's objects; and if several requests have more than `CELLS_MAX` values together.
     """
-    columns = _by_name(rows)
+    columns = _by_name(rows, CELLS_MAX if len(counts) > 1 else _CELLS_AT_MOST)
     found = pa.table([_column(name, values, counts) for name, values in columns.items()], names=list(columns))
     if found.nbytes > ROWS_BYTES_MAX:
         raise too_large("its rows' bytes", found.nbytes, ROWS_BYTES_MAX)
@@ -200,7 +222,7 @@ def valid_columns_of(rows: Sequence[Row], *, may_be_empty: bool = False) -> tupl
         return table_of_valid(rows, may_be_empty=may_be_empty)
 
 
-def _by_name(rows: Sequence[Row]) -> dict[str, list[Any]]:
+def _by_name(rows: Sequence[Row], cells_max: int) -> dict[str, list[Any]]:
     """Return each column's values."""
     names = list(rows[0])
     # If the total of names is as if each row had the first row's names, no row has another name unless
@@ -211,24 +233,23 @@ def _by_name(rows: Sequence[Row]) -> dict[str, list[Any]]:
         except KeyError:
             pass
         else:
-            _check(names, len(rows))
+            _check(names, len(rows), cells_max)
             return columns
     names = list(dict.fromkeys(chain.from_iterable(rows)))
-    _check(names, len(rows))
+    _check(names, len(rows), cells_max)
     return {name: [row.get(name) for row in rows] for name in names}
 
 
-def _check(names: Sequence[str], count: int) -> None:
+def _check(names: Sequence[str], count: int, cells_max: int) -> None:
     if not names:
         raise InvalidValue("the rows have no columns")
     if len(names) <= _NAMES_KEPT_MAX:
         _check_names(tuple(names))
     else:
         check_names(names)
-    if count * len(names) * _VALUE_BYTES > FITTED_BYTES_MAX:
-        raise too_large(
-            f"{count} rows of {len(names)} columns, in bytes,", count * len(names) * _VALUE_BYTES, FITTED_BYTES_MAX
-        )
+    if count * len(names) > cells_max:
+        size, size_max = count * len(names) * _VALUE_BYTES, cells_max * _VALUE_BYTES
+        raise too_large(f"{count} rows of {len(names)} columns, in bytes,", size, size_max)
 
 
 @lru_cache(maxsize=256)

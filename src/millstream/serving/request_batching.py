@@ -144,11 +144,16 @@ class Groups:
                 self._queues.pop(target, None)
 
     async def _append_all(self, target: BatchTarget, group: list[_PendingRequest]) -> None:
-        """Append requests whose rows are of one kind together; each alone if that isn't possible."""
+        """Append requests whose rows are of one kind together; each alone, or in halves, if that isn't possible."""
         try:
             rows = [_joined([one.rows[at] for one in group]) for at in range(len(target.tables))]
         except MillstreamError as error:
-            await self._append_each(target, group, error)
+            if isinstance(error, IngestError) and len(group) > 1:  # too many values together
+                half = len(group) // 2
+                await self._append_all(target, group[:half])
+                await self._append_all(target, group[half:])
+            else:
+                await self._append_each(target, group, error)
             return
         tables = [
             TableBatch(table, of_table, [_count(one.rows[at]) for one in group])

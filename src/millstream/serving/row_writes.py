@@ -21,7 +21,10 @@ from millstream.home.config_mapping import increments_of
 from millstream.ingest.arrow_stream_decoding import rows_of_arrow
 from millstream.ingest.increment_columns import as_increments, rejected_as_increments, with_nulls_unnamed
 from millstream.ingest.json_rows import (
+    CELL_BYTES,
+    CELLS_MAX,
     Row,
+    cell_count,
     columns_of,
     held_bytes,
     rows_of_json,
@@ -178,15 +181,25 @@ class Writes:
             if body and not kind:
                 raise _other_type(kind)
             size_bytes = len(body)
-            self.weigh(held, size_bytes * _JSON_FACTOR if size_bytes < _LARGE_BYTES else held_bytes(body))
             keep = target.keep_valid_rows
-            kept, rejected = await self.read(size_bytes, lambda: self._tables(stream, body, keep_valid_rows=keep))
+            if size_bytes < _LARGE_BYTES:
+                self.weigh(held, size_bytes * _JSON_FACTOR)
+                tables = tables_of_json(body, rows_max=self._rows_max)
+                cells = sum(cell_count(rows) for rows in tables.values() if not isinstance(rows, str))
+                kept, rejected = await self._convert(
+                    held, cells, lambda: self._tables(stream, tables, keep_valid_rows=keep)
+                )
+            else:
+                self.weigh(held, held_bytes(body))
+                kept, rejected = await self._on_thread(
+                    lambda: self._tables(stream, tables_of_json(body, rows_max=self._rows_max), keep_valid_rows=keep)
+                )
             target = target._replace(tables=tuple(kept))
             appended = await self.groups.append(target, list(kept.values()), size_bytes=size_bytes, write_id=write_id)
             return AppendedTables.of(appended, rejected)
 
     def _tables(
-        self, stream: str, body: bytes, *, keep_valid_rows: bool
+        self, stream: str, tables: dict[str, list[Row] | str], *, keep_valid_rows: bool
     ) -> tuple[dict[str, pa.Table], dict[str, tuple[RejectedRow, ...]]]:
         def make(rows: list[Row] | str) -> tuple[pa.Table, tuple[RejectedRow, ...]]:
             if isinstance(rows, str):
@@ -195,7 +208,6 @@ class Writes:
                 return valid_columns_of(rows, may_be_empty=True)
             return columns_of(rows), ()
 
-        tables = tables_of_json(body, rows_max=self._rows_max)
         return tables_for(
             tables,
             keep_valid_rows=keep_valid_rows,
@@ -211,13 +223,19 @@ class Writes:
             self.weigh(held, len(body) * _ARROW_FACTOR)
             return await self.read(len(body), lambda: rows_of_arrow(body, rows_max=self._rows_max)), ()
         decode = rows_of_json if kind == JSON_TYPE else rows_of_lines
-        is_small = len(body) < _LARGE_BYTES
-        self.weigh(held, len(body) * _JSON_FACTOR if is_small else held_bytes(body))
-        if keep_valid_rows:
-            return await self.read(len(body), lambda: valid_columns_of(decode(body, rows_max=self._rows_max)))
-        if is_small:
-            return decode(body, rows_max=self._rows_max), ()
-        return await self.read(len(body), lambda: columns_of(decode(body, rows_max=self._rows_max))), ()
+
+        def convert(rows: list[Row]) -> tuple[pa.Table, tuple[RejectedRow, ...]]:
+            return valid_columns_of(rows) if keep_valid_rows else (columns_of(rows), ())
+
+        if len(body) >= _LARGE_BYTES:
+            self.weigh(held, held_bytes(body))
+            return await self._on_thread(lambda: convert(decode(body, rows_max=self._rows_max)))
+        self.weigh(held, len(body) * _JSON_FACTOR)
+        rows = decode(body, rows_max=self._rows_max)
+        cells = cell_count(rows)
+        if cells <= CELLS_MAX and not keep_valid_rows:
+            return rows, ()
+        return await self._convert(held, cells, lambda: convert(rows))
 
     def lines_as_rows(self, stream: str, lines: TableLines) -> pa.Table:
         """Return a measurement's rows, with the columns that each line names if its table takes increments."""
@@ -256,8 +274,16 @@ class Writes:
 
     async def read(self, size_bytes: int, make: Callable[[], _Made]) -> _Made:
         """Return the parsed body of that size: parsed here, or on another thread if that takes long."""
-        if size_bytes < _LARGE_BYTES:
+        return make() if size_bytes < _LARGE_BYTES else await self._on_thread(make)
+
+    async def _convert(self, held: Held, cells: int, make: Callable[[], _Made]) -> _Made:
+        """Return the columns of a small body's rows, which may have far more values than the body: see `cell_count`."""
+        if cells <= CELLS_MAX:
             return make()
+        self.weigh(held, held.size_bytes + cells * CELL_BYTES)
+        return await self._on_thread(make)
+
+    async def _on_thread(self, make: Callable[[], _Made]) -> _Made:
         async with self._large:
             return await wrap_future(call_in_thread("http-prepares", make))
 
