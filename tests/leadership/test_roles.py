@@ -23,7 +23,9 @@ from millstream.errors import (
     UsageError,
 )
 from millstream.home.home import Home
+from millstream.leadership.node_calls import NodeState
 from millstream.leadership.node_roles import VERSIONS_NAME, Roles, replication_folder
+from millstream.leadership.promotion_check import hear_of_promotions
 from millstream.model.ids import Epoch
 from millstream.model.replication import AckLevel, Document, NodeName
 from millstream.nodes.follower_process import begin_to_follow
@@ -86,6 +88,31 @@ def test_a_promise_that_nobody_could_keep_isnt_given(tmp_path: Path, epoch: Any)
         with pytest.raises(MillstreamError, check=coded("usage", "unknown_node")):
             answer_node(home, {"op": "promise", "stream": STREAM, "epoch": 1, "to": "nobody here"})
         assert Roles(home).leads(STREAM)
+
+
+def test_a_promise_about_another_stream_of_the_name_is_neither_given_nor_heard_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with nodes(tmp_path) as (a, b):
+        homes = home_of(a), home_of(b)
+        for node in (a, b):
+            with millstream.open(node.home) as opened:
+                opened.append(STREAM, "orders", [{"id": 1}])
+        one, two = homes
+        theirs = node_state(two, STREAM)
+        assert theirs.stream is not None
+        assert NodeState.of_dict(theirs.as_dict()) == theirs
+        asked = {"op": "promise", "stream": STREAM, "epoch": 1, "to": "b"}
+        with pytest.raises(ReplicationError, check=coded("other_stream")):
+            answer_node(one, asked | {"stream_id": str(theirs.stream)})
+        with pytest.raises(UsageError):
+            answer_node(one, asked | {"stream_id": "x"})
+        promised = replace(theirs, fact=replace(theirs.fact, promise=Promise(Epoch(7), NodeName("b"))))
+        monkeypatch.setattr("millstream.leadership.node_calls.state_of_node", lambda *_, **__: promised)
+        assert hear_of_promotions(one, STREAM)
+        own = replace(promised, stream=node_state(one, STREAM).stream)
+        monkeypatch.setattr("millstream.leadership.node_calls.state_of_node", lambda *_, **__: own)
+        assert not hear_of_promotions(one, STREAM)
 
 
 @pytest.mark.parametrize("follower", [False, True])

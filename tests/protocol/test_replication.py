@@ -292,6 +292,25 @@ def test_who_isnt_to_follow_is_refused():
     assert code_of(drop.why) == "other_stream"
 
 
+def test_a_follower_of_another_stream_fences_no_leader():
+    """Its promise was about its own stream: a leader that heeded it stopped for good, by a mistaken address elsewhere."""
+    led = Led()
+    led.joined(1, B)
+    theirs = Hello(OTHER, B, Epoch(7), {}, {}, C, "")
+    for event in (
+        leader_events.Joined(LinkId(2), replace(theirs, node=NodeName("z"))),
+        leader_events.Joined(LinkId(2), theirs),
+        leader_events.Rejoined(LinkId(1), theirs),
+    ):
+        effects = led.step(event)
+        assert [code_of(drop.why) for drop in of(leader_events.DropLink, effects)] == ["other_stream"]
+        assert not of(leader_events.PersistRole, effects)
+    assert not led.leader.is_fenced
+    # A node that isn't configured fences the leader all the same: its stream has another one.
+    led.step(leader_events.Joined(LinkId(3), replace(theirs, stream=STREAM, node=NodeName("z"))))
+    assert led.leader.is_fenced
+
+
 def test_who_comes_with_nothing_begins_anew_also_where_this_leader_has_never_heard_of_it():
     led = Led()
     effects = led.step(leader_events.Joined(LinkId(1), hello(B)))

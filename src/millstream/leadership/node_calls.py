@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from uuid import UUID
 
 from millstream.errors import (
     AccessError,
@@ -20,15 +21,18 @@ from millstream.errors import (
     ShipmentUnreadable,
     UsageError,
 )
-from millstream.model.ids import Epoch, GroupNumber
+from millstream.model.ids import Epoch, GroupNumber, StreamId
 from millstream.model.positions import Seq
 from millstream.model.replication import NodeName, check_node_name, region_node
 from millstream.protocol.replication.promises_and_fencing import Promise, Rank, RoleFact, claimant_of
 from millstream.replication.flight.address import LeaderAddress
 from millstream.replication.flight.wire import FLIGHT_FAILURES, error_of_flight
+from millstream.wal.files import RealFiles
+from millstream.wal.misplacement import stream_of
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
+    from millstream.home.paths import HomePaths
 
 ACTION: Final = "millstream-node"
 _ANSWER_BYTES_MAX: Final = 1 << 20
@@ -51,6 +55,8 @@ class NodeState:
     """Id of the answering home (`instances.instance_of`)."""
     dropped_upto: Seq
     """The number up to which its log has dropped records; 0: it has everything."""
+    stream: StreamId | None
+    """Id of its stream of that name; None: it has no log."""
 
     @property
     def rank(self) -> Rank:
@@ -67,6 +73,7 @@ class NodeState:
             "is_candidate": self.is_candidate,
             "home": self.home,
             "dropped_upto": int(self.dropped_upto),
+            "stream": None if self.stream is None else str(self.stream),
         }
 
     @classmethod
@@ -82,8 +89,9 @@ class NodeState:
                 facts["is_candidate"] is True,
                 str(facts["home"]),
                 Seq(int(facts["dropped_upto"])),
+                _stream_id_in(facts),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ShipmentUnreadable(f"a node answers what can't be read: {error!r}") from error
 
 
@@ -184,20 +192,63 @@ def state_of_node(home: Home, node: str, stream: str, *, timeout_s: float = 5.0)
     return NodeState.of_dict(ask_node(home, node, {"op": "state", "stream": stream}, timeout_s=timeout_s))
 
 
+def state_of_peer(home: Home, node: str, stream: str, *, timeout_s: float = 5.0) -> NodeState:
+    """Return the state of a node of this region.
+
+    Raises:
+        ReplicationError (`other_stream`): it has another stream of that name.
+        MillstreamError: as `ask_node`.
+    """
+    state = state_of_node(home, node, stream, timeout_s=timeout_s)
+    check_same_stream(home, stream, state.stream, node)
+    return state
+
+
+def check_same_stream(home: HomePaths, stream: str, theirs: StreamId | None, node: str) -> None:
+    """Raise `ReplicationError` (`other_stream`) if this node and another one have two streams of one name."""
+    own = _stream_here(home, stream)
+    if None not in (own, theirs) and own != theirs:
+        raise ReplicationError(
+            f"{node} has stream {theirs} under the name {stream}, not {own}",
+            code="other_stream",
+            stream=str(own),
+            node=node,
+        )
+
+
+def _stream_here(home: HomePaths, stream: str) -> StreamId | None:
+    folder = home.wal_folder(stream)
+    return stream_of(RealFiles(), str(folder)) if folder.is_dir() else None
+
+
+def _stream_id_in(facts: Mapping[str, Any]) -> StreamId | None:
+    found = facts.get("stream")
+    return None if found is None else StreamId(UUID(found))
+
+
 def ask_promise(home: Home, node: str, stream: str, promise: Promise, claimant: str, *, timeout_s: float) -> NodeState:
     """Request a node's promise; return its state after giving it.
 
     Raises:
         Fenced: it has promised something higher.
         NodeNameTaken: it has promised the same to another claimant, one of the same name.
+        ReplicationError (`other_stream`): it has another stream of that name; it promised nothing.
         LinkLost …: as `ask_node`.
     """
-    asked = {"op": "promise", "stream": stream, "epoch": int(promise.epoch), "to": promise.node, "claimant": claimant}
+    own = _stream_here(home, stream)
+    asked = {
+        "op": "promise",
+        "stream": stream,
+        "stream_id": None if own is None else str(own),
+        "epoch": int(promise.epoch),
+        "to": promise.node,
+        "claimant": claimant,
+    }
     return NodeState.of_dict(ask_node(home, node, asked, timeout_s=timeout_s))
 
 
-def promise_in(asked: Mapping[str, Any]) -> tuple[Promise, str]:
-    """Return the promise that a call asks for, and its claimant. `UsageError` if no node could ever keep it."""
+def promise_in(asked: Mapping[str, Any]) -> tuple[Promise, str, StreamId | None]:
+    """Return the promise that a call asks for, its claimant, and its stream's id. `UsageError` if no node could ever keep it."""
     epoch, node = asked.get("epoch"), asked.get("to")
     if type(epoch) is not int or not 0 < epoch < _EPOCHS or not isinstance(node, str):
         raise UsageError(f"epoch {epoch!r} of {node!r} is no promise")
@@ -205,4 +256,9 @@ def promise_in(asked: Mapping[str, Any]) -> tuple[Promise, str]:
         claimant = claimant_of(asked.get("claimant", ""))
     except (TypeError, ValueError) as error:
         raise UsageError(f"epoch {epoch} is asked for by {error}") from error
-    return Promise(Epoch(epoch), check_node_name(node)), claimant
+    found = asked.get("stream_id")
+    try:
+        stream = None if found is None else StreamId(UUID(found))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UsageError(f"epoch {epoch} is asked for in stream {found!r}, which is no id") from error
+    return Promise(Epoch(epoch), check_node_name(node)), claimant, stream

@@ -1,7 +1,7 @@
 """The leader's check whether another node was promoted: a leader that was away or cut off isn't notified.
 
 A node that can't be asked means nothing: the leader continues without the others, and they fence it when
-they meet.
+they meet. Nor does a node that has another stream of that name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from millstream.errors import MillstreamError, ReplicationError
-from millstream.leadership.node_calls import state_of_node
+from millstream.leadership.node_calls import state_of_peer
 from millstream.leadership.node_roles import Roles
 from millstream.protocol.replication.promises_and_fencing import Promise, Role
 from millstream.workers import Worker
@@ -48,7 +48,7 @@ def hear_of_promotions(home: Home, stream: str) -> bool:
 
     def promised_by(node: str) -> tuple[Promise, str]:
         with contextlib.suppress(MillstreamError):
-            theirs = state_of_node(home, node, stream, timeout_s=_ANSWERS_WITHIN_S).fact
+            theirs = state_of_peer(home, node, stream, timeout_s=_ANSWERS_WITHIN_S).fact
             return theirs.promise, theirs.claimant
         return fact.promise, fact.claimant
 

@@ -32,6 +32,7 @@ from millstream.leadership.node_calls import (
     NodeState,
     address_of,
     state_of_node,
+    state_of_peer,
     this_node,
     told_by,
 )
@@ -122,7 +123,7 @@ def _led_so_far(home: Home, stream: str, whom: NodeName, fact: RoleFact) -> Role
     """Turn a leader's fact into a follower's, if it never wrote anything or another node was promoted since."""
     if not any(home.wal_folder(stream).glob("*/*.wal")):
         return replace(fact, role=Role.FENCED, leader=whom)
-    theirs = state_of_node(home, whom, stream).fact
+    theirs = state_of_peer(home, whom, stream).fact
     fenced = fact.heard_of(theirs.promise)
     if fenced.role is Role.LEADS and theirs.role is Role.LEADS:
         raise two_leaders(stream, whom)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from millstream.errors import ConfigError, MillstreamError, NodeNameTaken, ReplicationError
-from millstream.leadership.node_calls import state_of_node, this_node
+from millstream.leadership.node_calls import check_same_stream, state_of_node, this_node
 from millstream.leadership.node_roles import Roles
 from millstream.leadership.promotion_check import two_leaders
 from millstream.model.replication import region_node
@@ -104,6 +104,10 @@ def _disagreement(home: Home, node: str, stream: str, state: NodeState) -> Mills
             f"at the address of {node} is a node that calls itself {state.node}",
             hint="Each home has a [replication] node of its own, and all have the same [replication.nodes].",
         )
+    try:
+        check_same_stream(home, stream, state.stream, node)
+    except MillstreamError as error:
+        return error
     theirs = state.fact
     if own.role is Role.LEADS and theirs.role is Role.LEADS:
         return two_leaders(stream, node)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.errors import HomeBusy, ShardLocked, UnknownStream, UsageError
-from millstream.leadership.node_calls import NodeState, address_of, promise_in, this_node
+from millstream.leadership.node_calls import NodeState, address_of, check_same_stream, promise_in, this_node
 from millstream.leadership.node_roles import Roles
 from millstream.model.ids import GroupNumber
 from millstream.model.positions import Seq
@@ -37,6 +37,7 @@ def answer_node(home: Home, asked: Mapping[str, Any]) -> dict[str, Any]:
         UnknownStream, UsageError: there is none of that name, or no such call.
         ReplicationError (`unknown_node`): a node that isn't configured here asks for a promise: this node would follow one that
             it can't find.
+        ReplicationError (`other_stream`): it asks for a promise about another stream of that name.
         Fenced: this node has promised something higher.
         NodeNameTaken: it has promised the same to another home with the caller's name.
         HomeBusy: it has promised, but its writer hasn't ended; a repeated call answers once it has.
@@ -48,7 +49,8 @@ def answer_node(home: Home, asked: Mapping[str, Any]) -> dict[str, Any]:
     if op == "state":
         return node_state(home, stream).as_dict()
     if op == "promise":
-        promise, claimant = promise_in(asked)
+        promise, claimant, theirs = promise_in(asked)
+        check_same_stream(home, stream, theirs, promise.node)
         address_of(home, promise.node)
         return give_promise(home, stream, promise, claimant).as_dict()
     raise UsageError(f"nodes can't be asked for {op!r}")
@@ -65,7 +67,8 @@ def node_state(home: Home, stream: str) -> NodeState:
     files = RealFiles()
     dropped = [read_dropped(files, shard_folder(str(folder), shard)) for shard in marks]
     gone = max((one.seq for one in dropped if one is not None), default=Seq(0))
-    return NodeState(this_node(home), fact, group, upto, is_candidate, instance_of(home), gone)
+    stream_id = next((mark.stream for mark in marks.values()), None)
+    return NodeState(this_node(home), fact, group, upto, is_candidate, instance_of(home), gone, stream_id)
 
 
 def give_promise(home: Home, stream: str, promise: Promise, claimant: str = "") -> NodeState:

@@ -26,7 +26,7 @@ from millstream.errors import (
     UsageError,
 )
 from millstream.leadership.known_leaders import note_leaders
-from millstream.leadership.node_calls import NodeState, ask_promise, state_of_node, this_node
+from millstream.leadership.node_calls import NodeState, ask_promise, state_of_peer, this_node
 from millstream.leadership.node_roles import Roles
 from millstream.leadership.promotion_check import hear_of_promotions, two_leaders
 from millstream.model.ids import Epoch, GroupNumber, StreamId
@@ -253,7 +253,7 @@ class _Attempt:
 
     def _survey(self, node: NodeName) -> Event:
         try:
-            state = state_of_node(self._home, node, self._stream, timeout_s=_SURVEYS_S)
+            state = state_of_peer(self._home, node, self._stream, timeout_s=_SURVEYS_S)
         except MillstreamError as error:
             self._tell(f"{node} doesn't answer: {error.message}")
             self._absent.add(node)
@@ -415,7 +415,7 @@ def _refuse_two_leaders(home: Home, stream: str) -> None:
         return
     for node in sorted(home.config.replication.nodes.keys() - {home.config.replication.node}):
         try:
-            theirs = state_of_node(home, node, stream, timeout_s=_SURVEYS_S).fact
+            theirs = state_of_peer(home, node, stream, timeout_s=_SURVEYS_S).fact
         except MillstreamError:
             continue  # an unreachable node doesn't count as a leader
         if theirs.role is Role.LEADS:

@@ -23,7 +23,8 @@ Rules, each held by a test, or a seed of the simulator, that fails without it:
 - Every change is sent, however small: bytes, or marks alone, or what readers see alone, or a document alone. If nothing
   is new for a while, an empty shipment shows the follower that it is up to date.
 - Each follower has one read and send at a time, and no more bytes in flight than the window allows.
-- A message with a higher promise ends leadership: that is noted durably first, then every link is dropped.
+- A message with a higher promise ends leadership: that is noted durably first, then every link is dropped. A follower
+  that has another stream of that name is refused before its promise counts.
 
 The component that accepts links numbers them; events of a link that is gone change nothing. Pure: no I/O, clock
 or randomness. Effects are carried out in order; if one fails, none of the later ones is. Not thread-safe.
@@ -215,6 +216,9 @@ class Leader:
 
     def _joined(self, link: LinkId, hello: Hello, now_s: float) -> list[Effect]:
         node = hello.node
+        other = self._other_stream(hello)
+        if other is not None:
+            return [DropLink(link, other), Tell(node, "is refused", other)]
         promise = Promise(hello.promised, hello.promised_to)
         effects = self._fenced_by(promise)
         if self.is_fenced:
@@ -239,14 +243,18 @@ class Leader:
         is_anew, follower.cut_off = follower.cut_off is not None, None
         return effects + self._greeting(follower, hello, now_s, is_anew=is_anew)
 
+    def _other_stream(self, hello: Hello) -> MillstreamError | None:
+        """Return an error if a follower has another stream of that name: its promises aren't about this one."""
+        if hello.stream in (None, self._stream):
+            return None
+        return ReplicationError(
+            f"{hello.node} has stream {hello.stream} under this name, not {self._stream}",
+            code="other_stream",
+            stream=str(self._stream),
+            node=str(hello.node),
+        )
+
     def _refusal(self, hello: Hello) -> MillstreamError | None:
-        if hello.stream not in (None, self._stream):
-            return ReplicationError(
-                f"{hello.node} has stream {hello.stream} under this name, not {self._stream}",
-                code="other_stream",
-                stream=str(self._stream),
-                node=str(hello.node),
-            )
         if hello.node not in self._nodes | self._observers or (self._only is not None and hello.node != self._only):
             return _unknown_node(hello.node, self._nodes)
         return None
@@ -300,7 +308,14 @@ class Leader:
 
     def _of_link(self, follower: FollowerProgress, event: Event, now_s: float) -> list[Effect]:
         match event:
-            case Rejoined(_, hello):
+            case Rejoined(link, hello):
+                other = self._other_stream(hello)
+                if other is not None:
+                    return [
+                        DropLink(link, other),
+                        Tell(follower.node, "is refused", other),
+                        *self._apart(follower),
+                    ]
                 fenced = self._fenced_by(Promise(hello.promised, hello.promised_to))
                 return fenced or self._greeting(follower, hello, now_s)
             case Acked(_, ack):
