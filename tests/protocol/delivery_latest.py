@@ -27,9 +27,6 @@ class LatestReference(Reference):
         made = super().copy()
         assert isinstance(made, LatestReference)
         made.relied, made.floor = self.relied, self.floor
-        for item in list(made.items):  # a barrier between them may have died, and isn't offered again
-            if item in made.items:
-                made._replaced(item)
         return made
 
     @property
@@ -128,8 +125,17 @@ class LatestReference(Reference):
             dead = self.dead.get(self.buried.get(delivery.position, ""))
             statuses += super().ack([delivery])
             if statuses[-1] is Status.ACKED and (ended := acked or dead):
+                is_barrier = ended.barrier or any(item.message.barrier for item in self.items)
                 self._void_before(ended)
+                if is_barrier:
+                    self._join()
         return statuses
+
+    def _join(self) -> None:
+        """Replace what waits and no barrier parts from a newer message."""
+        for item in list(self.items):
+            if item in self.items:
+                self._replaced(item)
 
     def _void_before(self, ended: Message, *, is_acked: bool = True) -> None:
         """Drop what is older than a message that ended; if it was acknowledged, a truncate before it, and all before that, too."""
@@ -161,6 +167,8 @@ class LatestReference(Reference):
         if item not in self.items:
             self.overtaken.discard(item.message.id)
             self._void_before(item.message, is_acked=False)
+            if item.message.barrier:
+                self._join()
 
     def nack(self, ids: Iterable[DeliveryId], until: int) -> list[Status]:
         statuses = []
@@ -293,6 +301,9 @@ class LatestWorld(World):
         A truncate takes the rows of all keys away, so it isn't delivered after an acknowledged row behind it.
         """
         super().check_answer(answer)
+        keys = [one.message.groups for one in answer if one.message.groups]
+        if len(set(keys)) < len(keys):
+            self.broken(f"a key stands twice in an answer: {keys}")
         self.shown = [*getattr(self, "shown", []), *(delivery.message for delivery in answer)]
         for delivery in answer:
             message = delivery.message

@@ -152,6 +152,17 @@ def test_a_truncate_that_a_kill_revived_is_void_once_a_dead_row_behind_it_is_ack
     assert one.cursor == 2
 
 
+def test_changes_of_a_key_are_joined_once_the_barrier_between_them_is_settled():
+    barrier = truncate(2)._replace(truncates=False)
+    rows = [message(1, "a", "x"), barrier, message(3, "a", "y")]
+    one = consumer(*rows)
+    one.ack([delivery.delivery_id for delivery in one.receive(0, 10)])
+    late = [delivery.delivery_id for delivery in one.receive(0, 10)]
+    one = consumer(*rows, state=State(run=1))  # a kill: all of them wait again
+    assert one.ack(late) == [Status.ACKED]
+    assert facts(one.receive(0, 10)) == [(3, 1, "xy")]
+
+
 def test_a_retry_delivers_the_newest_dead_letter_of_a_key_also_if_the_log_has_lost_its_record():
     one = consumer()
     for seq in (1, 2):

@@ -13,6 +13,7 @@ stays, and if a promotion loses that part of the log, the consumer begins again 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
+from dataclasses import replace
 from typing import Final
 
 from millstream.protocol.delivery.changes import (
@@ -291,11 +292,28 @@ class LatestConsumer(Consumer):
     def _forget(self, entry: Entry) -> None:
         """Remove a message that isn't to be delivered."""
         self._settled(entry)
+        held = self._held_by(entry)
         self._pending.remove(entry)
         if entry.is_retried:
             del self._letters.retried[entry.message.id]
         else:
             self._order.note_gone()
+        self._join(held)
+
+    def _held_by(self, barrier: Entry) -> list[Entry]:
+        """Return the messages that a barrier holds up; none if the message isn't one."""
+        table = self._pending.table(barrier.message.table) if barrier.message.barrier else None
+        return [] if table is None else next(list(held) for one, held in table.barriers if one is barrier)
+
+    def _join(self, released: list[Entry]) -> None:
+        """Let messages stand for older ones that wait: no barrier parts them any longer.
+
+        A barrier is delivered once all before it is settled, which a kill may forget.
+        """
+        for entry in released:
+            older = _unsettled_before(entry)
+            if older is not None and older.state is _WAITING and not self._is_parted(older):
+                self._replace_returned(older)
 
     def _settled(self, entry: Entry) -> None:
         """Forget what stands for a message that is settled, dead or replaced."""
@@ -327,7 +345,10 @@ class LatestConsumer(Consumer):
         if not entry.message.truncates and not entry.is_retried:
             self._void_truncates(entry.message)
         self._settled(entry)
-        return super()._settle(entry)
+        held = self._held_by(entry)
+        is_noted = super()._settle(entry)
+        self._join(held)
+        return is_noted
 
     def _drop_acked(self, position: int) -> None:
         if (id_ := self._letters.at(position, self._generation)) is not None:
@@ -386,11 +407,12 @@ class LatestConsumer(Consumer):
             self._forget(entry)
             self._changes.append(Dropped((message.id,)))
             return
-        replaced, until = heir.replaced, heir.not_before
+        replaced, until = heir.replaced, max(entry.not_before, heir.not_before)
+        if until > heir.not_before:
+            self._changes.append(Delayed((heir.position,), until))
         heir.replaced = ()
         self._forget(heir)
-        entry.not_before = until
-        self._replace(entry, merged, fact_of(heir))
+        self._replace(entry, merged, replace(fact_of(heir), not_before=until))
         entry.deliveries, entry.failures = heir.deliveries, heir.failures
         entry.last, entry.has_failed = heir.last, heir.has_failed
         entry.replaced = [*replaced, *entry.replaced]
@@ -405,8 +427,10 @@ class LatestConsumer(Consumer):
     def _bury(self, entry: Entry, letter: DeadLetter) -> None:
         self._void_older(entry)
         self._settled(entry)
+        held = self._held_by(entry)
         super()._bury(entry, letter)
         self._note_dead(letter)
+        self._join(held)
 
     # --- steering ----------------------------------------------------------------------------------------------------
 
