@@ -481,9 +481,9 @@ def test_folds_in_steps_get_on_beside_compacted_files_and_cuts_of_other_tables(
     for view in ("current", "scd2"):
         assert sorted(stored(layout, orders, view).column("id").to_pylist()) == list(range(1, 9))
     history = open_history(layout, orders)
-    step = fold_step(layout, history, after=Seq(20), upto=Seq(86), rows_max=2, table=orders.table_id)
+    step = fold_step(layout, history, after=Seq(20), upto=Seq(86), most=(2, 1 << 30), table=orders.table_id)
     assert step == 46, "the last cut with two records more"
-    assert fold_step(layout, history, after=Seq(20), upto=Seq(86), rows_max=6, table=orders.table_id) == 86
+    assert fold_step(layout, history, after=Seq(20), upto=Seq(86), most=(6, 1 << 30), table=orders.table_id) == 86
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     import pyarrow.dataset as ds  # imports pandas if installed: seconds that a query needn't wait
 
 _SCAN_ROWS: Final = 1 << 17
+_EXPANSION: Final = 5
+"""Arrow's bytes over a compressed file's, at most about."""
 
 
 def read_history(
@@ -197,12 +199,62 @@ def count_history(opened: OpenTable, *, after: Seq) -> Callable[[Seq], int]:
     return lambda upto: int(counts[lows <= upto].sum())
 
 
-def fold_step(layout: LakeLayout, opened: OpenTable, *, after: Seq, upto: Seq, rows_max: int, table: TableId) -> Seq:
-    """Return how far a fold from `after` goes: to `upto`, or to the last cut reached with `rows_max` records in memory.
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Memory that a table's records in a range of history take, from the files' statistics."""
+
+    rows: npt.NDArray[np.float64]
+    """Records of each file in the range, as if their numbers were spread evenly, in order of their least numbers."""
+    sizes: npt.NDArray[np.float64]
+    """Their bytes in Arrow, about."""
+
+    @classmethod
+    def of(cls, opened: OpenTable, *, after: Seq, upto: Seq, table: TableId) -> Held:
+        """Return it for a table's records in `(after, upto]`."""
+        files = opened.files()
+        if not {"min.__seq", "max.__seq"} <= set(files.column_names):
+            return cls(np.zeros(0), np.zeros(0))
+        files = files.filter(
+            pa.array([table_in(path) == table for path in files.column("path").to_pylist()], pa.bool_())
+        )
+        files = files.sort_by("min.__seq")
+        names = ("num_records", "size_bytes", "min.__seq", "max.__seq")
+        rows, sizes, lows, highs = (files.column(name).to_numpy() for name in names)
+        within = np.minimum(highs, int(upto)) - np.maximum(lows - 1, int(after))
+        share = np.clip(within / (highs - lows + 1), 0, 1)
+        return cls(rows * share, sizes * share * _EXPANSION)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all."""
+        return int(self.sizes.sum())
+
+    def rows_in(self, bytes_max: int) -> int:
+        """Return how many of the first records take so many bytes; at least one."""
+        ends = np.concatenate([[0.0], np.cumsum(self.sizes)])
+        return max(1, int(np.interp(bytes_max, ends, np.concatenate([[0.0], np.cumsum(self.rows)]))))
+
+
+def fold_step(
+    layout: LakeLayout, opened: OpenTable, *, after: Seq, upto: Seq, most: tuple[int, int], table: TableId
+) -> Seq:
+    """Return how far a fold from `after` goes: to `upto`, or to the last cut reached with so many records in memory.
 
     If no cut is so near, it goes to the next one. Each step has a record, so that folds make progress. A file's
     bounds alone don't show that, because compaction makes files of which a fold has covered half.
+
+    Args:
+        layout: where the lake is.
+        opened: the history table.
+        after: exclusive.
+        upto: inclusive.
+        most: number of records in memory, and their bytes in Arrow, about.
+        table: whose records.
     """
+    rows_max, bytes_max = most
+    held = Held.of(opened, after=after, upto=upto, table=table)
+    if held.size_bytes > bytes_max:
+        rows_max = min(rows_max, held.rows_in(bytes_max))
     if count_history(opened, after=after)(upto) <= rows_max:
         return upto
     seqs = _first_seqs(opened, after=after, upto=upto, most=rows_max + 1, table=table)

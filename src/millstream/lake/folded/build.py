@@ -21,15 +21,13 @@ import pyarrow.compute as pc
 
 from millstream.lake.column_conversion import EXACT
 from millstream.lake.folded.current_fold import fold_records, run_of
-from millstream.lake.history_scan import last_truncate, scan_named
+from millstream.lake.history_scan import Held, last_truncate, scan_named
 from millstream.lake.row_identity import Keys, key_codes
 from millstream.lake.table_format import OpenTable
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 
 _SAMPLE_ROWS: Final = 200_000
-_EXPANSION: Final = 5
-"""Arrow's bytes over a compressed file's, at most about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +68,9 @@ def plan_build(
     scan = scan_named(history, schema, after=truncated, upto=upto, columns=names, own=columns)
     for rows in scan.batches():
         seen.take(rows)
-    size = sum(history.files().column("size_bytes").to_pylist())
+    size = Held.of(history, after=truncated, upto=upto, table=schema.table_id).size_bytes
     moved = seen.moved_keys()
-    count = max(1, -(-size * _EXPANSION // part_bytes))
+    count = max(1, -(-size // part_bytes))
     edges: list[pa.Table | None] = [None, *seen.edges(count), None]
     parts = [BuildPart(truncated, low, high, moved) for low, high in pairwise(edges)]
     if moved is not None:

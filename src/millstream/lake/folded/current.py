@@ -31,7 +31,7 @@ from millstream.lake.folded.key_ranges import LEAF_BYTES, Leaves
 from millstream.lake.folded.rewrite import Change, LeafWriter, Touched, named, placed, touched
 from millstream.lake.history import open_history
 from millstream.lake.history_folder import history_from, lacks_beginning
-from millstream.lake.history_scan import count_history, emptied, fold_step, scan_live
+from millstream.lake.history_scan import Held, count_history, emptied, fold_step, scan_live
 from millstream.lake.layout import LakeLayout, TableCommit, folder_of, has_current
 from millstream.lake.row_identity import Keys, having
 from millstream.lake.schema_evolution import widest
@@ -54,10 +54,17 @@ class FoldSizes:
     """Bytes of the files that one part of a fold rewrites; parts run in parallel."""
     rows_max: int = 1_000_000
     """Records that a fold holds in memory: some hundred MiB of short rows."""
+    fold_bytes: int = 512 << 20
+    """Approximate Arrow bytes of these records: long rows are fewer."""
     build_rows_min: int = 500_000
-    """A first fold of fewer records is done in memory, in one read."""
+    """A first fold of fewer records is done in memory, in one read, unless they take more than `fold_bytes`."""
     build_bytes: int = 256 << 20
     """Approximate Arrow bytes that a part of a first fold holds."""
+
+    @property
+    def at_once(self) -> tuple[int, int]:
+        """How many records a fold holds in memory, and about how many bytes of Arrow."""
+        return self.rows_max, self.fold_bytes
 
 
 DEFAULT_SIZES: Final = FoldSizes()
@@ -302,7 +309,7 @@ def begin_fold(  # noqa: D417 - `anew` is described, as code
         first = True
     step = upto
     if not first:
-        step = fold_step(layout, history, after=stands, upto=upto, rows_max=sizes.rows_max, table=schema.table_id)
+        step = fold_step(layout, history, after=stands, upto=upto, most=sizes.at_once, table=schema.table_id)
     if step < upto and emptied(history, stands, upto, schema.table_id):
         # In steps, readers would see the partial table in between: a copy that follows an earlier one empties it
         # first.
@@ -311,7 +318,7 @@ def begin_fold(  # noqa: D417 - `anew` is described, as code
         schema = schema_at(history, newest, step)
         columns = current_columns(layout, schema, history)
     bounded = _bounded(opened, columns, schema.key)
-    if first and schema.key and count_history(history, after=Seq(0))(upto) > sizes.build_rows_min:
+    if first and schema.key and _is_large(history, schema, upto, sizes):
         parts, exact = plan_build(history, schema, columns, upto, part_bytes=sizes.build_bytes)
         plan = FoldPlan(layout, schema, columns, exact, bounded, None, upto, opened.version, True, sizes)
         return Fold(replace(plan, build=parts))
@@ -319,6 +326,14 @@ def begin_fold(  # noqa: D417 - `anew` is described, as code
     renamed = None if after is None else names_at(history, schema, after)
     plan = FoldPlan(layout, schema, columns, False, bounded, after, step, opened.version, first, sizes, renamed)
     return _begun(plan, opened, history)
+
+
+def _is_large(history: OpenTable, schema: TableSchema, upto: Seq, sizes: FoldSizes) -> bool:
+    """Whether the first fold of a table's records is built in parts."""
+    return (
+        count_history(history, after=Seq(0))(upto) > sizes.build_rows_min
+        or Held.of(history, after=Seq(0), upto=upto, table=schema.table_id).size_bytes > sizes.fold_bytes
+    )
 
 
 def _begun(plan: FoldPlan, opened: OpenTable, history: OpenTable) -> Fold | FoldOutcome:

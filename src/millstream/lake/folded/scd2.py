@@ -265,7 +265,7 @@ class _Fold:
     def _tail(self, history: OpenTable, after: Seq) -> tuple[Seq, pa.Table]:
         """Return the records of this commit, and the cut that they end at."""
         step = fold_step(
-            self.layout, history, after=after, upto=self.upto, rows_max=self.sizes.rows_max, table=self.schema.table_id
+            self.layout, history, after=after, upto=self.upto, most=self.sizes.at_once, table=self.schema.table_id
         )
         self.take_columns(step)
         tail = self.own.records(history, after=after, upto=step)
