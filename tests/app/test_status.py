@@ -28,6 +28,7 @@ from millstream.home.home import Home
 from millstream.home.retention import sweep
 from millstream.model.ids import ShardId, StreamId
 from millstream.model.positions import Lsn, Seq
+from millstream.model.schema import TableKind
 from millstream.processes.control_socket import ControlServer, ask
 from millstream.processes.role_locks import RoleLock
 from millstream.protocol.retention import HolderKind
@@ -273,6 +274,15 @@ def test_a_table_is_retried_where_it_was_set_aside(home: Home) -> None:
         assert (fact["reason"], fact["retry"]) == ("somebody wrote into it", True)
         with pytest.raises(UsageError, match="not quarantined"):
             retry_table(catalog, stream, "public.log")
+        with pytest.raises(UnknownTable):
+            retry_table(catalog, stream, "_messages")
+        source = catalog.sources(stream)[0].id
+        messages = catalog.table_for(
+            stream, source, 0, "", "_messages", kind=TableKind.MESSAGES, state=TableState.STREAMING
+        )
+        held = QuarantinedTable(messages.id, "_messages", Seq(0), "somebody wrote into it", "lake", "")
+        quarantine_of(catalog, stream).put(held)
+        assert "pipeline" in retry_table(catalog, stream, "_messages")
         with pytest.raises(UnknownTable):
             retry_table(catalog, stream, "public.nothing")
         with pytest.raises(UnknownTable, match=r"no table sales\.orders") as caught:

@@ -304,6 +304,27 @@ def test_messages_of_several_sources_lie_in_one_table(layout: LakeLayout, orders
     assert seqs(layout, first) == [1, 2, 3]
 
 
+def test_messages_that_another_program_wrote_into_begin_again_by_the_way_that_the_hint_names(
+    layout: LakeLayout, orders: TableSchema, records: Records
+):
+    """The hint named `pipeline rebuild`, which takes no name of logical messages: the source has no copy of them."""
+    columns = (Column("prefix", pa.string()), Column("content", pa.binary()), Column("transactional", pa.bool_()))
+    schema = replace(
+        orders, kind=TableKind.MESSAGES, columns=columns, key=(), identity=(), replica_identity=ReplicaIdentity.NOTHING
+    )
+    batch = records(schema, ("m", 1, {"prefix": "p", "content": b"x"}))
+    append_history(layout, schema, [batch], Seq(1))
+    path = Path(layout.table_path("history", schema))
+    write_deltalake(str(path), DeltaTable(str(path)).to_pyarrow_table(), mode="append")
+    later = records(schema, ("m", 2, {"prefix": "p", "content": b"y"}))
+    with pytest.raises(LakeTableForeign) as caught:
+        append_history(layout, schema, [later], Seq(2))
+    assert caught.value.hint.startswith("Move that folder away, then run `millstream tables retry _messages`;")
+    path.rename(path.with_name("aside"))
+    append_history(layout, schema, [later], Seq(2))
+    assert seqs(layout, schema) == [2]
+
+
 WRITER = """
 import pickle, sys
 from millstream.lake.commit_cuts import commit_cut

@@ -14,6 +14,7 @@ from millstream.errors import UsageError
 from millstream.home.paths import PIPELINE
 from millstream.model.ids import StreamId
 from millstream.model.names import parse_qualified_name
+from millstream.model.schema import TableKind
 
 if TYPE_CHECKING:
     from millstream.app.status import Paths
@@ -39,13 +40,14 @@ def retry_table(catalog: Catalog, stream: StreamId, table: str, *, buffer: str |
     Args:
         catalog: the home's.
         stream: the table's.
-        table: its name.
+        table: its name; `_messages` for logical messages.
         buffer: the name of the write buffer that the stream reads from, if it does.
 
     Raises:
         UnknownTable: the stream has none of that name.
         UsageError: it isn't quarantined, or applications write a table of the same name.
     """
+    from millstream.lake.layout import MESSAGES
     from millstream.writers.buffer_consumer import ask_again, facts_scope
 
     name, held = parse_qualified_name(table), quarantine_of(catalog, stream).all()
@@ -56,6 +58,8 @@ def retry_table(catalog: Catalog, stream: StreamId, table: str, *, buffer: str |
         )
     # A table dropped at the source may wait in the lake under a name that another table has now.
     rows = [row for row in shown_tables(catalog, stream, held) if (row.namespace, row.name) == name]
+    if not rows and table == MESSAGES:
+        rows = [row for row in catalog.tables(stream) if row.kind is TableKind.MESSAGES]
     if not rows and not done:
         rows = [catalog.find_table(stream, *name)]
     if any(row.is_captured for row in rows) and any(row.source == 0 for row in rows):

@@ -37,7 +37,7 @@ from deltalake.writer import WriterProperties
 
 from millstream.errors import LakeConflict, LakeError, LakeTableForeign
 from millstream.lake.data_files import remove_folder
-from millstream.lake.layout import LakeLayout
+from millstream.lake.layout import MESSAGES, LakeLayout
 from millstream.lake.lost_answers import settled
 from millstream.lake.other_formats import check_format
 from millstream.lake.store_errors import lake_errors
@@ -401,19 +401,27 @@ def _has_local_time(kind: pa.DataType) -> bool:
     return bool(pa.types.is_timestamp(kind) and kind.tz is None)
 
 
+def _way_out(layout: LakeLayout, path: str) -> str:
+    """Return what brings a table back whose folder is foreign, as the begin of a hint; empty for the table of cuts.
+
+    The content of that table exists nowhere else. Logical messages can't be copied from the source: they begin again.
+    """
+    if path == layout.commits_path:
+        return ""
+    if path.endswith(f"/history/{MESSAGES}"):
+        return f"Move that folder away, then run `millstream tables retry {MESSAGES}`"
+    return "Run `millstream pipeline rebuild`, which moves that folder away and rebuilds the table"
+
+
 def check_owned(layout: LakeLayout, opened: DeltaHandle) -> None:
     """Raise `LakeTableForeign` unless every row of the table is this stream's."""
-    # The table of cuts can't be rebuilt: its content exists nowhere else.
-    rebuilt = opened.path != layout.commits_path
+    way_out = _way_out(layout, opened.path)
     owner = opened.properties.get(STREAM_PROPERTY)
     if owner != str(layout.stream_id):
         raise LakeTableForeign(
             f"{opened.path} holds a Delta table that "
             + ("this stream didn't make" if owner is None else f"stream {owner} made"),
-            hint="Run `millstream pipeline rebuild`, which moves that folder away and rebuilds the table, or set another "
-            "lake location."
-            if rebuilt
-            else "Name another lake location.",
+            hint=f"{way_out}, or set another lake location." if way_out else "Name another lake location.",
             path=opened.path,
             version=opened.version,
         )
@@ -426,12 +434,7 @@ def check_owned(layout: LakeLayout, opened: DeltaHandle) -> None:
         elif info.get("operation") not in _BENIGN:
             raise LakeTableForeign(
                 f"another program's {info.get('operation', 'commit')} changed {opened.path} in version {version}",
-                hint=(
-                    "Run `millstream pipeline rebuild`, which moves that folder away and rebuilds the table"
-                    if rebuilt
-                    else "Name another lake location"
-                )
-                + "; let no other program write into the lake.",
+                hint=f"{way_out or 'Name another lake location'}; let no other program write into the lake.",
                 path=opened.path,
                 version=version,
             )
