@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
 from collections.abc import Awaitable, Callable
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 
 import pyarrow as pa
@@ -17,12 +19,20 @@ from millstream.app.open_home import home_appender
 from millstream.errors import AppendOutcomeUnknown, IngestError, InvalidValue, MillstreamError, Overloaded, WriterClosed
 from millstream.home.home import Home
 from millstream.ingest.append_requests import sole_outcome
+from millstream.ingest.json_rows import CELL_BYTES
 from millstream.ingest.python_rows import table_of
 from millstream.model.ids import StreamId
 from millstream.model.operations import FIRST_SHARD, Appended
 from millstream.model.positions import Offset, Seq, SeqRange, StreamToken
 from millstream.model.writes import AppendBatch, WriteId
+from millstream.serving import row_writes
 from millstream.serving.request_batching import BATCH_BYTES_MAX, IN_FLIGHT_MAX, BatchTarget, Groups
+from millstream.serving.request_bodies import Held, Intake
+from millstream.serving.row_writes import Writes
+from millstream.testing.errors import coded
+
+if TYPE_CHECKING:
+    from millstream.serving.access import Access
 
 CLICKS = BatchTarget("web", ("public.clicks",), 1.0, keep_valid_rows=False)
 STREAM = StreamId(uuid4())
@@ -222,3 +232,33 @@ def test_company_changes_nothing_of_what_a_request_is(tmp_path: Path) -> None:
         asyncio.run(story())
     finally:
         appender.close()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_rows_that_name_few_of_many_columns_are_counted_and_converted_on_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, keep: bool
+) -> None:
+    """A body of 63 KB stopped the event loop for two seconds, and took half a gigabyte that no limit counted."""
+    threads: list[threading.Thread] = []
+
+    def noted(_: object, **__: object) -> Any:
+        threads.append(threading.current_thread())
+        return (pa.table({}), ()) if keep else pa.table({})
+
+    monkeypatch.setattr(row_writes, "valid_columns_of" if keep else "columns_of", noted)
+    rows = [{f"c{n}": 1 for n in range(500)}, *({} for _ in range(3999))]
+    body = json.dumps(rows, separators=(",", ":")).encode()
+    home = Home(make_home(tmp_path / "home", "[streams.web]\n"))
+
+    async def held_bytes(bytes_max: int) -> int:
+        intake = Intake(bytes_max, 32 << 20)
+        writes = Writes(home, Groups(Log().append), intake, cast("Access", None))
+        with Held(intake) as held:
+            await writes._rows("application/json", body, held, keep_valid_rows=keep)
+            return held.size_bytes
+
+    assert asyncio.run(held_bytes(64 << 20)) > 500 * 4000 * CELL_BYTES
+    assert len(threads) == 1
+    assert threading.main_thread() not in threads
+    with pytest.raises(IngestError, check=coded("rows_too_large")):
+        asyncio.run(held_bytes(16 << 20))

@@ -7,31 +7,20 @@ import gzip
 import json
 import math
 import random
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import httpx
 import pyarrow as pa
 import pytest
-from tests.app.homes import make_home, wait_for
+from tests.app.homes import wait_for
 from tests.ingest.test_arrow_stream_decoding import MANY, SHARED
 from tests.serving.serving_process import LINES, Served, served, web_home
 
-from millstream.errors import IngestError
-from millstream.home.home import Home
-from millstream.ingest.json_rows import CELL_BYTES
-from millstream.serving import row_writes
 from millstream.serving.request_bodies import Held, Intake, read_body
-from millstream.serving.row_writes import Writes
-from millstream.testing.errors import coded
-
-if TYPE_CHECKING:
-    from millstream.serving.access import Access
-    from millstream.serving.request_batching import Groups
 
 ARROW = {"content-type": "application/vnd.apache.arrow.stream"}
 JSON = {"content-type": "application/json"}
@@ -353,36 +342,6 @@ def test_a_request_that_is_sent_again_is_answered_as_the_first_time(server: Serv
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("keep", [False, True])
-def test_rows_that_name_few_of_many_columns_are_counted_and_converted_on_a_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, keep: bool
-) -> None:
-    """A body of 63 KB stopped the event loop for two seconds, and took half a gigabyte that no limit counted."""
-    threads: list[threading.Thread] = []
-
-    def noted(_: object, **__: object) -> Any:
-        threads.append(threading.current_thread())
-        return (pa.table({}), ()) if keep else pa.table({})
-
-    monkeypatch.setattr(row_writes, "valid_columns_of" if keep else "columns_of", noted)
-    rows = [{f"c{n}": 1 for n in range(500)}, *({} for _ in range(3999))]
-    body = json.dumps(rows, separators=(",", ":")).encode()
-    home = Home(make_home(tmp_path / "home"))
-
-    async def held_bytes(bytes_max: int) -> int:
-        intake = Intake(bytes_max, 32 << 20)
-        writes = Writes(home, cast("Groups", None), intake, cast("Access", None))
-        with Held(intake) as held:
-            await writes._rows("application/json", body, held, keep_valid_rows=keep)
-            return held.size_bytes
-
-    assert asyncio.run(held_bytes(64 << 20)) > 500 * 4000 * CELL_BYTES
-    assert len(threads) == 1
-    assert threading.main_thread() not in threads
-    with pytest.raises(IngestError, check=coded("rows_too_large")):
-        asyncio.run(held_bytes(16 << 20))
-
-
 def test_a_body_of_many_members_takes_no_longer_than_its_bytes() -> None:
     """The bytes after each member were copied: a thousand empty members before megabytes took seconds."""
     many, one = _inflated_s(gzip.compress(b"") * 999), _inflated_s(b"")
