@@ -303,6 +303,41 @@ def test_a_table_without_identity_that_comes_while_capture_runs(stage: Stage, al
     assert bag(stage, "plain") == [("1",)]
 
 
+def test_a_publication_is_streamed_once_no_change_from_before_it_can_come(stage: Stage) -> None:
+    """PostgreSQL 14 to 17 end a stream at a change that is older than one of its publications."""
+    publication = stage.config.publication
+    stage.sql(TABLES[0], f"CREATE PUBLICATION {publication} FOR TABLE orders")
+    running = stage.start()
+    wait_until(lambda: stage.state("public.orders") is TableState.STREAMING, "it runs")
+    with stage.connect(autocommit=False) as connection:
+        connection.execute("INSERT INTO orders VALUES (7, 'older than the publication')")
+        stage.sql("CREATE TABLE plain (x int)")
+        wait_until(lambda: stage.state("public.plain") is TableState.QUARANTINED, "its rows aren't sent")
+        assert "is streamed once" in stage.table("public.plain").reason
+        stage.sql("INSERT INTO orders VALUES (8, 'y')", "INSERT INTO plain VALUES (0)")
+        wait_until(lambda: ("8",) in stage.log.replay()["public.orders"], "the stream goes on")
+        assert not streams(stage, f"{publication}_inserts")
+        connection.commit()
+    wait_until(lambda: streams(stage, f"{publication}_inserts"), "it is streamed")
+    assert stage.state("public.plain") is TableState.HISTORY_ONLY
+    stage.sql("INSERT INTO plain VALUES (1)")
+    running.stop()
+    assert stage.catch_up().caught_up
+    assert bag(stage, "plain") == [("1",)]
+    assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
+
+
+def test_a_publication_that_a_start_creates_is_not_asked_about_the_backlog(stage: Stage) -> None:
+    stage.sql(TABLES[0], f"CREATE PUBLICATION {stage.config.publication} FOR TABLE orders")
+    stage.catch_up()
+    stage.sql("CREATE TABLE plain (x int)", "INSERT INTO orders VALUES (2, 'backlog')")
+    assert not stage.catch_up().quarantined
+    assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
+    stage.sql("INSERT INTO plain VALUES (1)")
+    stage.catch_up()
+    assert bag(stage, "plain") == [("1",)]
+
+
 def streams(stage: Stage, publication: str) -> bool:
     """Return whether a stream of the slot was begun with the publication."""
     with stage.connect() as connection:

@@ -20,6 +20,7 @@ from psycopg import sql
 
 from millstream.capture.connection import translated
 from millstream.capture.source import Connection, SourceTable, list_tables, read_table
+from millstream.capture.streamed_publications import StreamedPublications
 from millstream.errors import SourceError
 from millstream.model.names import TablePatterns
 
@@ -29,7 +30,7 @@ class Coverage:
     """The tables and operations that the publications send now."""
 
     publications: tuple[str, ...]
-    """Names of the existing publications, for START_REPLICATION."""
+    """Names of the publications that the session streams, for START_REPLICATION."""
     oids: frozenset[int]
     """Tables that are sent completely: inserts, and updates and deletes if they carry an identity."""
     refused: dict[int, str]
@@ -56,13 +57,16 @@ def inserts_name(publication: str) -> str:
     return f"{publication}_inserts"
 
 
-def sync_publications(connection: Connection, publication: str, tables: Sequence[SourceTable]) -> Coverage:
+def sync_publications(
+    connection: Connection, publication: str, tables: Sequence[SourceTable], streamed: StreamedPublications
+) -> Coverage:
     """Create or repair both publications so that they send `tables`; return what they send.
 
     Args:
         connection: an ordinary connection.
         publication: name of the first publication.
         tables: all tables that match the patterns.
+        streamed: chooses those publications that the session streams.
 
     Raises:
         SourceError (`publication_missing`): the first publication doesn't exist and may not be created; the hint has the SQL.
@@ -82,7 +86,10 @@ def sync_publications(connection: Connection, publication: str, tables: Sequence
         refused |= _sync_one(
             connection, inserts_name(publication), apart, elsewhere, inserts_only=True, generated=generated
         )
-    names = tuple(n for n in (publication, inserts_name(publication)) if _find(connection, n) is not None)
+    existing = tuple(n for n in (publication, inserts_name(publication)) if _find(connection, n) is not None)
+    names = streamed.choose(existing)
+    streamed.look(connection, existing)
+    late = {oid: name for name in existing if name not in names for oid in _members(connection, [name])}
     sent = _sent(connection, names)
     members = _members(connection, [publication])
     covered = _covered(sent, tables)
@@ -90,7 +97,11 @@ def sync_publications(connection: Connection, publication: str, tables: Sequence
     for table in tables:
         if table.oid in covered or not (verbs := _missing_verbs(sent.get(table.oid), table)):
             continue
-        if table.oid in members:
+        if table.oid in late:
+            refused[table.oid] = (
+                f"the publication {late[table.oid]} is streamed once the transactions have ended that ran when it was created"
+            )
+        elif table.oid in members:
             refused[table.oid] = _verbs_reason(connection, publication, verbs)
         else:
             refused.setdefault(table.oid, untold.format(_spoken(verbs)))

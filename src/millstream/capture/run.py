@@ -54,6 +54,7 @@ from millstream.capture.stream.barrier import StreamBarrier
 from millstream.capture.stream.receiver import Receiver
 from millstream.capture.stream.replication_connection import Wire, start_replication
 from millstream.capture.stream.spill import SpillFolder
+from millstream.capture.streamed_publications import StreamedPublications
 from millstream.capture.table_directory import TableDirectory
 from millstream.capture.timeline import TimelineWatch, follows, read_history
 from millstream.capture.watcher import WatchedTables, Watcher
@@ -232,7 +233,13 @@ class _Capture:
             source = self._source_to_follow(identity, replication, control, slot)
             reached = self._reached(source)
             directory = TableDirectory(self._catalog, self._stream, source, config, self._rules)
-            tables = WatchedTables(config, self._catalog, directory, self._rules)
+            tables = WatchedTables(
+                config,
+                self._catalog,
+                directory,
+                self._rules,
+                StreamedPublications(self._catalog, self._scope, None if slot is None else reached or slot.confirmed),
+            )
             tables.look(control, Lsn(0))
             if not tables.facts:
                 raise SourceError(
@@ -325,7 +332,7 @@ class _Capture:
                 applier.step(0.2)
                 session.watcher.check()
                 now = time.monotonic()
-                renew_at = session.tables.renew_at
+                renew_at = session.tables.streamed.renew_at
                 if renew_at is not None and applier.passed >= renew_at and applier.idle:
                     again = "there is another publication to stream"
                     break

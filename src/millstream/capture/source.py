@@ -20,6 +20,7 @@ from millstream.model.names import TablePatterns, qualified_name
 from millstream.model.pgtypes import builtin_name
 from millstream.model.positions import Lsn, parse_lsn
 from millstream.model.schema import ReplicaIdentity
+from millstream.protocol.copy_conflicts import Snapshot, extend_xid
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -27,6 +28,7 @@ STANDBY_VERSION_MIN: Final = 160000
 ORIGIN_VERSION_MIN: Final = 160000
 PAGE_BYTES: Final = 8192
 _PAGE_HEADER_BYTES_MAX: Final = 40
+_XID_MIN: Final = 3  # the first id of an ordinary transaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,6 +466,26 @@ def insert_lsn(connection: Connection) -> Lsn:
         row = connection.execute(f"SELECT {function}::text").fetchone()
     assert row is not None
     return as_record_end(parse_lsn(row[0]))
+
+
+def current_snapshot(connection: Connection) -> Snapshot:
+    """Return a snapshot that shows which transactions have ended by now."""
+    with translated():
+        row = connection.execute("SELECT pg_current_snapshot()::text").fetchone()
+    assert row is not None
+    return Snapshot.parse(row[0])
+
+
+def running_bound(connection: Connection) -> int:
+    """Return an id above every transaction that runs now, or has just committed and isn't visible yet.
+
+    A snapshot's xmax isn't enough, because it counts from the latest *ended* transaction. A transaction that has written
+    its commit record and waits for a standby may have a greater id. `age` counts from the next id, also on a standby.
+    """
+    with translated():
+        row = connection.execute(f"SELECT pg_current_snapshot()::text, age('{_XID_MIN}'::xid)").fetchone()
+    assert row is not None
+    return extend_xid((int(row[1]) + _XID_MIN) % 2**32, Snapshot.parse(row[0]).xmax)
 
 
 def on_standby(connection: Connection) -> bool:

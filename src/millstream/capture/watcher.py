@@ -39,6 +39,7 @@ from millstream.capture.rewrite_detection import KnownLayouts, shape_of
 from millstream.capture.rows_before_rules import note_raw_values
 from millstream.capture.slot import read_slot
 from millstream.capture.source import Connection, SourceIdentity, SourceTable, connect_same, insert_lsn
+from millstream.capture.streamed_publications import StreamedPublications
 from millstream.capture.table_directory import TableDirectory
 from millstream.capture.transient_column_names import Expected, Form, Shape, Shown
 from millstream.catalog import Catalog, TableRow, TableState
@@ -71,10 +72,19 @@ def _columns(tables: Iterable[SourceTable]) -> dict[int, object]:
 class WatchedTables:
     """The source's tables and their rows in the catalog, which `look` updates."""
 
-    def __init__(self, config: CaptureConfig, catalog: Catalog, directory: TableDirectory, rules: ColumnRules) -> None:
+    def __init__(
+        self,
+        config: CaptureConfig,
+        catalog: Catalog,
+        directory: TableDirectory,
+        rules: ColumnRules,
+        streamed: StreamedPublications,
+    ) -> None:
         self._config = config
         self._rules = rules
         self._catalog = catalog
+        self.streamed = streamed
+        """The publications of the session."""
         self._directory = directory
         self._patterns = TablePatterns.parse(config.tables)
         self._leaving: dict[int, Lsn] = {}
@@ -84,9 +94,6 @@ class WatchedTables:
         self.seen_at = Lsn(0)
         """LSN at or above every change that led to `facts`."""
         self.coverage = Coverage((), frozenset(), {}, {})
-        self.renew_at: Lsn | None = None
-        """LSN from which a new session has to stream: a publication exists that this session didn't start with."""
-        self._streamed: tuple[str, ...] | None = None
         self._whole: object = None
         """The columns that the last look read, as `_columns` returns them, and the restrictions of the publications."""
 
@@ -133,7 +140,7 @@ class WatchedTables:
             if oid in self.facts and oid not in before and row.state in {TableState.STREAMING, TableState.COPYING}:
                 self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "it had left the publication")
         try:
-            self.coverage = sync_publications(connection, self._config.publication, tables)
+            self.coverage = sync_publications(connection, self._config.publication, tables, self.streamed)
         except SourceError as error:
             if error.code == "publication_missing":
                 for table in tables:
@@ -141,9 +148,6 @@ class WatchedTables:
                         self._set_unsent_aside(table, self._directory.table_row(table), error.message, error.hint)
                 self._directory.refresh()
             raise
-        self._streamed = self._streamed or self.coverage.publications
-        if self.renew_at is None and not set(self.coverage.publications) <= set(self._streamed):
-            self.renew_at = insert_lsn(connection)
         sent = restrictions(connection, self.coverage.publications)
         members = memberships(connection, self.coverage.publications, tables)
         if not self._is_whole(connection, published, sent):

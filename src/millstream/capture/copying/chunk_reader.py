@@ -23,14 +23,22 @@ from millstream.capture.copying.copy_output import CopyText, Text, copy_out, cop
 from millstream.capture.copying.copy_text import CopiedRows, last_key, read_copied
 from millstream.capture.copying.source_snapshot import SourceSnapshot
 from millstream.capture.publication import restriction
-from millstream.capture.source import Connection, KeyColumn, SourceTable, as_record_end, read_table
+from millstream.capture.source import (
+    Connection,
+    KeyColumn,
+    SourceTable,
+    as_record_end,
+    current_snapshot,
+    read_table,
+    running_bound,
+)
 from millstream.codec.pgoutput import table_schema
 from millstream.errors import SourceError
 from millstream.model.ids import SourceId, TableId
 from millstream.model.positions import Lsn, parse_lsn
 from millstream.model.records import log_names
 from millstream.model.schema import ReplicaIdentity, TableSchema
-from millstream.protocol.copy_conflicts import Key, Snapshot, extend_xid
+from millstream.protocol.copy_conflicts import Key, Snapshot
 
 CHUNK_BYTES_MAX: Final = 64 << 20
 """Default bound at which reading stops; the rows read until then are a chunk as well."""
@@ -159,27 +167,12 @@ class ChunkReader:
             )
 
     def running_bound(self) -> int:
-        """Return an id above every transaction that may have committed before now and not be visible yet.
-
-        A snapshot's xmax isn't enough, because it counts from the latest *ended* transaction. A transaction
-        that has written its commit record and waits for a standby may have a greater id. Every running
-        transaction, even a prepared one, holds a lock on its own id.
-        """
-        with translated():
-            row = self._connection.execute(
-                "SELECT pg_current_snapshot()::text, ARRAY(SELECT transactionid::text::bigint FROM pg_locks"
-                " WHERE locktype = 'transactionid' AND mode = 'ExclusiveLock' AND granted)"
-            ).fetchone()
-        assert row is not None
-        snapshot = Snapshot.parse(row[0])
-        return max([snapshot.xmax, *(extend_xid(int(xid), snapshot.xmax) + 1 for xid in row[1])])
+        """Return an id above every transaction that may have committed before now and not be visible yet."""
+        return running_bound(self._connection)
 
     def current_snapshot(self) -> Snapshot:
         """Return a snapshot that shows which transactions have ended by now."""
-        with translated():
-            row = self._connection.execute("SELECT pg_current_snapshot()::text").fetchone()
-        assert row is not None
-        return Snapshot.parse(row[0])
+        return current_snapshot(self._connection)
 
     def read(self, table: SourceTable, table_id: TableId, bounds: ChunkBounds) -> RowChunk:
         """Read and decode all rows in the bounds; raises as `fetch`, and `TableUndecodable`."""
