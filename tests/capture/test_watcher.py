@@ -5,16 +5,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import psycopg
+import pytest
 from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage
 
 from millstream.capture.connection import connect
 from millstream.capture.source import list_tables, read_table
+from millstream.capture.watcher import Watcher
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.model.ids import StreamId
 from millstream.model.names import TablePatterns
+from millstream.model.positions import Lsn
 
 
 def test_a_table_that_is_dropped_while_it_is_looked_at_is_none(stage: Stage) -> None:
@@ -44,6 +49,45 @@ def test_a_look_that_fails_by_a_bug_ends_capture_with_it(stage: Stage) -> None:
     fails.set()
     wait_until(lambda: running.ended, "capture ends")
     assert isinstance(running.error, ZeroDivisionError)
+
+
+class Refusing:
+    """A connection on which every heartbeat fails."""
+
+    broken = False
+
+    def __init__(self, connection: Any, error: psycopg.Error) -> None:
+        self._connection = connection
+        self._error = error
+        self.beats = 0
+
+    def execute(self, query: str, *arguments: Any) -> Any:
+        if "pg_logical_emit_message" in query:
+            self.beats += 1
+            raise self._error
+        return self._connection.execute(query, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("error", "beats"),
+    [
+        (psycopg.errors.QueryCanceled(), 3),
+        (psycopg.errors.InsufficientPrivilege(), 1),
+        (psycopg.errors.ReadOnlySqlTransaction(), 1),
+    ],
+)
+def test_heartbeats_go_on_after_one_that_fails_unless_the_source_refuses_them(
+    stage: Stage, error: psycopg.Error, beats: int
+) -> None:
+    beside: Any = SimpleNamespace()
+    watcher = Watcher(
+        stage.config, beside, beside, beside, passed=lambda: Lsn(0), on_look=lambda _: None, broken=lambda: None
+    )
+    with connect(stage.dsn, purpose="test") as connection:
+        refusing: Any = Refusing(connection, error)
+        for _ in range(3):
+            watcher._beat_where_idle(refusing, asked=True)
+    assert refusing.beats == beats
 
 
 class CountingCatalog(Catalog):

@@ -54,6 +54,10 @@ _HEARTBEAT: Final = f"SELECT pg_logical_emit_message(false, '{HEARTBEAT_PREFIX}'
 _STATES_EVERY_S: Final = 1.0
 _HEARTBEAT_BYTES: Final = 64 << 10
 """Growth of an idle source's WAL below which no heartbeat is sent: a heartbeat is WAL too."""
+_REFUSALS: Final = frozenset({"42501", "25006"})
+"""SQLSTATEs of a source that refuses heartbeats: the role may not emit logical messages, or the server is read-only."""
+_REFUSED_S: Final = 300.0
+"""Seconds until a heartbeat after a refusal, which the source logs as an error."""
 NOT_PUBLISHED: Final = "publication"
 """Cause in a set-aside table's details: no publication sends it completely."""
 NO_TRUNCATES: Final = "truncates"
@@ -338,7 +342,7 @@ class Watcher:
         directory.hurry = self._wake.set
         self._last_end = Lsn(0)
         self._last_beat = time.monotonic()
-        self._can_beat = True
+        self._no_beat_before = 0.0
         self._wal_status = ""
         self.source_end = Lsn(0)
         """The end of the source's WAL, at the last look."""
@@ -392,7 +396,7 @@ class Watcher:
                         raise
                 looked_at = time.monotonic()
             self._on_look(self._directory.refresh())
-            if not self._identity.on_standby and self._can_beat:
+            if not self._identity.on_standby:
                 self._beat_where_idle(connection, asked=asked)
             self._wake.wait(min(_STATES_EVERY_S, self._config.look_s))
             self._wake.clear()
@@ -414,9 +418,10 @@ class Watcher:
         self.spilled_bytes = None if row is None else int(row[0])
 
     def _beat_where_idle(self, connection: Connection, *, asked: bool) -> None:
-        if not asked and time.monotonic() - self._last_beat < self._config.heartbeat_s:
+        now = time.monotonic()
+        if now < self._no_beat_before or (not asked and now - self._last_beat < self._config.heartbeat_s):
             return
-        self._last_beat = time.monotonic()
+        self._last_beat = now
         end = insert_lsn(connection)
         if not asked and end - self._last_end < _HEARTBEAT_BYTES:
             return
@@ -426,6 +431,7 @@ class Watcher:
         except MillstreamError as error:
             if connection.broken:
                 raise
-            logger.info("no heartbeat: the role may not emit logical messages", error=error.message)
-            self._can_beat = False
+            logger.info("no heartbeat", code=error.code, error=error.message)
+            if error.details.get("sqlstate") in _REFUSALS:
+                self._no_beat_before = now + _REFUSED_S
         self._last_end = insert_lsn(connection)
