@@ -38,8 +38,8 @@ def damaged_home(postgres: Database, tmp_path: Path) -> LandedHome:
             source.execute(statement)
         home = LandedHome(tmp_path / "shop", postgres.dsn)
         home.catch_up()
-        behind_captures_back(source, "items", *DAMAGE)
-        behind_captures_back(source, "bag", "DELETE FROM bag WHERE a = 1")
+        behind_captures_back(source, *DAMAGE)
+        behind_captures_back(source, "DELETE FROM bag WHERE a = 1")
     home.catch_up()
     return home
 
@@ -87,7 +87,7 @@ def test_columns_of_reserved_names_are_compared_with_those_that_hold_them(postgr
         assert same.exit_code == 0, same.as_dict()
         assert told(same, "public.items")["notes"] == []
         damage = ("UPDATE items SET __op = 'unseen' WHERE __seq = 1", "DELETE FROM items WHERE __seq = 2")
-        behind_captures_back(source, "items", *damage)
+        behind_captures_back(source, *damage)
     found = diff_stream(home.home)
     assert told(found, "public.items")["differences"] == [
         {
@@ -120,7 +120,7 @@ def test_damage_is_found_and_repaired_while_everything_moves(postgres: Database,
         shop.setup(source)
         home = LandedHome(tmp_path / "shop", postgres.dsn)
         home.catch_up()
-        behind_captures_back(source, "orders", "UPDATE orders SET status = 'lost' WHERE id % 7 = 0")
+        behind_captures_back(source, "UPDATE orders SET status = 'lost' WHERE id % 7 = 0")
     stop = threading.Event()
 
     def work() -> None:
