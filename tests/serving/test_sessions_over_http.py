@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from pathlib import Path
 
 import httpx
@@ -13,7 +15,40 @@ from tests.serving.serving_process import served
 import millstream
 import millstream.aio
 from millstream.errors import IdempotencyKeyReused
+from millstream.home.home import Home
 from millstream.model.writes import SessionFacts
+from millstream.serving.access import Access
+from millstream.serving.application import Application
+
+
+def test_probes_are_answered_while_sessions_wait_for_a_follower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They waited for a thread behind the requests for sessions, up to 30 s each."""
+    home = Home(make_home(tmp_path / "home", "[streams.web]\n"))
+    is_over = threading.Event()
+
+    def waiting(*_: object, **__: object) -> SessionFacts:
+        is_over.wait(60)
+        return SessionFacts(0)
+
+    async def probed(app: Application) -> tuple[list[int], bool]:
+        transport = httpx.ASGITransport(app=app.asgi())
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            sessions = [
+                asyncio.create_task(client.get("/v1/streams/web/session", params={"name": "s"})) for _ in range(100)
+            ]
+            await asyncio.sleep(0.1)
+            try:
+                async with asyncio.timeout(30):
+                    found = [(await client.get(path)).status_code for path in ("/healthz", "/readyz")]
+            finally:
+                is_over.set()
+            return found, all(answer.status_code == 200 for answer in await asyncio.gather(*sessions))
+
+    with contextlib.closing(Application(home, Access.of_home(home))) as app:
+        monkeypatch.setattr(app.appender, "session", waiting)
+        assert asyncio.run(probed(app)) == ([503, 200], True)
 
 
 @pytest.mark.siege

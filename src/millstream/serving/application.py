@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterable, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import structlog
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 logger = structlog.get_logger("millstream.serve")
 
 _TITLE: Final = "Millstream"
+_SESSIONS_AT_ONCE: Final = 16
+"""Number of requests for a session at a time; others wait for their turn."""
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE"})
 _ABOUT: Final = "An ordered, durable change log: rows in over HTTP, and how the home does."
 
@@ -83,6 +86,8 @@ class Application:
         self.reading: Final = Reading(home, self.intake)
         self.consumers: Final = Consumers(home, self.intake)
         self.tails: Final = Tails(home)
+        # A session waits for followers, for seconds: probes of health, on asyncio's threads, never wait behind it.
+        self._sessions = ThreadPoolExecutor(_SESSIONS_AT_ONCE, thread_name_prefix="sessions")
         self._origins = Origins(http.address[0], http.hosts, any_host=access.is_asked)
         self._writes = Writes(home, self.groups, self.intake, access)
         # Compile or load it during the first requests: the first time on a machine it takes seconds.
@@ -107,6 +112,7 @@ class Application:
         self.reading.close()
         self.tails.close()
         self.appender.close()
+        self._sessions.shutdown(wait=False, cancel_futures=True)
 
     async def _may_read(self, scope: Scope) -> bool:
         with contextlib.suppress(MillstreamError):
@@ -204,7 +210,7 @@ class Application:
             summary="What a stream's log has of a session of an application: its mark, and which numbers above that.",
         )
         async def get_session(stream: str, name: str) -> JSONResponse:
-            found = await asyncio.to_thread(self.appender.session, stream, name)
+            found = await asyncio.wrap_future(self._sessions.submit(self.appender.session, stream, name))
             return JSONResponse(found.as_dict())
 
         unwell: Any = {503: {"description": "They don't."}}
