@@ -14,7 +14,7 @@ import millstream
 from millstream.app.open_home import open_other
 from millstream.app.status import collect_status
 from millstream.cli.main import cli
-from millstream.errors import FollowerBehindRetention, OffsetExpired, UnknownStream
+from millstream.errors import FollowerBehindRetention, OffsetExpired, ReplicationError, UnknownStream
 from millstream.home.home import Home
 from millstream.home.paths import PIPELINE
 from millstream.model.positions import Seq
@@ -23,6 +23,7 @@ from millstream.nodes.follower_log_retention import CopyRetention
 from millstream.nodes.follower_state import FollowerState
 from millstream.nodes.session_document import SESSIONS
 from millstream.protocol.retention import HolderKind
+from millstream.testing.errors import coded
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME
 from millstream.wal.reader import StreamReader
@@ -256,3 +257,28 @@ def test_the_latest_rows_keep_the_totals_of_records_that_retention_has_dropped(t
         (last,) = home.read_latest("shop", "posts", after=token)
         assert last.rows.column("likes").to_pylist() == [31]
         assert sorted(home.merged("shop", "posts").column("likes").to_pylist()) == [1, 31]
+
+
+def test_a_region_whose_log_is_recreated_takes_no_totals_of_the_others_with_it(tmp_path: Path) -> None:
+    """The hint was to delete the merged state: totals that retention had dropped from the own log were gone."""
+    increments = MERGES.replace('"pn_counter"', '"pn_counter(increments)"')
+    one, two, again = (tmp_path / name for name in ("one", "two", "again"))
+    for folder, region in ((one, 1), (two, 2), (again, 2)):
+        configure(folder, increments, region=region)
+    for folder, counts in ((one, (1, 2, 4)), (two, (100,)), (again, (1000,))):
+        for likes in counts:
+            with millstream.open(folder) as home:
+                home.append("shop", "posts", {"id": 1, "likes": likes})
+    copy = one / "data" / "wal" / "shop@2"
+    shutil.copytree(two / "data" / "wal" / "shop", copy)
+    assert CliRunner().invoke(cli, ["--home", str(one), "reconcile", "posts"]).exit_code == 0
+    retain(one)
+    assert StreamReader(str(one / "data" / "wal" / "shop")).first_seq() > 1
+    assert merged(one) == [107]
+    shutil.rmtree(copy)
+    shutil.copytree(again / "data" / "wal" / "shop", copy)
+    with pytest.raises(ReplicationError, check=coded("other_stream")):
+        merged(one)
+    done = CliRunner().invoke(cli, ["--home", str(one), "reconcile", "posts", "--json"])
+    assert [taken["anew"] for taken in json.loads(done.stdout)["tables"][0]["taken"]] == [False, True]
+    assert merged(one) == [1007]

@@ -160,8 +160,14 @@ def test_what_is_kept_is_damaged_or_of_another_log(tmp_path: Path) -> None:
         with millstream.open(two) as home:
             home.append("shop", "posts", [{"id": 9, "likes": 1}])
         follow(one, two, 2)
-        with pytest.raises(ReplicationError, check=coded("other_stream"), match="log of region 2 was made anew"):
+        with pytest.raises(
+            ReplicationError, check=coded("other_stream"), match="log of region 2 was made anew"
+        ) as caught:
             rows_of(one)
+        assert "millstream reconcile public.posts" in caught.value.hint
+        (done,) = reconcile_stream(Home(one), "shop", ["posts"]).tables
+        assert [taken.is_anew for taken in done.taken] == [False, True]
+        assert {key: row["likes"] for key, row in rows_of(one).items()} == {1: 5, 2: 1, 9: 1}
 
 
 def test_a_log_that_is_not_the_regions_it_stands_for_is_refused(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def _print(found: Reconciliation) -> None:
                 words = f"{rows} out of numbers {taken.after + 1} to {taken.upto}"
             say(f"{one.name}: region {taken.region}, {whose}: {words}")
             if taken.is_anew:
-                note("  the log lost merged records at its end; its state was merged again")
+                note("  the log lost merged records at its end, or was recreated; its state was merged again")
             if taken.begins_at is not None:
                 note(f"  retention dropped records before number {taken.begins_at} that were never merged")
         say(f"{one.name}: {one.rows:,} rows merged of {one.regions} {'region' if one.regions == 1 else 'regions'}")

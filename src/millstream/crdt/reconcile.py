@@ -410,7 +410,7 @@ def _greatest(table: str, one: Vector, other: Vector) -> Vector:
             raise ReplicationError(
                 f"{table}: region {region} was heard of by two logs, {held} and {token}",
                 code="other_stream",
-                hint="Delete the old merged state (data/regions): it is built again from the new log.",
+                hint="Run `millstream reconcile`: it drops what was merged from the earlier log, and keeps the other regions' rows.",
                 region=int(region),
             ) from error
     return dict(sorted(found.items()))

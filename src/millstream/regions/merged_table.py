@@ -91,7 +91,7 @@ class Reconciled:
     begins_at: Seq | None
     """The first number that retention has left, if it has dropped records that were never merged."""
     is_anew: bool = False
-    """Whether the log had lost its merged tail, so that it was read again."""
+    """Whether the log had lost its merged tail, or was recreated, so that it was read again."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result, JSON-able."""
@@ -302,11 +302,11 @@ class RegionTable:
 
         Args:
             take: receives what was taken of each region, and where records were dropped before they were
-                merged: the rest is taken all the same then.
+                merged: the rest is taken all the same then, and a recreated log in place of its earlier rows.
 
         Raises:
             OffsetExpired: records were dropped, and `take` is None.
-            ReplicationError (`other_stream`): a region's log was recreated after the state was kept.
+            ReplicationError (`other_stream`): a region's log was recreated after the state was kept, and `take` is None.
             MergeStateUnreadable: the kept state is damaged.
             ReplicationError (`merge_unsuitable`): columns merge differently than before, and retention has dropped the records
                 to rebuild from.
@@ -320,7 +320,12 @@ class RegionTable:
         before = state.vector
         for region in self.regions:
             reader = self._readers[region]
-            after = self._heard(state, region, reader)
+            other_log = self._other_log(state, region, reader)
+            if other_log is not None:
+                if take is None:
+                    raise other_log
+                state, before = self._without_earlier_log(state, region), {}
+            after = behind(state.vector, region)
             first = reader.first_seq() if take is not None or after == 0 else Seq(0)
             lost = first if first > after + 1 else None
             known = self.known_in(state.rows.filter(pc.equal(state.rows.column(REGION.name), int(region))))
@@ -331,6 +336,7 @@ class RegionTable:
             if is_anew:
                 state, heard = self._without_lost_tail(state, region)
                 after, lost, before = behind(state.vector, region), None, {}
+            is_anew |= other_log is not None
             lacking = self.engine.missing(heard, state.vector)
             del heard
             if take is not None:
@@ -519,18 +525,29 @@ class RegionTable:
             return None
         return lambda records: of_keys(widened(rows, records.schema), records, self.engine.key)
 
-    def _heard(self, state: RegionState, region: RegionId, reader: StreamReader) -> Seq:
+    def _other_log(self, state: RegionState, region: RegionId, reader: StreamReader) -> ReplicationError | None:
+        """Return an error if a region's log isn't the one that a state has received."""
         token = state.vector.get(region)
-        if token is None:
-            return Seq(0)
-        if token.stream != short_stream_id(reader.stream_id):
-            raise ReplicationError(
-                f"{self.name}: the log of region {region} was made anew: it was {token}, and is {reader.token()}",
-                code="other_stream",
-                hint=f"Delete {self._file}: it is built again from the logs.",
-                region=int(region),
-            )
-        return token.linear()
+        if token is None or token.stream == short_stream_id(reader.stream_id):
+            return None
+        return ReplicationError(
+            f"{self.name}: the log of region {region} was made anew: it was {token}, and is {reader.token()}",
+            code="other_stream",
+            hint=f"Run `millstream reconcile {self.name}`: it drops the rows of the earlier log, and keeps the other regions'.",
+            region=int(region),
+        )
+
+    def _without_earlier_log(self, state: RegionState, region: RegionId) -> RegionState:
+        """Return a state without the rows of a region whose log was recreated; the others' rows stay.
+
+        Subtractions are found again. With three or more regions, those whose records retention has dropped stay.
+        """
+        regions, seqs = (whole_column(state.rows.column(one.name)).to_numpy() for one in (REGION, SEQ))
+        lost = regions == int(region)
+        for other, reader in self._readers.items():
+            first = 0 if other == region or len(self.regions) == 2 else reader.first_seq()
+            lost |= (regions == subtracting_region(np.full(len(seqs), int(other)), seqs)) & (seqs >= first)
+        return self.engine.without(state, region, lost)
 
     def kept_rows(self) -> tuple[Seq, pa.Table] | None:
         """Return the own region's rows of the kept state, and the number up to which they were read.
