@@ -344,6 +344,21 @@ def test_the_server_that_the_log_followed_is_known_by_its_slot(stage: Stage) -> 
     assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
 
 
+def test_a_start_after_slot_drop_that_was_killed_behind_the_new_slot_is_gone_on_with(stage: Stage) -> None:
+    stage.sql(ORDERS, "INSERT INTO orders VALUES (1, 'x')")
+    stage.catch_up()
+    assert drop_slot(stage.config, stage.catalog) is not None
+    stage.sql(
+        "UPDATE orders SET item = 'between the slots'",
+        f"SELECT pg_create_logical_replication_slot('{stage.config.slot}', 'pgoutput')",
+        "INSERT INTO orders VALUES (2, 'y')",
+    )
+    for _ in range(2):
+        assert stage.catch_up().caught_up
+        assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
+    assert not stage.catalog.fact(f"capture/{stage.catalog.stream('shop').id}", "slot_dropped", default=False)
+
+
 def test_a_slot_of_something_else_is_left_alone(stage: Stage) -> None:
     stage.sql(ORDERS, f"SELECT pg_create_physical_replication_slot('{stage.config.slot}')")
     assert isinstance(failing(stage.config, stage), SourceError)

@@ -249,8 +249,8 @@ class _Capture:
                 )
             if slot is None:
                 reached = self._begin_slot(config.dsn, replication, identity, source)
-            elif reached == 0:
-                reached = self._catalog.move_reached(source, slot.confirmed)
+            elif reached == 0 or self._is_slot_dropped():
+                reached = self._begin_at(source, slot.confirmed)
             if self._until_caught_up and self._target is None:
                 self._target = insert_lsn(control)
             before_each: Callable[[], None] = lambda: None  # noqa: E731 - nothing to look at before each item
@@ -415,11 +415,11 @@ class _Capture:
         Nothing is noted before the source is known to be followable: the DSN may still be set back to the old server.
         """
         known = self._catalog.current_source(self._stream)
-        dropped = bool(self._catalog.fact(self._scope, "slot_dropped", default=False))
+        dropped = self._is_slot_dropped()
         reached = Lsn(0) if known is None else self._reached(known.id)
         theirs = read_history(replication, identity.timeline)
-        begins_anew = known is None or (slot is None and dropped)
-        fresh = True
+        begins_anew = known is None or dropped
+        fresh = begins_anew
         if known is not None and begins_anew:
             check_same(known, replace(identity, timeline=known.timeline))
             self._request_copies()
@@ -454,9 +454,8 @@ class _Capture:
             log=self._log.reached(),
         )
         if known is not None and source != known.id:
-            logger.warning(
-                "the source is on a new timeline", timeline=identity.timeline, source=source, after=format_lsn(reached)
-            )
+            where = {"timeline": identity.timeline, "source": source, "after": format_lsn(reached)}
+            logger.warning("the source is on a new timeline", **where)
         return source
 
     def _reached(self, source: SourceId) -> Lsn:
@@ -484,15 +483,23 @@ class _Capture:
 
         failover = self._config.failover and identity.server_version >= 170000 and not identity.on_standby
         start = create_slot(replication, self._config.slot, failover=failover, meanwhile=meanwhile)
+        return self._begin_at(source, start)
+
+    def _is_slot_dropped(self) -> bool:
+        """Return whether the slot was dropped on purpose: one that exists was created by a start that was interrupted."""
+        return bool(self._catalog.fact(self._scope, "slot_dropped", default=False))
+
+    def _begin_at(self, source: SourceId, start: Lsn) -> Lsn:
+        """Let the stream begin where a new slot does; the tables' copies are requested already."""
         reached = self._catalog.move_reached(source, start)
-        forget_set_back(self._catalog, self._scope)
-        self._catalog.drop_fact(self._scope, "slot_dropped")
         if reached != start:
             raise SourceError(
                 f"a new slot begins at {format_lsn(start)}, below {format_lsn(reached)}, which the log has reached",
                 code="source_replaced",
                 hint="Capture into another stream (in another home): the source was restored to an older state.",
             )
+        forget_set_back(self._catalog, self._scope)
+        self._catalog.drop_fact(self._scope, "slot_dropped")
         return reached
 
     def _open_chunks(
