@@ -37,6 +37,8 @@ _COMPARED: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
 }  # fmt: skip
 _KEYWORDS: Final = frozenset({"and", "or", "not", "in", "is", "null", "true", "false"})
 _DEPTH_MAX: Final = 100
+_TEXT_MAX: Final = 64 << 10
+"""Number of characters of a predicate."""
 _SHOWN_MAX: Final = 500
 """Characters of a predicate in a message."""
 _INT64: Final = range(-(1 << 63), 1 << 63)
@@ -56,7 +58,12 @@ class Predicate:
 
     @classmethod
     def parse(cls, text: str) -> Predicate:
-        """Read a predicate; raise `UsageError` with the position of an error."""
+        """Read a predicate of at most 65,536 characters; raise `UsageError` with the position of an error."""
+        if len(text) > _TEXT_MAX:
+            raise UsageError(
+                f"the predicate {_shown(text)} has {len(text)} characters, of at most {_TEXT_MAX}",
+                hint="Shorten the condition, or select on another column.",
+            )
         reader = _PredicateParser(text)
         test = reader.whole()
         return cls(text, tuple(dict.fromkeys(reader.columns)), test)
@@ -213,8 +220,8 @@ def _shown(text: str) -> str:
 
 def _tokens(text: str) -> list[tuple[str, str, int]]:
     found = []
-    at = 0
-    while text[at:].strip():
+    at, end = 0, len(text.rstrip())
+    while at < end:
         token = _TOKEN.match(text, at)
         if token is None:
             raise UsageError(
