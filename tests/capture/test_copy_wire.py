@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import closing
+from typing import Any
 
+import numpy as np
 import pytest
 from tests.capture.capture_stage import Stage
 
 from millstream.capture.connection import connect
-from millstream.capture.copying import copy_output
+from millstream.capture.copying import _text_scan, copy_output
 from millstream.errors import MillstreamError
 
 ROWS = (
@@ -77,3 +79,27 @@ def test_no_rows_and_rows_without_columns(stage: Stage) -> None:
         assert copy_output.copy_out(connection, b"COPY (SELECT 1 WHERE false) TO STDOUT", bytes_max=1).row_count == 0
         found = copy_output.copy_out(connection, b"COPY (SELECT) TO STDOUT", bytes_max=1 << 20)
         assert (found.row_count, found.text.tobytes()) == (1, b"\n")
+
+
+def scanned(text: bytes, width: int, rows: int) -> tuple[int, int]:
+    value_at, size = np.empty((width, rows), np.int32), np.empty((width, rows), np.int32)
+    fault, found = _text_scan.scan_rows(np.frombuffer(bytearray(text), np.uint8), width, value_at, size)
+    return int(fault), int(found)
+
+
+def test_a_row_without_columns_is_an_empty_line() -> None:
+    assert scanned(b"\n\n", 0, 2) == (_text_scan.FINE, 2)
+    assert scanned(b"\n\n", 0, 1) == (_text_scan.TOO_MANY, 1)
+    for other in (b"x\n", b"\t\n", b"\\N\n"):
+        assert scanned(other, 0, 2) == (_text_scan.WRONG_WIDTH, 0)
+    assert scanned(b"\n", 1, 1) == (_text_scan.FINE, 1)
+    assert scanned(b"\t\n", 1, 1) == (_text_scan.WRONG_WIDTH, 0)
+
+
+def test_a_table_without_columns_is_copied_and_followed(stage: Stage) -> None:
+    stage.sql("CREATE TABLE bare ()", "ALTER TABLE bare REPLICA IDENTITY FULL", "INSERT INTO bare DEFAULT VALUES")
+    assert not stage.catch_up().quarantined
+    stage.sql("INSERT INTO bare DEFAULT VALUES")
+    assert not stage.catch_up().quarantined
+    rows: Any = stage.log.replay()["public.bare"][None]
+    assert rows == [{}, {}]

@@ -24,7 +24,7 @@ _B, _F, _N, _R, _T, _V, _NULL = 98, 102, 110, 114, 116, 118, 78
 
 
 @compiled
-def scan_rows(  # noqa: C901, PLR0912 - a walk byte by byte is one loop
+def scan_rows(  # noqa: C901, PLR0912, PLR0915 - a walk byte by byte is one loop
     buffer: Array, width: int, value_at: Array, size: Array
 ) -> tuple[int, int]:
     """Walk COPY's text; unescape values in place, because an escape is longer than the text it stands for.
@@ -65,14 +65,16 @@ def scan_rows(  # noqa: C901, PLR0912 - a walk byte by byte is one loop
                 buffer[to] = byte
                 to += 1
         elif byte == _TAB or byte == _NEWLINE:  # noqa: PLR1714, SIM109 - machine code
-            if column >= width:
+            is_empty_row = width == 0 and byte == _NEWLINE and to == start and not null
+            if column >= width and not is_empty_row:
                 return WRONG_WIDTH, rows
             if rows >= rows_max:
                 return TOO_MANY, rows
-            value_at[column, rows] = start
-            size[column, rows] = -1 if null else to - start
+            if not is_empty_row:
+                value_at[column, rows] = start
+                size[column, rows] = -1 if null else to - start
+                column += 1
             null = False
-            column += 1
             if byte == _NEWLINE:
                 # A row without columns is an empty line, and so is a row of a single empty text.
                 if column != width:
