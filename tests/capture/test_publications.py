@@ -12,8 +12,11 @@ import pytest
 from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage
 
-from millstream.capture.source_checks import check_source, doctor_sql
+from millstream.capture.source_checks import check_source, doctor_sql, drop_slot
+from millstream.capture.streamed_publications import publications_known
 from millstream.catalog import TableState
+from millstream.errors import SourceError
+from millstream.testing.errors import coded
 
 TABLES = (
     "CREATE TABLE orders (id int PRIMARY KEY, item text); INSERT INTO orders VALUES (1, 'x')",
@@ -336,6 +339,36 @@ def test_a_publication_that_a_start_creates_is_not_asked_about_the_backlog(stage
     stage.sql("INSERT INTO plain VALUES (1)")
     stage.catch_up()
     assert bag(stage, "plain") == [("1",)]
+
+
+def test_a_publication_that_was_renamed_and_is_back_is_passed_or_named_with_what_to_do(stage: Stage) -> None:
+    """PostgreSQL 18 passes over the changes between; an older one never gets past them."""
+    publication = stage.config.publication
+    stage.sql(TABLES[0])
+    stage.catch_up()
+    stage.sql(
+        f"ALTER PUBLICATION {publication} RENAME TO aside",
+        "INSERT INTO orders VALUES (2, 'y')",
+        f"ALTER PUBLICATION aside RENAME TO {publication}",
+    )
+    with stage.connect() as connection:
+        passes = connection.info.server_version >= 180000
+    if not passes:
+        with pytest.raises(SourceError, check=coded("publication_replaced")) as found:
+            stage.catch_up()
+        assert "slot drop" in found.value.hint
+        drop_slot(stage.config, stage.catalog)
+    assert stage.catch_up().caught_up
+    assert passes or stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
+
+
+def test_a_change_without_its_publication_is_an_error_of_its_own_that_lasts() -> None:
+    with pytest.raises(SourceError, check=coded("publication_replaced")) as found, publications_known():
+        raise SourceError('publication "millstream_shop" does not exist', sqlstate="42704")
+    assert "slot drop" in found.value.hint
+    assert not found.value.mends_at_source
+    with pytest.raises(SourceError, check=coded("source")), publications_known():
+        raise SourceError("PostgreSQL can't compute a value", sqlstate="22012")
 
 
 def streams(stage: Stage, publication: str) -> bool:

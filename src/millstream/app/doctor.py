@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     from millstream.config.model import StreamConfig
     from millstream.model.schema import TableSchema
 
-_TO_DECIDE: Final = frozenset({"slot_ahead", "slot_lost", "source_replaced", "offset_expired", "lake_of_another_log"})
+_TO_DECIDE: Final = frozenset(
+    {"publication_replaced", "slot_ahead", "slot_lost", "source_replaced", "offset_expired", "lake_of_another_log"}
+)
 """Errors that end capture or the pipeline at each start, until an operator decides how to go on."""
 _CHECKED_ELSEWHERE: Final = frozenset({Kind.SLOT_LAG, Kind.TABLE_QUARANTINED})
 """Conditions that the checks of a source and of tables find."""

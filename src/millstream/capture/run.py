@@ -54,7 +54,7 @@ from millstream.capture.stream.barrier import StreamBarrier
 from millstream.capture.stream.receiver import Receiver
 from millstream.capture.stream.replication_connection import Wire, start_replication
 from millstream.capture.stream.spill import SpillFolder
-from millstream.capture.streamed_publications import StreamedPublications
+from millstream.capture.streamed_publications import StreamedPublications, publications_known
 from millstream.capture.table_directory import TableDirectory
 from millstream.capture.timeline import TimelineWatch, follows, read_history
 from millstream.capture.watcher import WatchedTables, Watcher
@@ -150,7 +150,7 @@ class _Capture:
         self._spill = SpillFolder(config.spill_dir, config.free_bytes)
         self._target: Lsn | None = None
         self._records = 0
-        self._connected = False
+        self._connected = self._ever = False
         self._reads_chunks = False
         self._choice = ModeChoice(
             config.catch_up,
@@ -209,8 +209,6 @@ class _Capture:
 
     def _was_connected(self) -> bool:
         return self._connected or self._target is not None or self._records > 0 or self._ever
-
-    _ever = False
 
     def _wait(self, seconds: float) -> None:
         if self._clock is not None:
@@ -318,6 +316,7 @@ class _Capture:
             session = _CaptureSession(applier, receiver, watcher, tables, copies, chunks, rules)
             return self._stream_until_done(session, control)
 
+    @publications_known()
     def _stream_until_done(self, session: _CaptureSession, control: Connection) -> CaptureOutcome | None:
         applier, receiver = session.applier, session.receiver
         begun = applier.durable

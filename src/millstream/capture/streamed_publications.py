@@ -8,14 +8,37 @@ was first seen. The catalog keeps that LSN; until X is there, the tables that it
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
+from millstream.capture.connection import RECOPY_HINT
 from millstream.capture.source import Connection, current_snapshot, insert_lsn, on_standby, running_bound
 from millstream.catalog import Catalog
+from millstream.errors import SourceError
 from millstream.model.positions import Lsn
 
 _FACT: Final = "publications"
 """By name, the LSN from which on a publication may be streamed."""
+_UNDEFINED: Final = "42704"
+
+
+@contextmanager
+def publications_known() -> Iterator[None]:
+    """Raise `publication_replaced` if the block's stream meets a change at which a publication didn't exist.
+
+    They exist now, because a session looks for them before it streams.
+    """
+    try:
+        yield
+    except SourceError as error:
+        if error.details.get("sqlstate") != _UNDEFINED:
+            raise
+        raise SourceError(
+            f"the stream can't pass the changes from before a publication was created again, or renamed: {error.message}",
+            code="publication_replaced",
+            hint=RECOPY_HINT,
+        ) from error
 
 
 class StreamedPublications:

@@ -8,7 +8,14 @@ from typing import ClassVar, Final
 from millstream.errors._root import Code, MillstreamError, Retry
 
 _LASTING: Final = frozenset(
-    {"source_dsn_invalid", "source_version_unsupported", "slot_lost", "slot_ahead", "source_replaced"}
+    {
+        "publication_replaced",
+        "source_dsn_invalid",
+        "source_version_unsupported",
+        "slot_lost",
+        "slot_ahead",
+        "source_replaced",
+    }
 )
 
 
@@ -92,6 +99,10 @@ class SourceError(MillstreamError):
             "Raise max_replication_slots (or max_wal_senders), or drop an unused slot.",
         ),
         "publication_missing": Code("The publication doesn't exist and may not be created.", Retry.OPERATOR),
+        "publication_replaced": Code(
+            "A publication was dropped or renamed, and PostgreSQL 14 to 17 can't send the changes until it was back.",
+            Retry.OPERATOR,
+        ),
     }
 
     @property
