@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from millstream.leadership.node_roles import VERSIONS_NAME, Roles, replication_f
 from millstream.leadership.promotion_check import hear_of_promotions
 from millstream.model.ids import Epoch
 from millstream.model.replication import AckLevel, Document, NodeName
+from millstream.nodes import follower_process
 from millstream.nodes.follower_process import begin_to_follow
 from millstream.nodes.follower_state import FollowerState
 from millstream.nodes.level_document import LEVEL, Terms
@@ -137,6 +139,33 @@ def test_a_promise_tells_of_all_that_was_durable_though_a_power_cut_has_taken_th
         told = answer_node(home, {"op": "promise", "stream": STREAM, "epoch": 1, "to": "b"})
         assert told["group"] == durable
         assert a.rows() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("others_go_on", [False, True])
+def test_a_stream_that_waits_for_an_operator_looks_again_while_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, others_go_on: bool
+) -> None:
+    monkeypatch.setattr(follower_process, "_LOOKS_AGAIN_S", 0.1)
+    with nodes(tmp_path) as (_, b):
+        home = home_of(b)
+        follows(home, "a")
+        stop, all_gave_up = threading.Event(), threading.Event()
+        if not others_go_on:
+            all_gave_up.set()
+        stream = follower_process._FollowedStream(home, follower_process._own_copy(STREAM), stop, all_gave_up)
+        tries: list[bool] = []
+
+        def follow(*, until_caught_up: bool) -> bool:
+            tries.append(until_caught_up)
+            if len(tries) == 1:
+                raise ReplicationError("a copy of another stream lies here", code="other_stream")
+            stop.set()
+            return True
+
+        monkeypatch.setattr(stream, "_follow_or_fill", follow)
+        stream.run(until_caught_up=False)
+        assert len(tries) == (2 if others_go_on else 1)
+        assert (stream.error is None, stream.gave_up) == (others_go_on, not others_go_on)
 
 
 def test_a_role_that_is_damaged_holds_up_no_other_stream(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -61,6 +62,8 @@ if TYPE_CHECKING:
 logger = structlog.get_logger("millstream.follow")
 
 _AGAIN_S: Final = 1.0
+_LOOKS_AGAIN_S: Final = 60.0
+"""Pause of a stream that waits for an operator, while others go on."""
 
 
 def begin_to_follow(home: Home, leader: NodeName | None, streams: Sequence[str]) -> dict[str, RoleFact]:
@@ -147,8 +150,8 @@ def follow_home(
     Raises:
         HomeBusy: another process follows already.
         ConfigError: the home is no node, or the variable that has its token isn't set.
-        Diverged, FollowerBehindRetention, ReplicationError (`other_stream`) …: a stream can't go on (the first one's error,
-            after the others have ended).
+        Diverged, FollowerBehindRetention, ReplicationError (`other_stream`) …: no stream can go on (the first one's error). A
+            stream that can't looks again after a minute while others go on.
     """
     this_node(home)
     home.loaded_config.node_token()
@@ -157,8 +160,9 @@ def follow_home(
         RoleLock.take(home.run_folder, "follow", patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5),
         watched_catalog(home, lifeline),
     ):
+        all_gave_up = threading.Event()
         streams = {
-            copy.log: _FollowedStream(home, copy, lifeline.stop)
+            copy.log: _FollowedStream(home, copy, lifeline.stop, all_gave_up)
             for copy in (*map(_own_copy, sorted(home.config.streams)), *region_copies(home))
         }
 
@@ -177,6 +181,10 @@ def follow_home(
             while any(worker.is_alive for worker in workers):
                 lifeline.tell("progress", facts())
                 on_progress(facts())
+                if all(
+                    one.gave_up or not worker.is_alive for one, worker in zip(streams.values(), workers, strict=True)
+                ):
+                    all_gave_up.set()
                 for worker in workers:
                     worker.join(1.0 / len(workers))
         found: dict[str, Any] = facts()["streams"]
@@ -192,8 +200,11 @@ def follow_home(
 class _FollowedStream:
     """One stream, handled by its role as that changes."""
 
-    def __init__(self, home: Home, copy: _Copy, stop: threading.Event) -> None:
+    def __init__(self, home: Home, copy: _Copy, stop: threading.Event, all_gave_up: threading.Event) -> None:
         self._home = home
+        self._all_gave_up = all_gave_up
+        self.gave_up = False
+        """Whether the stream waits for an operator."""
         self._copy = copy
         self._name = copy.log
         self._stop = stop
@@ -229,10 +240,22 @@ class _FollowedStream:
                 self.error = error = _in_our_tree(failed, self._home)
                 lasts = until_caught_up or error.retry in {Retry.OPERATOR, Retry.NEVER}
                 if lasts and not isinstance(error, Fenced | DiskFull):
-                    return
+                    if until_caught_up or not self._waits_for_operator():
+                        return
+                    continue
                 logger.warning("begins again", stream=self._name, error=error.message, code=error.code, in_s=_AGAIN_S)
                 self._stop.wait(_AGAIN_S)
             self._stop.wait(LOOK_EVERY_S)
+
+    def _waits_for_operator(self) -> bool:
+        """Wait a while; return False if the process ends, also because no other stream goes on."""
+        self.gave_up = True
+        until_s = time.monotonic() + _LOOKS_AGAIN_S
+        while time.monotonic() < until_s:
+            if self._stop.wait(LOOK_EVERY_S) or self._all_gave_up.is_set():
+                return False
+        self.gave_up = False
+        return True
 
     def _follow_or_fill(self, *, until_caught_up: bool) -> bool:
         """Follow, and fetch what the leader has dropped from the object store; return False if more remains."""
