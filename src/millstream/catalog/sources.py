@@ -206,6 +206,17 @@ class Sources(CatalogPart):
             connection.execute(update(t.sources).where(t.sources.c.id == source).values(reached=reached))
             self._put(connection, scope, _log_had(source), self._log_had(connection, scope, source, log))
 
+    def require_reached(self, stream: StreamId) -> None:
+        """Let positions that were stored without what the log had count only for a log that has as much: it was cut.
+
+        Earlier versions stored all of them so, and this one the position where a slot began.
+        """
+        with self._database.write() as connection:
+            of_databases = (t.sources.c.stream == str(stream)) & (t.sources.c.system_identifier != str(OF_A_BUFFER))
+            for row in connection.execute(select(t.sources).where(of_databases, t.sources.c.reached > 0)).all():
+                if self._fact(connection, _scope(stream), _log_had(row.id)) is None:
+                    self._put(connection, _scope(stream), _log_had(row.id), [row.id, row.reached])
+
     def _row(self, connection: Connection, source: SourceId) -> Row[Any]:
         row = connection.execute(select(t.sources).where(t.sources.c.id == source)).first()
         if row is None:

@@ -119,7 +119,7 @@ def restore_stream(
     here = durable_marks(RealFiles(), str(wal))
     # Also the numbers beyond what is restored: damaged objects existed once.
     reserved = max(mark.reserved_to for mark in (*marks.values(), *here.values()))
-    _adopt(home, stream, stream_id, found.documents, reserved)
+    _adopt(home, stream, stream_id, found.documents, reserved, is_cut=asked is not None)
     group = max((mark.group for mark in here.values()), default=GroupNumber(0))
     with Roles(home).changing(stream) as changing:
         # It leads what it has; nodes that continued from another point have their own lineage.
@@ -228,13 +228,20 @@ def _cut_at(wal: Path, token: Seq, replication: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _adopt(home: Home, name: str, stream: StreamId, documents: Mapping[str, Document], reserved: Seq) -> None:
-    """Adopt the leader's newest catalog and consumers, and never reuse a number that the leader may have given out."""
+def _adopt(
+    home: Home, name: str, stream: StreamId, documents: Mapping[str, Document], reserved: Seq, *, is_cut: bool
+) -> None:
+    """Adopt the leader's newest catalog and consumers, and never reuse a number that the leader may have given out.
+
+    If the log was cut, that catalog may have a position of the source beyond it. Capture would go on there.
+    """
     catalog, consumers = documents.get(CATALOG), documents.get(CONSUMERS)
     if catalog is not None:
         adopt_catalog(home, catalog.data, [stream])
     with home.open_catalog() as known:
         known.resolve_stream(name, found=stream)
+        if is_cut:
+            known.require_reached(stream)
         _, epoch = known.register_writer(stream)
         known.reservations(stream).reserve_to(reserved, epoch=epoch)
         if consumers is not None:
