@@ -336,9 +336,9 @@ def test_the_server_that_the_log_followed_is_known_by_its_slot(stage: Stage) -> 
     assert "set back" in failing(stage.config, stage).message
     # The DSN leads back to that server: its WAL is longer, and its slot is where capture has confirmed it.
     stage.sql(
-        f"SELECT pg_logical_emit_message(false, 'filler', repeat('x', {3 << 20}))",
+        f"SELECT pg_logical_emit_message(false, 'filler', repeat('x', {1 << 16})) FROM generate_series(1, 48)",
+        "INSERT INTO orders VALUES (1, 'x')",  # its commit flushes the WAL: a slot isn't advanced past that
         f"SELECT pg_replication_slot_advance('{stage.config.slot}', '{format_lsn(reached)}')",
-        "INSERT INTO orders VALUES (1, 'x')",
     )
     assert stage.catch_up().caught_up
     assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])

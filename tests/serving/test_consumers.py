@@ -88,6 +88,7 @@ def test_a_small_request_cannot_inflate_to_a_large_one(server: Served, path: str
     answer = httpx.post(f"{url}/{path}", content=body, headers=headers, timeout=60, trust_env=False)
     assert (answer.status_code, answer.json()["code"]) == (413, "body_too_large")
     assert answer.json()["details"]["size_max"] == 2 << 20
+    httpx.delete(f"{url}/consumers/c", trust_env=False)
 
 
 def orders(messages: list[dict[str, Any]]) -> list[int]:
