@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.app.homes import wait_for
 from tests.regions.two_homes import follow, made
+from tests.seeds import examples
 
 import millstream
 from millstream.errors import DedupWindowExpired, IdempotencyKeyReused, SessionExpired
@@ -89,7 +93,7 @@ def test_a_session_goes_on_in_another_region_from_where_it_was() -> None:
     assert asked.ask(WriteId("s", last + 2), 7, 1) is None
     sessions.raise_mark("s", others.mark("s", sessions), last)
     sessions.note(WriteId("s", last + 1), 7, _given(), last + 1)
-    assert others.facts("s", sessions.facts("s")) == SessionFacts(last + 1)
+    assert others.facts("s", sessions) == SessionFacts(last + 1)
     others.forget(RegionId(2))
     assert others.look(WriteId("s", last), 7) is None
 
@@ -114,7 +118,7 @@ def test_a_session_that_went_to_another_region_goes_on_in_the_first() -> None:
     asked = GroupLookup(own, others)
     assert asked.ask(WriteId("s", last), 7, 0) == _given()
     assert asked.ask(WriteId("s", last + 1), 7, 0) == Ack({}, SeqRange(Seq(0), 1))
-    assert others.facts("s", own.facts("s")) == SessionFacts(last + 1)
+    assert others.facts("s", own) == SessionFacts(last + 1)
     for number in range(last + 2, last + 2 * AHEAD_MAX):
         assert GroupLookup(own, others).ask(WriteId("s", number), 7, 0) is None
         own.raise_mark("s", others.mark("s", own), number)
@@ -141,7 +145,7 @@ def test_a_write_that_the_lost_beginning_of_a_log_may_have_is_never_taken_for_ne
     for number in (kept.start - 1, kept.stop, kept.stop + 1024):
         with pytest.raises(SessionExpired):
             GroupLookup(own, others).ask(WriteId("s", number), 7, 0)
-    assert others.facts("s", own.facts("s")).expired
+    assert others.facts("s", own).expired
     assert GroupLookup(own, others).ask(WriteId("s", kept.start), 7, 0) == Ack({}, SeqRange(Seq(0), 1))
     # Nothing is missing: this region has the beginning.
     own = _own(kept.start - 1)
@@ -176,3 +180,60 @@ def test_age_makes_no_region_forget_a_session_that_went_on_in_another() -> None:
     _noted(others, range(1, 6))
     others.note(_TWO, [(WriteId(f"t{n}", 1), 7, _given(), week_us) for n in range(300)], "later")
     assert GroupLookup(own, others).ask(WriteId("s", 6), 7, 0) is None
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_replayed_log_takes_no_write_for_new_that_a_log_may_have_that_lags(copied: bool) -> None:
+    own, others = _own(5), OtherRegions()
+    own.note(WriteId("s", 2001), 7, _given(), 1)
+    if copied:
+        own = Sessions.restored(b"".join(own.copied()()))
+    _noted(others, range(6, 501))
+    for number in (1500, 2000, 2002, 5000):
+        with pytest.raises(SessionExpired):
+            GroupLookup(own, others).ask(WriteId("s", number), 7, 0)
+    assert others.facts("s", own).expired
+    assert GroupLookup(own, others).ask(WriteId("s", 2001), 7, 0) == _given()
+    _noted(others, range(501, 2001))
+    assert others.facts("s", own) == SessionFacts(2001)
+    assert GroupLookup(own, others).ask(WriteId("s", 2002), 7, 0) is None
+    own.raise_mark("s", 2001, 1)
+    own.note(WriteId("s", 2002), 7, _given(), 1)
+    assert own.begin("s") == 0
+
+
+@settings(max_examples=examples(15), deadline=None)
+@given(
+    runs=st.lists(st.tuples(st.integers(1, 3), st.integers(AHEAD_MAX + 1, 2500)), max_size=5),
+    last=st.integers(1, 2000),
+    lags=st.tuples(st.integers(0, 6000), st.integers(0, 6000)),
+    copy_at=st.integers(0, 4000),
+)
+def test_any_logs_that_lag_take_no_write_for_new_that_one_has(
+    runs: list[tuple[int, int]], last: int, lags: tuple[int, int], copy_at: int
+) -> None:
+    """A session went from region to region, and ended in this one. Its log is read again, and the others' lag."""
+    logs: dict[int, list[int]] = {1: [], 2: [], 3: []}
+    total = 0
+    for region, count in (*runs, (1, last)):
+        logs[region] += range(total + 1, total + count + 1)
+        total += count
+    own, others = Sessions(), OtherRegions()
+    for i, number in enumerate(logs[1]):
+        own.note(WriteId("s", number), 7, _given(), number)
+        if i == copy_at:
+            own = Sessions.restored(b"".join(own.copied()()))
+
+    def hear(region: int, numbers: list[int]) -> None:
+        others.note(RegionId(region), [(WriteId("s", n), 7, _given(), n) for n in numbers], "here")
+
+    received = {region: max(0, len(logs[region]) - lag) for region, lag in zip((2, 3), lags, strict=True)}
+    for region, count in received.items():
+        hear(region, logs[region][:count])
+    for number in (*range(1, total + 1, 61), total):
+        with contextlib.suppress(SessionExpired, DedupWindowExpired):
+            assert GroupLookup(own, others).ask(WriteId("s", number), 7, 0) is not None
+    for region, count in received.items():
+        hear(region, logs[region][count:])
+    assert others.facts("s", own) == SessionFacts(total)
+    assert GroupLookup(own, others).ask(WriteId("s", total + 1), 7, 0) is None

@@ -14,7 +14,8 @@ Premises
    either. At least the last `expired_max` hashes are kept: a name that is older is taken for new.
 5. If the log has lost operations that the copy doesn't cover, sessions with gaps in their numbers are forgotten, too.
 6. A log may lack writes that another region's has. So a write far above the mark that stands in the log shows that all
-   up to `AHEAD_MAX` below it were known when it was taken.
+   up to `AHEAD_MAX` below it were known when it was taken. Those between may be in a log that isn't here: the session
+   *begins* there, and `OtherRegions.check_begin` refuses its new writes until the logs together have all lower ones.
 
 The answer to a write:
 
@@ -72,6 +73,7 @@ _PLAIN_SIZE: Final = _RESULT.size + _PLACE.size
 _NUMBERS: Final = struct.Struct(f"<q{_PLAIN_SIZE - 8}x")
 _NUMBER: Final = struct.Struct("<q")
 _NAME: Final = struct.Struct("<H")
+_COUNT: Final = struct.Struct("<Q")
 _HASH: Final = np.dtype("<u8")
 _Hashes = npt.NDArray[np.uint64]
 
@@ -116,6 +118,8 @@ class Sessions:
         """Sessions used before all of those, in the same order."""
         self._keys: dict[str, bytes] = {}
         """Results by key, in the order of their writes."""
+        self._begins: dict[str, int] = {}
+        """Numbers of known sessions, see `begin`."""
         self._expired = _Expired(self.limits.expired_max)
         self._noted = 0
         """Number of writes noted, to look for old sessions now and then."""
@@ -137,6 +141,10 @@ class Sessions:
     def knows(self, session: str) -> bool:
         """Return whether a session is known, or was and is forgotten."""
         return session in self._hot or session in self._cold or _hash_of("s", session) in self._expired
+
+    def begin(self, session: str) -> int:
+        """Return the number below which a log that isn't here may have writes of a session; 0 if none may."""
+        return self._begins.get(session, 0)
 
     def has(self, session: str, number: int) -> bool:
         """Return whether a session's write above its mark is known."""
@@ -260,6 +268,7 @@ class Sessions:
             # another region's log.
             mark = number - AHEAD_MAX
             self.raise_mark(name, mark, now_us)
+            self._begins[name] = number
         session.used_us = max(session.used_us, now_us)
         results = session.results
         results[number] = digest, given
@@ -267,6 +276,13 @@ class Sessions:
             mark += 1
             results.pop(mark - RESULTS_KEPT, None)
         session.mark = mark
+        if self._begins and self._begins.get(name, mark + 2) <= mark + 1:
+            del self._begins[name]
+
+    def note_begin(self, session: str, number: int) -> None:
+        """Note the first number of a session that isn't known yet, before its write: a log's lost part may have lower ones."""
+        if number > 1 and not self.knows(session):
+            self._begins[session] = number
 
     def raise_mark(self, name: str, mark: int, now_us: int) -> None:
         """Count a session's writes up to a number as known: another region's log has them."""
@@ -313,6 +329,7 @@ class Sessions:
     def _forget_session(self, name: str) -> None:
         self._hot.pop(name, None)
         self._cold.pop(name, None)
+        self._begins.pop(name, None)
         self._expired.add(_hash_of("s", name))
 
     def _thawed(self, name: str) -> _SessionState | None:
@@ -363,14 +380,14 @@ class Sessions:
         """
         sessions = {**self._cold, **{name: _packed(session) for name, session in self._hot.items()}}
         keys, expired = dict(self._keys), self._expired.copied()
+        begins = {name: _NUMBER.pack(number) for name, number in self._begins.items()}
 
         def pieces() -> Iterator[bytes]:
-            for told in (sessions, keys):
-                yield struct.pack("<Q", len(told))
-                entries = iter(told.items())
-                while piece := b"".join(_entry(name, packed) for name, packed in islice(entries, 4096)):
-                    yield piece
+            yield from _entries(sessions)
+            yield from _entries(keys)
             yield from expired
+            if begins:
+                yield from _entries(begins)
 
         return pieces
 
@@ -380,18 +397,12 @@ class Sessions:
         sessions = cls(limits)
         try:
             at = 0
-            for told, size_of in ((sessions._cold, _size_of_session), (sessions._keys, _size_of_result)):
-                (count,) = struct.unpack_from("<Q", data, at)
-                at += 8
-                for _ in range(count):
-                    (length,) = _NAME.unpack_from(data, at)
-                    at += _NAME.size
-                    name = data[at : at + length].decode()
-                    at += length
-                    size = size_of(data, at)
-                    told[name] = data[at : at + size]
-                    at += size
+            sessions._cold, at = _read_entries(data, at, _size_of_session)
+            sessions._keys, at = _read_entries(data, at, _size_of_result)
             at = sessions._expired.restore(data, at)
+            if at < len(data):
+                begins, at = _read_entries(data, at, lambda *_: _NUMBER.size)
+                sessions._begins = {name: _NUMBER.unpack(packed)[0] for name, packed in begins.items()}
         except (struct.error, UnicodeDecodeError, OverflowError) as error:
             raise ValueError(f"the copy can't be read: {error}") from error
         if at != len(data):
@@ -463,9 +474,32 @@ def _holds(hashes: _Hashes, wanted: int) -> bool:
 # --- bytes ---------------------------------------------------------------------------------------------------------
 
 
+def _entries(told: dict[str, bytes]) -> Iterator[bytes]:
+    yield _COUNT.pack(len(told))
+    entries = iter(told.items())
+    while piece := b"".join(_entry(name, packed) for name, packed in islice(entries, 4096)):
+        yield piece
+
+
 def _entry(name: str, packed: bytes) -> bytes:
     encoded = name.encode()
     return _NAME.pack(len(encoded)) + encoded + packed
+
+
+def _read_entries(data: bytes, at: int, size_of: Callable[[bytes, int], int]) -> tuple[dict[str, bytes], int]:
+    """Return the entries that begin there, and where they end."""
+    told: dict[str, bytes] = {}
+    (count,) = _COUNT.unpack_from(data, at)
+    at += _COUNT.size
+    for _ in range(count):
+        (length,) = _NAME.unpack_from(data, at)
+        at += _NAME.size
+        name = data[at : at + length].decode()
+        at += length
+        size = size_of(data, at)
+        told[name] = data[at : at + size]
+        at += size
+    return told, at
 
 
 def _packed(session: _SessionState) -> bytes:

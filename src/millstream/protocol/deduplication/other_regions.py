@@ -17,7 +17,7 @@ from millstream.model.ids import RegionId
 from millstream.model.operations import Ack
 from millstream.model.positions import Seq, SeqRange
 from millstream.model.writes import SessionFacts, WriteId
-from millstream.protocol.deduplication.known_writes import AHEAD_MAX, SessionLimits, Sessions
+from millstream.protocol.deduplication.known_writes import SessionLimits, Sessions
 
 _NEVER_US: Final = 2**62
 
@@ -27,19 +27,6 @@ class _Received:
     sessions: Sessions
     is_cut: bool
     place: object = None
-    begun: dict[str, int] = field(default_factory=dict)
-    """First noted numbers of sessions: writes below them may be in a log's lost beginning, or in a log that hasn't come."""
-
-    def note_begin(self, name: str, number: int) -> None:
-        """Note a session's first number before the write is noted; forget it once the log has all lower ones."""
-        first, mark = self.begun.get(name), self.sessions.mark(name)
-        if first is not None and mark >= first - 1:
-            del self.begun[name]
-        is_first = self.is_cut and number > 1 and first is None and not self.sessions.knows(name)
-        if is_first or number > mark + AHEAD_MAX:
-            self.begun[name] = number
-            if len(self.begun) > self.sessions.limits.sessions_max:
-                del self.begun[next(iter(self.begun))]
 
 
 @dataclass(slots=True)
@@ -75,8 +62,8 @@ class OtherRegions:
             limits = replace(self.limits or SessionLimits(), age_us=_NEVER_US)
             received = self._of[region] = _Received(Sessions(limits), is_cut)
         for write_id, digest, given, now_us in writes:
-            if write_id.session is not None and write_id.number is not None:
-                received.note_begin(write_id.session, write_id.number)
+            if received.is_cut and write_id.session is not None and write_id.number is not None:
+                received.sessions.note_begin(write_id.session, write_id.number)
             received.sessions.note(write_id, digest, Ack({}, SeqRange(Seq(0), given.seqs.count)), now_us)
         received.place = place
 
@@ -119,33 +106,38 @@ class OtherRegions:
         """Return whether a region's write of a session above its mark there is known."""
         return any(received.sessions.has(session, number) for received in self._of.values())
 
-    def check_begin(self, write_id: WriteId, mark: int) -> None:
+    def check_begin(self, write_id: WriteId, own: Sessions, mark: int) -> None:
         """Raise `SessionExpired` if a log that was lost, or hasn't come, may have a write that no log here has.
 
         Args:
             write_id: the write.
+            own: the own log's sessions.
             mark: the session's, as of the method `mark`.
         """
         name = write_id.session
-        if name is not None and self._lacks_begin(name, mark):
+        if name is not None and self._lacks_begin(name, own, mark):
             raise SessionExpired(
-                f"another region has writes of session {name} whose log isn't here: it is unknown whether write "
-                f"{write_id.number} is among them",
+                f"session {name} has writes in a region's log, or a part of one, that isn't here: it is unknown whether "
+                f"write {write_id.number} is among them",
                 session=name,
                 number=write_id.number,
             )
 
-    def _lacks_begin(self, name: str, mark: int) -> bool:
-        return any(received.begun.get(name, 0) > mark + 1 for received in self._of.values())
+    def _lacks_begin(self, name: str, own: Sessions, mark: int) -> bool:
+        return own.begin(name) > mark + 1 or any(
+            received.sessions.begin(name) > mark + 1 for received in self._of.values()
+        )
 
-    def facts(self, session: str, own: SessionFacts) -> SessionFacts:
+    def facts(self, session: str, own: Sessions) -> SessionFacts:
         """Return the facts of a session in all regions' logs together."""
-        known = [own, *(received.sessions.facts(session) for received in self._of.values())]
+        known = [own.facts(session), *(received.sessions.facts(session) for received in self._of.values())]
         mark = max(facts.mark for facts in known)
         above = {number for facts in known for number in facts.above if number > mark}
         while mark + 1 in above:
             mark += 1
             above.discard(mark)
         return SessionFacts(
-            mark, tuple(sorted(above)), any(facts.expired for facts in known) or self._lacks_begin(session, mark)
+            mark,
+            tuple(sorted(above)),
+            any(facts.expired for facts in known) or self._lacks_begin(session, own, mark),
         )

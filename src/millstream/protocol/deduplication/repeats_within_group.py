@@ -60,10 +60,10 @@ class GroupLookup:
             try:
                 given = self._look(write_id, digest, mark if mark > self._sessions.mark(name) else None)
             except SessionGap:
-                self._others.check_begin(write_id, mark)
+                self._others.check_begin(write_id, self._sessions, mark)
                 raise
             if given is None:
-                self._others.check_begin(write_id, mark)
+                self._others.check_begin(write_id, self._sessions, mark)
                 self._of_sessions[name] = {number: (digest, place)}
             return given
         first = group.get(number)

@@ -189,7 +189,7 @@ class DeduplicatedCommits:
     def facts(self, session: str) -> SessionFacts:
         """Return what the durable log has of a session."""
         with self._changing:
-            return self.others.facts(session, self._sessions.facts(session))
+            return self.others.facts(session, self._sessions)
 
     # --- copies ----------------------------------------------------------------------------------------------------
 
