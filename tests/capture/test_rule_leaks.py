@@ -195,3 +195,34 @@ def test_a_partition_that_is_named_has_the_rules_of_its_table(stage: Stage, tabl
     assert {row["ssn"] for row in records(stage, "low")} == {digest(f"{SECRET}-1"), digest(f"{SECRET}-3")}
     assert stage.state("public.high") is None
     nothing_leaked(stage)
+
+
+@pytest.mark.parametrize("rule", [Rule.HASH, Rule.EXCLUDE])
+def test_a_table_that_is_attached_between_two_looks_has_the_rules_of_its_new_root(stage: Stage, rule: Rule) -> None:
+    """A table that a look had found without rules went on without them until the next look."""
+    stage.sql(*ROOT, "CREATE TABLE lost (id int PRIMARY KEY, ssn text)")
+    stage.sql(f"CREATE PUBLICATION {stage.config.publication} FOR ALL TABLES")
+    ruled(stage, {"ssn": rule}, tables=("public.users", "public.lost"), look_s=60.0)
+    running = stage.start()
+    wait_until(lambda: stage.state("public.lost") is TableState.STREAMING, "the table")
+    stage.sql("INSERT INTO lost VALUES (20, 'open')")
+    wait_until(lambda: len(records(stage, "lost")) == 1, "the record before")
+    stage.sql("ALTER TABLE users ATTACH PARTITION lost FOR VALUES FROM (20) TO (30)")
+    stage.sql(f"INSERT INTO users VALUES (21, '{SECRET}-3')")
+    wait_until(lambda: len(records(stage, "lost")) == 2, "the record after")
+    running.stop()
+    nothing_leaked(stage)
+
+
+def test_an_attached_table_whose_key_its_root_s_rule_excludes_is_set_aside(stage: Stage) -> None:
+    stage.sql(*ROOT, "CREATE TABLE lost (id int PRIMARY KEY, ssn text NOT NULL UNIQUE)")
+    stage.sql("ALTER TABLE lost REPLICA IDENTITY USING INDEX lost_ssn_key")
+    stage.sql(f"CREATE PUBLICATION {stage.config.publication} FOR ALL TABLES")
+    ruled(stage, {"ssn": Rule.EXCLUDE}, tables=("public.users", "public.lost"), look_s=60.0)
+    running = stage.start()
+    wait_until(lambda: stage.state("public.lost") is TableState.STREAMING, "the table")
+    stage.sql("ALTER TABLE users ATTACH PARTITION lost FOR VALUES FROM (20) TO (30)")
+    stage.sql(f"INSERT INTO users VALUES (21, '{SECRET}-3')")
+    wait_until(lambda: stage.state("public.lost") is TableState.QUARANTINED, "the refusal")
+    running.stop()
+    nothing_leaked(stage)

@@ -103,8 +103,6 @@ class ColumnRules:
         self._stream = stream
         self._scope = rules_scope(stream)
         self._lock = threading.RLock()
-        self._met: set[int] = set()
-        """Tables whose place among partitions was read, and that had no rules then."""
         self._bindings = {int(oid): _Binding.loaded(facts) for oid, facts in catalog.facts(self._scope).items()}
 
     def __bool__(self) -> bool:
@@ -157,7 +155,6 @@ class ColumnRules:
     def applied(self, table: SourceTable) -> SourceTable:
         """Return a table with its rules applied, and bind them; with `refusal` set if they can't be applied."""
         if not self or not self._asked(table.oid, _names(table)):
-            self._met.add(table.oid)
             return table
         with self._lock:
             before = self._binding(table.oid)
@@ -183,9 +180,12 @@ class ColumnRules:
         Raises:
             ConfigError: the rules can't be applied, or the message's columns can't be identified (`layout_unclear`).
         """
-        if not self._concern_after_look(relation, look):
+        if not self:
             return None
+        # Also at a repeated message, which may say that the table has become a partition of one with rules.
         found = look(relation.oid)
+        if not self._asked(relation.oid, {relation.qualified_name} | (set() if found is None else _names(found[0]))):
+            return None
         with self._lock:
             binding = self._binding(relation.oid)
             seen = binding.layout
@@ -211,18 +211,6 @@ class ColumnRules:
                 table=relation.qualified_name,
             )
         return next(iter(decided))
-
-    def _concern_after_look(self, relation: Relation, look: Callable[[int], tuple[SourceTable, int] | None]) -> bool:
-        """Return whether a relation's table has rules; it may be a partition that was made since the last look."""
-        asked = relation.oid, relation.namespace, relation.name
-        if self.concern(*asked) or relation.oid in self._met:
-            return self.concern(*asked)
-        roots = [oid for oid, binding in self._bindings.items() if binding.partitions is not None]
-        for oid in (*roots, relation.oid):
-            if (found := look(oid)) is not None:
-                self.applied(found[0])
-        self._met.add(relation.oid)
-        return self.concern(*asked)
 
     def _binding(self, oid: int) -> _Binding:
         return self._bindings.get(oid) or _Binding()

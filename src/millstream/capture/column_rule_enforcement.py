@@ -46,7 +46,7 @@ def rule_messages(
         return None
 
     def look(oid: int) -> tuple[SourceTable, int] | None:
-        # Seldom: once for each form of a table with rules.
+        # Seldom: once for each Relation message.
         with connect_same(config.dsn, identity, purpose="rules") as connection:
             return _present(connection, oid, config.publication)
 
