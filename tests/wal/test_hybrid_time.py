@@ -10,6 +10,7 @@ from uuid import UUID
 
 import pytest
 
+from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
 from millstream.crdt.hlc import DRIFT_MAX_NS, HLC
 from millstream.errors import ReplicationError
 from millstream.model.ids import Epoch, RegionId, ShardId, StreamId, TableId
@@ -86,6 +87,27 @@ def test_times_of_records_are_their_frames_where_only_some_are_asked_for(tmp_pat
         assert [time for part in parts for time in part.hybrid_ns.to_pylist()] == [times[seq] for seq in seqs]
     whole = list(reader.read(ShardId(0), reader.first_offset(ShardId(0))))
     assert [time for part in whole for time in part.hybrid_ns.to_pylist()] == [times[seq] for seq in sorted(times)]
+
+
+def test_a_damaged_group_of_one_shard_does_not_hide_when_the_others_were_written(tmp_path: Path) -> None:
+    """A pipeline asks for it in each batch, and stopped for good at damage in a shard that it reads nothing of."""
+    clock, log = ManualClock(), tmp_path / "log"
+    with LogWriter.open(
+        str(log),
+        stream=STREAM,
+        shards=[ShardId(0), ShardId(1)],
+        epoch=Epoch(1),
+        reservations=MemoryReservations(),
+        clock=clock,
+        options=LogOptions(disk_used_max=1.0),
+    ) as writer:
+        for shard in (0, 1):
+            writer.append(plain_ops({1: [(plain_table(1), 1, "x")]}, shard_of={1: shard}))
+            clock.advance(1)
+    newest = StreamReader(str(log)).written_us(Seq(2))
+    [segment] = (log / "00001").glob("*.wal")
+    segment.write_bytes(segment.read_bytes()[:SEGMENT_HEADER_SIZE] + b"\xff" * 100)
+    assert 0 < StreamReader(str(log)).written_us(Seq(2)) < newest
 
 
 def test_a_log_is_not_opened_as_another_regions(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from pyspark.errors import PySparkException
 
 from millstream.catalog import Catalog
 from millstream.catalog.lake_state import keeping_lake_state
-from millstream.errors import CorruptFrame, CorruptWal, EngineError, LakeError, MillstreamError, OffsetExpired
+from millstream.errors import EngineError, LakeError, MillstreamError, OffsetExpired
 from millstream.lake.commit_cuts import Cut
 from millstream.lake.layout import LakeLayout
 from millstream.model.positions import Seq
@@ -284,10 +284,9 @@ def _check_log_reaches(log: StreamReader, start: Seq, config: PipelineConfig) ->
 
 def _check_log_is_the_lakes(log: StreamReader, cut: Cut, config: PipelineConfig) -> None:
     """Raise if the log has a group below the lake's position that was written after the lake had reached it."""
-    with contextlib.suppress(CorruptWal, CorruptFrame, FileNotFoundError):  # damage below it, or just dropped
-        if log.written_us(cut.n) > (cut.committed_at - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1):
-            raise LakeError(
-                f"the lake had everything up to number {cut.n} at {cut.committed_at.isoformat()}, and the log of "
-                f"{config.stream} has records below that were written later",
-                code="lake_of_another_log",
-            )
+    if log.written_us(cut.n) > (cut.committed_at - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1):
+        raise LakeError(
+            f"the lake had everything up to number {cut.n} at {cut.committed_at.isoformat()}, and the log of "
+            f"{config.stream} has records below that were written later",
+            code="lake_of_another_log",
+        )

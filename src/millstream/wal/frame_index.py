@@ -182,12 +182,16 @@ class ShardIndex:
                     yield segment, entry
 
     def written_ns(self, upto: Seq, mark: DurableMark) -> int:
-        """Return the hybrid time of the shard's last group with a number at or below `upto`; 0 if none is left."""
-        for segment in self._segments_from(upto, mark)[:1]:
-            for entry in reversed(self.frames(segment, mark)):
-                if entry.kind is FrameKind.RECORDS and entry.first_seq <= upto:
-                    window = ReadAhead(reader_of(self._files, segment.path), HEADS_AHEAD_BYTES)
-                    return read_frame(window, entry.position, payload=False).header.hybrid_time
+        """Return the hybrid time of the shard's last group with a number at or below `upto`.
+
+        0 if none is left, or it can't be read: it is damaged, or was just dropped.
+        """
+        with suppress(CorruptWal, CorruptFrame, FileNotFoundError):
+            for segment in self._segments_from(upto, mark)[:1]:
+                for entry in reversed(self.frames(segment, mark)):
+                    if entry.kind is FrameKind.RECORDS and entry.first_seq <= upto:
+                        window = ReadAhead(reader_of(self._files, segment.path), HEADS_AHEAD_BYTES)
+                        return read_frame(window, entry.position, payload=False).header.hybrid_time
         return 0
 
     def totals_from_seq(self, after: Seq, mark: DurableMark) -> Iterator[tuple[SegmentFile, SegmentTotals | None]]:

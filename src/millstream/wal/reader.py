@@ -155,7 +155,7 @@ class StreamReader:
             return next((at.offset for _, _, at in self._frames_of(shard, seq, persisted, mark)), mark.durable_offset)
 
     def written_us(self, upto: Seq) -> int:
-        """Return when the newest group at or below `upto` was written, in hybrid time: µs since 1970, rounded up."""
+        """Return when the newest readable group at or below `upto` was written, in hybrid time: µs since 1970, rounded up."""
         times = [self._index(shard).written_ns(upto, mark) for shard, mark in self._marks()[0].items()]
         return -(-max(times, default=0) // 1000)
 
