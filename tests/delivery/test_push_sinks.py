@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import redis
 from tests.delivery.receivers import Receiver, answer
 
+from millstream.config.interpolation import mask
 from millstream.delivery.command import CommandSettings
 from millstream.delivery.sinks import ACCEPTED, PushMessage, PushSink, Verdict, open_sink
 from millstream.errors import DeliveryError
@@ -198,6 +200,20 @@ def test_a_replica_and_a_full_memory_fail_no_message(
     assert sink.deliver([push_message(0)]) == ACCEPTED
 
 
+def test_a_message_on_which_redis_hangs_up_is_a_failure(in_redis: RedisStage, redis_server: EmbeddedRedis) -> None:
+    """Otherwise its batch would wait without end."""
+    sink = in_redis.open()
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.config_set("client-query-buffer-limit", 1 << 20)
+        try:
+            large = push_message(0)
+            large = replace(large, record=json.dumps({**large.value, "pad": "x" * (4 << 20)}).encode())
+            assert sink.deliver([large]).verdict is Verdict.FAILED
+        finally:
+            client.config_set("client-query-buffer-limit", 1 << 30)
+    assert sink.deliver([push_message(1)]) == ACCEPTED
+
+
 def test_a_message_that_redis_refuses_is_a_failure(in_redis: RedisStage, redis_server: EmbeddedRedis) -> None:
     in_redis.settings = {**in_redis.settings, "stream": "taken"}
     with redis.Redis.from_url(redis_server.url) as client:
@@ -215,10 +231,33 @@ def run(code: str, *, timeout: str = "30s", messages: Sequence[PushMessage] | No
 
 
 def test_what_looks_like_a_secret_in_a_command_is_not_shown() -> None:
-    argv = ["load", "-v", "--to", "https://a:b@host/x", "--password", "secret", "--token=secret", "items.json"]
+    argv = [
+        "load",
+        "-v",
+        "--to",
+        "https://a:b@host/x",
+        "--password",
+        "s",
+        "--token=s",
+        "-H",
+        "Authorization: s",
+        "x.json",
+    ]
     settings = CommandSettings.parse({"argv": argv})
     shown = settings.as_dict()["argv"]
-    assert shown == ["load", "-v", "--to", "https://a:***@host/x", "--password", "***", "--token=***", "items.json"]
+    assert shown == [
+        "load",
+        "-v",
+        "--to",
+        "https://a:***@host/x",
+        "--password",
+        "***",
+        "--token=***",
+        "-H",
+        "***",
+        "x.json",
+    ]
+    assert mask(("streams", "shop", "consumers", "c", "command", "argv"), argv) == shown
     assert settings.as_dict(masked=False)["argv"] == argv
 
 

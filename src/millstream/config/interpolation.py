@@ -13,7 +13,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from millstream.libpq import is_address
-from millstream.model.addresses import MASK, is_secret_key, mask_address, mask_option, mask_path
+from millstream.model.addresses import MASK, is_secret_key, mask_address, mask_option, mask_path, mask_words
 
 _VARIABLE: Final = re.compile(r"\$\$\{|\$\{([^}]*)\}|\$\{")
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -73,6 +73,8 @@ def mask(path: tuple[str | int, ...], value: Any) -> Any:
 
     The value of a key that holds an address is masked whole if it can't be parsed.
     """
+    if isinstance(value, list) and path[-2:] == ("command", "argv"):
+        return mask_words([str(word) for word in value])
     if isinstance(value, list):
         return [mask((*path, number), item) for number, item in enumerate(value)]
     if not isinstance(value, str):

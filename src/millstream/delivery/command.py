@@ -13,13 +13,13 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, Final
 
 from millstream.delivery.sink_settings import SinkSettings
 from millstream.delivery.sinks import ACCEPTED, Outcome, Pacing, PushMessage, failed
-from millstream.model.addresses import mask_option
+from millstream.model.addresses import mask_words
 
 _KNOWN: Final = ("argv", "batch_size", "timeout")
 _OUTPUT_BYTES: Final = 64 << 10
@@ -61,22 +61,8 @@ class CommandSettings:
         Args:
             masked: whether words are replaced by `***` that an option's name or their form tells to be secret.
         """
-        argv = list(_shown(self.argv)) if masked else list(self.argv)
+        argv = mask_words(self.argv) if masked else list(self.argv)
         return {"argv": argv, "batch_size": self.batch_size, "timeout": f"{self.timeout_s:g}s"}
-
-
-def _shown(argv: Sequence[str]) -> Iterator[str]:
-    """Yield the words of a command as they may be shown: `--password=a`, `--token a` and addresses are masked."""
-    option = ""
-    for word in argv:
-        name, is_pair, value = word.partition("=")
-        if not word.startswith("-"):
-            yield mask_option(option, word)
-        elif is_pair:
-            yield f"{name}={mask_option(name.lstrip('-'), value)}"
-        else:
-            yield word
-        option = word.lstrip("-") if word.startswith("-") and not is_pair else ""
 
 
 class CommandSink:

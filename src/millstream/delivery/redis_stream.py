@@ -91,12 +91,22 @@ class RedisStreamSink:
                 batch.execute()
         except redis.RedisError as error:
             told = error_of_redis(error, self._consumer, what=_WHAT)
+            if isinstance(error, redis.ConnectionError) and self._answers():
+                return failed(told.message)  # it hangs up on these messages: one is too large for it
             # No message was judged: the server can't be asked, refuses the login, or has no memory or disk left.
             unjudged = redis.ConnectionError, redis.exceptions.OutOfMemoryError
             if isinstance(told, BufferUnavailable) or isinstance(error, unjudged) or "MISCONF" in told.message:
                 return Outcome(Verdict.REFUSED, told.message)
             return failed(told.message)
         return ACCEPTED
+
+    def _answers(self) -> bool:
+        import redis
+
+        try:
+            return bool(self._client.ping())
+        except redis.RedisError:
+            return False
 
     def close(self) -> None:
         """See `sinks.PushSink`."""

@@ -9,7 +9,7 @@ where a looser parser takes it for a host, a port or a database.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 MASK: Final = "***"
@@ -55,6 +55,7 @@ _SECRET_KEY: Final = re.compile(
     r"|oauthbearer[_.]config|connection[_.]?string",
     re.IGNORECASE,
 )
+_CREDENTIALS: Final = re.compile(r"\b(authorization|cookie|bearer|basic)\b\s*[: ]", re.IGNORECASE)
 _SECRET_WITHIN: Final = re.compile(
     r"(pass(word|wd|phrase)?|secret|token|credentials?|key|signature|sig)[\"']?\s*[=:]", re.IGNORECASE
 )
@@ -164,6 +165,21 @@ def mask_option(key: str, value: str) -> str:
     if "://" in value:
         return mask_address(value)
     return MASK if "@" in value else value
+
+
+def mask_words(argv: Sequence[str]) -> list[str]:
+    """Return the words of a command as they may be shown: `--password=a`, `--token a`, credentials of HTTP and addresses masked."""
+    shown, option = [], ""
+    for word in argv:
+        name, is_pair, value = word.partition("=")
+        if _CREDENTIALS.search(word):
+            shown.append(MASK)
+        elif not word.startswith("-"):
+            shown.append(mask_option(option, word))
+        else:
+            shown.append(f"{name}={mask_option(name.lstrip('-'), value)}" if is_pair else word)
+        option = word.lstrip("-") if word.startswith("-") and not is_pair else ""
+    return shown
 
 
 def _masked_url(text: str) -> str:

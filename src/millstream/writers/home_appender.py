@@ -79,9 +79,6 @@ class HomeAppender:
         self._home = home
         self._open_other = open_other
         self._writer = home.config.writer.name
-        # Nothing of the batch was appended: the writer is gone, has failed, was fenced or is just starting. Only one
-        # of several comes back after it was fenced.
-        self._between_writers: Final = (WriterClosed, HomeBusy, *((StaleEpoch,) if self._writer else ()))
         self._begin()
         _OPEN_HERE.add(self)
 
@@ -125,11 +122,21 @@ class HomeAppender:
             try:
                 way = self._way()
                 return call(way, left_s)
-            except self._between_writers:
+            except MillstreamError as error:
+                if not self._is_between_writers(error):
+                    raise
                 self._forget(way)
                 if self._closed or wait.is_over():
                     raise
                 time.sleep(_TRY_EVERY_S)
+
+    def _is_between_writers(self, error: MillstreamError) -> bool:
+        """Whether nothing of a batch was appended, and a writer may take it soon: it hands over, was fenced, or starts.
+
+        Only one of several comes back after it was fenced, once its shards are recovered.
+        """
+        fenced = {StaleEpoch.code, "writer_alive"} if self._writer else set()
+        return isinstance(error, WriterClosed | HomeBusy) or error.code in fenced
 
     def reshard(self, stream: str, shards: int) -> dict[str, Any]:
         """Reshard a stream as `StreamRouting.reshard`, in the process that writes.
@@ -178,7 +185,9 @@ class HomeAppender:
                 if appender is None:
                     appender = await wrap_future(call_in_thread("append-opens", partial(way.appender_of, stream)))
                 return await appender.append_batch_async(batch, deadline_s=left_s)
-            except self._between_writers:
+            except MillstreamError as error:
+                if not self._is_between_writers(error):
+                    raise
                 self._forget(way)
                 if self._closed or wait.is_over():
                     raise
