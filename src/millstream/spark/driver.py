@@ -21,6 +21,7 @@ from pyspark.errors import PySparkException
 
 from millstream.catalog import Catalog
 from millstream.catalog.lake_state import keeping_lake_state
+from millstream.crdt.hlc import DRIFT_MAX_NS
 from millstream.errors import EngineError, LakeError, MillstreamError, OffsetExpired
 from millstream.lake.commit_cuts import Cut
 from millstream.lake.layout import LakeLayout
@@ -283,8 +284,15 @@ def _check_log_reaches(log: StreamReader, start: Seq, config: PipelineConfig) ->
 
 
 def _check_log_is_the_lakes(log: StreamReader, cut: Cut, config: PipelineConfig) -> None:
-    """Raise if the log has a group below the lake's position that was written after the lake had reached it."""
-    if log.written_us(cut.n) > (cut.committed_at - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1):
+    """Raise if the log has a group below the lake's position that was written after the lake had reached it.
+
+    Groups' times may be ahead of the clock by as much as regions and writers accept from each other, and the cuts of earlier
+    versions have the clock's: that much passes.
+    """
+    passes_us = (cut.committed_at - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(
+        microseconds=1
+    ) + DRIFT_MAX_NS // 1000
+    if log.written_us(cut.n) > passes_us:
         raise LakeError(
             f"the lake had everything up to number {cut.n} at {cut.committed_at.isoformat()}, and the log of "
             f"{config.stream} has records below that were written later",
