@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Literal
 
 import pyarrow as pa
 import pytest
@@ -18,11 +19,12 @@ from tests.spark.lake_run import config_of
 from millstream.catalog.quarantined_tables import QuarantinedTable
 from millstream.errors import LakeError, TokenFromFuture
 from millstream.lake.commit_cuts import Cut
-from millstream.lake.layout import TableCommit
+from millstream.lake.layout import LakeLayout, TableCommit
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.spark.batch_parts import BatchPart
+from millstream.spark.batch_targets import LakeOfFiles
 from millstream.spark.driver import take_up
 from millstream.spark.executor_tasks import Around, TableAnswer
 from millstream.spark.pipeline_tables import PipelineTables
@@ -149,6 +151,24 @@ def test_a_log_that_was_put_back_is_refused_once_it_has_records_that_its_newer_l
         take(home, cut)
     home.close()
     copy.close()
+
+
+@pytest.mark.parametrize(
+    ("format_", "words"),
+    [("delta", "move the lake's folder away"), ("iceberg", "data/iceberg.db"), (None, "another database")],
+)
+def test_a_refused_lake_is_told_what_gives_its_format_an_empty_one(
+    home: Home, sink: SinkInMemory, format_: Literal["delta", "iceberg"] | None, words: str
+) -> None:
+    """A folder was named to a lake in a database, and one whose catalog would have led back to the old folder."""
+    n = home.commit(insert(home.table("orders", id=pa.int32()), id=1))
+    files = None if format_ is None else LakeOfFiles(LakeLayout(str(home.path), "shop", home.stream, format=format_))
+    config = config_of(home.path, home.stream, SparkOptions(home.path), sink=files or sink)
+    pipeline_tables = tables_of(home, sink)
+    pipeline_tables.cut = Cut(1, n, datetime.fromtimestamp(0, UTC), None)
+    with pytest.raises(LakeError, check=coded("lake_of_another_log")) as refused:
+        take_up(config, home.log, pipeline_tables)
+    assert words in refused.value.hint
 
 
 def test_a_cut_is_never_older_than_the_log_that_it_has(home: Home, sink: SinkInMemory) -> None:

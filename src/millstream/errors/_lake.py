@@ -51,8 +51,7 @@ class LakeError(MillstreamError):
             "The log has records below the lake's position that were written after the lake had reached it: they would never "
             "land. The log was restored from an older copy than the lake, or is another one.",
             Retry.OPERATOR,
-            "Restore the lake and the log from one backup; or begin a new lake: name another `location` in "
-            "[streams.S.lake], or move the lake's folder away.",
+            "Restore the lake and the log from one backup; or begin a new lake: the error tells how for its format.",
         ),
         "lake_format_unsupported": Code(
             "The command doesn't support the format of the lake's tables; details: path.",

@@ -297,4 +297,18 @@ def _check_log_is_the_lakes(log: StreamReader, cut: Cut, config: PipelineConfig)
             f"the lake had everything up to number {cut.n} at {cut.committed_at.isoformat()}, and the log of "
             f"{config.stream} has records below that were written later",
             code="lake_of_another_log",
+            hint=f"Restore the lake and the log from one backup; or begin a new lake: {_how_to_begin_anew(config)}.",
         )
+
+
+def _how_to_begin_anew(config: PipelineConfig) -> str:
+    """Return what gives the stream an empty lake."""
+    section = f"[streams.{config.stream}.lake]"
+    if not isinstance(config.sink, LakeOfFiles):
+        return f"name another database in `location` of {section}"
+    if config.layout.format == "iceberg":
+        return (
+            "move the lake's folder and the home's data/iceberg.db away, or name another `location` and another catalog "
+            f"in {section}"
+        )
+    return f"name another `location` in {section}, or move the lake's folder away"
