@@ -16,12 +16,14 @@ from tests.regions.two_homes import CONFIG, both, follow, made
 
 import millstream
 from millstream.app.doctor import examine
+from millstream.app.open_home import open_other
 from millstream.cli.main import cli
 from millstream.config.file import load_config
 from millstream.crdt import HLC
 from millstream.errors import (
     ConfigError,
     HomeBusy,
+    LogError,
     MergeStateUnreadable,
     MillstreamError,
     ReplicationError,
@@ -32,13 +34,16 @@ from millstream.home.home import Home
 from millstream.model.ids import RegionId, parse_region_log_name, region_log_name
 from millstream.processes.role_locks import RoleLock
 from millstream.protocol.retention import Retention, RetentionBounds
+from millstream.regions import region_logs
 from millstream.regions.merged_table import RegionTable
 from millstream.regions.reconcile import reconcile_stream
-from millstream.regions.region_logs import RegionClocks, RegionsHeard, newest_time
+from millstream.regions.region_logs import RegionClocks, RegionsHeard, RegionTimes, newest_time
 from millstream.testing.errors import coded
+from millstream.testing.log import plain_ops, plain_table
 from millstream.wal.files import SystemClock
 from millstream.wal.reader import StreamReader
 from millstream.wal.segment_deletion import drop_segments
+from millstream.writers.stream_writer import stream_writer
 
 
 def doctor(home: Path) -> tuple[str, str]:
@@ -369,16 +374,104 @@ def test_a_write_wins_over_a_row_that_was_read_just_before(
             assert home.merged("shop", "posts").column("title").to_pylist()[0] == f"of one {number}"
 
 
-def test_a_home_without_other_regions_is_looked_at_now_and_then_and_others_at_every_write() -> None:
-    looks: list[bool] = []
-    for has_regions, count in ((False, 1), (True, 5)):
-        looks.clear()
+def test_a_write_that_no_appender_takes_wins_over_a_row_that_was_read_just_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a captured source or of a write buffer go to the log's writer directly."""
+    real, ahead_ns = SystemClock.now_ns, 20 * 10**9
+    with both(tmp_path) as (one, two), Home(one).open_catalog() as catalog:
+        home, table = Home(one), plain_table(9)
+        with stream_writer(home, catalog, "shop", home.config.streams["shop"], open_other) as writer:
+            writer.log.append(plain_ops({1: [(table, 1, "x")]}))
+            with monkeypatch.context() as patched:
+                patched.setattr(SystemClock, "now_ns", lambda self: real(self) + ahead_ns)
+                with millstream.open(two) as other:
+                    other.append("shop", "posts", {"id": 1, "title": "of two"})
+            follow(one, two, 2)
+            writer.log.append(plain_ops({2: [(table, 1, "x")]}))
+            own = newest_time(StreamReader(str(one / "data" / "wal" / "shop")), RegionId(1))
+            followed = newest_time(StreamReader(str(one / "data" / "wal" / "shop@2")), RegionId(2))
+            assert own is not None
+            assert followed is not None
+            assert own > followed
 
-        def hear(*, has_regions: bool = has_regions) -> bool:
-            looks.append(has_regions)
-            return has_regions
 
-        heard = RegionsHeard(hear)
+def test_a_log_that_fails_or_is_too_far_ahead_is_not_asked_again_for_each_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches, opened = [0], [0]
+    now_s = [1000.0]
+    monkeypatch.setattr("millstream.regions.region_logs.time.monotonic", lambda: now_s[0])
+
+    def refuse(time: HLC, *, name: str) -> None:
+        raise ReplicationError(f"{name} is too far ahead: {time}", code="clock_skew")
+
+    def search(*_: object) -> None:
+        searches[0] += 1
+
+    def fail(folder: str) -> StreamReader:
+        opened[0] += 1
+        raise LogError(f"no log in {folder}", code="log_empty")
+
+    monkeypatch.setattr(region_logs, "newest_time_within", search)
+    with both(tmp_path) as (one, _):
+        config = Home(one).config.streams["shop"]
+        ask = RegionTimes(Home(one), "shop", config, refuse)
         for _ in range(5):
-            heard()
-        assert len(looks) == count
+            ask()
+        assert searches == [1]
+        now_s[0] += 0.21
+        for _ in range(5):
+            ask()
+        assert searches == [2]
+        monkeypatch.setattr(region_logs, "StreamReader", fail)
+        ask = RegionTimes(Home(one), "shop", config, refuse)
+        for _ in range(5):
+            ask()
+        assert opened == [1]
+
+
+def test_a_commit_group_observes_a_log_only_if_it_has_more(tmp_path: Path) -> None:
+    times: list[HLC] = []
+
+    def hear(time: HLC, *, name: str) -> None:
+        assert name == "region 2"
+        times.append(time)
+
+    with both(tmp_path) as (one, two):
+        ask = RegionTimes(Home(one), "shop", Home(one).config.streams["shop"], hear)
+        shorter = tmp_path / "shorter"
+        shutil.copytree(two / "data" / "wal" / "shop", shorter)
+        for _ in range(3):
+            ask()
+        assert len(times) == 1
+        newest = newest_time(StreamReader(str(shorter)), RegionId(2))
+        assert newest is not None
+        assert 0 <= times[0].wall_ns - newest.wall_ns < 1000
+        with millstream.open(two) as home:
+            home.append("shop", "posts", [{"id": 3, "likes": 8}])
+        follow(one, two, 2)
+        ask()
+        assert times[1] > times[0]
+        copy = one / "data" / "wal" / "shop@2"
+        shutil.rmtree(copy)
+        shutil.copytree(shorter, copy)
+        ask()
+        assert times[2] == times[0]
+        follow(one, two, 2)
+        ask()
+        assert times[3] == times[1]
+
+
+def test_writes_that_may_repeat_another_regions_look_for_them_now_and_then_and_never_wait() -> None:
+    looks: list[int] = []
+
+    def hear() -> None:
+        looks.append(1)
+        heard()  # as another thread would, amid the look
+        raise LogError("no log", code="log_empty")
+
+    heard = RegionsHeard(hear)
+    for _ in range(5):
+        heard()
+    assert len(looks) == 1

@@ -98,7 +98,7 @@ class Appender:
         writer: that writer's number.
         rules: the configured rules of tables, and of the placement of their rows.
         buffer: the name of the write buffer that `log` is, if it is one.
-        hear: called before each batch is appended: other regions may have its writes already, or later times.
+        hear: called before writes with a session or a key are appended: another region may have them already.
 
     Concurrency: any number of threads and event loops.
     """
@@ -254,7 +254,8 @@ class Appender:
             fits = self._fit(batch)
         ids = batch.write_ids
         is_keyed = any(ids)
-        self._hear()
+        if is_keyed:
+            self._hear()
         digests = self._digests(batch, fits) if is_keyed else None
         rows = _log_rows(placed, len(ids))
         ops = WriteOps(operations_of(ids, digests), one_after_another(placed, len(ids)), is_keyed=is_keyed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -30,18 +29,14 @@ class OperationTaker:
         stream: this home's stream.
         rules: the configured rules of tables, and of the placement of their rows; a table without a
             configured key gets the rows' key.
-        hear: called before each table's rows are converted, as `Appender`'s.
 
     Concurrency: any number of threads.
     """
 
-    def __init__(
-        self, catalog: Catalog, stream: StreamId, rules: TableRules, *, hear: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, catalog: Catalog, stream: StreamId, rules: TableRules) -> None:
         self._catalog = catalog
         self._stream = stream
         self._rules = rules
-        self._hear = hear
         self._schemas: dict[tuple[str, str], TableSchema] = {}
         """The newest schema of each table that this process has seen."""
 
@@ -53,7 +48,6 @@ class OperationTaker:
                 can't take them.
             RoutingError: they can't be placed.
         """
-        self._hear()
         namespace, name = table.schema.namespace, table.schema.name
         rules = self._rules.rules_of(namespace, name)
         if not rules.key:

@@ -8,7 +8,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from millstream.crdt.declared import TableMerge
 from millstream.crdt.hlc import DRIFT_MAX_NS, HLC, NEVER, check_drift
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     from millstream.config.model import StreamConfig
     from millstream.home.home import Home
     from millstream.home.paths import HomePaths
+    from millstream.model.ids import ShardId
+    from millstream.model.marks import DurableMark
     from millstream.model.operations import Ack
     from millstream.model.writes import WriteId
     from millstream.wal.writing.writer import LogWriter
 
 _HEARD_EVERY_S: Final = 0.2
-"""The least time between two looks whether there are logs of other regions."""
+"""The least time in seconds between two looks for logs of other regions, or for what writes repeat, or at a log that failed."""
 _WRITES_AT_ONCE: Final = 4096
 """Writes noted at a time: nothing is appended while that runs."""
 
@@ -173,11 +175,8 @@ class RegionClocks:
         self._heard: dict[str, Seq] = {}
         """By folder, the end of the log whose time was received last."""
 
-    def hear(self, log: LogWriter) -> bool:
+    def hear(self, log: LogWriter) -> None:
         """Advance a writer's clock past the regions that its home follows, and note the writes that they have.
-
-        Returns:
-            Whether there are any.
 
         Raises:
             ReplicationError (`clock_skew`): a region's clock is too far ahead of this one; the others' have been heard, and its writes noted.
@@ -185,7 +184,7 @@ class RegionClocks:
             LogError, PositionError: a log can't be read; the others' clocks have been heard.
         """
         if not self._home.regions_on_disk(self._stream):
-            return False
+            return
         failed: MillstreamError | None = None
         for region, folder in region_logs(self._home, self._stream, self._config).items():
             if region == self._config.region:
@@ -196,7 +195,6 @@ class RegionClocks:
                 failed = error
         if failed is not None:
             raise failed
-        return True
 
     def _hear(self, log: LogWriter, region: RegionId, folder: str) -> None:
         reader = self._readers.pop(folder, None)
@@ -216,12 +214,12 @@ class RegionClocks:
                 self._readers[folder] = reader
                 # First: a repeated write is one whatever the clocks show.
                 _hear_writes(reader, region, log)
-                _hear_time(reader, region, newest, log)
+                _hear_time(reader, region, newest, log.hear)
                 self._heard[folder] = upto
         self._readers[folder] = reader
 
 
-def _hear_time(reader: StreamReader, region: RegionId, newest: HLC, log: LogWriter) -> None:
+def _hear_time(reader: StreamReader, region: RegionId, newest: HLC, hear: HearTime) -> None:
     """Advance a writer's clock past a region's log; if its newest time is too far ahead, past those that aren't.
 
     Raises:
@@ -229,11 +227,11 @@ def _hear_time(reader: StreamReader, region: RegionId, newest: HLC, log: LogWrit
     """
     name = f"region {region}"
     try:
-        log.hear(newest, name=name)
+        hear(newest, name=name)
     except ReplicationError:
         within = newest_time_within(reader, region, SystemClock().now_ns() + DRIFT_MAX_NS)
         if within is not None:
-            log.hear(within, name=name)
+            hear(within, name=name)
         raise
 
 
@@ -263,36 +261,94 @@ def _hear_writes(reader: StreamReader, region: RegionId, log: LogWriter) -> None
 
 
 class RegionsHeard:
-    """Hears other regions before a write: it may repeat one of theirs, and its time has to be later than theirs.
-
-    A home without logs of other regions is looked at every so often.
+    """Hears other regions before a write that may repeat one of theirs, at most every so often.
 
     Args:
-        hear: hears them; returns whether there are any.
+        hear: hears them.
     """
 
-    def __init__(self, hear: Callable[[], bool]) -> None:
+    def __init__(self, hear: Callable[[], None]) -> None:
         self._hear = hear
-        self._has_regions = False
         self._next_s = 0.0
-        self._looks = 0
-        """Number of looks that have begun."""
         self._hearing = threading.Lock()
 
     def __call__(self) -> None:
-        """Hear what was there at the call. An error of theirs stops no write here: the owner reports it. Any thread."""
-        now_s = time.monotonic()
-        if not self._has_regions and now_s < self._next_s:
+        """Hear them if it is time. An error of theirs stops no write here: the owner reports it. Any thread."""
+        if time.monotonic() < self._next_s or not self._hearing.acquire(blocking=False):
             return
-        next_look = self._looks + 1
-        with self._hearing:
-            if self._looks >= next_look:
-                return  # another thread's began after the call
-            self._looks += 1
-            self._next_s = now_s + _HEARD_EVERY_S
-            self._has_regions = True
+        try:
+            self._next_s = time.monotonic() + _HEARD_EVERY_S
             with contextlib.suppress(MillstreamError):
-                self._has_regions = self._hear()
+                self._hear()
+        finally:
+            self._hearing.release()
+
+
+class HearTime(Protocol):
+    """Observes another region's time, as `LogWriter.hear`."""
+
+    def __call__(self, time: HLC, *, name: str) -> None:
+        """Observe it. Raises `ReplicationError` (`clock_skew`) if it is too far ahead."""
+
+
+class RegionTimes:
+    """The newest times of other regions' logs, for a writer that is about to take a commit group's time.
+
+    A write has to be later than every row that its region has read before. A log that can't be read, or whose newest
+    time is too far ahead, is left alone for a while. For one thread.
+
+    Args:
+        home: the home.
+        stream: the stream's name.
+        config: its configuration.
+        hear: observes a time.
+    """
+
+    def __init__(self, home: HomePaths, stream: str, config: StreamConfig, hear: HearTime) -> None:
+        self._home = home
+        self._stream = stream
+        self._config = config
+        self._hear = hear
+        self._folders: dict[RegionId, str] = {}
+        self._next_look_s = 0.0
+        self._asked_from_s: dict[str, float] = {}
+        """By folder, the moment from which a log that failed is asked again."""
+        self._readers: dict[str, StreamReader] = {}
+        self._heard: dict[str, Mapping[ShardId, DurableMark]] = {}
+        """By folder, the log's marks when its time was observed last."""
+
+    def __call__(self) -> None:
+        """Observe what is new. Errors stop no write here: the stream's owner reports them."""
+        now_s = time.monotonic()
+        if now_s >= self._next_look_s:
+            self._next_look_s = now_s + _HEARD_EVERY_S
+            with contextlib.suppress(MillstreamError, OSError):
+                logs = region_logs(self._home, self._stream, self._config)
+                self._folders = {region: logs[region] for region in logs if region != self._config.region}
+        for region, folder in self._folders.items():
+            if now_s >= self._asked_from_s.get(folder, 0.0):
+                try:
+                    self._ask(region, folder)
+                except (MillstreamError, OSError):
+                    self._asked_from_s[folder] = time.monotonic() + _HEARD_EVERY_S
+
+    def _ask(self, region: RegionId, folder: str) -> None:
+        reader = self._readers.pop(folder, None)
+        if reader is not None:
+            # A log that was cut or recreated since needs a new reader.
+            with contextlib.suppress(LogError, PositionError, OSError):
+                self._ask_by(reader, region, folder)
+                return
+        self._ask_by(StreamReader(folder), region, folder)
+
+    def _ask_by(self, reader: StreamReader, region: RegionId, folder: str) -> None:
+        marks, upto = reader.extent.marks()
+        if marks != self._heard.get(folder):
+            newest_ns = reader.written_us(upto) * 1000
+            self._readers[folder] = reader
+            _hear_time(reader, region, HLC(newest_ns, int(upto), int(region)), self._hear)
+            self._heard[folder] = marks
+        self._readers[folder] = reader
 
 
 def newest_time(reader: StreamReader, region: RegionId) -> HLC | None:

@@ -21,7 +21,7 @@ from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, StreamId
 from millstream.model.operations import FIRST_SHARD
 from millstream.process_metrics import SINK_IGNORED_ERRORS
 from millstream.processes.role_locks import LOCK_PATIENCE_S
-from millstream.regions.region_logs import RegionClocks, RegionsHeard, check_merges
+from millstream.regions.region_logs import RegionClocks, RegionsHeard, RegionTimes, check_merges
 from millstream.routing.dispatch import Dispatcher
 from millstream.wal.files import RealFiles
 from millstream.wal.replica.ship_source import durable_marks
@@ -61,8 +61,6 @@ class StreamWriter:
     name: str | None
     """The writer's name, if it is one among several."""
     routing: StreamRouting
-    hear: RegionsHeard
-    """Called before rows are appended that no appender takes."""
 
 
 @contextmanager
@@ -122,6 +120,7 @@ def stream_writer(
         Roles(home).check_leads(name)
         hear = RegionsHeard(partial(RegionClocks(home, name, config).hear, log))
         hear()
+        log.hear_before_groups(RegionTimes(home, name, config, log.hear))
         routing = StreamRouting(catalog, stream, name, config, log, first_shard=first_shard, is_shared=own is not None)
         rules, buffer = _table_rules(config, routing, first_shard), config.buffer
         to: ApplicationLog = log
@@ -134,7 +133,7 @@ def stream_writer(
         else:
             rules = replace(rules, rules_of=refuses_appends(name, buffer_name(name, buffer)))
         appender = Appender(catalog, stream, to, writer=writer, rules=rules, buffer=written, hear=hear)
-        yield StreamWriter(stream, log, first_shard, appender, own, routing, hear)
+        yield StreamWriter(stream, log, first_shard, appender, own, routing)
 
 
 def _reads_buffer(config: StreamConfig) -> bool:
@@ -178,9 +177,7 @@ def _with_sinks(
 
 def operation_taker(catalog: Catalog, writer: StreamWriter, config: StreamConfig) -> OperationTaker:
     """Return the taker that makes a write buffer's operations the stream's own: by its rules, on its shards."""
-    return OperationTaker(
-        catalog, writer.stream, _table_rules(config, writer.routing, writer.first_shard), hear=writer.hear
-    )
+    return OperationTaker(catalog, writer.stream, _table_rules(config, writer.routing, writer.first_shard))
 
 
 def resolve_stream(home: HomePaths, catalog: Catalog, name: str) -> StreamId:

@@ -294,6 +294,13 @@ class LogWriter:
         """
         self._committer.times.hear(time, name)
 
+    def hear_before_groups(self, ask: Callable[[], None]) -> None:
+        """Set a function that observes other regions' times by `hear`.
+
+        The thread that writes calls it before it takes each commit group's time. It raises nothing.
+        """
+        self._committer.times.before = ask
+
     def place_in(self, region: RegionId) -> object:
         """Return where the received part of another region's log ends, as `hear_writes` noted it; None if none was."""
         return None if self._keyed is None else self._keyed.others.place(region)
