@@ -27,7 +27,7 @@ from millstream.spark.batch_parts import BatchPart
 from millstream.spark.batch_targets import LakeOfFiles
 from millstream.spark.driver import take_up
 from millstream.spark.executor_tasks import Around, TableAnswer
-from millstream.spark.pipeline_tables import PipelineTables
+from millstream.spark.pipeline_tables import PipelineTables, written_us
 from millstream.spark.session import SparkOptions
 from millstream.testing.errors import coded
 
@@ -124,7 +124,7 @@ def test_a_log_that_was_put_back_is_refused_once_it_has_records_that_its_newer_l
         take_up(config_of(up.path, up.stream, SparkOptions(up.path), sink=sink), up.log, tables_of(up, sink))
 
     def landed(n: Seq) -> Cut | None:
-        return tables_of(home, sink).commit(n, (), written_us=home.log.written_us(n))
+        return tables_of(home, sink).commit(n, (), written_us=written_us(home.log, n))
 
     late = early = landed(home.commit(insert(table, id=1)))
     home.close()

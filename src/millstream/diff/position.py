@@ -76,7 +76,7 @@ def wait_for_lake(waiting: PositionWait, lsn: Lsn, *, before: Seq) -> Seq:
         SourceError (`slot_active`), SourceError: the slot couldn't be asked whether anything is missing.
     """
     reader = StreamReader(str(waiting.home.wal_folder(waiting.stream)))
-    _wait_for_log(waiting, lsn)
+    _wait_for_log(waiting, reader, lsn)
     n = _last_below(reader, waiting.source, lsn, before)
     waiting.tell("waiting for the lake")
     backlogs = Backlogs(str(waiting.home.wal_folder(waiting.stream)))
@@ -96,17 +96,21 @@ def wait_for_lake(waiting: PositionWait, lsn: Lsn, *, before: Seq) -> Seq:
         time.sleep(_POLL_S)
 
 
-def _wait_for_log(waiting: PositionWait, lsn: Lsn) -> None:
-    """Return once every transaction that committed below `lsn` is durable in the log."""
+def _wait_for_log(waiting: PositionWait, reader: StreamReader, lsn: Lsn) -> None:
+    """Return once every transaction that committed below `lsn` is durable in the log.
+
+    A log that was put back under a newer catalog lacks what the catalog's position and the slot take for captured.
+    """
     beaten = float("-inf")
     waiting.tell("waiting for capture")
     while True:
         facts = (ask(waiting.home, "owner", "status") or {}).get("streams", {}).get(waiting.stream, {})
         durable = (facts.get("progress") or {}).get("durable", 0)
-        if max(durable, waiting.catalog.reached(waiting.source)) >= lsn:
+        reached = waiting.catalog.reached_in(waiting.source, _reached(reader))
+        if max(durable, reached) >= lsn:
             return
         if not waiting.runs("capture"):
-            if _nothing_waits(waiting, lsn):
+            if reached >= waiting.catalog.reached(waiting.source) and _nothing_waits(waiting, lsn):
                 return
             raise LakeBehind(
                 f"the source has changes that the log hasn't, and no capture runs; it has to reach {format_lsn(lsn)}",
@@ -131,6 +135,15 @@ def _wait_for_log(waiting: PositionWait, lsn: Lsn) -> None:
             beaten = time.monotonic()
             _beat(waiting.capture.dsn)
         time.sleep(_POLL_S)
+
+
+def _reached(reader: StreamReader) -> dict[SourceId, Lsn]:
+    """Return the positions of sources that the log's own group headers have reached."""
+    found: dict[SourceId, Lsn] = {}
+    for header in reader.newest_headers(reader.persisted_upto()):
+        for source, lsn in header.reached.items():
+            found[source] = max(lsn, found.get(source, lsn))
+    return found
 
 
 def _beat(dsn: str) -> None:

@@ -40,7 +40,7 @@ from millstream.spark.executor_tasks import Around, TableError
 from millstream.spark.initial_replay import ReplayWatch
 from millstream.spark.lake_patience import LAKE_PATIENCE_S, pauses
 from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineProgress
-from millstream.spark.pipeline_tables import PipelineTables
+from millstream.spark.pipeline_tables import PipelineTables, written_us
 from millstream.spark.quarantine import failure_of_lake
 from millstream.wal.reader import StreamReader
 
@@ -148,8 +148,8 @@ class BatchLander:
             self._hold(table_id, after, error)
         self.pipeline_tables.appended(landed.commits.values(), landed.versions)
         failpoints.hit("pipeline.before_lake_commit")
-        written_us = self.log.written_us(upto)
-        self.pipeline_tables.commit(upto, landed.commits.values(), newest_us=landed.newest_us, written_us=written_us)
+        written = written_us(self.log, upto)
+        self.pipeline_tables.commit(upto, landed.commits.values(), newest_us=landed.newest_us, written_us=written)
         failpoints.hit("pipeline.after_lake_commit")
         stream, pipeline = self.config.stream_id, self.config.pipeline
         self.catalog.set_landed(stream, pipeline, upto)

@@ -34,7 +34,7 @@ from millstream.spark.folding import FoldThread
 from millstream.spark.initial_replay import ReplayWatch
 from millstream.spark.lake_patience import patiently
 from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineOutcome
-from millstream.spark.pipeline_tables import PipelineTables
+from millstream.spark.pipeline_tables import PipelineTables, written_us
 from millstream.spark.session import open_context
 from millstream.wal.reader import StreamReader
 from millstream.workers import Worker
@@ -292,7 +292,7 @@ def _check_log_is_the_lakes(log: StreamReader, cut: Cut, config: PipelineConfig)
     passes_us = (cut.committed_at - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(
         microseconds=1
     ) + DRIFT_MAX_NS // 1000
-    if log.written_us(cut.n) > passes_us:
+    if written_us(log, cut.n) > passes_us:
         raise LakeError(
             f"the lake had everything up to number {cut.n} at {cut.committed_at.isoformat()}, and the log of "
             f"{config.stream} has records below that were written later",

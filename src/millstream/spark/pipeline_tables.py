@@ -33,6 +33,7 @@ from millstream.spark.fold_schedule import FoldHistory
 from millstream.spark.lake_patience import patiently
 from millstream.spark.pipeline import PipelineConfig, TableProgress
 from millstream.spark.quarantine import Quarantine
+from millstream.wal.reader import StreamReader
 
 _NOTES_MAX: Final = 1000
 """Number of appends to a table that are noted one by one until a fold covers them; later ones share a note."""
@@ -288,6 +289,11 @@ class PipelineTables:
                 )
                 for entry in entries
             )
+
+
+def written_us(log: StreamReader, upto: Seq) -> int:
+    """Return when the log's newest readable group at or below `upto` was written, in hybrid time: µs since 1970, rounded up."""
+    return -(-max((header.hybrid_time for header in log.newest_headers(upto)), default=0) // 1000)
 
 
 def _lacks_folds(config: PipelineConfig, table: CutTable, schema: TableSchema | None) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
-from millstream.codec.log_frame import FrameKind, SchemaFrame, decode_frame
+from millstream.codec.log_frame import FrameHeader, FrameKind, SchemaFrame, decode_frame
 from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, FrameEntry, SegmentFooter, SegmentHeader, SegmentTotals
 from millstream.errors import CorruptFrame, CorruptWal, UnreadableBytes
@@ -181,18 +181,18 @@ class ShardIndex:
                 if entry.group_last_seq > after:
                     yield segment, entry
 
-    def written_ns(self, upto: Seq, mark: DurableMark) -> int:
-        """Return the hybrid time of the shard's last group with a number at or below `upto`.
+    def newest_header(self, upto: Seq, mark: DurableMark) -> FrameHeader | None:
+        """Return the header of the shard's last group with a number at or below `upto`.
 
-        0 if none is left, or it can't be read: it is damaged, or was just dropped.
+        None if none is left, or it can't be read: it is damaged, or was just dropped.
         """
         with suppress(CorruptWal, CorruptFrame, FileNotFoundError):
             for segment in self._segments_from(upto, mark)[:1]:
                 for entry in reversed(self.frames(segment, mark)):
                     if entry.kind is FrameKind.RECORDS and entry.first_seq <= upto:
                         window = ReadAhead(reader_of(self._files, segment.path), HEADS_AHEAD_BYTES)
-                        return read_frame(window, entry.position, payload=False).header.hybrid_time
-        return 0
+                        return read_frame(window, entry.position, payload=False).header
+        return None
 
     def totals_from_seq(self, after: Seq, mark: DurableMark) -> Iterator[tuple[SegmentFile, SegmentTotals | None]]:
         """Yield the segments of groups that end after `after`, and the one before them, in order, with their totals.

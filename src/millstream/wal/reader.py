@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Final
 
 from millstream.backoff import Backoff
-from millstream.codec.log_frame import FrameKind, RecordsFrame
+from millstream.codec.log_frame import FrameHeader, FrameKind, RecordsFrame
 from millstream.codec.log_segment import FrameEntry
 from millstream.errors import CorruptWal, LogError, OffsetBeyondEnd, TokenFromFuture
 from millstream.model.ids import SchemaVersion, ShardId, StreamId, TableId
@@ -154,10 +154,10 @@ class StreamReader:
         with TruncationWatch(self.extent, {shard: mark}):
             return next((at.offset for _, _, at in self._frames_of(shard, seq, persisted, mark)), mark.durable_offset)
 
-    def written_us(self, upto: Seq) -> int:
-        """Return when the newest readable group at or below `upto` was written, in hybrid time: µs since 1970, rounded up."""
-        times = [self._index(shard).written_ns(upto, mark) for shard, mark in self._marks()[0].items()]
-        return -(-max(times, default=0) // 1000)
+    def newest_headers(self, upto: Seq) -> list[FrameHeader]:
+        """Return the header of each shard's newest group at or below `upto`, unless it is unreadable or dropped."""
+        found = [self._index(shard).newest_header(upto, mark) for shard, mark in self._marks()[0].items()]
+        return [header for header in found if header is not None]
 
     def wait_beyond(self, seq: Seq, deadline_s: float) -> bool:
         """Return True once `persisted_upto` is greater than `seq`, or False after that many seconds."""
