@@ -40,7 +40,14 @@ def alerted(found: list[Condition]) -> list[str]:
 
 def node(**facts: Any) -> dict[str, Any]:
     """Return a node's part in the stream: it follows another one, with a process."""
-    return {"stream": "shop", "role": "follows", "leader": "b", "following": {"error": None}, "error": None} | facts
+    return {
+        "stream": "shop",
+        "role": "follows",
+        "leader": "b",
+        "following": {"error": None},
+        "other_streams": {},
+        "error": None,
+    } | facts
 
 
 def test_a_stream_that_does_well_has_no_condition() -> None:
@@ -191,6 +198,13 @@ def test_a_node_that_was_fenced_is_reported_with_its_leader() -> None:
     assert (found.kind, found.subject, found.is_alert) == ("fenced", "shop", True)
     assert found.message == "another node was promoted: writes go to b"
     assert found.hint == "Run `millstream follow b` to follow it."
+
+
+def test_a_node_that_has_another_stream_of_the_name_is_reported_by_each_leader() -> None:
+    leads = node(role="leads", following=None, other_streams={"b": {"message": "b has another", "hint": "Choose one."}})
+    (found,) = watched(lambda _: well(replication=leads), 0)
+    assert (found.kind, found.subject, found.is_alert) == ("other_stream", "b", True)
+    assert (found.message, found.hint) == ("b has another", "Choose one.")
 
 
 def test_a_node_that_should_follow_and_doesn_t_is_shown_at_once_and_alerted_about_in_time() -> None:

@@ -43,7 +43,15 @@ def error(code: str) -> dict[str, Any]:
 
 
 def node(**facts: Any) -> dict[str, Any]:
-    its = {"stream": "shop", "role": "follows", "leader": "b", "following": None, "followers": [], "error": None}
+    its = {
+        "stream": "shop",
+        "role": "follows",
+        "leader": "b",
+        "following": None,
+        "followers": [],
+        "other_streams": {},
+        "error": None,
+    }
     return its | {"age_s": 3.0, "persisted_upto": 7, "object_store": None} | facts
 
 
@@ -72,6 +80,9 @@ STATES: dict[str, Change] = {
     "lake_waits": lambda _, stream: stream["tables"][0].update(reason="lake: tried again: <no answer>"),
     "writer_expired": expired,
     "problem": lambda status, _: status["problems"].append("the log can't be read"),
+    "other_stream": lambda _, stream: stream.update(
+        replication=node(role="leads", other_streams={"b": {"message": "b has another", "hint": "Run `this`."}})
+    ),
     "fenced": lambda _, stream: stream.update(replication=node(role="fenced")),
     "not_following": lambda _, stream: stream.update(replication=node()),
     "store_unavailable": lambda _, stream: stream.update(

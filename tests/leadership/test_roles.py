@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from click.testing import CliRunner
 from tests.nodes.nodes import STREAM, Node, eventually, nodes
 
@@ -26,7 +27,7 @@ from millstream.errors import (
 from millstream.home.home import Home
 from millstream.leadership.node_calls import NodeState
 from millstream.leadership.node_roles import VERSIONS_NAME, Roles, replication_folder
-from millstream.leadership.promotion_check import hear_of_promotions
+from millstream.leadership.promotion_check import hear_of_promotions, hearing_of_promotions
 from millstream.model.ids import Epoch
 from millstream.model.replication import AckLevel, Document, NodeName
 from millstream.nodes import follower_process
@@ -112,6 +113,18 @@ def test_a_promise_about_another_stream_of_the_name_is_neither_given_nor_heard_o
         promised = replace(theirs, fact=replace(theirs.fact, promise=Promise(Epoch(7), NodeName("b"))))
         monkeypatch.setattr("millstream.leadership.node_calls.state_of_node", lambda *_, **__: promised)
         assert hear_of_promotions(one, STREAM)
+        monkeypatch.setattr("millstream.leadership.promotion_check._EVERY_S", 0.05)
+        with structlog.testing.capture_logs() as logged, hearing_of_promotions(one) as found:
+            eventually(lambda: found.get(STREAM), "it is shown", a)
+            first = found[STREAM]
+            eventually(lambda: found[STREAM] is not first, "it is asked again, and not logged again", a)
+            assert found[STREAM]["b"].code == "other_stream"
+            assert "replication.nodes" in (found[STREAM]["b"].hint or "")
+        assert [line["code"] for line in logged if line["log_level"] == "error"] == ["other_stream"]
+        shutil.rmtree(two.wal_folder(STREAM))
+        asked_back = replace(promised, node=NodeName("a"), stream=node_state(one, STREAM).stream)
+        monkeypatch.setattr("millstream.leadership.node_calls.state_of_node", lambda *_, **__: asked_back)
+        assert not hear_of_promotions(two, STREAM)  # it has no log, and begins none
         own = replace(promised, stream=node_state(one, STREAM).stream)
         monkeypatch.setattr("millstream.leadership.node_calls.state_of_node", lambda *_, **__: own)
         assert not hear_of_promotions(one, STREAM)

@@ -36,6 +36,7 @@ class Kind(StrEnum):
     WRITER_EXPIRED = "writer_expired"
     FOLLOWER_CUT_OFF = "follower_cut_off"
     FENCED = "fenced"
+    OTHER_STREAM = "other_stream"
     NOT_FOLLOWING = "not_following"
     REPLICATION_STALLED = "replication_stalled"
     CONSUMER_CUT_OFF = "consumer_cut_off"
@@ -53,7 +54,7 @@ class Condition:
     stream: str
     """Its name; empty if it concerns the whole home."""
     subject: str
-    """The slot, table, write buffer, writer, consumer or follower; the log's name if it concerns the whole log."""
+    """The slot, table, write buffer, writer, consumer, follower or node; the log's name if it concerns the whole log."""
     message: str
     hint: str
     is_alert: bool = True
@@ -409,6 +410,8 @@ def _of_node(
     if its["role"] == "fenced":
         message = f"another node was promoted: writes go to {leader}"
         yield Condition(Kind.FENCED, stream, subject, message, f"Run `millstream follow {leader}` to follow it.")
+    for node, error in its["other_streams"].items():
+        yield Condition(Kind.OTHER_STREAM, stream, node, error["message"], error["hint"])
     if _is_apart(its):
         message = f"this node follows {leader}, but no process of it does"
         hint = "Run `millstream run` or `millstream follow`."

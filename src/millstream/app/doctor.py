@@ -45,8 +45,8 @@ _TO_DECIDE: Final = frozenset(
     {"publication_replaced", "slot_ahead", "slot_lost", "source_replaced", "offset_expired", "lake_of_another_log"}
 )
 """Errors that end capture or the pipeline at each start, until an operator decides how to go on."""
-_CHECKED_ELSEWHERE: Final = frozenset({Kind.SLOT_LAG, Kind.TABLE_QUARANTINED})
-"""Conditions that the checks of a source and of tables find."""
+_CHECKED_ELSEWHERE: Final = frozenset({Kind.SLOT_LAG, Kind.TABLE_QUARANTINED, Kind.OTHER_STREAM})
+"""Conditions that the checks of a source, of tables and of nodes find."""
 _CLUSTER_CHECKS: Final = frozenset({"spark.master", "spark.python", "executor.log", "executor.lake", "clocks"})
 _FREE_BYTES_MIN: Final = 2 << 30
 """Room for some segments, Spark's scratch space and a first load of tables of a usual size."""

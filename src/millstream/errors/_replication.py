@@ -77,7 +77,7 @@ class ReplicationError(MillstreamError):
             "Move the table's merged state (in data/regions) away, and run `millstream reconcile` to build it from the remaining logs.",
         ),
         "other_stream": Code(
-            "The follower has another stream under that name.",
+            "Another node has another stream under that name.",
             Retry.OPERATOR,
             "Follow the stream in another home, or move the folder data/wal/STREAM away first.",
         ),

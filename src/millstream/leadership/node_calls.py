@@ -211,6 +211,9 @@ def check_same_stream(home: HomePaths, stream: str, theirs: StreamId | None, nod
         raise ReplicationError(
             f"{node} has stream {theirs} under the name {stream}, not {own}",
             code="other_stream",
+            hint=f"If {node}'s address in [replication.nodes] is another cluster's, correct it. If both nodes lead, choose "
+            f"one; on the other, stop `millstream run`, move data/wal/{stream} away (its records aren't in the other log), "
+            "then run `millstream follow`.",
             stream=str(own),
             node=node,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -18,7 +18,7 @@ import structlog
 from millstream.errors import FollowerBehindRetention, MillstreamError, UnknownStream
 from millstream.leadership.known_leaders import note_leaders
 from millstream.leadership.node_roles import LOOK_EVERY_S, Roles, replication_folder
-from millstream.leadership.promotion_check import hearing_of_promotions
+from millstream.leadership.promotion_check import OtherStreams, hearing_of_promotions
 from millstream.model.durations import duration_s
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq
@@ -62,6 +62,7 @@ class Shipping:
         self._within_s = duration_s(home.config.replication.ship_timeout)
         self._ending = threading.Event()
         self._hearing = contextlib.ExitStack()
+        self._other_streams: Mapping[str, OtherStreams] = {}
         self._streams = {name: _StreamShipping(home, name, self._ending) for name in home.config.streams}
 
     def start(self) -> None:
@@ -69,7 +70,7 @@ class Shipping:
 
         A node that was cut off isn't notified, and perhaps no other process here asks.
         """
-        self._hearing.enter_context(hearing_of_promotions(self._home))
+        self._other_streams = self._hearing.enter_context(hearing_of_promotions(self._home))
         for stream in self._streams.values():
             stream.worker.start()
 
@@ -82,8 +83,12 @@ class Shipping:
             stream.transport.close()
 
     def facts(self) -> dict[str, Any]:
-        """Return the known facts about followers by stream, JSON-able."""
-        return {name: stream.facts() for name, stream in self._streams.items()}
+        """Return the known facts about other nodes by stream, JSON-able."""
+        return {
+            name: stream.facts()
+            | {"other_streams": {node: its.as_dict() for node, its in self._other_streams.get(name, {}).items()}}
+            for name, stream in self._streams.items()
+        }
 
     def serve_exchange(
         self, request: FollowRequest, reader: Any, writer: Any, *, cut: Callable[[], object], check: Callable[[], None]

@@ -59,6 +59,7 @@ def list_replicas(home: Home) -> dict[str, Any]:
                 "age_s": age_of_replica(home, name) if fact.role is Role.FOLLOWS else None,
                 "following": following.get(name) if fact.role is Role.FOLLOWS else None,
                 "followers": shipped.get("followers", []),
+                "other_streams": shipped.get("other_streams", {}),
                 "object_store": shipped.get("object_store"),
                 "lineage": json.loads(fact.to_json())["lineage"],
                 "error": None if error is None else error.as_dict(),
