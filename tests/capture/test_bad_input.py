@@ -359,6 +359,26 @@ def test_a_start_after_slot_drop_that_was_killed_behind_the_new_slot_is_gone_on_
     assert not stage.catalog.fact(f"capture/{stage.catalog.stream('shop').id}", "slot_dropped", default=False)
 
 
+def test_a_slot_that_is_still_there_after_slot_drop_is_gone_on_with(stage: Stage) -> None:
+    """The drop went to another server of the name: the slot lags behind the log, as it does after a SIGKILL."""
+    stage.sql(ORDERS, "INSERT INTO orders VALUES (1, 'x')")
+    stage.catch_up()
+    slot, kept = stage.config.slot, f"{stage.config.slot}_kept"
+    stage.sql(f"SELECT pg_copy_logical_replication_slot('{slot}', '{kept}')")
+    stage.sql("INSERT INTO orders VALUES (2, 'y')")
+    stage.catch_up()
+    stage.sql(f"SELECT pg_drop_replication_slot('{slot}')")
+    stage.sql(
+        f"SELECT pg_copy_logical_replication_slot('{kept}', '{slot}')", f"SELECT pg_drop_replication_slot('{kept}')"
+    )
+    stream = stage.catalog.stream("shop").id
+    stage.catalog.put_fact(f"capture/{stream}", "slot_dropped", value=True)
+    stage.sql("INSERT INTO orders VALUES (3, 'z')")
+    assert stage.catch_up().caught_up
+    assert [row["id"] for _, _, row in stage.log.records()] == ["1", "2", "3"]
+    assert not stage.catalog.fact(f"capture/{stream}", "slot_dropped", default=False)
+
+
 def test_a_slot_of_something_else_is_left_alone(stage: Stage) -> None:
     stage.sql(ORDERS, f"SELECT pg_create_physical_replication_slot('{stage.config.slot}')")
     assert isinstance(failing(stage.config, stage), SourceError)

@@ -414,17 +414,16 @@ class _Capture:
         Nothing is noted before the source is known to be followable: the DSN may still be set back to the old server.
         """
         known = self._catalog.current_source(self._stream)
-        dropped = self._is_slot_dropped()
         reached = Lsn(0) if known is None else self._reached(known.id)
         theirs = read_history(replication, identity.timeline)
-        begins_anew = known is None or dropped
+        # A slot at or below X is the log's own: it was another server that had none to drop, or the drop never ended.
+        begins_anew = known is None or (self._is_slot_dropped() and (slot is None or slot.confirmed > reached))
         fresh = begins_anew
         if known is not None and begins_anew:
             check_same(known, replace(identity, timeline=known.timeline))
             self._request_copies()
         elif known is not None:
-            ours = self._catalog.source_history(self._stream)
-            fresh = follows(known, ours, identity, theirs, reached=reached)
+            fresh = follows(known, self._catalog.source_history(self._stream), identity, theirs, reached=reached)
         check_slot(
             slot,
             name=self._config.slot,
@@ -436,6 +435,8 @@ class _Capture:
             check_end(control, identity, self._catalog, self._scope, reached=reached)
         if slot is not None and not begins_anew:
             check_never_set_back(self._catalog, self._scope, slot)
+            if self._is_slot_dropped():
+                self._catalog.drop_fact(self._scope, "slot_dropped")
         if known is not None and not begins_anew and reached < self._catalog.reached(known.id):
             logger.warning("the catalog is newer than the log; the tables are copied again", after=format_lsn(reached))
             self._request_copies("the catalog was newer than the log")
@@ -485,7 +486,7 @@ class _Capture:
         return self._begin_at(source, start)
 
     def _is_slot_dropped(self) -> bool:
-        """Return whether the slot was dropped on purpose: one that exists was created by a start that was interrupted."""
+        """Return whether the slot was dropped on purpose: one above X was created by a start that was interrupted."""
         return bool(self._catalog.fact(self._scope, "slot_dropped", default=False))
 
     def _begin_at(self, source: SourceId, start: Lsn) -> Lsn:
