@@ -28,6 +28,8 @@ Whatever the catalogs can't rule out counts as a change. That may cause a needle
 - A column's type counts as rewritten if its catalog row was written and the table has another file.
   (`VACUUM FULL` and `TRUNCATE` only make another file. A default that is set between the same two looks
   also writes the catalog row.)
+- A table whose memberships in publications are all new ones counts as one that had left. (A schema that takes the
+  place of its tables in a publication, or `SET SCHEMA` to another published schema, gives new ones too.)
 - A partition with another file counts as truncated. (`VACUUM FULL`, `CLUSTER` and a `TRUNCATE` of the
   whole table make another file too.)
 """
