@@ -346,6 +346,11 @@ class TableDirectory:
             selected = self._patterns.select_partition(relation.namespace, relation.name, ancestors)
             if selected and not part_of_captured:
                 return True
+            if not certain:
+                logger.warning(
+                    "a dropped table is left out: it may have been a partition of one that `tables` leaves out",
+                    table=relation.qualified_name,
+                )
         self._left_out.add(relation.oid)
         return False
 
