@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from tests.lake.test_scd2 import at
 
-from millstream.errors import LakeError
+from millstream.errors import LakeError, LakeUnavailable
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.data_files import table_in
 from millstream.lake.folded.current import fold_table
@@ -102,7 +102,8 @@ def test_records_of_another_table_in_a_damaged_history_stay_in_a_folder_aside(
 def test_nothing_is_left_under_an_earlier_name(layout: LakeLayout, orders: TableSchema, records: Records):
     secret = ("c", 1, {"id": 1, "note": "secret", **at(1)})
     land(layout, orders, records(orders, secret, ("d", 2, {"id": 1, **at(2)})), 2)
-    set_aside(layout, layout.table_path("current", orders))
+    unreadable = set_aside(layout, layout.table_path("current", orders))
+    (Path(str(unreadable)) / "_delta_log" / "00000000000000000000.json").unlink()
     beside = Path(layout.table_path("scd2", orders) + BESIDE)
     beside.mkdir()
     pq.write_table(pa.table({"note": ["secret"]}), beside / "part-1.parquet")
@@ -123,6 +124,23 @@ def test_an_earlier_name_that_another_table_has_keeps_that_tables_rows(
     history = Path(layout.table_path("history", taken_over))
     assert {table_in(str(file)) for file in history.rglob("part-*.parquet")} == {taken_over.table_id}
     assert all(damage_of(layout, view, taken_over) is None for view in VIEWS)
+
+
+def test_what_cannot_be_read_under_a_name_that_another_table_has_is_not_deleted(
+    layout: LakeLayout, orders: TableSchema, taken_over: TableSchema
+):
+    """It was the other table's, moved aside by its rebuild, and taken for this one's."""
+    aside = Path(str(set_aside(layout, layout.table_path("current", taken_over))))
+    begin = aside / "_delta_log" / "00000000000000000000.json"
+    begin.rename(aside / "begin")
+    fold_table(layout, taken_over, Seq(3))
+    old = replace(orders, name="orders_old", version=SchemaVersion(2))
+    with pytest.raises(LakeUnavailable, match="may have rows of another table"):
+        erase_view(layout, "current", old, Seq(4), earlier=[orders, old])
+    assert aside.exists()
+    (aside / "begin").rename(begin)
+    erase_view(layout, "current", old, Seq(4), earlier=[orders, old])
+    assert aside.exists(), "it can be read again, and is the other table's"
 
 
 def test_tables_of_iceberg_are_refused(layout: LakeLayout, orders: TableSchema, tmp_path: Path):

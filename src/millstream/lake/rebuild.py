@@ -184,7 +184,8 @@ def erase_view(
         earlier: all its schemas, for the names that it has had.
 
     Raises:
-        LakeUnavailable: a file can't be deleted, or the folder of an earlier name can't be read.
+        LakeUnavailable: a file can't be deleted, or the folder of an earlier name can't be read. Or one aside can't, and
+            another table has the name by now.
         LakeTableForeign: another program wrote into the folder of an earlier name.
         LakeConflict: another commit removed some of the files; call again.
     """
@@ -243,22 +244,31 @@ def _files_of(layout: LakeLayout, path: str, table: TableId) -> tuple[set[str], 
 
 
 def _erase_rows(layout: LakeLayout, view: View, path: str, table: TableId, *, is_present: bool) -> None:
-    """Delete a folder of folded rows with those moved aside from it, unless the rows are another table's."""
+    """Delete a folder of folded rows with those moved aside from it, unless the rows are another table's.
+
+    One aside that can't be read is this table's if no other table has the name; else nothing tells whose it is.
+    """
     app = layout.app_id(view, table)
     if view == "scd2":
         _delete_folder(layout, path + BESIDE)  # of a rebuild that was killed
-    for folder in (*_asides(path), path):
-        is_mine = is_present
+    opened = None if is_present else open_table(layout, path, app)
+    for folder in _asides(path):
+        is_mine = True
         if not is_present:
             try:
-                opened = open_table(layout, folder, app)
-                is_mine = opened is not None and opened.held
-            except (LakeFilesGone, LakeTableForeign, LakeUnavailable):
-                if folder == path:
-                    raise
-                is_mine = True  # moved aside because it can't be read
+                aside = open_table(layout, folder, app)
+                is_mine = aside is not None and aside.held
+            except (LakeFilesGone, LakeTableForeign, LakeUnavailable) as error:
+                if opened is not None and not opened.held:
+                    raise LakeUnavailable(
+                        f"{folder} can't be read, and may have rows of another table: {error.message}",
+                        hint="If that lasts, delete the folder, or move it out of the lake. Then repeat the command.",
+                        path=folder,
+                    ) from error
         if is_mine:
             _delete_folder(layout, folder)
+    if is_present or (opened is not None and opened.held):
+        _delete_folder(layout, path)
 
 
 def _asides(path: str) -> list[str]:
