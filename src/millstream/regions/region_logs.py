@@ -344,7 +344,7 @@ class RegionTimes:
     def _ask_by(self, reader: StreamReader, region: RegionId, folder: str) -> None:
         marks, upto = reader.extent.marks()
         if marks != self._heard.get(folder):
-            newest_ns = reader.written_us(upto) * 1000
+            newest_ns = max((header.hybrid_time for header in reader.newest_headers(upto)), default=0)
             self._readers[folder] = reader
             _hear_time(reader, region, HLC(newest_ns, int(upto), int(region)), self._hear)
             self._heard[folder] = marks
