@@ -12,7 +12,7 @@ import pytest
 
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
 from millstream.crdt.hlc import DRIFT_MAX_NS, HLC
-from millstream.errors import ReplicationError
+from millstream.errors import CorruptWal, ReplicationError
 from millstream.model.ids import Epoch, RegionId, ShardId, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.testing import ManualClock
@@ -108,7 +108,10 @@ def test_a_damaged_group_of_one_shard_does_not_hide_when_the_others_were_written
     assert first.hybrid_time < newest.hybrid_time
     [segment] = (log / "00001").glob("*.wal")
     segment.write_bytes(segment.read_bytes()[:SEGMENT_HEADER_SIZE] + b"\xff" * 100)
-    assert StreamReader(str(log)).newest_headers(Seq(2)) == [first]
+    damaged = StreamReader(str(log))
+    assert damaged.newest_headers(Seq(2), readable=True) == [first]
+    with pytest.raises(CorruptWal):
+        damaged.newest_headers(Seq(2))
 
 
 def test_a_log_is_not_opened_as_another_regions(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def _wait_for_log(waiting: PositionWait, reader: StreamReader, lsn: Lsn) -> None
 def _reached(reader: StreamReader) -> dict[SourceId, Lsn]:
     """Return the positions of sources that the log's own group headers have reached."""
     found: dict[SourceId, Lsn] = {}
-    for header in reader.newest_headers(reader.persisted_upto()):
+    for header in reader.newest_headers(reader.persisted_upto(), readable=True):
         for source, lsn in header.reached.items():
             found[source] = max(lsn, found.get(source, lsn))
     return found

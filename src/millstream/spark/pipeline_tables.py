@@ -293,7 +293,7 @@ class PipelineTables:
 
 def written_us(log: StreamReader, upto: Seq) -> int:
     """Return when the log's newest readable group at or below `upto` was written, in hybrid time: µs since 1970, rounded up."""
-    return -(-max((header.hybrid_time for header in log.newest_headers(upto)), default=0) // 1000)
+    return -(-max((header.hybrid_time for header in log.newest_headers(upto, readable=True)), default=0) // 1000)
 
 
 def _lacks_folds(config: PipelineConfig, table: CutTable, schema: TableSchema | None) -> bool:

@@ -181,12 +181,12 @@ class ShardIndex:
                 if entry.group_last_seq > after:
                     yield segment, entry
 
-    def newest_header(self, upto: Seq, mark: DurableMark) -> FrameHeader | None:
+    def newest_header(self, upto: Seq, mark: DurableMark, *, readable: bool) -> FrameHeader | None:
         """Return the header of the shard's last group with a number at or below `upto`.
 
-        None if none is left, or it can't be read: it is damaged, or was just dropped.
+        None if none is left; if `readable`, also if it can't be read: it is damaged, or was just dropped.
         """
-        with suppress(CorruptWal, CorruptFrame, FileNotFoundError):
+        with suppress(*((CorruptWal, CorruptFrame, FileNotFoundError) if readable else ())):
             for segment in self._segments_from(upto, mark)[:1]:
                 for entry in reversed(self.frames(segment, mark)):
                     if entry.kind is FrameKind.RECORDS and entry.first_seq <= upto:

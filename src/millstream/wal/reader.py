@@ -154,9 +154,9 @@ class StreamReader:
         with TruncationWatch(self.extent, {shard: mark}):
             return next((at.offset for _, _, at in self._frames_of(shard, seq, persisted, mark)), mark.durable_offset)
 
-    def newest_headers(self, upto: Seq) -> list[FrameHeader]:
-        """Return the header of each shard's newest group at or below `upto`, unless it is unreadable or dropped."""
-        found = [self._index(shard).newest_header(upto, mark) for shard, mark in self._marks()[0].items()]
+    def newest_headers(self, upto: Seq, *, readable: bool = False) -> list[FrameHeader]:
+        """Return the header of each shard's newest group at or below `upto`; if `readable`, without those that can't be read."""
+        found = [self._index(s).newest_header(upto, mark, readable=readable) for s, mark in self._marks()[0].items()]
         return [header for header in found if header is not None]
 
     def wait_beyond(self, seq: Seq, deadline_s: float) -> bool:
