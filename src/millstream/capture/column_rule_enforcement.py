@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Final
 
 from millstream.capture.column_rule_binding import ColumnRules
 from millstream.capture.config import CaptureConfig
@@ -14,6 +17,9 @@ from millstream.capture.table_directory import TableDirectory
 from millstream.codec.pgoutput import Relation
 from millstream.errors import ConfigError, UnknownTable
 from millstream.model.names import TablePatterns
+
+_REUSE_S: Final = 5.0
+"""Relation messages come in bursts; an older connection may have been ended by the server."""
 
 
 def check_rules(rules: ColumnRules, control: Connection, config: CaptureConfig, *, at_start: bool) -> None:
@@ -32,6 +38,7 @@ def rule_messages(
     config: CaptureConfig,
     identity: SourceIdentity,
     set_aside: Callable[[int, Callable[[], None]], None],
+    session: ExitStack,
 ) -> RuleMessages | None:
     """Return what applies the rules to a session's messages; None if the stream has no rules.
 
@@ -41,14 +48,23 @@ def rule_messages(
         config: capture's; its DSN is that of the one server that the session reads.
         identity: that server.
         set_aside: calls the function that quarantines a table; no copy of the table goes on.
+        session: closes at its end the connection that looks at tables.
     """
     if not rules and not rules.has_bound:
         return None
 
+    held = session.enter_context(ExitStack())
+    connection: Connection | None = None
+    used_at = 0.0
+
     def look(oid: int) -> tuple[SourceTable, int] | None:
-        # Seldom: once for each Relation message.
-        with connect_same(config.dsn, identity, purpose="rules") as connection:
-            return _present(connection, oid, config.publication)
+        nonlocal connection, used_at
+        if connection is None or time.monotonic() - used_at > _REUSE_S:
+            held.close()
+            connection = held.enter_context(connect_same(config.dsn, identity, purpose="rules"))
+        found = _present(connection, oid, config.publication)
+        used_at = time.monotonic()
+        return found
 
     def rules_of(relation: Relation) -> Rules | None:
         refused: ConfigError | UnknownTable
