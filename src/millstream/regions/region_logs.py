@@ -342,23 +342,28 @@ class RegionTimes:
         self._ask_by(StreamReader(folder), region, folder)
 
     def _ask_by(self, reader: StreamReader, region: RegionId, folder: str) -> None:
-        marks, upto = reader.extent.marks()
+        marks, _ = reader.extent.marks()
         if marks != self._heard.get(folder):
-            newest_ns = max((header.hybrid_time for header in reader.newest_headers(upto)), default=0)
+            newest = newest_time(reader, region)
             self._readers[folder] = reader
-            _hear_time(reader, region, HLC(newest_ns, int(upto), int(region)), self._hear)
+            if newest is not None:
+                _hear_time(reader, region, newest, self._hear)
             self._heard[folder] = marks
         self._readers[folder] = reader
 
 
 def newest_time(reader: StreamReader, region: RegionId) -> HLC | None:
-    """Return the time of a region's last commit group; None if there is none, or its last number was never used."""
+    """Return the time of a region's last commit group; None if there is none."""
     upto = reader.persisted_upto()
-    for group in reader.read_groups(Seq(max(upto - 1, 0)), upto):
-        header = group[0].header
-        check_region(header.region, region)
-        return HLC(header.hybrid_time, int(header.group_last_seq), int(region))
-    return None
+    headers = reader.newest_headers(upto)
+    if all(header.group_last_seq != upto for header in headers):
+        # The last number was never used, or its group can't be read: then this raises.
+        headers += [group[0].header for group in reader.read_groups(Seq(max(upto - 1, 0)), upto)]
+    if not headers:
+        return None
+    newest = max(headers, key=lambda header: header.group_last_seq)
+    check_region(newest.region, region)
+    return HLC(newest.hybrid_time, int(newest.group_last_seq), int(region))
 
 
 def newest_time_within(reader: StreamReader, region: RegionId, limit_ns: int) -> HLC | None:
