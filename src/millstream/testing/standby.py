@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import psycopg
+
 from millstream.testing.postgres import EmbeddedPostgres
 
 __all__ = ["archiving", "back_up", "make_standby", "promote", "recover_to", "wait_for_replay"]
@@ -146,13 +148,16 @@ def recover_to(backup: EmbeddedPostgres, archive: Path, **target: str) -> Embedd
     recovery = {"restore_command": f'cp "{archive}/%f" "%p"', "recovery_target_action": "promote", **target}
     (backup.data_dir / "recovery.signal").touch()
     backup.restart(settings=recovery)
-    with backup.connect() as connection:
 
-        def recovered() -> bool:
-            row: tuple[Any, ...] | None = connection.execute("SELECT NOT pg_is_in_recovery()").fetchone()
-            return row is not None and bool(row[0])
+    def recovered() -> bool:
+        try:
+            with backup.connect() as connection:
+                row: tuple[Any, ...] | None = connection.execute("SELECT NOT pg_is_in_recovery()").fetchone()
+        except psycopg.OperationalError:  # for a moment of its recovery it refuses connections
+            return False
+        return row is not None and bool(row[0])
 
-        _wait(recovered, f"{backup.data_dir} is recovered")
+    _wait(recovered, f"{backup.data_dir} is recovered")
     return backup
 
 
