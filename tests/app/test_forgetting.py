@@ -17,7 +17,7 @@ from millstream.app.status import collect_status
 from millstream.app.table_requests import copy_table
 from millstream.capture import rows_before_rules
 from millstream.catalog import TableState
-from millstream.errors import HomeBusy, LakeBehind, UsageError
+from millstream.errors import HomeBusy, LakeBehind, UnknownTable, UsageError
 from millstream.home.home import Home
 from millstream.processes.role_locks import RoleLock
 from millstream.protocol.retention import Retention, RetentionBounds
@@ -129,6 +129,35 @@ def test_a_table_that_is_being_copied_or_that_applications_write_is_refused(tmp_
             forget_table(landed.home, "public.users")
         with millstream.open(landed.home.path) as home:
             assert home.query("FROM public.users").to_pylist() == [{"id": 1}]
+
+
+def test_a_table_whose_earlier_name_another_took_is_erased_once_it_has_another_record(tmp_path: Path) -> None:
+    """The command said that nothing of it had landed, while its records lay in the other table's folder."""
+    with EmbeddedPostgres(18, fsync=False) as server:
+        with server.connect() as connection:
+            connection.execute("CREATE TABLE users (id int PRIMARY KEY, name text)")
+            connection.execute(f"INSERT INTO users VALUES (1, '{SECRET}'), (2, 'Ben')")
+        landed = LandedHome(tmp_path / "home", server.dsn())
+        landed.catch_up()
+        with server.connect() as connection:
+            connection.execute("DELETE FROM users WHERE id = 1")
+            connection.execute("ALTER TABLE users RENAME TO clients")
+            connection.execute("CREATE TABLE users (id int PRIMARY KEY)")
+            connection.execute("INSERT INTO users VALUES (7)")
+        landed.catch_up()
+        history = landed.home.path / "lake/shop/history"
+        assert values_in(history)
+        with server.connect() as connection:
+            connection.execute("UPDATE clients SET name = 'Bea'")
+        landed.capture()
+        with pytest.raises(UnknownTable, match=r"lies under its earlier name, public\.users") as refused:
+            forget_table(landed.home, "public.clients")
+        assert "Change a row of public.clients" in refused.value.hint
+        landed.land()
+        forget_table(landed.home, "public.clients")
+        assert values_in(history) == []
+        with millstream.open(landed.home.path) as home:
+            assert home.query("FROM public.users").to_pylist() == [{"id": 7}]
 
 
 class _EndedError(Exception):

@@ -263,6 +263,13 @@ def _find(home: Home, catalog: Catalog, stream: str, config: StreamConfig, table
     cut = _last_cut(layout, stream)
     schema = catalog.latest_schemas(stream_id).get(row.id)
     if schema is None or all(found.table_id != row.id for found in cut.tables.values()):
+        earlier = {layout.table_path("history", known).rpartition("/")[2] for known in catalog.schemas_of(row.id)}
+        if taken := [found.name for folder, found in cut.tables.items() if folder in earlier]:
+            raise UnknownTable(
+                f"what the lake may have of {table} lies under its earlier name, {taken[0]}, which another table has now",
+                hint=f"Change a row of {table} at the source, and wait until that has landed: it brings the older records along.",
+                table=table,
+            )
         raise UnknownTable(f"nothing of {table} has landed in the lake yet", table=table)
     return _Place(home, catalog, stream, layout, row, schema, cut)
 
