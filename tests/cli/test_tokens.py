@@ -34,7 +34,7 @@ def test_a_token_is_made_shown_once_listed_and_revoked(tmp_path: Path) -> None:
     text = made.stdout.strip()
     parts = token_parts(text)
     assert parts is not None, made.stderr
-    assert "sensors may read, write shop; admin web, until 20" in made.stderr
+    assert "sensors: read, write on shop; admin on web, until 20" in made.stderr
     facts = json.loads(done(home, "create", "--all", "read", "--json"))
     assert token_parts(facts["token"])
     listed = json.loads(done(home, "ls", "--json"))

@@ -90,7 +90,9 @@ class RunReport:
             self._line.say(f"{name}: ended{why}; again in {facts['restart_in_s']:.1f} s")
         elif what == "given_up" and facts.get("code") == "address_in_use":
             # Only HTTP needs it.
-            self._line.say(f"{name}: warning: {facts['message']}; this run continues without /metrics and /healthz")
+            self._line.say(
+                f"{name}: warning: {facts['message']}; this run continues without the console, HTTP writes and reads, /metrics and /healthz"
+            )
             self._line.say(f"  {facts['hint']}")
         elif what == "given_up":
             self._line.clear()

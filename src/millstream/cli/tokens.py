@@ -65,7 +65,7 @@ def create(
         print_raw(text)
     until = "until it is revoked" if facts["expires"] is None else f"until {facts['expires']}"
     note(
-        f"Token {facts['name']} may {_words(facts['rights'])}, {until}.{'' if given else ' Store it now: it is not shown again.'}"
+        f"Token {facts['name']}: {_words(facts['rights'])}, {until}.{'' if given else ' Store it now: it is not shown again.'}"
     )
 
 
@@ -109,5 +109,5 @@ def revoke(invocation: Invocation, token: str) -> None:
 
 def _words(rights: dict[str, Any]) -> str:
     return "; ".join(
-        f"{', '.join(said)} {'all streams' if stream == '*' else stream}" for stream, said in rights.items()
+        f"{', '.join(said)} on {'all streams' if stream == '*' else stream}" for stream, said in rights.items()
     )

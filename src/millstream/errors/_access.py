@@ -64,7 +64,10 @@ class Unauthenticated(AccessError):
     """The call has no access token (and no client certificate) that this server accepts; nothing was done."""
 
     code = "unauthenticated"
-    default_hint = "Send a token as `Authorization: Bearer mst_…`; create one with `millstream token create`."
+    default_hint = (
+        "Send a token as `Authorization: Bearer mst_…`, or `connect(url, token=…)` in Python; create one with"
+        " `millstream token create`."
+    )
     codes: ClassVar[Mapping[str, Code]] = {
         "access_token_expired": Code(
             "The call's access token has expired; details: name, expired.",

@@ -297,7 +297,7 @@ def _before(layout: LakeLayout, asked: str) -> PositionError:
     tables = {} if last is None else last.tables
     begun = max((table.since for folder, table in tables.items() if folder != MESSAGES), default=first.n)
     if begun > first.n and (whole := cut_from(layout, begun)) is not None:
-        hint += f" All tables that the lake has now are there from {_moment_of(layout, whole)} on."
+        hint += f" All tables that the lake has now have begun by {_moment_of(layout, whole)}; one may still be in its first copy there."
     return PositionError(
         f"the lake begins at {_moment_of(layout, first)}, after {asked}",
         code="beyond_retention",
