@@ -109,7 +109,8 @@ def check_what_a_follower_says(a: Node, b: Node) -> None:
     assert httpx.get(f"{a.url()}/readyz", timeout=60).status_code == 200
     unready = httpx.get(f"{b.url()}/readyz", timeout=60)
     assert (unready.status_code, unready.json()["detail"]) == (503, "a leads: writes go there")
-    assert f'millstream_replica_behind_records{{stream="{STREAM}"}} 0.0' in httpx.get(f"{b.url()}/metrics").text
+    behind = f'millstream_replica_behind_records{{stream="{STREAM}"}} 0.0'
+    eventually(lambda: behind in httpx.get(f"{b.url()}/metrics", timeout=60).text, "a scrape tells the lag", a, b)
     assert f'millstream_node_leads{{stream="{STREAM}"}} 1.0' in httpx.get(f"{a.url()}/metrics").text
     with millstream.connect(b.url()) as there, pytest.raises(ReadOnly) as refused:
         there.append(STREAM, "orders", [{"id": 9}])
