@@ -44,6 +44,16 @@ def values_in(folder: Path) -> list[str]:
     return found
 
 
+def with_users(folder: Path, server: EmbeddedPostgres) -> LandedHome:
+    """Return a home that has landed a person's row, and another one."""
+    with server.connect() as connection:
+        connection.execute("CREATE TABLE users (id int PRIMARY KEY, name text)")
+        connection.execute(f"INSERT INTO users VALUES (1, '{SECRET}'), (2, 'Ben')")
+    landed = LandedHome(folder / "home", server.dsn())
+    landed.catch_up()
+    return landed
+
+
 def test_a_person_s_data_is_gone_from_the_lake_at_once_and_from_the_log_with_its_segments(tmp_path: Path) -> None:
     with EmbeddedPostgres(18, fsync=False) as server:
         with server.connect() as connection:
@@ -134,11 +144,7 @@ def test_a_table_that_is_being_copied_or_that_applications_write_is_refused(tmp_
 def test_a_table_whose_earlier_name_another_took_is_erased_once_it_has_another_record(tmp_path: Path) -> None:
     """The command said that nothing of it had landed, while its records lay in the other table's folder."""
     with EmbeddedPostgres(18, fsync=False) as server:
-        with server.connect() as connection:
-            connection.execute("CREATE TABLE users (id int PRIMARY KEY, name text)")
-            connection.execute(f"INSERT INTO users VALUES (1, '{SECRET}'), (2, 'Ben')")
-        landed = LandedHome(tmp_path / "home", server.dsn())
-        landed.catch_up()
+        landed = with_users(tmp_path, server)
         with server.connect() as connection:
             connection.execute("DELETE FROM users WHERE id = 1")
             connection.execute("ALTER TABLE users RENAME TO clients")
@@ -173,11 +179,7 @@ def test_a_call_that_was_ended_at_any_step_is_completed_by_the_next(
         raise _EndedError
 
     with EmbeddedPostgres(18, fsync=False) as server:
-        with server.connect() as connection:
-            connection.execute("CREATE TABLE users (id int PRIMARY KEY, name text)")
-            connection.execute(f"INSERT INTO users VALUES (1, '{SECRET}'), (2, 'Ben')")
-        landed = LandedHome(tmp_path / "home", server.dsn())
-        landed.catch_up()
+        landed = with_users(tmp_path, server)
         with server.connect() as connection:
             connection.execute("DELETE FROM users WHERE id = 1")
         with monkeypatch.context() as ended:

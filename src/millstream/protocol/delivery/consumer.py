@@ -299,7 +299,7 @@ class Consumer(Pushed):
                 else:
                     self._fail(entry, back, now, error)
                     if entry.state is _WAITING:
-                        if entry.position != delivery.position and (until or entry.not_before):  # a newer one
+                        if entry.position != delivery.position and (until or entry.not_before):  # replaced
                             self._changes.append(Delayed((entry.position,), until))
                         self._delay(entry, until)
             statuses.append(status)
