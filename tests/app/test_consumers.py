@@ -217,6 +217,11 @@ def test_a_consumer_on_the_command_line(home: Path) -> None:
         ".s0"
     )
     assert "active" in done(home, "consumer", "resume", "search")
+    misspelt = run(
+        home, "consumer", "create", "typo", "--tables", "public.ordrs", "--tables", "orders", "--tables", "!x"
+    )
+    assert (misspelt.returncode, misspelt.stderr.count("no table")) == (0, 1)
+    assert "public.ordrs matches: typo waits for one" in misspelt.stderr
     assert json.loads(done(home, "consumer", "dead", "ls", "search", "--json")) == []
     for how in ("retry", "drop"):
         found = run(home, "consumer", "dead", how, "search", "web-0-1-99")

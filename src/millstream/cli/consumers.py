@@ -109,6 +109,8 @@ def create(
         print_json(made)
     else:
         say(f"consumer {made['name']} begins behind {made['cursor']}")
+    for pattern in _without_table(invocation, stream, tables):
+        note(f"the stream has no table that {pattern} matches: {name} waits for one")
 
 
 @consumer.command("ls")
@@ -329,6 +331,21 @@ def _consumers(invocation: Invocation, stream: str | None) -> Iterator[Consumers
     name, _ = home.stream_config(stream)
     with OpenHome(home) as opened:
         yield opened.consumers(name)
+
+
+def _without_table(invocation: Invocation, stream: str | None, patterns: Sequence[str]) -> list[str]:
+    """Return the patterns that match none of the stream's tables so far: misspelt names, as a rule."""
+    from millstream.model.names import TablePattern
+
+    home = invocation.home(needs_source=False)
+    if not patterns or not home.has_catalog():
+        return []
+    name, _ = home.stream_config(stream)
+    with home.open_catalog() as catalog:
+        streams = [one.id for one in catalog.streams() if one.name == name]
+        known = [(row.namespace, row.name) for one in streams for row in catalog.tables(one)]
+    wanted = [pattern for pattern in map(TablePattern.parse, patterns) if not pattern.leaves_out]
+    return [pattern.text for pattern in wanted if not any(pattern.matches(*table) for table in known)]
 
 
 def _beginning(invocation: Invocation, stream: str | None) -> str:
