@@ -154,19 +154,26 @@ class ColumnRules:
 
     def applied(self, table: SourceTable) -> SourceTable:
         """Return a table with its rules applied, and bind them; with `refusal` set if they can't be applied."""
-        if not self or not self._asked(table.oid, _names(table)):
-            return table
         with self._lock:
             before = self._binding(table.oid)
-            binding = before.copy()
-            try:
-                bound = self._bind(table, binding)
-            except ConfigError as error:
-                return replace(table, refusal=error, relation=replace(table.relation, columns=()))
-            if binding.stored() != before.stored():
+            ruled, binding = self._applied(table, before.copy())
+            if ruled.refusal is None and binding.stored() != before.stored():
                 self._catalog.put_fact(self._scope, str(table.oid), binding.stored())
                 self._bindings[table.oid] = binding
-        return with_rules(table, bound)
+        return ruled
+
+    def applied_unbound(self, table: SourceTable) -> SourceTable:
+        """Return a table as `applied` does, and store nothing."""
+        with self._lock:
+            return self._applied(table, self._binding(table.oid).copy())[0]
+
+    def _applied(self, table: SourceTable, binding: _Binding) -> tuple[SourceTable, _Binding]:
+        if not self or not self._asked(table.oid, _names(table)):
+            return table, binding
+        try:
+            return with_rules(table, self._bind(table, binding)), binding
+        except ConfigError as error:
+            return replace(table, refusal=error, relation=replace(table.relation, columns=())), binding
 
     def rules_of(
         self, relation: Relation, look: Callable[[int], tuple[SourceTable, int] | None]

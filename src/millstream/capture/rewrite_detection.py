@@ -222,6 +222,13 @@ class KnownLayouts:
         before, columns = self._newly_ruled(table, id_)
         return sorted(name for name, number in columns.items() if number not in before)
 
+    def changed_rule(self, table: SourceTable, id_: TableId) -> str:
+        """Return how a table's rules differ from those of its rows in the log; empty if they don't."""
+        known = self._known.get(str(id_))
+        if known is None:
+            return "its rules haven't been applied yet" if table.rules else ""
+        return next(self._news_of_rules(known, table), "")
+
     def _newly_ruled(self, table: SourceTable, id_: TableId) -> tuple[dict[str, str], dict[str, str]]:
         """Return the rules as last seen, and by name the numbers of known columns that have a rule, or another one."""
         known = self._known.get(str(id_))

@@ -19,7 +19,7 @@ from millstream.model.pgtypes import NUMERIC_OID, element_oid, numeric_precision
 
 HASH_BITS: Final = 60
 """Bits of a row's hash: 15 hexadecimal digits, so that it is positive and no sum overflows 128 bits."""
-_HASH_DIGITS: Final = HASH_BITS // 4
+HASH_DIGITS: Final = HASH_BITS // 4
 _INTEGER_OIDS: Final = frozenset({20, 21, 23})
 _INTEGERS: Final = (pa.int16(), pa.int32(), pa.int64())
 _REAL_OID: Final = 700
@@ -41,6 +41,8 @@ class ComparedColumn:
     lake: pa.DataType | None
     named: str = ""
     """Its name at the source, if that differs (`log_names`)."""
+    hashed: bool = False
+    """Whether the lake has the values' hashes (`Rule.HASH`), which the source can't compute."""
 
     @property
     def source_name(self) -> str:
@@ -112,8 +114,8 @@ class RowTexts:
     """The expressions over a table's whole rows.
 
     Args:
-        columns: all compared columns.
-        key: names of the key's columns, as in the lake; empty for a bag of rows.
+        columns: all compared columns, the hashed ones last.
+        key: names of the key's columns, as in the lake, the hashed ones last; empty for a bag of rows.
         ranges: the number of ranges of the key's hash (of the row's, for a bag) that rows are divided
             into.
         hash_name: the hash function; both sides need it.
@@ -129,6 +131,26 @@ class RowTexts:
         return [by_name[name] for name in self.key]
 
     @property
+    def hashed(self) -> tuple[ComparedColumn, ...]:
+        """Return the columns whose values are hashed."""
+        return tuple(column for column in self.columns if column.hashed)
+
+    @property
+    def plain(self) -> tuple[ComparedColumn, ...]:
+        """Return the other columns."""
+        return tuple(column for column in self.columns if not column.hashed)
+
+    @property
+    def hashed_key(self) -> tuple[ComparedColumn, ...]:
+        """Return the key's columns whose values are hashed."""
+        return tuple(column for column in self._key_columns() if column.hashed)
+
+    @property
+    def source_ranges(self) -> bool:
+        """Return whether the source can compute a row's range."""
+        return not self.hashed or (bool(self.key) and not self.hashed_key)
+
+    @property
     def _key_is_number(self) -> bool:
         found = self._key_columns()
         return len(found) == 1 and found[0].type_oid in _INTEGER_OIDS and found[0].lake in {*_INTEGERS, None}
@@ -141,18 +163,37 @@ class RowTexts:
             utf8: whether the hash is over the database's own bytes.
         """
         record = _record(column.source_sql() for column in self.columns)
-        key = "NULL" if not self.key or self._key_is_number else _record(c.source_sql() for c in self._key_columns())
         names = ", ".join(pg_name(column.source_name) for column in self.columns)
+        key = self._source_key()
         # OFFSET 0 keeps the planner from repeating the text expressions wherever they are used.
         inner = f"SELECT {record}::pg_catalog.text AS {_T}, {key}::pg_catalog.text AS {_K}{', ' * bool(names)}{names} FROM {rows} OFFSET 0"
         hashed = f"SELECT {_pg_hash(_T, self.hash_name, utf8=utf8)} AS {_H}, * FROM ({inner}) q OFFSET 0"
-        if self._key_is_number:
-            place = f"pg_catalog.abs({pg_name(self._key_columns()[0].source_name)}::pg_catalog.int8 % {self.ranges})"
-        elif self.key:
-            place = f"{_pg_hash(_K, self.hash_name, utf8=utf8)} % {self.ranges}"
-        else:
-            place = f"{_H} % {self.ranges}"
+        place = self._source_place(utf8=utf8) if self.key else f"{_H} % {self.ranges}"
         return f"SELECT {place} AS {_B}, {_H}{', ' * bool(names)}{names} FROM ({hashed}) p"
+
+    def unhashed_sql(self, rows: str, *, utf8: bool) -> str:
+        """Return a query for the parts of every row from which its range and hash are made once values are hashed.
+
+        Returns:
+            A query for the range (null unless the source can compute it), the texts of the plain columns as a record
+            and of the key's plain columns, the columns to be hashed, and the plain ones.
+        """
+        record = _record(column.source_sql() for column in self.plain)
+        key = self._source_key()
+        names = "".join(f", {pg_name(column.source_name)}" for column in (*self.hashed, *self.plain))
+        inner = f"SELECT {record}::pg_catalog.text AS {_T}, {key}::pg_catalog.text AS {_K}{names} FROM {rows} OFFSET 0"
+        place = self._source_place(utf8=utf8) if self.source_ranges else "NULL::pg_catalog.int8"
+        return f"SELECT {place} AS {_B}, {_T}, {_K}{names} FROM ({inner}) q"
+
+    def _source_key(self) -> str:
+        plain = [column.source_sql() for column in self._key_columns() if not column.hashed]
+        return "NULL" if not self.key or self._key_is_number else _record(plain)
+
+    def _source_place(self, *, utf8: bool) -> str:
+        """Return the expression for a row's range by a key without hashed columns."""
+        if self._key_is_number:
+            return f"pg_catalog.abs({pg_name(self._key_columns()[0].source_name)}::pg_catalog.int8 % {self.ranges})"
+        return f"{_pg_hash(_K, self.hash_name, utf8=utf8)} % {self.ranges}"
 
     def lake_sql(self, view: str, *, with_exact: bool) -> str:
         """Return the same query for DuckDB, over a view of the table's rows; with `__exact` if there is one."""
@@ -217,11 +258,11 @@ def _pg_hash(text: str, name: HashName, *, utf8: bool) -> str:
     digits = (
         f"pg_catalog.md5({as_bytes})" if name == "md5" else f"pg_catalog.encode(pg_catalog.sha256({as_bytes}), 'hex')"
     )
-    return f"('x' || pg_catalog.left({digits}, {_HASH_DIGITS}))::pg_catalog.bit({HASH_BITS})::pg_catalog.int8"
+    return f"('x' || pg_catalog.left({digits}, {HASH_DIGITS}))::pg_catalog.bit({HASH_BITS})::pg_catalog.int8"
 
 
 def _duck_hash(text: str, name: HashName) -> str:
-    return f"('0x' || left({name}({text}), {_HASH_DIGITS}))::BIGINT"
+    return f"('0x' || left({name}({text}), {HASH_DIGITS}))::BIGINT"
 
 
 def _duck_record(parts: Iterable[str]) -> str:

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 import pyarrow as pa
 
 from millstream.app.status import quarantine_of
-from millstream.capture.column_rule_binding import rules_scope
+from millstream.capture.column_rule_binding import ColumnRules
 from millstream.capture.copying.source_snapshot import SourceSnapshot
+from millstream.capture.rewrite_detection import KnownLayouts
 from millstream.capture.source import check_same
 from millstream.catalog import TableState
 from millstream.diff.columns import HASH, ComparedColumn, HashName, RowTexts, ranges_for
@@ -32,6 +33,7 @@ from millstream.errors import LakeBehind, LogError, MillstreamError
 from millstream.home.config_mapping import capture_config, lake_layout
 from millstream.home.home import Home
 from millstream.lake.query.query_session import LakeSession
+from millstream.model.column_rules import Rule
 from millstream.model.names import TablePatterns, parse_qualified_name, qualified_name
 from millstream.model.positions import Lsn, Seq, format_lsn
 from millstream.model.records import log_names
@@ -73,7 +75,7 @@ class What(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One key that differs, its values as PostgreSQL prints them."""
+    """One key that differs, its values as PostgreSQL prints them; columns with rules have hashes or a constant."""
 
     key: Mapping[str, str | None]
     """The key's values by name; for a table without a key, the whole row."""
@@ -103,6 +105,8 @@ class TableDiff:
     reason: str = ""
     key: tuple[str, ...] = ()
     """Names of the key's columns; empty if rows have none."""
+    key_is_hashed: bool = False
+    """Whether a column of the key has hashes in place of its values."""
     notes: list[str] = field(default_factory=list)
     rows_source: int = 0
     rows_lake: int = 0
@@ -210,6 +214,7 @@ def diff_stream(
             before = StreamReader(str(home.wal_folder(name))).persisted_upto()
         except LogError as error:
             raise LakeBehind(f"the log of {name} can't be read: {error.message}", hint=error.hint) from error
+        rules, layouts = ColumnRules(catalog, stream_id, capture.rules), KnownLayouts(catalog, stream_id, capture.rules)
         first = _States.look(catalog, stream_id)
         deadline_s = time.monotonic() + timeout_s
         on_progress(Progress("waiting for the source's running transactions"))
@@ -225,11 +230,13 @@ def diff_stream(
             n = wait_for_lake(waiting, snapshot.lsn, before=before)
             report = DiffReport(name, stream_id, snapshot.lsn, n)
             with snapshot.reading() as connection:
-                published = published_tables(connection, TablePatterns.parse(capture.tables), capture.publication)
+                published = [
+                    replace(found, table=rules.applied_unbound(found.table))
+                    for found in published_tables(connection, TablePatterns.parse(capture.tables), capture.publication)
+                ]
                 hash_name = pick_hash(connection)
             by_oid = {found.table.oid: found for found in published}
-            bound = catalog.facts(rules_scope(stream_id)) if capture.rules else {}
-            comparison = _Comparison(snapshot, hash_name, limit, on_progress, frozenset(map(int, bound)))
+            comparison = _Comparison(snapshot, hash_name, limit, on_progress, layouts, capture.rules.hashed)
             with _session_at(layout, n) as session:
                 for row in sorted(asked or first.rows.values(), key=lambda row: _size(row, by_oid)):
                     done = _compare_one(comparison, session, row, first, by_oid)
@@ -318,10 +325,10 @@ def _compare_one(
     published = by_oid.get(row.relation_oid)
     if published is None:
         return TableDiff(name, Compared.NOT_COMPARED, "the source has it no more, or the configuration leaves it out")
-    if row.relation_oid in comparison.with_rules:
-        return TableDiff(
-            name, Compared.NOT_COMPARED, "its columns have rules ([streams.S.tables]): diff can't compare it"
-        )
+    if published.table.refusal is not None:
+        return TableDiff(name, Compared.NOT_COMPARED, published.table.refusal.message)
+    if changed := comparison.layouts.changed_rule(published.table, row.id):
+        return TableDiff(name, Compared.NOT_COMPARED, f"{changed}: capture copies it again")
     began = time.monotonic()
     done = TableDiff(name, Compared.EQUAL)
     try:
@@ -339,8 +346,10 @@ class _Comparison:
     hash_name: HashName
     limit: int
     on_progress: Callable[[Progress], None]
-    with_rules: frozenset[int]
-    """OIDs of tables with rules of columns: the lake lacks the values that the source has."""
+    layouts: KnownLayouts
+    """The layouts of the tables' rows in the log, as they were before the snapshot."""
+    hashed: Callable[[bytes], bytes]
+    """Returns what stands for a text in a hashed column."""
 
     def compare(self, session: LakeSession, row: TableRow, published: PublishedTable, done: TableDiff) -> None:
         """Fill in the outcome for a table."""
@@ -349,12 +358,18 @@ class _Comparison:
         types = {} if lake is None else lake.types()
         sent = table.relation.columns
         named = dict(zip([c.name for c in sent], log_names([c.name for c in sent]), strict=True))
+        hashed = {c.name for c in sent if table.rules.get(c.name) is Rule.HASH}
         columns = tuple(
-            ComparedColumn(named[c.name], c.type_oid, c.type_modifier, types.get(named[c.name]), c.name) for c in sent
+            ComparedColumn(
+                named[c.name], c.type_oid, c.type_modifier, types.get(named[c.name]), c.name, c.name in hashed
+            )
+            for c in sorted(sent, key=lambda c: c.name in hashed)
         )
         if lake is not None:
             _note_columns(columns, types, done)
-        key = done.key = tuple(named.get(column.name, column.name) for column in table.key)
+        ordered = sorted(table.key, key=lambda column: column.name in hashed)
+        key = done.key = tuple(named.get(column.name, column.name) for column in ordered)
+        done.key_is_hashed = table.key_is_hashed
         untold = [column.name for column in columns if column.name in key and column.lake is None]
         if lake is not None and untold:
             done.state = Compared.NOT_COMPARED
@@ -368,7 +383,7 @@ class _Comparison:
             self.on_progress(Progress(doing, done.name, through, max(rows, through)))
 
         with self.snapshot.reading() as connection:
-            side = TableSide(connection, published)
+            side = TableSide(connection, published, self.hashed)
             ours, theirs = _both(
                 lambda: {} if lake is None else lake.sums(texts),
                 lambda: side.sums(texts, lambda through: tell("comparing", through)),

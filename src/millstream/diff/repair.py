@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.app.table_requests import copy_table
-from millstream.capture.copying.repair_request import ask_repair, open_chunks
+from millstream.capture.copying.repair_request import CHUNK_KEYS, SCANNED_KEYS, ask_repair, open_chunks
 from millstream.catalog import TableState
 from millstream.diff.compare import Compared, DiffReport, TableDiff
 from millstream.errors import LakeBehind, MillstreamError
@@ -72,7 +72,8 @@ def _ask_one(catalog: Catalog, report: DiffReport, table: TableDiff) -> RepairAs
             return RepairAsked(table.name, "copy", reason=why)
         row = catalog.find_table(report.stream_id, *parse_qualified_name(table.name))
         keys = [tuple(text or "" for text in difference.key.values()) for difference in table.differences]
-        request = ask_repair(catalog, report.stream_id, row.id, table.key, keys)
+        keys_each = SCANNED_KEYS if table.key_is_hashed else CHUNK_KEYS
+        request = ask_repair(catalog, report.stream_id, row.id, table.key, keys, keys_each=keys_each)
     except MillstreamError as error:
         return RepairAsked(table.name, "refused", reason=error.message)
     return RepairAsked(table.name, "keys", len(keys), request)

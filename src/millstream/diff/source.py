@@ -7,7 +7,7 @@ reads the rows of ranges that differ. They come ordered by range, so that memory
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,14 +15,18 @@ import psycopg
 from psycopg import sql
 
 from millstream.capture.connection import translated
+from millstream.capture.copying.copy_column_rules import check_numbers, read_columns
+from millstream.capture.copying.copy_output import CopyText, copy_pieces
 from millstream.capture.publication import Restriction, inserts_name, list_published, restrictions
 from millstream.capture.source import Connection, SourceTable, read_table
-from millstream.diff.columns import HASH, RANGE, HashName, RowTexts
+from millstream.diff.columns import HASH, RANGE, HashName, RowTexts, pg_name
+from millstream.diff.hashed_rows import HashedRows, SourceRow, sorted_by_range
 from millstream.errors import SourceError
 from millstream.model.names import TablePatterns
 
 _STEP_PAGES: Final = 16384
 """Pages read between two reports of progress: 128 MiB of a table."""
+_PIECE_BYTES: Final = 4 << 20
 _LOCK_TIMEOUT: Final = "5s"
 
 Sums = dict[int, tuple[int, int]]
@@ -61,14 +65,20 @@ def pick_hash(connection: Connection) -> HashName:
 class TableSide:
     """One table at the source, read over a connection in a transaction under the snapshot.
 
+    Args:
+        connection: the connection.
+        published: the table, with the rules of its columns applied.
+        hashed: returns what stands for a text in a hashed column.
+
     Raises (any call):
         SourceError (`table_moved`): the snapshot doesn't show the table as it was.
         MillstreamError: PostgreSQL refused.
     """
 
-    def __init__(self, connection: Connection, published: PublishedTable) -> None:
+    def __init__(self, connection: Connection, published: PublishedTable, hashed: Callable[[bytes], bytes]) -> None:
         self._connection = connection
         self._published = published
+        self._hashed = hashed
         self._table = published.table
         self._utf8 = connection.info.parameter_status("server_encoding") in {"UTF8", "SQL_ASCII"}
         self._lock()
@@ -101,6 +111,10 @@ class TableSide:
             if same is None or not same[0] or read_table(connection, table.oid) is None:
                 raise moved
             spaces = ["pg_catalog", *sorted({k.operator_namespace for k in table.key} - {"pg_catalog"})]
+            if table.rules:
+                # Values are hashed as the stream prints them. No operator of a key is needed.
+                check_numbers(connection, table)
+                spaces = ["pg_catalog"]
             connection.execute(
                 sql.SQL("SET LOCAL search_path = {}").format(sql.SQL(", ").join(map(sql.Identifier, spaces)))
             )
@@ -110,6 +124,10 @@ class TableSide:
         found: Sums = {}
         rows_through = 0
         for step in self._steps():
+            if texts.hashed:
+                rows_through += self._add_hashed(texts, step, found)
+                tell(rows_through)
+                continue
             query = (
                 f"SELECT {RANGE}, count(*), sum({HASH})::text FROM ({texts.source_sql(self._rows(step), utf8=self._utf8)}) r"
                 f" GROUP BY {RANGE}"
@@ -122,22 +140,55 @@ class TableSide:
             tell(rows_through)
         return found
 
-    def rows(self, texts: RowTexts, ranges: Collection[int]) -> Iterator[tuple[int, int, tuple[str | None, ...]]]:
+    def _add_hashed(self, texts: RowTexts, step: str, found: Sums) -> int:
+        """Add a step's rows of a table with hashed columns to the sums; return their number."""
+        rows_through = 0
+        query = texts.unhashed_sql(self._rows(step), utf8=self._utf8)
+        with self._copied(f"COPY ({query}) TO STDOUT") as pieces:
+            for place, hashed in HashedRows(texts, self._hashed).sums(pieces):
+                rows, total = found.get(place, (0, 0))
+                found[place] = (rows + 1, total + hashed)
+                rows_through += 1
+        return rows_through
+
+    def _hashed_rows(self, texts: RowTexts, ranges: Collection[int]) -> Iterator[SourceRow]:
+        query = texts.unhashed_sql(self._rows(""), utf8=self._utf8)
+        if texts.source_ranges:
+            query = f"SELECT * FROM ({query}) r WHERE {RANGE} = ANY ({_array(ranges)}) ORDER BY {RANGE}"
+        with self._copied(f"COPY ({query}) TO STDOUT") as pieces:
+            rows = HashedRows(texts, self._hashed).rows(pieces)
+            yield from rows if texts.source_ranges else sorted_by_range(rows, ranges, len(texts.columns))
+
+    @contextmanager
+    def _copied(self, query: str) -> Iterator[Iterator[CopyText]]:
+        connection = self._connection
+        any_bytes = connection.info.parameter_status("server_encoding") == "SQL_ASCII"
+        with translated():
+            if any_bytes:
+                connection.execute("SET LOCAL client_encoding = 'SQL_ASCII'")
+            with closing(copy_pieces(connection, query.encode(), piece_bytes=lambda: _PIECE_BYTES)) as pieces:
+                yield pieces
+            if any_bytes:
+                connection.execute("SET LOCAL client_encoding = 'UTF8'")
+
+    def rows(self, texts: RowTexts, ranges: Collection[int]) -> Iterator[SourceRow]:
         """Return (range, hash, the columns' texts as PostgreSQL prints them) of every row of some ranges, by range.
 
-        The server begins at the call, not when the first row is requested.
+        A hashed column has hashes. Without such columns, the server begins at the call, not when the first row is
+        requested.
         """
-        wanted = ",".join(map(str, sorted(ranges)))
+        if texts.hashed:
+            return self._hashed_rows(texts, ranges)
         query = (
             f"COPY (SELECT * FROM ({texts.source_sql(self._rows(''), utf8=self._utf8)}) r"
-            f" WHERE {RANGE} = ANY ('{{{wanted}}}'::pg_catalog.int8[]) ORDER BY {RANGE}) TO STDOUT"
+            f" WHERE {RANGE} = ANY ({_array(ranges)}) ORDER BY {RANGE}) TO STDOUT"
         )
         with translated(), ExitStack() as stack:
             copy = stack.enter_context(self._connection.cursor().copy(query.encode()))
             return self._split(copy, stack.pop_all())
 
     @staticmethod
-    def _split(copy: psycopg.Copy, stack: ExitStack) -> Iterator[tuple[int, int, tuple[str | None, ...]]]:
+    def _split(copy: psycopg.Copy, stack: ExitStack) -> Iterator[SourceRow]:
         with translated(), stack:
             for place, hashed, *columns in copy.rows():
                 yield int(place), int(hashed), tuple(columns)
@@ -146,7 +197,13 @@ class TableSide:
         only = "" if self._table.partitioned else "ONLY "
         name = sql.Identifier(self._table.namespace, self._table.name).as_string(self._connection)
         conditions = [f"({part})" for part in (self._published.condition, step) if part]
-        return f"{only}{name}" + (f" WHERE {' AND '.join(conditions)}" if conditions else "")
+        rows = f"{only}{name}" + (f" WHERE {' AND '.join(conditions)}" if conditions else "")
+        if not self._table.rules:
+            return rows
+        # A redacted column's values are replaced by the server, an excluded column isn't read.
+        read = zip(read_columns(self._table), self._table.relation.columns, strict=True)
+        columns = ", ".join(f"{one.as_string(self._connection)} AS {pg_name(column.name)}" for one, column in read)
+        return f"(SELECT {columns} FROM {rows}) ruled"
 
     def _steps(self) -> Iterator[str]:
         """Yield conditions that cut the table into pieces of pages; rows keep their place under the snapshot."""
@@ -159,3 +216,7 @@ class TableSide:
             # The last piece has no end: the table may have grown between the snapshot and the reading of its size.
             end = "" if last else f" AND ctid < '({first + _STEP_PAGES},0)'::pg_catalog.tid"
             yield f"ctid >= '({first},0)'::pg_catalog.tid{end}"
+
+
+def _array(ranges: Collection[int]) -> str:
+    return f"'{{{','.join(map(str, sorted(ranges)))}}}'::pg_catalog.int8[]"

@@ -13,12 +13,13 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import psycopg
 from psycopg import pq, sql
 
 from millstream.capture.column_rule_binding import ColumnRules
 from millstream.capture.connection import translate_result, translated
-from millstream.capture.copying.copy_column_rules import check_numbers, hasher, read_columns
+from millstream.capture.copying.copy_column_rules import check_numbers, hashed_places, hasher, read_columns, rows_with
 from millstream.capture.copying.copy_output import CopyText, Text, copy_out, copy_pieces
 from millstream.capture.copying.copy_text import CopiedRows, last_key, read_copied
 from millstream.capture.copying.source_snapshot import SourceSnapshot
@@ -34,6 +35,7 @@ from millstream.capture.source import (
 )
 from millstream.codec.pgoutput import table_schema
 from millstream.errors import SourceError
+from millstream.model.column_rules import Rule
 from millstream.model.ids import SourceId, TableId
 from millstream.model.positions import Lsn, parse_lsn
 from millstream.model.records import log_names
@@ -45,6 +47,7 @@ CHUNK_BYTES_MAX: Final = 64 << 20
 AGAIN: Final = "40001"
 """SQLSTATE of errors that a retry can resolve (serialization_failure)."""
 _SAMPLE_PAGES: Final = 300
+_SCAN_PIECE_BYTES: Final = 4 << 20
 _LOCK_TIMEOUT: Final = "5s"
 _PINNED_PATH: Final = "pg_catalog"
 """The search path under which values are printed, here and in the stream."""
@@ -209,7 +212,10 @@ class ChunkReader:
             query = _copy_query(found, schema.key, bounds, condition, rows_max)
             self._take_any_bytes()
             mask = hasher(found, self._rules.rules.hashed)
-            copied = mask(copy_out(connection, query.as_bytes(connection), bytes_max=bytes_max))
+            if bounds.keys and found.key_is_hashed:
+                copied = self._scan(found, schema.key, bounds.keys, query, mask, bytes_max)
+            else:
+                copied = mask(copy_out(connection, query.as_bytes(connection), bytes_max=bytes_max))
         return FetchedRows(
             text=copied.text,
             row_count=copied.row_count,
@@ -220,6 +226,39 @@ class ChunkReader:
             table=found,
             last=copied.whole and (rows_max is None or copied.row_count < rows_max),
         )
+
+    def _scan(
+        self,
+        table: SourceTable,
+        key_names: Sequence[str],
+        keys: Sequence[Key],
+        query: sql.Composed,
+        mask: Callable[[CopyText], CopyText],
+        bytes_max: int,
+    ) -> CopyText:
+        """Return the rows whose keys have these hashes, found by reading the table; stop as `copy_out` does.
+
+        The rows may be some more if the key also has columns without a rule: those with their values in another
+        combination.
+        """
+        names = log_names([column.name for column in table.relation.columns])
+        places = [at for at in hashed_places(table.relation, table) if names[at] in key_names]
+        parts = [key_names.index(names[at]) for at in places]
+        wanted = {tuple(key[part].encode() for part in parts) for key in keys}
+        connection = self._connection
+        connection.execute("SET LOCAL enable_seqscan = on")
+        found: list[Text] = []
+        rows = size = 0
+        with closing(
+            copy_pieces(connection, query.as_bytes(connection), piece_bytes=lambda: _SCAN_PIECE_BYTES)
+        ) as pieces:
+            for piece in pieces:
+                text, count = rows_with(mask(piece).text, places, wanted)
+                found.append(text)
+                rows, size = rows + count, size + len(text)
+                if piece.whole or size >= bytes_max:
+                    return CopyText(np.concatenate(found), rows, piece.whole)
+        raise AssertionError("the last piece is whole")
 
     def read_whole(
         self,
@@ -399,11 +438,14 @@ def _copy_query(
     types = {name: sql.SQL(c.type) for name, c in zip(names, table.key, strict=True)}
     compared = {name: _as_compared(c) for name, c in zip(names, table.key, strict=True)}
     key = _row(list(compared.values())) if table.key and not table.key_is_hashed else None
+    hashed = {named[name] for name, rule in table.rules.items() if rule is Rule.HASH}
+    plain = [name for name in key_names if name not in hashed]
+    if bounds.keys and plain:
+        places = [key_names.index(name) for name in plain]
+        parts = dict.fromkeys(tuple(one[place] for place in places) for one in bounds.keys)
+        wanted = sql.SQL(", ").join(_literals(one, plain, types) for one in parts)
+        conditions.append(sql.SQL("{} IN ({})").format(_row([compared[name] for name in plain]), wanted))
     if key is not None:
-        if bounds.keys:
-            wanted = sql.SQL(", ").join(_literals(one, key_names, types) for one in bounds.keys)
-            asked = _row([compared[name] for name in key_names])
-            conditions.append(sql.SQL("{} IN ({})").format(asked, wanted))
         if bounds.after is not None:
             conditions.append(sql.SQL("{} > {}").format(key, _literals(bounds.after, names, types)))
         if bounds.upto is not None:

@@ -7,7 +7,7 @@ in the text as soon as it has come, before anything decodes or keeps it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, assert_never
 
 import numpy as np
@@ -20,7 +20,8 @@ from millstream.codec.pgoutput import Relation
 from millstream.errors import SourceError
 from millstream.model.column_rules import REDACTED, Rule
 
-_NULL: Final = b"\\N"
+NULL: Final = b"\\N"
+"""A null in COPY's text."""
 _ESCAPE: Final = re.compile(rb"\\(.)", re.DOTALL)
 _ESCAPES: Final = {b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v"}
 
@@ -84,13 +85,20 @@ def hash_text(text: Text, places: Sequence[int], hashed: Callable[[bytes], bytes
     for line in text.tobytes().split(b"\n")[:-1]:
         values = line.split(b"\t")
         for place in places:
-            if values[place] != _NULL:
-                values[place] = hashed(_plain(values[place]))
+            if values[place] != NULL:
+                values[place] = hashed(plain_text(values[place]))
         lines.append(b"\t".join(values))
     lines.append(b"")
     return np.frombuffer(bytearray(b"\n".join(lines)), np.uint8)
 
 
-def _plain(value: bytes) -> bytes:
+def rows_with(text: Text, places: Sequence[int], wanted: Collection[tuple[bytes, ...]]) -> tuple[Text, int]:
+    """Return the rows of COPY's text whose values at some places, which have no escapes, are wanted; and their number."""
+    lines = text.tobytes().split(b"\n")[:-1]
+    found = [line for line in lines if tuple(line.split(b"\t")[place] for place in places) in wanted]
+    return np.frombuffer(bytearray(b"".join(line + b"\n" for line in found)), np.uint8), len(found)
+
+
+def plain_text(value: bytes) -> bytes:
     """Return a value as PostgreSQL prints it, without COPY's escapes."""
     return _ESCAPE.sub(lambda found: _ESCAPES.get(found[1], found[1]), value) if b"\\" in value else value

@@ -17,6 +17,8 @@ from millstream.protocol.copy_conflicts import Key
 
 CHUNK_KEYS: Final = 500
 """Number of keys read by one query."""
+SCANNED_KEYS: Final = 10_000
+"""Number of hashed keys looked for in one scan of their table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,15 @@ def repair_scope(stream: StreamId) -> str:
     return f"repair/{stream}"
 
 
-def ask_repair(catalog: Catalog, stream: StreamId, table: TableId, columns: Sequence[str], keys: Sequence[Key]) -> str:
+def ask_repair(
+    catalog: Catalog,
+    stream: StreamId,
+    table: TableId,
+    columns: Sequence[str],
+    keys: Sequence[Key],
+    *,
+    keys_each: int = CHUNK_KEYS,
+) -> str:
     """Request rows to be read again by key; return the request's name.
 
     Args:
@@ -72,14 +82,16 @@ def ask_repair(catalog: Catalog, stream: StreamId, table: TableId, columns: Sequ
         stream: the stream.
         table: one that is streaming and has a key.
         columns: the key's columns, in any order.
-        keys: PostgreSQL's texts, in the order of `columns`; rows that the source lacks are logged as deleted.
+        keys: PostgreSQL's texts, in the order of `columns`; rows that the source lacks are logged as deleted. In
+            hashed columns hashes.
+        keys_each: number of keys in a chunk.
     """
     request = f"repair-{time.time_ns() // 1000:x}"
     for chunk in repair_chunks(catalog, stream):
         if chunk.failed and chunk.table == table:
             catalog.drop_fact(repair_scope(stream), chunk.name)
-    for number, first in enumerate(range(0, len(keys), CHUNK_KEYS)):
-        some = tuple(keys[first : first + CHUNK_KEYS])
+    for number, first in enumerate(range(0, len(keys), keys_each)):
+        some = tuple(keys[first : first + keys_each])
         chunk = RepairChunk(table, request, number, tuple(columns), some)
         catalog.put_fact(repair_scope(stream), chunk.name, chunk.value())
     return request
