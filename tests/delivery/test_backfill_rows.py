@@ -151,12 +151,16 @@ def test_work_that_is_void_leaves_no_file(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("rows*"))
 
 
-def test_rows_of_the_lake_have_their_names_of_then(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", [None, "grade = 5"])
+def test_rows_of_the_lake_have_their_names_of_then_and_later_columns_defaults(
+    tmp_path: Path, where: str | None
+) -> None:
     """The lake was behind a rename: its rows got nulls in the renamed column."""
     key = Column("id", pa.int64(), pg(20, "bigint"), number=1)
     text = Column("note", pa.string(), pg(25, "text"), number=2)
+    grade = Column("grade", pa.int32(), pg(23, "integer"), number=3, filled="5")
     before = schema(5, "orders", key, text)
-    after = replace(before, version=SchemaVersion(2), columns=(key, replace(text, name="remark")))
+    after = replace(before, version=SchemaVersion(2), columns=(key, replace(text, name="remark"), grade))
     with Catalog(tmp_path / "catalog.db") as catalog:
         stream = catalog.resolve_stream("web")
         _, epoch = catalog.register_writer(stream)
@@ -176,8 +180,11 @@ def test_rows_of_the_lake_have_their_names_of_then(tmp_path: Path) -> None:
             reader = Trimmed(str(tmp_path / "wal"))
             layout = LakeLayout(str(tmp_path / "lake"), "web", reader.stream_id)
             reader.first = Seq(land(layout, reader, fold=True) + 1)
-            log.append(ops([operation(2, 0x1100)], (after, 0, [row(0, Op.CREATE, id=9, remark="n9")])))
-    definition = Definition.parse({"name": "search"})
+            log.append(ops([operation(2, 0x1100)], (before, 0, [row(0, Op.CREATE, id=8, note="n8")])))
+            log.append(ops([operation(3, 0x1200)], (after, 0, [row(0, Op.CREATE, id=9, remark="n9")])))
+    definition = Definition.parse({"name": "search", "where": where})
     wanted = Wanted("web", definition, None, tables_of(reader, definition), reader.persisted_upto())
     rows = rows_of(tmp_path / "rows", wanted, reader, lambda _: LakeSession(layout))
-    assert [(found["id"], found["remark"]) for found in rows] == [(0, "n0"), (1, "n1"), (2, "n2"), (9, "n9")]
+    told = [(found["id"], found["remark"], found["grade"]) for found in rows]
+    older = [(0, "n0", 5), (1, "n1", 5), (2, "n2", 5), (8, "n8", 5)]
+    assert told == (older if where else [*older, (9, "n9", None)])

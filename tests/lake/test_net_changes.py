@@ -91,6 +91,31 @@ def test_renamed_columns_are_the_same_columns(orders: TableSchema, records: Reco
     assert {row["note"]: (row["__op"], row["id"]) for row in found.rows.to_pylist()} == {1: ("u", "x"), 2: ("d", None)}
 
 
+def test_rows_from_before_a_column_with_a_default_have_it_unless_a_record_says_otherwise(
+    orders: TableSchema, records: Records
+) -> None:
+    old = replace(orders, columns=tuple(replace(c, number=at) for at, c in enumerate(orders.columns, 1)))
+    added = (
+        Column("grade", pa.int32(), INT4, number=9, filled="5"),
+        Column("at", pa.date32(), number=10, filled="infinity"),
+    )
+    new = replace(old, version=SchemaVersion(2), columns=(*old.columns, *added))
+    found = latest_rows(
+        new,
+        [
+            records(old, ("c", 1, {"id": 1, "note": "x"}), ("c", 2, {"id": 2}), ("c", 3, {"id": 3})),
+            records(new, ("u", 4, {"id": 2, "grade": None}), ("c", 5, {"id": 4, "grade": 7}), ("d", 6, {"id": 3})),
+        ],
+    )
+    rows = {row["id"]: (row["__op"], row["grade"], row["at"], row["__exact"]) for row in found.rows.to_pylist()}
+    assert rows == {
+        1: ("u", 5, None, [("at", "infinity")]),
+        2: ("u", None, None, None),
+        3: ("d", None, None, None),
+        4: ("u", 7, None, None),
+    }
+
+
 def test_another_key_begins_the_copy_anew(orders: TableSchema, records: Records) -> None:
     newer = replace(orders, version=SchemaVersion(2), key=("note",), identity=("note",))
     found = latest_rows(newer, [records(orders, ("c", 1, {"id": 1})), records(newer, ("c", 2, {"id": 2, "note": "x"}))])

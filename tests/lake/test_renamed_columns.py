@@ -1,5 +1,7 @@
 """A renamed column keeps its values in every view, at every moment, however its records land and fold.
 
+So do rows that were written before a column was added with a default: they have it, though no record says so.
+
 The source here is a model: rows by the numbers of their columns, and names that change.
 """
 
@@ -86,13 +88,19 @@ class Source:
     """The rows' versions, by the number of the record that each began with."""
     began: dict[int, int] = field(default_factory=dict)
     """By key, the number of the record that its open version began with."""
-    versions: dict[tuple[tuple[int, str], ...], int] = field(default_factory=dict)
+    versions: dict[tuple[object, ...], int] = field(default_factory=dict)
+    filled: dict[int, str] = field(default_factory=dict)
+    """By number, the default of columns that were added with one."""
 
     @property
     def schema(self) -> TableSchema:
         names = tuple(sorted(self.names.items()))
-        version = self.versions.setdefault(names, len(self.versions) + 1)
-        columns = tuple(Column(name, self.kinds.get(number, pa.string()), number=number) for number, name in names)
+        fills = tuple(sorted((number, text) for number, text in self.filled.items() if number in self.names))
+        version = self.versions.setdefault((names, fills), len(self.versions) + 1)
+        columns = tuple(
+            Column(name, self.kinds.get(number, pa.string()), number=number, filled=self.filled.get(number))
+            for number, name in names
+        )
         return TableSchema(
             TableId(3),
             SchemaVersion(version),
@@ -110,7 +118,8 @@ class Source:
         free = [name for name in (*self.among, "id") if name.lower() not in used]
         mine = [number for number in self.names if number != 1]
         step = self.rng.choice(
-            ["case", "case"] * (self.among != NAMES) + ["rename", "rename", "key", "swap", "chain", "add", "drop"]
+            ["case", "case"] * (self.among != NAMES)
+            + ["rename", "rename", "key", "swap", "chain", "add", "default", "drop"]
         )
         if step == "rename" and mine:
             self.names[self.rng.choice(mine)] = self.rng.choice(free)
@@ -125,15 +134,25 @@ class Source:
         elif step == "chain" and len(mine) > 1:
             one, other = self.rng.sample(mine, 2)
             self.names[one], self.names[other] = self.names[other], self.rng.choice(free)
-        elif step == "add" and len(self.names) < 6:
+        elif step in {"add", "default"} and len(self.names) < 6:
             self.numbers_max += 1
             self.names[self.numbers_max] = self.rng.choice(free)
             self.kinds[self.numbers_max] = self.rng.choice(self.added)
+            if step == "default":
+                self.add_default(self.numbers_max, self._new(self.numbers_max, None))
         elif step == "drop" and len(mine) > 1:
             gone = self.rng.choice(mine)
             del self.names[gone]
             for row in self.rows.values():
                 row.pop(gone, None)
+
+    def add_default(self, number: int, value: object) -> None:
+        """Give every row that there is, and was, a value in a new column."""
+        text = printed(value)
+        assert text is not None
+        self.filled[number] = text
+        for row in [*self.rows.values(), *(version.row for version in self.told.values())]:
+            row[number] = value
 
     def write(self) -> None:
         self.n += 1

@@ -17,13 +17,14 @@ import pyarrow.compute as pc
 
 from millstream.errors import UsageError
 from millstream.lake.column_conversion import EXACT, conform, lake_columns, same_type, to_lake, to_text
+from millstream.lake.filled_columns import filled_rows
 from millstream.lake.folded.accumulating import accumulated
 from millstream.lake.folded.current_fold import plan_keyed, run_of
 from millstream.lake.folded.unchanged_values import RowSources, materialize
 from millstream.lake.history import under_the_newest
 from millstream.lake.row_identity import Keys, key_codes
 from millstream.lake.schema_evolution import union_schema, widest
-from millstream.model.column_renames import names_in, under_names
+from millstream.model.column_renames import filled_in, names_in, under_names
 from millstream.model.records import RECORD_PREFIX, TEXT_BY_COLUMN, Op
 from millstream.model.schema import TableSchema
 
@@ -76,8 +77,9 @@ def latest_rows(schema: TableSchema, batches: Sequence[pa.RecordBatch], before: 
         batches, versions = batches[mixed[-1] + 1 :], versions[mixed[-1] + 1 :]
     columns = lake_columns(schema)
     tables = [
-        under_names(to_lake(version, batch), names_in(version, schema))
+        filled_rows(under_names(to_lake(version, batch), names), names, columns)
         for version, batch in zip(versions, batches, strict=True)
+        for names in (filled_in(version, schema),)
     ]
     union = pa.schema([*RECORD_PREFIX, *columns])
     for table in tables:

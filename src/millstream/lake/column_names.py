@@ -3,6 +3,9 @@
 A column keeps its number when it is renamed at the source, and each era of a history says which number a name meant from
 a position on (`schema_history`). So old records, and rows of `current` from before a rename, are read under the names
 of a later schema, or of an earlier one. If the numbers aren't known, a name is a column, as it is if nothing was renamed.
+
+A column that was added with a constant default has it in rows of earlier eras. The eras say so from the column's first one
+on, also if the newest schema doesn't.
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.lake.column_conversion import lake_columns
+from millstream.lake.filled_columns import renamed_rows
 from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import Eras
 from millstream.lake.table_format import OpenTable
-from millstream.model.column_renames import Names, named_by_number, renamed_rows
+from millstream.model.column_renames import Filled, FilledNames, Names, filled_by_number
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
@@ -28,7 +32,7 @@ class Renames:
     """The names of a table's columns in its records, by the position from which they hold."""
 
     starts: tuple[Seq, ...]
-    names: tuple[Names, ...]
+    names: tuple[FilledNames, ...]
     """As many as there are positions. Records before the first position have its names, too."""
     had: tuple[frozenset[str], ...]
     """Names of the columns of the records from each position on."""
@@ -47,7 +51,7 @@ class Renames:
             [
                 own.field(column) if column in own.names else have.field(column)
                 for column in columns
-                if self.names_of(column, have)
+                if self.names_of(column, have) or (column in own.names and self.fills(column))
             ]
         )
 
@@ -69,15 +73,26 @@ class Renames:
 
     def _names_of(self, column: str) -> list[str]:
         found = (names.get(column, column) for names in self.names)
-        return list(dict.fromkeys(name for name in found if name is not None))
+        return list(dict.fromkeys(name for name in found if isinstance(name, str)))
+
+    def fills(self, column: str) -> bool:
+        """Return whether a wanted column was added after some records, with a default."""
+        return any(isinstance(names.get(column), Filled) for names in self.names)
 
     def spans(self) -> Iterator[tuple[Seq, Names, frozenset[str]]]:
-        """Yield the names with their positions, and the columns of the records, the newest first."""
-        yield from zip(reversed(self.starts), reversed(self.names), reversed(self.had), strict=True)
+        """Yield the names with their positions, and the columns of the records, the newest first; not what is filled in."""
+        for start, names, had in zip(reversed(self.starts), reversed(self.names), reversed(self.had), strict=True):
+            yield start, {name: was for name, was in names.items() if not isinstance(was, Filled)}, had
 
 
 def renames_in(
-    history: OpenTable, table: TableId, schema: TableSchema, *, after: Seq = Seq(0), upto: Seq | None = None
+    history: OpenTable,
+    table: TableId,
+    schema: TableSchema,
+    *,
+    after: Seq = Seq(0),
+    upto: Seq | None = None,
+    fills: bool = True,
 ) -> Renames | None:
     """Return how records in `(after, upto]` name the columns of a schema; None if all have its names.
 
@@ -87,11 +102,13 @@ def renames_in(
         schema: the wanted names.
         after: exclusive.
         upto: inclusive; None: up to the last record.
+        fills: whether records have the defaults of columns that were added after them; otherwise they lack these columns.
     """
     if not schema.is_numbered:
         return None
     eras = Eras.of(history).of_table(table)
-    starts, found, had = list[Seq](), list[Names](), list[frozenset[str]]()
+    starts, found, had = list[Seq](), list[FilledNames](), list[frozenset[str]]()
+    schema = with_fills(eras, schema) if fills else without_fills(schema)
     shared = _shared(eras, schema)
     for place, (start, era) in enumerate(eras):
         ends = eras[place + 1][0] if place + 1 < len(eras) else None
@@ -120,7 +137,7 @@ def own_types(history: OpenTable, schema: TableSchema, types: Mapping[str, str])
 
     A column of history may have a wider type, because it also has the values of another column that had its name.
     """
-    if renames_in(history, schema.table_id, schema) is None:
+    if renames_in(history, schema.table_id, schema, fills=False) is None:
         return None
     found = {column.number: field for column, field in zip(schema.columns, lake_columns(schema, types), strict=True)}
     for _, era in Eras.of(history).of_table(schema.table_id):
@@ -130,13 +147,32 @@ def own_types(history: OpenTable, schema: TableSchema, types: Mapping[str, str])
     return pa.schema(list(found.values()))
 
 
-def names_at(history: OpenTable, schema: TableSchema, n: Seq) -> Names | None:
+def names_at(history: OpenTable, schema: TableSchema, n: Seq) -> FilledNames | None:
     """Return how rows that were folded up to a position name the columns of a schema; None if they have its names."""
     eras = Eras.of(history).of_table(schema.table_id)
     place = max((at for at, (start, _) in enumerate(eras) if start <= n), default=None)
     if place is None or not schema.is_numbered:
         return None
-    return _names(eras, place, schema) or None
+    return _names(eras, place, with_fills(eras, schema)) or None
+
+
+def with_fills(eras: Sequence[tuple[Seq, TableSchema]], schema: TableSchema) -> TableSchema:
+    """Return a schema with the values that rows from before each column have, as the first era says that has one.
+
+    A rebuild then finds what folds found that passed that era, whatever became of the column since.
+    """
+    first = dict[int, str]()
+    for _, era in eras:
+        for column in era.columns:
+            if column.filled is not None:
+                first.setdefault(column.number, column.filled)
+    filled = (replace(column, filled=first.get(column.number, column.filled)) for column in schema.columns)
+    return replace(schema, columns=tuple(filled))
+
+
+def without_fills(schema: TableSchema) -> TableSchema:
+    """Return a schema whose columns are null in rows from before them."""
+    return replace(schema, columns=tuple(replace(column, filled=None) for column in schema.columns))
 
 
 def schema_at(history: OpenTable, newest: TableSchema, n: Seq) -> TableSchema:
@@ -162,8 +198,8 @@ def numbered(eras: Sequence[tuple[Seq, TableSchema]], place: int, *, in_history:
 
 def _names(
     eras: Sequence[tuple[Seq, TableSchema]], place: int, schema: TableSchema, *, in_history: bool = False
-) -> Names:
+) -> FilledNames:
     """Return how an era's records name the columns of a schema: in the log, or in history."""
     numbers = numbered(eras, place, in_history=in_history)
     had = [column.in_history if in_history else column.name for column in eras[place][1].columns]
-    return {} if numbers is None else named_by_number(numbers, schema, had)
+    return {} if numbers is None else filled_by_number(numbers, schema, had)

@@ -30,7 +30,7 @@ from millstream.lake.layout import LakeLayout
 from millstream.lake.store_errors import lake_errors, plain_text, store_error
 from millstream.lake.table_format import Commit, OpenTable, format_of, open_table
 from millstream.model.addresses import mask_address
-from millstream.model.column_renames import Names
+from millstream.model.column_renames import FilledNames
 from millstream.model.ids import TableId
 
 ROW_GROUP_ROWS: Final = 1 << 16
@@ -147,7 +147,7 @@ class TableFiles:
     """Writes new files of one table, and reads its existing ones."""
 
     def __init__(
-        self, layout: LakeLayout, path: str, bounded: Sequence[str] = (), renamed: Names | None = None
+        self, layout: LakeLayout, path: str, bounded: Sequence[str] = (), renamed: FilledNames | None = None
     ) -> None:
         """See the class.
 

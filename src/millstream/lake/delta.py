@@ -42,7 +42,7 @@ from millstream.lake.lost_answers import settled
 from millstream.lake.other_formats import check_format
 from millstream.lake.store_errors import lake_errors
 from millstream.lake.table_format import Commit, Partition, Tail, refuse_other_format
-from millstream.model.column_renames import Names
+from millstream.model.column_renames import FilledNames
 from millstream.model.positions import Seq
 from millstream.model.records import MONTH_COLUMN
 
@@ -181,7 +181,7 @@ class DeltaHandle:
         mode: Literal["append", "overwrite"] = "append",
         schema: pa.Schema | None = None,
         key: Sequence[str] = (),  # noqa: ARG002 - Delta declares none
-        renamed: Names | None = None,  # noqa: ARG002 - its columns have no ids
+        renamed: FilledNames | None = None,  # noqa: ARG002 - its columns have no ids
         data_change: bool = True,
         properties: Mapping[str, str] | None = None,
     ) -> None:
@@ -351,7 +351,7 @@ class DeltaFormat:
         """See `TableFormat`."""
         return None
 
-    def file_columns(self, layout: LakeLayout, path: str, columns: pa.Schema, renamed: Names | None) -> pa.Schema:  # noqa: ARG002 - nothing to add
+    def file_columns(self, layout: LakeLayout, path: str, columns: pa.Schema, renamed: FilledNames | None) -> pa.Schema:  # noqa: ARG002 - nothing to add
         """See `TableFormat`."""
         return columns
 

@@ -12,8 +12,8 @@ brought from an earlier folder lie between the others' by number. Two things tel
   version again.
 
 The number of eras is bounded. From `ERAS_MAX` on, the oldest go, except the first and the last of each time that
-a table had a name, and those that rename columns. They are the ones that decide ownership, beginnings, and which column
-a name meant.
+a table had a name, and those that rename columns, or add some that have values in older rows. They are the ones that
+decide ownership, beginnings, and which column a name meant.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Eras:
     def _names(self) -> list[dict[int, str]]:
         """Return, for each era, the names of those columns by number that have had another one, or whose name another had.
 
-        A name is the same in whatever case: two columns may lie in one column of history then.
+        Those of columns that have values in rows from before them are among them. A name is the same in whatever case: two columns may lie in one column of history then.
         """
         pairs = {
             (schema.table_id, column.number, column.name)
@@ -116,7 +116,9 @@ class Eras:
             {
                 column.number: column.name
                 for column in schema.columns
-                if numbers[schema.table_id, column.number] > 1 or names[schema.table_id, column.name.lower()] > 1
+                if numbers[schema.table_id, column.number] > 1
+                or names[schema.table_id, column.name.lower()] > 1
+                or column.filled is not None
             }
             for _, schema in self.told
         ]

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from millstream.errors import LakeError
 from millstream.lake.layout import LakeLayout
-from millstream.model.column_renames import Names
+from millstream.model.column_renames import FilledNames
 from millstream.model.positions import Seq
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class OpenTable(Protocol):
         mode: Literal["append", "overwrite"] = "append",
         schema: pa.Schema | None = None,
         key: Sequence[str] = (),
-        renamed: Names | None = None,
+        renamed: FilledNames | None = None,
         data_change: bool = True,
         properties: Mapping[str, str] | None = None,
     ) -> None:
@@ -295,7 +295,7 @@ class TableFormat(Protocol):
             LakeUnavailable (`catalog_unreachable`): it doesn't answer.
         """
 
-    def file_columns(self, layout: LakeLayout, path: str, columns: pa.Schema, renamed: Names | None) -> pa.Schema:
+    def file_columns(self, layout: LakeLayout, path: str, columns: pa.Schema, renamed: FilledNames | None) -> pa.Schema:
         """Return the columns of a new file of the table at `path` as Parquet gets them; the same if the format adds nothing.
 
         Args:

@@ -1,11 +1,13 @@
 """Rows under other names of their columns: a column keeps its number in the source when it is renamed.
 
-If the numbers aren't known, a name is a column.
+If the numbers aren't known, a name is a column. A column that rows lack by its number was added after them. If it was
+added with a default, that is their value (`Filled`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import pyarrow as pa
@@ -15,6 +17,18 @@ from millstream.model.schema import TableSchema
 Names: TypeAlias = Mapping[str, str | None]
 """By a column's name in the wanted schema, its name in the rows, if that is another one; None if the rows lack the column,
 and have another one of its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """The value of a column that was added after some rows with a constant default."""
+
+    text: str
+    """PostgreSQL's text of it."""
+
+
+FilledNames: TypeAlias = Mapping[str, str | Filled | None]
+"""As `Names`, with the values that rows have in columns that were added after them."""
 
 _MAPS = ("__exact", "__before")
 _LIST = "__unchanged"
@@ -45,25 +59,41 @@ def named_by_number(numbers: Mapping[str, int], wanted: TableSchema, had: Collec
     return names
 
 
-def renamed_rows(rows: pa.Table, names: Names, shape: pa.Schema) -> pa.Table:
-    """Return rows with the columns of `shape`, which `names` finds; a column that they lack is null."""
-    rows = under_names(rows, names)
-    columns = []
-    for field in shape:
-        index = rows.schema.get_field_index(field.name)
-        if index < 0:
-            columns.append(pa.chunked_array([pa.nulls(rows.num_rows, field.type)], field.type))
-            continue
-        column = rows.column(index)
-        columns.append(column if column.type.equals(field.type) else column.cast(field.type))
-    return pa.table(columns, schema=shape)
+def filled_by_number(numbers: Mapping[str, int], wanted: TableSchema, had: Collection[str]) -> FilledNames:
+    """Return how rows name the columns of a schema, and their values in those that were added after them.
+
+    The arguments are those of `named_by_number`.
+    """
+    has = {number for name, number in numbers.items() if name in had}
+    added = {
+        column.name: Filled(column.filled)
+        for column in wanted.columns
+        if column.filled is not None and column.number > 0 and column.number not in has
+    }
+    return {**named_by_number(numbers, wanted, had), **added}
 
 
-def under_names(rows: pa.Table, names: Names) -> pa.Table:
-    """Return rows under the wanted names of their columns; a column whose name another has is left out."""
+def filled_in(rows: TableSchema, wanted: TableSchema) -> FilledNames:
+    """Return how rows of one version name the columns of another, and their values in those that were added after them."""
+    if not rows.is_numbered or not wanted.is_numbered:
+        return {}
+    return filled_by_number({column.name: column.number for column in rows.columns}, wanted, rows.column_names)
+
+
+def name_in_rows(names: FilledNames, column: str) -> str:
+    """Return the name that rows have for a column, such as one of their key; its own name if they lack it."""
+    name = names.get(column)
+    return name if isinstance(name, str) else column
+
+
+def under_names(rows: pa.Table, names: FilledNames) -> pa.Table:
+    """Return rows under the wanted names of their columns; a column whose name another has is left out.
+
+    Columns that were added after the rows aren't filled in, as their types aren't known here.
+    """
     if not names:
         return rows
-    wanted = {physical: name for name, physical in names.items() if physical is not None}
+    wanted = {physical: name for name, physical in names.items() if isinstance(physical, str)}
     dropped = {name for name in names if name not in wanted}
     columns, fields = [], []
     for field, column in zip(rows.schema, rows.columns, strict=True):

@@ -74,6 +74,10 @@ class Column:
     """The column's number in the source (`attnum`), which a rename doesn't change; 0 if it has none, or isn't known."""
     apart: str = ""
     """The column of history that has its values, if that isn't the one of its name; only the lake sets it."""
+    filled: str | None = None
+    """PostgreSQL's text of the value that rows have which were written before the column was added; None if it is null.
+
+    Rows were written before if their schema has numbers, and not the column's."""
 
     @property
     def in_history(self) -> str:
@@ -178,6 +182,7 @@ class TableSchema:
                 c.get("accumulates", ""),
                 c.get("number", 0),
                 c.get("apart", ""),
+                c.get("filled"),
             )
             for field, c in zip(own, facts["columns"], strict=True)
         )
@@ -212,6 +217,7 @@ class TableSchema:
                     **({"accumulates": c.accumulates} if c.accumulates else {}),
                     **({"number": c.number} if c.number else {}),
                     **({"apart": c.apart} if c.apart else {}),
+                    **({} if c.filled is None else {"filled": c.filled}),
                 }
                 for c in self.columns
             ],
@@ -250,6 +256,8 @@ def _read_facts(text: bytes) -> Mapping[str, Any]:
             raise TypeError(f"the way in which column {column['name']} accumulates is no text")
         if type(column.get("apart", "")) is not str:
             raise TypeError(f"the place of column {column['name']} in history is no text")
+        if type(column.get("filled", "")) is not str:
+            raise TypeError(f"the value of column {column['name']} in older rows is no text")
         if type(column.get("number", 0)) is not int or column.get("number", 0) < 0:
             raise TypeError(f"the number of column {column['name']} is none")
     names = [column["name"] for column in facts["columns"]]

@@ -11,7 +11,7 @@ import json
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
@@ -25,6 +25,7 @@ from millstream.delivery.records.groups import groups_of
 from millstream.delivery.records.record_messages import chosen
 from millstream.errors import LakeBehind, LakeError, LogError, PositionError
 from millstream.lake.column_conversion import EXACT, from_text, same_type, texts_of, to_text
+from millstream.lake.filled_columns import filled_records
 from millstream.lake.layout import has_current
 from millstream.lake.query.duckdb_connection import quote
 from millstream.model.column_renames import Names, names_in
@@ -376,6 +377,8 @@ def _log_records(wanted: Wanted, reader: StreamReader, after: Seq) -> Iterator[_
     def of_part(part: TableRecords) -> Iterator[_Record]:
         if part.schema.kind is not TableKind.TABLE:
             return
+        schema, batch = filled_records(part.schema, part.batch, wanted.tables[part.schema.table_id])
+        part = replace(part, schema=schema, batch=batch)
         keys = groups_of(part.schema, part.batch, KEY, [""] * part.batch.num_rows)
         more = (keys, _owns(part.schema, part.batch, wanted), _matches(part.schema, part.batch, wanted))
         for line, own_keys, own, matches in zip(table_lines(part, stream=wanted.stream), *more, strict=True):
@@ -415,7 +418,7 @@ def _lake_rows(
         whole = ".".join(parse_qualified_name(name))
         source = f"history.{quote(whole)} WHERE __op IN ('{Op.CREATE.letter}', '{Op.COPY.letter}')"
     for rows in lake.stream(f"SELECT * FROM {source}"):
-        batch = copied_records(schema, rows)
+        schema, batch = filled_records(schema, copied_records(schema, rows), wanted.tables[table])
         facts = record_facts(schema, batch, stream=wanted.stream, shard=ShardId(0), epoch=Epoch(0))
         keys = groups_of(schema, batch, KEY, [""] * batch.num_rows)
         each = zip(facts, keys, _owns(schema, batch, wanted), _matches(schema, batch, wanted), strict=True)

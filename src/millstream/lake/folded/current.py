@@ -25,6 +25,7 @@ from millstream.lake.column_names import names_at, own_types, schema_at
 from millstream.lake.data_files import NewFile, TableFiles
 from millstream.lake.exactly_once import reached
 from millstream.lake.file_statistics import boundable
+from millstream.lake.filled_columns import inexact_texts
 from millstream.lake.folded.build import BuildPart, build_rows, plan_build
 from millstream.lake.folded.current_fold import Folded, fold_records
 from millstream.lake.folded.key_ranges import LEAF_BYTES, Leaves
@@ -37,7 +38,7 @@ from millstream.lake.row_identity import Keys, having
 from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import newest_schema
 from millstream.lake.table_format import Commit, OpenTable, create_table, format_of, open_table
-from millstream.model.column_renames import Names
+from millstream.model.column_renames import FilledNames, name_in_rows
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
@@ -91,8 +92,8 @@ class FoldPlan:
     anew: bool
     """Whether all files are rewritten, in columns that the table doesn't have yet."""
     sizes: FoldSizes
-    renamed: Names | None = None
-    """The columns' names in the table's files, if they are others."""
+    renamed: FilledNames | None = None
+    """The columns' names in the table's files, if they are others, and values that the files lack."""
     parts: tuple[tuple[int, ...], ...] = ()
     """Indexes of the leaves that each part rewrites."""
     build: tuple[BuildPart, ...] = ()
@@ -125,7 +126,7 @@ class FoldPlan:
     def leaves(self, opened: OpenTable) -> Leaves:
         """Return the table's files."""
         renamed = self.renamed or {}
-        return Leaves(opened, [renamed.get(name, name) or name for name in self.schema.key])
+        return Leaves(opened, [name_in_rows(renamed, name) for name in self.schema.key])
 
     def history(self) -> OpenTable:
         """Return the table's history, opened now."""
@@ -342,6 +343,7 @@ def _begun(plan: FoldPlan, opened: OpenTable, history: OpenTable) -> Fold | Fold
     folded = _folded(plan, leaves, history)
     have = opened.schema()
     exact = EXACT.name in have.names or folded.rows.column(EXACT.name).null_count < folded.rows.num_rows
+    exact = exact or bool(inexact_texts(plan.renamed or {}, plan.columns))
     plan = replace(plan, exact=exact)
     evolved = _evolved(have, plan.target)
     if plan.after is not None and folded.records == 0 and not evolved and plan.renamed is None:
@@ -436,7 +438,9 @@ def tail_columns(columns: pa.Schema) -> list[str]:
     return ["__op", "__seq", "__unchanged", EXACT.name, "__before", *columns.names]
 
 
-def _rows_in(files: TableFiles, leaves: Leaves, keys: Keys, columns: pa.Schema, renamed: Names | None) -> pa.Table:
+def _rows_in(
+    files: TableFiles, leaves: Leaves, keys: Keys, columns: pa.Schema, renamed: FilledNames | None
+) -> pa.Table:
     """Return rows that may have one of the keys.
 
     They come from leaves that may have such rows, and share a value of the first key column.

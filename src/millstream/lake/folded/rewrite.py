@@ -15,9 +15,10 @@ import pyarrow as pa
 from millstream import failpoints
 from millstream.lake.column_conversion import EXACT, conform
 from millstream.lake.data_files import NewFile, TableFiles, new_name
+from millstream.lake.filled_columns import renamed_rows
 from millstream.lake.folded.key_ranges import LEAF_BYTES, Leaf, Leaves, in_key_order
 from millstream.lake.row_identity import Keys, key_codes
-from millstream.model.column_renames import Names, renamed_rows
+from millstream.model.column_renames import FilledNames
 
 _COMPRESSED: Final = 0.3
 """Approximate file bytes over Arrow's bytes, if there is no file to measure yet."""
@@ -47,7 +48,7 @@ class LeafWriter:
         *,
         leaf_bytes: int = LEAF_BYTES,
         partition: str = "",
-        renamed: Names | None = None,
+        renamed: FilledNames | None = None,
     ) -> None:
         """See the class.
 
@@ -58,7 +59,7 @@ class LeafWriter:
             version: the only version that the files can be committed as.
             leaf_bytes: about the size of a file.
             partition: the folder, `column=value`, in a partitioned table.
-            renamed: the columns' names in the files to rewrite, if they are others.
+            renamed: the columns' names in the files to rewrite, if they are others, and values that they lack.
         """
         self._files = files
         self._target = target
@@ -130,7 +131,7 @@ class LeafWriter:
         return file
 
 
-def named(rows: pa.Table, renamed: Names | None, shape: pa.Schema) -> pa.Table:
+def named(rows: pa.Table, renamed: FilledNames | None, shape: pa.Schema) -> pa.Table:
     """Return a file's rows in some columns, which may have other names in it."""
     return conform(rows, shape) if renamed is None else renamed_rows(rows, renamed, shape)
 

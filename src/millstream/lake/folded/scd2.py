@@ -27,6 +27,7 @@ from millstream.lake.commit_cuts import cut_at, cuts_between
 from millstream.lake.data_files import NewFile, TableFiles, new_name
 from millstream.lake.exactly_once import reached
 from millstream.lake.file_statistics import boundable
+from millstream.lake.filled_columns import inexact_texts
 from millstream.lake.folded.committed_times import at_entry, clock_of, entry_us, goes_on, taken_since, times_told
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldOutcome, FoldSizes
 from millstream.lake.folded.ended_versions import EndedVersions
@@ -53,7 +54,7 @@ from millstream.lake.row_identity import Keys, having, key_codes
 from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import newest_schema
 from millstream.lake.table_format import Commit, OpenTable, create_table, format_of, open_table
-from millstream.model.column_renames import Names
+from millstream.model.column_renames import FilledNames, name_in_rows
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
 from millstream.model.records import INSTANT
@@ -117,7 +118,7 @@ def rebuild_versions(
 
 def unfolded_versions(
     layout: LakeLayout, schema: TableSchema, opened: OpenTable, history: OpenTable, upto: Seq
-) -> tuple[Versions | None, pa.Schema, Names | None]:
+) -> tuple[Versions | None, pa.Schema, FilledNames | None]:
     """Return the effect of later records on a table's versions, for a reader to overlay.
 
     With it come the table's own columns, and the names that they have in its files, if those are others.
@@ -151,8 +152,8 @@ class _Fold:
     history: OpenTable | None = None
     own: VersionColumns = field(init=False)
     """The table's own columns where this commit ends."""
-    renamed: Names | None = None
-    """Their names in the table's files, if those are others."""
+    renamed: FilledNames | None = None
+    """Their names in the table's files, if those are others, and values that the files lack."""
     path: str = ""
     entered_us: int | None = None
     """When the table took over the name from another, µs since 1970; None if it didn't, and while it isn't known."""
@@ -232,7 +233,7 @@ class _Fold:
 
     def _open_leaves(self, opened: OpenTable) -> Leaves:
         renamed = self.renamed or {}
-        return Leaves(opened, [renamed.get(name, name) or name for name in self.schema.key], partition=OPEN_FOLDER)
+        return Leaves(opened, [name_in_rows(renamed, name) for name in self.schema.key], partition=OPEN_FOLDER)
 
     def folded(self, tail: pa.Table, *, whole: bool) -> Versions | None:
         """Return the folded records; None if there are none."""
@@ -354,7 +355,7 @@ class _Fold:
         self, opened: OpenTable, leaves: Leaves, found: Versions | None, upto: Seq, *, exact: bool
     ) -> FoldOutcome:
         have = opened.schema()
-        exact = exact or EXACT.name in have.names
+        exact = exact or EXACT.name in have.names or bool(inexact_texts(self.renamed or {}, self.columns))
         target = self._table_columns(exact=exact)
         clock = None if found is None else found.clock_us
         anew = self.renamed is not None

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from millstream.errors import LakeError
 from millstream.lake.column_conversion import lake_columns
-from millstream.lake.column_names import numbered, schema_at
+from millstream.lake.column_names import numbered, schema_at, with_fills
 from millstream.lake.folded.scd2_fold import VERSION_COLUMNS, version_inputs
 from millstream.lake.history_scan import read_history, scan_named
 from millstream.lake.layout import LakeLayout
@@ -23,7 +23,7 @@ from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import Eras
 from millstream.lake.store_errors import lake_errors
 from millstream.lake.table_format import OpenTable, format_of
-from millstream.model.column_renames import Names
+from millstream.model.column_renames import Filled, FilledNames
 from millstream.model.positions import Seq
 from millstream.model.records import MONTH_COLUMN, RECORD_COLUMNS
 from millstream.model.schema import Column, TableSchema
@@ -43,7 +43,7 @@ class VersionColumns:
     columns: pa.Schema
     """The table's own columns with dropped ones, in the lake's types; those of the key first."""
     followed: TableSchema | None = None
-    """The schema with dropped columns; None if no column was renamed, so that names find all values."""
+    """The schema with dropped columns; None if names find all values: no column was renamed, or added with a default."""
 
     def records(self, history: OpenTable, *, after: Seq, upto: Seq) -> pa.Table:
         """Return the table's records in `(after, upto]` for a fold, under these names, in any order."""
@@ -55,16 +55,18 @@ class VersionColumns:
                 history, self.followed, after=after, upto=upto, columns=names, own=self.columns
             ).to_table()
 
-    def names_at(self, history: OpenTable, n: Seq | None) -> Names | None:
+    def names_at(self, history: OpenTable, n: Seq | None) -> FilledNames | None:
         """Return how versions at an earlier position name these columns; None if they have these names."""
         if self.followed is None or n is None:
             return None
         had = {identity: column.name for identity, column in _held(_had(history, self.schema), n).items()}
         others = set(had.values())
-        names: dict[str, str | None] = {}
-        for column in self.followed.columns:
+        names: dict[str, str | Filled | None] = {}
+        for column in with_fills(Eras.of(history).of_table(self.schema.table_id), self.followed).columns:
             identity = column.number if column.number > 0 else column.name
-            if had.get(identity) != column.name and (identity in had or column.name in others):
+            if identity not in had and column.filled is not None:
+                names[column.name] = Filled(column.filled)
+            elif had.get(identity) != column.name and (identity in had or column.name in others):
                 names[column.name] = had.get(identity)
         return names or None
 
@@ -86,7 +88,7 @@ def version_columns(layout: LakeLayout, history: OpenTable, newest: TableSchema,
     names = [column for column in history.schema() if column.name not in {*RECORD_COLUMNS, MONTH_COLUMN}]
     followed, fields = schema, names
     had = _had(history, schema)
-    is_followed = newest.is_numbered and schema.is_numbered and _has_renamed(had)
+    is_followed = newest.is_numbered and schema.is_numbered and _needs_numbers(had)
     if is_followed:
         held, live = _held(had, n), {column.number for column in schema.columns}
         dropped = [
@@ -114,9 +116,12 @@ def _had(history: OpenTable, schema: TableSchema) -> _Had:
     return had
 
 
-def _has_renamed(had: _Had) -> bool:
-    """Whether a column had two names, one that isn't history's, or a name, in whatever case, two columns."""
-    if any(column.apart for _, columns in had for column in columns.values()):
+def _needs_numbers(had: _Had) -> bool:
+    """Whether a column had two names, one that isn't history's, or a name, in whatever case, two columns.
+
+    Or whether one has values in rows from before it.
+    """
+    if any(column.apart or column.filled is not None for _, columns in had for column in columns.values()):
         return True
     pairs = {(identity, column.name) for _, columns in had for identity, column in columns.items()}
     return len({identity for identity, _ in pairs}) < len(pairs) or len({name.lower() for _, name in pairs}) < len(

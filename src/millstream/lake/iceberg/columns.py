@@ -33,7 +33,7 @@ from pyiceberg.types import (
 )
 
 from millstream.lake.data_files import FIELD_ID
-from millstream.model.column_renames import Names
+from millstream.model.column_renames import FilledNames
 
 if TYPE_CHECKING:
     from pyiceberg.table import Transaction
@@ -131,7 +131,7 @@ def evolve(
     *,
     replaces: bool,
     key: Sequence[str] = (),
-    renamed: Names | None = None,
+    renamed: FilledNames | None = None,
 ) -> UpdateSchema:
     """Return the update, not yet committed, that gives a table some columns.
 
@@ -174,12 +174,12 @@ def evolve(
     return update
 
 
-def _kept(names: Mapping[str, NestedField], columns: pa.Schema, renamed: Names | None) -> dict[str, str]:
+def _kept(names: Mapping[str, NestedField], columns: pa.Schema, renamed: FilledNames | None) -> dict[str, str]:
     """Return the old names, by the new ones, of renamed columns if they can keep their ids; else none.
 
     pyiceberg (0.12) can't rename a column and give its name to a new one in the same update.
     """
-    before = {new: old for new, old in (renamed or {}).items() if old is not None and new in columns.names}
+    before = {new: old for new, old in (renamed or {}).items() if isinstance(old, str) and new in columns.names}
     for new, old in before.items():
         had = names.get(old)
         kind = iceberg_type(columns.field(new).type)

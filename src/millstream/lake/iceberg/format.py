@@ -37,7 +37,7 @@ from millstream.lake.iceberg.names import identifier_of, view_of
 from millstream.lake.layout import LakeLayout
 from millstream.lake.other_formats import check_format
 from millstream.lake.table_format import refuse_other_format
-from millstream.model.column_renames import Names
+from millstream.model.column_renames import FilledNames
 
 if TYPE_CHECKING:
     from pyiceberg.table import Table
@@ -174,7 +174,7 @@ class IcebergFormat:
             count = len(catalog_of(layout).list_namespaces())
         return f"the catalog answers, and has {count} {'namespace' if count == 1 else 'namespaces'}"
 
-    def file_columns(self, layout: LakeLayout, path: str, columns: pa.Schema, renamed: Names | None) -> pa.Schema:
+    def file_columns(self, layout: LakeLayout, path: str, columns: pa.Schema, renamed: FilledNames | None) -> pa.Schema:
         """See `TableFormat`."""
         table = _load(layout, path)
         if table is None:

@@ -51,7 +51,7 @@ from millstream.lake.iceberg.facts import (
 from millstream.lake.iceberg.files import storage_of
 from millstream.lake.layout import LakeLayout
 from millstream.lake.table_format import Commit, Tail
-from millstream.model.column_renames import Names
+from millstream.model.column_renames import FilledNames
 from millstream.model.positions import Seq
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ class IcebergHandle:
         mode: Literal["append", "overwrite"] = "append",
         schema: pa.Schema | None = None,
         key: Sequence[str] = (),
-        renamed: Names | None = None,
+        renamed: FilledNames | None = None,
         data_change: bool = True,  # noqa: ARG002 - a snapshot of ours is recognized by its summary
         properties: Mapping[str, str] | None = None,
     ) -> None:
@@ -353,7 +353,9 @@ class IcebergHandle:
             upkeep.delete_orphans(self._layout, self.path, self._table, now_ms=now_ms)
 
 
-def _take_columns(transaction: Transaction, columns: pa.Schema, key: Sequence[str], renamed: Names | None) -> None:
+def _take_columns(
+    transaction: Transaction, columns: pa.Schema, key: Sequence[str], renamed: FilledNames | None
+) -> None:
     """Give a table columns and a key in place of its own, in a commit that replaces all of its files."""
     # In one step: pyiceberg checks a sort order and a schema against each other after each.
     update = evolve(transaction, columns, replaces=True, key=key, renamed=renamed)

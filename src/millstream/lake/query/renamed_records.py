@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 
+from millstream.lake.column_conversion import EXACT
 from millstream.lake.column_names import Renames, renames_in
+from millstream.lake.filled_columns import filled_rows
 from millstream.lake.history_scan import records_of
 from millstream.lake.query.duckdb_connection import Engine, literal, quote
 from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import Eras
 from millstream.lake.table_format import OpenTable
-from millstream.model.column_renames import Names
+from millstream.model.column_renames import FilledNames, Names
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.records import MONTH_COLUMN, RECORD_COLUMNS
@@ -44,6 +46,36 @@ def renamed_list(column: str, names: Names) -> str:
     return f"list_transform({items}, lambda {_ITEM}: {_case(_ITEM, wanted)})"
 
 
+def rows_sql(
+    engine: Engine, source: str, have: Sequence[str], columns: pa.Schema, names: FilledNames
+) -> tuple[str, list[str]]:
+    """Return the text behind FROM that reads a table's rows under the names of another schema, and which columns it has.
+
+    Args:
+        engine: reads them.
+        source: the text behind FROM for the rows as they are.
+        have: the columns of them.
+        columns: the wanted columns, without `__exact`.
+        names: their names in the rows, and their values if they were added after the rows.
+    """
+    mine = {name: names.get(name, name) for name in columns.names}
+    there = {name: was for name, was in mine.items() if isinstance(was, str) and was in have}
+    shown = [f"{quote(was)} AS {quote(name)}" for name, was in there.items()]
+    row = filled_rows(pa.table({_ITEM: [0]}), names, columns)
+    added = [name for name in columns.names if name in row.column_names]
+    values = engine.register(row) if added else ""
+    if added:
+        shown += [f"(SELECT {quote(name)} FROM {values}) AS {quote(name)}" for name in added]
+    has_texts = EXACT.name in row.column_names
+    if EXACT.name in have or has_texts:
+        kept = {name: was if isinstance(was, str) else None for name, was in names.items()}
+        texts = [renamed_map(EXACT.name, kept)] if EXACT.name in have else []
+        texts += [f"(SELECT {EXACT.name} FROM {values})"] if has_texts else []
+        shown.append(f"{texts[0] if len(texts) == 1 else f'map_concat({texts[0]}, {texts[1]})'} AS {EXACT.name}")
+    exact = [EXACT.name] if EXACT.name in have or has_texts else []
+    return f"(SELECT {', '.join(shown)} FROM {source})", [*there, *added, *exact]
+
+
 def records_sql(
     engine: Engine, history: OpenTable, schema: TableSchema, upto: Seq, *, only: TableId | None
 ) -> list[str]:
@@ -56,7 +88,7 @@ def records_sql(
         upto: the end.
         only: if given, records of this table alone.
     """
-    renames = renames_in(history, schema.table_id, schema, upto=upto)
+    renames = renames_in(history, schema.table_id, schema, upto=upto, fills=False)
     if renames is None:
         # A dataset, because the partition's column isn't in the files.
         return [f"FROM {engine.register(records_of(history, table=only))}"]

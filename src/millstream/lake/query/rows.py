@@ -23,7 +23,7 @@ from millstream.lake.history_scan import scan_live
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query.duckdb_connection import Engine, names, quote, unavailable
 from millstream.lake.query.overlay import SEQ, overlay
-from millstream.lake.query.renamed_records import renamed_map
+from millstream.lake.query.renamed_records import rows_sql
 from millstream.lake.row_identity import Keys
 from millstream.lake.table_format import OpenTable
 from millstream.model.positions import Seq, StreamToken
@@ -50,9 +50,9 @@ class RecordRange:
         self._alike: Sequence[str] | None = None
         """The files' columns, once all have been read and had the same."""
         self._layout = layout
-        self._is_renamed = renames_in(history, table.table_id, table) is not None
+        self._is_renamed = renames_in(history, table.table_id, table, after=after, upto=upto) is not None
         self._named: tuple[str, Sequence[str]] | None = None
-        """A scratch file with the records under the table's names, if they have others, and its columns."""
+        """A scratch file with the records under the table's names, if they have others or lack values, and its columns."""
 
     def scan(self, needed: Sequence[str]) -> tuple[str, list[str]]:
         """Return the text behind FROM, and which columns it has."""
@@ -78,16 +78,9 @@ class RecordRange:
         renamed = names_at(self._history, self._table, base.n)
         if renamed is None:
             return self._engine.scan(base, None, [*columns.names, EXACT.name])
-        names_in_files = {name: renamed.get(name, name) for name in columns.names}
-        needed = [name for name in names_in_files.values() if name is not None]
+        needed = [name for column in columns.names if isinstance(name := renamed.get(column, column), str)]
         source, have = self._engine.scan(base, None, [*needed, EXACT.name])
-        if not source:
-            return "", []
-        there = {name: in_files for name, in_files in names_in_files.items() if in_files in have}
-        shown = [f"{quote(in_files or '')} AS {quote(name)}" for name, in_files in there.items()]
-        if EXACT.name in have:
-            shown.append(f"{renamed_map(EXACT.name, renamed)} AS {EXACT.name}")
-        return f"(SELECT {', '.join(shown)} FROM {source})", [*there, *([EXACT.name] if EXACT.name in have else [])]
+        return rows_sql(self._engine, source, have, columns, renamed) if source else ("", [])
 
     def _renamed(self) -> tuple[str, Sequence[str]]:
         """Write the records under the table's names to a scratch file, once; return it and its columns."""

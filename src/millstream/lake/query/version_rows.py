@@ -8,12 +8,12 @@ from millstream.lake.column_conversion import EXACT
 from millstream.lake.folded.scd2 import unfolded_versions
 from millstream.lake.folded.scd2_fold import IS_CURRENT, VALID_TO, VERSION_COLUMNS
 from millstream.lake.layout import LakeLayout
-from millstream.lake.query.duckdb_connection import Engine, names, quote
-from millstream.lake.query.renamed_records import renamed_map
+from millstream.lake.query.duckdb_connection import Engine, names
+from millstream.lake.query.renamed_records import rows_sql
 from millstream.lake.query.rows import filled, gone_table, same_key
 from millstream.lake.row_identity import Keys
 from millstream.lake.table_format import OpenTable
-from millstream.model.column_renames import Names
+from millstream.model.column_renames import FilledNames
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 
@@ -49,19 +49,14 @@ def versions_sql(
     return " UNION ALL ".join(parts)
 
 
-def _base(engine: Engine, opened: OpenTable, columns: pa.Schema, renamed: Names | None) -> tuple[str, list[str]]:
+def _base(engine: Engine, opened: OpenTable, columns: pa.Schema, renamed: FilledNames | None) -> tuple[str, list[str]]:
     """Return the text behind FROM for the versions of the last fold, under the wanted names, and the columns of it."""
     have = opened.schema()
     # A dataset, because the partition's column isn't in the files.
     source = engine.register(opened.dataset())
     if renamed is None:
         return source, have.names
-    mine = {name: renamed.get(name, name) for name in [*columns.names, *(column.name for column in VERSION_COLUMNS)]}
-    there = {name: in_files for name, in_files in mine.items() if in_files in have.names}
-    shown = [f"{quote(in_files or '')} AS {quote(name)}" for name, in_files in there.items()]
-    if EXACT.name in have.names:
-        shown.append(f"{renamed_map(EXACT.name, renamed)} AS {EXACT.name}")
-    return f"(SELECT {', '.join(shown)} FROM {source})", [*there, *([EXACT.name] if EXACT.name in have.names else [])]
+    return rows_sql(engine, source, have.names, pa.schema([*columns, *VERSION_COLUMNS]), renamed)
 
 
 def _joined(engine: Engine, kind: str, rows: str, keys: Keys, *, exact: bool) -> str:
