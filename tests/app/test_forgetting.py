@@ -6,19 +6,24 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from pyiceberg.catalog.sql import SqlCatalog
+from pyiceberg.io.pyarrow import PyArrowFileIO
+from pyiceberg.manifest import ManifestFile
 from tests.app.landed import LandedHome
 from tests.cli.in_process import command
 
 import millstream
 from millstream.app import rebuild
 from millstream.app.doctor import _alerts
+from millstream.app.initialize import make_home
 from millstream.app.rebuild import forget_table
 from millstream.app.status import collect_status
 from millstream.app.table_requests import copy_table
 from millstream.capture import rows_before_rules
 from millstream.catalog import TableState
-from millstream.errors import HomeBusy, LakeBehind, UnknownTable, UsageError
+from millstream.errors import HomeBusy, LakeBehind, PositionError, UnknownTable, UsageError
 from millstream.home.home import Home
+from millstream.model.positions import StreamToken
 from millstream.processes.role_locks import RoleLock
 from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.testing.postgres import EmbeddedPostgres
@@ -41,6 +46,18 @@ def values_in(folder: Path) -> list[str]:
             rows = repr(pq.ParquetFile(path).read().to_pylist()) if path.suffix == ".parquet" else ""
             if SECRET.encode() in data or SECRET in rows:
                 found.append(str(path.relative_to(folder)))
+    return found
+
+
+def bounds_in(folder: Path) -> list[str]:
+    """Return Iceberg's manifests below a folder that have the value among the bounds of columns."""
+    found = []
+    for path in folder.rglob("*-m*.avro"):
+        io = PyArrowFileIO()
+        manifest = ManifestFile.from_args(manifest_path=str(path), manifest_length=path.stat().st_size, content=0)
+        entries = manifest.fetch_manifest_entry(io, discard_deleted=False)
+        if SECRET in repr([(entry.data_file.lower_bounds, entry.data_file.upper_bounds) for entry in entries]):
+            found.append(str(path.relative_to(folder)))
     return found
 
 
@@ -164,6 +181,59 @@ def test_a_table_whose_earlier_name_another_took_is_erased_once_it_has_another_r
         assert values_in(history) == []
         with millstream.open(landed.home.path) as home:
             assert home.query("FROM public.users").to_pylist() == [{"id": 7}]
+
+
+def test_a_person_s_data_is_gone_from_iceberg_tables_and_their_metadata_at_once(tmp_path: Path) -> None:
+    """The command was refused with `lake_format_unsupported`."""
+    with EmbeddedPostgres(18, fsync=False) as server:
+        with server.connect() as connection:
+            connection.execute("CREATE TABLE users (name text PRIMARY KEY, age int)")
+            connection.execute(f"INSERT INTO users VALUES ('{SECRET}', 30), ('Ben', 40)")
+        path = tmp_path / "home"
+        made = make_home(path, stream="shop", source=server.dsn(), tables=("public.*",), lake_format="iceberg")
+        made.file.write_text(
+            made.file.read_text().replace(
+                "[streams.shop.lake]", '[streams.shop.lake]\nviews = ["current", "history", "scd2"]'
+            )
+        )
+        landed = LandedHome(path, None)
+        landed.catch_up()
+        with server.connect() as connection:
+            connection.execute("UPDATE users SET age = age + 1")
+        landed.catch_up()
+        with landed.home.open_catalog() as catalog:
+            before = StreamToken.scalar(catalog.stream("shop").id, landed.land())
+        with server.connect() as connection:
+            connection.execute(f"DELETE FROM users WHERE name = '{SECRET}'")
+        landed.catch_up()
+        assert len(values_in(path / "lake")) > 1
+        assert bounds_in(path / "lake")
+        forget_table(landed.home, "public.users")
+        assert values_in(path / "lake") == []
+        assert bounds_in(path / "lake") == []
+        with millstream.open(path) as home:
+            with pytest.raises(LakeBehind, match="is being rebuilt from its source"):
+                home.query("FROM public.users")
+            with pytest.raises(PositionError, match="its history begins after"):
+                home.query("FROM public.users", as_of=before)
+        landed.catch_up()
+        with millstream.open(path) as home:
+            assert home.query("FROM public.users").to_pylist() == [{"name": "Ben", "age": 41}]
+            with pytest.raises(PositionError, match="its history begins after"):
+                home.query("FROM public.users", as_of=before)
+        assert values_in(path / "lake") == []
+        assert bounds_in(path / "lake") == []
+        tables = SqlCatalog("millstream", uri=f"sqlite:///{path}/data/iceberg.db")
+        cuts = tables.load_table("shop._commits").scan().to_arrow().sort_by("n").to_pylist()
+        for name, snapshot_id in cuts[-1]["tables"]:
+            table = tables.load_table(name)
+            rows = table.scan(snapshot_id=snapshot_id).to_arrow()
+            assert rows.num_rows, name
+        with server.connect() as connection:
+            connection.execute("INSERT INTO users VALUES ('Cid', 50)")
+        landed.catch_up()
+        with millstream.open(path) as home:
+            assert home.query("SELECT count(*) n FROM public.users").to_pylist() == [{"n": 2}]
 
 
 class _EndedError(Exception):

@@ -141,12 +141,10 @@ def forget_table(
     Raises:
         UnknownTable: the lake or the catalog has no table of that name.
         UsageError: it is being copied, it can't be copied, or the lake is in PostgreSQL.
-        LakeError (`lake_format_unsupported`): the lake's tables are Iceberg's.
         HomeBusy: another call deletes a table's older records.
         MillstreamError: it failed, with the pipeline's own reason.
     """
     from millstream.capture.rows_before_rules import note_forgotten
-    from millstream.lake.rebuild import check_movable
 
     home.prepare()
     name, config = home.stream_config(stream)
@@ -158,7 +156,6 @@ def forget_table(
     # A second call would delete the rows of the first one's copy.
     with RoleLock.take(home.run_folder, "forget"), home.open_catalog() as catalog:
         place = _find(home, catalog, name, config, table)
-        check_movable(place.layout, place.layout.root)
         row, stream_id = place.row, place.layout.stream_id
         if row.state is TableState.COPYING:
             raise UsageError(

@@ -13,7 +13,7 @@ import secrets
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final
@@ -134,6 +134,15 @@ def remove_folder(layout: LakeLayout, path: str) -> None:
         for info in storage.get_file_info(pafs.FileSelector("", recursive=True, allow_not_found=True)):
             if info.is_file:
                 storage.delete_file(info.path)
+
+
+def erase_folder(layout: LakeLayout, path: str) -> None:
+    """Delete a folder as `remove_folder` does; raise `OSError` if a file of it can't be deleted."""
+    if "://" in path:
+        remove_folder(layout, path)
+        return
+    with suppress(FileNotFoundError):
+        shutil.rmtree(path)
 
 
 def folders_in(layout: LakeLayout, path: str) -> list[str]:

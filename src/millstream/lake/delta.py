@@ -36,7 +36,7 @@ from deltalake.transaction import AddAction, RemoveAction
 from deltalake.writer import WriterProperties
 
 from millstream.errors import LakeConflict, LakeError, LakeTableForeign
-from millstream.lake.data_files import remove_folder
+from millstream.lake.data_files import erase_folder, remove_folder
 from millstream.lake.layout import MESSAGES, LakeLayout
 from millstream.lake.lost_answers import settled
 from millstream.lake.other_formats import check_format
@@ -328,6 +328,13 @@ class DeltaFormat:
         opened = _open(layout, path, app)
         assert opened is not None
         return opened.ready_for(schema)
+
+    def erase(self, layout: LakeLayout, path: str) -> None:
+        """See `TableFormat`: the table goes with its folder."""
+        erase_folder(layout, path)
+
+    def forget_versions(self, layout: LakeLayout, path: str) -> None:
+        """See `TableFormat`: history's log has the bounds of positions and days alone."""
 
     def remove(self, layout: LakeLayout, path: str) -> None:
         """See `TableFormat`."""

@@ -9,9 +9,7 @@ replaces it: that of a fold (`folded.current`, `folded.scd2`), which a running p
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Collection
-from contextlib import suppress
 from glob import escape
 from pathlib import Path
 from typing import Final
@@ -22,7 +20,7 @@ from deltalake.exceptions import DeltaError
 from millstream import failpoints
 from millstream.errors import LakeError, LakeFilesGone, LakeTableForeign, LakeUnavailable
 from millstream.lake.commit_cuts import last_cut
-from millstream.lake.data_files import TableFiles, remove_folder, storage_of, table_in
+from millstream.lake.data_files import TableFiles, erase_folder, storage_of, table_in
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes, fold_table
 from millstream.lake.folded.scd2 import rebuild_versions
 from millstream.lake.history import begin_history
@@ -184,13 +182,13 @@ def erase_view(
         earlier: all its schemas, for the names that it has had.
 
     Raises:
-        LakeUnavailable: a file can't be deleted, or the folder of an earlier name can't be read. Or one aside can't, and
+        LakeUnavailable: a file can't be deleted, or a catalog doesn't answer, or the folder of an earlier name can't be read. Or one aside can't, and
             another table has the name by now.
-        LakeTableForeign: another program wrote into the folder of an earlier name.
+        LakeTableForeign: another program wrote into the folder of an earlier name, or made the table.
+        LakeError: another program keeps a version of the table by a branch or a tag.
         LakeConflict: another commit removed some of the files; call again.
     """
     present = layout.table_path(view, schema)
-    check_movable(layout, present)
     paths = {layout.table_path(view, known) for known in earlier} - {present}
     for path in (*sorted(paths), present):
         try:
@@ -212,7 +210,7 @@ def _erase_records(layout: LakeLayout, path: str, schema: TableSchema, n: Seq, *
         if others:
             TableFiles(layout, aside).delete(mine)
         elif mine or is_present:
-            _delete_folder(layout, aside)
+            erase_folder(layout, aside)
     mine, shared = _files_of(layout, path, table)
     opened: OpenTable | None = None
     try:
@@ -222,7 +220,7 @@ def _erase_records(layout: LakeLayout, path: str, schema: TableSchema, n: Seq, *
         if not is_present:
             raise
     if not shared:
-        _delete_folder(layout, path)
+        format_of(layout).erase(layout, path)
         return
     live = [] if opened is None else sorted(mine.intersection(opened.files().column("path").to_pylist()))
     if is_present and opened is not None:
@@ -230,6 +228,7 @@ def _erase_records(layout: LakeLayout, path: str, schema: TableSchema, n: Seq, *
     elif live and opened is not None:
         opened.swap(Commit(), add=[], remove=live, properties={history_from_property(table): str(int(n))})
     TableFiles(layout, path).delete(mine)
+    format_of(layout).forget_versions(layout, path)
     if opened is None:
         set_aside(layout, path)
 
@@ -250,7 +249,8 @@ def _erase_rows(layout: LakeLayout, view: View, path: str, table: TableId, *, is
     """
     app = layout.app_id(view, table)
     if view == "scd2":
-        _delete_folder(layout, path + BESIDE)  # of a rebuild that was killed
+        format_of(layout).remove(layout, path + BESIDE)  # of a rebuild that was killed
+        erase_folder(layout, path + BESIDE)
     opened = None if is_present else open_table(layout, path, app)
     for folder in _asides(path):
         is_mine = True
@@ -266,9 +266,9 @@ def _erase_rows(layout: LakeLayout, view: View, path: str, table: TableId, *, is
                         path=folder,
                     ) from error
         if is_mine:
-            _delete_folder(layout, folder)
+            erase_folder(layout, folder)
     if is_present or (opened is not None and opened.held):
-        _delete_folder(layout, path)
+        format_of(layout).erase(layout, path)
 
 
 def _asides(path: str) -> list[str]:
@@ -276,14 +276,6 @@ def _asides(path: str) -> list[str]:
     if "://" in path:
         return []
     return sorted(str(found) for found in Path(path).parent.glob(f"{escape(Path(path).name)}{_ASIDE}*"))
-
-
-def _delete_folder(layout: LakeLayout, path: str) -> None:
-    if "://" in path:
-        remove_folder(layout, path)
-        return
-    with suppress(FileNotFoundError):
-        shutil.rmtree(path)
 
 
 def restart_history(layout: LakeLayout, schema: TableSchema, n: Seq, *, forget: bool = False) -> str | None:

@@ -274,6 +274,22 @@ class TableFormat(Protocol):
     def remove(self, layout: LakeLayout, path: str) -> None:
         """Delete a table of ours that readers don't know, with its folder; does nothing if there is none."""
 
+    def erase(self, layout: LakeLayout, path: str) -> None:
+        """Delete all rows of a table of ours, in all versions and with all files; does nothing if there is none.
+
+        A format whose tables are in a catalog leaves the table there, empty and without a position. Nothing may write
+        into the table during this.
+
+        Raises:
+            LakeTableForeign: another stream or program made the table.
+            LakeError: another program keeps a version.
+            LakeConflict: another commit came first; call again.
+            OSError: a file can't be deleted.
+        """
+
+    def forget_versions(self, layout: LakeLayout, path: str) -> None:
+        """Delete what the metadata has of files that the newest version lacks, if it may have values. Raises as `erase`."""
+
     def storage(self, layout: LakeLayout, path: str) -> pafs.FileSystem:
         """Return the file system whose root is a folder of the lake."""
 

@@ -15,6 +15,7 @@ STREAM: Final = "millstream.stream"
 VIEW: Final = "millstream.view"
 TABLE_ID: Final = "millstream.table-id"
 N: Final = "millstream.n"
+NUMBER: Final = "millstream.number."
 BOUNDED: Final = "millstream.bounded"
 _KNOWN_MAX: Final = 50_000
 known_ids: OrderedDict[tuple[str, int], int] = OrderedDict()
@@ -28,6 +29,12 @@ def remember(path: str, snapshot: Snapshot | None) -> None:
         known_ids[path, version_of(snapshot)] = snapshot.snapshot_id
         while len(known_ids) > _KNOWN_MAX:
             known_ids.popitem(last=False)
+
+
+def forget_snapshots(path: str) -> None:
+    """Drop the ids of a table's snapshots, which have expired."""
+    for known in [known for known in list(known_ids) if known[0] == path]:
+        known_ids.pop(known, None)
 
 
 def snapshot_of(table: Table, version: int | None) -> Snapshot | None:

@@ -17,6 +17,7 @@ from pyiceberg.transforms import DayTransform, IdentityTransform
 
 from millstream.errors import LakeError, LakeTableForeign
 from millstream.lake.data_files import remove_folder
+from millstream.lake.iceberg import erasure
 from millstream.lake.iceberg.catalog import catalog_errors, catalog_of, make_namespace
 from millstream.lake.iceberg.columns import arrow_columns, evolve, new_schema, sort_fields, stored_columns, with_ids
 from millstream.lake.iceberg.facts import (
@@ -147,6 +148,24 @@ class IcebergFormat:
                 catalog.drop_namespace(namespace)
             remove_folder(layout, path)
 
+    def erase(self, layout: LakeLayout, path: str) -> None:
+        """See `TableFormat`."""
+        table = _load(layout, path)
+        if table is None:
+            remove_folder(layout, path)
+            return
+        _check_made(layout, path, table)
+        with catalog_errors(path):
+            erasure.empty(layout, path, table)
+
+    def forget_versions(self, layout: LakeLayout, path: str) -> None:
+        """See `TableFormat`."""
+        table = _load(layout, path)
+        if table is not None:
+            _check_made(layout, path, table)
+            with catalog_errors(path):
+                erasure.forget_versions(layout, path, table)
+
     def storage(self, layout: LakeLayout, path: str) -> pafs.FileSystem:
         """See `TableFormat`."""
         return storage_of(layout, path)
@@ -230,8 +249,8 @@ def _was_committed(layout: LakeLayout, path: str) -> bool:
     return any(name.endswith(".metadata.json") and not name.startswith("00000-") for name in names)
 
 
-def _check_owned(layout: LakeLayout, path: str, table: Table) -> None:
-    """Raise `LakeTableForeign` unless every row of the table is this stream's."""
+def _check_made(layout: LakeLayout, path: str, table: Table) -> None:
+    """Raise `LakeTableForeign` unless this stream made the table."""
     owner, mine = table.properties.get(STREAM), str(layout.stream_id)
     if owner != mine:
         raise LakeTableForeign(
@@ -241,6 +260,12 @@ def _check_owned(layout: LakeLayout, path: str, table: Table) -> None:
             path=path,
             version=version_of(table.current_snapshot()),
         )
+
+
+def _check_owned(layout: LakeLayout, path: str, table: Table) -> None:
+    """Raise `LakeTableForeign` unless every row of the table is this stream's."""
+    _check_made(layout, path, table)
+    mine = str(layout.stream_id)
     snapshot = table.current_snapshot()
     while snapshot is not None:
         summary = snapshot.summary

@@ -37,6 +37,7 @@ from millstream.lake.iceberg.columns import (
 from millstream.lake.iceberg.data_files import addresses, data_file, entries_of, flat_files, removed_by
 from millstream.lake.iceberg.facts import (
     BOUNDED,
+    NUMBER,
     STREAM,
     TABLE_ID,
     N,
@@ -62,7 +63,6 @@ if TYPE_CHECKING:
 
     from millstream.lake.data_files import NewFile
 
-_NUMBER: Final = "millstream.number."
 _TRIES: Final = 20
 
 
@@ -118,7 +118,7 @@ class IcebergHandle:
 
     def number(self, name: str) -> int | None:
         """See `OpenTable`."""
-        found = self._table.properties.get(_NUMBER + name)
+        found = self._table.properties.get(NUMBER + name)
         return None if found is None else int(found)
 
     def files(self) -> pa.Table:
@@ -256,7 +256,7 @@ class IcebergHandle:
         if not set(remove) <= live.keys():
             raise LakeConflict(f"another commit removed files of {self.path}", path=self.path)
         facts = self._positions(commit)
-        transaction.set_properties(facts | {_NUMBER + name: str(number) for name, number in commit.numbers.items()})
+        transaction.set_properties(facts | {NUMBER + name: str(number) for name, number in commit.numbers.items()})
         update = transaction.update_snapshot(snapshot_properties=facts)
         with update.overwrite() if live else update.merge_append() as snapshot:
             for file in add:

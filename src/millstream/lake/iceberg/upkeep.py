@@ -36,12 +36,16 @@ def expire(table: Table, *, before_ms: float, spared: int | None) -> None:
         table.refresh()
 
 
-def delete_orphans(layout: LakeLayout, path: str, table: Table, *, now_ms: int) -> int:
+def delete_orphans(layout: LakeLayout, path: str, table: Table, *, now_ms: int | None) -> int:
     """Delete files of the table's metadata that nothing names and that are too old for a commit in progress.
 
-    Returns the number deleted.
+    Without a present moment no commit is in progress, and the age doesn't count. Returns the number deleted.
     """
-    too_old = datetime.fromtimestamp(now_ms / 1000 - UNCOMMITTED_S_MAX, UTC)
+    too_old = (
+        datetime.max.replace(tzinfo=UTC)
+        if now_ms is None
+        else datetime.fromtimestamp(now_ms / 1000 - UNCOMMITTED_S_MAX, UTC)
+    )
     storage = storage_of(layout, path)
     old = [
         info
