@@ -135,6 +135,19 @@ def test_a_total_beyond_64_bits_fails_the_read_and_comes_back(posts: TableSchema
     assert latest_rows(posts, [records(posts, *some, back)]).rows.column("likes").to_pylist() == [2**63 - 1]
 
 
+@pytest.mark.parametrize("table", ["public.posts", 'scd2."public.posts"'])
+def test_sql_over_a_total_beyond_64_bits_fails_with_the_totals_own_error(
+    layout: LakeLayout, posts: TableSchema, records: Records, table: str
+) -> None:
+    some = [("c", seq, {"id": 1, "likes": 2**62}) for seq in (1, 2)]
+    landed = append_history(layout, posts, [records(posts, *some)], Seq(2))
+    commit_cut(layout, Seq(2), [landed], committed_at=datetime.now(UTC))
+    with LakeSession(layout) as session, pytest.raises(InvalidValue) as caught:
+        session.query(f"SELECT * FROM {table}")
+    assert caught.value.message == "a total of column likes of public.posts has more than 64 bits"
+    assert "of the other sign" in caught.value.hint
+
+
 @given(st.lists(st.tuples(st.integers(0, 4), st.none() | st.integers(-(2**63), 2**63 - 1)), max_size=40))
 def test_running_totals_are_sums_of_each_group(events: list[tuple[int, int | None]]) -> None:
     codes = np.array([code for code, _ in events], np.int64)

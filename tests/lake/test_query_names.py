@@ -18,9 +18,9 @@ from millstream.lake.known_tables import KnownTable
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query.query_session import LakeSession
 from millstream.lake.replay import table_named
-from millstream.model.ids import TableId
+from millstream.model.ids import SourceId, TableId
 from millstream.model.query_reasons import Reason
-from millstream.model.schema import Column, TableKind, TableSchema
+from millstream.model.schema import Column, ReplicaIdentity, TableKind, TableSchema
 
 Records = Callable[..., pa.RecordBatch]
 
@@ -47,6 +47,18 @@ def test_a_name_of_other_schemas_alone_is_answered_with_all_it_may_mean(
     with LakeSession(layout) as session, pytest.raises(InvalidQuery, match=r"no table public\.orders") as caught:
         session.query("FROM orders")
     assert caught.value.hint == 'Name its schema too: "Old".orders or sales.orders.'
+
+
+@pytest.mark.parametrize(("source", "hint"), [(0, "with a key in [streams.shop.keys]"), (3, "Give it a primary key")])
+@pytest.mark.parametrize("table", ["public.orders", 'scd2."public.orders"'])
+def test_a_table_without_a_key_is_answered_with_the_way_to_rows(
+    layout: LakeLayout, orders: TableSchema, records: Records, table: str, source: int, hint: str
+) -> None:
+    loose = replace(orders, source=SourceId(source), key=(), replica_identity=ReplicaIdentity.NOTHING)
+    land(layout, 1, {loose: records(loose, ("c", 1, {"id": 1}))}, fold=False)
+    with LakeSession(layout) as session, pytest.raises(InvalidQuery, match=r"^public\.orders has no key: ") as caught:
+        session.query(f"FROM {table}")
+    assert hint in caught.value.hint
 
 
 def test_a_views_table_without_quotes_is_answered_with_the_name_in_quotes(

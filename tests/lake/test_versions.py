@@ -339,10 +339,9 @@ def test_versions_stay_as_they_were_while_the_table_is_copied_again(
     with LakeSession(layout) as session:
         found = session.query('SELECT id FROM scd2."public.orders" WHERE is_current ORDER BY id')
         assert found.column(0).to_pylist() == [2]
-    with LakeSession(layout, as_of=Seq(2)) as session:
-        with pytest.raises(InvalidQuery) as caught:
-            session.query('SELECT id FROM scd2."public.orders"')
-        assert "valid_from <= T" in caught.value.hint
+    said = pytest.raises(InvalidQuery, match=r"public\.orders has versions .* valid_from <= T")
+    with LakeSession(layout, as_of=Seq(2)) as session, said:
+        session.query('SELECT id FROM scd2."public.orders"')
 
 
 def test_versions_that_stood_still_while_history_was_dropped_go_on_from_current(

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, get_args
 
+from millstream.errors import LakeError
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import ReplicaIdentity, TableKind, TableSchema
@@ -84,6 +85,15 @@ def has_current(schema: TableSchema) -> bool:
     if schema.kind is not TableKind.TABLE:
         return False
     return bool(schema.key) or schema.replica_identity is ReplicaIdentity.FULL
+
+
+def without_rows(schema: TableSchema, stream: str) -> LakeError:
+    """Return the error for a table without `has_current`; its message continues a sentence that begins with the name."""
+    given = f"Write to another table, with a key in [streams.{stream}.keys]: a table keeps the key of its first rows."
+    return LakeError(
+        f'has no key: its records are in history."{schema.namespace}.{schema.name}"',
+        hint=given if schema.source == 0 else "Give it a primary key or REPLICA IDENTITY FULL.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

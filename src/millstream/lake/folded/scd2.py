@@ -129,7 +129,7 @@ def unfolded_versions(
         LakeTableForeign, LakeUnavailable, LakeError: as `fold_into_versions`.
     """
     if not opened.held:
-        raise LakeError(f'scd2."{schema.namespace}.{schema.name}" is being folded for the first time')
+        raise LakeError("has no versions yet: they are being folded for the first time")
     fold = _Fold(layout, schema, upto, DEFAULT_SIZES, opened, history, path=opened.path)
     fold.stands = opened.n
     fold.take_columns(upto)

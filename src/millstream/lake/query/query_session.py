@@ -33,7 +33,7 @@ from millstream.errors import (
 from millstream.lake.commit_cuts import Cut, CutTable, last_cut
 from millstream.lake.folded.current import current_columns
 from millstream.lake.known_tables import KnownTable, empty_records, empty_rows, is_meant, unknown_table, where_they_land
-from millstream.lake.layout import MESSAGES, LakeLayout, has_current
+from millstream.lake.layout import MESSAGES, LakeLayout, has_current, without_rows
 from millstream.lake.query.duckdb_connection import Engine, quote
 from millstream.lake.query.log_tail import TailTables
 from millstream.lake.query.merged_rows import MERGED, MergedTables, MergedViews
@@ -148,7 +148,9 @@ class LakeSession:
         self._merged = MergedViews(self._engine, merged, past=self._past)
         self._old_versions = True
         """Whether `current` may be read at versions that aren't the newest: their files may go at any time."""
-        self._rows_left, self._records_left, self._versions_left = (set(self._tables) for _ in range(3))
+        self._makers: Final = {"": self._make_rows, HISTORY: self._make_records, SCD2: self._make_versions}
+        self._left = {word: set(self._tables) for word in self._makers}
+        """Folders of tables whose views aren't made yet, by the views' schema; empty for that of the table."""
         self._behind: dict[str, Seq] = {}
         """Tables that queries may have named and whose history ends below the token, with its end."""
         self._failures: dict[str, MillstreamError] = {}
@@ -231,7 +233,7 @@ class LakeSession:
     @property
     def reasons(self) -> tuple[Reason, ...]:
         """The reasons why tables that queries may have named may lack rows of the source."""
-        named = {table.table_id for folder, table in self._tables.items() if folder not in self._rows_left}
+        named = {table.table_id for folder, table in self._tables.items() if folder not in self._left[""]}
         behind = (f"the log's newest records are left out: {self.left_out}",) if self.left_out else ()
         return (
             *(Reason(LakeBehind.code, "", reason) for reason in behind),
@@ -327,7 +329,7 @@ class LakeSession:
             self._engine.take_failure()
         # Upkeep came first: read everything from history, then.
         self._engine.forget_views()
-        self._rows_left, self._records_left, self._versions_left = (set(self._tables) for _ in range(3))
+        self._left = {word: set(self._tables) for word in self._makers}
         self._old_versions = False
         self._prepare(sql)
         return self._reader(sql, batch_rows)
@@ -363,22 +365,22 @@ class LakeSession:
         table = unknown_table(said, names_written(sql))
         if table is None:
             return InvalidQuery(said)
-        for name, failure in self._failures.items():
-            explains = isinstance(failure, LakeBehind | LakeUnavailable | LakeTableForeign)
-            if (explains or failure.code == "beyond_retention") and is_meant(table, name):
+        view, _, bare = table.partition(".")
+        asked = {table, bare} if view in {HISTORY, SCD2} else {table}
+        meant = [(name, error) for name, error in self._failures.items() if any(is_meant(one, name) for one in asked)]
+        for _, failure in meant:
+            if failure.code != LakeError.code:
                 return failure
         if self._past and (later := known_later(self._layout, self._n, table, self._tables.values())) is not None:
             return later
-        for name in [found.name for folder, found in self._tables.items() if folder != MESSAGES]:
-            if name in self._failures and is_meant(table, name):
-                return InvalidQuery(f"{name} {self._failures[name].message}")
+        for name, failure in meant:
+            return InvalidQuery(f"{name} {failure.message}", hint=failure.hint)
         for known in self._capture_knows():
             if is_meant(table, known.full_name) and (known.waits or known.schema is None):
                 why = known.waits or "no change of it has come, and nobody has seen its columns"
                 hint = None if self.landed_by is None else where_they_land(self.landed_by)
                 return InvalidQuery(f"{known.full_name} has nothing in the lake yet: {why}", hint=hint)
         # In our words, because DuckDB's suggestions are its own tables.
-        view, _, bare = table.partition(".")
         others = same_bare(bare, [parse_qualified_name(name) for name in self.tables])
         hint = name_in_full([f'{view}."{name}"' for name in others] if view in {HISTORY, SCD2, MERGED} else others)
         if bare == MESSAGES and MESSAGES in self._tables:
@@ -401,11 +403,8 @@ class LakeSession:
         text = None if sql is None or CATALOG_WORDS.search(sql) else sql.lower()
         hidden = self._hide_namesakes(sql or "")
         self._merged.prepare(sql, is_listing=sql is not None and text is None)
-        for left, make, word in (
-            (self._rows_left, self._make_rows, ""),
-            (self._records_left, self._make_records, HISTORY),
-            (self._versions_left, self._make_versions, SCD2),
-        ):
+        for word, make in self._makers.items():
+            left = self._left[word]
             if (text is None and word == SCD2 and self._past) or (text is not None and word not in text):
                 continue
             for folder in sorted(folder for folder in left - hidden if text is None or self._stands_in(folder, text)):
@@ -428,7 +427,7 @@ class LakeSession:
     def _hide_namesakes(self, sql: str) -> set[str]:
         """Return the folders of tables that DuckDB would take for ones that the statement means, but that aren't."""
         hidden, dropped = self._namesakes.choose(sql, self._tables, self._capture_knows)
-        for left in (self._rows_left, self._records_left, self._versions_left):
+        for left in self._left.values():
             left.update(dropped)
         for folder in dropped:
             self._failures.pop(self._tables[folder].name, None)
@@ -467,13 +466,9 @@ class LakeSession:
         """Let a table be named by its current name; its next record brings it a folder of that name."""
         folder = next(folder for folder, other in self._tables.items() if other is table)
         bare = f"{known.namespace}.{known.name}"
-        for left, make in (
-            (self._rows_left, self._make_rows),
-            (self._records_left, self._make_records),
-            (self._versions_left, self._make_versions),
-        ):
-            if folder in left:
-                left.discard(folder)
+        for word, make in self._makers.items():
+            if folder in self._left[word]:
+                self._left[word].discard(folder)
                 make(folder)
         namespace, name = parse_qualified_name(table.name)
         for schema, old, new in (
@@ -535,7 +530,7 @@ class LakeSession:
         schema = newest_schema(history)
         if self._past:
             raise LakeError(
-                "its versions hold every moment: without --as-of, ask for those "
+                "has versions of every moment: without --as-of, ask for those "
                 "WHERE valid_from <= T AND (valid_to > T OR valid_to IS NULL)"
             )
         path, app = self._layout.table_path(SCD2, schema), self._layout.app_id(SCD2, schema.table_id)
@@ -543,7 +538,7 @@ class LakeSession:
         if opened is not None and opened.n is not None and opened.n > self._n:
             opened = open_table(self._layout, path, app, version=table.scd2)
         if opened is None or opened.n is None:
-            raise LakeError(f'scd2."{schema.namespace}.{schema.name}" is being folded for the first time')
+            raise LakeError("has no versions yet: they are being folded for the first time")
         self._engine.view(
             SCD2,
             f"{schema.namespace}.{schema.name}",
@@ -561,7 +556,7 @@ class LakeSession:
         era = self._era(folder, history)
         schema = era.schema
         if not has_current(schema):
-            raise LakeError(f'has no key: its records are in history."{schema.namespace}.{schema.name}"')
+            raise without_rows(schema, self._layout.stream_name)
         columns = current_columns(self._layout, schema, history)
         base = self._base(folder, schema)
         after = Seq(max(int(era.first) - 1, 0 if base is None or base.n is None else int(base.n)))
