@@ -239,3 +239,42 @@ def test_a_copy_asked_for_right_behind_another_sees_what_came_between(tmp_path: 
             )
             caught_up(servers, standby)
         running.stop()
+
+
+def test_a_partition_that_the_primary_attaches_is_copied_from_the_standby(tmp_path: Path) -> None:
+    with make_servers(18, tmp_path) as servers:
+        stage, standby = servers.stage, servers.standby()
+        on_primary(
+            servers,
+            f"{PUBLISH} WITH (publish_via_partition_root = true)",
+            "CREATE TABLE parts (id int PRIMARY KEY, item text) PARTITION BY RANGE (id)",
+            "CREATE TABLE low PARTITION OF parts FOR VALUES FROM (0) TO (100)",
+            "INSERT INTO parts SELECT n, 'x' FROM generate_series(1, 50) n",
+            "ALTER PUBLICATION millstream_shop ADD TABLE parts",
+            "CREATE TABLE more (LIKE parts INCLUDING ALL)",
+            "INSERT INTO more SELECT n, 'm' FROM generate_series(100, 300) n",
+        )
+        wait_for_replay(servers.primary, standby)
+        servers.point_at(standby)
+        stage.config = replace(stage.config, chunk_rows=50, tables=("public.orders", "public.parts"))
+
+        def parts() -> list[str]:
+            found = [row for rows, _, row in stage.log.records() if rows.schema.name == "parts"]
+            return [row["id"] or "" for row in found if chr(row["__op"]) in "rt"]
+
+        with telling(servers.primary):
+            running = stage.start()
+            wait_until(lambda: running.ended or stage.state("public.parts") is TableState.STREAMING, "it is copied")
+            on_primary(
+                servers,
+                "ALTER TABLE parts ATTACH PARTITION more FOR VALUES FROM (100) TO (1000)",
+                "UPDATE parts SET item = 'later' WHERE id % 10 = 0",
+                "DELETE FROM parts WHERE id = 100",
+            )
+            wait_until(lambda: running.ended or "300" in parts(), "the partition is copied")
+            wait_until(lambda: running.ended or stage.state("public.parts") is TableState.STREAMING, "whole")
+            caught_up(servers, standby)
+        running.stop()
+        assert stage.log.replay()["public.parts"] == stage.source_rows("parts", ["id"])
+        assert "" not in parts(), "nothing was voided"
+        assert max(map(parts().count, parts())) == 1

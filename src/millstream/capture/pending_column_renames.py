@@ -48,6 +48,11 @@ class PendingDefinitions:
         """Whether a definition isn't durable in the log."""
         return bool(self._renamed)
 
+    def is_waiting(self, table_id: TableId) -> bool:
+        """Return whether a table's definition isn't durable in the log."""
+        with self._lock:
+            return table_id in self._renamed
+
     def note(self, table_id: TableId, renamed: Mapping[str, str]) -> None:
         """Store that a table waits for a definition; `look` has to follow. `renamed` has new names by old ones."""
         with self._lock:

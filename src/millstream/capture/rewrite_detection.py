@@ -7,7 +7,8 @@ Such a table is copied again. PostgreSQL sends nothing of these changes:
 - A change of type may rewrite every row.
 - A column added under the name of a dropped one has none of its values. The log's records still hold
   those under that name.
-- A partition may be attached, detached, dropped, or truncated on its own.
+- A partition may be detached, dropped, or truncated on its own.
+- A partition may be attached. If the table has a key, the rows of that partition are copied, and no others (`attached`).
 - An enum value is renamed, or a row type gains or loses a field. Rows hold numbers, which are printed by
   today's names and fields.
 - A publication's column list gains a column, or its row filter changes.
@@ -93,22 +94,34 @@ class KnownLayouts:
         members: set[str],
         *,
         follows: bool = False,
+        apart: bool = False,
     ) -> str | None:
         """Return what changed in the table, or in what is sent of it, that its rows in the log don't show.
 
         `members` are the table's memberships in publications. With `follows`, columns with the names of `renamed` are the same columns.
+        With `apart`, rows of partitions that were attached are copied apart from the others.
         """
         known = self._known.get(str(id_))
         if known is None:
             return None
         columns = list(_news_of_columns(known, table, self.renamed(table, id_) if follows else {}))
         told = [*columns, *_news_of_key(known, table), *_news_of_partitions(known, table)]
+        told += [] if apart else _news_of_attached(known, table)
         told += [*_news_of_types(known, table), *_news_of_restriction(known, table, sent)]
         told += self._news_of_rules(known, table)
         told += _news_of_members(known, members)
         # A column's new type rewrites partitions as well.
         told += [] if columns else _news_of_files(known, table)
         return "; ".join(told) or None
+
+    def attached(self, table: SourceTable, id_: TableId) -> list[PartitionFacts]:
+        """Return the partitions without partitions below them that were attached with rows, which the stream doesn't send."""
+        known = self._known.get(str(id_))
+        return [] if known is None else _attached(known, table)
+
+    def with_attached(self) -> frozenset[TableId]:
+        """Return the tables with attached partitions that `remember` was given."""
+        return frozenset(TableId(int(id_)) for id_, known in self._known.items() if known.get("attached"))
 
     def explained(
         self, table: SourceTable, id_: TableId, now: Shape, shown: Sequence[Shown], *, follows: bool = False
@@ -154,6 +167,7 @@ class KnownLayouts:
         shown: Sequence[Shown] = (),
         odd: Shown | None = None,
         copied: bool,
+        attached: Sequence[PartitionFacts] = (),
     ) -> Expected:
         """Record the table's present state as that of the log's rows, or of the rows about to be copied.
 
@@ -169,6 +183,7 @@ class KnownLayouts:
             shown: the forms of its records since the last look.
             odd: the one for which a copy was requested because nothing explains it.
             copied: whether its rows are copied again.
+            attached: partitions whose rows are still to be copied.
         """
         known = self._known.get(str(id_))
         gone, shapes, odd_forms = list[str](), [now], list[Any]()
@@ -199,6 +214,7 @@ class KnownLayouts:
             "key": _key(table),
             "key_constraint": table.key_constraint,
             "partitions": {str(p.oid): [p.name, p.attached_by, p.relfilenode] for p in table.partitions},
+            "attached": [p.oid for p in attached],
         }
         if known != value:
             self._catalog.put_fact(self._scope, str(id_), value)
@@ -395,17 +411,33 @@ def _news_of_partitions(known: dict[str, Any], table: SourceTable) -> Iterator[s
     if not table.partitioned:
         return
     live = {str(p.oid): p for p in table.partitions}
-    joined = [p for oid, p in live.items() if oid not in before or before[oid][1] != p.attached_by]
-    if any(p.leaf and not p.empty for p in joined) and not all(p.born for p in joined):
-        yield f"partition {_named([p.name for p in joined if not p.born])} was attached"
+    # The rows that it lost in between aren't known, even if it is empty by now.
+    returned = [p.name for oid, p in live.items() if oid in before and before[oid][1] != p.attached_by]
+    if returned:
+        yield f"partition {_named(returned)} was detached and attached again"
     left = [name for oid, (name, _, _) in before.items() if oid not in live]
     if left:
         yield f"partition {_named(left)} was detached or dropped"
 
 
+def _attached(known: dict[str, Any], table: SourceTable) -> list[PartitionFacts]:
+    """Return the leaves whose rows, from before they were attached, are in no record of the log."""
+    joined = [p for p in table.partitions if str(p.oid) not in known["partitions"]]
+    waiting = set(known.get("attached", ()))
+    if not all(p.born for p in joined):
+        waiting |= {p.oid for p in joined}
+    return [p for p in table.partitions if p.oid in waiting and p.leaf and p.size_bytes]
+
+
+def _news_of_attached(known: dict[str, Any], table: SourceTable) -> Iterator[str]:
+    if attached := _attached(known, table):
+        yield f"partition {_named([p.name for p in attached])} was attached"
+
+
 def _news_of_files(known: dict[str, Any], table: SourceTable) -> Iterator[str]:
     before = known["partitions"]
     truncated = [p.name for p in table.partitions if _has_another_file(before.get(str(p.oid)), p)]
+    truncated += [p.name for p in table.partitions if str(p.oid) not in before and p.refiled]
     if truncated:
         yield f"partition {_named(truncated)} was truncated, or written anew"
 

@@ -94,9 +94,13 @@ class PartitionFacts:
     born: bool
     """Whether the table was created as a partition, so that it had no rows before; False if unknown."""
     leaf: bool
-    empty: bool
-    """Whether the table's files hold no bytes of rows."""
+    size_bytes: int
+    """Size of the table's own file; 0: it has no rows."""
     relfilenode: int
+    refiled: bool
+    """Whether it may have another file than when it became a partition: it may have been truncated since."""
+    readable: bool
+    """Whether our role may read all of its rows under its own name, and not only as rows of its root."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +163,7 @@ class SourceTable:
         """Return whether both are the same table with the same name, columns, key and partitions; ignore sizes."""
 
         def without_sizes(table: SourceTable) -> SourceTable:
-            parts = tuple(replace(partition, empty=False) for partition in table.partitions)
+            parts = tuple(replace(p, size_bytes=0, refiled=False, readable=True) for p in table.partitions)
             return replace(table, row_estimate=0, size_bytes=0, partitions=parts, refusal=None)
 
         return without_sizes(self) == without_sizes(other)
@@ -170,6 +174,7 @@ class SourceTable:
 # as an identity.
 # ATTACH rewrites all columns of a partition. If one command wrote a column and the system columns, the table was
 # created as a partition.
+# A table's first file is named by its OID, and what makes it a partition writes its row in pg_class.
 # From 18 on a publication can send stored generated columns. The application's updates fail if the identity has a
 # generated column that isn't published.
 _TABLES: Final = """
@@ -243,7 +248,8 @@ SELECT c.oid, n.nspname, c.relname, c.relkind = 'p', c.relreplident::text,
                         EXISTS (SELECT FROM pg_attribute a JOIN pg_attribute b ON b.attrelid = a.attrelid AND b.attnum = -1
                                  WHERE a.attrelid = p.relid AND a.attnum > 0 AND NOT a.attisdropped
                                    AND (a.xmin::text, a.cmin::text) = (b.xmin::text, b.cmin::text)),
-                        p.isleaf, coalesce(pg_relation_size(p.relid), 0) = 0, l.relfilenode::bigint) ORDER BY p.relid)
+                        p.isleaf, coalesce(pg_relation_size(p.relid), 0), l.relfilenode::bigint,
+                        l.relfilenode NOT IN (0, l.oid) AND l.xmin <> h.xmin, coalesce(has_table_privilege(p.relid, 'SELECT'), false) AND NOT row_security_active(p.relid)) ORDER BY p.relid)
           FROM pg_partition_tree(CASE c.relkind WHEN 'p' THEN c.oid END) p JOIN pg_class l ON l.oid = p.relid
           JOIN pg_namespace ln ON ln.oid = l.relnamespace JOIN pg_inherits h ON h.inhrelid = p.relid
          WHERE p.relid <> c.oid),
@@ -413,6 +419,16 @@ def possible_ancestors(connection: Connection, oid: int) -> tuple[list[tuple[str
             {"oid": oid},
         ).fetchall()
     return [(namespace, name) for namespace, name, _ in rows], any(exists for _, _, exists in rows)
+
+
+def name_of(connection: Connection, oid: int) -> tuple[str, str] | None:
+    """Return a relation's schema and name, as the connection's transaction sees them; None if there is none."""
+    with translated():
+        row = connection.execute(
+            "SELECT n.nspname::text, c.relname::text FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = %s",
+            [oid],
+        ).fetchone()
+    return None if row is None else (str(row[0]), str(row[1]))
 
 
 def _table(row: tuple[Any, ...]) -> SourceTable:

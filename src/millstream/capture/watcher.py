@@ -21,6 +21,7 @@ from typing import Final
 
 import structlog
 
+from millstream.capture.attached_partitions import begin_copy_of, can_copy_apart
 from millstream.capture.column_rule_binding import RULES, ColumnRules
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import translated
@@ -98,19 +99,23 @@ class WatchedTables:
         self.seen_at = Lsn(0)
         """LSN at or above every change that led to `facts`."""
         self.coverage = Coverage((), frozenset(), {}, {})
+        self._attached = frozenset[TableId]()
+        """Tables with attached partitions whose rows wait for their copy, as of the last look."""
         self._whole: object = None
         """The columns that the last look read, as `_columns` returns them, and the restrictions of the publications."""
 
     def waits_for_look(self) -> bool:
-        """Return whether the log has records that only another look can explain; have it soon then.
+        """Return whether the log has records that only another look can explain, or lacks rows of partitions; have it soon then.
 
-        Those of a table that is being copied wait for the copy.
+        Both wait while their table is being copied; with the copy, if that is paused.
         """
-        waiting = self._directory.shown.waiting
-        if not any(row.id in waiting and row.state is TableState.STREAMING for row in self._directory.rows()):
-            return False
-        self._directory.look_wanted.set()
-        return True
+        attached, rows = self._attached, self._directory.rows()
+        waiting = self._directory.shown.waiting | attached
+        if any(row.id in waiting and row.state is TableState.STREAMING for row in rows):
+            self._directory.look_wanted.set()
+            return True
+        copied = {row.id for row in rows if row.id in attached and row.state is TableState.COPYING}
+        return bool(copied) and not copied <= self._catalog.paused_copies(self._stream)
 
     def look(self, connection: Connection, passed: Lsn) -> None:
         """Bring publications, catalog and directory in step with the source's tables.
@@ -173,6 +178,7 @@ class WatchedTables:
         self._directory.definitions.end_look(left)
         self._notice_leaving(connection, known.values(), passed)
         self._directory.refresh()
+        self._attached = self._layouts.with_attached()
         # Last: capture ends only once every form is explained, and the table's state shows a copy that this requests.
         self._directory.shown.end_look({table: forms for table, forms in left.items() if forms}, expected, numbers)
         return True
@@ -239,7 +245,10 @@ class WatchedTables:
         renamed = self._layouts.renamed(table, row.id) if is_plain else {}
         has_names = bool(renamed) or any(one.form != now.form for one in shown)
         follows = is_plain and has_names and self._directory.follows_names(row.id)
-        news = self._layouts.news(table, row.id, sent, members, follows=follows)
+        attached = self._layouts.attached(table, row.id)
+        # Rows that a missed truncate left behind need a copy of the whole table, once truncates are sent.
+        apart = row.details.get("cause") != NO_TRUNCATES and can_copy_apart(table, attached)
+        news = self._layouts.news(table, row.id, sent, members, follows=follows, apart=apart)
         left: Sequence[Shown] = ()
         odd: Shown | None = None
         if news is None and row.state is TableState.STREAMING:
@@ -256,6 +265,10 @@ class WatchedTables:
             self._directory.definitions.note(row.id, renamed)
         is_streaming = news is None and row.state is TableState.STREAMING
         self._directory.definitions.look(row.id, table, self.seen_at, is_streaming=is_streaming)
+        if news is not None or row.state not in {TableState.STREAMING, TableState.COPYING}:
+            attached = []  # a copy of the whole table follows, if any
+        elif attached and is_streaming and not left and not self._directory.definitions.is_waiting(row.id):
+            attached = [] if begin_copy_of(self._catalog, row, table, attached) else attached
         if raw := self._layouts.raw_columns(table, row.id):
             self._directory.raw_past.begin(row.id, raw)
         if unruled := self._layouts.unruled_before(table, row.id):
@@ -273,6 +286,7 @@ class WatchedTables:
             shown=shown,
             odd=odd,
             copied=news is not None,
+            attached=attached,
         )
         return left, expected
 

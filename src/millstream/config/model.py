@@ -82,7 +82,7 @@ class SourceConfig(Section):
     copy_again_above: SizeAboveZero = Field(
         default="10GiB",
         description="Size of a table at the source, without TOAST, above which another copy of it, which a change of its "
-        "definition requires, waits until you run `millstream tables copy T`. The first copy of a table never waits.",
+        "definition requires, waits until you run `millstream tables copy T`. The first copy of a table, and that of an attached partition, never waits.",
     )
     heartbeat_interval: Duration = Field(
         default="10s",

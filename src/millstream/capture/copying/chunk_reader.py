@@ -30,6 +30,7 @@ from millstream.capture.source import (
     SourceTable,
     as_record_end,
     current_snapshot,
+    name_of,
     read_table,
     running_bound,
 )
@@ -67,11 +68,13 @@ class TableChanged(SourceError):
 
 @dataclass(frozen=True, slots=True)
 class ChunkBounds:
-    """The rows of a chunk: keys in `(after, upto]` (None: no bound), or the listed keys."""
+    """The rows of a chunk: keys in `(after, upto]` (None: no bound), or the listed keys; all in one partition, if it has one."""
 
     after: Key | None = None
     upto: Key | None = None
     keys: tuple[Key, ...] = ()
+    partition: int | None = None
+    """OID of a partition of the table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +212,7 @@ class ChunkReader:
         connection = self._connection
         with self._reading(table, None) as (found, condition, moment):
             schema = table_of(found, self._source, table_id)
-            query = _copy_query(found, schema.key, bounds, condition, rows_max)
+            query = _copy_query(found, self._place_of(found, bounds), schema.key, bounds, condition, rows_max)
             self._take_any_bytes()
             mask = hasher(found, self._rules.rules.hashed)
             if bounds.keys and found.key_is_hashed:
@@ -288,7 +291,8 @@ class ChunkReader:
         connection = self._connection
         with self._reading(table, under) as (found, condition, moment):
             schema = table_of(found, self._source, table_id)
-            query = _copy_query(found, schema.key, ChunkBounds(), condition, None)
+            bounds = ChunkBounds()
+            query = _copy_query(found, self._place_of(found, bounds), schema.key, bounds, condition, None)
             began(Begun(found, schema, Snapshot.parse(moment.snapshot_text), moment.lsn, moment.at_us))
             connection.execute("SET LOCAL enable_seqscan = on")
             self._take_any_bytes()
@@ -322,6 +326,20 @@ class ChunkReader:
                 raise TableChanged(f"the key of table {table.full_name} changed", table=table.full_name)
             check_numbers(connection, published)
             yield published, condition, moment
+
+    def _place_of(self, table: SourceTable, bounds: ChunkBounds) -> sql.Composable:
+        """Return where to read a chunk's rows from: the table with all below it, or a partition, whose columns have the same names.
+
+        Raises:
+            SourceError: the partition isn't one of the table's by now; the next look at the source's tables deals with that.
+        """
+        if bounds.partition is None:
+            only = sql.SQL("") if table.partitioned else sql.SQL("ONLY ")
+            return only + sql.Identifier(table.namespace, table.name)
+        name = name_of(self._connection, bounds.partition)
+        if name is None or all(part.oid != bounds.partition for part in table.partitions):
+            raise SourceError(f"a partition that is copied has left the table {table.full_name}", sqlstate=AGAIN)
+        return sql.Identifier(*name)
 
     def _take_any_bytes(self) -> None:
         """Make a database without an encoding send its text unchanged; later answers no longer come in ours."""
@@ -422,15 +440,19 @@ def table_of(table: SourceTable, source: SourceId, table_id: TableId) -> TableSc
 
 
 def _copy_query(
-    table: SourceTable, key_names: Sequence[str], bounds: ChunkBounds, condition: str, rows_max: int | None
+    table: SourceTable,
+    place: sql.Composable,
+    key_names: Sequence[str],
+    bounds: ChunkBounds,
+    condition: str,
+    rows_max: int | None,
 ) -> sql.Composed:
-    """Return the COPY of a chunk.
+    """Return the COPY of a chunk, whose rows are read from a place.
 
     Bounds are in the index's column order. `bounds.keys` are in the schema's: `key_names`, as the log has them.
     """
     columns = sql.SQL(", ").join(read_columns(table))
-    only = sql.SQL("") if table.partitioned else sql.SQL("ONLY ")
-    query = sql.SQL("SELECT {} FROM {}{}").format(columns, only, sql.Identifier(table.namespace, table.name))
+    query = sql.SQL("SELECT {} FROM {}").format(columns, place)
     conditions: list[sql.Composable] = [sql.SQL("({})").format(sql.SQL(condition))] if condition else []
     sent = [c.name for c in table.relation.columns]
     named = dict(zip(sent, log_names(sent), strict=True))

@@ -23,6 +23,11 @@ from millstream.protocol.copy_conflicts import CopyTracker, Key
 _ROW_HEADER_BYTES: Final = 28
 
 
+def fresh_copy_id() -> str:
+    """Return an id that no copy had before: a thread of an earlier copy may still write under its own."""
+    return f"{time.time_ns() // 1000:x}"
+
+
 class Stage(Enum):
     """The stage of a copy."""
 
@@ -80,9 +85,11 @@ class Copy:
         """
         begun = cls(row, table, row.copy_id, fresh=False, marked=False)
         begun.ranges = {saved_range.number: Range.loaded(saved_range) for saved_range in saved}
+        if begun.of_partitions:
+            begun.begins_at = seen_at  # its snapshots show the partitions as attached
         if begun.keyed and any(number < FIRST_KEYS_RANGE for number in begun.ranges):
             return begun
-        copy_id = f"{time.time_ns() // 1000:x}"  # a thread of an earlier copy may still write under its id
+        copy_id = fresh_copy_id()
         # Before its first copy the log may have only inserts of it: it was in history only.
         marked = bool(row.copy_id) or bool(row.schema_version) or not begun.keyed
         return cls(row, table, copy_id, fresh=True, marked=marked, begins_at=seen_at if marked else Lsn(0))
@@ -111,6 +118,11 @@ class Copy:
     def keyed(self) -> bool:
         """Whether its rows can be looked up by the key that the log has."""
         return bool(self.table.key) and not self.table.key_is_hashed
+
+    @property
+    def of_partitions(self) -> bool:
+        """Whether it has the rows of some partitions, and not the whole table's."""
+        return any(part.partition is not None for part in self.ranges.values())
 
     @property
     def whole(self) -> bool:
@@ -184,7 +196,12 @@ class Copy:
         }
 
     def _row_estimate(self, rows: int, size_bytes: int) -> int | None:
-        """Return the source's estimate; for a table never analysed, one by its size. None if it has more already."""
+        """Return the source's estimate; for a table never analysed, one by its size. None if it has more already.
+
+        Also None for a copy of some partitions.
+        """
+        if self.of_partitions:
+            return None
         estimate = self.table.row_estimate
         if not estimate and rows:
             estimate = int(self.table.size_bytes / (size_bytes / rows + _ROW_HEADER_BYTES))

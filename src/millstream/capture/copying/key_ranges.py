@@ -72,6 +72,8 @@ class Range:
     """Key up to which everything is durable."""
     upto: Key | None = None
     keys: tuple[Key, ...] = ()
+    partition: int | None = None
+    """OID of the partition whose rows it has; None: the whole table's."""
     read_after: Key | None = None
     """Key up to which everything is read."""
     all_read: bool = False
@@ -99,7 +101,9 @@ class Range:
 
     def bounds(self) -> ChunkBounds:
         """Return the bounds of the next chunk."""
-        return ChunkBounds(keys=self.keys) if self.keys else ChunkBounds(after=self.read_after, upto=self.upto)
+        if self.keys:
+            return ChunkBounds(keys=self.keys)
+        return ChunkBounds(after=self.read_after, upto=self.upto, partition=self.partition)
 
     def note_read(self, chunk: OpenChunk) -> None:
         """Note a chunk that was read after those before it."""
@@ -124,6 +128,8 @@ class Range:
     def saved(self, table: TableId, copy_id: str) -> CopyChunk:
         """Return the catalog's row."""
         facts: dict[str, Any] = {"keys": [list(key) for key in self.keys]} if self.keys else {}
+        if self.partition is not None:
+            facts["partition"] = self.partition
         return CopyChunk(
             table=table,
             copy_id=copy_id,
@@ -146,6 +152,7 @@ class Range:
             after=after,
             upto=decode_key(row.upper),
             keys=tuple(tuple(key) for key in row.facts.get("keys", ())),
+            partition=row.facts.get("partition"),
             read_after=after,
             row_count=row.row_count,
             size_bytes=row.size_bytes,

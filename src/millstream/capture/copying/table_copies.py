@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Final
 
 import structlog
@@ -473,7 +474,7 @@ class TableCopies:
             else:
                 if not bounds.keys:
                     copy.sizes.note(read.row_count, len(read.text), ended_s - began_s)
-                covered = ChunkBounds(after=bounds.after, upto=upto, keys=bounds.keys)
+                covered = replace(bounds, upto=upto)
                 chunk = OpenChunk(part, ticket, covered, read)
                 part.note_read(chunk)
                 # The source sends the next chunk during decoding.
