@@ -135,6 +135,26 @@ def test_a_total_beyond_64_bits_fails_the_read_and_comes_back(posts: TableSchema
     assert latest_rows(posts, [records(posts, *some, back)]).rows.column("likes").to_pylist() == [2**63 - 1]
 
 
+def test_versions_go_on_when_increments_bring_a_total_back_into_64_bits(
+    layout: LakeLayout, posts: TableSchema, records: Records
+) -> None:
+    def land(*some: Event) -> Seq:
+        n = Seq(some[-1][1])
+        commit_cut(
+            layout, n, [append_history(layout, posts, [records(posts, *some)], n)], committed_at=datetime.now(UTC)
+        )
+        return n
+
+    n = land(("c", 1, {"id": 1, "likes": 2**62}), ("c", 2, {"id": 1, "likes": 2**62}))
+    with pytest.raises(InvalidValue, match="more than 64 bits"):
+        fold_into_versions(layout, posts, n)
+    n = land(("c", 3, {"id": 1, "likes": -1}))
+    fold_into_versions(layout, posts, n)
+    versions = DeltaTable(layout.table_path("scd2", posts)).to_pyarrow_table().sort_by("__seq")
+    assert versions.column("likes").to_pylist() == [2**62, None, 2**63 - 1]
+    assert versions.column("is_current").to_pylist() == [False, False, True]
+
+
 @pytest.mark.parametrize("table", ["public.posts", 'scd2."public.posts"'])
 def test_sql_over_a_total_beyond_64_bits_fails_with_the_totals_own_error(
     layout: LakeLayout, posts: TableSchema, records: Records, table: str

@@ -35,16 +35,17 @@ def accumulated_by(run: RecordRun, lookup: Lookup) -> RecordRun:
     return accumulated(run, run.values.slice(0, 0) if run.truncated else lookup(distinct))
 
 
-def accumulated(run: RecordRun, before: pa.Table, *, each: bool = False) -> RecordRun:
+def accumulated(run: RecordRun, before: pa.Table) -> RecordRun:
     """Return records as whole rows, which leave nothing unchanged; as they are if no column accumulates.
+
+    A total that is beyond its type in between is null, and later increments may bring it back.
 
     Args:
         run: the records in order.
         before: the rows before the first of them, at least those with one of their keys.
-        each: whether the row behind each record is wanted; otherwise a total that is beyond its type in between is null.
 
     Raises:
-        InvalidValue: a total is beyond its type.
+        InvalidValue: a total is beyond its type behind the last record of its row.
     """
     schema, shape = run.schema, run.values.schema
     if not schema.accumulating or not run.values.num_rows:
@@ -56,7 +57,6 @@ def accumulated(run: RecordRun, before: pa.Table, *, each: bool = False) -> Reco
     both = pa.concat_tables([before, run.values])
     left_out = unnamed(whole_column(run.tail.column("__unchanged")))
     records = np.arange(count, len(codes))
-    wanted = records if each else runs.last()
     maps = whole_column(both.column(EXACT.name))
     any_exact = maps.null_count < len(maps)
     columns: list[pa.Array] = []
@@ -71,7 +71,7 @@ def accumulated(run: RecordRun, before: pa.Table, *, each: bool = False) -> Reco
         if name in schema.accumulating:
             # In a lake in a database every value is text.
             totals = runs.totals(column.cast(schema.column(name).arrow))
-            totals.check(wanted, table=schema.full_name, column=name)
+            totals.check(runs.last(), table=schema.full_name, column=name)
             columns.append(totals.values.slice(count).cast(shape.field(name).type))
         else:
             columns.append(column.take(sources))

@@ -15,6 +15,8 @@ A *version* is a stretch of time over which a row held the same values, as commi
 - A copy that follows an earlier one begins with a marker (a `t` without an index in a transaction): from there on
   open versions are unconfirmed. A version that no copied row, update or deletion behind the marker confirms is
   closed at the marker's time: the row was deleted while nothing was captured.
+- If an application adds to a column, a version whose total is beyond the column's type has null there. A run that ends
+  with such a total fails, until later increments bring it back.
 - An update may leave columns out whose values aren't known anywhere: while a table is copied, it may come before
   the copy of its row. Such an update begins nothing: the copied row does.
 
@@ -125,6 +127,7 @@ def fold_versions(  # noqa: D417 - `anew` is described, as code
 
     Raises:
         LakeError: a record leaves a column unchanged, and the lake holds no earlier row of it.
+        InvalidValue: at the end of the run, a counter's total is beyond its type.
     """
     assert schema.key, "only rows with a key have versions"
     tail = in_order(tail)
@@ -134,7 +137,7 @@ def fold_versions(  # noqa: D417 - `anew` is described, as code
     rows = tail.take(pa.array(at))
     run = RecordRun(rows, ops[at], conform(rows, pa.schema([*columns, EXACT])), schema, truncated=False)
     met = _meet(run, lookup, pa.schema([*columns, EXACT, VALID_FROM, BEGAN_BY]))
-    run = accumulated(run, met.open_rows, each=True)
+    run = accumulated(run, met.open_rows)
     filled, unknown = _fill(run, met, at, order.clears)
     events = _events(run, met, at, order, unknown)
     if whole:
