@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import psycopg
 import pytest
@@ -18,6 +20,7 @@ from tests.diff.test_diff import behind_captures_back, reasons, states, told
 from millstream.app.initialize import make_home
 from millstream.diff.compare import diff_stream
 from millstream.diff.repair import ask_repairs
+from millstream.testing.postgres import EmbeddedPostgres
 from millstream.testing.pytest_plugin import Database
 
 RULES = """
@@ -226,3 +229,39 @@ def test_names_that_changed_hands_since_the_snapshot_show_no_value(postgres: Dat
     assert swapped
     assert states(found) == {"public.users": "not_compared"}, found.as_dict()
     assert not any(raw in str(found.as_dict()) for raw in RAW)
+
+
+@pytest.mark.long
+def test_bytes_of_a_database_without_an_encoding_are_hashed_as_they_are(
+    postgres_server: EmbeddedPostgres, tmp_path: Path
+) -> None:
+    name = f"bytes_{uuid4().hex[:8]}"
+    with postgres_server.connect() as connection:
+        connection.execute(f"CREATE DATABASE {name} ENCODING 'SQL_ASCII' TEMPLATE template0 LOCALE 'C'")
+    dsn = postgres_server.dsn(name)
+    path = tmp_path / "shop"
+    made = make_home(path, stream="shop", source=dsn, tables=("public.people",))
+    text = made.file.read_text().replace(
+        "[streams.shop.source]\n", f'[streams.shop.source]\nhash_key = "{KEY.decode()}"\n'
+    )
+    made.file.write_text(text + '[streams.shop.tables."public.people"]\nhash = ["email"]\n')
+    home = LandedHome(path, None)
+    with contextlib.closing(psycopg.connect(dsn, autocommit=True)) as source:
+        source.execute("CREATE TABLE people (email text PRIMARY KEY, note text)")
+        source.execute("SET client_encoding = 'SQL_ASCII'")
+        source.execute(rb"INSERT INTO people VALUES (E'raw-mail-\351', E'plain \303\251'), ('raw-mail-2', NULL)")
+        home.catch_up()
+        source.execute(rb"UPDATE people SET note = 'streamed'; INSERT INTO people VALUES (E'raw-mail-\377', '')")
+        home.catch_up()
+        same = diff_stream(home.home)
+        assert states(same) == {"public.people": "equal"}, same.as_dict()
+        behind_captures_back(source, rb"UPDATE people SET note = 'unseen' WHERE email = E'raw-mail-\351'".decode())
+    home.catch_up()
+    found = diff_stream(home.home)
+    key = hmac.new(KEY, b"raw-mail-\xe9", "sha256").hexdigest()
+    assert told(found, "public.people")["differences"] == [values({"email": key}, note=("streamed", "unseen"))]
+    ask_repairs(home.home, found)
+    home.catch_up()
+    mended = diff_stream(home.home)
+    assert states(mended) == {"public.people": "equal"}, mended.as_dict()
+    postgres_server.drop_database(name)

@@ -136,10 +136,10 @@ def set_aside(layout: LakeLayout, path: str) -> str | None:
 
 
 def check_movable(layout: LakeLayout, path: str) -> None:
-    """Raise `lake_format_unsupported` if a table can't be moved or deleted with its folder."""
+    """Raise `lake_format_unsupported` if a table can't be moved with its folder."""
     if not format_of(layout).is_movable:
         raise LakeError(
-            f"what lies at {path} would have to be moved or deleted, which isn't supported with this format of tables",
+            f"what lies at {path} would have to be moved, which isn't supported with this format of tables",
             code="lake_format_unsupported",
             path=path,
         )

@@ -249,7 +249,7 @@ class TableFormat(Protocol):
     metadata_folder: str
     """The folder, in a table's own, that has the format's metadata."""
     is_movable: bool
-    """Whether a table can be moved or deleted with its folder."""
+    """Whether a table can be moved with its folder."""
     names_snapshots: bool
     """Whether other programs open a version by another number than `OpenTable.version` (`snapshot_ids`)."""
 

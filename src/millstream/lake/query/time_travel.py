@@ -267,8 +267,8 @@ def _beyond(layout: LakeLayout, schema: TableSchema, n: Seq, gone: Seq, *, anew:
     return PositionError(
         f"{schema.full_name} can't be shown as of {at}: its history begins after {begins}{when}",
         code="beyond_retention",
-        hint="Query a later time: `millstream pipeline rebuild --from source` restarted the history then; the old one "
-        "was quarantined next to it."
+        hint="Query a later time: the history was restarted then, by `millstream tables copy --forget`, which deletes the old "
+        "one, or by `millstream pipeline rebuild --from source`, which quarantines it."
         if anew
         else "Query a later time, or raise `history_retention`.",
         first=int(gone),
