@@ -226,7 +226,7 @@ def _console(folder: Path) -> str | None:
 
 
 def _argv(folder: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "millstream.cli", "--home", str(folder), *arguments]
+    return [sys.executable, "-P", "-m", "millstream.cli", "--home", str(folder), *arguments]
 
 
 def _millstream(folder: Path, *arguments: str) -> None:

@@ -111,7 +111,7 @@ def _add_wheels(archive: tarfile.TarFile, packages: Sequence[Distribution], plat
 def _pip() -> list[str]:
     """Return the command for pip: this Python's, or the one that Python brings along for new environments."""
     if find_spec("pip") is not None:
-        return [sys.executable, "-m", "pip"]
+        return [sys.executable, "-P", "-m", "pip"]
     found = find_spec("ensurepip")
     for folder in (found.submodule_search_locations if found is not None else None) or ():
         for wheel in sorted(Path(folder, "_bundled").glob("pip-*.whl")):

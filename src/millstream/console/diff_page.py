@@ -79,7 +79,7 @@ class Diffs:
     """
 
     def __init__(self, home: Home, command: Sequence[str] = ()) -> None:
-        self._command = command or [sys.executable, "-m", "millstream.cli", "--home", str(home.path)]
+        self._command = command or [sys.executable, "-P", "-m", "millstream.cli", "--home", str(home.path)]
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._worker: Worker | None = None

@@ -60,8 +60,8 @@ def _is_refusal(error: Mapping[str, Any]) -> bool:
 
 
 def part_command(home: HomePaths, *words: str) -> list[str]:
-    """Return the command that starts a part of a home: with this very Python, whatever PATH contains."""
-    return [sys.executable, "-m", "millstream.cli", "--home", str(home.path), *words]
+    """Return the command that starts a part of a home: with this very Python, whatever PATH and the folder contain."""
+    return [sys.executable, "-P", "-m", "millstream.cli", "--home", str(home.path), *words]
 
 
 def run_home(home: Home, *, until_caught_up: bool = False, on_event: Callable[[Event], None]) -> RunOutcome:

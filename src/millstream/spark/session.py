@@ -95,6 +95,8 @@ def open_context(options: SparkOptions) -> SparkContext:
     if options.master.startswith("local"):
         # An unresolvable host name, or a change of network on a laptop, must not matter.
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+        # Workers start in the current folder, whose Python files aren't for them.
+        os.environ.setdefault("PYTHONSAFEPATH", "1")
     facts = {"spark.app.name": options.app_name, "spark.master": _with_retries(options.master)}
     settings = _defaults(options, work_dir) | facts | dict(options.conf)
     conf = SparkConf(loadDefaults=False).setAll([*settings.items()])

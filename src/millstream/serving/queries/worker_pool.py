@@ -232,7 +232,7 @@ class _Worker:
     def __init__(self, start: WorkerStart) -> None:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "millstream.serving.queries.worker"],
+            [sys.executable, "-P", "-m", "millstream.serving.queries.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
