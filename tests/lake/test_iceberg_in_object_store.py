@@ -11,18 +11,20 @@ from pathlib import Path
 from uuid import UUID
 
 import pyarrow as pa
+import pyarrow.fs as pafs
 import pytest
 
-from millstream.errors import LakeError, LakeUnavailable
+from millstream.errors import LakeError, LakeUnavailable, PositionError
 from millstream.lake.commit_cuts import commit_cut, last_cut
-from millstream.lake.data_files import probe_storage
+from millstream.lake.data_files import TableFiles, probe_storage, storage_of
 from millstream.lake.folded.current import fold_table
 from millstream.lake.history import append_history
 from millstream.lake.iceberg.catalog import catalog_of
 from millstream.lake.iceberg.names import identifier_of
-from millstream.lake.layout import LakeLayout
+from millstream.lake.layout import LakeLayout, View
 from millstream.lake.maintenance import tend_cuts, tend_table
 from millstream.lake.query.query_session import LakeSession
+from millstream.lake.rebuild import erase_view
 from millstream.model.addresses import IN_CATALOG
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq
@@ -70,6 +72,24 @@ def lake(request: pytest.FixtureRequest, store: EmbeddedS3, tmp_path: Path) -> L
 def land(layout: LakeLayout, schema: TableSchema, batch: pa.RecordBatch, n: int) -> None:
     landed = [append_history(layout, schema, [batch], Seq(n)), fold_table(layout, schema, Seq(n))]
     commit_cut(layout, Seq(n), landed, committed_at=datetime.now(UTC))
+
+
+def test_a_table_in_a_store_is_erased_with_all_files(lake: LakeLayout, orders: TableSchema, records: Records) -> None:
+    views: tuple[View, ...] = ("history", "current", "scd2")
+    for n in (1, 2):
+        land(lake, orders, records(orders, ("c", n, {"id": n, "note": f"n{n}"})), n)
+    for view in views:
+        erase_view(lake, view, orders, Seq(3), earlier=[orders])
+    for view in ("history", "current"):
+        path = lake.table_path(view, orders)
+        assert TableFiles(lake, path).all() == {}
+        found = storage_of(lake, path).get_file_info(pafs.FileSelector("metadata"))
+        assert [info.path for info in found if "-m" in info.base_name and info.base_name.endswith(".avro")] == []
+    land(lake, orders, records(orders, ("t", 4, {}), ("r", 5, {"id": 9, "note": "copied"})), 5)
+    with LakeSession(lake) as session:
+        assert session.query("SELECT id FROM public.orders").to_pylist() == [{"id": 9}]
+    with LakeSession(lake, as_of=Seq(2)) as session, pytest.raises(PositionError, check=coded("beyond_retention")):
+        session.query("FROM public.orders")
 
 
 def test_a_lake_in_a_store_has_what_one_in_a_folder_has(
