@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
+import psycopg
 import pytest
 from tests.capture.beside import Beside, wait_until
 from tests.capture.capture_stage import Stage
@@ -301,3 +302,46 @@ def test_a_partition_that_came_back_empty(stage: Stage) -> None:
     stage.sql(DETACH, "DELETE FROM more", "VACUUM more", ATTACH)
     stage.catch_up()
     assert is_right(stage)
+
+
+@pytest.mark.siege
+@pytest.mark.parametrize("ends", ["finalized", "waits"])
+def test_a_partition_that_is_half_detached(stage: Stage, ends: str) -> None:
+    """`DETACH … CONCURRENTLY` leaves a partition at its first commit, and waits for transactions that still read it."""
+    made(stage)
+    stage.sql(ATTACH)
+    stage.catch_up()
+    running = stage.start()
+    with stage.connect(autocommit=False) as reading, stage.connect() as detaching:
+        reading.execute("SELECT * FROM parts")
+        detaching.execute("SET statement_timeout = '2s'")
+        with pytest.raises(psycopg.errors.QueryCanceled):
+            detaching.execute("ALTER TABLE parts DETACH PARTITION more CONCURRENTLY")
+        stage.sql("INSERT INTO more VALUES ('not sent', 700)", "UPDATE parts SET item = 'sent' WHERE id = 95")
+        wait_until(lambda: copied(stage)[""], "the whole table is copied")
+    stage.sql("DELETE FROM more WHERE id = 201")
+    if ends == "finalized":
+        stage.sql("ALTER TABLE parts DETACH PARTITION more FINALIZE", "DELETE FROM more WHERE id = 202", ATTACH)
+    running.stop()
+    stage.catch_up()
+    assert is_right(stage)
+
+
+@pytest.mark.since_postgres(15)
+def test_a_publication_s_row_filter_and_column_list_hold_for_an_attached_partition(stage: Stage) -> None:
+    stage.sql(
+        *PARTS,
+        "ALTER TABLE parts ADD other text",
+        *MORE,
+        "ALTER TABLE more ADD other text DEFAULT 'o'",
+        f"CREATE PUBLICATION {stage.config.publication} FOR TABLE parts (item, id) WHERE (id % 2 = 0)"
+        " WITH (publish_via_partition_root = true)",
+    )
+    stage.config = replace(stage.config, tables=("public.parts",))
+    stage.catch_up()
+    before = copied(stage)
+    stage.sql(ATTACH)
+    stage.catch_up()
+    assert copied(stage) - before == Counter(map(str, range(200, 400, 2)))
+    rows = stage.source_rows("(SELECT id, item FROM parts WHERE id % 2 = 0) parts", ["id"])
+    assert stage.log.replay()["public.parts"] == rows
