@@ -12,8 +12,10 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 from psycopg.sql import SQL, Identifier
+from pyiceberg.catalog import load_catalog
 from tests.app.landed import LandedHome
 
+from millstream.app.initialize import make_home
 from millstream.app.table_requests import copy_table
 from millstream.diff.compare import DiffReport, Progress, diff_stream
 from millstream.errors import LakeBehind, SourceError, UnknownTable
@@ -414,3 +416,33 @@ def test_a_table_truncated_after_the_snapshot_is_not_taken_for_an_empty_one(
     assert "rewritten" in reasons(found)["public.items"]
     home.catch_up()
     assert states(diff_stream(home.home)) == {"public.items": "equal"}
+
+
+@pytest.mark.parametrize("lake_format", ["delta", "iceberg"])
+def test_damage_in_the_lake_is_a_finding(
+    postgres: Database, source: psycopg.Connection[Any], tmp_path: Path, lake_format: str
+) -> None:
+    for name in ("fine", "tampered", "gone", "short"):
+        source.execute(f"CREATE TABLE {name} (id int PRIMARY KEY); INSERT INTO {name} VALUES (1), (2)")
+    make_home(tmp_path, stream="shop", source=postgres.dsn, tables=("public.*",), lake_format=lake_format)
+    home = LandedHome(tmp_path, None)
+    home.catch_up()
+    tables = tmp_path / "lake/shop/current"
+    if lake_format == "delta":
+        DeltaTable(tables / "public.tampered").delete("id = 1")
+    else:
+        config = {"type": "sql", "uri": f"sqlite:///{tmp_path}/data/iceberg.db"}
+        load_catalog("millstream", **config).load_table(("shop_current", "public__tampered")).delete("id = 1")
+    for file in (tables / "public.gone").glob("**/*.parquet"):
+        file.unlink()
+    for file in (tables / "public.short").glob("**/*.parquet"):
+        file.write_bytes(file.read_bytes()[:-10])
+    compared = diff_stream(home.home)
+    assert states(compared) == {
+        "public.fine": "equal", "public.tampered": "not_compared", "public.gone": "not_compared",
+        "public.short": "not_compared",
+    }  # fmt: skip
+    damaged = {table.name for table in compared.tables if table.is_damaged}
+    assert damaged == {"public.tampered", "public.gone", "public.short"}
+    assert compared.exit_code == 3
+    assert diff_stream(home.home, tables=["public.short"]).exit_code == 3

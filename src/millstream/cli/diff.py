@@ -67,7 +67,7 @@ def diff(
 ) -> None:
     """Compare the lake's tables with the source at one LSN, by key and value, while both change.
 
-    The exit code is 3 if a table differs, and 1 if a table couldn't be compared. Without TABLE, all
+    The exit code is 3 if a table differs or is damaged, and 1 if a table couldn't be compared. Without TABLE, all
     tables are compared.
     """
     from millstream.diff.compare import Compared, diff_stream

@@ -29,10 +29,11 @@ from millstream.diff.columns import HASH, ComparedColumn, HashName, RowTexts, ra
 from millstream.diff.lake import LakeTable, row_texts
 from millstream.diff.position import PositionWait, wait_for_lake
 from millstream.diff.source import PublishedTable, Sums, TableSide, pick_hash, published_tables
-from millstream.errors import LakeBehind, LogError, MillstreamError
+from millstream.errors import LakeBehind, LakeError, LakeFilesGone, LakeTableForeign, LogError, MillstreamError
 from millstream.home.config_mapping import capture_config, lake_layout
 from millstream.home.home import Home
 from millstream.lake.query.query_session import LakeSession
+from millstream.lake.rebuild import certain_damage_of
 from millstream.model.column_rules import Rule
 from millstream.model.names import TablePatterns, parse_qualified_name, qualified_name
 from millstream.model.positions import Lsn, Seq, format_lsn
@@ -42,11 +43,15 @@ from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog, TableRow
+    from millstream.lake.layout import LakeLayout
     from millstream.model.ids import StreamId, TableId
 
 RANGE_ROWS: Final = 50_000
 RANGE_BYTES: Final = 16 << 20
 """Likely size of a range at most: the rows of both sides of one range are in memory at once."""
+
+_DAMAGE: Final = frozenset({LakeTableForeign.code, LakeFilesGone.code, "lake_history_lost"})
+"""Codes of errors that are themselves a finding: the table's rows can't be those that were written."""
 
 RowText = tuple[str | None, ...]
 _T = TypeVar("_T")
@@ -103,6 +108,8 @@ class TableDiff:
     """`schema.table`, each part quoted where PostgreSQL would."""
     state: Compared
     reason: str = ""
+    is_damaged: bool = False
+    """Whether damage in the lake is why it wasn't compared: foreign rows, or files that are gone or cut short."""
     key: tuple[str, ...] = ()
     """Names of the key's columns; empty if rows have none."""
     key_is_hashed: bool = False
@@ -143,9 +150,9 @@ class DiffReport:
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code: 0: all is equal; 1: a table couldn't be compared; 3: a table differs."""
+        """Return the exit code: 0: all is equal; 1: a table couldn't be compared; 3: a table differs or is damaged."""
         states = {table.state for table in self.tables}
-        if Compared.DIFFERENT in states:
+        if Compared.DIFFERENT in states or any(table.is_damaged for table in self.tables):
             return 3
         return 1 if Compared.NOT_COMPARED in states else 0
 
@@ -236,7 +243,7 @@ def diff_stream(
                 ]
                 hash_name = pick_hash(connection)
             by_oid = {found.table.oid: found for found in published}
-            comparison = _Comparison(snapshot, hash_name, limit, on_progress, layouts, capture.rules.hashed)
+            comparison = _Comparison(snapshot, hash_name, limit, on_progress, layouts, capture.rules.hashed, layout)
             with _session_at(layout, n) as session:
                 for row in sorted(asked or first.rows.values(), key=lambda row: _size(row, by_oid)):
                     done = _compare_one(comparison, session, row, first, by_oid)
@@ -271,6 +278,10 @@ class _States:
     def look(cls, catalog: Catalog, stream: StreamId) -> _States:
         rows = [row for row in catalog.tables(stream) if row.is_captured]
         return cls({int(row.id): row for row in rows}, quarantine_of(catalog, stream).all())
+
+    def is_damaged(self, row: TableRow) -> bool:
+        """Whether the pipeline quarantined a table because it is damaged."""
+        return self.held.get(row.id, {}).get("code") in _DAMAGE
 
     def obstacle(self, row: TableRow) -> str:
         """Return why a table's rows can't be compared with the source's; empty if they can."""
@@ -321,7 +332,7 @@ def _compare_one(
         return TableDiff(name, Compared.SKIPPED, row.reason or "it has history only")
     obstacle = states.obstacle(row)
     if obstacle:
-        return TableDiff(name, Compared.NOT_COMPARED, obstacle)
+        return TableDiff(name, Compared.NOT_COMPARED, obstacle, states.is_damaged(row))
     published = by_oid.get(row.relation_oid)
     if published is None:
         return TableDiff(name, Compared.NOT_COMPARED, "the source has it no more, or the configuration leaves it out")
@@ -335,9 +346,21 @@ def _compare_one(
         comparison.compare(session, row, published, done)
     except MillstreamError as error:
         hint = f" ({error.hint})" if error.hint else ""
-        done = TableDiff(name, Compared.NOT_COMPARED, f"{error.message}{hint}")
+        is_damaged = isinstance(error, LakeError) and _is_damage(comparison.layout, session, row, error)
+        done = TableDiff(name, Compared.NOT_COMPARED, f"{error.message}{hint}", is_damaged)
     done.seconds = time.monotonic() - began
     return done
+
+
+def _is_damage(layout: LakeLayout, session: LakeSession, row: TableRow, error: LakeError) -> bool:
+    """Whether a table couldn't be read because it is damaged, and not because the lake can't be read at present."""
+    if error.code in _DAMAGE:
+        return True
+    try:
+        schema = session.schema_of(row.id)
+        return any(certain_damage_of(layout, view, schema) is not None for view in ("current", "history"))
+    except MillstreamError as also:
+        return also.code in _DAMAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +373,7 @@ class _Comparison:
     """The layouts of the tables' rows in the log, as they were before the snapshot."""
     hashed: Callable[[bytes], bytes]
     """Returns what stands for a text in a hashed column."""
+    layout: LakeLayout
 
     def compare(self, session: LakeSession, row: TableRow, published: PublishedTable, done: TableDiff) -> None:
         """Fill in the outcome for a table."""

@@ -44,16 +44,35 @@ def damage_of(layout: LakeLayout, view: View, schema: TableSchema) -> str | None
 
     Lists the folder's files, which takes a while for very many.
     """
+    try:
+        return certain_damage_of(layout, view, schema)
+    except LakeUnavailable as error:
+        return error.message
+
+
+def certain_damage_of(layout: LakeLayout, view: View, schema: TableSchema) -> str | None:
+    """Describe a view's damage as `damage_of`.
+
+    Raises:
+        LakeUnavailable: the lake can't be read at present, so that the view may be intact.
+    """
     path, app = layout.table_path(view, schema), layout.app_id(view, schema.table_id)
     try:
         opened = open_table(layout, path, app)
         lost = lost_records(layout, schema, opened, places_of(last_cut(layout))) if view == "history" else None
         if opened is None or lost is not None:
             return lost or ("it isn't there" if view == "history" else None)
-        gone = set(opened.files().column("path").to_pylist()) - TableFiles(layout, path).all().keys()
-    except (LakeFilesGone, LakeTableForeign, LakeUnavailable) as error:
+        listed = opened.files().select(["path", "size_bytes"]).to_pylist()
+        have = TableFiles(layout, path).all()
+    except (LakeFilesGone, LakeTableForeign) as error:
         return error.message
-    return f"{len(gone)} of its files are gone, {min(gone)} for one" if gone else None
+    gone = [file["path"] for file in listed if file["path"] not in have]
+    if gone:
+        return f"{len(gone)} of its files are gone, {min(gone)} for one"
+    changed = [file["path"] for file in listed if have[file["path"]].size != file["size_bytes"]]
+    return (
+        f"{len(changed)} of its files have another size than when written, {min(changed)} for one" if changed else None
+    )
 
 
 def check_history(layout: LakeLayout, schema: TableSchema) -> None:
