@@ -6,10 +6,12 @@ import pyarrow as pa
 import pytest
 from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage
+from tests.capture.test_column_rules import digest, holds, ruled
 from tests.capture.test_copying import DOCS, ORDERS, workload
 
 from millstream.capture.copying.repair import deleted_rows
-from millstream.capture.copying.repair_request import CHUNK_KEYS, ask_repair, repair_chunks
+from millstream.capture.copying.repair_request import CHUNK_KEYS, SCANNED_KEYS, ask_repair, repair_chunks
+from millstream.model.column_rules import Rule
 from millstream.model.ids import SchemaVersion, SourceId, TableId
 from millstream.model.schema import Column, TableSchema
 
@@ -78,6 +80,40 @@ def test_damage_is_repaired_exactly_beside_a_live_workload(stage: Stage, *, rest
         running.stop()
     stage.catch_up()
     assert stage.log.replay()["public.docs"] == stage.source_rows("docs", ["id"])
+
+
+@pytest.mark.parametrize("key", [["id"], ["part", "id"]])
+@pytest.mark.siege
+def test_rows_with_hashed_keys_are_repaired_exactly_beside_a_live_workload(stage: Stage, key: list[str]) -> None:
+    keys = 300
+    stage.sql(
+        f"CREATE TABLE docs (id int, body text, n int, part numeric DEFAULT 1.50, PRIMARY KEY ({', '.join(key)}))",
+        "ALTER TABLE docs ALTER body SET STORAGE EXTERNAL",
+        f"INSERT INTO docs SELECT i, repeat('old', 900), 0 FROM generate_series(0, {keys - 1}) i",
+    )
+    ruled(stage, {"id": Rule.HASH, "body": Rule.HASH}, "docs")
+    stage.catch_up()
+    out_of_sight(
+        stage, "DELETE FROM docs WHERE id < 70", "UPDATE docs SET body = 'unseen' WHERE id BETWEEN 70 AND 140",
+        "UPDATE docs SET id = id + 1000 WHERE id > 220",
+    )  # fmt: skip
+    everything = [tuple("1.50" if name == "part" else digest(str(i)) for name in key) for i in range(1400)]
+    with workload(stage, keys):
+        running = stage.start()
+        wait_until(lambda: len(stage.log.entries) > 10, "capture runs")
+        for _ in range(2):
+            row = stage.table("public.docs")
+            ask_repair(stage.catalog, row.stream, row.id, key, everything, keys_each=SCANNED_KEYS)
+            wait_until(lambda: not left(stage), "the repair is done")
+        running.stop()
+    stage.catch_up()
+    rows = [
+        row | {name: digest(str(row[name])) for name in ("id", "body")}
+        for row in stage.source_rows("docs", ["id"]).values()
+    ]
+    found = stage.log.replay()["public.docs"]
+    assert sorted(found.values(), key=str) == sorted(rows, key=str)
+    assert not holds(stage.folder, "oldold", "newnew", "unseen")
 
 
 def test_composite_keys_may_be_asked_for_in_any_order_of_columns(stage: Stage) -> None:

@@ -39,6 +39,8 @@ hash = ["email"]
 redact = ["name"]
 [streams.shop.tables."public.hidden"]
 exclude = ["ssn"]
+[streams.shop.tables."public.days"]
+hash = ["email"]
 [streams.shop.tables."public.moods"]
 hash = ["mood"]
 """
@@ -48,6 +50,8 @@ TABLES = (
     "CREATE TABLE pairs (n numeric, email text, name text, day date, PRIMARY KEY (email, n))",
     "CREATE TABLE bag (email text, ssn text, name text, n int); ALTER TABLE bag REPLICA IDENTITY FULL",
     "CREATE TABLE hidden (id int PRIMARY KEY, ssn text, note text); ALTER TABLE hidden REPLICA IDENTITY FULL",
+    "CREATE TABLE days (d date, email text, PRIMARY KEY (d, email)) PARTITION BY RANGE (d)",
+    "CREATE TABLE days_1 PARTITION OF days FOR VALUES FROM ('2020-01-01') TO ('2021-01-01')",
     "CREATE TABLE moods (mood float8 PRIMARY KEY); ALTER TABLE moods REPLICA IDENTITY FULL",
     "INSERT INTO users SELECT i, 'raw-mail-' || i, 'raw-ssn-' || i, 'raw-name-' || i, i FROM generate_series(1, 300) i",
     r"""INSERT INTO users VALUES (301, E'raw-mail\t\\x\n",(é', NULL, NULL, NULL), (302, NULL, 'raw-ssn', '', 1)""",
@@ -56,6 +60,7 @@ TABLES = (
     "INSERT INTO pairs SELECT i % 3 + 0.50, 'raw-mail-' || i, 'raw-name', DATE '2020-01-01' + i FROM generate_series(1, 300) i",
     "INSERT INTO bag SELECT 'raw-mail-' || i % 3, 'raw-ssn-' || i, 'raw-name', i % 2 FROM generate_series(1, 60) i",
     "INSERT INTO hidden SELECT i, 'raw-ssn-' || i, 'note' FROM generate_series(1, 30) i",
+    "INSERT INTO days SELECT DATE '2020-01-01' + i % 7, 'raw-mail-' || i FROM generate_series(1, 20) i",
     "INSERT INTO moods VALUES (1.5), (1e20), ('-0'), ('NaN')",
 )
 CHANGES = (
@@ -104,6 +109,7 @@ def test_tables_with_rules_are_compared_and_repaired_under_them(postgres: Databa
             "DELETE FROM pairs WHERE email = 'raw-mail-31'",
             "DELETE FROM bag WHERE ssn = 'raw-ssn-6'",
             "UPDATE hidden SET ssn = 'raw-ssn-unseen'",
+            "DELETE FROM days WHERE email = 'raw-mail-5'",
             "UPDATE moods SET mood = 2 WHERE mood = 1.5",
         )
     home.catch_up()
@@ -132,6 +138,9 @@ def test_tables_with_rules_are_compared_and_repaired_under_them(postgres: Databa
         {"key": {"mood": digest("1.5")}, "what": "missing_in_source"},
         {"key": {"mood": digest("2")}, "what": "missing_in_lake"},
     ]})  # fmt: skip
+    assert shown["public.days"]["differences"] == [
+        {"key": {"d": "2020-01-06", "email": digest("raw-mail-5")}, "what": "missing_in_source"}
+    ]
     assert shown["public.bag"]["differences"] == [
         {
             "key": {"email": digest("raw-mail-0"), "name": "[redacted]", "n": "0"},
