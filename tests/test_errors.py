@@ -18,9 +18,13 @@ KINDS: list[Kind] = [
     (kind, code) for kind, code in codes_of(MillstreamError) if kind.__module__.startswith(errors_module.__name__)
 ]
 CODES = [code for _, code in KINDS]
-SHARED = {(errors_module.ConfigError, "unknown_column"), (errors_module.LakeUnavailable, "catalog_unreachable")}
-"""A rule's error has the code that an append's has: only capture raises it, and no client gets it as a class. An Iceberg lake's
-catalog has the code of the home's: across a process border it is the home's class, which is retried alike."""
+SHARED = {
+    (errors_module.ConfigError, "unknown_column"),
+    (errors_module.ConfigError, "unknown_table"),
+    (errors_module.LakeUnavailable, "catalog_unreachable"),
+}
+"""A rule's error has the code that an append's has: only capture and the configuration raise it, and no client gets it as a
+class. An Iceberg lake's catalog has the code of the home's: across a process border it is the home's class, which is retried alike."""
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=CODES)
@@ -81,3 +85,27 @@ def test_every_code_that_the_source_raises_is_one_of_its_class() -> None:
     known = {(kind.__name__, code) for kind, code in KINDS}
     assert len(found) > 30
     assert [one for one in found if one[1:3] not in known] == []
+
+
+def yielded(path: Path) -> list[tuple[str, int]]:
+    """Return the code and the line of each mistake that a check of the configuration yields with a code."""
+    return [
+        (code.value, node.lineno)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Yield) and isinstance(node.value, ast.Tuple) and len(node.value.elts) == 3
+        for code in [node.value.elts[1]]
+        if isinstance(code, ast.Constant)
+    ]
+
+
+def test_every_code_of_a_mistake_in_the_configuration_is_one_of_its_error() -> None:
+    folder = Path(millstream.__file__).parent / "config"
+    found = [(path.name, *one) for path in folder.glob("*.py") for one in yielded(path)]
+    known = {"config", *errors_module.ConfigError.codes}
+    assert len(found) > 5
+    assert [one for one in found if one[1] not in known] == []
+
+
+def test_a_code_of_two_classes_is_the_class_named_after_it() -> None:
+    facts = errors_module.UnknownTable("it happened").as_dict()
+    assert type(error_of(facts)) is errors_module.UnknownTable

@@ -57,6 +57,15 @@ def mistake(folder: Path, text: str, environ: dict[str, str] | None = None) -> C
     return caught.value
 
 
+@pytest.mark.parametrize("name", ["public.*", "!public.users", "a b", "public.users.email", ""])
+def test_rules_are_for_a_table_that_is_named_exactly(tmp_path: Path, name: str) -> None:
+    error = mistake(
+        tmp_path, f"[streams.shop]\nsource.dsn = 'x'\n[streams.shop.tables.'{name}']\nexclude = ['email']\n"
+    )
+    assert (error.code, error.details["line"]) == ("unknown_table", 3)
+    assert "must name one table exactly" in error.message
+
+
 def test_a_delay_of_commit_groups_is_off_unless_it_is_asked_for_and_in_milliseconds(tmp_path: Path) -> None:
     config = load(tmp_path, GOOD).config
     assert log_options(config.streams["shop"], config.replication).group_commit_delay_s == 0

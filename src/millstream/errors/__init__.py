@@ -117,6 +117,12 @@ class ConfigError(UsageError):
             "Correct the column's name in [streams.S.tables].",
             exit_code=2,
         ),
+        "unknown_table": Code(
+            "A name in `[streams.S.tables]` isn't the name of one table.",
+            Retry.OPERATOR,
+            "Write the exact name, schema.table, in [streams.S.tables]: patterns aren't allowed there.",
+            exit_code=2,
+        ),
         "rule_not_captured": Code(
             "A rule is for a table that applications write.",
             Retry.OPERATOR,

@@ -127,12 +127,15 @@ def may_pass(code: str | None, retry: str | None) -> bool:
 def error_of(facts: Mapping[str, Any]) -> MillstreamError:
     """Return an equal of the error that `as_dict` was called on in another process.
 
-    A code from a newer Millstream's tree gives a `MillstreamError`.
+    A code from a newer Millstream's tree gives a `MillstreamError`. If several classes have the code, the class that is named
+    after it is returned.
     """
-    for kind, code in codes_of(MillstreamError):
-        if code == facts["code"]:
-            return kind(facts["message"], code=code, hint=facts["hint"], **facts["details"])
-    return MillstreamError(facts["message"], hint=facts["hint"], **facts["details"])
+    code = facts["code"]
+    kinds = [kind for kind, known in codes_of(MillstreamError) if known == code]
+    if not kinds:
+        return MillstreamError(facts["message"], hint=facts["hint"], **facts["details"])
+    kind = min(kinds, key=lambda kind: kind.code != code)
+    return kind(facts["message"], code=code, hint=facts["hint"], **facts["details"])
 
 
 def codes_of(kind: type[MillstreamError]) -> Iterator[tuple[type[MillstreamError], str]]:
