@@ -143,6 +143,22 @@ def test_follow_prints_what_is_appended_and_ends_at_its_limit(home: Path) -> Non
     assert follower.returncode == 0
 
 
+def test_a_table_that_only_the_catalog_knows_has_no_records_yet(home: Path) -> None:
+    with Home(home).open_catalog() as catalog:
+        stream = catalog.resolve_stream("shop")
+        source = catalog.resolve_source(stream, 7, "shop", 1)
+        for oid, name in enumerate(("orders", "items", "Empty"), 16400):  # the log's tables have the ids 1 and 2
+            catalog.table_for(stream, source, oid, "public", name)
+    with millstream.open(home) as opened:
+        assert list(opened.read("shop", table='public."Empty"')) == []
+    for words in (["cat"], ["inspect"]):
+        ended = run(home, "wal", *words, "--table", 'public."Empty"')
+        assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    ended = run(home, "wal", "cat", "--table", "public.empty")
+    assert ended.returncode == 2
+    assert "error[unknown_table]" in ended.stderr
+
+
 def test_damage_is_reported_and_exits_with_3(home: Path) -> None:
     append(home, 2)
     (segment, *_) = sorted((home / "data" / "wal" / "shop" / "00000").glob("*.wal"))

@@ -23,7 +23,7 @@ from millstream.cli.context import (
     stream_option,
 )
 from millstream.cli.wal_damage_messages import TableWords, say_loss
-from millstream.cli.wal_export_import import Damage, export, import_, open_past_damage
+from millstream.cli.wal_export_import import Damage, export, import_, open_past_damage, tables_meant
 from millstream.cli.wal_repair import repair
 from millstream.model.human_text import human_bytes
 
@@ -87,7 +87,6 @@ def cat(
     The command skips damage: it reports it on stderr, with exit code 3. `wal export` has ranges
     (--since, --until) and other formats.
     """
-    from millstream.export.record_reading import table_ids
     from millstream.model.positions import Offset
     from millstream.wal.records_json import Cat
 
@@ -100,7 +99,7 @@ def cat(
         name,
         reader,
         "text" if values == "text" else "json",
-        None if table is None else frozenset(table_ids(reader, table)),
+        None if table is None else frozenset(tables_meant(home, name, reader, table)),
         None if from_offset is None else Offset(from_offset),
     )
     left = _print_lines(records, limit)
@@ -172,7 +171,6 @@ def inspect_frames(
     invocation: Invocation, seq: str | None, table: str | None, stream: str | None, as_json: bool
 ) -> None:
     """List frames with position and content; skip damage (exit code 3)."""
-    from millstream.export.record_reading import table_ids
     from millstream.model.positions import Seq
     from millstream.wal.mending.inspect import Loss, inspect
 
@@ -181,7 +179,7 @@ def inspect_frames(
     first, last = _seq_range(seq)
     if seq is not None and not seq.startswith("-"):
         note_dropped(home, name, first)
-    tables = [None] if table is None else table_ids(open_past_damage(home, name, Damage()), table)
+    tables = [None] if table is None else tables_meant(home, name, open_past_damage(home, name, Damage()), table)
     damaged = False
     folder = str(home.wal_folder(name))
     words = TableWords(folder)

@@ -162,6 +162,20 @@ def open_past_damage(
     return open_reader(home, stream, on_damage=damage, of_any_age=True, **shown)
 
 
+def tables_meant(home: Home, stream: str, reader: StreamReader, table: str) -> list[TableId]:
+    """Return the ids of the tables of a name, also of a table that only the catalog knows; raises as `table_ids`."""
+    from millstream.app.log_readers import tables_named
+    from millstream.errors import MillstreamError
+    from millstream.export.record_reading import table_ids
+
+    def known() -> list[TableId]:
+        with contextlib.suppress(ImportError, MillstreamError):
+            return tables_named(home, stream, table)
+        return []
+
+    return table_ids(reader, table, known=known)
+
+
 def _bounds(reader: StreamReader, since: str | None, until: str | None) -> tuple[Seq, Seq]:
     """Return the requested `(after, upto]` within the existing range.
 
