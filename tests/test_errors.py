@@ -76,7 +76,7 @@ def raised(path: Path) -> list[tuple[str, str, int]]:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and hasattr(errors_module, node.func.id)
         for word in node.keywords
-        if word.arg == "code" and isinstance(word.value, ast.Constant)
+        if word.arg == "code" and isinstance(word.value, ast.Constant) and isinstance(word.value.value, str)
     ]
 
 
@@ -94,7 +94,7 @@ def yielded(path: Path) -> list[tuple[str, int]]:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Yield) and isinstance(node.value, ast.Tuple) and len(node.value.elts) == 3
         for code in [node.value.elts[1]]
-        if isinstance(code, ast.Constant)
+        if isinstance(code, ast.Constant) and isinstance(code.value, str)
     ]
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.app.homes import make_home
 from tests.cli.in_process import command
 
 from millstream.app import doctor as doctors
@@ -16,8 +18,10 @@ from millstream.app.doctor import Diagnosis, examine
 from millstream.app.status import quarantine_of
 from millstream.catalog import TableState
 from millstream.catalog.quarantined_tables import QuarantinedTable
-from millstream.errors import LakeError, MillstreamError, SourceError, TableUndecodable
+from millstream.errors import LakeError, LakeTableForeign, MillstreamError, SourceError, TableUndecodable
+from millstream.home.config_mapping import lake_layout
 from millstream.home.home import Home
+from millstream.lake.commit_cuts import commit_cut
 from millstream.model.positions import Seq
 from millstream.writers.stall_reasons import forget_given_up, note_given_up
 
@@ -194,6 +198,7 @@ def _of(told: dict[str, Any], check: str) -> dict[str, Any]:
         ("capture", SourceError("the slot is ahead", code="slot_ahead"), "source", 3),
         ("capture", TableUndecodable("a row"), "nothing", 0),
         ("pipeline", LakeError("the log has other records", code="lake_of_another_log"), "home", 3),
+        ("pipeline", LakeTableForeign("it is another's", code="lake_of_another_stream"), "home", 3),
     ],
 )
 def test_a_part_that_gave_up_is_told_and_wrong_while_somebody_must_decide(
@@ -211,6 +216,32 @@ def test_a_part_that_gave_up_is_told_and_wrong_while_somebody_must_decide(
     with home.open_catalog() as catalog:
         forget_given_up(catalog, "shop", part)
     assert doctor(home)[0] == 0
+
+
+def lake_tables(path: Path) -> Diagnosis:
+    return next(one for one in examine(Home(path), lambda _line: None) if one.check == "tables in the lake of shop")
+
+
+@pytest.mark.parametrize("kind", ["delta", "iceberg"])
+def test_a_lake_of_another_stream_is_found_before_the_first_run(tmp_path: Path, kind: str) -> None:
+    catalog = f"catalog = {{ uri = 'sqlite:///{tmp_path}/lakes.db' }}\n" if kind == "iceberg" else ""
+    text = f"[streams.shop.lake]\nlocation = '{tmp_path}/lake'\nformat = '{kind}'\n{catalog}"
+    homes = [make_home(tmp_path / name, text) for name in ("a", "b")]
+    assert [lake_tables(path).message for path in homes] == ["there are none yet"] * 2
+    home = Home(homes[0])
+    with home.open_catalog() as opened:
+        layout = lake_layout(home, "shop", home.config.streams["shop"], opened.resolve_stream("shop"))
+        commit_cut(layout, Seq(1), [], committed_at=datetime.now(UTC))
+    assert lake_tables(homes[0]).message == "they are this stream's"
+    found = lake_tables(homes[1])
+    assert (found.code, found.blocks) == ("lake_of_another_stream", "home")
+    assert "give the stream another name" in found.fix
+    with Home(homes[1]).open_catalog() as opened:
+        opened.resolve_stream("shop")
+    assert lake_tables(homes[1]) == found
+    nodes = "[replication]\nnode = 'b'\nnodes = { a = 'grpc://127.0.0.1:1', b = 'grpc://127.0.0.1:2' }\n"
+    follower = make_home(tmp_path / "c", text + nodes)
+    assert lake_tables(follower).message == "looked at once this node has the stream's log"
 
 
 def test_doctor_reports_conditions_and_alerts_that_no_receiver_takes(home: Home) -> None:

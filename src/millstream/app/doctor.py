@@ -42,7 +42,16 @@ if TYPE_CHECKING:
     from millstream.model.schema import TableSchema
 
 _TO_DECIDE: Final = frozenset(
-    {"publication_replaced", "slot_ahead", "slot_lost", "source_replaced", "offset_expired", "lake_of_another_log"}
+    {
+        "publication_replaced",
+        "slot_ahead",
+        "slot_lost",
+        "source_replaced",
+        "offset_expired",
+        "lake_of_another_log",
+        "lake_of_another_stream",
+        "lake_table_foreign",
+    }
 )
 """Errors that end capture or the pipeline at each start, until an operator decides how to go on."""
 _CHECKED_ELSEWHERE: Final = frozenset({Kind.SLOT_LAG, Kind.TABLE_QUARANTINED, Kind.OTHER_STREAM})
@@ -118,9 +127,7 @@ def _examine(
         return
     yield from _cluster(home, say, serving)
     for name, stream in streams.items():
-        yield from _one(f"lake of {name}", partial(_lake, home, name, stream))
-        if stream.lake.catalog_type is not None:
-            yield from _one(f"catalog of {name}", partial(_lake_catalog, home, name, stream))
+        yield from _lake_checks(home, name, stream)
         yield from _one(f"writers of {name}", partial(_writers, home, name))
         yield from _given_up(home, name)
         if home.delivery_folder(name).exists() or stream.consumers:
@@ -307,6 +314,21 @@ def _cluster(
             yield Diagnosis(check["name"], wrong["code"], wrong["message"], "home", wrong["hint"])
 
 
+def _lake_checks(home: Home, name: str, stream: StreamConfig) -> Iterator[Diagnosis]:
+    checks = [(f"lake of {name}", _lake)]
+    if stream.lake.catalog_type is not None:
+        checks.append((f"catalog of {name}", _lake_catalog))
+    if stream.lake.format != "postgres":
+        checks.append((f"tables in the lake of {name}", _lake_owner))
+    are_right = True
+    for check, look in checks:
+        if look is _lake_owner and not are_right:
+            return  # the tables can't be opened, for a reason that was found
+        for found in _one(check, partial(look, home, name, stream)):
+            are_right &= found.is_ok
+            yield found
+
+
 def _lake(home: Home, name: str, stream: StreamConfig) -> str:
     if stream.lake.format == "postgres":
         return _destination(home, name, stream)
@@ -334,6 +356,31 @@ def _object_store(home: Home, name: str, stream: StreamConfig) -> str:
     layout = lake_layout(home, name, stream, StreamId(UUID(int=0)))  # nothing of the stream's is touched
     probe_storage(layout)
     return f"{mask_address(layout.location)}: an object could be written, read and deleted"
+
+
+def _lake_owner(home: Home, name: str, stream: StreamConfig) -> str:
+    """Check that the lake's tables are the stream's; those of a lake before the stream's first run are another's."""
+    from millstream.home.config_mapping import lake_layout
+    from millstream.lake.table_format import open_table
+
+    stream_id = _stream_id(home, name)
+    if stream_id is None and home.config.replication.node is not None:
+        return "looked at once this node has the stream's log"
+    layout = lake_layout(home, name, stream, stream_id or StreamId(UUID(int=0)))
+    opened = open_table(layout, layout.commits_path, layout.commits_app_id)
+    return "there are none yet" if opened is None else "they are this stream's"
+
+
+def _stream_id(home: Home, name: str) -> StreamId | None:
+    """Return a stream's id, from its log or the catalog; None before its first run."""
+    from millstream.wal.reader import StreamReader
+
+    with contextlib.suppress(MillstreamError):
+        return StreamReader(str(home.wal_folder(name))).stream_id
+    if home.has_catalog():
+        with home.open_catalog() as catalog, contextlib.suppress(UnknownStream):
+            return catalog.stream(name).id
+    return None
 
 
 def _destination(home: Home, name: str, stream: StreamConfig) -> str:

@@ -108,7 +108,7 @@ class LakeTableForeign(LakeError):
     retry = Retry.OPERATOR
     codes: ClassVar[Mapping[str, Code]] = {
         "lake_of_another_stream": Code(
-            "The catalog of an Iceberg lake has a table of this name, made by another stream or another program; details: "
+            "A table of the lake was made by another stream; or, in the catalog of an Iceberg lake, by another program. Details: "
             "path, version.",
             Retry.OPERATOR,
             "Name another catalog or another lake location, or give the stream another name.",

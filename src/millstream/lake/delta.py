@@ -58,6 +58,7 @@ _BENIGN: Final = frozenset(
     {"OPTIMIZE", "VACUUM START", "VACUUM END", "SET TBLPROPERTIES", "ADD FEATURE", "FSCK", "COMPUTE STATS"}
 )
 """Other programs' operations that leave every row as it was."""
+_OTHER_LAKE: Final = "Name another lake location, or give the stream another name."
 _LOOK_BACK_VERSIONS: Final = 200
 _FEATURES: Final = {
     "timestampNtz": TableFeatures.TimestampWithoutTimezone,
@@ -428,7 +429,8 @@ def check_owned(layout: LakeLayout, opened: DeltaHandle) -> None:
         raise LakeTableForeign(
             f"{opened.path} holds a Delta table that "
             + ("this stream didn't make" if owner is None else f"stream {owner} made"),
-            hint=f"{way_out}, or set another lake location." if way_out else "Name another lake location.",
+            code=None if owner is None else "lake_of_another_stream",
+            hint=f"{way_out}, or set another lake location." if way_out else _OTHER_LAKE,
             path=opened.path,
             version=opened.version,
         )
