@@ -17,8 +17,10 @@ from tests.app.homes import run
 from tests.commands import Command
 
 from millstream.app import status as status_module
+from millstream.app.conditions import what_to_run
+from millstream.app.lake_sessions import _quarantined
 from millstream.app.open_home import open_other
-from millstream.app.status import collect_status, quarantine_of
+from millstream.app.status import collect_status, fold_failures_of, quarantine_of
 from millstream.app.table_requests import copy_table, list_tables, retry_table
 from millstream.catalog import TableState
 from millstream.catalog.quarantined_tables import QuarantinedTable
@@ -288,6 +290,23 @@ def test_a_table_is_retried_where_it_was_set_aside(home: Home) -> None:
         with pytest.raises(UnknownTable, match=r"no table sales\.orders") as caught:
             retry_table(catalog, stream, "sales.orders")
         assert caught.value.hint == "Name its schema too: public.orders."
+
+
+def test_a_table_that_only_its_fold_holds_back_is_shown_with_the_folds_own_hint(home: Home) -> None:
+    """Its error was known to the running pipeline alone, and `tables retry` said that the table is streaming."""
+    reason, hint = "a total of column n of public.log has more than 64 bits", "Append an increment of the other sign."
+    with home.open_catalog() as catalog:
+        stream = catalog.stream("shop").id
+        log = catalog.find_table(stream, "public", "log")
+        fold_failures_of(catalog, stream).put(log.id, code="invalid_value", reason=reason, hint=hint)
+        (shown,) = (t for t in list_tables(catalog, stream) if t["name"] == "public.log")
+        assert (shown["state"], shown["reason"], what_to_run(shown)) == ("quarantined", f"lake: {reason}", hint)
+        assert "tries its fold again" in retry_table(catalog, stream, "public.log")
+        # Its records land, and queries read them.
+        assert _quarantined(home, stream).keys() == {"public.orders", 'public."Bad One"'}
+        fold_failures_of(catalog, stream).drop(log.id)
+        (shown,) = (t for t in list_tables(catalog, stream) if t["name"] == "public.log")
+        assert (shown["state"], shown["reason"]) == ("history_only", "no key")
 
 
 def test_a_table_that_was_dropped_at_the_source_and_waits_in_the_lake_is_shown_and_can_be_tried_again(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from millstream.cli.progress import RunReport, describe
+from millstream.cli.progress import PartReport, RunReport, describe
 from millstream.processes.run import RunOutcome
 
 
@@ -59,6 +59,23 @@ def test_a_run_that_ends_speaks_of_the_slots_that_are_there(capsys: pytest.Captu
     assert "slot" not in capsys.readouterr().err
     report.conclude(RunOutcome(caught_up=False, interrupted=True, slots={"millstream_shop": 2048}))
     assert "for the slot millstream_shop, 2.0 KiB now" in capsys.readouterr().err
+
+
+def test_a_run_ends_with_the_own_code_and_hint_of_a_fold_that_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    """The hint was to run `tables retry`, which refused: only the fold of the table failed."""
+    failed = {"shop: public.posts": "a total has more than 64 bits", "shop: public.bad": "it doesn't fit"}
+    errors = {"shop: public.posts": {"code": "invalid_value", "hint": "Append an increment of the other sign."}}
+    report = RunReport(terminal=False, until_caught_up=True)
+    report.conclude(RunOutcome(caught_up=True, interrupted=False, quarantined=failed, fold_errors=errors))
+    written = capsys.readouterr().err
+    part = PartReport("pipeline", silent=False, terminal=False)
+    outcome = {"shop": {"caught_up": True, "quarantined": {"t": "too long"}, "fold_errors": {"t": errors.popitem()[1]}}}
+    assert part.conclude(outcome, must_catch_up=True) == 1
+    for said in (written, capsys.readouterr().err):
+        assert "invalid_value" in said
+        assert "Append an increment" in said
+    assert "table_quarantined" in written
+    assert "tables retry" in written
 
 
 def test_a_run_names_the_console_s_address(capsys: pytest.CaptureFixture[str]) -> None:

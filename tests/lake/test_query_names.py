@@ -61,6 +61,15 @@ def test_a_table_without_a_key_is_answered_with_the_way_to_rows(
     assert hint in caught.value.hint
 
 
+def test_a_table_without_versions_so_far_is_answered_with_where_the_reason_is(
+    layout: LakeLayout, orders: TableSchema, records: Records
+) -> None:
+    land(layout, 1, {orders: records(orders, ("c", 1, {"id": 1}))}, fold=True)
+    with LakeSession(layout) as session, pytest.raises(InvalidQuery, match=r"no table scd2\.public\.orders") as caught:
+        session.query('FROM scd2."public.orders"')
+    assert "`millstream tables` names the reason" in caught.value.hint
+
+
 def test_a_views_table_without_quotes_is_answered_with_the_name_in_quotes(
     layout: LakeLayout, orders: TableSchema, records: Records
 ) -> None:

@@ -16,9 +16,9 @@ from pyspark import SparkContext
 from tests.spark.hand_made import Home, insert
 from tests.spark.lake_run import config_of
 
-from millstream.catalog.quarantined_tables import QuarantinedTable
-from millstream.errors import LakeError, TokenFromFuture
-from millstream.lake.commit_cuts import Cut
+from millstream.catalog.quarantined_tables import FoldFailures, QuarantinedTable
+from millstream.errors import LakeError, Retry, TokenFromFuture
+from millstream.lake.commit_cuts import Cut, CutTable
 from millstream.lake.layout import LakeLayout, TableCommit
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
@@ -26,7 +26,8 @@ from millstream.model.schema import TableSchema
 from millstream.spark.batch_parts import BatchPart
 from millstream.spark.batch_targets import LakeOfFiles
 from millstream.spark.driver import take_up
-from millstream.spark.executor_tasks import Around, TableAnswer
+from millstream.spark.executor_tasks import Around, TableAnswer, TableError
+from millstream.spark.fold_schedule import FoldHistory
 from millstream.spark.pipeline_tables import PipelineTables, written_us
 from millstream.spark.session import SparkOptions
 from millstream.testing.errors import coded
@@ -95,6 +96,28 @@ def test_a_sink_knows_of_a_table_until_it_has_caught_up_and_no_longer_than_the_l
     assert f"lake/{ASIDE}" in sink.holders, "the log might have dropped by then what the sink asks for again"
     assert f"lake/{ASIDE}" not in {p.name for p in home.catalog.pipelines(home.stream)}
     assert tables_of(home, sink).quarantine.tables == {}
+
+
+def test_a_fold_that_fails_is_kept_in_the_catalog_until_it_succeeds(home: Home, sink: SinkInMemory) -> None:
+    posts, failures = TableId(7), FoldFailures(home.catalog, home.stream, "lake")
+    table = CutTable(posts, "public.posts", 1, history_n=Seq(4))
+    sink.cut = Cut(1, Seq(4), datetime.now(UTC), None, tables={"public.posts": table})
+    error = TableError("invalid_value", "a total has more than 64 bits", "Append an increment.", Retry.NEVER)
+    first = tables_of(home, sink)
+    for _ in range(2):
+        first.folded(posts, (), FoldHistory(), 0.0, error)
+    fact = {"code": "invalid_value", "reason": error.message, "hint": error.hint}
+    assert failures.all() == {posts: fact}
+    assert first.fold_errors() == {"public.posts": error}
+    second = tables_of(home, sink)
+    assert failures.all() == {posts: fact}
+    second.folded(
+        posts, [TableCommit(posts, "public.posts", "public.posts", "current", 1, 1, Seq(4))], FoldHistory(), 0.0
+    )
+    assert failures.all() == {}
+    failures.put(TableId(8), **fact)
+    tables_of(home, sink)
+    assert failures.all() == {}, "the table is gone from the lake"
 
 
 def test_a_sink_restored_from_a_backup_of_then_has_the_table_caught_up_again(home: Home, sink: SinkInMemory) -> None:

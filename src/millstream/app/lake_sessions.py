@@ -150,12 +150,17 @@ def _copy_of(row: TableRow) -> Reason:
 
 
 def _quarantined(home: Home, stream: StreamId) -> dict[str, str]:
-    """Return the names of tables that capture or the pipeline has quarantined, with the reason."""
-    from millstream.app.table_requests import list_tables
+    """Return the names of tables that capture or the pipeline has quarantined, with the reason.
+
+    Tables whose fold alone fails aren't among them: their records land, and a query reads them.
+    """
+    from millstream.app.status import quarantine_of, shown_tables, table_facts
     from millstream.catalog import TableState
 
     if not home.has_catalog():
         return {}
     with home.open_catalog() as catalog:
-        found = list_tables(catalog, stream)
+        held = quarantine_of(catalog, stream).all()
+        rows = [row for row in shown_tables(catalog, stream, held) if row.kind is TableKind.TABLE]
+    found = [table_facts(row, {}, None, held.get(row.id), {}) for row in rows]
     return {table["name"]: table["reason"] for table in found if table["state"] == TableState.QUARANTINED.value}

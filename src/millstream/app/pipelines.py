@@ -66,7 +66,8 @@ class StreamPipeline:
 
         def on_progress(progress: PipelineProgress) -> None:
             if self._merged is not None and (failed := self._merged.failed):
-                progress = dataclasses.replace(progress, quarantined={**progress.quarantined, **failed})
+                reasons = {name: error.message for name, error in failed.items()}
+                progress = dataclasses.replace(progress, quarantined={**progress.quarantined, **reasons})
             self._say_quarantined(progress.quarantined)
             self._say_trying(progress.trying)
             self._say_replay(progress)
@@ -91,7 +92,15 @@ class StreamPipeline:
                 )
             if merged is not None and outcome.caught_up:
                 merged.fold_all()
-                outcome = dataclasses.replace(outcome, quarantined={**outcome.quarantined, **merged.failed})
+                failed = merged.failed
+                outcome = dataclasses.replace(
+                    outcome,
+                    quarantined={**outcome.quarantined, **{name: error.message for name, error in failed.items()}},
+                    fold_errors={
+                        **outcome.fold_errors,
+                        **{name: {"code": error.code, "hint": error.hint} for name, error in failed.items()},
+                    },
+                )
             self.outcome = outcome
             if outcome.caught_up:
                 forget_given_up(self._catalog, self.name, "pipeline")
@@ -218,7 +227,7 @@ def run_pipelines(home: Home, lifeline: Lifeline, *, on_progress: Callable[[dict
     """Land every configured stream until told to stop, or to drain and end.
 
     Returns:
-        By stream: `n`, `token`, `rows`, `caught_up`, `quarantined`.
+        By stream: `n`, `token`, `rows`, `caught_up`, `quarantined`, `fold_errors`.
 
     Raises:
         HomeBusy: another process runs the home's pipelines.
@@ -377,4 +386,5 @@ def _outcome_facts(outcome: PipelineOutcome) -> dict[str, Any]:
         "rows": outcome.rows,
         "caught_up": outcome.caught_up,
         "quarantined": dict(outcome.quarantined),
+        "fold_errors": {name: dict(facts) for name, facts in outcome.fold_errors.items()},
     }

@@ -17,7 +17,7 @@ from millstream.app.open_home import home_consumers
 from millstream.app.resources import resources_of
 from millstream.app.status_words import TRIED_AGAIN
 from millstream.catalog.lake_state import lake_state
-from millstream.catalog.quarantined_tables import QuarantineFacts
+from millstream.catalog.quarantined_tables import FoldFailures, QuarantineFacts
 from millstream.errors import ConfigError, Fenced, LogError, MillstreamError, ReadOnly
 from millstream.home.home import Home
 from millstream.home.paths import PIPELINE, HomePaths
@@ -143,6 +143,11 @@ def _appending(home: HomePaths) -> dict[str, int | None]:
 def quarantine_of(catalog: Catalog, stream: StreamId) -> QuarantineFacts:
     """Return the facts of the tables that the lake's pipeline has quarantined."""
     return QuarantineFacts(catalog, stream, PIPELINE)
+
+
+def fold_failures_of(catalog: Catalog, stream: StreamId) -> FoldFailures:
+    """Return the errors of the tables that the lake's pipeline fails to fold."""
+    return FoldFailures(catalog, stream, PIPELINE)
 
 
 def _stream(
@@ -475,11 +480,12 @@ def tables_of(
     """Return a stream's tables, with live figures: capture's progress and the pipeline's."""
     held = quarantine_of(catalog, stream).all()
     landed = {facts["table_id"]: facts for facts in landing.get("tables", ())}
-    # A fold that fails quarantines a table too; only the running pipeline knows.
+    # A fold that fails quarantines a table too.
+    aside = fold_failures_of(catalog, stream).all() | held
     failed, trying = dict(landing.get("quarantined", {})), dict(landing.get("trying", {}))
     paused = catalog.paused_copies(stream)
     return [
-        table_facts(row, captured, landed.get(int(row.id)), held.get(row.id), failed, trying, paused=row.id in paused)
+        table_facts(row, captured, landed.get(int(row.id)), aside.get(row.id), failed, trying, paused=row.id in paused)
         | {"paths": paths(row)}
         for row in shown_tables(catalog, stream, held)
         if row.kind is TableKind.TABLE

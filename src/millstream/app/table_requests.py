@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from millstream.app.status import quarantine_of, shown_tables, tables_of
+from millstream.app.status import fold_failures_of, quarantine_of, shown_tables, tables_of
 from millstream.catalog import COPY_HELD, TableState
 from millstream.catalog.rebuilds import Rebuilds
 from millstream.errors import UsageError
@@ -75,6 +75,8 @@ def retry_table(catalog: Catalog, stream: StreamId, table: str, *, buffer: str |
         ):
             catalog.resume_copy(stream, row.id)
             done.append("capture takes it up again, beginning with a copy")
+    if not done and any(row.id in fold_failures_of(catalog, stream).all() for row in rows):
+        return "its records land; the pipeline tries its fold again within minutes, or when it runs next"
     if not done:
         raise UsageError(
             f"{table} is not quarantined; it is {rows[0].state.value}", hint="`millstream tables` shows states."

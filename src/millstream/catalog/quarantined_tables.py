@@ -1,4 +1,8 @@
-"""The tables that a pipeline has quarantined, as facts of the catalog: any process lists them and may request a retry."""
+"""The tables that a pipeline has quarantined, or fails to fold, as facts of the catalog: any process lists them.
+
+Nothing lands of a table that is quarantined, and a retry may be requested. A table whose fold fails lands in history, and
+the pipeline repeats the fold on its own.
+"""
 
 from __future__ import annotations
 
@@ -72,3 +76,23 @@ class QuarantineFacts:
     def retries_requested(self) -> set[TableId]:
         """Return the tables of which a retry is requested."""
         return {table_id for table_id, fact in self.all().items() if fact.get("retry")}
+
+
+class FoldFailures:
+    """The errors of folds that failed, by table, until a fold succeeds. For one pipeline of a stream, from any thread."""
+
+    def __init__(self, catalog: Catalog, stream: StreamId, pipeline: str) -> None:
+        self._catalog = catalog
+        self._scope = f"fold_failed/{stream}/{pipeline}"
+
+    def all(self) -> dict[TableId, dict[str, Any]]:
+        """Return each table's `code`, `reason` and `hint`."""
+        return {TableId(int(table_id)): fact for table_id, fact in self._catalog.facts(self._scope).items()}
+
+    def put(self, table_id: TableId, *, code: str, reason: str, hint: str) -> None:
+        """Record the error of a table's last fold; replaces what was recorded of it."""
+        self._catalog.put_fact(self._scope, str(table_id), {"code": code, "reason": reason, "hint": hint})
+
+    def drop(self, table_id: TableId) -> None:
+        """Remove a table's record."""
+        self._catalog.drop_fact(self._scope, str(table_id))

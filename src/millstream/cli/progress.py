@@ -113,14 +113,8 @@ class RunReport:
 
     def conclude(self, outcome: RunOutcome) -> None:
         """Print how it ended, and what the source still keeps for us."""
-        for table, reason in sorted(outcome.quarantined.items()):
-            say_error(
-                {
-                    "code": "table_quarantined",
-                    "message": f"{table}: {reason}",
-                    "hint": "Read the reason with `millstream tables`, then run `millstream tables retry T`.",
-                }
-            )
+        hint = "Read the reason with `millstream tables`, then run `millstream tables retry T`."
+        _say_quarantined(outcome.quarantined, outcome.fold_errors, hint)
         _say_paused(outcome.paused)
         _say_held(outcome.copies_held)
         if outcome.caught_up:
@@ -186,16 +180,15 @@ class PartReport:
     def conclude(self, outcome: dict[str, Any], *, must_catch_up: bool) -> int:
         """Print how it ended; return the exit code."""
         self._line.clear()
-        quarantined, copies_held = (
+        quarantined, copies_held, fold_errors = (
             {
                 f"{stream}: {table}": reason
                 for stream, facts in outcome.items()
                 for table, reason in facts.get(what, {}).items()
             }
-            for what in ("quarantined", "copies_held")
+            for what in ("quarantined", "copies_held", "fold_errors")
         )
-        for table, reason in sorted(quarantined.items()):
-            say_error({"code": "table_quarantined", "message": f"{table}: {reason}", "hint": ""})
+        _say_quarantined(quarantined, fold_errors)
         paused = [f"{stream}: {table}" for stream, facts in outcome.items() for table in facts.get("paused", ())]
         _say_paused(paused)
         _say_held(copies_held)
@@ -210,6 +203,13 @@ def _spark_words(facts: Mapping[str, Any]) -> str:
     if facts["state"] == "waiting":
         return f"waiting for Spark's master at {facts['master']}, which doesn't answer; the log goes on"
     return "starting Spark …" if facts["state"] == "starting" else f"ready after {facts['seconds']:.0f} s"
+
+
+def _say_quarantined(tables: Mapping[str, str], fold_errors: Mapping[str, Mapping[str, str]], hint: str = "") -> None:
+    """Print the error of each table; of one that only its fold holds back, the fold's own code and hint."""
+    for table, reason in sorted(tables.items()):
+        own = fold_errors.get(table) or {"code": "table_quarantined", "hint": hint}
+        say_error({"code": own["code"], "message": f"{table}: {reason}", "hint": own["hint"]})
 
 
 def _say_paused(tables: Sequence[str]) -> None:

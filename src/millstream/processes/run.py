@@ -28,6 +28,8 @@ class RunOutcome:
     interrupted: bool
     quarantined: dict[str, str] = field(default_factory=dict)
     """Tables that were quarantined (`stream: schema.table`), each with its reason."""
+    fold_errors: dict[str, dict[str, str]] = field(default_factory=dict)
+    """`code` and `hint` of those of them that only their fold holds back (`stream: schema.table`)."""
     paused: list[str] = field(default_factory=list)
     """Tables whose copies are paused (`stream: schema.table`): the run didn't wait for them."""
     copies_held: dict[str, str] = field(default_factory=dict)
@@ -153,14 +155,14 @@ class _Conductor:
             name: list(parts[name].outcome.get("streams", {}).items()) if name in parts else []
             for name in ("capture", "pipeline")
         }
-        quarantined, copies_held = (
+        quarantined, copies_held, fold_errors = (
             {
-                f"{stream}: {table}": str(reason)
+                f"{stream}: {table}": reason
                 for told in streams.values()
                 for stream, facts in told
                 for table, reason in facts.get(what, {}).items()
             }
-            for what in ("quarantined", "copies_held")
+            for what in ("quarantined", "copies_held", "fold_errors")
         )
         errors = {
             name: running.error or {"message": "it could not be started"}
@@ -175,4 +177,4 @@ class _Conductor:
         slots = {facts["slot"]: facts.get("slot_holds_bytes") for _, facts in streams["capture"] if facts.get("slot")}
         paused = [f"{stream}: {table}" for stream, facts in streams["capture"] for table in facts.get("paused", ())]
         interrupted = self.supervisor.interruptions > 0
-        return RunOutcome(caught_up, interrupted, quarantined, paused, copies_held, errors, slots)
+        return RunOutcome(caught_up, interrupted, quarantined, fold_errors, paused, copies_held, errors, slots)

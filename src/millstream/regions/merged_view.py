@@ -118,10 +118,10 @@ class MergedViews:
         self._worker.check()
 
     @property
-    def failed(self) -> dict[str, str]:
-        """Names of tables whose last fold failed, with the reason."""
+    def failed(self) -> dict[str, MillstreamError]:
+        """Errors of the tables whose last fold failed, by name."""
         with self._lock:
-            return {name: table.error.message for name, table in self._tables.items() if table.error is not None}
+            return {name: table.error for name, table in self._tables.items() if table.error is not None}
 
     def fold_all(self) -> None:
         """Fold every table to the ends of the logs, whatever its schedule. Only while the thread isn't running."""

@@ -260,9 +260,9 @@ class _Run:
 
     def _outcome(self, *, caught_up: bool) -> PipelineOutcome:
         n = self.pipeline_tables.cut.n if self.pipeline_tables.cut is not None else Seq(0)
-        return PipelineOutcome(
-            n, self.config.token(n), self.pipeline_tables.rows, caught_up, self.pipeline_tables.quarantined()
-        )
+        tables = self.pipeline_tables
+        errors = {name: {"code": error.code, "hint": error.hint} for name, error in tables.fold_errors().items()}
+        return PipelineOutcome(n, self.config.token(n), tables.rows, caught_up, tables.quarantined(), errors)
 
 
 def log_hint(config: PipelineConfig) -> str:

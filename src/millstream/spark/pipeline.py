@@ -172,6 +172,8 @@ class PipelineOutcome:
     caught_up: bool
     quarantined: Mapping[str, str] = field(default_factory=dict)
     """Names of tables that failed, each with its reason; the others are complete."""
+    fold_errors: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """`code` and `hint` of those that only their fold holds back, by name: their history is complete."""
 
 
 OnProgress = Callable[[PipelineProgress], None]

@@ -19,7 +19,7 @@ from typing import Final
 from millstream import process_metrics
 from millstream.backoff import Backoff
 from millstream.catalog import Catalog
-from millstream.catalog.quarantined_tables import QuarantinedTable
+from millstream.catalog.quarantined_tables import FoldFailures, QuarantinedTable
 from millstream.lake.commit_cuts import Cut, CutTable
 from millstream.lake.layout import TableCommit, View
 from millstream.model.ids import SchemaVersion, TableId
@@ -87,6 +87,9 @@ class PipelineTables:
         self._lock = threading.Lock()
         self.tables: dict[TableId, PipelineTable] = {}
         self.quarantine: Final = Quarantine(config, catalog)
+        self._fold_failures = FoldFailures(catalog, config.stream_id, config.pipeline)
+        self._fold_errors: dict[TableId, str] = dict.fromkeys(self._fold_failures.all(), "")
+        """The message of each recorded failure; empty for one of an earlier run."""
         self.rows = 0
         self.cut = config.sink.last_cut()
         """The last cut; None before the lake's first."""
@@ -102,6 +105,9 @@ class PipelineTables:
                     scd2_n=table.scd2_n,
                     waiting_since_s=now if _lacks_folds(config, table, schemas.get(table.table_id)) else None,
                 )
+        for table_id in list(self._fold_errors):
+            if table_id not in self.tables or self.tables[table_id].waiting_since_s is None:
+                self._note_fold(table_id, None)
         for table_id, after in config.sink.held().items() if self.cut is not None else ():
             if table_id not in self.quarantine.tables:
                 # Restored from a backup that was made while the table was quarantined: it lacks what
@@ -149,6 +155,16 @@ class PipelineTables:
         with self._lock:
             entry.waiting_since_s = None
             entry.waiting.clear()
+            entry.fold_error = None
+        self._note_fold(entry.table_id, None)
+
+    def _note_fold(self, table_id: TableId, error: TableError | None) -> None:
+        """Record in the catalog whether a table's fold fails, for as long as it does."""
+        if error is None and self._fold_errors.pop(table_id, None) is not None:
+            self._fold_failures.drop(table_id)
+        elif error is not None and self._fold_errors.get(table_id) != error.message:
+            self._fold_errors[table_id] = error.message
+            self._fold_failures.put(table_id, code=error.code, reason=error.message, hint=error.hint)
 
     def folded(
         self,
@@ -189,6 +205,7 @@ class PipelineTables:
                 entry.waiting_since_s = started_s if entry.history_n > reached else None
             else:
                 entry.fold_again_s = now + entry.fold_backoff.next_s()
+        self._note_fold(table_id, error)
 
     def tended(self, answer: TendAnswer) -> None:
         """Record a table's disk bytes. Any thread."""
@@ -264,9 +281,14 @@ class PipelineTables:
         self._catalog.set_landed(stream, pipeline, Seq(0) if self.cut is None else self.cut.n)
         self._catalog.set_needed_from(stream, pipeline, needed_from)
 
+    def fold_errors(self) -> dict[str, TableError]:
+        """Return the errors of the tables that only their fold holds back, by name. Any thread."""
+        held = list(self.quarantine.tables)
+        return {t.name: t.fold_error for t in list(self.tables.values()) if t.fold_error and t.table_id not in held}
+
     def quarantined(self) -> dict[str, str]:
         """Return the names of the tables that failed, with the reason: in history, or in the fold. Any thread."""
-        found = {entry.name: entry.fold_error.message for entry in list(self.tables.values()) if entry.fold_error}
+        found = {name: error.message for name, error in self.fold_errors().items()}
         return found | {table.name: table.reason for table in list(self.quarantine.tables.values())}
 
     def progress(self) -> tuple[TableProgress, ...]:

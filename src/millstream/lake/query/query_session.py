@@ -385,6 +385,8 @@ class LakeSession:
         hint = name_in_full([f'{view}."{name}"' for name in others] if view in {HISTORY, SCD2, MERGED} else others)
         if bare == MESSAGES and MESSAGES in self._tables:
             hint = f"Logical messages are in {HISTORY}.{MESSAGES}."
+        if view == SCD2 and any(is_meant(bare, name) for name in self.tables):
+            hint = "The lake keeps no versions of it so far: `millstream tables` names the reason if their fold fails."
         return InvalidQuery(f"there is no table {table} in the lake", hint=hint or self._hint())
 
     def _hint(self) -> str:
