@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from millstream.app import cluster
+from millstream.app import doctor as doctors
 from millstream.app.cluster import lacks_encryption
-from millstream.app.doctor import Diagnosis, as_checks
+from millstream.app.doctor import Diagnosis, as_checks, examine
 from millstream.app.executor_packages import EXTRA, _distributions
 from millstream.config.file import load_config
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, EngineError
 from millstream.home.config_mapping import flight_address
 from millstream.home.home import Home
+from millstream.spark.cluster_checks import CHECKS
 from millstream.spark.executor_access import FlightAddress
 
 BOTH = {"spark.authenticate": "true", "spark.network.crypto.enabled": "TRUE"}
@@ -50,7 +53,10 @@ def test_checks_are_the_findings_about_executors_and_stores(tmp_path: Path) -> N
     checks = as_checks(home, found)
     assert checks == [
         {"name": "spark.master", "ok": True, "detail": "it answers", "hint": ""},
-        {"name": "executor.log", "ok": False, "detail": "h can't read it", "hint": "Open the port."},
+        *(
+            {"name": name, "ok": False, "detail": "h can't read it", "hint": "Open the port."}
+            for name in ("executor.log", "executor.lake", "clocks")
+        ),
     ]
     for code, ok in (
         ("ok", (True, True)),
@@ -64,6 +70,31 @@ def test_checks_are_the_findings_about_executors_and_stores(tmp_path: Path) -> N
             ("lake.credentials", ok[0]),
             ("lake.bucket", ok[1]),
         ]
+
+
+def test_a_dead_master_fails_each_check_of_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dead(*_: object) -> None:
+        raise EngineError("Spark doesn't start")
+
+    (tmp_path / "millstream.toml").write_text('[streams.web]\n[spark]\nmaster = "spark://127.0.0.1:1"\n')
+    monkeypatch.setattr(cluster, "cluster_facts", dead)
+    monkeypatch.setattr(doctors, "_compiled", lambda *_: "there")
+    home = Home(tmp_path)
+    found = [one for one in examine(home, lambda _line: None) if one.message == "Spark doesn't start"]
+    assert [one.check for one in found] == ["spark.master"], "one failure is one finding"
+    assert [(check["name"], check["ok"]) for check in as_checks(home, found)] == [(name, False) for name in CHECKS]
+
+
+def test_a_catalog_that_is_down_says_nothing_about_the_store_that_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctors, "_compiled", lambda *_: "there")
+    rest = '[streams.web.lake]\nformat = "iceberg"\ncatalog = { type = "rest", uri = "http://127.0.0.1:1" }\n'
+    (tmp_path / "millstream.toml").write_text(rest)
+    home = Home(tmp_path)
+    found = list(examine(home, lambda _line: None))
+    assert [one.check for one in found if one.code == "catalog_unreachable"] == ["catalog of web"]
+    assert [(check["name"], check["ok"]) for check in as_checks(home, found)] == [("lake.catalog", False)]
 
 
 def test_the_packed_packages_are_those_of_the_extra_and_none_of_the_drivers() -> None:

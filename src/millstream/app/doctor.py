@@ -11,7 +11,7 @@ import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -56,7 +56,8 @@ _TO_DECIDE: Final = frozenset(
 """Errors that end capture or the pipeline at each start, until an operator decides how to go on."""
 _CHECKED_ELSEWHERE: Final = frozenset({Kind.SLOT_LAG, Kind.TABLE_QUARANTINED, Kind.OTHER_STREAM})
 """Conditions that the checks of a source, of tables and of nodes find."""
-_CLUSTER_CHECKS: Final = frozenset({"spark.master", "spark.python", "executor.log", "executor.lake", "clocks"})
+_CLUSTER_CHECKS: Final = ("spark.master", "spark.python", "executor.log", "executor.lake", "clocks")
+"""The checks of a cluster, in their order. After one that fails, those that couldn't be asked are no findings of their own."""
 _FREE_BYTES_MIN: Final = 2 << 30
 """Room for some segments, Spark's scratch space and a first load of tables of a usual size."""
 
@@ -152,10 +153,17 @@ def _examine(
 
 
 def as_checks(home: Home, found: Iterable[Diagnosis]) -> list[dict[str, Any]]:
-    """Return the checks of a cluster and of stores among the findings: `name`, `ok`, `detail`, `hint`."""
-    checks = []
+    """Return the checks of a cluster and of stores among the findings: `name`, `ok`, `detail`, `hint`.
+
+    A cluster's checks are complete if there are any: a check that isn't among the findings has the failure before it.
+    """
+    found = list(found)
+    checks = [
+        {"name": name, "ok": one.is_ok, "detail": one.message, "hint": one.fix}
+        for name, one in _of_cluster({one.check: one for one in found if one.check in _CLUSTER_CHECKS})
+    ]
     for one in found:
-        ok = {one.check: one.is_ok} if one.check in _CLUSTER_CHECKS else {}
+        ok = {}
         if any(one.check == f"lake of {name}" and "://" in home.lake_location(s) for name, s in _streams(home).items()):
             # The store names a bucket or a right only to keys that it accepts.
             accepted = one.is_ok or one.code in {"lake_bucket_missing", "lake_forbidden"}
@@ -164,6 +172,16 @@ def as_checks(home: Home, found: Iterable[Diagnosis]) -> list[dict[str, Any]]:
             ok = {"lake.catalog": one.is_ok}
         checks += [{"name": name, "ok": is_ok, "detail": one.message, "hint": one.fix} for name, is_ok in ok.items()]
     return checks
+
+
+def _of_cluster(found: Mapping[str, Diagnosis]) -> Iterator[tuple[str, Diagnosis]]:
+    """Yield each check of a cluster with its finding, or with the failure that kept it from being asked."""
+    failed = None
+    for name in _CLUSTER_CHECKS:
+        finding = found.get(name, failed)
+        if finding is not None:
+            yield name, finding
+            failed = failed if finding.is_ok else finding
 
 
 def _streams(home: Home) -> dict[str, StreamConfig]:
@@ -315,18 +333,15 @@ def _cluster(
 
 
 def _lake_checks(home: Home, name: str, stream: StreamConfig) -> Iterator[Diagnosis]:
-    checks = [(f"lake of {name}", _lake)]
-    if stream.lake.catalog_type is not None:
-        checks.append((f"catalog of {name}", _lake_catalog))
-    if stream.lake.format != "postgres":
-        checks.append((f"tables in the lake of {name}", _lake_owner))
-    are_right = True
-    for check, look in checks:
-        if look is _lake_owner and not are_right:
-            return  # the tables can't be opened, for a reason that was found
-        for found in _one(check, partial(look, home, name, stream)):
-            are_right &= found.is_ok
-            yield found
+    has_catalog = stream.lake.catalog_type is not None
+    of_catalog = list(_one(f"catalog of {name}", partial(_lake_catalog, home, name, stream))) if has_catalog else []
+    found = list(of_catalog)
+    # Only the catalog knows the store of a lake that lies in it.
+    if not stream.lake.lies_in_catalog or all(one.is_ok for one in of_catalog):
+        found = [*_one(f"lake of {name}", partial(_lake, home, name, stream)), *of_catalog]
+    yield from found
+    if stream.lake.format != "postgres" and all(one.is_ok for one in found):
+        yield from _one(f"tables in the lake of {name}", partial(_lake_owner, home, name, stream))
 
 
 def _lake(home: Home, name: str, stream: StreamConfig) -> str:
