@@ -17,6 +17,8 @@ from tests.app.homes import done, make_home
 from tests.app.served import serving
 from tests.serving.serving_process import Served, served, web_home
 
+from millstream.delivery.definition import REQUEST_FIELDS
+
 WAITING = {"wait_for_ms": 30_000}
 KEYS = '[streams.web.keys]\n"public.orders" = ["id"]\n'
 
@@ -372,6 +374,14 @@ def test_hints_offer_nothing_that_requests_may_not_set(server: Served) -> None:
     ):
         hint = client.answer(client.http.post("", json=body), 422)["hint"]
         assert (offered in hint, refused in hint) == (True, False)
+
+
+def test_the_document_describes_every_field_that_a_definition_may_have(server: Served) -> None:
+    """It lacked kafka, and the kind latest."""
+    document = httpx.get(f"{server.url}/openapi.json", timeout=60, trust_env=False).json()
+    body = document["paths"]["/v1/streams/{stream}/consumers"]["post"]["requestBody"]["content"]["application/json"]
+    assert body["schema"]["properties"].keys() == set(REQUEST_FIELDS)
+    assert body["schema"]["properties"]["kind"]["enum"] == ["changes", "latest"]
 
 
 def test_a_page_of_dead_letters_begins_at_the_next_of_an_answer(server: Served) -> None:

@@ -30,6 +30,8 @@ _NUMBERS: Final[Mapping[str, tuple[int, int, int]]] = {
 }
 """The default, the least and the greatest value."""
 _FIELDS: Final = ("name", "tables", "where", "columns", "kind", "group_by", "start", *_NUMBERS, "backfill", *SINKS)
+REQUEST_FIELDS: Final = tuple(field for field in _FIELDS if field not in TRUSTED_SINKS)
+"""The fields that a request may have; others are the configuration file's."""
 _COLUMN: Final = re.compile(
     r"""\s*(?P<name>"(?:[^"]|"")+"|[^\s"]+)(?:\s+as\s+(?P<alias>"(?:[^"]|"")+"|[^\s"]+))?\s*\Z""", re.IGNORECASE
 )
@@ -79,7 +81,7 @@ class Definition:
         sink = SinkDefinition.parse(body, is_trusted=is_trusted)
         unknown = [str(field) for field in body if field not in _FIELDS]
         if unknown:
-            known = [field for field in _FIELDS if is_trusted or field not in TRUSTED_SINKS]
+            known = _FIELDS if is_trusted else REQUEST_FIELDS
             _refuse(f"there is no field {unknown[0][:80]!r}", unknown[0][:80], f"Use: {', '.join(known)}.")
         name = body.get("name")
         if not isinstance(name, str) or NAME.match(name) is None:

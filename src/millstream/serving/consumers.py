@@ -17,6 +17,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from millstream.delivery.running_consumer import Waiter
 from millstream.errors import HttpError
 from millstream.model.access import Right
+from millstream.protocol.delivery.messages import Kind
 from millstream.serving.access import allow
 from millstream.serving.connections import NEEDS_ITS_CLIENT
 from millstream.serving.openapi import KEY
@@ -45,7 +46,11 @@ _BODIES: Final[dict[str, dict[str, Any]]] = {
         "tables": {**_TEXTS, "description": "Patterns of tables, as in `[source] tables`."},
         "where": {"type": "string", "description": "A condition on a row, as in a routing rule."},
         "columns": {**_TEXTS, "examples": [["id", "total as amount"]]},
-        "kind": {"enum": ["changes"], "default": "changes"},
+        "kind": {
+            "enum": [*Kind],
+            "default": Kind.CHANGES,
+            "description": "`latest`: the newest state of each key, instead of every change.",
+        },
         "group_by": {"anyOf": [{"enum": ["key", "none"]}, _TEXTS], "default": "key"},
         "start": {**_PLACE, "default": "latest"},
         "ack_wait_ms": {"type": "integer", "minimum": 100, "maximum": 43_200_000, "default": 30_000},
@@ -60,6 +65,7 @@ _BODIES: Final[dict[str, dict[str, Any]]] = {
             "type": "object",
             "description": "Deliver to a webhook: `[streams.S.consumers.C.webhook]` of the reference.",
         },
+        "kafka": {"type": "object", "description": "Deliver to topics of Kafka: `[streams.S.consumers.C.kafka]`."},
         "redis": {"type": "object", "description": "Deliver to Redis streams: `[streams.S.consumers.C.redis]`."},
     },
     "receive": {
