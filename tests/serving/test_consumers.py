@@ -366,6 +366,13 @@ def test_what_is_wrong_is_refused(server: Served, path: str, body: Any, status: 
     assert found["hint"]
 
 
+def test_the_hint_for_a_wrong_wait_of_an_extension_names_the_consumers_own(server: Served) -> None:
+    client = Client(server.url)
+    client.http.post("", json={"name": "v", "start": "latest", "ack_wait_ms": 5000})
+    hint = client.post("v/extend", 422, ack_ids=[], ack_wait_ms=99)["hint"]
+    assert hint == "Send such a number, or leave the field out: the default is the consumer's."
+
+
 def test_hints_offer_nothing_that_requests_may_not_set(server: Served) -> None:
     client = Client(server.url)
     for body, offered, refused in (

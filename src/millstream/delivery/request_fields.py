@@ -54,7 +54,7 @@ def settling(how: str, body: Any) -> Settling:
             )
         return Settling(ids, delay_ms, has_failed)
     if how == "extend" and fields.get("ack_wait_ms") is not None:
-        return Settling(ids, _number(fields, "ack_wait_ms", _ACK_WAIT_MS[0], *_ACK_WAIT_MS))
+        return Settling(ids, _number(fields, "ack_wait_ms", "the consumer's", *_ACK_WAIT_MS))
     return Settling(ids)
 
 
@@ -128,7 +128,7 @@ def _fields(body: Any, *known: str) -> Mapping[str, Any]:
     return body
 
 
-def _number(fields: Mapping[str, Any], field: str, default: int, least: int, most: int) -> int:
+def _number(fields: Mapping[str, Any], field: str, default: int | str, least: int, most: int) -> int:
     value = fields.get(field, default)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise InvalidValue(
