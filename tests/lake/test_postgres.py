@@ -141,6 +141,36 @@ def test_a_rename_that_another_lake_followed_is_refused_until_a_copy_comes(
     assert landed(target, renamed, 4, definition, copied) == 2
 
 
+def test_rows_from_before_a_column_with_a_default_have_it(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    old = replace(table, columns=tuple(replace(c, number=at) for at, c in enumerate(table.columns, 1)))
+    grade = Column("grade", pa.int32(), PgType(23, -1, "integer"), number=90, filled="5")
+    said = Column("said", pa.string(), PgType(25, -1, "text"), number=91, filled="it's \\ so")
+    new = replace(old, version=SchemaVersion(old.version + 1), columns=(*old.columns, grade))
+    newer = replace(new, version=SchemaVersion(new.version + 1), columns=(*new.columns, said))
+    landed(target, old, 2, records(old, ("c", 1, {"id": 1, "note": "x"}), ("c", 2, {"id": 2, "note": "y"})))
+    definition = records(new.as_definition(), ("s", 3, {"__exact": [("grade", "5")]}))
+    assert landed(target, new, 3, definition) == 0
+    found = f"SELECT id, note, grade FROM {ROWS} ORDER BY id"
+    assert asked(found) == [(1, "x", 5), (2, "y", 5)]
+    late = [("u", 5, {"id": 1, "grade": None, "__unchanged": ["note"]}), ("c", 6, {"id": 4, "grade": 7})]
+    landed(
+        target,
+        newer,
+        7,
+        records(new, *late),
+        records(newer, ("u", 7, {"id": 2, "said": None, "__unchanged": ["note", "grade"]})),
+    )
+    assert asked(f"SELECT id, note, grade, said FROM {ROWS} ORDER BY id") == [
+        (1, "x", None, "it's \\ so"),
+        (2, "y", 5, None),
+        (4, None, 7, "it's \\ so"),
+    ]
+    landed(target, new, 3, definition)
+    assert "said" in str(asked(f"SELECT to_json(o) FROM {ROWS} o")), "a repeated batch changes nothing"
+
+
 # --- lives: random records in random batches, replayed and broken off ----------------------------------------------
 
 

@@ -96,7 +96,7 @@ def merge_current(
         connection: to the destination.
         target: the destination.
         schema: the newest of the records.
-        batches: the records, none of which was merged before.
+        batches: the records, none of which was merged before; none if a definition alone came.
         copying: whether the table's copy isn't complete yet. A record may then leave a column unchanged in a row that
             hasn't come; the column is null until the row comes.
         live: tables that the source still has; another table that had this one's name is kept if it is among them.
@@ -129,6 +129,8 @@ def merge_current(
         schema = replace(schema, columns=(*schema.columns, *(Column(name, pa.string()) for name in more)))
         wanted |= {name: have[name] for name in more}
     columns = pa.schema([pa.field(column.name, pa.string()) for column in schema.columns])
+    filled = {c.name: c.filled for c in schema.columns if c.filled is not None and c.name not in have}
+    """Defaults of columns that the table doesn't have so far: its rows are from before them."""
     emptied = bool(mixed) or (owner is not None and owner.key != schema.key)
     if relation is not None and not emptied and schema.key and relation.key and relation.key != schema.key:
         raise LakeTableForeign(
@@ -140,7 +142,7 @@ def merge_current(
     def lookup(keys: Keys) -> pa.Table:
         there = [name for name in (*columns.names, EXACT.name) if name in have]
         found = _rows_of(connection, place, keys, there, wanted) if relation is not None and not emptied else None
-        return _completed(found, keys, columns, missing_allowed=copying or emptied)
+        return _completed(found, keys, columns, filled, missing_allowed=copying or emptied)
 
     folded = fold_records(text_records(schema, batches), schema, columns, lookup)
     if relation is None:
@@ -151,7 +153,7 @@ def merge_current(
             # A copy follows a change of the key. Not TRUNCATE: concurrent readers keep seeing the rows.
             connection.execute(f"DELETE FROM {place.quoted}".encode())
         assert owner is not None, "its owner was checked"
-        _evolve(connection, place, owner, have, wanted, schema.key)
+        _evolve(connection, place, owner, have, wanted, schema.key, filled)
     ours = tuple(wanted)
     if owner is None or (owner.columns, owner.key) != (ours, schema.key):
         register(connection, target, place, int(schema.table_id), layout=_LAYOUT, columns=ours, key=schema.key)
@@ -254,8 +256,9 @@ def _evolve(
     have: dict[str, str],
     wanted: dict[str, str],
     key: Sequence[str],
+    filled: Mapping[str, str],
 ) -> None:
-    """Give the table the columns, the types and the key that its source has."""
+    """Give the table the columns, the types and the key that its source has; `filled` are values for the rows that it has."""
     changes = []
     relation = relation_at(connection, place)
     assert relation is not None, "it is there"
@@ -268,7 +271,11 @@ def _evolve(
         ]
         changes += [f"ALTER {quote_ident(name)} DROP NOT NULL" for name in relation.key]
     changes += [f"DROP {quote_ident(name)}" for name in owner.columns if name not in wanted and name in have]
-    changes += [f"ADD {quote_ident(name)} {kind}" for name, kind in wanted.items() if name not in have]
+    changes += [
+        f"ADD {quote_ident(name)} {kind}" + (f" DEFAULT {literal(filled[name])}" if name in filled else "")
+        for name, kind in wanted.items()
+        if name not in have
+    ]
     retyped = [name for name, kind in wanted.items() if name in have and have[name] != kind]
     changes += [
         f"ALTER {quote_ident(name)} TYPE {wanted[name]} USING {quote_ident(name)}::text::{wanted[name]}"
@@ -284,6 +291,9 @@ def _evolve(
 
     try:
         connection.execute(f"ALTER TABLE {place.quoted} {', '.join(changes)}".encode())
+        drops = [f"ALTER {quote_ident(name)} DROP DEFAULT" for name in filled]
+        if drops:
+            connection.execute(f"ALTER TABLE {place.quoted} {', '.join(drops)}".encode())
     except (psycopg.DataError, psycopg.errors.DependentObjectsStillExist, psycopg.errors.FeatureNotSupported) as error:
         raise LakeError(
             f"{place.quoted} can't follow its source: {' '.join(str(error).split())}",
@@ -334,13 +344,18 @@ def _rows_of(
     return pa.table([pa.array(values, pa.string()) for values in columns.values()], names=list(columns))
 
 
-def _completed(found: pa.Table | None, keys: Keys, columns: pa.Schema, *, missing_allowed: bool) -> pa.Table:
-    """Return the rows found, with all columns, and rows of only their keys for rows that may yet come."""
+def _completed(
+    found: pa.Table | None, keys: Keys, columns: pa.Schema, filled: Mapping[str, str], *, missing_allowed: bool
+) -> pa.Table:
+    """Return the rows found, with all columns, and rows of only their keys for rows that may yet come.
+
+    `filled` are values of columns that the rows lack.
+    """
     length = 0 if found is None else found.num_rows
     parts = []
     if found is not None:
         arrays = [
-            found.column(name) if name in found.column_names else pa.nulls(length, pa.string())
+            found.column(name) if name in found.column_names else pa.array([filled.get(name)] * length, pa.string())
             for name in columns.names
         ]
         parts.append(pa.table([*arrays, pa.nulls(length, EXACT.type)], schema=pa.schema([*columns, EXACT])))

@@ -238,15 +238,19 @@ def _land_one(
     batches = [
         (version, batch.filter(pc.greater(batch.column("__seq"), int(stands)))) for version, batch in loaded.batches
     ]
+    # A definition may be the only sign of a new column that has a default in older rows.
+    fills = any(batch.num_rows and one.kind is TableKind.DEFINITION for one, batch in batches) and any(
+        column.filled is not None for column in schema.columns
+    )
     batches = [(one, batch) for one, batch in batches if batch.num_rows and one.kind is not TableKind.DEFINITION]
+    has_rows = "current" in target.views and has_current(schema) and table_id not in history_only
     if "current" in target.views and table_id not in history_only:
         _check_names(target, schema, loaded.batches, stands)
     rows = sum(batch.num_rows for _, batch in batches)
-    if batches:
-        if "changes" in target.views:
-            append_events(connection, ensure_events(connection, target, schema), batches)
-        if "current" in target.views and has_current(schema) and table_id not in history_only:
-            merge_current(connection, target, schema, batches, copying=table_id in copying, live=live)
+    if batches and "changes" in target.views:
+        append_events(connection, ensure_events(connection, target, schema), batches)
+    if has_rows and (batches or fills):
+        merge_current(connection, target, schema, batches, copying=table_id in copying, live=live)
     if upto > stands:
         connection.execute(
             "INSERT INTO millstream_lake.positions VALUES (%s, %s, %s, %s) ON CONFLICT (stream, pipeline, table_id) "

@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 
 from millstream.lake.column_conversion import texts_of
 from millstream.lake.folded.accumulating import lacking_named
+from millstream.model.column_renames import Filled, filled_in
 from millstream.model.column_texts import render_column
 from millstream.model.records import RECORD_PREFIX, TEXT_BY_COLUMN
 from millstream.model.schema import Column, PgType, TableSchema
@@ -43,7 +44,9 @@ def without_zeros(texts: pa.Array) -> pa.Array:
 
 
 def text_records(schema: TableSchema, batches: Sequence[Versioned]) -> pa.Table:
-    """Return records as a fold takes them, with the columns of `schema` as text, null if a version lacked them.
+    """Return records as a fold takes them, with the columns of `schema` as text.
+
+    If a version lacked a column, it is null, or has the default with which the column was added after it.
 
     Args:
         schema: the newest.
@@ -54,13 +57,18 @@ def text_records(schema: TableSchema, batches: Sequence[Versioned]) -> pa.Table:
     for version, some in _slices(batches):
         batch = lacking_named(some, schema)
         has = {column.name for column in version.columns}
+        names = filled_in(version, schema)
         own = [
-            column_texts(version, batch, name) if name in has else pa.nulls(batch.num_rows, pa.string())
+            column_texts(version, batch, name) if name in has else _filled(names.get(name), batch.num_rows)
             for name in shape.names[len(_KEPT) + 1 :]
         ]
         kept = [batch.column(name) for name in _KEPT]
         tables.append(pa.table([*kept, pa.nulls(batch.num_rows, TEXT_BY_COLUMN), *own], schema=shape))
     return pa.concat_tables(tables) if tables else shape.empty_table()
+
+
+def _filled(value: str | Filled | None, count: int) -> pa.Array:
+    return pa.array([value.text if isinstance(value, Filled) else None] * count, pa.string())
 
 
 def _slices(batches: Sequence[Versioned]) -> Iterator[Versioned]:
