@@ -46,7 +46,7 @@ class Source:
         """Change the table so many times, each change with or without rows next to it."""
         steps: list[Callable[[], None]] = [
             self.rename, self.rename, self.swap, self.there_and_back, self.swap_there_and_back, self.add, self.drop,
-            self.fill, self.fill_and_rewrite, self.again, self.retype_renamed, self.key, self.in_one_go, self.truncate,
+            self.fill, self.fill_and_rewrite, self.default, self.empty, self.again, self.retype_renamed, self.key, self.in_one_go, self.truncate,
         ]  # fmt: skip
         for _ in range(count):
             self.write()
@@ -97,6 +97,21 @@ class Source:
                 self._rng.choice(("ALTER TABLE t ALTER {} DROP DEFAULT", "ALTER TABLE t ALTER {} SET DEFAULT 'x'")),
                 free,
             )
+
+    def default(self) -> None:
+        """Add a column with a constant, or several, with rows in between or not."""
+        for kind in self._rng.sample(
+            ("text DEFAULT 'a, \"b\"'", "int NOT NULL DEFAULT 7", "int[] DEFAULT ARRAY[1, NULL]"), 2
+        ):
+            if free := self._free():
+                self._run(f"ALTER TABLE t ADD {{}} {kind}", free)
+                self.write()
+
+    def empty(self) -> None:
+        """Give some rows a null, which no default replaces."""
+        if name := self._mine():
+            self._run("ALTER TABLE t ALTER {} DROP NOT NULL", name)
+            self._run(f"UPDATE t SET {{}} = NULL WHERE id % 3 = {self._rng.randint(0, 2)}", name)
 
     def fill_and_rewrite(self) -> None:
         if free := self._free():
@@ -151,19 +166,24 @@ class Source:
         ids = [row[0] for row in self._connection.execute(SQL("SELECT {} FROM t").format(Identifier(key))).fetchall()]
         name = self._mine()
         if ids and name and self._rng.random() < 0.5:
-            self._run(f"UPDATE t SET {{}} = {self._rng.randint(0, 99)} WHERE {key} = {self._rng.choice(ids)}", name)
+            number = self._rng.randint(0, 99)
+            value = f"ARRAY[{number}]" if name in self._lists() else str(number)
+            self._run(f"UPDATE t SET {{}} = {value} WHERE {key} = {self._rng.choice(ids)}", name)
         if ids and self._rng.random() < 0.3:
             self._run(f"DELETE FROM t WHERE {key} = {self._rng.choice(ids)}")
 
     def _insert(self, key: str = "id") -> None:
         self._number += 1
-        values = ", ".join(str(self._number) for name in [key, *self._names()] if name)
-        columns = SQL(", ").join(map(Identifier, [key, *self._names()]))
+        names = [key, *self._names()]
+        lists = self._lists()
+        values = ", ".join(f"ARRAY[{self._number}]" if name in lists else str(self._number) for name in names)
+        columns = SQL(", ").join(map(Identifier, names))
         self._connection.execute(SQL("INSERT INTO t ({}) VALUES ({})").format(columns, SQL(values)))
 
     def _many(self) -> None:
         columns = SQL(", ").join(map(Identifier, ["id", *self._names()]))
-        values = SQL(", ").join([SQL("i")] * (1 + len(self._names())))
+        lists = self._lists()
+        values = SQL(", ").join([SQL("i"), *(SQL("ARRAY[i]" if name in lists else "i") for name in self._names())])
         first, self._number = self._number + 1, self._number + 2000
         rows = SQL("INSERT INTO t ({}) SELECT {} FROM generate_series({}, {}) i")
         self._connection.execute(rows.format(columns, values, first, self._number))
@@ -179,6 +199,11 @@ class Source:
     def _names(self) -> list[str]:
         return [row[0] for row in self._connection.execute(
             "SELECT attname FROM pg_attribute WHERE attrelid = 't'::regclass AND attnum > 1 AND NOT attisdropped ORDER BY attnum"
+        ).fetchall()]  # fmt: skip
+
+    def _lists(self) -> list[str]:
+        return [row[0] for row in self._connection.execute(
+            "SELECT attname FROM pg_attribute WHERE attrelid = 't'::regclass AND atttypid = 'int[]'::regtype"
         ).fetchall()]  # fmt: skip
 
     def _mine(self) -> str | None:
@@ -203,11 +228,13 @@ def assert_as_the_source(stage: Stage, source: Source) -> None:
 def replayed(stage: Stage) -> dict[Any, dict[str, str | None]]:
     """Return the rows that the log makes if columns are followed by their numbers, under the names of its end."""
     numbers: dict[str, int] = {}
+    filled: dict[int | str, str] = {}
     found = []
     for piece, _, row in reversed(list(stage.log.records())):
         schema = piece.schema.defined()
         if schema.is_numbered:
             numbers = {column.name: column.number for column in schema.columns}
+            filled |= {column.number: column.filled for column in schema.columns if column.filled is not None}
         found.append((piece.schema, {name: numbers.get(name, name) for name in schema.column_names}, row))
     rows: dict[Any, dict[int | str, str | None]] = {}
     for schema, columns, row in reversed(found):
@@ -224,7 +251,10 @@ def replayed(stage: Stage) -> dict[Any, dict[str, str | None]]:
         rows.pop(key, None)
         if op != "d":
             rows[key] = new
-    return {key: {name: row.get(columns[name]) for name in columns} for key, row in rows.items()}
+    return {
+        key: {name: row.get(number, filled.get(number)) for name, number in columns.items()}
+        for key, row in rows.items()
+    }
 
 
 def life(stage: Stage, seed: int, rounds: int, changes: int, among: Sequence[str] = NAMES) -> None:
@@ -292,6 +322,17 @@ FOLLOWED: dict[str, tuple[list[str], int]] = {
     "a dropped column's name given to another": (["ALTER TABLE t DROP a", "ALTER TABLE t RENAME b TO a"], 0),
     "renamed, dropped, added under that name": CASES["renamed, dropped, added under that name"],
     "renamed, and its old name given to another": (["ALTER TABLE t RENAME b TO e", "ALTER TABLE t ADD b text"], 0),
+    "a constant default": (CASES["a constant default"][0], 0),
+    "constant defaults, and nulls since": (["ALTER TABLE t ADD e int NOT NULL DEFAULT 5", "INSERT INTO t (id, e) VALUES (21, 6)", "ALTER TABLE t ADD f text DEFAULT '{\"x, y\"}'", "UPDATE t SET f = NULL WHERE id < 4"], 0),
+    "a moment as the default": (["ALTER TABLE t ADD e timestamptz DEFAULT now()"], 0),
+    "a default, dropped": (["ALTER TABLE t ADD e text DEFAULT 'x'", "ALTER TABLE t ALTER e DROP DEFAULT"], 0),
+    "a default, and renamed with rows in between": (["ALTER TABLE t ADD e text DEFAULT 'x'", "INSERT INTO t VALUES (21, 1, 2, 3)", "ALTER TABLE t RENAME e TO f", "UPDATE t SET f = NULL WHERE id = 3"], 0),
+    "a default, and the column dropped": (["ALTER TABLE t ADD e text DEFAULT 'x'", "INSERT INTO t VALUES (21, 1, 2, 3)", "ALTER TABLE t DROP e"], 0),
+    "a default under the name of a dropped column": (["ALTER TABLE t DROP b", "ALTER TABLE t ADD b text DEFAULT 'x'"], 20),
+    "a default that the log's type doesn't hold": (["ALTER TABLE t ADD e date DEFAULT 'infinity'"], 20),
+    "boxes as the default": (["ALTER TABLE t ADD e box DEFAULT '((1,1),(0,0))'"], 20),
+    "a default, a rewrite, no default": CASES["a default, a rewrite, no default"],
+    "a default for each row": (["ALTER TABLE t ADD e float DEFAULT random()"], 20),
 }  # fmt: skip
 
 

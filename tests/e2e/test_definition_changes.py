@@ -38,6 +38,7 @@ INSERT INTO named SELECT i, 'a' || i, 'b' || i, 'c' || i FROM generate_series(1,
 CREATE TABLE parts (id int PRIMARY KEY, v int) PARTITION BY RANGE (id);
 CREATE TABLE parts_low PARTITION OF parts FOR VALUES FROM (0) TO (100);
 CREATE TABLE parts_mid PARTITION OF parts FOR VALUES FROM (100) TO (200);
+CREATE TABLE graded (id int PRIMARY KEY, a text); INSERT INTO graded SELECT i, 'a' || i FROM generate_series(1, 5) i;
 CREATE TABLE idle (id int PRIMARY KEY, v int); INSERT INTO idle SELECT i, i FROM generate_series(1, 5) i;
 INSERT INTO parts SELECT i, i FROM generate_series(95, 105) i;
 CREATE TABLE parts_high (id int PRIMARY KEY, v int); INSERT INTO parts_high VALUES (201, 1), (202, 2)
@@ -60,6 +61,9 @@ CHANGE = (
     "ALTER TABLE named RENAME a TO t; ALTER TABLE named RENAME b TO a; ALTER TABLE named RENAME t TO b",
     "INSERT INTO named VALUES (7, 'b7', 'a7', 'c7'); ALTER TABLE named DROP c",
     "INSERT INTO named VALUES (8, 'b8', 'a8'); ALTER TABLE named ADD c text, ADD d int DEFAULT 4; COMMIT",
+    "ALTER TABLE graded ADD g int NOT NULL DEFAULT 5; INSERT INTO graded VALUES (6, 'a6', 6)",
+    "ALTER TABLE graded ADD h text DEFAULT 'h', ADD k int DEFAULT 1; UPDATE graded SET h = NULL WHERE id = 1",
+    "ALTER TABLE graded RENAME h TO i; ALTER TABLE graded ADD h numeric DEFAULT 1.50; ALTER TABLE graded ALTER h DROP DEFAULT",
     "ALTER TABLE back RENAME v TO w",
     "INSERT INTO back VALUES (11, 'w11'); UPDATE back SET w = 'new' WHERE id = 1",
     "ALTER TABLE back RENAME w TO v",
@@ -78,8 +82,9 @@ COLUMNS = {
     "named": "id, a, b, coalesce(c, '-'), d",
     "parts": "id, v",
     "idle": "key, w",
+    "graded": "id, a, g, coalesce(i, '-'), k, h",
 }
-VERSIONED = ("other_key", "retyped", "back", "plain", "felt", "named", "parts", "idle")
+VERSIONED = ("other_key", "retyped", "back", "plain", "felt", "named", "parts", "idle", "graded")
 
 
 @pytest.mark.usefixtures("spark")
@@ -102,14 +107,20 @@ def test_the_lake_ends_as_the_source(tmp_path: Path, postgres_server: EmbeddedPo
         assert_as_the_source(home, source)
         home.command("pipeline", "rebuild", "public.other_key")
         home.command("pipeline", "rebuild", "public.idle")
+        home.command("pipeline", "rebuild", "public.graded")
         assert_as_the_source(home, source)
-        source.execute("ALTER TABLE idle RENAME w TO x")
+        source.execute("ALTER TABLE idle RENAME w TO x; ALTER TABLE graded ADD z int DEFAULT 9")
         home.command("capture", "run", "--until-caught-up")
         for from_lake in (False, True):
             there = [(str(i), str(i)) for i in range(1, 6)]
             assert rows(home, "SELECT key, x FROM public.idle") == there
             assert rows(home, 'SELECT key, x FROM scd2."public.idle" WHERE is_current') == there
+            assert set(rows(home, "SELECT z FROM public.graded")) == {("9",)}
+            assert set(rows(home, 'SELECT z FROM scd2."public.graded" WHERE is_current')) == {("9",)}
+            assert set(rows(home, 'SELECT * FROM history."public.graded" WHERE z IS NOT NULL')) == set()
             assert from_lake or home.caught_up_here() == {}
+        log = [json.loads(line) for line in home.command("wal", "cat", "--table", "public.graded").splitlines()]
+        assert [record["op"] for record in log].count("r") == 5, "nothing was copied again"
         log = [json.loads(line) for line in home.command("wal", "cat", "--table", "public.idle").splitlines()]
         assert [record["op"] for record in log if record["op"] != "s"] == ["r"] * 5, "nothing was copied again"
         assert log[-1]["row"]["renamed"] == {"w": "x"}

@@ -171,7 +171,7 @@ class ColumnRules:
         if not self or not self._asked(table.oid, _names(table)):
             return table, binding
         try:
-            return with_rules(table, self._bind(table, binding)), binding
+            return with_rules(table, self._bind(table, binding), self.rules.masked), binding
         except ConfigError as error:
             return replace(table, refusal=error, relation=replace(table.relation, columns=())), binding
 
@@ -285,12 +285,18 @@ def _names(table: SourceTable) -> set[str]:
     return {table.full_name, *(qualified_name(*ancestor) for ancestor in table.ancestors)}
 
 
-def with_rules(table: SourceTable, bound: BoundRules) -> SourceTable:
-    """Return a table whose relation has the columns that the log gets."""
+def with_rules(table: SourceTable, bound: BoundRules, masked: Callable[[Rule, str], str | None]) -> SourceTable:
+    """Return a table whose relation has the columns that the log gets, and whose layout has no value that it doesn't."""
     numbers = {column.name: column.number for column in table.layout}
     rules = {c.name: rule for c in table.relation.columns if (rule := bound.of(numbers[c.name], c.name)) is not None}
     columns = masked_columns(table.relation.columns, [rules.get(c.name) for c in table.relation.columns])
-    return replace(table, relation=replace(table.relation, columns=columns), rules=rules)
+    layout = tuple(
+        column
+        if column.missing is None or (rule := bound.of(column.number, column.name)) is None
+        else replace(column, missing=masked(rule, column.missing))
+        for column in table.layout
+    )
+    return replace(table, relation=replace(table.relation, columns=columns), layout=layout, rules=rules)
 
 
 def masked_columns(columns: Sequence[RelationColumn], rules: Sequence[Rule | None]) -> tuple[RelationColumn, ...]:

@@ -59,8 +59,9 @@ class CaptureConfig:
         copy_workers: number of connections that read existing rows in parallel.
         chunk_rows: most rows in a chunk of a table copy.
         copy_rate: bytes a second that all copies together may read; None: as fast as possible. Called every second.
-        follows_names: whether the stream waits for a look at the source's catalogs that shows which columns renamed ones
-            are, so that the lake reads older rows under the new names.
+        follows_names: whether the stream waits for a look at the source's catalogs that shows which columns unexpected ones
+            are, so that the lake reads older rows under the new names, and with the defaults of new columns.
+        copies_renamed: whether a renamed column is copied again all the same: a lake in PostgreSQL reads by names.
         copy_again_above: size in bytes of a table above which another copy of it waits for an operator; None: never.
         buffer_bytes_max: undecoded bytes held in memory; the source waits beyond it.
         heartbeat_s: how often an idle source gets a heartbeat message.
@@ -100,6 +101,7 @@ class CaptureConfig:
     chunk_rows: int = CHUNK_ROWS
     copy_rate: Callable[[], int | None] = no_limit
     follows_names: bool = False
+    copies_renamed: bool = False
     copy_again_above: int | None = None
     buffer_bytes_max: int = BUFFER_BYTES_MAX
     heartbeat_s: float = 10.0

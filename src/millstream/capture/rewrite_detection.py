@@ -2,7 +2,8 @@
 
 Such a table is copied again. PostgreSQL sends nothing of these changes:
 
-- `ADD COLUMN … DEFAULT` gives every row a value.
+- `ADD COLUMN … DEFAULT` gives every row a value. If that is a constant which the catalog still has, the schemas of the log
+  can say so instead: `added_defaults`.
 - `RENAME COLUMN` gives every row another column's values under a name.
 - A change of type may rewrite every row.
 - A column added under the name of a dropped one has none of its values. The log's records still hold
@@ -37,9 +38,10 @@ Whatever the catalogs can't rule out counts as a change. That may cause a needle
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from millstream.capture.added_defaults import AddedDefault
 from millstream.capture.column_rule_binding import TEXT_OID
 from millstream.capture.publication import Restriction
 from millstream.capture.source import AttributeFacts, PartitionFacts, SourceTable
@@ -56,6 +58,8 @@ from millstream.capture.transient_column_names import (
 from millstream.catalog import Catalog
 from millstream.model.column_rules import Rule, SourceRules
 from millstream.model.ids import StreamId, TableId
+from millstream.model.pgtext import INEXACT, text_parser
+from millstream.model.pgtypes import log_type
 from millstream.model.positions import Lsn
 from millstream.model.records import log_names
 from millstream.model.schema import ReplicaIdentity
@@ -95,24 +99,52 @@ class KnownLayouts:
         *,
         follows: bool = False,
         apart: bool = False,
+        told: Collection[int] = (),
     ) -> str | None:
         """Return what changed in the table, or in what is sent of it, that its rows in the log don't show.
 
         `members` are the table's memberships in publications. With `follows`, columns with the names of `renamed` are the same columns.
         With `apart`, rows of partitions that were attached are copied apart from the others.
+        `told` are the numbers of new columns whose defaults schemas tell.
         """
         known = self._known.get(str(id_))
         if known is None:
             return None
-        columns = list(_news_of_columns(known, table, self.renamed(table, id_) if follows else {}))
-        told = [*columns, *_news_of_key(known, table), *_news_of_partitions(known, table)]
-        told += [] if apart else _news_of_attached(known, table)
-        told += [*_news_of_types(known, table), *_news_of_restriction(known, table, sent)]
-        told += self._news_of_rules(known, table)
-        told += _news_of_members(known, members)
+        columns = list(_news_of_columns(known, table, self.renamed(table, id_) if follows else {}, told))
+        news = [*columns, *_news_of_key(known, table), *_news_of_partitions(known, table)]
+        news += [] if apart else _news_of_attached(known, table)
+        news += [*_news_of_types(known, table), *_news_of_restriction(known, table, sent)]
+        news += self._news_of_rules(known, table)
+        news += _news_of_members(known, members)
         # A column's new type rewrites partitions as well.
-        told += [] if columns else _news_of_files(known, table)
-        return "; ".join(told) or None
+        news += [] if columns else _news_of_files(known, table)
+        return "; ".join(news) or None
+
+    def added_defaults(self, table: SourceTable, id_: TableId, sent: Restriction) -> dict[int, AddedDefault]:
+        """Return the defaults of columns that are new since the last look, by number, if the catalog has them.
+
+        Nothing for a column whose name the log alters or had for another column, whose type can't hold the default, or if only
+        some columns are sent.
+        """
+        known = self._known.get(str(id_))
+        kinds = {column.name: column for column in table.relation.columns}
+        if known is None or (sent.columns is not None and not kinds.keys() <= {*sent.columns}):
+            return {}
+        had = {number for number, *_ in known["columns"]} | {*known["generated"]}
+        new = [column for column in table.layout if column.number not in had and column.missing is not None]
+        if not new:
+            return {}
+        gone = _gone(known, table)
+        kept = dict(zip(kinds, log_names(list(kinds)), strict=True))
+        return {
+            column.number: AddedDefault(column.name, column.missing, kind.type_oid)
+            for column in new
+            if column.missing is not None
+            and (kind := kinds.get(column.name)) is not None
+            and kept[column.name] == column.name
+            and column.name not in gone
+            and text_parser(log_type(kind.type_oid, kind.type_modifier))(column.missing) is not INEXACT
+        }
 
     def attached(self, table: SourceTable, id_: TableId) -> list[PartitionFacts]:
         """Return the partitions without partitions below them that were attached with rows, which the stream doesn't send."""
@@ -323,7 +355,9 @@ def _known_names(known: dict[str, Any]) -> dict[int, str]:
     return dict(zip(columns, log_names(list(columns.values())), strict=True))
 
 
-def _news_of_columns(known: dict[str, Any], table: SourceTable, renamed: Mapping[str, str]) -> Iterator[str]:
+def _news_of_columns(
+    known: dict[str, Any], table: SourceTable, renamed: Mapping[str, str], told: Collection[int]
+) -> Iterator[str]:
     before = {number: (name, type_oid, modifier) for number, name, type_oid, modifier in known["columns"]}
     generated, written_by = known["generated"], known["written_by"]
     gone, had = _gone(known, table), _known_names(known)
@@ -338,6 +372,8 @@ def _news_of_columns(known: dict[str, Any], table: SourceTable, renamed: Mapping
             now = "sent by the publication" if column.generated else "one like others"
             yield f"column {column.name} was generated and not sent, and is {now} now"
         elif column.number not in before:
+            if column.number in told or table.rules.get(column.name) is Rule.EXCLUDE:
+                continue
             if log_name in gone:
                 yield f"column {column.name} was dropped and added again"
             elif column.filled:

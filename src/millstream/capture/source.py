@@ -72,6 +72,8 @@ class AttributeFacts:
     """Whether rows that were there before the column show its first default, without having been rewritten.
 
     PostgreSQL keeps it apart from the rows (`attmissingval`) until the table is rewritten."""
+    missing: str | None
+    """The text of that default; None if there is none, or it isn't known: a partitioned table has none of its own."""
     generated: str
     """How the column is generated; empty if it isn't.
 
@@ -175,6 +177,8 @@ class SourceTable:
 # ATTACH rewrites all columns of a partition. If one command wrote a column and the system columns, the table was
 # created as a partition.
 # A table's first file is named by its OID, and what makes it a partition writes its row in pg_class.
+# `attmissingval` is an array of the column's type with one element. A box's array has no quotes, and can't be taken
+# apart. A database without an encoding may have any bytes in a text.
 # From 18 on a publication can send stored generated columns. The application's updates fail if the identity has a
 # generated column that isn't published.
 _TABLES: Final = """
@@ -225,6 +229,9 @@ SELECT c.oid, n.nspname, c.relname, c.relkind = 'p', c.relreplident::text,
        (SELECT json_agg(json_build_array(a.attnum, a.attname, a.atttypid::bigint, a.atttypmod,
                         a.atthasmissing OR (c.relkind = 'p' AND EXISTS (SELECT FROM pg_attribute l WHERE l.attname = a.attname AND l.atthasmissing
                             AND l.attrelid IN (SELECT p.relid FROM pg_partition_tree(c.oid) p WHERE p.isleaf))),
+                        CASE WHEN a.atthasmissing AND current_setting('server_encoding') <> 'SQL_ASCII'
+                              AND (SELECT t.typdelim = ',' FROM pg_type t WHERE t.oid = a.atttypid)
+                             THEN (a.attmissingval::text::text[])[1] END,
                         a.attgenerated, a.xmin::text::bigint, CASE WHEN a.atttypid >= 16384 THEN
                           (WITH RECURSIVE part (oid) AS (
                              SELECT a.atttypid UNION

@@ -13,6 +13,7 @@ from typing import Final
 
 import structlog
 
+from millstream.capture.added_defaults import AddedDefaults
 from millstream.capture.column_rule_binding import RULES, ColumnRules
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import connect
@@ -58,6 +59,7 @@ class TableDirectory:
         self.raw_past = RawPast(catalog, stream)
         self.shown = ShownColumns(catalog, stream)
         self.definitions = PendingDefinitions(catalog, stream)
+        self.defaults = AddedDefaults(catalog, stream)
         self.stream = stream
         self._source = source
         self._config = config
@@ -175,6 +177,11 @@ class TableDirectory:
     def _forget_unnumbered(self, table: TableId) -> None:
         if self._unnumbered.pop(str(table), None) is not None:
             self._catalog.drop_fact(self._unnumbered_scope, str(table))
+
+    def lacks_defaults(self, table: TableId) -> bool:
+        """Return whether a table has defaults that readers don't find: a record in the log lacks its columns' numbers."""
+        is_found = self._config.follows_names and str(table) not in self._unnumbered
+        return not is_found and self.defaults.has_any(table)
 
     def follows_names(self, table: TableId) -> bool:
         """Return whether readers find a table's columns by their numbers: its records in the log name them."""
@@ -322,7 +329,7 @@ class TableDirectory:
         if row.state is TableState.HISTORY_ONLY:
             key = ()
         schema = table_schema(relation, source=self._source, key=key, table_id=row.id)
-        schema = schema.with_numbers(self._numbers(schema, row))
+        schema = self.defaults.told(schema.with_numbers(self._numbers(schema, row)))
         if row.state is not TableState.HISTORY_ONLY:
             self._settle_key(row, schema, facts)
         return self._catalog.put_schema(self.stream, schema)

@@ -241,14 +241,19 @@ class WatchedTables:
         Return the forms of records that the next look has to explain, and the form that it expects. In other states than these two, the table's
         records don't count, or a copy comes that follows them.
         """
-        is_plain = row.state is TableState.STREAMING and not table.rules
+        is_plain = row.state is TableState.STREAMING and not table.rules and not self._config.copies_renamed
         renamed = self._layouts.renamed(table, row.id) if is_plain else {}
         has_names = bool(renamed) or any(one.form != now.form for one in shown)
         follows = is_plain and has_names and self._directory.follows_names(row.id)
         attached = self._layouts.attached(table, row.id)
         # Rows that a missed truncate left behind need a copy of the whole table, once truncates are sent.
         apart = row.details.get("cause") != NO_TRUNCATES and can_copy_apart(table, attached)
-        news = self._layouts.news(table, row.id, sent, members, follows=follows, apart=apart)
+        added = self._layouts.added_defaults(table, row.id, sent) if row.state is TableState.STREAMING else {}
+        if added and not self._directory.follows_names(row.id):
+            added = {}
+        news = self._layouts.news(table, row.id, sent, members, follows=follows, apart=apart, told=added)
+        if news is None and row.state is TableState.STREAMING and self._directory.lacks_defaults(row.id):
+            news = "records lack the numbers of its columns, of which one was added with a default"
         left: Sequence[Shown] = ()
         odd: Shown | None = None
         if news is None and row.state is TableState.STREAMING:
@@ -258,11 +263,15 @@ class WatchedTables:
             left = shown
         else:
             shown = ()
+        renamed = renamed | self._layouts.renamed_since(table, row.id, now, shown) if follows else {}
         if news is not None:
             self._directory.request_copy_again(row, table, news)
-        elif follows and (renamed := renamed | self._layouts.renamed_since(table, row.id, now, shown)):
-            # The log's last record of the table may have other names.
-            self._directory.definitions.note(row.id, renamed)
+        elif renamed or added:
+            # The log's last record of the table may have other names, and lack a new column.
+            if added:
+                self._directory.defaults.note(row.id, added)
+            filled = {default.name: default.text for default in added.values()}
+            self._directory.definitions.note(row.id, renamed, filled)
         is_streaming = news is None and row.state is TableState.STREAMING
         self._directory.definitions.look(row.id, table, self.seen_at, is_streaming=is_streaming)
         if news is not None or row.state not in {TableState.STREAMING, TableState.COPYING}:
@@ -271,6 +280,7 @@ class WatchedTables:
             attached = [] if begin_copy_of(self._catalog, row, table, attached) else attached
         if raw := self._layouts.raw_columns(table, row.id):
             self._directory.raw_past.begin(row.id, raw)
+            self._directory.defaults.forget(row.id)
         if unruled := self._layouts.unruled_before(table, row.id):
             note_raw_values(self._catalog, self._stream, row.id, unruled, time.time_ns() // 1000)
             logger.warning(
@@ -314,6 +324,7 @@ class WatchedTables:
                 reason = "it was dropped at the source, or the configuration leaves it out"
                 # The state comes last: if this is interrupted, the next look deletes what is left.
                 self._layouts.forget(row.id)
+                self._directory.defaults.forget(row.id)
                 self._catalog.drop_chunks(row.id)
                 self._catalog.resume_copy(self._catalog.stream(self._config.stream).id, row.id)
                 self._catalog.set_state(row.id, TableState.GONE, reason)

@@ -40,6 +40,16 @@ class SourceRules:
         """Whether any table has a rule."""
         return bool(self.tables)
 
+    def masked(self, rule: Rule, text: str) -> str | None:
+        """Return what the log has for a text in a column with a rule; None if it has nothing."""
+        match rule:
+            case Rule.HASH:
+                return self.hashed(text.encode()).decode()
+            case Rule.REDACT:
+                return REDACTED
+            case Rule.EXCLUDE:
+                return None
+
     def hashed(self, text: bytes) -> bytes:
         """Return what stands for a value in a hashed column: HMAC-SHA-256 of its text, as 64 hex digits."""
         return hmac.digest(self.hash_key, text, "sha256").hex().encode()

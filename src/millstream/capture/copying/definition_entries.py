@@ -45,7 +45,8 @@ class DefinitionEntries:
 
     def _operation(self, one: Definition) -> WriteOps:
         directory = self._directory
-        schema = self._catalog.put_schema(self._stream, table_of(one.table, directory.source, one.table_id))
+        schema = directory.defaults.told(table_of(one.table, directory.source, one.table_id))
+        schema = self._catalog.put_schema(self._stream, schema)
         name = f"definition/{int(one.table_id)}/{int(schema.version)}/{int(self._passed)}"
         operation = chunk_operation(directory.source, name, self._passed, time.time_ns() // 1000)
         rows = definition_row(schema.as_definition(), one)
@@ -53,13 +54,14 @@ class DefinitionEntries:
 
 
 def definition_row(schema: TableSchema, one: Definition) -> pa.RecordBatch:
-    """Return the one row of a definition, with the renamed columns in `__before`."""
+    """Return the one row of a definition, with the renamed columns in `__before`, and the filled ones in `__exact`."""
     arrow = append_row_schema(schema)
     own: dict[str, Any] = {
         arrow.names[0]: pa.array([0], pa.int32()),
         "__index": pa.array([0], pa.int64()),
         "__op": pa.array([int(Op.DEFINITION)], pa.uint8()),
-        "__before": pa.array([list(one.renamed.items())], arrow.field("__before").type),
+        "__before": pa.array([list(one.renamed.items()) or None], arrow.field("__before").type),
+        "__exact": pa.array([list(one.filled.items()) or None], arrow.field("__exact").type),
     }
     arrays = [own[field.name] if field.name in own else pa.nulls(1, field.type) for field in arrow]
     return pa.RecordBatch.from_arrays(arrays, schema=arrow)

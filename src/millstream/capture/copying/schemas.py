@@ -28,6 +28,7 @@ class CopySchemas:
 
     def numbered(self, schema: TableSchema) -> TableSchema:
         """Return a schema as it was read, with its version."""
+        schema = self._directory.defaults.told(schema)
         with self._lock:
             found = self._numbered.get(schema)
         if found is None:
@@ -40,6 +41,7 @@ class CopySchemas:
     def voiding(self, table: SourceTable, table_id: TableId, copy_id: str, lsn: Lsn) -> WriteOps:
         """Return the operation that voids what the log had of a table, entering at that LSN."""
         directory = self._directory
+        directory.defaults.forget(table_id)
         schema = self._catalog.put_schema(self._stream, table_of(table, directory.source, table_id))
         directory.note_key(schema)
         operation = chunk_operation(directory.source, f"{copy_id}/begin", lsn, time.time_ns() // 1000)
