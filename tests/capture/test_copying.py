@@ -16,6 +16,7 @@ import pytest
 from tests.capture.beside import DEADLINE_S, Beside, until_done, wait_until
 from tests.capture.capture_stage import Stage
 
+from millstream.app.table_requests import copy_table
 from millstream.capture.copying.chunk_reader import ChunkBounds
 from millstream.catalog import TableState
 from millstream.errors import CatalogError
@@ -226,6 +227,32 @@ def test_a_table_that_left_the_publication_is_copied_again_when_it_rejoins(stage
 
     assert stage.log.replay()["public.docs"] == stage.source_rows("docs", ["id"])
     assert "t" in {chr(row["__op"]) for t, _, row in stage.log.records() if t.schema.name == "docs"}
+
+
+def test_the_copy_of_a_table_without_a_key_voids_only_what_the_log_had(stage: Stage) -> None:
+    def ops(name: str) -> str:
+        return "".join(chr(row["__op"]) for t, _, row in stage.log.records() if t.schema.name == name)
+
+    for name in ("bag", "empty", "late"):
+        stage.sql(f"CREATE TABLE {name} (a int)", f"ALTER TABLE {name} REPLICA IDENTITY FULL")
+    stage.sql("INSERT INTO bag VALUES (1), (1)", "ALTER TABLE late RENAME TO unknown")
+    stage.config = replace(stage.config, tables=("public.bag", "public.empty", "public.late"))
+    stage.catch_up()
+    assert (ops("bag"), ops("empty")) == ("rr", "")
+    assert {stage.state("public.bag"), stage.state("public.empty")} == {TableState.STREAMING}
+    # The stream sends changes of this table before capture has met it.
+    stage.sql(
+        "ALTER TABLE unknown RENAME TO late",
+        f"ALTER PUBLICATION {stage.config.publication} ADD TABLE late",
+        "INSERT INTO late VALUES (1), (2)",
+        "INSERT INTO empty VALUES (1)",
+    )
+    stage.catch_up()
+    assert (ops("empty"), ops("late")) == ("c", "cctrr")
+    for name in ("bag", "empty"):
+        copy_table(stage.catalog, stage.table(f"public.{name}").stream, f"public.{name}")
+    stage.catch_up()
+    assert (ops("bag"), ops("empty")) == ("rrtrr", "ctr")
 
 
 def test_a_copy_that_is_asked_for_voids_what_was_there(stage: Stage) -> None:

@@ -75,8 +75,7 @@ def histories_of(lake: Path, schema: str, table: str) -> Path:
 def copied_again(history: Path) -> int:
     """Return the number of the last truncate that began a copy (it has no index in a transaction); 0 without one.
 
-    The copy of a table without a key, and any but the first of one with a key, begins with a truncate of its
-    own.
+    A table's first copy begins with one only if it has no key and the log had records of it already; all others do.
     """
     table = DeltaTable(str(history)).to_pyarrow_table(columns=["__op", "__seq", "__commit_index"])
     marks = [r["__seq"] for r in table.to_pylist() if r["__op"] == "t" and r["__commit_index"] is None]

@@ -146,6 +146,14 @@ class TableDirectory:
             self.note_form(schema)
         return schema
 
+    def has_met(self, relation_oid: int) -> bool:
+        """Return whether this session's stream has named a relation: records of it may be in the log.
+
+        Records of earlier sessions show in the catalog: a schema is there before a record with it.
+        """
+        with self._lock:
+            return relation_oid in self._answers
+
     def _gets_other_numbers(self, schema: TableSchema | None) -> bool:
         """Whether a look has found the numbers of a schema's columns since, or others than it has.
 

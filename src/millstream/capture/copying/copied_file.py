@@ -80,20 +80,21 @@ class CopiedFile:
             file.close()
         self._path.unlink(missing_ok=True)
 
-    def operation(self, source: SourceId, chunk_id: str, shard: ShardId) -> SpilledOp:
-        """Return all rows as one operation, after the record that voids what the log had of the table before."""
+    def operation(self, source: SourceId, chunk_id: str, shard: ShardId, *, voids: bool) -> SpilledOp:
+        """Return all rows as one operation; if it `voids`, after a record that voids what the log had of the table."""
         return SpilledOp(
             operation=chunk_operation(source, chunk_id, self.lsn, self.at_us),
-            counts={(shard, self.schema.table_id): 1 + self.row_count},
-            chunks=lambda: self._pieces(shard),
+            counts={(shard, self.schema.table_id): voids + self.row_count},
+            chunks=lambda: self._pieces(shard, voids=voids),
             size_bytes=self.size_bytes,
         )
 
-    def _pieces(self, shard: ShardId) -> Iterator[tuple[TableRows, ...]]:
-        yield (TableRows(self.schema, truncate_rows(self.schema), shard),)
+    def _pieces(self, shard: ShardId, *, voids: bool) -> Iterator[tuple[TableRows, ...]]:
+        if voids:
+            yield (TableRows(self.schema, truncate_rows(self.schema), shard),)
         if not self.row_count:
             return
-        index = 1
+        index = int(voids)
         with self._path.open("rb") as file, pa.ipc.open_stream(file) as batches:
             for batch in batches:
                 exact, *columns = batch.columns

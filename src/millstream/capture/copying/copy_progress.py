@@ -49,7 +49,7 @@ class Copy:
     fresh: bool
     """None of it is durable so far."""
     marked: bool
-    """It begins with a record that voids what the log had of the table before …"""
+    """It begins with a record that voids what the log had of the table before; `WholeTableReads.enter` decides, too …"""
     begins_at: Lsn = Lsn(0)
     """… once the stream has come this far: all records under another key or other columns come before that record."""
     paused: bool = False
@@ -91,8 +91,9 @@ class Copy:
             return begun
         copy_id = fresh_copy_id()
         # Before its first copy the log may have only inserts of it: it was in history only.
-        marked = bool(row.copy_id) or bool(row.schema_version) or not begun.keyed
-        return cls(row, table, copy_id, fresh=True, marked=marked, begins_at=seen_at if marked else Lsn(0))
+        marked = bool(row.copy_id) or bool(row.schema_version)
+        waits = marked or not begun.keyed
+        return cls(row, table, copy_id, fresh=True, marked=marked, begins_at=seen_at if waits else Lsn(0))
 
     @property
     def name(self) -> str:

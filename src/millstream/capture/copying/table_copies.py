@@ -308,9 +308,12 @@ class TableCopies:
     def _enter_whole(self, copy: Copy, chunk: OpenChunk, file: CopiedFile) -> Iterator[Entry]:
         if (operation := self._whole.enter(copy, chunk, file)) is None:
             self._go_back(copy, chunk)
-        else:
-            self._directory.raw_past.end(copy.row.id)
+            return
+        self._directory.raw_past.end(copy.row.id)
+        if operation.row_count:
             yield operation, lambda: self._chunk_durable(copy, chunk)
+        else:
+            self._chunk_durable(copy, chunk)
 
     def _enter(self, copy: Copy, chunk: OpenChunk, read: FetchedRows, rows: CopiedRows) -> Iterator[Entry]:
         verdict = copy.tracker.judge(chunk.ticket, chunk.bounds.keys)

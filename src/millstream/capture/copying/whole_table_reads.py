@@ -143,8 +143,9 @@ class WholeTableReads:
     def enter(self, copy: Copy, chunk: OpenChunk, file: CopiedFile) -> SpilledOp | None:
         """Return the rows as an operation, now that the log has everything that they see; None: they were read in vain.
 
-        Nothing is left of rows read in vain. Call it on the thread that submits; the stream goes on after the
-        operation.
+        If the log may have records of the table, the operation begins with one that voids them. It is empty if the log
+        has none and there are no rows. Nothing is left of rows read in vain. Call it on the thread that submits; the
+        stream goes on after the operation.
         """
         self._hold.release(copy)
         with self._lock:
@@ -160,7 +161,8 @@ class WholeTableReads:
         chunk.rows_entered = file.row_count
         self._directory.note_key(file.schema)
         shard = self._directory.shard_of(copy.row.id)
-        return file.operation(self._directory.source, f"{copy.copy_id}/{chunk.range.number}", shard)
+        voids = copy.marked or self._directory.has_met(copy.row.relation_oid)
+        return file.operation(self._directory.source, f"{copy.copy_id}/{chunk.range.number}", shard, voids=voids)
 
     def _read_held(self, copy: Copy, part: Range, reader: ChunkReader) -> None:
         ahead = (copy.turn - self._config.plain_turns) % 2 == 1
