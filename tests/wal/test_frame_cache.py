@@ -18,10 +18,10 @@ from millstream.model.operations import OperationKind
 from millstream.model.positions import Offset, Seq
 from millstream.model.records import Op
 from millstream.testing.log import MemoryReservations
-from millstream.wal.frame_cache import DecodedFrames
 from millstream.wal.reader import StreamReader
+from millstream.wal.reading.frame_cache import DecodedFrames
+from millstream.wal.reading.table_records import TableRecords
 from millstream.wal.records_json import Cat
-from millstream.wal.table_records import TableRecords
 from millstream.wal.writing.writer import LogWriter
 
 NOTHING: dict[str, Any] = {"total": None, "ratio": None, "paid": None}

@@ -19,7 +19,7 @@ from millstream.model.positions import Seq
 from millstream.testing.files import MemoryFiles
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.reader import StreamReader
-from millstream.wal.table_records import TableRecords
+from millstream.wal.reading.table_records import TableRecords
 from millstream.wal.writing.writer import LogOptions, LogWriter
 
 FOLDER = "/wal/s"

@@ -29,7 +29,7 @@ from millstream.testing.files import MemoryFiles
 from millstream.testing.log import MemoryReservations, plain_operations, plain_rows, plain_table
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader
-from millstream.wal.table_records import TableRecords
+from millstream.wal.reading.table_records import TableRecords
 from millstream.wal.writing.group_commit import GroupCommitter
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.own_shards import WriterIdentity

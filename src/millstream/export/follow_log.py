@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from millstream.codec.log_frame import RecordsFrame
     from millstream.wal.reader import StreamReader
-    from millstream.wal.table_records import TableRecords
+    from millstream.wal.reading.table_records import TableRecords
 
 ROWS_MAX: Final = 100_000
 BYTES_MAX: Final = 16 << 20

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from millstream.wal.reader import StreamReader
-    from millstream.wal.table_records import TableRecords
+    from millstream.wal.reading.table_records import TableRecords
 
 _COMPRESSED: Final = 4
 """Assumed ratio of a record's columns to its compressed frame, until it is known."""

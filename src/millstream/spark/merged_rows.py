@@ -29,7 +29,7 @@ from millstream.spark.columns import arrow_schema, spark_schema
 from millstream.spark.signals import REPEATS, SignalColumns, column_of
 from millstream.wal.cross_region_duplicates import Repeat, RepeatedWrites, is_repeat
 from millstream.wal.reader import StreamReader
-from millstream.wal.table_records import TableRecords
+from millstream.wal.reading.table_records import TableRecords
 
 _SPAN_BYTES: Final = 16 << 20
 _HINT: Final = "A column of this table has another type in some version of it."

@@ -24,7 +24,7 @@ from millstream.model.positions import Offset
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import segment_path, shard_folder
 from millstream.wal.reader import StreamReader
-from millstream.wal.segment_reader import LogSpan
+from millstream.wal.reading.segment_reader import LogSpan
 
 PIECES: Final = pa.schema([("bytes", pa.binary())])
 """Schema of an answer: its rows' bytes, one after the other, are the requested ranges."""

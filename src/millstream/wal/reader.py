@@ -21,9 +21,7 @@ from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq, StreamToken, short_stream_id
 from millstream.model.schema import TableSchema, is_definition
 from millstream.ports import Files
-from millstream.wal.commit_time_lookup import numbers_around
 from millstream.wal.files import RealFiles
-from millstream.wal.frame_cache import DecodedFrames
 from millstream.wal.frame_index import (
     OnDamage,
     SchemaPlace,
@@ -35,19 +33,21 @@ from millstream.wal.frame_index import (
 )
 from millstream.wal.layout import SegmentFile, shard_folder
 from millstream.wal.readable_range import ReadableRange
-from millstream.wal.salvage import KnownSchemas
-from millstream.wal.segment_reader import (
+from millstream.wal.reading.commit_time_lookup import numbers_around
+from millstream.wal.reading.frame_cache import DecodedFrames
+from millstream.wal.reading.operation_bounds import whole_before
+from millstream.wal.reading.segment_reader import (
     GroupSize,
     LogSpan,
     SegmentSource,
     frames_in,
     runs_of,
     span_source,
-    whole_before,
 )
+from millstream.wal.reading.shard_merge import Place, by_shard_or_group, group_records
+from millstream.wal.reading.table_records import TablePart, TableRecords, sum_of_parts, within_offsets
+from millstream.wal.salvage import KnownSchemas
 from millstream.wal.segment_scan import ScannedFrame
-from millstream.wal.shard_merge import Place, by_shard_or_group, group_records
-from millstream.wal.table_records import TablePart, TableRecords, sum_of_parts, within_offsets
 from millstream.wal.truncation_watch import HistoryWatch, TruncationWatch
 from millstream.wal.visible_cut import writer_cuts
 

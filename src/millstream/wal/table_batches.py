@@ -11,7 +11,7 @@ from millstream.model.ids import TableId
 from millstream.model.schema import TableKind, TableSchema
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import LogSpan, StreamReader, TableRecords
-from millstream.wal.segment_reader import span_source
+from millstream.wal.reading.segment_reader import span_source
 
 _TOGETHER_ROWS: Final = 1 << 15
 """A batch of this many rows, plus one frame, is large enough."""

@@ -36,8 +36,8 @@ from millstream.processes.control_socket import ControlServer, have_done
 from millstream.processes.role_locks import RoleLock, holder
 from millstream.protocol.replication.promises_and_fencing import Promise, Role
 from millstream.protocol.retention import HolderKind
-from millstream.wal.frame_cache import DecodedFrames
 from millstream.wal.reader import StreamReader
+from millstream.wal.reading.frame_cache import DecodedFrames
 from millstream.workers import Worker, watching
 
 if TYPE_CHECKING:

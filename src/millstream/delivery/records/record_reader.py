@@ -33,8 +33,8 @@ from millstream.model.records import Op
 from millstream.model.schema import TableKind, TableSchema
 from millstream.protocol.delivery.messages import Kind, Message, position_of
 from millstream.wal.reader import StreamReader, TableRecords
+from millstream.wal.reading.table_records import filtered, joined
 from millstream.wal.records_json import indexes_of, merge_shards, operations_of, table_lines
-from millstream.wal.table_records import filtered, joined
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]

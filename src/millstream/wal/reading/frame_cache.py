@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from millstream.model.ids import Epoch, TableId
 
 if TYPE_CHECKING:
-    from millstream.wal.table_records import TableRecords
+    from millstream.wal.reading.table_records import TableRecords
 
 _BYTES_MAX: Final = 64 << 20
 """Some 200,000 records of a few hundred bytes: consumers that are so far apart share nothing."""

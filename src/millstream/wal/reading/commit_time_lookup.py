@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from millstream.model.positions import Seq
 from millstream.ports import Files
 from millstream.wal.frame_index import HEADS_AHEAD_BYTES, read_header
+from millstream.wal.reading.shard_merge import Place
 from millstream.wal.segment_scan import ReadAhead, commit_times, read_frame, reader_of
-from millstream.wal.shard_merge import Place
 
 
 def numbers_around(

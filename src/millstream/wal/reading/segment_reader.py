@@ -27,12 +27,12 @@ from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd
 from millstream.model.schema import TableSchema, is_definition
 from millstream.ports import Files
-from millstream.wal.frame_cache import DecodedFrames, FrameKey
 from millstream.wal.frame_index import HEADS_AHEAD_BYTES, OnDamage, SchemaPlace, damage, load_schemas, read_header
 from millstream.wal.layout import SegmentFile
+from millstream.wal.reading.frame_cache import DecodedFrames, FrameKey
+from millstream.wal.reading.table_records import TablePart, TableRecords, piece_of, straddles, within_seqs
 from millstream.wal.salvage import KnownSchemas
 from millstream.wal.segment_scan import NO_STREAM, ReadAhead, ScannedFrame, loss_at, read_frame, reader_of, scan_frames
-from millstream.wal.table_records import TablePart, TableRecords, piece_of, straddles, within_seqs
 
 _RUN_FRAMES_MAX: Final = 256
 _RUN_BYTES_MAX: Final = 1 << 20
@@ -518,43 +518,6 @@ def span_source(
 def _tables_of(header: FrameHeader, wanted: frozenset[TableId] | None) -> frozenset[TableId]:
     """Return the tables of a frame's rows, of the wanted ones."""
     return frozenset(part.table_id for part in header.parts if wanted is None or part.table_id in wanted)
-
-
-def whole_before(
-    n: Seq, first: Seq, end: Seq, groups_between: Callable[[Seq, Seq], Iterable[Sequence[RecordsFrame]]]
-) -> Seq:
-    """Return the greatest position at or below `n` that splits no operation.
-
-    Args:
-        n: any number.
-        first: below it nothing is left to read.
-        end: from it on nothing is durable.
-        groups_between: returns the frames of each commit group with numbers in (after, upto].
-    """
-    while first <= n < end:
-        groups = list(groups_between(Seq(n - 1), Seq(n + 1)))
-        here, behind = _operation_with(groups, n), _operation_with(groups, Seq(n + 1))
-        if here is None or behind is None or here[0] != behind[0]:
-            return n
-        n = Seq(here[1] - 1)
-    return n
-
-
-def _operation_with(groups: Sequence[Sequence[RecordsFrame]], seq: Seq) -> tuple[object, int] | None:
-    """Return an identity of a number's operation, and the first number by which a frame knows the operation."""
-    best: tuple[object, int] | None = None
-    for frame in (frame for group in groups for frame in group):
-        if not frame.header.first_seq <= seq <= frame.header.last_seq:
-            continue
-        # Operations' numbers follow one another, so it is the last operation that begins at or
-        # before the number.
-        firsts = first_seqs(frame.operations, frame.batches)
-        begun = np.where(firsts <= seq, firsts, -1)
-        place = int(begun.argmax())
-        if begun[place] >= 0 and (best is None or begun[place] > best[1]):
-            facts = frame.operations.slice(place, 1).to_pylist()
-            best = (int(frame.header.group_last_seq), facts), int(begun[place])
-    return best
 
 
 def frames_in(source: SegmentSource, span: LogSpan) -> Iterator[ScannedFrame]:

@@ -19,7 +19,7 @@ from millstream.codec.log_segment import FrameEntry
 from millstream.model.ids import ShardId, TableId
 from millstream.model.positions import Seq
 from millstream.wal.layout import SegmentFile
-from millstream.wal.table_records import TableRecords
+from millstream.wal.reading.table_records import TableRecords
 
 Place: TypeAlias = tuple[ShardId, SegmentFile, FrameEntry]
 """A frame's position, with its shard and segment."""
