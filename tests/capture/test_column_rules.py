@@ -8,15 +8,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage
 
+from millstream.capture.column_rule_binding import ColumnRules
 from millstream.capture.source_checks import check_source
 from millstream.catalog import TableState
 from millstream.errors import ConfigError, MillstreamError, UnknownTable
 from millstream.model.column_rules import Rule, SourceRules
+from millstream.model.ids import StreamId
 
 KEY = b"0123456789abcdef"
 RULES = {"ssn": Rule.EXCLUDE, "email": Rule.HASH, "name": Rule.REDACT}
@@ -240,6 +243,9 @@ def test_a_rule_that_can_not_be_applied_stops_the_start(stage: Stage, code: str)
     table, rules = REFUSED[code]
     stage.sql(TABLE)
     ruled(stage, rules, table)
+    before = ColumnRules(None, StreamId(UUID(int=0)), stage.config.rules)
+    (found,) = (one for one in check_source(stage.config, before) if one.code == code)
+    assert found.blocks == "source", "doctor finds it before the first run"
     with pytest.raises((UnknownTable, ConfigError)) as caught:
         stage.catch_up()
     assert (caught.value.code, caught.value.exit_code) == (code, 2)

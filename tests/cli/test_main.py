@@ -310,6 +310,8 @@ def test_run_refuses_what_the_source_shows_to_be_wrong(
     (tmp_path / "millstream.toml").write_text(
         f"[streams.s.source]\ndsn = {json.dumps(postgres.dsn)}\ntables = ['public.users']\n{rule}\n"
     )
+    findings = json.loads(here("--home", str(tmp_path), "doctor", "--json").stdout)["findings"]
+    assert code in {found["code"] for found in findings if found["blocks"] == "source"}
     done = millstream("--home", str(tmp_path), "run", "--until-caught-up")
     assert (done.returncode, f"[{code}]" in done.stderr) == (2, True), done.stderr
     with postgres.connect() as source:

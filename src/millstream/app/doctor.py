@@ -10,19 +10,26 @@ import importlib.util
 import os
 import shlex
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-from uuid import UUID
 
 from millstream.app.conditions import Kind, what_to_run
 from millstream.app.initialize import holds_password
+from millstream.app.lake_checks import (
+    BEFORE_THE_FIRST_RUN,
+    LATER,
+    check_lake,
+    check_lake_owner,
+    has_todays_catalog,
+    id_in,
+    probe_lake_catalog,
+)
 from millstream.app.status import collect_status, live_progress, tables_of
 from millstream.app.status_words import why_and_since
-from millstream.errors import MillstreamError, UnknownStream
+from millstream.errors import MillstreamError
 from millstream.home.config_mapping import capture_config
 from millstream.home.home import Home
 from millstream.home.machine_code_folder import place_compiled_code
@@ -30,7 +37,6 @@ from millstream.home.paths import HomePaths
 from millstream.home.rows_before_rules import until_words
 from millstream.leadership.node_roles import Roles
 from millstream.model.addresses import mask_address
-from millstream.model.ids import StreamId
 from millstream.nodes.node_checks import examine_nodes
 from millstream.private_files import is_open_to_others, make_folder
 from millstream.protocol.replication.promises_and_fencing import Role
@@ -38,8 +44,9 @@ from millstream.writers.allowed_writers import examine_writers
 from millstream.writers.stall_reasons import troubles
 
 if TYPE_CHECKING:
+    from millstream.capture.column_rule_binding import ColumnRules
     from millstream.config.model import StreamConfig
-    from millstream.model.schema import TableSchema
+    from millstream.model.column_rules import SourceRules
 
 _TO_DECIDE: Final = frozenset(
     {
@@ -334,83 +341,16 @@ def _cluster(
 
 def _lake_checks(home: Home, name: str, stream: StreamConfig) -> Iterator[Diagnosis]:
     has_catalog = stream.lake.catalog_type is not None
-    of_catalog = list(_one(f"catalog of {name}", partial(_lake_catalog, home, name, stream))) if has_catalog else []
+    of_catalog = (
+        list(_one(f"catalog of {name}", partial(probe_lake_catalog, home, name, stream))) if has_catalog else []
+    )
     found = list(of_catalog)
     # Only the catalog knows the store of a lake that lies in it.
     if not stream.lake.lies_in_catalog or all(one.is_ok for one in of_catalog):
-        found = [*_one(f"lake of {name}", partial(_lake, home, name, stream)), *of_catalog]
+        found = [*_one(f"lake of {name}", partial(check_lake, home, name, stream)), *of_catalog]
     yield from found
     if stream.lake.format != "postgres" and all(one.is_ok for one in found):
-        yield from _one(f"tables in the lake of {name}", partial(_lake_owner, home, name, stream))
-
-
-def _lake(home: Home, name: str, stream: StreamConfig) -> str:
-    if stream.lake.format == "postgres":
-        return _destination(home, name, stream)
-    location = home.lake_location(stream)
-    if "://" in location:
-        return _object_store(home, name, stream)
-    folder = Path(location)
-    make_folder(folder)
-    with tempfile.TemporaryFile(dir=folder):
-        return f"{folder} can be written"
-
-
-def _lake_catalog(home: Home, name: str, stream: StreamConfig) -> str:
-    from millstream.home.config_mapping import lake_layout
-    from millstream.lake.table_format import format_of
-
-    layout = lake_layout(home, name, stream, StreamId(UUID(int=0)))  # nothing of the stream's is touched
-    return format_of(layout).probe_catalog(layout) or "the format has none"
-
-
-def _object_store(home: Home, name: str, stream: StreamConfig) -> str:
-    from millstream.home.config_mapping import lake_layout
-    from millstream.lake.data_files import probe_storage
-
-    layout = lake_layout(home, name, stream, StreamId(UUID(int=0)))  # nothing of the stream's is touched
-    probe_storage(layout)
-    return f"{mask_address(layout.location)}: an object could be written, read and deleted"
-
-
-def _lake_owner(home: Home, name: str, stream: StreamConfig) -> str:
-    """Check that the lake's tables are the stream's; those of a lake before the stream's first run are another's."""
-    from millstream.home.config_mapping import lake_layout
-    from millstream.lake.table_format import open_table
-
-    stream_id = _stream_id(home, name)
-    if stream_id is None and home.config.replication.node is not None:
-        return "looked at once this node has the stream's log"
-    layout = lake_layout(home, name, stream, stream_id or StreamId(UUID(int=0)))
-    opened = open_table(layout, layout.commits_path, layout.commits_app_id)
-    return "there are none yet" if opened is None else "they are this stream's"
-
-
-def _stream_id(home: Home, name: str) -> StreamId | None:
-    """Return a stream's id, from its log or the catalog; None before its first run."""
-    from millstream.wal.reader import StreamReader
-
-    with contextlib.suppress(MillstreamError):
-        return StreamReader(str(home.wal_folder(name))).stream_id
-    if home.has_catalog():
-        with home.open_catalog() as catalog, contextlib.suppress(UnknownStream):
-            return catalog.stream(name).id
-    return None
-
-
-def _destination(home: Home, name: str, stream: StreamConfig) -> str:
-    from millstream.home.config_mapping import postgres_target
-    from millstream.lake.postgres.land import look
-
-    sources: set[tuple[int, str]] = set()
-    stream_id = StreamId(UUID(int=0))  # before the first run
-    schemas: list[TableSchema] = []
-    if home.has_catalog():
-        with home.open_catalog() as catalog, contextlib.suppress(UnknownStream):
-            stream_id = catalog.stream(name).id
-            sources = {(source.system_identifier, source.database) for source in catalog.sources(stream_id)}
-            schemas = list(catalog.latest_schemas(stream_id).values())
-    return look(postgres_target(name, stream, stream_id), sources, schemas)
+        yield from _one(f"tables in the lake of {name}", partial(check_lake_owner, home, name, stream))
 
 
 def _writers(home: Home, name: str) -> str:
@@ -462,16 +402,13 @@ def _given_up(home: Home, name: str) -> Iterator[Diagnosis]:
 
 def _tables(home: Home, name: str) -> Iterator[Diagnosis]:
     """Yield the tables that capture or the lake quarantined; one line if there are none."""
-    from millstream.catalog import examine_catalog
-
     check = f"tables of {name}"
     try:
-        catalog_is = examine_catalog(home.catalog_place())
-        if catalog_is.revision is None or catalog_is.revision != catalog_is.known:
-            yield Diagnosis(check, "ok", "looked at once there is a catalog of today's schema")
+        if not has_todays_catalog(home):
+            yield Diagnosis(check, "ok", LATER)
             return
         with home.open_catalog() as catalog:
-            stream = next((row.id for row in catalog.streams() if row.name == name), None)
+            stream = id_in(catalog, name)
             tables = [] if stream is None else tables_of(catalog, stream, *live_progress(home, name))
     except (MillstreamError, OSError) as error:
         yield _failed(check, error, "home")
@@ -544,11 +481,32 @@ def _clocks_of_regions(home: Home, name: str, stream: StreamConfig) -> Iterator[
             yield _failed(f"clocks of {name}", error, "nothing")
 
 
+@contextlib.contextmanager
+def _rules(home: Home, name: str, rules: SourceRules) -> Iterator[ColumnRules | None]:
+    """Yield a stream's rules as its next start finds them; None if the catalog can't be read as it is."""
+    from millstream.capture.column_rule_binding import ColumnRules
+
+    with contextlib.ExitStack() as opened:
+        bound = None
+        with contextlib.suppress(MillstreamError):  # the check of the catalog reports it
+            catalog, stream_id = None, None
+            is_todays = has_todays_catalog(home)
+            if is_todays:
+                catalog = opened.enter_context(home.open_catalog())
+                stream_id = id_in(catalog, name)
+            if is_todays is not False:
+                known = catalog if stream_id is not None else None
+                bound = ColumnRules(known, stream_id or BEFORE_THE_FIRST_RUN, rules)
+        yield bound
+
+
 def _source(home: Home, name: str) -> Iterator[Diagnosis]:
     from millstream.capture.source_checks import check_source
 
     check = f"source of {name}"
-    findings = check_source(capture_config(home, name, home.config.streams[name]))
+    config = capture_config(home, name, home.config.streams[name])
+    with _rules(home, name, config.rules) as rules:
+        findings = check_source(config, rules)
     in_database = home.config.streams[name].lake.format == "postgres"  # whose types hold values that files' types can't
     for found in findings:
         if found.code == "column_is_text" and in_database:

@@ -92,18 +92,19 @@ class ColumnRules:
     """The rules of one stream, bound to its tables. Any thread.
 
     Args:
-        catalog: keeps the bindings.
+        catalog: keeps the bindings; None before the stream's first run, for `check` alone.
         stream: the stream.
         rules: as the configuration has them.
     """
 
-    def __init__(self, catalog: Catalog, stream: StreamId, rules: SourceRules) -> None:
+    def __init__(self, catalog: Catalog | None, stream: StreamId, rules: SourceRules) -> None:
         self.rules: Final = rules
         self._catalog = catalog
         self._stream = stream
         self._scope = rules_scope(stream)
         self._lock = threading.RLock()
-        self._bindings = {int(oid): _Binding.loaded(facts) for oid, facts in catalog.facts(self._scope).items()}
+        bound = {} if catalog is None else catalog.facts(self._scope)
+        self._bindings = {int(oid): _Binding.loaded(facts) for oid, facts in bound.items()}
 
     def __bool__(self) -> bool:
         return bool(self.rules)
@@ -133,13 +134,13 @@ class ColumnRules:
         """
         found = list(tables)
         known = {name for table in found for name in (self._binding(table.oid).tables | _names(table))}
+        rows = [] if self._catalog is None else self._catalog.tables(self._stream)
+        written = {(row.namespace, row.name) for row in rows if row.source == 0}
         for namespace, name in self.rules.tables:
             full = qualified_name(namespace, name)
             if full in known:
                 continue
-            if any(
-                (r.namespace, r.name) == (namespace, name) and r.source == 0 for r in self._catalog.tables(self._stream)
-            ):
+            if (namespace, name) in written:
                 raise ConfigError(f"applications write the table {full}, which has rules", code="rule_not_captured")
             raise UnknownTable(
                 f"[streams.S.tables] names {full}, which isn't a table that the stream captures",
@@ -158,6 +159,7 @@ class ColumnRules:
             before = self._binding(table.oid)
             ruled, binding = self._applied(table, before.copy())
             if ruled.refusal is None and binding.stored() != before.stored():
+                assert self._catalog is not None, "a stream that runs has a catalog"
                 self._catalog.put_fact(self._scope, str(table.oid), binding.stored())
                 self._bindings[table.oid] = binding
         return ruled

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from millstream.capture.column_rule_binding import ColumnRules
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import connect
 from millstream.capture.server_checks import Finding, check_replication, check_server
@@ -19,10 +20,15 @@ from millstream.errors import MillstreamError
 _SETTING: Final = "ALTER SYSTEM "
 
 
-def check_source(config: CaptureConfig) -> list[Finding]:
-    """Find everything at the source that would stop capture or a table, or deserves a warning; change nothing."""
+def check_source(config: CaptureConfig, rules: ColumnRules | None = None) -> list[Finding]:
+    """Find everything at the source that would stop capture or a table, or deserves a warning; change nothing.
+
+    Args:
+        config: capture's.
+        rules: the stream's, bound as its next start finds them; None: they aren't checked.
+    """
     try:
-        return _ask(config)
+        return _ask(config, rules)
     except MillstreamError as error:
         return [_of_error(error)]
 
@@ -51,12 +57,12 @@ def sql_comment(text: str) -> str:
     return "".join(f"-- {line}\n" for line in text.splitlines())
 
 
-def _ask(config: CaptureConfig) -> list[Finding]:
+def _ask(config: CaptureConfig, rules: ColumnRules | None = None) -> list[Finding]:
     with connect(config.dsn, purpose="doctor") as connection:
         return [
             *check_server(connection, config),
             *check_replication(config),
-            *check_tables(connection, config),
+            *check_tables(connection, config, rules),
         ]
 
 

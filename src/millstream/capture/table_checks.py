@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from psycopg import sql
 
+from millstream.capture.column_rule_binding import ColumnRules
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import translated
 from millstream.capture.publication import find_lacks, list_published
 from millstream.capture.server_checks import Finding
 from millstream.capture.source import Connection, SourceTable, on_standby
 from millstream.codec.pgoutput import relation_columns
+from millstream.errors import ConfigError, UnknownTable
 from millstream.model.column_rules import SourceRules
 from millstream.model.names import TablePatterns, quote_ident
 from millstream.model.pgtypes import NUMERIC_OID, is_text_for_want_of_better
 from millstream.model.records import log_names
 
 
-def check_tables(connection: Connection, config: CaptureConfig) -> list[Finding]:
-    """Find what would stop a table, or deserves a warning, at every table that the patterns match."""
+def check_tables(connection: Connection, config: CaptureConfig, rules: ColumnRules | None = None) -> list[Finding]:
+    """Find what would stop a table, or deserves a warning, at every table that the patterns match.
+
+    Rules that don't fit the tables stop the source, as they would stop capture's start.
+    """
     tables = list_published(connection, TablePatterns.parse(config.tables), config.publication, foreseen=True)
     if not tables:
         return [
@@ -28,7 +33,8 @@ def check_tables(connection: Connection, config: CaptureConfig) -> list[Finding]
                 fix="Correct `tables` in millstream.toml.",
             )
         ]
-    findings = [finding for table in tables for finding in _check_table(connection, table)]
+    findings = [] if rules is None else _check_rules(rules, tables)
+    findings += [finding for table in tables for finding in _check_table(connection, table)]
     findings += [finding for table in tables for finding in _check_derived(connection, table, config.rules)]
     where = " at the primary" if on_standby(connection) else ""
     for lack in find_lacks(connection, config.publication, tables):
@@ -37,6 +43,14 @@ def check_tables(connection: Connection, config: CaptureConfig) -> list[Finding]
         fix = f"Have the tables' owner (or a superuser) run the SQL{where}, once every table of the publication has an identity."
         findings.append(Finding("publication_missing", lack.message, blocks, name, fix, lack.sql))
     return findings
+
+
+def _check_rules(rules: ColumnRules, tables: list[SourceTable]) -> list[Finding]:
+    try:
+        rules.check(tables)
+    except (ConfigError, UnknownTable) as error:
+        return [Finding(error.code, error.message, "source", error.details.get("table", ""), error.hint)]
+    return []
 
 
 def _check_table(connection: Connection, table: SourceTable) -> list[Finding]:
