@@ -296,6 +296,13 @@ def test_renamed_columns_are_followed_for_long(stage: Stage, seeds: Seeds, seed:
     life(stage, seeds.kept_or_new(seed), rounds=6, changes=5, among=(NAMES, MORE_NAMES)[seed % 2])
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(300, 306))
+def test_defaults_are_told_for_long_where_renamed_columns_are_copied(stage: Stage, seeds: Seeds, seed: int) -> None:
+    stage.config = replace(stage.config, follows_names=True, copies_renamed=True)
+    life(stage, seeds.kept_or_new(seed), rounds=5, changes=5, among=(NAMES, MORE_NAMES)[seed % 2])
+
+
 CASES: dict[str, tuple[list[str], int]] = {
     "a column added": (["ALTER TABLE t ADD e text"], 0),
     "added, and a default set": (["ALTER TABLE t ADD e text; ALTER TABLE t ALTER e SET DEFAULT 'x'"], 0),

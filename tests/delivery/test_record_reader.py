@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,21 @@ def test_a_definition_is_no_message_and_no_lag(log: LogWriter, tmp_path: Path, f
     lag = backlog_of_tables(log_reader, after, upto, lambda table: takes(table.table_id, table.schema_version))
     messages, _ = read_all(reader_of(tmp_path, **fields))
     assert lag.records == len(messages) == (8 if fields else 15)
+
+
+def test_the_newest_states_of_rows_have_the_default_of_a_later_column(log: LogWriter, tmp_path: Path) -> None:
+    key = Column("id", pa.int64(), pg(20, "bigint"), number=1)
+    grade = Column("grade", pa.int32(), pg(23, "integer"), number=2, filled="5")
+    old = schema(5, "notes", key)
+    new = replace(old, version=SchemaVersion(2), columns=(key, grade))
+    log.append(ops([operation(1, 0x1000)], (old, 0, [row(0, Op.CREATE, id=1), row(1, Op.DELETE, id=2)])))
+    changes, latest = reader_of(tmp_path), reader_of(tmp_path, kind="latest")
+    assert [record(message)["row"] for message in read_all(latest)[0]] == [{"id": 1}, {"id": 2}]
+    log.append(ops([operation(2, 0x1100)], (new, 0, [row(0, Op.CREATE, id=3, grade=None)])))
+    sent = [{"id": 1}, {"id": 2}, {"id": 3, "grade": None}]
+    assert [record(message)["row"] for message in read_all(changes)[0]] == sent
+    latest.restart()
+    assert [record(message)["row"] for message in read_all(latest)[0]] == [{"id": 1, "grade": 5}, *sent[1:]]
 
 
 def test_a_condition_leaves_records_out(log: LogWriter, tmp_path: Path) -> None:

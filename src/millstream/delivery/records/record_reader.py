@@ -27,6 +27,7 @@ from millstream.delivery.records.record_texts import record_texts
 from millstream.delivery.records.where_filter import selected
 from millstream.delivery.sinks import LoggedRow
 from millstream.errors import CorruptWal, MillstreamError
+from millstream.lake.filled_columns import filled_records
 from millstream.model.ids import Epoch, SchemaVersion, ShardId, TableId
 from millstream.model.positions import Offset, Seq
 from millstream.model.records import Op
@@ -147,6 +148,10 @@ class ConsumerReader:
         self._earlier = [(one, replace(definition, **one.selection._asdict())) for one in earlier]
         self._known: dict[tuple[TableId, SchemaVersion], bool] = {}
         """Whether the consumer receives records of this table and schema version."""
+        self._seen = set[tuple[TableId, SchemaVersion]]()
+        """Schemas of which `_told` knows."""
+        self._told: dict[TableId, TableSchema] = {}
+        """For kind latest, the newest read schema of each table that has defaults of columns in older rows."""
         self._steps: Iterator[Step] | None = None
         self.quarantined: set[TableId] = set()
         """Tables of which undecoded records were read."""
@@ -207,6 +212,8 @@ class ConsumerReader:
         if wanted is not None and not wanted:
             yield Step([], int(upto), int(upto))
             return
+        if self._definition.kind is Kind.LATEST:
+            self._learn_defaults(after, upto)
         shards = self._reader.shards
         if len(shards) == 1:
             pieces: Iterator[_Piece] = self._shard(shards[0], after, upto, wanted, alone=True)
@@ -244,6 +251,13 @@ class ConsumerReader:
             return None
         self.takes_of(after, upto)
         return frozenset(table for (table, _), is_taken in self._known.items() if is_taken)
+
+    def _learn_defaults(self, after: Seq, upto: Seq) -> None:
+        for (table, version), schema in self._reader.schemas_between(after, upto, self._seen).items():
+            self._seen.add((table, version))
+            has_defaults = any(column.filled is not None for column in schema.columns)
+            if has_defaults and (table not in self._told or self._told[table].version < version):
+                self._told[table] = schema
 
     def takes_of(self, after: Seq, upto: Seq) -> Callable[[TableId, SchemaVersion], bool]:
         """Return whether the consumer receives records of `(after, upto]` of a table and schema version."""
@@ -410,6 +424,9 @@ class ConsumerReader:
         own = (kept.operation_seq.to_pylist(), indexes_of(kept), operations_of(kept))
         numbers = found.seqs.tolist(), found.ends.tolist()
         if definition.kind is Kind.LATEST and schema.kind is TableKind.TABLE:
+            if (newest := self._told.get(schema.table_id)) is not None:
+                schema, batch = filled_records(schema, kept.batch, newest)
+                kept = replace(kept, schema=schema, batch=batch)
             rows = zip(
                 table_lines(kept, stream=self._stream), ids, groups, moments, found.is_gone.tolist(), strict=True
             )
