@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from millstream.errors import MillstreamError, Retry, UsageError
-from millstream.serving.unknown_paths import allowed_of, method_not_allowed, unknown_path
+from millstream.serving.unknown_paths import allowed_at, method_not_allowed, unknown_path
 
 MEDIA_TYPE: Final = "application/problem+json"
 RETRY_AFTER_S: Final = 1
@@ -175,8 +175,8 @@ def tell_problems(app: FastAPI) -> None:
         if error.status_code == HTTPStatus.NOT_FOUND:
             return response_of(problem_of(unknown_path(path, app.openapi()["paths"])))
         if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-            refused = method_not_allowed(request.method, path, allowed_of(error.headers))
-            return response_of(problem_of(refused), error.headers)
+            allowed = allowed_at(request.scope, app.routes)
+            return response_of(problem_of(method_not_allowed(request.method, path, allowed)), {"Allow": allowed})
         return response_of(plain_problem(error.status_code, str(error.detail)), error.headers)
 
     @app.exception_handler(Exception)

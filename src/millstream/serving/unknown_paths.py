@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from difflib import SequenceMatcher
 from typing import Final
 
 from starlette.requests import Request
+from starlette.routing import BaseRoute, Match
+from starlette.types import Scope
 
 from millstream.errors import HttpError, UsageError
 
 ROWS_PARAMETERS: Final = ("on_clash", "deadline_s")
 """Parameters of the path that takes rows. The paths for lines ignore unknown ones: InfluxDB's clients send
 InfluxDB's parameters."""
+_METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _ALIKE: Final = 0.6
 _SHOWN_MAX: Final = 200
 
@@ -77,6 +80,11 @@ def _alike(path: str, template: str) -> float:
     return SequenceMatcher(None, "/".join(asked), "/".join(known)).ratio()
 
 
-def allowed_of(headers: Mapping[str, str] | None) -> str:
-    """Return the methods that a refusal lists."""
-    return (headers or {}).get("Allow", "")
+def allowed_at(scope: Scope, routes: Iterable[BaseRoute]) -> str:
+    """Return the methods that a request's path takes, of all its routes: each may have one of them."""
+    routes = list(routes)
+    return ", ".join(
+        method
+        for method in _METHODS
+        if any(route.matches({**scope, "method": method})[0] is Match.FULL for route in routes)
+    )
