@@ -25,7 +25,7 @@ import millstream
 from millstream.errors import UsageError
 from millstream.private_files import replacing
 
-EXTRA: Final = ("deltalake",)
+EXTRA: Final = ("deltalake", "obstore")
 """The extra `executor`: what executors need next to Millstream's own requirements."""
 _FOLDER: Final = "millstream-executor"
 """Name of the folder into which Spark unpacks the archive, in each executor's working folder."""

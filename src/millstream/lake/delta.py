@@ -4,18 +4,19 @@ Every commit of ours carries Delta's `txn(app, n)` and, in its commit info, a st
 that it was based on. A data-changing commit without a stamp is another program's: the table is foreign from then
 on, and nothing more is written to it. The check costs one read of the newest commit's JSON, because each stamped
 commit vouches for all commits up to the version that it was based on. The stamp has an id of the commit, too
-(`lost_answers`).
+(`log_copies.lost_answers`).
 
 A handle is used for one write only. delta-rs rejects a transaction through a handle that is older than another
 commit of the same app, but accepts it through a table opened since. The handle's `n` is the app's
 `transaction_version` when it was opened: writers compare `n` by the rule of `exactly_once`, and write through that handle.
+In an object store, a handle to land through works on a copy of the log (`log_copies`), by the same rules.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -31,14 +32,15 @@ from deltalake import (
     Transaction,
 )
 from deltalake.exceptions import DeltaError, TableNotFoundError
-from deltalake.fs import DeltaStorageHandler
 from deltalake.transaction import AddAction, RemoveAction
 from deltalake.writer import WriterProperties
 
 from millstream.errors import LakeConflict, LakeError, LakeTableForeign
 from millstream.lake.data_files import erase_folder, remove_folder
 from millstream.lake.layout import MESSAGES, LakeLayout
-from millstream.lake.lost_answers import settled
+from millstream.lake.log_copies.log_copy import LogCopy, copied_log
+from millstream.lake.log_copies.lost_answers import settled
+from millstream.lake.log_copies.small_files import LakeStorageHandler
 from millstream.lake.other_formats import check_format
 from millstream.lake.store_errors import lake_errors
 from millstream.lake.table_format import Commit, Partition, Tail, refuse_other_format
@@ -84,6 +86,8 @@ class DeltaHandle:
     app: str
     n: Seq | None
     tail: Tail | None = None
+    log: LogCopy | None = None
+    """The copy of the log that `table` works on; None: it works on the log."""
 
     @property
     def folder(self) -> str:
@@ -134,7 +138,8 @@ class DeltaHandle:
     def dataset(self, within: tuple[str, int, int] | None = None) -> ds.FileSystemDataset:
         """See `OpenTable`."""
         condition = None if within is None else f"{within[0]} > {within[1]} AND {within[0]} <= {within[2]}"
-        return self.table.to_pyarrow_dataset(file_pruning_predicate=condition)
+        storage = None if self.log is None else DeltaFormat().storage(self.layout, self.path)
+        return self.table.to_pyarrow_dataset(filesystem=storage, file_pruning_predicate=condition)
 
     def with_tail(self, n: Seq, tail: Tail) -> DeltaHandle:
         """See `OpenTable`."""
@@ -154,11 +159,11 @@ class DeltaHandle:
 
     def set_properties(self, properties: Mapping[str, str]) -> None:
         """See `OpenTable`."""
-        with lake_errors(self.path):
-            self.table.alter.set_table_properties(
-                dict(properties), raise_if_not_exists=False, commit_properties=self._upkeep()
-            )
-            self.table.update_incremental()
+
+        def change(facts: CommitProperties) -> None:
+            self.table.alter.set_table_properties(dict(properties), raise_if_not_exists=False, commit_properties=facts)
+
+        self._alter(change)
 
     def set_bounded(self, columns: Sequence[str]) -> None:
         """See `OpenTable`."""
@@ -169,8 +174,15 @@ class DeltaHandle:
         self._add_features(columns)
         have = set(self.schema().names)
         fields = Schema.from_arrow(pa.schema([f.with_nullable(True) for f in columns if f.name not in have])).fields
+        self._alter(lambda facts: self.table.alter.add_columns(fields, commit_properties=facts))
+
+    def _alter(self, change: Callable[[CommitProperties], object]) -> None:
+        """Commit a change of the table's metadata."""
         with lake_errors(self.path):
-            self.table.alter.add_columns(fields, commit_properties=self._upkeep())
+            if self.log is not None:
+                self.log.commit(self.table, lambda: change(self._upkeep()))
+                return
+            change(self._upkeep())
             self.table.update_incremental()
 
     def swap(
@@ -195,9 +207,8 @@ class DeltaHandle:
         now = time.time_ns() // 1_000_000
         added = [AddAction(file.path, file.size_bytes, file.partition, now, data_change, file.stats) for file in add]
         gone = [RemoveAction(path, data_change, now) for path in remove]
-        facts = self.commit_properties(commit)
-        stamp = (facts.custom_metadata or {})[STAMP]
-        with settled(self.table, STAMP, stamp), lake_errors(self.path):
+
+        def write(facts: CommitProperties) -> None:
             self.table.create_write_transaction(
                 [*added, *gone],
                 mode,
@@ -206,6 +217,15 @@ class DeltaHandle:
                 commit_properties=facts,
                 post_commithook_properties=PostCommitHookProperties(create_checkpoint=True),
             )
+
+        if self.log is not None:
+            with lake_errors(self.path):
+                self.log.commit(self.table, lambda: write(self.commit_properties(commit)))
+            return
+        facts = self.commit_properties(commit)
+        stamp = (facts.custom_metadata or {})[STAMP]
+        with settled(self.table, STAMP, stamp), lake_errors(self.path):
+            write(facts)
         with lake_errors(self.path):
             self.table.update_incremental()
 
@@ -241,29 +261,38 @@ class DeltaHandle:
             return False  # a protocol version without features
         missing = [feature for name, feature in _FEATURES.items() if name not in has]
         if missing:
-            with lake_errors(self.path):
-                self.table.alter.add_feature(
-                    missing, allow_protocol_versions_increase=True, commit_properties=self._upkeep()
+            self._alter(
+                lambda facts: self.table.alter.add_feature(
+                    missing, allow_protocol_versions_increase=True, commit_properties=facts
                 )
-                self.table.update_incremental()
+            )
         return bool(missing)
 
     def version_before(self, before_ms: int) -> int | None:
         """See `OpenTable`."""
         from millstream.lake import delta_log
 
-        return delta_log.version_before(self, before_ms)
+        return delta_log.version_before(self._in_store(), before_ms)
 
     def removed(self) -> set[str]:
         """See `OpenTable`."""
         with lake_errors(self.path):
-            return set(self.table.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=True))
+            table = self._in_store().table
+            return set(table.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=True))
 
     def trim(self, *, now_ms: int, keep_s: float, retention_s: float, spared: int | None) -> None:
         """See `OpenTable`."""
         from millstream.lake import delta_log
 
-        delta_log.trim_log(self, now_ms=now_ms, keep_s=keep_s, retention_s=retention_s, spared=spared)
+        delta_log.trim_log(self._in_store(), now_ms=now_ms, keep_s=keep_s, retention_s=retention_s, spared=spared)
+
+    def _in_store(self) -> DeltaHandle:
+        """Return a handle on the whole log: a copy lacks the part before the last checkpoint."""
+        if self.log is None:
+            return self
+        with lake_errors(self.path):
+            table = DeltaTable(self.path, storage_options=self.layout.client_options(self.path))
+        return replace(self, table=table, log=None)
 
 
 class DeltaFormat:
@@ -274,9 +303,11 @@ class DeltaFormat:
     is_movable = True
     names_snapshots = False
 
-    def open(self, layout: LakeLayout, path: str, app: str, *, version: int | None = None) -> DeltaHandle | None:
+    def open(
+        self, layout: LakeLayout, path: str, app: str, *, version: int | None = None, lands: bool = False
+    ) -> DeltaHandle | None:
         """See `TableFormat`."""
-        return _open(layout, path, app, version=version)
+        return (_open_copy(layout, path, app) if lands else None) or _open(layout, path, app, version=version)
 
     def create(
         self,
@@ -344,7 +375,7 @@ class DeltaFormat:
     def storage(self, layout: LakeLayout, path: str) -> pafs.FileSystem:
         """See `TableFormat`."""
         if "://" in path:
-            return pafs.PyFileSystem(DeltaStorageHandler(path, layout.client_options(path)))
+            return LakeStorageHandler.of(layout, path)
         return pafs.SubTreeFileSystem(path, pafs.LocalFileSystem())
 
     def stored_schema(self, columns: pa.Schema) -> pa.Schema:
@@ -377,6 +408,21 @@ def _open(layout: LakeLayout, path: str, app: str, *, version: int | None = None
         if version is None:
             check_owned(layout, opened)
         return opened
+
+
+def _open_copy(layout: LakeLayout, path: str, app: str) -> DeltaHandle | None:
+    """Open a table by a copy of its log; None if it isn't to be had so, or isn't enough to tell whose the table is."""
+    with lake_errors(path):
+        log = copied_log(layout, path)
+        if log is None:
+            return None
+        try:
+            table = DeltaTable(log.folder)
+        except DeltaError:
+            return None  # of a kind that needs more files
+        found = table.transaction_version(app)
+        opened = DeltaHandle(layout, table, path, app, None if found is None else Seq(found), log=log)
+        return opened if check_owned(layout, opened) else None
 
 
 def log_properties(keep_s: float = 0.0) -> dict[str, str]:
@@ -421,8 +467,8 @@ def _way_out(layout: LakeLayout, path: str) -> str:
     return "Run `millstream pipeline rebuild`, which moves that folder away and rebuilds the table"
 
 
-def check_owned(layout: LakeLayout, opened: DeltaHandle) -> None:
-    """Raise `LakeTableForeign` unless every row of the table is this stream's."""
+def check_owned(layout: LakeLayout, opened: DeltaHandle) -> bool:
+    """Raise `LakeTableForeign` unless every row of the table is this stream's; return False if too few commits are there to tell."""
     way_out = _way_out(layout, opened.path)
     owner = opened.properties.get(STREAM_PROPERTY)
     if owner != str(layout.stream_id):
@@ -448,7 +494,8 @@ def check_owned(layout: LakeLayout, opened: DeltaHandle) -> None:
                 version=version,
             )
         if horizon is not None and version - 1 <= horizon:
-            return
+            return True
+    return False
 
 
 def _commit_infos(table: DeltaTable) -> Iterator[dict[str, Any]]:

@@ -120,7 +120,7 @@ def write_records(
     """
     assert schema.kind is not TableKind.RAW, "rows of a table that is quarantined have no place in the lake"
     path = layout.table_path("history", schema)
-    opened = open_table(layout, path, layout.app_id("history", schema.table_id))
+    opened = open_table(layout, path, layout.app_id("history", schema.table_id), lands=True)
     source: OpenTable | None = None
     if schema.kind is TableKind.TABLE:
         source = records_elsewhere(layout, schema, opened, _places(layout, schema, places))
@@ -212,7 +212,7 @@ def bring_history(
     schema = _newest(parts)
     path = layout.table_path("history", schema)
     app = layout.app_id("history", schema.table_id)
-    opened = open_table(layout, path, app)
+    opened = open_table(layout, path, app, lands=True)
     source: OpenTable | None = None
     if schema.kind is TableKind.TABLE:
         source = records_elsewhere(layout, schema, opened, _places(layout, schema, places))

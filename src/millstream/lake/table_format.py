@@ -253,7 +253,9 @@ class TableFormat(Protocol):
     names_snapshots: bool
     """Whether other programs open a version by another number than `OpenTable.version` (`snapshot_ids`)."""
 
-    def open(self, layout: LakeLayout, path: str, app: str, *, version: int | None) -> OpenTable | None:
+    def open(
+        self, layout: LakeLayout, path: str, app: str, *, version: int | None = None, lands: bool = False
+    ) -> OpenTable | None:
         """See `open_table`."""
 
     def create(
@@ -347,7 +349,9 @@ def format_of(layout: LakeLayout) -> TableFormat:
             return IcebergFormat()
 
 
-def open_table(layout: LakeLayout, path: str, app: str, *, version: int | None = None) -> OpenTable | None:
+def open_table(
+    layout: LakeLayout, path: str, app: str, *, version: int | None = None, lands: bool = False
+) -> OpenTable | None:
     """Open the table at `path`, checked to be this stream's and written by no other program; None if there is none.
 
     Args:
@@ -355,12 +359,14 @@ def open_table(layout: LakeLayout, path: str, app: str, *, version: int | None =
         path: the table's folder.
         app: the app that commits to it.
         version: an earlier version to read; it isn't checked.
+        lands: whether a batch is landed through the handle: a format may keep the table's metadata in memory for the next
+            one, if the table lies in an object store, and compares them with the store's.
 
     Raises:
         LakeTableForeign: another program made the table or wrote rows into it; details: path, version.
         LakeUnavailable: it can't be read.
     """
-    return format_of(layout).open(layout, path, app, version=version)
+    return format_of(layout).open(layout, path, app, version=version, lands=lands)
 
 
 def create_table(

@@ -54,7 +54,15 @@ class IcebergFormat:
     is_movable = False  # the catalog has its address
     names_snapshots = True
 
-    def open(self, layout: LakeLayout, path: str, app: str, *, version: int | None) -> IcebergHandle | None:
+    def open(
+        self,
+        layout: LakeLayout,
+        path: str,
+        app: str,
+        *,
+        version: int | None = None,
+        lands: bool = False,  # noqa: ARG002 - metadata are in memory for all handles
+    ) -> IcebergHandle | None:
         """See `TableFormat`.
 
         Raises:
