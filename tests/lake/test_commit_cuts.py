@@ -133,7 +133,7 @@ def test_what_cannot_be_built_anew_has_no_such_hint(layout: LakeLayout):
     another = replace(layout, stream_id=StreamId(UUID(int=43)))
     with pytest.raises(LakeTableForeign) as caught:
         last_cut(another)
-    assert caught.value.hint == "Name another lake location."
+    assert caught.value.hint == "Name another lake location, or give the stream another name."
     write_deltalake(layout.commits_path, DeltaTable(layout.commits_path).to_pyarrow_table(), mode="append")
     with pytest.raises(LakeTableForeign) as caught:
         last_cut(layout)
