@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
 from tests.capture.capture_stage import Stage
 
 from millstream.app.table_requests import copy_table, list_tables, resume_table
@@ -40,8 +41,10 @@ def test_the_copy_of_a_large_table_waits_while_its_changes_enter(stage: Stage) -
     begun(stage)
     stage.sql("ALTER TABLE orders ADD note text DEFAULT 'none'", "ALTER TABLE small ADD note text DEFAULT 'none'")
     stage.sql("UPDATE orders SET note = 'changed' WHERE id = 7", "DELETE FROM orders WHERE id = 8")
-    for _ in range(2):
-        outcome = stage.catch_up()
+    for is_news in (True, False):
+        with capture_logs() as lines:
+            outcome = stage.catch_up()
+        assert [line["table"] for line in lines if line.get("code") == "copy_held"] == ["public.orders"] * is_news
         reason = outcome.copies_held["public.orders"]
         assert outcome.caught_up
         assert outcome.paused == ()

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from millstream.processes.logs import Words
 
 REFUSED = {"event": "the stream begins again", "part": "capture", "stream": "s", "level": "warning", "timestamp": "now"}
@@ -20,6 +22,15 @@ def test_a_trouble_that_goes_on_is_one_short_line() -> None:
 def test_facts_stand_behind_what_happened() -> None:
     line = Words(terminal=False)(None, "", {"event": "table copied", "part": "capture", "table": "a.b", "rows": 7})
     assert line == "capture: table copied (table a.b, rows 7)"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [({}, "warning: older values"), ({"code": "raw_values_kept"}, "warning: raw_values_kept: older values")],
+)
+def test_a_warning_says_its_code(code: dict[str, str], said: str) -> None:
+    event = {"event": "older values are kept", "part": "capture", "level": "warning", "table": "a.b"}
+    assert Words(terminal=False)(None, "", event | code) == f"capture: {said} are kept (table a.b)"
 
 
 def test_lines_that_find_no_room_end_nobody() -> None:

@@ -214,9 +214,10 @@ class TableDirectory:
         copied = [TableState.STREAMING, TableState.COPYING]
         details = {"cause": COPY_HELD} if held else None
         if self._catalog.set_state(row.id, TableState.COPY_REQUESTED, reason, details=details, only_from=copied):
-            logger.warning(
-                "the copy of a table is held" if held else "table is copied again", table=table, reason=reason
-            )
+            if held:
+                logger.warning("the copy of a table waits", code=COPY_HELD, table=table, reason=reason)
+            else:
+                logger.warning("table is copied again", table=table, reason=reason)
 
     def note_key(self, schema: TableSchema) -> None:
         """Note that from here on a table's records in the log have this key, and none before counts.

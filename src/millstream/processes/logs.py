@@ -94,7 +94,7 @@ class Words:
                 what = trouble
             self._trouble[part, stream] = trouble if wait_s is not None else ""
         elif level in {"warning", "error", "critical"}:
-            words += f"{level}: "
+            words += "".join(f"{said}: " for said in (level, code) if said)
         words += what
         if wait_s is not None:
             words += f"; next try in {float(wait_s):.1f} s"
