@@ -135,7 +135,12 @@ def test_the_environment_can_set_what_the_file_leaves_out(tmp_path: Path) -> Non
         ("[spark]\nmastr = 'x'\n", 2, "spark.mastr", "allowed here: master, log_access, trigger_interval"),
         ("[sparc]\n", 1, "sparc", "allowed here: streams, spark, http"),
         ("\n[http]\nlisten = 8787\n", 3, "http.listen", "must be text in quotes"),
-        ("[http]\nlisten = 'here'\n", 2, "http.listen", "must be text of the form"),
+        ("[http]\nlisten = 'here'\n", 2, "http.listen", "must be a host and a port up to 65535, such as 127.0.0.1:8787"),
+        ("[http]\nlisten = '127.0.0.1:65536'\n", 2, "http.listen", "must be a host and a port up to 65535"),
+        ("[spark]\nmaster = 'nonsense'\n", 2, "spark.master", "must be local[*] or local[N], spark://host:port, yarn, or k8s://"),
+        ("[streams.shop.source]\ndsn = 'x'\nslot = 'A-b'\n", 3, "streams.shop.source.slot", "must be 1 to 63 of: lower-case letters, digits and _"),
+        ("[streams.shop.types]\n'public.orders.'='text'", 2, 'streams.shop.types."public.orders."', "must name a column as schema.table.column"),
+        ("[streams.shop.log]\nretention_bytes='200%'", 2, "streams.shop.log.retention_bytes", "'200%' is more than the whole disk; a share goes up to 100%"),
         ("[http]\ntls_certificate = 'a.pem'\n", 2, "http.tls_certificate", "is nothing without tls_key"),
         ("[http]\nclients.'a.example.com' = 'a'\n", 2, "http.clients", "without client_ca"),
         ("[streams.shop.log]\nshards = '2'\n", 2, "streams.shop.log.shards", "must be a whole number"),
@@ -201,6 +206,10 @@ def test_a_mistake_in_the_environment_names_the_variable(tmp_path: Path) -> None
     assert "env MILLSTREAM_SPARK__MASTR: spark.mastr: unknown key" in error.message
     error = mistake(tmp_path, GOOD, ENVIRON | {"MILLSTREAM_STREAMS__SHOP__LOG__SHARDS": "many"})
     assert "env MILLSTREAM_STREAMS__SHOP__LOG__SHARDS: streams.shop.log.shards: must be a whole number" in error.message
+    for variable, section in (("MILLSTREAM_NOPE__X", "nope"), ("MILLSTREAM_SPARC__MASTER", "sparc")):
+        error = mistake(tmp_path, GOOD, ENVIRON | {variable: "x"})
+        assert f"env {variable}: {section}: unknown key;" in error.message
+        assert "allowed here: streams, spark, http" in error.message
     error = mistake(tmp_path, GOOD, ENVIRON | {"MILLSTREAM_SPARK": "{nothing"})
     assert "MILLSTREAM_SPARK" in error.message
 

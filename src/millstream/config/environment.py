@@ -25,6 +25,8 @@ class UnreadableVariable(Exception):
 def environment_values(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     """Return the values that variables set, as nested dicts, and the variable of each key.
 
+    A variable of an unknown section has a key, too, without a value in it: validation rejects the section.
+
     Raises:
         UnreadableVariable: a variable holds no value of its kind.
     """
@@ -37,9 +39,10 @@ def environment_values(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict
     variables: dict[KeyPath, str] = {}
     for low, name in names.items():
         path = tuple(_without_prefix(low).split("__"))
-        if path[0] in Config.model_fields:
+        if path[0] in Config.model_fields or len(path) > 1:
             variables[path] = name
-    return {name: value for name, value in values.items() if name in Config.model_fields}, variables
+    unknown: dict[str, Any] = {str(path[0]): {} for path in variables}
+    return unknown | {name: value for name, value in values.items() if name in Config.model_fields}, variables
 
 
 def _without_prefix(name: str) -> str:

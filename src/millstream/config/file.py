@@ -321,7 +321,15 @@ class _Loader:
     ) -> None:
         line = None
         if place is None:
-            setting = next((n for p, n in self._variables.items() if p == path[: len(p)]), None)
+            is_written = path in self._lines
+            setting = next(
+                (
+                    n
+                    for p, n in self._variables.items()
+                    if p == path[: len(p)] or (p[: len(path)] == path and not is_written)
+                ),
+                None,
+            )
             nearest = next((self._lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self._lines), None)
             line = None if setting else nearest
             place = f"env {setting}" if setting else f"{self._file.name}:{nearest or 1}"
@@ -403,7 +411,6 @@ def _say(path: KeyPath, mistake: dict[str, Any]) -> str:
         "model_type": "a table",
         "model_attributes_type": "a table",
         "bool_type": "true or false",
-        "string_pattern_mismatch": f"text of the form {context.get('pattern')}",
         "too_short": f"a list of at least {context.get('min_length')}",
         "string_too_short": "text that isn't empty",
     }

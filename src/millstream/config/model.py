@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 
 from pydantic import Field, field_validator
 
+from millstream.config import formed_texts as text
 from millstream.config.alerts_model import AlertsConfig
 from millstream.config.consumer_model import ConsumerConfig
 from millstream.config.quantities import size_bytes
@@ -41,15 +42,13 @@ class SourceConfig(Section):
         description="Patterns of tables. `*` matches any characters; a leading `!` excludes, also the partitions that only "
         'whole schemas match. `"public.*"` takes the whole schema, but no schema `millstream`, which may hold a catalog.',
     )
-    publication: str | None = Field(
+    publication: text.PublicationName | None = Field(
         default=None,
-        pattern=r"^.+$",
         description="The publication. It is created if it is missing and the role may create one. Tables without a replica "
         "identity are in a second one, `<publication>_inserts`. Unset: `millstream_<stream>`.",
     )
-    slot: str | None = Field(
+    slot: text.SlotName | None = Field(
         default=None,
-        pattern=r"^[a-z0-9_]{1,63}$",
         description="The replication slot, created at the first run. Unset: `millstream_<stream>`.",
     )
     failover: bool = Field(
@@ -156,9 +155,8 @@ class LakeConfig(Section):
         "History is always written; `current` and `scd2` are folded from it, `merged` from the regions' logs. With `iceberg`: all but `merged`. With `postgres`: `changes` has an event table per table, `current` its "
         "rows. Unset: `current`, with `history` or `changes`.",
     )
-    schema_prefix: str = Field(
+    schema_prefix: text.SchemaPrefix = Field(
         default="",
-        pattern=r"^[a-z0-9_]*$",
         max_length=30,
         description="For `postgres`: prefix of the names of the schemas that hold tables. `public.orders` has its rows in "
         "`<prefix>public.orders` and its events in `<prefix>public_changes.orders`. Two streams in one database "
@@ -334,9 +332,8 @@ class IngestConfig(Section):
 class BufferConfig(Section):
     """A write buffer between applications and a stream's log. A stream writes to it or reads from it, never both."""
 
-    kind: str = Field(
+    kind: text.KindName = Field(
         default="log",
-        pattern=r"^[a-z][a-z0-9_]{0,62}$",
         description="Storage of the buffer: `log` (files in a folder, written by one process), `kafka` (a topic) or `redis` "
         "(streams in Redis or a compatible server). Any other name is an entry point of the group "
         "`millstream.buffers` in an installed package.",
@@ -352,9 +349,8 @@ class BufferConfig(Section):
         description="Address of the buffer. `log`: a folder (a relative path starts at the home). `kafka`: the brokers, "
         "`host:9092,host:9092`. `redis`: `redis://host:6379/0`, or `rediss://…` with TLS.",
     )
-    name: str | None = Field(
+    name: text.TopicName | None = Field(
         default=None,
-        pattern=r"^[A-Za-z0-9._-]{1,200}$",
         description="Name of the topic, or prefix of the keys in Redis. Unset: `millstream_<stream>`. A folder has no such "
         "name.",
     )
@@ -487,8 +483,8 @@ class StreamConfig(Section):
 class SparkConfig(Section):
     """The pipeline's engine."""
 
-    master: str = Field(
-        default="local[*]", min_length=1, description="The Spark master: `local[*]`, `spark://…`, `yarn`, `k8s://…`."
+    master: text.SparkMaster = Field(
+        default="local[*]", description="The Spark master: `local[*]`, `spark://…`, `yarn`, `k8s://…`."
     )
     log_access: Literal["auto", "path", "object", "flight"] = Field(
         default="auto",
@@ -528,9 +524,8 @@ class WriterConfig(Section):
     The catalog must be in PostgreSQL then.
     """
 
-    name: str | None = Field(
+    name: text.WriterName | None = Field(
         default=None,
-        pattern=r"^[A-Za-z0-9_-]{1,63}$",
         description="Name of this writer, unique among the stream's writers. Unset: the stream has one writer, which owns "
         "it. If a stream with one writer gets several, the first one's name is `writer`.",
     )

@@ -30,15 +30,17 @@ def check_level(text: str) -> str:
 def size_bytes(text: str, *, whole: int | None = None) -> int:
     """Return bytes; a percentage is taken of `whole`.
 
-    `ValueError` for text that is no size, or a share without `whole`.
+    `ValueError` for text that is no size, a share without `whole`, or one above 100%.
     """
     found = _SIZE.match(text)
     if found is None:
         raise ValueError(f"{text!r} is not a size; write a number with B, KB, MB, GB, KiB, MiB, GiB, such as 64MiB")
     number, unit = float(found[1]), found[2] or "B"
     if unit == "%":
-        if whole is None or number > 100:
+        if whole is None:
             raise ValueError(f"{text!r} can't be a share here; write a size such as 64MiB")
+        if number > 100:
+            raise ValueError(f"{text!r} is more than the whole disk; a share goes up to 100%")
         return int(whole * number / 100)
     return int(number * _BYTES[unit.replace("k", "K")])
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from millstream.config.formed_texts import TopicName
 from millstream.config.section import Duration, Section
 
 
@@ -66,9 +67,8 @@ class SinkConfig(Section):
         "`log`: a folder. `millstream`: the address of its server, `https://host:8787`, or the folder of its "
         "home.",
     )
-    name: str | None = Field(
+    name: TopicName | None = Field(
         default=None,
-        pattern=r"^[A-Za-z0-9._-]{1,200}$",
         description="Name of the topic, prefix of the keys in Redis, or stream of another Millstream. Unset: "
         "`millstream_<stream>`; for another Millstream, the stream of the same name.",
     )

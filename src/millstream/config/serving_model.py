@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from pydantic import Field
 
-from pydantic import Field, StringConstraints
-
+from millstream.config.formed_texts import HostName, Listen
 from millstream.config.section import Duration, Section, SizeAboveZero
-
-_ADDRESS: Final = r"^(\[[0-9a-fA-F:.]+\]|[^:\s\[\]]*):\d{1,5}$"
-
-HostName = Annotated[
-    str, StringConstraints(pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?$|^\[?[0-9A-Fa-f:.]+\]?$")
-]
-"""A name or an address, without scheme and port."""
 
 
 def _apart(listen: str) -> tuple[str, int]:
@@ -28,9 +20,8 @@ class HttpConfig(Section):
     The certificates, tokens and clients are Arrow Flight's as well.
     """
 
-    listen: str = Field(
+    listen: Listen = Field(
         default="127.0.0.1:8787",
-        pattern=_ADDRESS,
         description="Host and port. An address that other machines can reach needs `tls_certificate` and `tokens_required`; "
         "without them the server doesn't listen.",
     )
@@ -142,9 +133,8 @@ class HttpConfig(Section):
 class FlightConfig(Section):
     """Arrow Flight, for bulk: part of `serve`. Certificates, tokens and clients are those of `[http]`."""
 
-    listen: str | None = Field(
+    listen: Listen | None = Field(
         default=None,
-        pattern=_ADDRESS,
         description="Host and port, such as `127.0.0.1:8788`. Unset: no Flight. The conditions of `[http] listen` for other "
         "machines apply here too.",
     )

@@ -104,6 +104,8 @@ def parse_column(text: str) -> tuple[str, str, str]:
         UsageError: the text is no such name.
     """
     table, _, column = text.rpartition(".")
+    if not column.strip('"'):
+        raise _invalid(text)
     return (*parse_qualified_name(table), column.strip('"'))
 
 
