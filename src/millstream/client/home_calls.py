@@ -6,6 +6,7 @@ compares their signatures.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from millstream.model.positions import StreamToken
     from millstream.model.writes import SessionFacts
 
+FILLED: Final = b"millstream.filled"
+"""Key in the metadata of the rows' schema: `Latest.filled` as JSON."""
 SERVER_DEADLINE_S_MAX: Final = 60.0
 """How long a request to a server may wait for room: its caller may retry."""
 LATEST_ROWS_MAX: Final = 100_000
@@ -45,6 +48,16 @@ class Latest:
     of the key in `__before` if the row has moved."""
     token: StreamToken
     """The position to continue from."""
+
+    @property
+    def filled(self) -> dict[str, str]:
+        """The values that rows from before a column have in it, by the column's name, as PostgreSQL's texts.
+
+        The source added such a column with a constant default. If a copy lacks it, the copy's rows get this value; `rows` have
+        their own.
+        """
+        said: dict[str, str] = json.loads((self.rows.schema.metadata or {}).get(FILLED, b"{}"))
+        return said
 
 
 class HomeCalls(HomeAppends, Protocol):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
-from millstream.client.home_calls import LATEST_ROWS_MAX, Latest
+from millstream.client.home_calls import FILLED, LATEST_ROWS_MAX, Latest
 from millstream.errors import LakeError, OffsetExpired, UnknownTable
 from millstream.model.ids import StreamId, TableId
 from millstream.model.names import parse_qualified_name
@@ -15,6 +16,7 @@ from millstream.model.schema import TableKind, TableSchema
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from millstream.export.net_changes import LatestRows
     from millstream.wal.reader import StreamReader
     from millstream.wal.reading.table_records import TableRecords
 
@@ -133,8 +135,16 @@ def latest_stretches(
                         size_max=bytes_max,
                     )
             if low >= begins:
-                yield Latest(rows.emptied, rows.rows, StreamToken.scalar(reader.stream_id, reach))
+                yield Latest(rows.emptied, _with_defaults(rows), StreamToken.scalar(reader.stream_id, reach))
         low = reach
+
+
+def _with_defaults(rows: LatestRows) -> pa.Table:
+    """Return rows whose schema says the defaults of columns in rows from before them."""
+    filled = {column.name: column.filled for column in rows.schema.columns if column.filled is not None}
+    if not filled:
+        return rows.rows
+    return rows.rows.replace_schema_metadata({**(rows.rows.schema.metadata or {}), FILLED: json.dumps(filled).encode()})
 
 
 def _records_within(
