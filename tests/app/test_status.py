@@ -25,6 +25,7 @@ from millstream.app.table_requests import copy_table, list_tables, retry_table
 from millstream.catalog import TableState
 from millstream.catalog.quarantined_tables import QuarantinedTable
 from millstream.cli.main import cli
+from millstream.cli.status_and_tables import _consumer_row
 from millstream.errors import CursorExpired, UnknownTable, UsageError
 from millstream.home.home import Home
 from millstream.home.retention import sweep
@@ -264,6 +265,12 @@ def test_a_running_part_tells_what_only_it_knows(home: Home) -> None:
     folder = home.socket_folder()
     assert folder is not None
     folder.rmdir()
+
+
+def test_a_consumers_row_has_its_redeliveries() -> None:
+    counts = {"in_flight": 1, "dead": 2, "redelivered": 3456, "acked": 4}
+    facts = {"name": "search", "state": "active", "lag": {"records": 0}, "error": None}
+    assert _consumer_row({**facts, **counts}) == ["  search", "active", "none", "1", "2", "3,456", "4", ""]
 
 
 def test_a_table_is_retried_where_it_was_set_aside(home: Home) -> None:

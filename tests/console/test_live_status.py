@@ -132,6 +132,12 @@ def test_a_rate_is_that_of_the_writer_s_count_or_else_of_numbers() -> None:
     # The writer was started again: its count begins at 0.
     assert rates.take(status(1000, 3), 61.0) == {}
     assert Rates().take(status(1, None), 1.0) == {}
+    first, second = status(0, None), status(0, None)
+    for found, count in ((first, 10), (second, 40)):
+        found["streams"][0]["consumers"] = [{"name": "search", "delivered": count}]
+    rates = Rates()
+    assert rates.take(first, 1.0) == {}
+    assert rates.take(second, 2.0) == {"shop": 0.0, "shop/search": 30.0}
     rates = Rates()
     rates.take(status(100, None), 1.0)
     assert rates.take(status(130, None), 2.0) == {"shop": 30.0}

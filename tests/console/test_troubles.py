@@ -97,7 +97,7 @@ STATES: dict[str, Change] = {
 
 
 def areas(status: dict[str, Any]) -> list[list[Piece]]:
-    lists = [pages.overview(status, {}), pages.tables(status), pages.consumers(status), pages.nodes(status)]
+    lists = [pages.overview(status, {}), pages.tables(status), pages.consumers(status, {}), pages.nodes(status)]
     of_log = [log_page.logs(status), log_page.area(status, "shop"), table_page.area(status, "shop", "public.orders")]
     return [list(pieces) for pieces in (*lists, *of_log)]
 
@@ -158,6 +158,21 @@ def test_tables_in_trouble_come_first(well: dict[str, Any]) -> None:
     assert states == sorted(states, key=seen.text.index)
     assert "5 of about 10 rows, about 3.0 s left" in seen.text
     assert "millstream tables retry" in seen.text
+
+
+def test_a_consumers_redeliveries_and_rate_are_shown(well: dict[str, Any]) -> None:
+    status = copy.deepcopy(well)
+    lag = {"records": 0, "bytes": 0, "seconds": 0.0}
+    counts = {"in_flight": 1, "dead": 2, "delivered": 3000, "redelivered": 4567, "acked": 8}
+    facts = {"tables": None, "where": None, "cursor": "x.s1", "state": "active", "lag": lag, "error": None}
+    status["streams"][0]["consumers"] = [{"name": "search", **counts, **facts}]
+    stream = status["streams"][0]["name"]
+    rates = {f"{stream}/search": 1234.4}
+    for pieces in (pages.consumers(status, rates), pages.consumer(status, stream, "search", rates)):
+        seen = Seen(Rendered(list(pieces)).whole).text
+        assert "4,567" in seen
+        assert "1,234" in seen
+        assert "Messages/s" in seen
 
 
 def test_streams_that_never_ran_have_pages(well: dict[str, Any]) -> None:

@@ -1,4 +1,7 @@
-"""How many records entered each stream's log, and at which rate, from successive statuses of a home."""
+"""How many records entered each stream's log, and messages left for each consumer, and at which rates.
+
+They are taken from successive statuses of a home.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +37,29 @@ def records_written(status: Status) -> dict[str, int]:
     return numbers | counted
 
 
+def consumer_key(stream: str, consumer: str) -> str:
+    """Return the key of a consumer's rate; no stream has such a name."""
+    return f"{stream}/{consumer}"
+
+
+def _delivered(status: Status) -> dict[str, int]:
+    """Return by consumer the number of messages that were delivered for the first time."""
+    return {
+        consumer_key(stream["name"], one["name"]): one["delivered"]
+        for stream in status["streams"]
+        for one in stream.get("consumers", ())
+    }
+
+
 class Rates:
-    """Records a second that enter each stream's log, from successive statuses."""
+    """Records a second that enter each stream's log, and messages a second of each consumer, from successive statuses."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, dict[str, int]]] = deque()
 
     def take(self, status: Status, now_s: float) -> dict[str, float]:
-        """Take a status; return the rate by stream, of those for which one is known."""
-        counts = records_written(status)
+        """Take a status; return the rate by stream and by `consumer_key`, of those for which one is known."""
+        counts = records_written(status) | _delivered(status)
         samples = self._samples
         while samples and (now_s - samples[0][0] > _OLD_S or (len(samples) > 1 and now_s - samples[1][0] >= _WINDOW_S)):
             samples.popleft()

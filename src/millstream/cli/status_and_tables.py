@@ -108,8 +108,8 @@ def _print_stream(stream: dict[str, Any], processes: Mapping[str, int | None]) -
         say(f"  {waits}")
     _print_errors(stream)
     if stream["consumers"]:
-        titles = ["  consumer", "state", "behind", "in flight", "dead", "acked", "error"]
-        print_table(titles, [_consumer_row(one) for one in stream["consumers"]], right=titles[3:6])
+        titles = ["  consumer", "state", "behind", "in flight", "dead", "redelivered", "acked", "error"]
+        print_table(titles, [_consumer_row(one) for one in stream["consumers"]], right=titles[3:7])
     if stream["tables"]:
         titles = ["  table", "state", "rows/s", "fold lag", "disk factor", "reason"]
         print_table(titles, [_table_row(t) for t in stream["tables"]], right=titles[2:5])
@@ -240,7 +240,7 @@ def _consumer_row(consumer: dict[str, Any]) -> list[str]:
         else "none"
         if lag["records"] == 0
         else lag_words(lag).removesuffix(" behind"),
-        *(f"{consumer[key]:,}" for key in ("in_flight", "dead", "acked")),
+        *(f"{consumer[key]:,}" for key in ("in_flight", "dead", "redelivered", "acked")),
         consumer["error"] or "",
     ]
 

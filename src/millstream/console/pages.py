@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from millstream.app.conditions import what_to_run
-from millstream.app.record_rates import Status
+from millstream.app.record_rates import Status, consumer_key
 from millstream.console.html import Content, Html, Part, Piece, escaped, opened, tag, with_code
 from millstream.console.page_frame import link
 from millstream.console.troubles import Trouble, troubles_of
@@ -236,7 +236,16 @@ def table_cells(stream: str, table: Mapping[str, Any], *, several: bool) -> list
     ]
 
 
-def consumers(status: Status) -> Iterator[Piece]:
+_COUNTS: Final = ("in_flight", "dead", "delivered", "redelivered", "acked")
+
+
+def _per_s(rates: Mapping[str, float], stream: str, consumer: str) -> str:
+    """Return how many messages a second a consumer gets for the first time."""
+    rate = rates.get(consumer_key(stream, consumer))
+    return "" if rate is None else f"{rate:,.0f}"
+
+
+def consumers(status: Status, rates: Mapping[str, float]) -> Iterator[Piece]:
     """Yield the list of all consumers, those in trouble first."""
     found = [(stream["name"], one) for stream in status["streams"] for one in stream["consumers"]]
     found.sort(key=lambda one: (one[1]["state"] == "active" and not one[1]["dead"] and not one[1]["error"], one[0]))
@@ -252,7 +261,8 @@ def consumers(status: Status) -> Iterator[Piece]:
                     stream,
                     state_mark(one["state"]),
                     "unknown" if one["lag"]["records"] is None else lag_words(one["lag"]),
-                    *(f"{one[key]:,}" for key in ("in_flight", "dead", "delivered", "acked")),
+                    *(f"{one[key]:,}" for key in _COUNTS),
+                    _per_s(rates, stream, one["name"]),
                     [one["error"], tag("p", with_code(hint), class_="hint") if hint else None],
                 ],
             )
@@ -265,11 +275,13 @@ def consumers(status: Status) -> Iterator[Piece]:
         "In flight",
         "Dead",
         "Delivered",
+        "Redelivered",
         "Acknowledged",
+        "Messages/s",
         "Error, and what to do",
     )
     empty = "There are no consumers. `millstream consumer create` makes one."
-    yield from listed(heads, rows, empty=empty, numbers=frozenset({4, 5, 6, 7}), caption="Consumers")
+    yield from listed(heads, rows, empty=empty, numbers=frozenset(range(4, 10)), caption="Consumers")
 
 
 def find_consumer(status: Status, stream: str, name: str) -> Mapping[str, Any] | None:
@@ -278,7 +290,7 @@ def find_consumer(status: Status, stream: str, name: str) -> Mapping[str, Any] |
     return next((one for one in found if one["name"] == name), None)
 
 
-def consumer(status: Status, stream: str, name: str) -> Iterator[Piece]:
+def consumer(status: Status, stream: str, name: str, rates: Mapping[str, float]) -> Iterator[Piece]:
     """Yield one consumer."""
     one = find_consumer(status, stream, name)
     if one is None:
@@ -288,7 +300,8 @@ def consumer(status: Status, stream: str, name: str) -> Iterator[Piece]:
         ("Stream", stream),
         ("State", state_mark(one["state"])),
         ("Lag", "unknown" if one["lag"]["records"] is None else lag_words(one["lag"])),
-        *((key.replace("_", " ").capitalize(), f"{one[key]:,}") for key in ("in_flight", "dead", "delivered", "acked")),
+        *((key.replace("_", " ").capitalize(), f"{one[key]:,}") for key in _COUNTS),
+        ("Messages/s", _per_s(rates, stream, name)),
         ("Tables", "all" if one["tables"] is None else ", ".join(one["tables"])),
         ("Where", one["where"]),
         ("Cursor", tag("code", one["cursor"])),

@@ -204,9 +204,9 @@ class Console:
             case ["tables"]:
                 pieces = pages.tables(status)
             case ["consumers", stream, name]:
-                pieces = pages.consumer(status, stream, name)
+                pieces = pages.consumer(status, stream, name, snapshot.rates)
             case ["consumers"]:
-                pieces = pages.consumers(status)
+                pieces = pages.consumers(status, snapshot.rates)
             case ["nodes"]:
                 pieces = pages.nodes(status)
             case ["diff"]:
