@@ -5,6 +5,7 @@ import io
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import tomllib
@@ -55,6 +56,41 @@ def test_help_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+EARLY_SIGNAL = """
+import importlib, os, sys
+from millstream.cli.main import main
+find = importlib.import_module
+def import_module(name):
+    os.kill(os.getpid(), int(os.environ["NUMBER"]))
+    return find(name)
+importlib.import_module = import_module
+main(sys.argv[1:])
+"""
+"""Starts a command whose process gets a signal when it begins to import the command."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--home", "wal", "run"], 0),
+        (["--home=x", "serve", "--log-format", "json"], 0),
+        (["capture", "run"], 0),
+        (["pipeline", "run", "--until-caught-up"], 130),
+        (["tables", "copy", "run"], None),
+    ],
+)
+def test_an_early_signal_ends_what_runs_until_a_signal(
+    words: list[str], code: int | None, number: signal.Signals
+) -> None:
+    """Such a process died of SIGTERM in its first second, in which it imports."""
+    environ = {**os.environ, "NUMBER": str(int(number))}
+    ended = subprocess.run([sys.executable, "-c", EARLY_SIGNAL, *words], capture_output=True, text=True, env=environ)
+    killed = 130 if number is signal.SIGINT else -signal.SIGTERM
+    assert ended.returncode == (killed if code is None else code), ended.stderr
+    assert ended.stderr == ("interrupted\n" if code is None and number is signal.SIGINT else "")
 
 
 def test_a_follower_begins_without_what_it_does_not_need() -> None:

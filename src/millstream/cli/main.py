@@ -16,7 +16,7 @@ import click
 
 from millstream.cli.context import Invocation, SuggestingGroup, extra_words_hint, note, say
 from millstream.cli.malloc_settings import return_large_buffers
-from millstream.cli.startup import without_pandas
+from millstream.cli.startup import ended_by_signals, without_pandas
 from millstream.errors import MillstreamError, UsageError
 
 _COMMANDS: Final = {
@@ -99,7 +99,11 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     return_large_buffers()
     try:
         # Not by click's own main, which takes a broken pipe for a failure.
-        with without_pandas(), cli.make_context("millstream", list(arguments)) as context:
+        with (
+            ended_by_signals(arguments),
+            without_pandas(),
+            cli.make_context("millstream", list(arguments)) as context,
+        ):
             cli.invoke(context)
         sys.stdout.flush()
     except BaseException as error:  # noqa: BLE001 - this is the edge: every way to end becomes an exit code
