@@ -133,6 +133,7 @@ def test_the_environment_can_set_what_the_file_leaves_out(tmp_path: Path) -> Non
     [
         ("a = [\n1,", 2, "", "not TOML"),
         ("[spark]\nmastr = 'x'\n", 2, "spark.mastr", "allowed here: master, log_access, trigger_interval"),
+        ("[spark]\ntrigger_interval = 'often'\n", 2, "spark.trigger_interval", 'such as 500ms or 7d; or "auto"'),
         ("[sparc]\n", 1, "sparc", "allowed here: streams, spark, http"),
         ("\n[http]\nlisten = 8787\n", 3, "http.listen", "must be text in quotes"),
         ("[http]\nlisten = 'here'\n", 2, "http.listen", "must be a host and a port up to 65535, such as 127.0.0.1:8787"),

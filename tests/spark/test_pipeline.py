@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -241,6 +242,28 @@ def test_a_table_that_fails_is_quarantined_alone_and_catches_up_once_mended(
     assert set(home.catalog.needed_from(home.stream)) == {"lake"}
     good.check(home.path)
     bad.check(home.path)
+
+
+def test_a_drain_ends_a_long_pause_between_batches(home: Home, spark_options: SparkOptions) -> None:
+    landed = threading.Event()
+    table = home.table("public.t", id=pa.int64())
+    home.commit(insert(table, id=1))
+    config = config_of(home.path, home.stream, spark_options, views=("history",), trigger_interval_ms=600_000)
+
+    def note(progress: PipelineProgress) -> None:
+        if progress.rows:
+            landed.set()
+
+    with RunningPipeline(config, home.catalog, note) as running:
+        assert landed.wait(240)
+        home.commit(insert(table, id=2))
+        began = time.monotonic()
+        assert running.finish(running.drain).caught_up
+        assert time.monotonic() - began < 300
+    adaptive = replace(config, trigger_interval_ms=None)
+    home.commit(insert(table, id=3))
+    assert drain(adaptive, home.catalog).caught_up
+    assert sorted(row["id"] for row in rows_in(home.path, "history", "public.t")) == [1, 2, 3]
 
 
 @pytest.mark.long

@@ -97,7 +97,7 @@ format = {lake_format}
 
 # [spark]
 # master = "local[*]"
-# trigger_interval = "500ms"
+# trigger_interval = "500ms"    # "auto": a batch waits as long as the last one took, for many tables with few changes
 # [spark.conf]
 # "spark.driver.memory" = "1g"
 

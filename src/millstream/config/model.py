@@ -16,7 +16,7 @@ from millstream.config.consumer_model import ConsumerConfig
 from millstream.config.quantities import size_bytes
 from millstream.config.replication_model import ReplicationConfig
 from millstream.config.routing_model import RoutingSection
-from millstream.config.section import Duration, Level, Section, Size, SizeAboveZero, SizeOrShare
+from millstream.config.section import Duration, DurationOrAuto, Level, Section, Size, SizeAboveZero, SizeOrShare
 from millstream.config.serving_model import FlightConfig, HttpConfig
 from millstream.libpq import is_address
 from millstream.model.durations import duration_s
@@ -492,8 +492,12 @@ class SparkConfig(Section):
         "listen`, while `millstream run` or `serve` runs), or `auto`, the first of these that all of them reach. `object` "
         "isn't implemented and is refused. With a local master it has no effect.",
     )
-    trigger_interval: Duration = Field(
-        default="500ms", description="Minimum time from the start of a batch to the next, unless a full one is waiting."
+    trigger_interval: DurationOrAuto = Field(
+        default="500ms",
+        description="Minimum time from the start of a batch to the next, unless a full one is waiting. `auto`: the next batch "
+        "starts as long after the end of the last one as that took, half a second after its start at the soonest and 5 seconds "
+        "after its end at the latest. So a lake of many tables that change a little gets half of the files and commits, and "
+        "its records land up to 5 seconds later.",
     )
     batch_bytes: Size = Field(default="64MiB", description="Approximate bytes of the log that one batch reads.")
     conf: dict[str, str] = Field(

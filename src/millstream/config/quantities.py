@@ -51,6 +51,16 @@ def check_duration(text: str) -> str:
     return text
 
 
+def check_duration_or_auto(text: str) -> str:
+    """Return the text itself, if it is `auto` or a duration."""
+    if text == "auto":
+        return text
+    try:
+        return check_duration(text)
+    except ValueError as error:
+        raise ValueError(f'{error}; or "auto"') from None
+
+
 def check_size(text: str) -> str:
     """Return the text itself, if it is a size in bytes."""
     size_bytes(text)

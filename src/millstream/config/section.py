@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from millstream.config.quantities import (
     check_duration,
+    check_duration_or_auto,
     check_level,
     check_size,
     check_size_above_zero,
@@ -16,6 +17,8 @@ from millstream.config.quantities import (
 
 Duration = Annotated[str, AfterValidator(check_duration)]
 """`500ms`, `10s`, `7d`."""
+DurationOrAuto = Annotated[str, AfterValidator(check_duration_or_auto)]
+"""`500ms`, or `auto`."""
 Level = Annotated[str, AfterValidator(check_level)]
 """`local`, `durable(1)`, `object`."""
 Size = Annotated[str, AfterValidator(check_size)]

@@ -240,6 +240,10 @@ def spark_options(home: Home) -> SparkOptions:
     return SparkOptions(work_dir=home.pipeline_folder / "work", master=spark.master, conf=dict(spark.conf))
 
 
+def _interval_ms(text: str) -> int | None:
+    return None if text == "auto" else max(1, round(duration_s(text) * 1000))
+
+
 def pipeline_config(home: Home, name: str, stream: StreamConfig, stream_id: StreamId) -> PipelineConfig:
     """Return the parameters of a stream's pipeline."""
     from millstream.lake.maintenance import UpkeepRules
@@ -253,7 +257,7 @@ def pipeline_config(home: Home, name: str, stream: StreamConfig, stream_id: Stre
         sink=sink_of(home, name, stream, stream_id),
         spark=spark_options(home),
         views=() if stream.lake.format == "postgres" else tuple(cast("View", view) for view in stream.lake.shown),
-        trigger_interval_ms=max(1, round(duration_s(spark.trigger_interval) * 1000)),
+        trigger_interval_ms=_interval_ms(spark.trigger_interval),
         batch_bytes_max=size_bytes(spark.batch_bytes),
         folds_scheduled=stream.lake.fold == "auto",
         fold_interval_s=duration_s(stream.lake.fold_interval),

@@ -27,6 +27,7 @@ from millstream.lake.commit_cuts import Cut
 from millstream.lake.layout import LakeLayout
 from millstream.model.positions import Seq
 from millstream.spark.batch_targets import LakeOfFiles
+from millstream.spark.batch_trigger import INTERVAL_S_MIN, pause_s
 from millstream.spark.batches import BatchLander
 from millstream.spark.complete_copies import CompleteCopies
 from millstream.spark.executor_access import ExecutorLog, ExecutorWatch, check_lake, translated
@@ -168,6 +169,8 @@ class _Run:
         start = Seq(0) if pipeline_tables.cut is None else pipeline_tables.cut.n
         replay = ReplayWatch(str(config.wal_folder), start, log.persisted_upto(), bytes_max=config.batch_bytes_max)
         self.ending = threading.Event()
+        self.draining = threading.Event()
+        """Set once a drain or the end is asked for: no batch waits long for records any longer."""
         self.lander = BatchLander(
             context,
             config,
@@ -198,6 +201,7 @@ class _Run:
             while not stop.is_set():
                 if drain.is_set() and target is None:
                     target = self.copies.observe(self.log.persisted_upto)
+                    self.draining.set()
                 if target is not None and self._has(target):
                     break
                 self._check()
@@ -208,7 +212,7 @@ class _Run:
                     self.lander.report(self.log.persisted_upto())
                 if rounds % round(_RETRY_ROUND_S / _POLL_S) == 0:
                     self.lander.retry_held()
-            self.ending.set()
+            self._end()
             self.batches.join()
             self.batches.check()
             if self.folder is not None:
@@ -221,16 +225,23 @@ class _Run:
             return self._outcome(caught_up=caught_up)
         finally:
             # A process that ends while a thread is inside delta-rs may crash, and its error would be lost.
-            self.ending.set()
+            self._end()
             self.batches.join(_LAST_S)
             if self.folder is not None:
                 self.folder.stop(_LAST_S)
+
+    def _end(self) -> None:
+        self.ending.set()
+        self.draining.set()
 
     def _step(self) -> bool:
         """Land a batch, then wait for the next one's time, unless a backlog is waiting."""
         started = time.monotonic()
         if not self.lander.land_next():
-            self.ending.wait(max(0.0, self.config.trigger_interval_ms / 1000 - (time.monotonic() - started)))
+            interval_ms = self.config.trigger_interval_ms
+            left_s = pause_s(time.monotonic() - started, None if interval_ms is None else interval_ms / 1000)
+            self.draining.wait(max(0.0, left_s - INTERVAL_S_MIN))
+            self.ending.wait(min(left_s, INTERVAL_S_MIN))
         return not self.ending.is_set()
 
     def _has(self, target: Seq) -> bool:
