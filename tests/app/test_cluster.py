@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tomllib
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
 
-from millstream.app import cluster
+from millstream.app import cluster, executor_packages
 from millstream.app import doctor as doctors
 from millstream.app.cluster import lacks_encryption
 from millstream.app.doctor import Diagnosis, as_checks, examine
 from millstream.app.executor_packages import EXTRA, _distributions
 from millstream.config.file import load_config
-from millstream.errors import ConfigError, EngineError
+from millstream.errors import ConfigError, EngineError, UsageError
 from millstream.home.config_mapping import flight_address
 from millstream.home.home import Home
 from millstream.spark.cluster_checks import CHECKS
 from millstream.spark.executor_access import FlightAddress
+from millstream.testing.errors import coded
 
 BOTH = {"spark.authenticate": "true", "spark.network.crypto.enabled": "TRUE"}
 
@@ -102,8 +106,30 @@ def test_the_packed_packages_are_those_of_the_extra_and_none_of_the_drivers() ->
     extra = project["optional-dependencies"]["executor"]
     assert [requirement.partition(">")[0] for requirement in extra] == list(EXTRA)
     names = {package.metadata["Name"].lower() for package in _distributions()}
-    assert {"click", "google-crc32c", "numpy", "pyarrow", "deltalake", "arro3-core"} <= names
-    assert not names & {"numba", "sqlalchemy", "psycopg", "pyspark", "duckdb", "pydantic", "millstream"}
+    assert {"click", "google-crc32c", "numpy", "pyarrow", "deltalake", "arro3-core", "pyiceberg", "pydantic"} <= names
+    assert not names & {"numba", "sqlalchemy", "psycopg", "pyspark", "duckdb", "millstream"}
+
+
+def test_a_driver_without_pyiceberg_packs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(name: str) -> Distribution:
+        if name in {"pyiceberg", "deltalake"} - installed:
+            raise PackageNotFoundError(name)
+        return distribution(name)
+
+    installed = {"deltalake"}
+    monkeypatch.setattr(executor_packages, "distribution", found)
+    names = {package.metadata["Name"].lower() for package in _distributions()}
+    assert "deltalake" in names
+    assert not names & {"pyiceberg", "pydantic"}
+    installed.clear()
+    with pytest.raises(UsageError, match="executors need deltalake", check=coded("missing_extra")):
+        list(_distributions())
+
+
+def test_executors_need_no_sqlalchemy_for_iceberg_tables() -> None:
+    imports = "import millstream.lake.iceberg.format, millstream.lake.iceberg.rest, millstream.spark.executor_tasks"
+    code = f"import sys; sys.modules.update(sqlalchemy=None, psycopg=None, numba=None); {imports}"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_executors_get_the_address_of_flight_and_its_certificate(tmp_path: Path) -> None:

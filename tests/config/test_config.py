@@ -231,13 +231,19 @@ def test_a_mistake_never_shows_the_value_of_a_variable(tmp_path: Path) -> None:
         ("format = 'iceberg'\nviews = ['merged']", "'merged' isn't a view of 'iceberg'"),
         ("format = 'iceberg'\ncatalog = {type = 'hive'}", 'catalog.type: must be "sql" or "rest"'),
         ("format = 'iceberg'\ncatalog = {type = 'rest'}", 'catalog.type: is "rest", which needs `uri`'),
-        ("format = 'iceberg'\n[spark]\nmaster = 'spark://h:7077'", "lake.format: can't be iceberg with a Spark master"),
+        ("format = 'iceberg'\n[spark]\nmaster = 'spark://h:7077'", 'catalog.type: can\'t be "sql" with a Spark master'),
         ("catalog = {type = 'sql'}", 'lake.catalog: is for format = "iceberg" alone'),
     ],
 )
 def test_a_lake_has_what_its_format_has(tmp_path: Path, lake: str, said: str) -> None:
     error = mistake(tmp_path, f"[streams.shop.source]\ndsn = 'x'\n[streams.shop.lake]\n{lake}\n")
     assert said in error.message
+
+
+def test_iceberg_tables_on_a_cluster_have_a_catalogs_server(tmp_path: Path) -> None:
+    catalog = "[streams.shop.lake.catalog]\ntype = 'rest'\nuri = 'http://catalog'\n"
+    text = f"[streams.shop.lake]\nformat = 'iceberg'\n{catalog}[spark]\nmaster = 'spark://h:7077'\n"
+    assert load(tmp_path, text, ENVIRON).config.streams["shop"].lake.catalog_type == "rest"
 
 
 def test_secrets_of_a_lakes_catalog_are_put_in_and_never_shown(tmp_path: Path) -> None:

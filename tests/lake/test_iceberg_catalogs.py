@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 
 from millstream.errors import LakeUnavailable
+from millstream.lake.data_files import local_folder
 from millstream.lake.history import append_history
 from millstream.lake.iceberg.catalog import catalog_of
 from millstream.lake.iceberg.names import identifier_of
@@ -92,6 +93,7 @@ def test_tables_lie_in_the_places_of_their_namespaces(
     name = f"{lake.stream_name}_history"
     table = catalog_of(lake).load_table((name, "public__orders"))
     assert table.location() == f"{iceberg_catalog.warehouse}/{name}/public.orders"
+    assert local_folder(lake) == Path(f"{iceberg_catalog.warehouse.removeprefix('file://')}/{lake.stream_name}")
     (file,) = table.scan().plan_files()
     path = Path(file.file.file_path.removeprefix("file://"))
     assert path.is_file()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from uuid import UUID
 
 import pytest
 from pyspark import SparkContext
@@ -14,11 +17,13 @@ import millstream
 from millstream.catalog import Catalog
 from millstream.errors import EngineError, MillstreamError
 from millstream.home.home import Home
+from millstream.lake.layout import LakeLayout
 from millstream.model.access import Right
 from millstream.model.ids import StreamId
 from millstream.spark import executor_access
 from millstream.spark.executor_access import TOKEN_S, ExecutorLog, ExecutorWatch, FlightAddress, check_lake
-from millstream.spark.probes import LogProbe
+from millstream.spark.probes import LakeProbe, LogProbe
+from millstream.testing._servers.ports import free_port
 from millstream.testing.errors import coded
 from millstream.wal.reader import StreamReader
 
@@ -199,6 +204,27 @@ def test_a_lake_on_this_machine_is_not_asked_for() -> None:
     context: Any = SimpleNamespace(master="local[1]")
     nothing: Any = None
     assert check_lake(context, nothing) is None
+
+
+def test_executors_of_a_cluster_must_see_the_drivers_folder_and_the_catalog(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_job(_context: object, function: Any, tasks: list[LakeProbe]) -> list[MillstreamError | None]:
+        return [function(replace(task, witness=task.witness and elsewhere / task.witness.name)) for task in tasks]
+
+    monkeypatch.setattr(executor_access, "run_job", run_job)
+    context = cast("SparkContext", Cluster())
+    elsewhere = tmp_path / "lake"
+    lake = LakeLayout(str(elsewhere), "shop", StreamId(UUID(int=42)))
+    assert check_lake(context, lake) is None
+    assert list(elsewhere.iterdir()) == []
+    gone = replace(lake, format="iceberg", catalog={"type": "rest", "uri": f"http://127.0.0.1:{free_port()}"})
+    elsewhere = tmp_path / "home" / "of another machine"
+    for layout, code in ((lake, "lake_unreachable"), (gone, "catalog_unreachable")):
+        error = check_lake(context, layout)
+        assert error is not None
+        assert error.code == code
+        assert error.message.startswith(socket.gethostname()), "which executor?"
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,10 @@ import millstream
 from millstream.errors import UsageError
 from millstream.private_files import replacing
 
-EXTRA: Final = ("deltalake", "obstore")
+EXTRA: Final = ("deltalake", "obstore", "pyiceberg")
 """The extra `executor`: what executors need next to Millstream's own requirements."""
+_IF_INSTALLED: Final = frozenset({"pyiceberg"})
+"""Packages of the extra that a driver without them doesn't need in its executors: it can have no lake of that format."""
 _FOLDER: Final = "millstream-executor"
 """Name of the folder into which Spark unpacks the archive, in each executor's working folder."""
 _OWN: Final = ("millstream", "pyspark_millstream")
@@ -126,7 +128,7 @@ def _pip() -> list[str]:
 
 def _distributions() -> Iterator[Distribution]:
     """Yield the packages that executors need, and those that they need, without Millstream."""
-    waiting = [*_required("millstream"), *((name, False) for name in EXTRA)]
+    waiting = [*_required("millstream"), *((name, name in _IF_INSTALLED) for name in EXTRA)]
     seen = {"millstream"}
     while waiting:
         name, is_optional = waiting.pop()

@@ -44,7 +44,7 @@ def clashes_of_format(at: KeyPath, lake: LakeConfig, *, is_local: bool) -> Itera
 
 
 def _clashes_of_iceberg(at: KeyPath, lake: LakeConfig, *, is_local: bool) -> Iterator[tuple[KeyPath, str]]:
-    """Yield what isn't supported yet with Iceberg: other catalogs, and executors on other machines."""
+    """Yield what isn't supported yet with Iceberg: other catalogs, and an SQL catalog with executors elsewhere."""
     if lake.catalog_type not in {"sql", "rest"}:
         yield (
             (*at, "lake", "catalog", "type"),
@@ -52,8 +52,8 @@ def _clashes_of_iceberg(at: KeyPath, lake: LakeConfig, *, is_local: bool) -> Ite
         )
     if lake.catalog_type == "rest" and "uri" not in lake.catalog:
         yield (*at, "lake", "catalog", "type"), 'is "rest", which needs `uri`: the address of the catalog\'s server'
-    if not is_local:
+    if lake.catalog_type == "sql" and not is_local:
         yield (
-            (*at, "lake", "format"),
-            "can't be iceberg with a Spark master elsewhere: executors don't reach the catalog in the home",
+            (*at, "lake", "catalog", "type"),
+            'can\'t be "sql" with a Spark master elsewhere: executors don\'t reach the catalog in the home; set "rest"',
         )

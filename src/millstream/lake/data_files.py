@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
@@ -29,7 +30,7 @@ from millstream.lake.file_statistics import ColumnBounds
 from millstream.lake.layout import LakeLayout
 from millstream.lake.store_errors import lake_errors, plain_text, store_error
 from millstream.lake.table_format import Commit, OpenTable, format_of, open_table
-from millstream.model.addresses import mask_address
+from millstream.model.addresses import IN_CATALOG, mask_address
 from millstream.model.column_renames import FilledNames
 from millstream.model.ids import TableId
 
@@ -89,6 +90,18 @@ def files_of(opened: OpenTable, column: str) -> list[LiveFile]:
 def storage_of(layout: LakeLayout, path: str) -> pafs.FileSystem:
     """Return the file system whose root is a table's folder."""
     return format_of(layout).storage(layout, path)
+
+
+def local_folder(layout: LakeLayout) -> Path | None:
+    """Return the folder of this machine in which a lake lies; None if it lies in an object store.
+
+    Raises:
+        LakeUnavailable: the catalog that says where it lies doesn't answer.
+    """
+    if "://" not in layout.location:
+        return Path(layout.location)
+    storage = storage_of(layout, layout.location) if layout.location == IN_CATALOG else None
+    return Path(storage.base_path) if storage is not None and _is_local(storage) else None
 
 
 def probe_storage(layout: LakeLayout) -> None:

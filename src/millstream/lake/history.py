@@ -1,6 +1,6 @@
 """History: every record of a table, appended exactly once, partitioned by the month of its commit.
 
-Runs in executors, with only the core package and deltalake. A table's records go into history in order of `seq`.
+Runs in executors, with only the packages of the extra `executor`. A table's records go into history in order of `seq`.
 The Delta table keeps the union of all versions' columns, and in its properties the schemas of its records (`eras`).
 """
 

@@ -1,6 +1,6 @@
 """Reading of a table's history: some of its records, their number, and how far one fold of them goes.
 
-Runs in executors, with only the core package and deltalake.
+Runs in executors, with only the packages of the extra `executor`.
 """
 
 from __future__ import annotations

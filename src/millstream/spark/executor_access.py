@@ -22,6 +22,7 @@ from pyspark import SparkContext
 
 from millstream.catalog import Catalog
 from millstream.errors import AccessError, CatalogError, EngineError, MillstreamError
+from millstream.lake.data_files import local_folder
 from millstream.lake.layout import LakeLayout
 from millstream.model.access import Right, Rights
 from millstream.model.ids import StreamId
@@ -224,15 +225,19 @@ class ExecutorWatch:
 
 
 def check_lake(context: SparkContext, layout: LakeLayout) -> MillstreamError | None:
-    """Return the reason why some executor can't write the lake; None if all can, or it is the driver's own machine."""
+    """Return the reason why some executor can't write the lake; None if all can, or it is the driver's own machine.
+
+    Raises:
+        LakeUnavailable: the driver doesn't reach the catalog that says where the lake lies.
+    """
     if is_local(context):
         return None
-    if "://" in layout.location:
+    folder = local_folder(layout)
+    if folder is None:
         return _first(run_job(context, write_lake, [LakeProbe(layout)] * everywhere(context)))
-    folder = Path(layout.location)
     make_folder(folder)
     with tempfile.NamedTemporaryFile(prefix=".millstream-probe-", dir=folder) as witness:
-        probe = LakeProbe(layout, Path(witness.name).name)
+        probe = LakeProbe(layout, Path(witness.name))
         return _first(run_job(context, write_lake, [probe] * everywhere(context)))
 
 

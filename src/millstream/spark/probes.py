@@ -14,6 +14,7 @@ from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
 from millstream.errors import EngineError, MillstreamError
 from millstream.lake.data_files import probe_storage
 from millstream.lake.layout import LakeLayout
+from millstream.lake.table_format import open_table
 from millstream.model.ids import ShardId, StreamId
 from millstream.model.positions import Offset, Seq
 from millstream.wal.flight_log import FlightLog
@@ -50,8 +51,8 @@ class LakeProbe:
     """A lake, to be written to."""
 
     layout: LakeLayout
-    witness: str = ""
-    """In a lake in a folder: the name of a file there that the driver has made."""
+    witness: Path | None = None
+    """In a lake in a folder: a file there that the driver has made."""
 
 
 def executor_facts(_number: int) -> ExecutorFacts:
@@ -81,22 +82,23 @@ def read_log(probe: LogProbe) -> MillstreamError | None:
 
 
 def write_lake(probe: LakeProbe) -> MillstreamError | None:
-    """Return the reason why the lake can't be written; None if it can."""
-    location = probe.layout.location
-    if "://" in location:
-        try:
-            probe_storage(probe.layout)
-        except MillstreamError as error:
-            return error
-        return None
+    """Return the reason why the lake can't be written, or its catalog can't be reached; None if both can."""
     host = socket.gethostname()
     try:
-        if (Path(location) / probe.witness).is_file():
-            own = Path(location) / f".millstream-probe-{secrets.token_hex(8)}"
+        if probe.layout.catalog:  # a role may load tables, and not list namespaces
+            open_table(probe.layout, probe.layout.commits_path, probe.layout.commits_app_id)
+        if probe.witness is None:
+            probe_storage(probe.layout)
+            return None
+    except MillstreamError as error:
+        return type(error)(f"{host}: {error.message}", code=error.code, hint=error.hint, **error.details)
+    try:
+        if probe.witness.is_file():
+            own = probe.witness.with_name(f".millstream-probe-{secrets.token_hex(8)}")
             own.touch()
             own.unlink()
             return None
         reason = "it isn't the driver's folder"
     except OSError as error:
         reason = str(error.strerror)
-    return EngineError(f"{host} can't write the lake in {location}: {reason}", code="lake_unreachable")
+    return EngineError(f"{host} can't write the lake in {probe.witness.parent}: {reason}", code="lake_unreachable")

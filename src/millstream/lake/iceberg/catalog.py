@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
@@ -20,9 +20,6 @@ from pyiceberg.exceptions import (
     ValidationException,
 )
 from requests.exceptions import RequestException
-from sqlalchemy import create_engine
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
-from sqlalchemy.pool import NullPool
 
 from millstream.errors import LakeConflict, LakeError, LakeUnavailable
 from millstream.lake.layout import LakeLayout
@@ -32,7 +29,19 @@ from millstream.model.addresses import mask_address
 if TYPE_CHECKING:
     from pyiceberg.catalog import Catalog
 
-ANSWER_LOST: Final = (RESTError, RequestException, SQLAlchemyError)
+
+def _sql_errors() -> tuple[type[Exception], ...]:
+    """Return the errors of SQLAlchemy; none in an executor's Python, which lacks it: only an SQL catalog needs it."""
+    with suppress(ModuleNotFoundError):
+        from sqlalchemy.exc import SQLAlchemyError
+
+        return (SQLAlchemyError,)
+    return ()
+
+
+_SQL_ERRORS: Final = _sql_errors()
+_CATALOGS: Final[tuple[type[Exception], ...]] = (RESTError, *_SQL_ERRORS)
+ANSWER_LOST: Final[tuple[type[Exception], ...]] = (RESTError, RequestException, *_SQL_ERRORS)
 """Errors after which the catalog may have a commit or not."""
 _STORE: Final = {
     "AWS_ACCESS_KEY_ID": "s3.access-key-id",
@@ -68,17 +77,19 @@ def catalog_of(layout: LakeLayout) -> Catalog:
 
 @lru_cache(maxsize=8)
 def _opened(properties: tuple[tuple[str, str], ...]) -> Catalog:
-    from pyiceberg.catalog import load_catalog
-    from pyiceberg.catalog.sql import SqlCatalog
-
     taken = dict(properties) | _FILE_IO
     if taken.get("type") == "rest":
         from millstream.lake.iceberg.rest import BoundedRestCatalog
 
         return BoundedRestCatalog("millstream", **taken)
+    from pyiceberg.catalog import load_catalog
+    from pyiceberg.catalog.sql import SqlCatalog
+    from sqlalchemy import create_engine
+    from sqlalchemy.pool import NullPool
+
     try:
         catalog = load_catalog("millstream", **taken)
-    except SQLAlchemyError:
+    except _SQL_ERRORS:
         # Another process made the tables of a new SQL catalog at the same time.
         catalog = load_catalog("millstream", **taken)
     if taken.get("uri", "").startswith("sqlite") and isinstance(catalog, SqlCatalog):
@@ -95,7 +106,7 @@ def make_namespace(catalog: Catalog, namespace: str) -> None:
         catalog.create_namespace(namespace)
     except NamespaceAlreadyExistsError:
         return
-    except SQLAlchemyError:
+    except _SQL_ERRORS:
         # Another table's task created it in between, which an SQL catalog reports as a broken constraint.
         if not catalog.namespace_exists(namespace):
             raise
@@ -125,7 +136,7 @@ def catalog_errors(path: str) -> Iterator[None]:
             "`millstream run` again.",
             path=path,
         ) from error
-    except (SQLAlchemyError, RESTError) as error:
+    except _CATALOGS as error:
         raise _unreachable(path, error) from error
     except ValueError as error:
         raise LakeError(f"{path}: {error}", path=path) from error
@@ -142,5 +153,5 @@ def _request_errors(path: str) -> Iterator[None]:
 
 def _unreachable(path: str, error: Any) -> LakeUnavailable:
     # SQLAlchemy's own text holds the statement and its values.
-    reason = error.orig if isinstance(error, DBAPIError) else error
+    reason = getattr(error, "orig", None) or error
     return LakeUnavailable(f"the catalog of {path} doesn't answer: {reason}", code="catalog_unreachable", path=path)
