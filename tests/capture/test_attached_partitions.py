@@ -345,3 +345,35 @@ def test_a_publication_s_row_filter_and_column_list_hold_for_an_attached_partiti
     assert copied(stage) - before == Counter(map(str, range(200, 400, 2)))
     rows = stage.source_rows("(SELECT id, item FROM parts WHERE id % 2 = 0) parts", ["id"])
     assert stage.log.replay()["public.parts"] == rows
+
+
+@pytest.mark.parametrize("change", ["attached", "attached empty", "detached"])
+def test_what_capture_has_read_of_a_partition_as_a_table_of_its_own(stage: Stage, change: str) -> None:
+    """PostgreSQL 14 kept to what it had decided when it first met the relation: changes of a partition were lost."""
+    made(stage)
+    if change == "detached":
+        stage.sql(ATTACH)
+    running = stage.start()
+    stage.sql(
+        "UPDATE parts SET item = 'a' WHERE id = 300",
+        "INSERT INTO more VALUES ('b', 400)",
+        "UPDATE parts SET item = 'c' WHERE id = 91",
+    )
+    wait_until(lambda: stage.log.replay()["public.parts"]["91",]["item"] == "c", "the changes come")
+    if change == "attached empty":
+        stage.sql("TRUNCATE more")
+    stage.sql(DETACH if change == "detached" else ATTACH)
+    wait_until(lambda: is_right(stage), "the change is noticed")
+    wait_until(lambda: stage.state("public.parts") is TableState.STREAMING, "the copy is whole")
+    stage.sql(
+        "INSERT INTO more VALUES ('d', 401)",
+        "DELETE FROM more WHERE id = 301",
+        "UPDATE parts SET item = 'e' WHERE id = 91",
+    )
+    wait_until(lambda: is_right(stage), "the changes come")
+    stage.sql("INSERT INTO more VALUES ('f', 402)", "UPDATE parts SET item = 'g' WHERE id = 91")
+    wait_until(lambda: stage.log.replay()["public.parts"]["91",]["item"] == "g", "the changes come")
+    running.stop()
+    assert is_right(stage)
+    stage.catch_up()
+    assert is_right(stage)

@@ -24,6 +24,9 @@ from millstream.capture.streamed_publications import StreamedPublications
 from millstream.errors import SourceError
 from millstream.model.names import TablePatterns
 
+DECIDES_AGAIN_FROM: Final = 150000
+"""Version from which on a stream follows of which table a relation is a partition."""
+
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
@@ -242,6 +245,28 @@ def publish_generated(connection: Connection, publication: str) -> None:
             wanted = found.generated
     if statements:
         _execute(connection, *statements)
+
+
+def decide_again(connection: Connection, publications: Iterable[str]) -> bool:
+    """Let a stream of PostgreSQL 14 decide again of each relation whether, and as part of which table, it is sent.
+
+    It decides that once, when it meets the relation, and again only after a publication was altered. So it would go on to send a
+    partition that was detached, and nothing of one that it has met as a table of its own. Later servers need no such help.
+
+    Returns:
+        False if this role may alter none of the publications.
+    """
+    for name in publications:
+        found = _find(connection, name)
+        if found is not None and found.owned and found.via_root:
+            _execute(connection, _via_root(name))
+            return True
+    return False
+
+
+def deciding_again(connection: Connection, publication: str) -> str:
+    """Return the SQL with which a publication's owner does what `decide_again` does."""
+    return f"{_via_root(publication).as_string(connection)};"
 
 
 def find_lacks(connection: Connection, publication: str, tables: Sequence[SourceTable]) -> list[Lack]:

@@ -146,6 +146,15 @@ class KnownLayouts:
             and text_parser(log_type(kind.type_oid, kind.type_modifier))(column.missing) is not INEXACT
         }
 
+    def partitions_since(self, table: SourceTable, id_: TableId) -> frozenset[tuple[int, int, bool]]:
+        """Return the OIDs of partitions that came or went since the table was last remembered: what attached them, whether they came."""
+        known = self._known.get(str(id_))
+        if known is None:
+            return frozenset()
+        before = {(int(oid), by) for oid, (_, by, _) in known["partitions"].items()}
+        now = {(p.oid, p.attached_by) for p in table.partitions}
+        return frozenset((oid, by, (oid, by) in now) for oid, by in now ^ before)
+
     def attached(self, table: SourceTable, id_: TableId) -> list[PartitionFacts]:
         """Return the partitions without partitions below them that were attached with rows, which the stream doesn't send."""
         known = self._known.get(str(id_))

@@ -21,15 +21,19 @@ from typing import Final
 
 import structlog
 
-from millstream.capture.attached_partitions import begin_copy_of, can_copy_apart
 from millstream.capture.column_rule_binding import RULES, ColumnRules
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import translated
 from millstream.capture.copy_or_history_only import after_identity_change, copy_or_history_only
+from millstream.capture.copying.attached_partitions import begin_copy_of, can_copy_apart
 from millstream.capture.publication import (
+    DECIDES_AGAIN_FROM,
     Coverage,
     Restriction,
     covered_tables,
+    decide_again,
+    deciding_again,
+    inserts_name,
     list_published,
     memberships,
     publish_generated,
@@ -101,6 +105,8 @@ class WatchedTables:
         self.coverage = Coverage((), frozenset(), {}, {})
         self._attached = frozenset[TableId]()
         """Tables with attached partitions whose rows wait for their copy, as of the last look."""
+        self._decided = frozenset[tuple[int, int, bool]]()
+        """Partitions that came or went, of which the stream has decided again, as `KnownLayouts.partitions_since` returns them."""
         self._whole: object = None
         """The columns that the last look read, as `_columns` returns them, and the restrictions of the publications."""
 
@@ -138,6 +144,8 @@ class WatchedTables:
         except SourceError as error:
             logger.warning("generated columns couldn't be published yet", code=error.code, error=error.message)
         published = list_published(connection, self._patterns, self._config.publication)
+        if connection.info.server_version < DECIDES_AGAIN_FROM:
+            published = self._decided_again(connection, published)
         tables = [self._rules.applied(table) for table in published]
         self.facts = {table.oid: table for table in tables}
         self.seen_at = insert_lsn(connection)
@@ -182,6 +190,28 @@ class WatchedTables:
         # Last: capture ends only once every form is explained, and the table's state shows a copy that this requests.
         self._directory.shown.end_look({table: forms for table, forms in left.items() if forms}, expected, numbers)
         return True
+
+    def _decided_again(self, connection: Connection, published: list[SourceTable]) -> list[SourceTable]:
+        """Let the stream decide again what it sends if partitions came or went; return the tables as they are after that.
+
+        A copy that begins where this look ends has what the stream left out before, and voids what it sent in excess.
+        """
+        ids = {row.relation_oid: row.id for row in self._directory.rows()}
+        names = (self._config.publication, inserts_name(self._config.publication))
+        while True:
+            captured = [table for table in published if table.oid in ids]
+            since = {table.full_name: self._layouts.partitions_since(table, ids[table.oid]) for table in captured}
+            since = {name: new for name, found in since.items() if (new := found - self._decided)}
+            if not since:
+                return published
+            if not decide_again(connection, names):
+                logger.warning(
+                    "the source may send too much or too little of partitions that came or went",
+                    tables=list(since),
+                    hint=f"Have the owner run: {deciding_again(connection, names[0])} Then run `millstream tables copy` for each.",
+                )
+            self._decided |= frozenset().union(*since.values())
+            published = list_published(connection, self._patterns, self._config.publication)
 
     def _is_whole(
         self, connection: Connection, published: Sequence[SourceTable], sent: Mapping[tuple[str, str], Restriction]
