@@ -106,7 +106,8 @@ def test_a_server_that_is_too_old() -> None:
 def test_patterns_that_match_nothing(stage: Stage) -> None:
     stage.sql(ORDERS)
     config = replace(stage.config, tables=("nowhere.*",))
-    assert code_of(failing(config, stage)) == "no_tables_match"
+    error = failing(config, stage)
+    assert (error.code, error.exit_code) == ("no_tables_match", 2)
     assert [f.code for f in check_source(config) if f.blocks == "source"] == ["no_tables_match"]
 
 

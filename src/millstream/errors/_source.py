@@ -89,7 +89,7 @@ class SourceError(MillstreamError):
             "The table can no longer be read under the snapshot: it was rewritten, dropped or renamed since.",
             Retry.OPERATOR,
         ),
-        "no_tables_match": Code("The configured patterns match no table.", Retry.OPERATOR),
+        "no_tables_match": Code("The configured patterns match no table.", Retry.OPERATOR, exit_code=2),
         "snapshot_waits": Code(
             "A snapshot of the source must wait for older transactions there to end.", Retry.BACKOFF
         ),
