@@ -61,6 +61,17 @@ def test_a_run_that_ends_speaks_of_the_slots_that_are_there(capsys: pytest.Captu
     assert "for the slot millstream_shop, 2.0 KiB now" in capsys.readouterr().err
 
 
+def test_a_part_that_caught_up_says_so_last(capsys: pytest.CaptureFixture[str]) -> None:
+    """The last line was "0 records captured, 17 KiB behind": of the second at which it began."""
+    part = PartReport("capture", silent=False, terminal=False)
+    part.heard({"stream": "shop", "progress": {"records": 0, "source_end": 9, "durable": 0}})
+    part.heard({"stream": "shop", "progress": {"records": 5, "source_end": 9, "durable": 9}})
+    assert part.conclude({"shop": {"caught_up": False}}, must_catch_up=True) == 1
+    assert "caught up" not in capsys.readouterr().err
+    assert part.conclude({"shop": {"caught_up": True}}, must_catch_up=True) == 0
+    assert capsys.readouterr().err.splitlines()[-1].startswith("caught up in ")
+
+
 def test_a_run_ends_with_the_own_code_and_hint_of_a_fold_that_failed(capsys: pytest.CaptureFixture[str]) -> None:
     """The hint was to run `tables retry`, which refused: only the fold of the table failed."""
     failed = {"shop: public.posts": "a total has more than 64 bits", "shop: public.bad": "it doesn't fit"}

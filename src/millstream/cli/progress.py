@@ -118,7 +118,7 @@ class RunReport:
         _say_paused(outcome.paused)
         _say_held(outcome.copies_held)
         if outcome.caught_up:
-            note(f"caught up in {human_seconds(time.monotonic() - self._since_s)}")
+            _say_caught_up(self._since_s)
         for slot, held in outcome.slots.items():
             what = "" if held is None else f", {human_bytes(held)} now"
             note(
@@ -171,6 +171,7 @@ class PartReport:
         self._part = part
         self._silent = silent
         self._line = StatusLine(terminal=terminal)
+        self._since_s = time.monotonic()
 
     def heard(self, facts: dict[str, Any]) -> None:
         """Take progress, from any thread."""
@@ -195,6 +196,8 @@ class PartReport:
         if not must_catch_up:
             return 0
         caught_up = bool(outcome) and all(facts.get("caught_up") for facts in outcome.values())
+        if caught_up:
+            _say_caught_up(self._since_s)
         return 0 if caught_up and not quarantined and not paused and not copies_held else 1
 
 
@@ -203,6 +206,11 @@ def _spark_words(facts: Mapping[str, Any]) -> str:
     if facts["state"] == "waiting":
         return f"waiting for Spark's master at {facts['master']}, which doesn't answer; the log goes on"
     return "starting Spark …" if facts["state"] == "starting" else f"ready after {facts['seconds']:.0f} s"
+
+
+def _say_caught_up(since_s: float) -> None:
+    """Print that all is done: the last line of progress is from before."""
+    note(f"caught up in {human_seconds(time.monotonic() - since_s)}")
 
 
 def _say_quarantined(tables: Mapping[str, str], fold_errors: Mapping[str, Mapping[str, str]], hint: str = "") -> None:
