@@ -143,11 +143,11 @@ def test_a_job_names_a_table_whose_copy_is_held_and_its_command(tmp_path: Path, 
     home = make_home(tmp_path / "shop", config(postgres.dsn, None) + 'copy_again_above = "8KiB"\n')
     done(home, "capture", "run", "--until-caught-up")
     with postgres.connect() as connection:
-        connection.execute("ALTER TABLE large ADD note text DEFAULT 'none'")
+        connection.execute("ALTER TABLE large ADD note float DEFAULT random()")
     ended = run(home, "capture", "run", "--until-caught-up")
     assert ended.returncode == 1
     assert "copy_held" in ended.stderr
-    assert "shop: public.large: column note was added with a value for existing rows" in ended.stderr
+    assert "shop: public.large: column note was added, and the rows were rewritten" in ended.stderr
     assert table(home, "public.large")["state"] == "copy_held"
     done(home, "tables", "copy", "public.large")
     done(home, "capture", "run", "--until-caught-up")
