@@ -23,7 +23,7 @@ from millstream.app.open_home import open_other
 from millstream.app.status import collect_status, fold_failures_of, quarantine_of
 from millstream.app.table_requests import copy_table, list_tables, retry_table
 from millstream.catalog import TableState
-from millstream.catalog.quarantined_tables import QuarantinedTable
+from millstream.catalog.quarantined_tables import LastChanges, QuarantinedTable
 from millstream.cli.main import cli
 from millstream.cli.status_and_tables import _consumer_row
 from millstream.errors import CursorExpired, UnknownTable, UsageError
@@ -182,6 +182,7 @@ def test_a_running_pipeline_tells_of_each_table(home: Home) -> None:
     table = {
         "table_id": 3, "name": "public.log", "rows": 40, "history_n": 40, "current_n": 30, "fold_lag_s": 12.5,
         "fold_lag_records": 10, "rows_per_s": 1.5, "live_bytes": 2_000, "disk_bytes": 5_000,
+        "changed_us": 1_772_366_400_123_456,
     }  # fmt: skip
     with home.open_catalog() as catalog:
         table["table_id"] = next(int(row.id) for row in catalog.tables(catalog.stream("shop").id) if row.name == "log")
@@ -193,6 +194,7 @@ def test_a_running_pipeline_tells_of_each_table(home: Home) -> None:
     (stream,) = status["streams"]
     assert stream["lag"]["fold"] == {"records": 10, "seconds": 12.5}
     (log,) = (t for t in stream["tables"] if t["name"] == "public.log")
+    assert log["last_change"] == "2026-03-01T12:00:00.123+00:00"
     assert (log["rows_per_s"], log["fold_lag_records"], log["disk_factor"]) == (1.5, 10, 2.5)
     assert 'millstream_table_disk_factor{stream="shop",table="public.log"} 2.5' in text
     assert 'millstream_table_fold_lag_seconds{stream="shop",table="public.log"} 12.5' in text
@@ -265,6 +267,15 @@ def test_a_running_part_tells_what_only_it_knows(home: Home) -> None:
     folder = home.socket_folder()
     assert folder is not None
     folder.rmdir()
+
+
+def test_the_last_change_of_a_table_is_shown_without_a_running_pipeline(home: Home) -> None:
+    with home.open_catalog() as catalog:
+        stream = catalog.stream("shop").id
+        LastChanges(catalog, stream, "lake").put({catalog.find_table(stream, "public", "log").id: 1_000_000})
+        shown = {table["name"]: table["last_change"] for table in list_tables(catalog, stream)}
+    assert shown["public.log"] == "1970-01-01T00:00:01.000+00:00"
+    assert shown["public.orders"] is None
 
 
 def test_a_consumers_row_has_its_redeliveries() -> None:

@@ -151,13 +151,14 @@ def test_a_stream_s_own_error_isn_t_repeated_as_a_condition(well: dict[str, Any]
 def test_tables_in_trouble_come_first(well: dict[str, Any]) -> None:
     status = copy.deepcopy(well)
     web = next(one for one in status["streams"] if one["name"] == "web")
-    web["tables"][1] |= {"state": "quarantined", "reason": "bad"}
+    web["tables"][1] |= {"state": "quarantined", "reason": "bad", "last_change": "2026-03-01T12:00:00.123+00:00"}
     web["tables"][0] |= {"state": "copying", "copy": {"rows": 5, "rows_estimate": 10, "eta_s": 3.0}}
     seen = Seen(Rendered(list(pages.tables(status))).whole)
     states = [text for text in ("quarantined", "copying", "streaming") if text in seen.text]
     assert states == sorted(states, key=seen.text.index)
     assert "5 of about 10 rows, about 3.0 s left" in seen.text
     assert "millstream tables retry" in seen.text
+    assert "2026-03-01 12:00:00" in seen.text
 
 
 def test_a_consumers_redeliveries_and_rate_are_shown(well: dict[str, Any]) -> None:

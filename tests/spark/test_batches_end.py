@@ -23,7 +23,7 @@ class Lander(BatchLander):
 
     def _run(self, after: Seq, upto: Seq, *_: Any, **__: Any) -> Landed:
         Lander.runs += 1
-        return Landed(after, upto, {}, {TableId(1): TableError(Lander.code, "full", "", Lander.retry)}, {}, None)
+        return Landed(after, upto, {}, {TableId(1): TableError(Lander.code, "full", "", Lander.retry)}, {}, {})
 
     def _try_again(self, tables: Any) -> None:
         self._trying = tables

@@ -16,11 +16,11 @@ from pyspark import SparkContext
 from tests.spark.hand_made import Home, insert
 from tests.spark.lake_run import config_of
 
-from millstream.catalog.quarantined_tables import FoldFailures, QuarantinedTable
+from millstream.catalog.quarantined_tables import FoldFailures, LastChanges, QuarantinedTable
 from millstream.errors import LakeError, Retry, TokenFromFuture
 from millstream.lake.commit_cuts import Cut, CutTable
 from millstream.lake.layout import LakeLayout, TableCommit
-from millstream.model.ids import TableId
+from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.spark.batch_parts import BatchPart
@@ -118,6 +118,20 @@ def test_a_fold_that_fails_is_kept_in_the_catalog_until_it_succeeds(home: Home, 
     failures.put(TableId(8), **fact)
     tables_of(home, sink)
     assert failures.all() == {}, "the table is gone from the lake"
+
+
+def test_the_last_change_of_a_table_is_known_to_the_next_run(home: Home, sink: SinkInMemory) -> None:
+    posts = TableId(7)
+    sink.cut = Cut(1, Seq(4), datetime.now(UTC), None, tables={"public.posts": CutTable(posts, "public.posts", 1)})
+    landed = [TableCommit(posts, "public.posts", "public.posts", "history", 2, 1, Seq(5))]
+    first = tables_of(home, sink)
+    assert first.progress()[0].changed_us is None
+    first.appended(landed, {posts: SchemaVersion(1)}, {posts: 1000})
+    first.appended(landed, {posts: SchemaVersion(1)}, {posts: 900, TableId(8): 2000})
+    assert first.progress()[0].changed_us == 1000
+    first.keep_changes()
+    assert tables_of(home, sink).progress()[0].changed_us == 1000
+    assert LastChanges(home.catalog, home.stream, "lake").all() == {posts: 1000}
 
 
 def test_a_sink_restored_from_a_backup_of_then_has_the_table_caught_up_again(home: Home, sink: SinkInMemory) -> None:

@@ -129,7 +129,7 @@ class Lander(BatchLander):
             name = f"public.table{table}"
             commits[table_id] = TableCommit(table_id, name, name, "history", 1, len(numbers), upto)
         versions = dict.fromkeys(commits, SchemaVersion(1))
-        return Landed(after, upto, commits, errors, versions, None)
+        return Landed(after, upto, commits, errors, versions, {})
 
 
 class LifeOfAPipeline(RuleBasedStateMachine):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -17,7 +18,7 @@ from millstream.app.open_home import home_consumers
 from millstream.app.resources import resources_of
 from millstream.app.status_words import TRIED_AGAIN
 from millstream.catalog.lake_state import lake_state
-from millstream.catalog.quarantined_tables import FoldFailures, QuarantineFacts
+from millstream.catalog.quarantined_tables import FoldFailures, LastChanges, QuarantineFacts
 from millstream.errors import ConfigError, Fenced, LogError, MillstreamError, ReadOnly
 from millstream.home.home import Home
 from millstream.home.paths import PIPELINE, HomePaths
@@ -480,13 +481,16 @@ def tables_of(
     """Return a stream's tables, with live figures: capture's progress and the pipeline's."""
     held = quarantine_of(catalog, stream).all()
     landed = {facts["table_id"]: facts for facts in landing.get("tables", ())}
+    changed = {table_id: facts.get("changed_us") for table_id, facts in landed.items()}
+    if not landed:
+        changed = {int(table_id): us for table_id, us in LastChanges(catalog, stream, PIPELINE).all().items()}
     # A fold that fails quarantines a table too.
     aside = fold_failures_of(catalog, stream).all() | held
     failed, trying = dict(landing.get("quarantined", {})), dict(landing.get("trying", {}))
     paused = catalog.paused_copies(stream)
     return [
         table_facts(row, captured, landed.get(int(row.id)), aside.get(row.id), failed, trying, paused=row.id in paused)
-        | {"paths": paths(row)}
+        | {"last_change": _moment(changed.get(int(row.id))), "paths": paths(row)}
         for row in shown_tables(catalog, stream, held)
         if row.kind is TableKind.TABLE
     ]
@@ -537,6 +541,15 @@ def table_facts(
         "disk_bytes": None if landed is None else landed["disk_bytes"],
         "disk_factor": None if landed is None else _disk_factor(landed),
     }
+
+
+def _moment(us: int | None) -> str | None:
+    """Return a time in µs since 1970 as ISO text, in UTC."""
+    return (
+        None
+        if us is None
+        else (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=us)).isoformat(timespec="milliseconds")
+    )
 
 
 def _disk_factor(landed: dict[str, Any]) -> float | None:

@@ -1,4 +1,4 @@
-"""The tables that a pipeline has quarantined, or fails to fold, as facts of the catalog: any process lists them.
+"""A pipeline's tables, as facts of the catalog: those quarantined, those that it fails to fold, and their last changes.
 
 Nothing lands of a table that is quarantined, and a retry may be requested. A table whose fold fails lands in history, and
 the pipeline repeats the fold on its own.
@@ -96,3 +96,20 @@ class FoldFailures:
     def drop(self, table_id: TableId) -> None:
         """Remove a table's record."""
         self._catalog.drop_fact(self._scope, str(table_id))
+
+
+class LastChanges:
+    """The commit time of each table's last record that landed, for one pipeline of a stream. From any thread."""
+
+    def __init__(self, catalog: Catalog, stream: StreamId, pipeline: str) -> None:
+        self._catalog = catalog
+        self._scope = f"changed/{stream}/{pipeline}"
+
+    def all(self) -> dict[TableId, int]:
+        """Return the times by table, µs since 1970."""
+        found = self._catalog.fact(self._scope, "us") or {}
+        return {TableId(int(table_id)): int(us) for table_id, us in found.items()}
+
+    def put(self, times_us: Mapping[TableId, int]) -> None:
+        """Record the times of all tables."""
+        self._catalog.put_fact(self._scope, "us", {str(table_id): us for table_id, us in times_us.items()})

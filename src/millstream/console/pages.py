@@ -203,7 +203,16 @@ def _processes(processes: Mapping[str, Any]) -> Html:
     return tag("p", "Running: ", ", ".join(running) or "nothing", id="processes", class_="note")
 
 
-TABLE_HEADS: Final = ("Table", "State", "Lag", "Landed rows", "Rows/s", "Size", "Reason, and what to do")
+TABLE_HEADS: Final = (
+    "Table",
+    "State",
+    "Lag",
+    "Landed rows",
+    "Rows/s",
+    "Size",
+    "Last change (UTC)",
+    "Reason, and what to do",
+)
 _TABLE_NUMBERS: Final = frozenset({2, 3, 4, 5})
 _TROUBLED: Final = ("error", "warning", "busy", "")
 
@@ -229,6 +238,7 @@ def table_cells(stream: str, table: Mapping[str, Any], *, several: bool) -> list
         "" if table["landed_rows"] is None else f"{table['landed_rows']:,}",
         "" if rate is None else f"{rate:,.0f}",
         "" if table["live_bytes"] is None else human_bytes(table["live_bytes"]),
+        (table["last_change"] or "")[:19].replace("T", " "),
         [
             copy_words(copy) if is_copied else table["reason"],
             tag("p", with_code(hint), class_="hint") if hint else None,

@@ -59,8 +59,8 @@ class Landed:
     errors: Mapping[TableId, TableError]
     versions: Mapping[TableId, SchemaVersion]
     """The schema version of each table's last record."""
-    newest_us: int | None
-    """The newest commit time among the records."""
+    newest_us: Mapping[TableId, int]
+    """Each table's newest commit time, µs since 1970."""
 
 
 @dataclass(slots=True)
@@ -133,7 +133,7 @@ class BatchLander:
             if landed.errors:
                 self._hold(held.table_id, after, landed.errors[held.table_id])
                 return
-            self.pipeline_tables.appended(landed.commits.values(), landed.versions)
+            self.pipeline_tables.appended(landed.commits.values(), landed.versions, landed.newest_us)
             self.pipeline_tables.commit(None, landed.commits.values())
             after = end
         self.pipeline_tables.release(held.table_id)
@@ -146,17 +146,17 @@ class BatchLander:
             return  # no cut covers it: the next run begins with it
         for table_id, error in landed.errors.items():
             self._hold(table_id, after, error)
-        self.pipeline_tables.appended(landed.commits.values(), landed.versions)
+        self.pipeline_tables.appended(landed.commits.values(), landed.versions, landed.newest_us)
         failpoints.hit("pipeline.before_lake_commit")
-        written = written_us(self.log, upto)
-        self.pipeline_tables.commit(upto, landed.commits.values(), newest_us=landed.newest_us, written_us=written)
+        written, newest_us = written_us(self.log, upto), max(landed.newest_us.values(), default=None)
+        self.pipeline_tables.commit(upto, landed.commits.values(), newest_us=newest_us, written_us=written)
         failpoints.hit("pipeline.after_lake_commit")
         stream, pipeline = self.config.stream_id, self.config.pipeline
         self.catalog.set_landed(stream, pipeline, upto)
         self.catalog.set_needed_from(stream, pipeline, Seq(after + 1))
         failpoints.hit("pipeline.after_catalog")
         self.landed()
-        age_s = None if landed.newest_us is None else max(0.0, time.time() - landed.newest_us / 1e6)
+        age_s = None if newest_us is None else max(0.0, time.time() - newest_us / 1e6)
         self._last = landed, time.monotonic() - started, age_s
         process_metrics.LAKE_BATCH_SECONDS.of(str(stream)).observe(self._last[1])
         self.report(self.log.persisted_upto())
@@ -206,7 +206,7 @@ class BatchLander:
             {answer.table_id: answer.commit for answer in answers if answer.commit is not None},
             {answer.table_id: answer.error for answer in answers if answer.error is not None},
             {answer.table_id: answer.schema_version for answer in answers if answer.commit is not None},
-            max((answer.newest_us for answer in answers if answer.newest_us is not None), default=None),
+            {answer.table_id: answer.newest_us for answer in answers if answer.newest_us is not None},
         )
 
     def _reached(self) -> Seq:
@@ -264,12 +264,11 @@ def _joined(first: Landed, again: Landed) -> Landed:
     """Return a job's answers, updated by those of its repetition for some tables."""
     repeated = set(again.commits) | set(again.errors)
     errors = {table_id: error for table_id, error in first.errors.items() if table_id not in repeated}
-    times = [time for time in (first.newest_us, again.newest_us) if time is not None]
     return Landed(
         first.after,
         first.upto,
         {**first.commits, **again.commits},
         {**errors, **again.errors},
         {**first.versions, **again.versions},
-        max(times, default=None),
+        {**first.newest_us, **again.newest_us},
     )

@@ -22,7 +22,7 @@ from pyspark.errors import PySparkException
 from millstream.catalog import Catalog
 from millstream.catalog.lake_state import keeping_lake_state
 from millstream.crdt.hlc import DRIFT_MAX_NS
-from millstream.errors import EngineError, LakeError, MillstreamError, OffsetExpired
+from millstream.errors import CatalogError, EngineError, LakeError, MillstreamError, OffsetExpired
 from millstream.lake.commit_cuts import Cut
 from millstream.lake.layout import LakeLayout
 from millstream.model.positions import Seq
@@ -229,6 +229,8 @@ class _Run:
             self.batches.join(_LAST_S)
             if self.folder is not None:
                 self.folder.stop(_LAST_S)
+            with contextlib.suppress(CatalogError):
+                self.pipeline_tables.keep_changes()
 
     def _end(self) -> None:
         self.ending.set()

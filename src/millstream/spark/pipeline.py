@@ -94,6 +94,8 @@ class TableProgress:
     disk_bytes: int | None = None
     """Size in bytes of everything in `current`'s folder, including replaced files kept for their
     readers; None as above."""
+    changed_us: int | None = None
+    """The newest commit time among its landed records, µs since 1970; None if none is known."""
 
 
 @dataclass(frozen=True, slots=True)

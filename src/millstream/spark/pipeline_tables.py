@@ -19,7 +19,7 @@ from typing import Final
 from millstream import process_metrics
 from millstream.backoff import Backoff
 from millstream.catalog import Catalog
-from millstream.catalog.quarantined_tables import FoldFailures, QuarantinedTable
+from millstream.catalog.quarantined_tables import FoldFailures, LastChanges, QuarantinedTable
 from millstream.lake.commit_cuts import Cut, CutTable
 from millstream.lake.layout import TableCommit, View
 from millstream.model.ids import SchemaVersion, TableId
@@ -38,6 +38,8 @@ from millstream.wal.reader import StreamReader
 _NOTES_MAX: Final = 1000
 """Number of appends to a table that are noted one by one until a fold covers them; later ones share a note."""
 _NO_VERSION: Final = SchemaVersion(0)
+_KEEP_S: Final = 30.0
+"""How often the tables' last changes are recorded: a kill loses the newest."""
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -62,6 +64,8 @@ class PipelineTable:
     """When it was last written to; initially, when this run began."""
     tended_s: float = float("-inf")
     """When its files were last tended in this run."""
+    changed_us: int | None = None
+    """The newest commit time among its records, µs since 1970; None if it isn't known."""
     history_n: Seq = Seq(0)
     current_n: Seq | None = None
     scd2_n: Seq | None = None
@@ -90,11 +94,14 @@ class PipelineTables:
         self._fold_failures = FoldFailures(catalog, config.stream_id, config.pipeline)
         self._fold_errors: dict[TableId, str] = dict.fromkeys(self._fold_failures.all(), "")
         """The message of each recorded failure; empty for one of an earlier run."""
+        self._last_changes = LastChanges(catalog, config.stream_id, config.pipeline)
+        self._kept_s = time.monotonic()
         self.rows = 0
         self.cut = config.sink.last_cut()
         """The last cut; None before the lake's first."""
         if self.cut is not None:
             now, schemas = time.monotonic(), catalog.latest_schemas(config.stream_id)
+            changes = self._last_changes.all()
             for table in self.cut.tables.values():
                 # Work that an earlier run left unfolded.
                 self.tables[table.table_id] = PipelineTable(
@@ -104,6 +111,7 @@ class PipelineTables:
                     current_n=table.current_n,
                     scd2_n=table.scd2_n,
                     waiting_since_s=now if _lacks_folds(config, table, schemas.get(table.table_id)) else None,
+                    changed_us=changes.get(table.table_id),
                 )
         for table_id in list(self._fold_errors):
             if table_id not in self.tables or self.tables[table_id].waiting_since_s is None:
@@ -124,14 +132,27 @@ class PipelineTables:
         entry.name = name or entry.name
         return entry
 
-    def appended(self, commits: Iterable[TableCommit], versions: Mapping[TableId, SchemaVersion]) -> None:
-        """Record what a batch appended, and the schema version of each table's last record."""
+    def appended(
+        self,
+        commits: Iterable[TableCommit],
+        versions: Mapping[TableId, SchemaVersion],
+        newest_us: Mapping[TableId, int] | None = None,
+    ) -> None:
+        """Record what a batch appended.
+
+        Args:
+            commits: the appends.
+            versions: the schema version of each table's last record.
+            newest_us: each table's newest commit time, µs since 1970.
+        """
         now, stream = time.monotonic(), str(self._config.stream_id)
         with self._lock:
             for commit in commits:
                 entry = self._entry(commit.table_id, commit.name)
                 entry.version = versions[commit.table_id]
                 entry.written_s = now
+                if newest_us and commit.table_id in newest_us:
+                    entry.changed_us = max(entry.changed_us or 0, newest_us[commit.table_id])
                 entry.rows += commit.rows
                 process_metrics.LANDED_ROWS.of(stream, entry.name).add(commit.rows)
                 entry.rate.add(commit.rows, now)
@@ -140,6 +161,15 @@ class PipelineTables:
                 entry.history_n = max(entry.history_n, commit.n)
                 if entry.waiting_since_s is None and self._config.folds:
                     entry.waiting_since_s = now
+        if now - self._kept_s >= _KEEP_S:
+            self.keep_changes()
+
+    def keep_changes(self) -> None:
+        """Record the tables' last changes in the catalog, for the next run and for a status without one."""
+        self._kept_s = time.monotonic()
+        changes = {entry.table_id: entry.changed_us for entry in list(self.tables.values()) if entry.changed_us}
+        if changes:
+            self._last_changes.put(changes)
 
     def _wait(self, entry: PipelineTable, commit: TableCommit) -> None:
         """Note that records wait for a fold. A table that is never folded keeps a bounded number of notes."""
@@ -308,6 +338,7 @@ class PipelineTables:
                     round(entry.rate.per_s(now), 1),
                     entry.live_bytes,
                     entry.disk_bytes,
+                    entry.changed_us,
                 )
                 for entry in entries
             )
