@@ -12,9 +12,11 @@ images, compressed data).
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Collection, Sequence
 from typing import Final
 
+import numpy as np
 import pyarrow as pa
 from pyarrow import ipc
 
@@ -33,6 +35,8 @@ _SAMPLE_BYTES: Final = 16 << 10
 _MOSTLY: Final = 0.75
 _GAIN: Final = 0.95
 _SAMPLER: Final = pa.Codec("lz4_raw")
+_PREFIX: Final = struct.Struct("<Ii")
+"""An Arrow message's mark, and the length of its metadata."""
 _NOT_A_BATCH: Final = (pa.ArrowException, OSError, EOFError, ValueError)
 _LZ4: Final = ipc.IpcWriteOptions(compression="lz4", use_threads=False)
 
@@ -114,6 +118,8 @@ class ColumnPicker:
         Raises:
             CorruptFrame: one of the messages isn't a batch.
         """
+        if len(messages) > 1 and (alike := self._decode_alike(messages)) is not None:
+            return alike, [alike.num_rows // len(messages)] * len(messages)
         try:
             data = b"".join((self._head, *messages))
             are_small = len(data) < _THREADS_FROM_BYTES * len(messages)
@@ -128,6 +134,47 @@ class ColumnPicker:
         if len(joined) > 1:
             raise AssertionError("some frames hold more than an Arrow array does")
         return joined[0] if joined else found[0], [batch.num_rows for batch in found]
+
+    def _decode_alike(self, messages: Sequence[Bytes]) -> pa.RecordBatch | None:
+        """Return the rows of small messages that differ by nothing but numbers; None if they differ otherwise.
+
+        The directories of frames of one size are such. Arrow takes 20 µs for each.
+        """
+        first = messages[0]
+        length = len(first)
+        if length >= COMPRESS_FROM_BYTES or any(len(message) != length for message in messages):
+            return None
+        start = _PREFIX.size + _PREFIX.unpack_from(first)[1]
+        if any(message[:start] != first[:start] for message in messages):
+            return None  # of other counts
+        data = b"".join(messages)
+        whole = pa.py_buffer(data)
+        stacked = np.frombuffer(data, np.uint8).reshape(len(messages), length)
+        of_first = decode_batch(whole.slice(0, length), self._schema).select(self._names)
+        rows = of_first.num_rows
+        columns = []
+        for column in of_first.columns:
+            type_, count = column.type, rows * len(messages)
+            is_null = column.null_count == rows
+            if not is_null and (column.null_count or not (pa.types.is_integer(type_) or pa.types.is_timestamp(type_))):
+                return None
+            presence, *others = column.buffers()
+            for buffer in (presence, *(others if is_null else ())):
+                if buffer is not None and buffer.size:
+                    at = buffer.address - whole.address
+                    if not 0 <= at <= length - buffer.size:
+                        return None  # it was compressed
+                    if (stacked[:, at : at + buffer.size] != stacked[0, at : at + buffer.size]).any():
+                        return None
+            if is_null:
+                columns.append(pa.nulls(count, type_))
+                continue
+            at, size = others[0].address - whole.address, rows * type_.bit_width // 8
+            if not 0 <= at <= length - size:
+                return None
+            values = pa.py_buffer(np.ascontiguousarray(stacked[:, at : at + size]))
+            columns.append(pa.Array.from_buffers(type_, count, [None, values]))
+        return pa.RecordBatch.from_arrays(columns, schema=of_first.schema)
 
 
 def _not_a_batch(error: Exception) -> CorruptFrame:

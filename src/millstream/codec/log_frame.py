@@ -509,7 +509,7 @@ def _verify_head(view: memoryview, head_length: int) -> None:
     if len(view) < head_length:
         raise CorruptFrame("the file ends inside of a frame's head", code="truncated_frame")
     (crc,) = struct.unpack_from("<I", view, 4)
-    if crc != crc32c(view[:4], view[8:head_length]):
+    if crc != crc32c(bytes(view[:4]), bytes(view[8:head_length])):  # copying a few bytes is cheaper than wrapping them
         raise CorruptFrame("a frame's head fails its checksum")
 
 

@@ -19,16 +19,8 @@ from millstream.model.operations import OperationKind
 from millstream.model.records import RECORD_OFFSET, Op, log_row_schema, record_schema
 from millstream.model.schema import TableSchema
 
-# Not by `pa.array`, which looks for pandas. Importing pandas takes longer than everything else a
-# process needs to plan a read.
-_LETTERS: Final = pa.StringArray.from_buffers(
-    len(Op),
-    pa.py_buffer(np.arange(len(Op) + 1, dtype=np.int32)),
-    pa.py_buffer("".join(op.letter for op in Op).encode()),
-)
-_LETTER_OF_CODE: Final = np.full(256, -1, dtype=np.int64)
-_TRUNCATE: Final = list(Op).index(Op.TRUNCATE)
-_LETTER_OF_CODE[[int(op) for op in Op]] = range(len(Op))
+_IS_OP: Final = np.isin(np.arange(256), [int(op) for op in Op])
+"""Whether a code is an op's."""
 
 
 @lru_cache(maxsize=4096)  # called for every part of a frame
@@ -76,44 +68,55 @@ def records_of(
     if int(counts.sum()) != rows.num_rows:
         raise CorruptFrame(f"the directory and the rows of table {table.table_id} disagree")
     firsts = batches.column("first_seq").to_numpy()[mine]
-    letters = _LETTER_OF_CODE[rows.column("__op").to_numpy()]
-    if len(letters) and int(letters.min()) < 0:
+    codes = rows.column("__op").to_numpy()
+    if not _IS_OP[codes].all():
         raise CorruptFrame(f"a record of table {table.table_id} has an unknown op")
-    of_row = np.repeat(batches.column("operation").to_numpy()[mine].astype(np.int64), counts)
+    ordinals = batches.column("operation").to_numpy()[mine]
+    kinds = operations.column("kind").to_numpy()
+    of_row: pa.Array | None = None
 
-    facts = operations if _is_each_once(of_row, operations.num_rows) else operations.take(pa.array(of_row))
-    """The operation of each row."""
-    kind = facts.column("kind").to_numpy()
+    def of_rows(values: pa.Array) -> pa.Array:
+        """Give each row its operation's value."""
+        nonlocal of_row
+        if values.null_count == len(values):
+            return pa.nulls(rows.num_rows, values.type)
+        if of_row is None:
+            of_row = pa.array(np.repeat(ordinals, counts))
+        return values.take(of_row)
 
     def fact(name: str) -> pa.Array:
-        return facts.column(name)
+        return of_rows(operations.column(name))
 
-    def of_kind(*kinds: OperationKind) -> npt.NDArray[np.bool_]:
-        found: npt.NDArray[np.bool_] = np.logical_or.reduce([kind == one for one in kinds])
-        return found
+    def of_kind(*some: OperationKind) -> npt.NDArray[np.bool_] | None:
+        """Return which rows are of operations of some kinds; None if none is."""
+        found: npt.NDArray[np.bool_] = np.logical_or.reduce([kinds == kind for kind in some])
+        return np.repeat(found[ordinals], counts) if found.any() else None
 
     def commit_index() -> pa.Array:
         return _null_where(rows.column("__index"), of_kind(OperationKind.COPY_CHUNK, OperationKind.MESSAGE))
 
     def commit_ts() -> pa.Array:
         copied = of_kind(OperationKind.COPY_CHUNK)
-        return _null_where(fact("commit_ts"), copied & (letters == _TRUNCATE) if moments else copied)
+        if copied is not None and moments:
+            copied &= codes == Op.TRUNCATE
+        return _null_where(fact("commit_ts"), copied)
 
     def seq() -> pa.Array:
         return pa.array(_spread(firsts, counts), type=pa.int64())
 
     made: dict[str, Callable[[], pa.Array]] = {
-        "__op": lambda: pc.take(_LETTERS, pa.array(letters)),
+        "__op": lambda: _letters(codes),
         "__seq": seq,
         "__source": lambda: fact("source"),
         "__commit_lsn": lambda: fact("commit_lsn"),
         "__commit_index": commit_index,
         "__commit_ts": commit_ts,
-        "__commit_date": lambda: pc.cast(fact("commit_ts"), pa.date32()),
+        "__commit_date": lambda: of_rows(pc.cast(operations.column("commit_ts"), pa.date32())),
         "__xid": lambda: fact("xid"),
     }
     schema = _schema_of(table, columns, offsets=offsets)
-    return pa.record_batch([made[name]() if name in made else rows.column(name) for name in schema.names], schema)
+    found = [made[name]() if name in made else rows.column(name) for name in schema.names]
+    return pa.RecordBatch.from_arrays(found, schema=schema)
 
 
 def of_part(batches: pa.RecordBatch, table: TableSchema) -> npt.NDArray[np.bool_]:
@@ -148,12 +151,13 @@ def _spread(firsts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt
     return np.repeat(firsts - starts, counts) + np.arange(total, dtype=np.int64)
 
 
-def _is_each_once(places: npt.NDArray[np.int64], count: int) -> bool:
-    """Whether places are 0, 1, … up to a count."""
-    return len(places) == count and bool((places == np.arange(count)).all())
+def _letters(codes: npt.NDArray[np.uint8]) -> pa.Array:
+    """Return ASCII codes as texts of one letter."""
+    ends = np.arange(len(codes) + 1, dtype=np.int32)
+    return pa.StringArray.from_buffers(len(codes), pa.py_buffer(ends), pa.py_buffer(codes))
 
 
-def _null_where(values: pa.Array, mask: npt.NDArray[np.bool_]) -> pa.Array:
-    if not mask.any():
+def _null_where(values: pa.Array, mask: npt.NDArray[np.bool_] | None) -> pa.Array:
+    if mask is None or not mask.any():
         return values
     return pc.if_else(pa.array(mask), pa.scalar(None, values.type), values)

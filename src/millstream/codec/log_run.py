@@ -47,6 +47,8 @@ class RunRecords:
     schema: TableSchema
     batch: pa.RecordBatch
     """Records, as `records_of` returns them."""
+    ascends: bool
+    """Whether their numbers ascend from frame to frame."""
     operation_seq: Ints
     """For each record, the first number that its operation has in its frame."""
 
@@ -110,5 +112,6 @@ class FrameRun:
         batch = records_of(
             schema, rows, self._operations, self._batches, columns=columns, offsets=offsets, moments=moments
         )
-        of_row = np.repeat(self._batches.column("operation").to_numpy()[mine], count)
-        return RunRecords(schema, batch, self._first[of_row])
+        first, operation = (self._batches.column(name).to_numpy()[mine] for name in ("first_seq", "operation"))
+        ascends = bool((first[1:] >= (first + count)[:-1]).all())
+        return RunRecords(schema, batch, ascends, np.repeat(self._first[operation], count))

@@ -274,7 +274,7 @@ class StreamReader:
         wanted = None if tables is None else frozenset(tables)
         with TruncationWatch(self.extent, span.end, span.upto):
             source = span_source(self._files, span, wanted, definitions=self._definitions)
-            for run in runs_of(frames_in(source, span), wanted):
+            for run in runs_of(frames_in(source, span, wanted), wanted):
                 yield from source.run_records(
                     run, span.after, span.upto, wanted, columns=columns, moments=moments, by_table=True
                 )
@@ -428,7 +428,7 @@ class StreamReader:
         with TruncationWatch(self.extent, marks):
             for shard, segment, entry in frames:
                 source = self._source(sources, shard, segment, entry, marks[shard], None)
-                frame = source.decode(source.frame(entry.position))
+                frame = source.decode(source.frame(entry.position, frozenset()))
                 if group and frame.header.group_last_seq != group[0].header.group_last_seq:
                     yield group
                     group = []
@@ -572,7 +572,7 @@ class StreamReader:
         for shard, segment, entry in places:
             if wanted is None or entry.tables_of(wanted):
                 source = self._source(sources, shard, segment, entry, mark, wanted)
-                yield source.frame(entry.position, end=Offset(entry.offset + entry.count), first=entry.offset)
+                yield source.frame(entry.position, wanted, end=Offset(entry.offset + entry.count), first=entry.offset)
 
     def _records(
         self,
@@ -591,7 +591,7 @@ class StreamReader:
             return
         try:
             source = self._source(sources, shard, segment, entry, mark, wanted)
-            scanned = source.frame(entry.position, end=Offset(entry.offset + entry.count), first=entry.offset)
+            scanned = source.frame(entry.position, wanted, end=Offset(entry.offset + entry.count), first=entry.offset)
             yield from source.records(scanned, *numbers, wanted, offsets=offsets, moments=moments)
         except CorruptWal as error:
             if self._on_damage is None:

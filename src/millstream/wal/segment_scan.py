@@ -80,6 +80,8 @@ class ScannedFrame:
     operations: Bytes = b""
     batches: Bytes = b""
     """The encoded directory, from the head."""
+    payload: memoryview | None = None
+    """The bytes behind the head, if they were read along with it."""
 
     @property
     def end(self) -> int:
@@ -146,8 +148,11 @@ def scan_frames(
         position = frame.end
 
 
-def read_frame(window: ReadAhead, position: int, *, payload: bool = True) -> ScannedFrame:
-    """Return the frame at a position, verified without its neighbours."""
+def read_frame(window: ReadAhead, position: int, *, payload: bool | None = True) -> ScannedFrame:
+    """Return the frame at a position, verified without its neighbours.
+
+    `payload` is as in `scan_frames`; with None it is read and not verified.
+    """
     try:
         extent = frame_extent(window.at(position, FRAME_HEADER_MIN))
     except UnsupportedFormat:
@@ -157,9 +162,12 @@ def read_frame(window: ReadAhead, position: int, *, payload: bool = True) -> Sca
         raise CorruptFrame("the length of a frame's head is invalid")
     head = bytes(window.at(position, extent.head_length))
     header, extent, operations, batches = decode_frame_head(head)
-    if payload:
-        verify_payload(header, window.at(position + extent.head_length, extent.length - extent.head_length))
-    return ScannedFrame(header, head, position, extent.length, operations, batches)
+    rows = None
+    if payload is not False:
+        rows = window.at(position + extent.head_length, extent.length - extent.head_length)
+    if payload and rows is not None:
+        verify_payload(header, rows)
+    return ScannedFrame(header, head, position, extent.length, operations, batches, rows if payload is None else None)
 
 
 def _check_newer_head(window: ReadAhead, position: int) -> None:

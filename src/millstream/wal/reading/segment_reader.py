@@ -15,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from millstream.codec.checksums import Bytes
 from millstream.codec.log_directory import Ints
 from millstream.codec.log_frame import FrameHeader, FrameKind, PayloadPart, RecordsFrame, records_frame
 from millstream.codec.log_records import first_seqs, of_part
 from millstream.codec.log_run import FrameHead, FramePart, FrameRun, RunRecords
 from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import FrameTable, SegmentHeader
-from millstream.errors import CorruptFrame, CorruptWal, UnsupportedFormat
+from millstream.errors import CorruptFrame, CorruptWal, UnreadableBytes, UnsupportedFormat
 from millstream.model.ids import Epoch, RegionId, SchemaVersion, ShardId, StreamId, TableId
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd
@@ -34,9 +35,13 @@ from millstream.wal.reading.table_records import TablePart, TableRecords, piece_
 from millstream.wal.salvage import KnownSchemas
 from millstream.wal.segment_scan import NO_STREAM, ReadAhead, ScannedFrame, loss_at, read_frame, reader_of, scan_frames
 
-_RUN_FRAMES_MAX: Final = 256
-_RUN_BYTES_MAX: Final = 1 << 20
-"""Bytes of payload in a run: more costs per byte anyway, and only takes memory."""
+_RUN_FRAMES_MAX: Final = 1024
+_RUN_ROWS_MAX: Final = 1 << 15
+"""Rows in a run: from here on a run's own cost hardly counts, and rows may be large once they are decompressed."""
+_RUN_BYTES_MAX: Final = 8 << 20
+"""Bytes of payload in a run."""
+_READ_AHEAD_BYTES: Final = 2 << 20
+"""Bytes that are read at once if payloads are wanted: what is decoded soon after is still in the processor's cache."""
 _AHEAD_BYTES_MAX: Final = 128 << 10
 """Bytes of frames that are decoded at once for readers that share them: the calls for one weigh as much as 10 KiB."""
 _GAP_BYTES: Final = 16 << 10
@@ -130,6 +135,9 @@ class SegmentSource:
         self._brought: set[int] = set()
         """Positions of schemas that were read."""
         self._heads = ReadAhead(reader_of(files, path), HEADS_AHEAD_BYTES)
+        self._frames = ReadAhead(reader_of(files, path), _READ_AHEAD_BYTES)
+        self._reads_whole = False
+        """Whether the last frame held little else than what was wanted of it: then payloads are read along with heads."""
         self._ahead: dict[int, ScannedFrame] = {}
         """Frames that were decoded before they were asked for, by position."""
 
@@ -179,13 +187,20 @@ class SegmentSource:
                 if schema is not None:
                     self._schemas.add(schema)
 
-    def frame(self, position: int, *, first: Offset | None = None, end: Offset | None = None) -> ScannedFrame:
+    def frame(
+        self,
+        position: int,
+        wanted: frozenset[TableId] | None = None,
+        *,
+        first: Offset | None = None,
+        end: Offset | None = None,
+    ) -> ScannedFrame:
         """Return the verified head of the frame at a position.
 
-        `first` and `end` are its offsets, for the error, if known.
+        `wanted` are the tables whose rows will be read. `first` and `end` are its offsets, for the error, if known.
         """
         try:
-            return self._ahead.pop(position, None) or read_frame(self._heads, position, payload=False)
+            scanned = self._ahead.pop(position, None) or self._read_frame(position)
         except CorruptFrame as error:
             if first is None:
                 segment = SegmentFile(self._header.base_offset, self.path)
@@ -193,12 +208,23 @@ class SegmentSource:
                 first, end = (segment.base_offset, None) if loss is None else (loss.offset_from, loss.offset_to)
                 assert first is not None
             raise damage(error, file=self.path, byte=position, offset_from=first, offset_to=end) from error
+        needed = sum([part.length for part in scanned.header.parts if wanted is None or part.table_id in wanted])
+        self._reads_whole = 2 * needed > scanned.length
+        return scanned
+
+    def _read_frame(self, position: int) -> ScannedFrame:
+        if self._reads_whole:
+            with suppress(UnreadableBytes):  # perhaps of rows alone
+                return read_frame(self._frames, position, payload=None)
+        return read_frame(self._heads, position, payload=False)
 
     def decode(self, scanned: ScannedFrame) -> RecordsFrame:
         """Decode a records frame; its rows are read on demand."""
         behind = scanned.position + len(scanned.head)
 
-        def read_payload(position: int, length: int) -> bytes:
+        def read_payload(position: int, length: int) -> Bytes:
+            if scanned.payload is not None:
+                return scanned.payload[position : position + length]
             return self._files.read(self.path, behind + position, length)
 
         try:
@@ -253,9 +279,8 @@ class SegmentSource:
         Raises `CorruptFrame`.
         """
         parts, decoded = self._decode_parts(run, wanted, columns=columns, offsets=offsets, moments=moments)
-        for records, _ in decoded.values():
-            if (np.diff(records.batch.column("__seq").to_numpy()) <= 0).any():
-                return None  # an operation on several partitions of a table continues over frames
+        if not all(records.ascends for records, _ in decoded.values()):
+            return None  # an operation on several partitions of a table continues over frames
         done = dict.fromkeys(decoded, 0)
         pieces = []
         for key, some in groupby(sorted(parts, key=_table) if by_table else parts, key=_key):
@@ -296,13 +321,17 @@ class SegmentSource:
     def _read_parts(self, run: Sequence[ScannedFrame], wanted: frozenset[TableId] | None) -> list[FramePart]:
         """Return the parts of some tables, or of all, in file order; parts close together are read at once."""
         places: list[tuple[int, int, PayloadPart]] = []
+        found = []
         for number, scanned in enumerate(run):
-            position = scanned.position + len(scanned.head)
+            begin = position = scanned.position + len(scanned.head)
             for part in scanned.header.parts:
                 if (wanted is None or part.table_id in wanted) and self._shows(part):
-                    places.append((position, number, part))
+                    if scanned.payload is None:
+                        places.append((position, number, part))
+                    else:
+                        data = scanned.payload[position - begin : position - begin + part.length]
+                        found.append(FramePart(number, part, data))
                 position += part.length
-        found = []
         start, data = 0, memoryview(b"")
         for at, (position, number, part) in enumerate(places):
             if position + part.length > start + len(data):
@@ -313,7 +342,7 @@ class SegmentSource:
                     end = following + other.length
                 data = memoryview(self._files.read(self.path, start, end - start))
             found.append(FramePart(number, part, data[position - start : position - start + part.length]))
-        return found
+        return sorted(found, key=_frame) if len(places) < len(found) else found
 
     def records(
         self,
@@ -472,6 +501,10 @@ def _key(part: FramePart) -> _Key:
     return part.part.table_id, part.part.schema_version
 
 
+def _frame(part: FramePart) -> int:
+    return part.frame
+
+
 def _table(part: FramePart) -> TableId:
     return part.part.table_id
 
@@ -485,19 +518,20 @@ def runs_of(frames: Iterable[ScannedFrame], wanted: frozenset[TableId] | None) -
         CorruptWal: as `frames`, after the frames before the damage.
     """
     run: list[ScannedFrame] = []
-    size = 0
+    size = rows = 0
     damaged: CorruptWal | None = None
     try:
         for scanned in frames:
-            parts = scanned.header.parts
-            lengths = [part.length for part in parts if wanted is None or part.table_id in wanted]
-            if not lengths:
+            parts = [part for part in scanned.header.parts if wanted is None or part.table_id in wanted]
+            if not parts:
                 continue
-            if run and (len(run) >= _RUN_FRAMES_MAX or size + sum(lengths) > _RUN_BYTES_MAX):
+            more, more_rows = sum([part.length for part in parts]), sum([part.rows for part in parts])
+            is_full = size + more > _RUN_BYTES_MAX or rows + more_rows > _RUN_ROWS_MAX or len(run) >= _RUN_FRAMES_MAX
+            if run and is_full:
                 yield run
-                run, size = [], 0
+                run, size, rows = [], 0, 0
+            size, rows = size + more, rows + more_rows
             run.append(scanned)
-            size += sum(lengths)
     except CorruptWal as error:
         damaged = error
     if run:
@@ -520,11 +554,13 @@ def _tables_of(header: FrameHeader, wanted: frozenset[TableId] | None) -> frozen
     return frozenset(part.table_id for part in header.parts if wanted is None or part.table_id in wanted)
 
 
-def frames_in(source: SegmentSource, span: LogSpan) -> Iterator[ScannedFrame]:
-    """Yield the records frames of a span."""
+def frames_in(
+    source: SegmentSource, span: LogSpan, wanted: frozenset[TableId] | None = frozenset()
+) -> Iterator[ScannedFrame]:
+    """Yield the records frames of a span; `wanted` are the tables whose rows will be read."""
     position = span.byte_start
     while position < span.byte_end:
-        scanned = source.frame(position)
+        scanned = source.frame(position, wanted)
         position = scanned.end
         if scanned.header.kind is FrameKind.RECORDS:
             yield scanned
