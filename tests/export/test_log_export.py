@@ -598,3 +598,31 @@ def test_damage_is_told_with_the_names_of_tables(filled: Home, tmp_path: Path) -
     assert f"some tables' records also at [{frame.first_offset}, {frame.first_offset + frame.count})" in told.stdout
     assert f"records of table {name} ({hurt}) at offsets" in wal(home, "repair", "--dry-run").stdout
     assert f"{name} ({hurt}) v1" in wal(home, "inspect").stdout
+
+
+def raw(home: Home, *words: str) -> bytes:
+    command = [sys.executable, "-m", "millstream.cli", "--home", str(home.path), "wal", *words]
+    return subprocess.run(command, capture_output=True, timeout=600, check=True).stdout
+
+
+@pytest.mark.parametrize("style", ["csv", "line-protocol", "arrow"])
+def test_cat_prints_a_table_in_each_format_of_export(filled: Home, style: str) -> None:
+    words = ("--format", style, "--table", 'public."Order Items"')
+    whole = raw(filled, "cat", *words)
+    assert whole == raw(filled, "export", *words)
+    if style == "arrow":
+        table = pa.ipc.open_stream(whole).read_all()
+        some = pa.ipc.open_stream(raw(filled, "cat", *words, "--from-offset", "5", "--limit", "7")).read_all()
+        offsets = [offset for offset in table["__offset"].to_pylist() if offset >= 5]
+        assert some["__offset"].to_pylist() == offsets[:7]
+    else:
+        some_lines = raw(filled, "cat", *words, "--from-offset", "5", "--limit", "7").splitlines()
+        lines_then = [line for line in some_lines if line not in whole.splitlines()]
+        assert (len(some_lines), lines_then) == (8 if style == "csv" else 7, [])
+
+
+@pytest.mark.parametrize("words", [("csv",), ("arrow",), ("csv", "--table", "orders", "--follow")])
+def test_cat_refuses_columns_of_several_tables_and_of_a_time_to_come(filled: Home, words: tuple[str, ...]) -> None:
+    done = wal(filled, "cat", "--format", *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Name a table with --table" in done.stderr

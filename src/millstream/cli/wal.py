@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -23,13 +24,25 @@ from millstream.cli.context import (
     stream_option,
 )
 from millstream.cli.wal_damage_messages import TableWords, say_loss
-from millstream.cli.wal_export_import import Damage, export, import_, open_past_damage, tables_meant
+from millstream.cli.wal_export_import import (
+    Damage,
+    export,
+    import_,
+    note_left_out,
+    open_past_damage,
+    tables_meant,
+    write_stream,
+)
 from millstream.cli.wal_repair import repair
 from millstream.model.human_text import human_bytes
 
 if TYPE_CHECKING:
+    from millstream.export.records_text import LineProtocol
     from millstream.home.home import Home
-    from millstream.wal.records_json import Cat
+    from millstream.model.ids import TableId
+    from millstream.model.positions import Offset
+    from millstream.wal.reader import StreamReader
+    from millstream.wal.records_json import Cat, Line
 
 _FOLLOW_POLL_S: Final = 0.5
 
@@ -48,17 +61,17 @@ wal.add_command(import_)
 @click.option(
     "--format",
     "style",
-    type=click.Choice(["ndjson"]),
+    type=click.Choice(["ndjson", "arrow", "csv", "line-protocol"]),
     default="ndjson",
     show_default=True,
-    help="Format: one record per line.",
+    help="Format of the records; arrow and csv are of one --table, without --follow.",
 )
 @click.option(
     "--values",
     type=click.Choice(["json", "text"]),
     default="json",
     show_default=True,
-    help="json: numbers that JSON holds exactly are numbers. text: every value as PostgreSQL prints it.",
+    help="For ndjson. json: numbers that JSON holds exactly are numbers. text: every value as PostgreSQL prints it.",
 )
 @click.option("--from-offset", type=click.IntRange(min=0), metavar="N", help="Start at this offset (of each shard).")
 @click.option("--table", metavar="T", help="Only this table, as schema.table.")
@@ -82,45 +95,89 @@ def cat(
     without_mark: bool,
     stream: str | None,
 ) -> None:
-    """Print records in order, one per line, and nothing else on stdout.
+    """Print records in order, one per line unless the format is arrow, and nothing else on stdout.
 
     The command skips damage: it reports it on stderr, with exit code 3. `wal export` has ranges
-    (--since, --until) and other formats.
+    (--since, --until) and writes files.
     """
+    from millstream.errors import UsageError
+    from millstream.export.record_reading import table_ids
+    from millstream.export.records_text import LineProtocol
     from millstream.model.positions import Offset
     from millstream.wal.records_json import Cat
 
-    del style
+    has_columns = style in {"arrow", "csv"}
+    if has_columns and (table is None or follow):
+        raise UsageError(
+            f"{style} has the columns of one table, as they are now",
+            hint="Name a table with --table, and leave out --follow; `wal export` writes several tables into a folder.",
+        )
     home = invocation.home(needs_source=False)
     name = home.pick_stream(stream)
     damage = Damage()
-    reader = open_past_damage(home, name, damage, without_mark=without_mark, definitions=True)
+    reader = open_past_damage(home, name, damage, without_mark=without_mark, definitions=style == "ndjson")
+    wanted: frozenset[TableId] = frozenset()
+    if table is not None:
+        wanted = frozenset(table_ids(reader, table) if has_columns else tables_meant(home, name, reader, table))
+    start = None if from_offset is None else Offset(from_offset)
+    if style == "arrow":
+        _print_arrow(reader, wanted, start, limit)
+        sys.exit(3 if damage.told else 0)
     records = Cat(
         name,
         reader,
-        "text" if values == "text" else "json",
-        None if table is None else frozenset(tables_meant(home, name, reader, table)),
-        None if from_offset is None else Offset(from_offset),
+        "text" if style == "csv" or (style == "ndjson" and values == "text") else "json",
+        None if table is None else wanted,
+        start,
+        moments=style == "line-protocol",
     )
-    left = _print_lines(records, limit)
+    protocol = LineProtocol()
+    print_record = _printer(style, reader, wanted, protocol)
+    left = _print_records(records, print_record, limit)
     while follow and left != 0:
         sys.stdout.flush()
         upto = reader.persisted_upto()
         if reader.wait_beyond(upto, _FOLLOW_POLL_S) or records.is_behind():
-            left = _print_lines(records, left)
+            left = _print_records(records, print_record, left)
     sys.stdout.flush()
+    note_left_out(protocol)
     sys.exit(3 if damage.told else 0)
 
 
-def _print_lines(records: Cat, limit: int | None) -> int | None:
-    """Print the available lines, at most `limit`; return how many are left to print."""
+def _print_arrow(reader: StreamReader, wanted: frozenset[TableId], start: Offset | None, limit: int | None) -> None:
+    from millstream.model.positions import Seq
+
+    if start is not None:
+        for shard in reader.shards:
+            reader.extent.check_offset(shard, start)
+    begin, upto = Seq(reader.first_seq() - 1), reader.persisted_upto()
+    write_stream(reader, begin, upto, wanted, start=start, limit=limit)
+
+
+def _printer(
+    style: str, reader: StreamReader, wanted: frozenset[TableId], protocol: LineProtocol
+) -> Callable[[Line], None]:
+    """Return what prints a record in a format of text; that of CSV prints the header now."""
+    from millstream.export.records_text import CsvTable, columns_over
     from millstream.model.record_json import to_json
 
+    if style == "csv":
+        return CsvTable(sys.stdout, columns_over(reader.schema_versions(), wanted)).write
+
+    def print_record(line: Line) -> None:
+        text = to_json(line.facts) if style == "ndjson" else protocol.line(line)
+        if text is not None:
+            sys.stdout.write(text + "\n")
+
+    return print_record
+
+
+def _print_records(records: Cat, print_record: Callable[[Line], None], limit: int | None) -> int | None:
+    """Print the available records, at most `limit`; return how many are left to print."""
     if limit == 0:
         return 0
-    write = sys.stdout.write
-    for facts in records.lines():
-        write(to_json(facts) + "\n")
+    for line in records.records():
+        print_record(line)
         if limit is not None:
             limit -= 1
             if limit == 0:

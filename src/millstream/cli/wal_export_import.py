@@ -16,9 +16,10 @@ from millstream.cli.context import Invocation, note, pass_invocation, stream_opt
 
 if TYPE_CHECKING:
     from millstream.errors import CorruptWal
+    from millstream.export.records_text import LineProtocol
     from millstream.home.home import Home
     from millstream.model.ids import TableId
-    from millstream.model.positions import Seq
+    from millstream.model.positions import Offset, Seq
     from millstream.wal.reader import StreamReader
     from millstream.wal.records_json import Cat
 
@@ -87,7 +88,7 @@ def export(
         strict = open_reader(home, name, without_mark=reader.lacks_marks(), of_any_age=True)
         if output is None:
             assert wanted is not None
-            _write_stream(strict, after, upto, wanted)
+            write_stream(strict, after, upto, wanted)
         else:
             from millstream.export.log_export import export_arrow
 
@@ -264,10 +265,15 @@ def _write_lines(cat: Cat, style: str, out: TextIO) -> int:
         if text is not None:
             out.write(text + "\n")
             written += 1
+    note_left_out(protocol)
+    return written
+
+
+def note_left_out(protocol: LineProtocol) -> None:
+    """Report the records and values that the lines lack, on stderr."""
     for what, count in protocol.left_out.items():
         if count:
             note(f"{count:,} {what}")
-    return written
 
 
 def _write_csv(cat: Cat, reader: StreamReader, wanted: frozenset[TableId] | None, output: Path | None) -> int:
@@ -300,9 +306,18 @@ def _write_csv(cat: Cat, reader: StreamReader, wanted: frozenset[TableId] | None
     return count
 
 
-def _write_stream(reader: StreamReader, after: Seq, upto: Seq, wanted: frozenset[TableId]) -> None:
+def write_stream(
+    reader: StreamReader,
+    after: Seq,
+    upto: Seq,
+    wanted: frozenset[TableId],
+    *,
+    start: Offset | None = None,
+    limit: int | None = None,
+) -> None:
     """Write one table's records to stdout, as an Arrow stream; without any, its newest columns."""
     import pyarrow as pa
+    import pyarrow.compute as pc
 
     from millstream.errors import UsageError
     from millstream.model.records import record_schema
@@ -310,17 +325,29 @@ def _write_stream(reader: StreamReader, after: Seq, upto: Seq, wanted: frozenset
     out: pa.ipc.RecordBatchStreamWriter | None = None
     schema: pa.Schema | None = None
     for found in reader.read_between(after, upto, offsets=True):
+        if limit == 0:
+            break
         if found.schema.table_id not in wanted:
             continue
+        batch = (
+            found.batch
+            if start is None
+            else found.batch.filter(pc.greater_equal(found.batch.column("__offset"), start))
+        )
+        if limit is not None:
+            batch = batch.slice(0, limit)
+            limit -= batch.num_rows
+        if not batch.num_rows:
+            continue
         if out is None:
-            out = pa.ipc.new_stream(sys.stdout.buffer, found.batch.schema)
-            schema = found.batch.schema
-        if not found.batch.schema.equals(schema):
+            out = pa.ipc.new_stream(sys.stdout.buffer, batch.schema)
+            schema = batch.schema
+        if not batch.schema.equals(schema):
             raise UsageError(
                 "the table's columns change in between, and an Arrow stream has one schema",
-                hint="Name a folder with --output, or a range with --since and --until.",
+                hint="Use `wal export` with a folder (--output), or with a range (--since, --until).",
             )
-        out.write_batch(found.batch)
+        out.write_batch(batch)
     if out is None:
         newest = max(key for key in reader.schema_versions() if key[0] in wanted)
         out = pa.ipc.new_stream(sys.stdout.buffer, record_schema(reader.schema_versions()[newest], offsets=True))
