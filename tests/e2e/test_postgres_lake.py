@@ -177,6 +177,29 @@ def test_two_updates_of_a_row_in_one_transaction_are_two_events_and_one_row(
 
 
 @pytest.mark.usefixtures("spark")
+def test_a_column_with_a_constant_default_lands_without_a_copy(
+    tmp_path: Path, postgres: Database, destination: Database
+) -> None:
+    source = postgres.connect()
+    source.execute("CREATE TABLE orders (id bigint PRIMARY KEY, note text)")
+    source.execute("INSERT INTO orders VALUES (1, 'copied'), (2, 'copied')")
+    home = Home(tmp_path / "shop", postgres.dsn, slot="defaults")
+    home.init()
+    home.set_lake(lake_in(destination))
+    assert home.caught_up_here() == {}
+    wanted = "SELECT id, note, paid, owed FROM public.orders ORDER BY id"
+    source.execute("ALTER TABLE orders ADD paid boolean NOT NULL DEFAULT false")
+    assert home.caught_up_here() == {}
+    source.execute("INSERT INTO orders VALUES (3, 'new', true); ALTER TABLE orders ADD owed numeric(9,2) DEFAULT 1.5")
+    source.execute("UPDATE orders SET owed = NULL WHERE id = 1")
+    assert home.caught_up_here() == {}
+    with destination.connect() as there:
+        assert there.execute(wanted).fetchall() == source.execute(wanted).fetchall()
+        ops = there.execute("SELECT op FROM public_changes.orders ORDER BY seq").fetchall()
+    assert "".join(op for (op,) in ops) == "rrcu"
+
+
+@pytest.mark.usefixtures("spark")
 def test_a_table_that_cannot_land_there_waits_for_its_retry_and_the_others_go_on(
     tmp_path: Path, postgres: Database, destination: Database
 ) -> None:
