@@ -243,11 +243,8 @@ class _Source:
     def __init__(self) -> None:
         self._channel, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
-            # A Spark that the test process has begun leaves this folder out of the path of later processes.
-            plain = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.commands", str(its.fileno())],
-                env=plain,
                 pass_fds=[its.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
