@@ -14,6 +14,7 @@ from deltalake import DeltaTable
 from psycopg.sql import SQL, Identifier
 from pyiceberg.catalog import load_catalog
 from tests.app.landed import LandedHome
+from tests.cli.in_process import command
 
 from millstream.app.initialize import make_home
 from millstream.app.table_requests import copy_table
@@ -446,3 +447,7 @@ def test_damage_in_the_lake_is_a_finding(
     assert damaged == {"public.tampered", "public.gone", "public.short"}
     assert compared.exit_code == 3
     assert diff_stream(home.home, tables=["public.short"]).exit_code == 3
+    if lake_format == "delta":
+        DeltaTable(tmp_path / "lake/shop/_commits").delete()
+        ended = command("--home", str(tmp_path), "diff")
+        assert (ended.returncode, b"error[lake_table_foreign]" in ended.stderr) == (3, True), ended.stderr

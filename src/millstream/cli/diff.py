@@ -70,8 +70,9 @@ def diff(
     The exit code is 3 if a table differs or is damaged, and 1 if a table couldn't be compared. Without TABLE, all
     tables are compared.
     """
-    from millstream.diff.compare import Compared, diff_stream
+    from millstream.diff.compare import DAMAGED, Compared, diff_stream
     from millstream.diff.repair import ask_repairs, wait_for_repairs
+    from millstream.errors import LakeFilesGone, LakeTableForeign
 
     if wait and not repair:
         raise click.UsageError("--wait needs --repair")
@@ -91,7 +92,11 @@ def diff(
         teller.clear()
         return found
 
-    report = compare(tables)
+    try:
+        report = compare(tables)
+    except (LakeTableForeign, LakeFilesGone) as error:
+        error.exit_code = DAMAGED
+        raise
     facts = report.as_dict()
     if not as_json:
         _sum_up(report)

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from millstream.lake.layout import LakeLayout
     from millstream.model.ids import StreamId, TableId
 
+DAMAGED: Final = 3
+"""Exit code of a comparison that found a difference or damage."""
 RANGE_ROWS: Final = 50_000
 RANGE_BYTES: Final = 16 << 20
 """Likely size of a range at most: the rows of both sides of one range are in memory at once."""
@@ -153,7 +155,7 @@ class DiffReport:
         """Return the exit code: 0: all is equal; 1: a table couldn't be compared; 3: a table differs or is damaged."""
         states = {table.state for table in self.tables}
         if Compared.DIFFERENT in states or any(table.is_damaged for table in self.tables):
-            return 3
+            return DAMAGED
         return 1 if Compared.NOT_COMPARED in states else 0
 
     def as_dict(self) -> dict[str, Any]:
