@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 
@@ -60,6 +61,13 @@ def test_changes_land_in_the_catalogs_tables(
     rows = current.scan(selected_fields=("id", "n", "price")).to_arrow().sort_by("id")
     source = setting.source.execute("SELECT id, n, price FROM items ORDER BY id").fetchall()
     assert [tuple(row.values()) for row in rows.to_pylist()] == source
+
+
+def test_doctor_asks_the_executors_and_the_catalog(setting: Setting) -> None:
+    checks = json.loads(setting.home.command("doctor", "--json"))["checks"]
+    executors = ("spark.master", "spark.python", "executor.log", "executor.lake", "clocks")
+    lake = ("lake.credentials", "lake.bucket", "lake.catalog")
+    assert {check["name"]: check["ok"] for check in checks} == dict.fromkeys((*executors, *lake), True)
 
 
 def test_the_catalogs_token_is_in_no_file_environment_or_command_line_of_the_cluster(setting: Setting) -> None:
