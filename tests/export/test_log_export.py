@@ -581,18 +581,25 @@ def test_stats_names_tables_as_they_are_asked_for(filled: Home) -> None:
     assert {'public."Order Items"', "_messages", "public.orders"} <= names
 
 
-def test_damage_is_told_with_the_names_of_tables(filled: Home, tmp_path: Path) -> None:
-    home = Home(tmp_path / "hurt")
+def hurt_copy(filled: Home, folder: Path) -> tuple[Home, FrameInfo, str]:
+    """Return a copy of a home with a damaged batch, the batch's frame, and the name of its table."""
+    home = Home(folder)
     shutil.copytree(filled.data / "wal", home.data / "wal")
     frames = [f for f in inspect(str(home.wal_folder("shop"))) if isinstance(f, FrameInfo) and len(f.tables) > 1]
     frame = frames[0]
-    hurt = frame.tables[-1][0]
     with Path(frame.path).open("r+b") as file:
         file.seek(frame.position + frame.length - 1)
         (last,) = file.read(1)
         file.seek(-1, 1)
         file.write(bytes([last ^ 1]))
+    hurt = frame.tables[-1][0]
     name = next(s.full_name for s in reader_of(filled).schemas().values() if s.table_id == hurt)
+    return home, frame, name
+
+
+def test_damage_is_told_with_the_names_of_tables(filled: Home, tmp_path: Path) -> None:
+    home, frame, name = hurt_copy(filled, tmp_path / "hurt")
+    hurt = frame.tables[-1][0]
     told = wal(home, "verify")
     assert f"records of table {name} ({hurt}) at offsets" in told.stderr
     assert f"some tables' records also at [{frame.first_offset}, {frame.first_offset + frame.count})" in told.stdout
@@ -626,3 +633,18 @@ def test_cat_refuses_columns_of_several_tables_and_of_a_time_to_come(filled: Hom
     done = wal(filled, "cat", "--format", *words)
     assert (done.returncode, done.stdout) == (2, "")
     assert "Name a table with --table" in done.stderr
+
+
+def test_cat_goes_on_past_damage_in_each_format(filled: Home, tmp_path: Path) -> None:
+    home, _, name = hurt_copy(filled, tmp_path / "hurt")
+    counts = []
+    for style in ("ndjson", "csv", "arrow"):
+        command = [sys.executable, "-m", "millstream.cli", "--home", str(home.path), "wal", "cat"]
+        done = subprocess.run([*command, "--format", style, "--table", name], capture_output=True, timeout=600)
+        assert (done.returncode, b"damaged: " in done.stderr) == (3, True), (style, done.stderr)
+        found = (
+            pa.ipc.open_stream(done.stdout).read_all().num_rows if style == "arrow" else len(done.stdout.splitlines())
+        )
+        counts.append(found - (style == "csv"))
+    assert counts[0] > 0
+    assert len(set(counts)) == 1, counts
