@@ -62,9 +62,9 @@ EARLY_SIGNAL = """
 import importlib, os, sys
 from millstream.cli.main import main
 find = importlib.import_module
-def import_module(name):
+def import_module(name, package=None):
     os.kill(os.getpid(), int(os.environ["NUMBER"]))
-    return find(name)
+    return find(name, package)
 importlib.import_module = import_module
 main(sys.argv[1:])
 """
