@@ -377,3 +377,23 @@ def test_what_capture_has_read_of_a_partition_as_a_table_of_its_own(stage: Stage
     assert is_right(stage)
     stage.catch_up()
     assert is_right(stage)
+
+
+def test_a_captured_table_that_becomes_a_partition(stage: Stage) -> None:
+    stage.sql(*PARTS, *MORE)
+    running = stage.start()
+    wait_until(lambda: stage.state("public.more") is TableState.STREAMING, "the loose table is captured")
+    wait_until(lambda: stage.state("public.parts") is TableState.STREAMING, "the other, too")
+    stage.sql("UPDATE more SET item = 'a' WHERE id = 300", ATTACH, "INSERT INTO parts VALUES (500, 'b'), (6, 'c')")
+    wait_until(lambda: is_right(stage), "its rows are copied")
+    wait_until(lambda: stage.state("public.more") in {None, TableState.GONE}, "it is no table of its own")
+    stage.sql("UPDATE parts SET item = 'd' WHERE id > 290", "DELETE FROM parts WHERE id = 210")
+    wait_until(lambda: is_right(stage), "the changes come")
+    stage.sql(DETACH, "INSERT INTO more VALUES ('e', 501)", "DELETE FROM parts WHERE id = 6")
+    wait_until(lambda: is_right(stage), "its rows are gone")
+    wait_until(lambda: stage.state("public.more") is TableState.STREAMING, "it is a table again")
+    stage.sql("UPDATE more SET item = 'f' WHERE id > 350", "UPDATE parts SET item = 'g'")
+    running.stop()
+    stage.catch_up()
+    assert is_right(stage)
+    assert stage.log.replay(stage.table("public.more").id)[""] == stage.source_rows("more", ["id"])

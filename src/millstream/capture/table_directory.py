@@ -41,7 +41,8 @@ logger = structlog.get_logger("millstream.capture")
 
 @dataclass(frozen=True, slots=True)
 class _CachedSchema:
-    asked: tuple[bytes, TableState | None, tuple[KeyColumn, ...] | None]
+    asked: tuple[bytes, TableId | None, TableState | None, tuple[KeyColumn, ...] | None]
+    """A relation that was given up comes back as another table."""
     schema: TableSchema | None
 
 
@@ -134,7 +135,8 @@ class TableDirectory:
         with self._lock:
             row, facts = self._rows.get(relation.oid), self._facts.get(relation.oid)
             known = self._answers.get(relation.oid)
-        asked = (relation.encoded, None if row is None else row.state, None if facts is None else facts.key)
+        id_, state = (None, None) if row is None else (row.id, row.state)
+        asked = (relation.encoded, id_, state, None if facts is None else facts.key)
         if known is not None and known.asked == asked and not self._gets_other_numbers(known.schema):
             schema = known.schema
         else:
