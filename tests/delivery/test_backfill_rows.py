@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -153,9 +154,10 @@ def test_work_that_is_void_leaves_no_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", [None, "grade = 5"])
 def test_rows_of_the_lake_have_their_names_of_then_and_later_columns_defaults(
-    tmp_path: Path, where: str | None
+    tmp_path: Path, where: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lake was behind a rename: its rows got nulls in the renamed column."""
+    """The lake was behind a rename: its rows got nulls in the renamed column. Its rows come in several batches."""
+    monkeypatch.setattr(LakeSession, "stream", partialmethod(LakeSession.stream, batch_rows=2))
     key = Column("id", pa.int64(), pg(20, "bigint"), number=1)
     text = Column("note", pa.string(), pg(25, "text"), number=2)
     grade = Column("grade", pa.int32(), pg(23, "integer"), number=3, filled="5")

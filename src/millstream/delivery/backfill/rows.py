@@ -418,11 +418,11 @@ def _lake_rows(
         whole = ".".join(parse_qualified_name(name))
         source = f"history.{quote(whole)} WHERE __op IN ('{Op.CREATE.letter}', '{Op.COPY.letter}')"
     for rows in lake.stream(f"SELECT * FROM {source}"):
-        schema, batch = filled_records(schema, copied_records(schema, rows), wanted.tables[table])
-        facts = record_facts(schema, batch, stream=wanted.stream, shard=ShardId(0), epoch=Epoch(0))
-        keys = groups_of(schema, batch, KEY, [""] * batch.num_rows)
-        each = zip(facts, keys, _owns(schema, batch, wanted), _matches(schema, batch, wanted), strict=True)
-        yield (_row(schema, one, own_keys, own, matches=matches) for one, own_keys, own, matches in each)
+        own, batch = filled_records(schema, copied_records(schema, rows), wanted.tables[table])
+        facts = record_facts(own, batch, stream=wanted.stream, shard=ShardId(0), epoch=Epoch(0))
+        keys = groups_of(own, batch, KEY, [""] * batch.num_rows)
+        each = zip(facts, keys, _owns(own, batch, wanted), _matches(own, batch, wanted), strict=True)
+        yield (_row(own, one, own_keys, group, matches=matches) for one, own_keys, group, matches in each)
 
 
 def copied_records(schema: TableSchema, rows: pa.RecordBatch) -> pa.RecordBatch:
