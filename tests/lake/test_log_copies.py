@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
@@ -20,6 +25,7 @@ from millstream.lake.delta import DeltaHandle
 from millstream.lake.history import WrittenRecords, append_history, commit_records, write_records
 from millstream.lake.layout import LakeLayout
 from millstream.lake.log_copies import log_copy
+from millstream.lake.log_copies import store_client as clients
 from millstream.lake.log_copies.store_client import store_client
 from millstream.lake.maintenance import tend_table
 from millstream.lake.table_format import Commit, open_table
@@ -43,19 +49,15 @@ class Process:
     """The logs that one process knows; inside the block they are those that this process knows."""
 
     def __init__(self) -> None:
-        self._kept: dict[Any, Any] = {}
+        self._kept = log_copy.KeptLogs()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        others = dict(log_copy._kept)
-        log_copy._kept.clear()
-        log_copy._kept.update(self._kept)
+        others, log_copy._kept = log_copy._kept, self._kept
         try:
             yield
         finally:
-            self._kept = dict(log_copy._kept)
-            log_copy._kept.clear()
-            log_copy._kept.update(others)
+            log_copy._kept = others
 
 
 @pytest.fixture
@@ -94,10 +96,34 @@ def land(layout: LakeLayout, schema: TableSchema, batch: pa.RecordBatch, n: int,
     return commit_cut(layout, Seq(n), [landed], committed_at=NOW)
 
 
+def without_tags(opened: tuple[Any, Any] | None) -> tuple[Any, Any]:
+    """Return a client whose store has no tags in its answers; its listings have sizes and times."""
+    assert opened is not None
+    obstore, store = opened
+
+    def put(*arguments: Any, **options: Any) -> dict[str, Any]:
+        return dict(obstore.put(*arguments, **options)) | {"e_tag": None}
+
+    def listed(*arguments: Any, **options: Any) -> Iterator[list[dict[str, Any]]]:
+        return ([dict(one) | {"e_tag": None} for one in page] for page in obstore.list(*arguments, **options))
+
+    return SimpleNamespace(get=obstore.get, put=put, list=listed, exceptions=obstore.exceptions), store
+
+
+@pytest.mark.parametrize("tags", [True, False])
 def test_a_steady_batch_takes_few_requests(
-    lake: LakeLayout, orders: TableSchema, row: Callable[[int], pa.RecordBatch], proxy: StoreProxy
+    lake: LakeLayout,
+    orders: TableSchema,
+    row: Callable[[int], pa.RecordBatch],
+    proxy: StoreProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    tags: bool,
 ) -> None:
     """63 a table, up to 160: a table was opened three times, and each time its log was read commit by commit."""
+    if not tags:
+        opened = clients._opened
+        monkeypatch.setattr(clients, "_opened", lambda *arguments: without_tags(opened(*arguments)))
     worker, cut, counts = Process(), None, []
     for n in range(1, BATCHES + 1):
         began = len(proxy.requests())
@@ -106,7 +132,7 @@ def test_a_steady_batch_takes_few_requests(
         commit = commit_records(lake, [written], Seq(n), places=places_of(cut))
         cut = commit_cut(lake, Seq(n), [commit], committed_at=NOW)
         counts.append((len(proxy.requests()) - began) / TABLES)
-    assert max(counts[2:]) <= REQUESTS_MAX, counts
+    assert max(counts[2:]) <= REQUESTS_MAX + (not tags), counts
     assert ids(lake, orders) == list(range(1, BATCHES + 1))
     found = last_cut(lake)
     assert found is not None
@@ -132,6 +158,45 @@ def test_a_driver_that_was_thought_dead_appends_nothing_twice(
         assert again.number == 2
     land(lake, orders, row(3), 3, cut)
     assert ids(lake, orders) == [1, 2, 3]
+
+
+def test_a_driver_that_was_thought_dead_is_refused_behind_a_newer_checkpoint(
+    lake: LakeLayout, orders: TableSchema, row: Callable[[int], pa.RecordBatch]
+) -> None:
+    """It fetched the log from that checkpoint on, so the versions before it were missing from its copy."""
+    zombie = Process()
+    with zombie():
+        cut = land(lake, orders, row(1), 1, None)
+        old = handle(lake, orders)
+        files = write_records(lake, orders, [row(2)], Seq(2), places=places_of(cut)).files
+    cut = land(lake, orders, row(2), 2, cut)
+    in_store(lake, orders).optimize.compact()
+    in_store(lake, orders).create_checkpoint()
+    with zombie(), pytest.raises(LakeConflict):
+        old.swap(Commit(Seq(2)), add=files)
+    with zombie():
+        land(lake, orders, row(3), 3, cut)
+    assert ids(lake, orders) == [1, 2, 3]
+
+
+def test_without_a_temporary_folder_a_batch_lands_without_a_copy(
+    lake: LakeLayout,
+    orders: TableSchema,
+    row: Callable[[int], pa.RecordBatch],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cut = land(lake, orders, row(1), 1, None)
+    opened = handle(lake, orders)
+    files = write_records(lake, orders, [row(2)], Seq(2), places=places_of(cut)).files
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    land(lake, orders, row(2), 2, cut)
+    assert opened.log is not None
+    shutil.rmtree(opened.log.folder)
+    Path(opened.log.folder).write_text("")
+    with pytest.raises(LakeUnavailable, match=re.escape(opened.log.folder)):
+        opened.swap(Commit(Seq(2)), add=files)
+    assert ids(lake, orders) == [1, 2]
 
 
 def test_another_programs_upkeep_between_and_within_batches_is_no_conflict(
@@ -190,7 +255,7 @@ def test_rows_of_another_program_are_noticed(
     write_deltalake(there, there.to_pyarrow_table(), mode="append", commit_properties=CommitProperties())
     for forget in (False, True):
         if forget:
-            log_copy._kept.clear()
+            log_copy._kept = log_copy.KeptLogs()
         with pytest.raises(LakeTableForeign):
             land(lake, orders, row(2), 2, cut)
 
@@ -311,3 +376,38 @@ def test_where_delta_rs_finds_keys_of_its_own_it_is_left_to_it(
         monkeypatch.delenv(name, raising=False)
     layout = LakeLayout(path, "shop", StreamId(UUID(int=42)), storage_options=options)
     assert store_client(layout, path) is None
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"), [("true", True), ("ON", True), ("y", True), ("false", False), ("", False)]
+)
+def test_requests_without_tls_are_allowed_by_the_words_that_delta_rs_takes(
+    store: EmbeddedS3, word: str, *, expected: bool
+) -> None:
+    options = store.lake_options | {"AWS_ALLOW_HTTP": word}
+    layout = LakeLayout(store.url, "shop", StreamId(UUID(int=42)), storage_options=options, patience_s=0.2)
+    client = store_client(layout, f"{store.url}/nothing")
+    assert client is not None
+    if expected:
+        assert client.listed("_delta_log") == []
+    else:
+        with pytest.raises(OSError, match=r"(?i)http"):
+            client.listed("_delta_log")
+
+
+def test_kept_logs_have_a_bounded_size_and_the_longest_unused_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_copy, "_KEPT_BYTES_MAX", 100)
+    kept, keys = log_copy.KeptLogs(), [((), f"s3://bucket/{n}") for n in range(4)]
+
+    def known(size_bytes: int) -> log_copy._Known:
+        return log_copy._Known({"0": b"x" * size_bytes}, -1, 0, "tag")
+
+    for n in (0, 1, 0, 2, 3):
+        kept.put(keys[n], known(30))
+    assert [kept.get(key) is not None for key in keys] == [True, False, True, True]
+    kept.put(keys[0], known(40))
+    kept.put(keys[2], None)
+    kept.put(keys[1], known(30))
+    assert [kept.get(key) is not None for key in keys] == [True, True, False, True]
+    kept.put(keys[2], known(1000))
+    assert [kept.get(key) is not None for key in keys] == [False, False, True, False]

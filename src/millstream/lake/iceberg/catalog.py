@@ -25,6 +25,7 @@ from millstream.errors import LakeConflict, LakeError, LakeUnavailable
 from millstream.lake.layout import LakeLayout
 from millstream.lake.store_errors import lake_errors
 from millstream.model.addresses import mask_address
+from millstream.model.store_options import is_on
 
 if TYPE_CHECKING:
     from pyiceberg.catalog import Catalog
@@ -64,7 +65,7 @@ def catalog_of(layout: LakeLayout) -> Catalog:
     """
     options = layout.storage_options
     endpoint = options.get("AWS_ENDPOINT_URL", "")
-    if endpoint.startswith("http://") and options.get("AWS_ALLOW_HTTP", "").lower() not in {"true", "1", "yes"}:
+    if endpoint.startswith("http://") and not is_on(options.get("AWS_ALLOW_HTTP", "")):
         raise LakeUnavailable(
             f"{mask_address(layout.location)}: requests to {mask_address(endpoint)} would go without TLS",
             hint='Name an address with https://, or set AWS_ALLOW_HTTP = "true" in [streams.S.lake.storage_options].',

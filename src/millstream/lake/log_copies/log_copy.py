@@ -20,7 +20,7 @@ import tempfile
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +29,10 @@ from typing import Final
 
 from deltalake import DeltaTable
 
-from millstream.errors import LakeConflict
+from millstream.errors import LakeConflict, LakeUnavailable
 from millstream.lake.layout import LakeLayout
 from millstream.lake.log_copies.store_client import StoreClient, StoredObject, store_client
-from millstream.lake.store_errors import store_error
+from millstream.lake.store_errors import plain_text, store_error
 
 _LOG: Final = "_delta_log"
 _LAST_CHECKPOINT: Final = "_last_checkpoint"
@@ -56,6 +56,10 @@ class _Known:
     tag: str
     """The store's tag of the newest commit."""
 
+    @property
+    def size_bytes(self) -> int:
+        return sum(map(len, self.files.values()))
+
     def followed_by(self, version: int, commit: bytes, tag: str, checkpoint: bytes | None) -> _Known:
         """Return the log with one more commit, and perhaps a checkpoint of it."""
         if checkpoint is None:
@@ -65,9 +69,36 @@ class _Known:
 
 
 _Key = tuple[tuple[tuple[str, str], ...], str]
-_kept: Final[OrderedDict[_Key, _Known]] = OrderedDict()
-"""Logs by the store's options and the table's address, the longest unused first."""
-_lock: Final = Lock()
+
+
+class KeptLogs:
+    """Logs by the store's options and the table's address, of a bounded size in all. Any thread."""
+
+    def __init__(self) -> None:
+        self._logs: OrderedDict[_Key, tuple[_Known, int]] = OrderedDict()
+        """Each log with its bytes, the longest unused first."""
+        self._bytes = 0
+        self._lock: Final = Lock()
+
+    def get(self, key: _Key) -> _Known | None:
+        """Return a log; None if it isn't kept."""
+        with self._lock:
+            found = self._logs.get(key)
+        return None if found is None else found[0]
+
+    def put(self, key: _Key, known: _Known | None) -> None:
+        """Keep a log in place of the one that was kept; None drops it. The longest unused go if there are too many bytes."""
+        size_bytes = 0 if known is None else known.size_bytes
+        with self._lock:
+            self._bytes -= self._logs.pop(key, (None, 0))[1]
+            if known is not None:
+                self._logs[key] = known, size_bytes
+                self._bytes += size_bytes
+            while len(self._logs) > 1 and self._bytes > _KEPT_BYTES_MAX:
+                self._bytes -= self._logs.popitem(last=False)[1][1]
+
+
+_kept = KeptLogs()
 
 
 class LogCopy:
@@ -95,12 +126,14 @@ class LogCopy:
         Raises:
             LakeConflict: other commits came first at every try, or the table is another one by now.
             DeltaError: delta-rs refuses the commit behind those that came first.
+            LakeUnavailable: the copy's folder can't be written.
             OSError: the store doesn't answer; it may have the commit.
         """
         version = int(table.version())
         for _ in range(_TRIES):
-            write()
-            table.update_incremental()
+            with self._local_errors():
+                write()
+                table.update_incremental()
             made = [v for v in self._versions() if v > self._known.newest]
             for place, one in enumerate(made):
                 if not self._send(one):
@@ -110,10 +143,11 @@ class LogCopy:
                     break
             else:
                 return
-            newer = _advanced(self._client, self._known)
+            newer = _advanced(self._client, self._known, from_base=True)
             if newer is None:
                 raise self._conflict()
-            self._write({name: content for name, content in newer.files.items() if name not in self._known.files})
+            with self._local_errors():
+                self._write({name: content for name, content in newer.files.items() if name not in self._known.files})
             self._known = newer
             table.load_as_version(version)
         raise self._conflict()
@@ -121,6 +155,18 @@ class LogCopy:
     def _conflict(self) -> LakeConflict:
         path = self._key[1]
         return LakeConflict(f"another writer committed to {path} first", path=path)
+
+    @contextlib.contextmanager
+    def _local_errors(self) -> Iterator[None]:
+        """Translate errors of the folder, which would read as errors of the store."""
+        try:
+            yield
+        except OSError as error:
+            raise LakeUnavailable(
+                f"{self._key[1]}: the copy of its log in {self.folder} can't be written: {plain_text(error)}",
+                hint=f"Check the disk of {Path(self.folder).parent}; TMPDIR names another folder.",
+                path=self._key[1],
+            ) from error
 
     def _versions(self) -> list[int]:
         return sorted(int(path.stem) for path in self._log.glob("*.json") if path.stem.isdecimal())
@@ -137,20 +183,30 @@ class LogCopy:
 
     def _send(self, version: int) -> bool:
         """Write a commit to the store, with its checkpoint; return False if the store has another one of the version."""
-        content = (self._log / _commit(version)).read_bytes()
+        checkpoint = self._log / _checkpoint(version)
+        with self._local_errors():
+            content = (self._log / _commit(version)).read_bytes()
+            made = checkpoint.read_bytes() if checkpoint.exists() else None
         tag = self._send_commit(f"{_LOG}/{_commit(version)}", content)
         if tag is None:
             return False
-        checkpoint = self._log / _checkpoint(version)
-        made = checkpoint.read_bytes() if checkpoint.exists() else None
+        tag = tag or self._listed_tag(version)
         if made is not None:
             # The commit stands without it, and upkeep makes one later.
             with contextlib.suppress(OSError):
                 self._client.put(f"{_LOG}/{checkpoint.name}", made)
                 self._client.put(f"{_LOG}/{_LAST_CHECKPOINT}", (self._log / _LAST_CHECKPOINT).read_bytes())
         self._known = self._known.followed_by(version, content, tag, made)
-        _keep(self._key, self._known if tag else None)
+        _kept.put(self._key, self._known if tag else None)
         return True
+
+    def _listed_tag(self, version: int) -> str:
+        """Return the tag that a listing has of a commit that the store has; empty if it can't be had."""
+        with contextlib.suppress(OSError):
+            for one in self._client.listed(_LOG, behind=f"{version:020}"):
+                if one.name == _commit(version):
+                    return one.tag
+        return ""
 
     def _send_commit(self, name: str, content: bytes) -> str | None:
         """Write a commit to the store; return its tag, empty if it isn't known, or None if there is another commit.
@@ -187,24 +243,37 @@ def copied_log(layout: LakeLayout, path: str) -> LogCopy | None:
     if client is None:
         return None
     key = (tuple(sorted(layout.storage_options.items())), path)
-    with _lock:
-        known = _kept.get(key)
+    known = _kept.get(key)
     found = None if known is None else _advanced(client, known)
     if found is None:
         found = _fetched(client, client.listed(_LOG), None)
-    _keep(key, found)
-    return None if found is None else LogCopy(client, key, found, layout.patience_s)
+    _kept.put(key, found)
+    if found is None:
+        return None
+    try:
+        return LogCopy(client, key, found, layout.patience_s)
+    except OSError:
+        return None  # this machine's temporary folder is missing or full, and the store's log can be used without it
 
 
-def _advanced(client: StoreClient, known: _Known) -> _Known | None:
-    """Return a known log with what came since; None if the store has another log by now."""
+def _advanced(client: StoreClient, known: _Known, *, from_base: bool = False) -> _Known | None:
+    """Return a known log with what came since; None if the store has another log by now.
+
+    Args:
+        client: reads the store.
+        known: the log as it was.
+        from_base: keep the base, and fetch every later commit: a handle on the known log checks each of them for
+            conflicts. Otherwise a newer checkpoint replaces the commits before it.
+    """
     listed = client.listed(_LOG, behind=f"{known.newest:020}")  # before the names of the newest version's files
     if not any(one.name == _commit(known.newest) and one.tag == known.tag for one in listed):
         return None
-    return _fetched(client, listed, known)
+    return _fetched(client, listed, known, from_base=from_base)
 
 
-def _fetched(client: StoreClient, listed: Sequence[StoredObject], known: _Known | None) -> _Known | None:
+def _fetched(
+    client: StoreClient, listed: Sequence[StoredObject], known: _Known | None, *, from_base: bool = False
+) -> _Known | None:
     """Return a log from its last checkpoint on, by its files in the store; None if some are missing."""
     tags, checkpoints = dict[int, str](), set[int]()
     for one in listed:
@@ -219,7 +288,7 @@ def _fetched(client: StoreClient, listed: Sequence[StoredObject], known: _Known 
     base = max((version for version in checkpoints if version <= newest), default=-1)
     files: Mapping[str, bytes] = {}
     if known is not None:
-        base, files = max(base, known.base), known.files
+        base, files = known.base if from_base else max(base, known.base), known.files
     names = [_commit(version) for version in range(max(base, 0), newest + 1)]
     if base >= 0:
         names.append(_checkpoint(base))
@@ -231,15 +300,6 @@ def _fetched(client: StoreClient, listed: Sequence[StoredObject], known: _Known 
     return _Known(there, base, newest, tags[newest]) if len(there) == len(names) else None
 
 
-def _keep(key: _Key, known: _Known | None) -> None:
-    with _lock:
-        _kept.pop(key, None)
-        if known is not None:
-            _kept[key] = known
-        while len(_kept) > 1 and sum(len(c) for one in _kept.values() for c in one.files.values()) > _KEPT_BYTES_MAX:
-            _kept.popitem(last=False)
-
-
 def _commit(version: int) -> str:
     return f"{version:020}.json"
 
@@ -248,4 +308,4 @@ def _checkpoint(version: int) -> str:
     return f"{version:020}.checkpoint.parquet"
 
 
-__all__ = ["LogCopy", "copied_log"]
+__all__ = ["KeptLogs", "LogCopy", "copied_log"]

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from millstream.lake.layout import LakeLayout
 from millstream.model.addresses import mask_address
+from millstream.model.store_options import is_on
 
 _NAMES: Final = {
     "AWS_ACCESS_KEY_ID": "access_key_id",
@@ -81,11 +82,15 @@ class StoreClient:
             self.obstore.put(self.store, f"{self.folder}/{name}", content, use_multipart=False)
 
     def put_new(self, name: str, content: bytes) -> str | None:
-        """Write an object and return its tag; None if there is one with the name, perhaps by this call."""
+        """Write an object and return its tag; None if there is one with the name, perhaps by this call.
+
+        The tag is empty if the store's answer has none: `listed` has one.
+        """
         with self._errors():
             try:
                 put = self.obstore.put
-                return _tag(put(self.store, f"{self.folder}/{name}", content, mode="create", use_multipart=False))
+                facts = put(self.store, f"{self.folder}/{name}", content, mode="create", use_multipart=False)
+                return str(facts.get("e_tag") or "")
             except (self.obstore.exceptions.AlreadyExistsError, self.obstore.exceptions.PreconditionError):
                 return None
 
@@ -94,7 +99,9 @@ class StoreClient:
         folder = f"{self.folder}/{within}"
         with self._errors():
             pages = self.obstore.list(self.store, folder, offset=f"{folder}/{behind}" if behind else None)
-            found = [StoredObject(str(one["path"])[len(folder) + 1 :], _tag(one)) for page in pages for one in page]
+            found = [
+                StoredObject(str(one["path"])[len(folder) + 1 :], _listed_tag(one)) for page in pages for one in page
+            ]
         return sorted(found, key=lambda one: one.name)
 
     @contextmanager
@@ -127,7 +134,7 @@ def _opened(bucket: str, options: tuple[tuple[str, str], ...], patience_s: float
     except ModuleNotFoundError:
         return None
     config = {_NAMES[name]: value for name, value in options if name in _NAMES}
-    allow_http = dict(options).get("AWS_ALLOW_HTTP", "").lower() in {"true", "1", "yes"}
+    allow_http = is_on(dict(options).get("AWS_ALLOW_HTTP", ""))
     retry = {
         "max_retries": 1_000_000,
         "retry_timeout": timedelta(seconds=patience_s),
@@ -140,6 +147,6 @@ def _opened(bucket: str, options: tuple[tuple[str, str], ...], patience_s: float
         return None  # delta-rs tells what is wrong with the options
 
 
-def _tag(facts: Mapping[str, Any]) -> str:
+def _listed_tag(facts: Mapping[str, Any]) -> str:
     """Return an object's tag; for a store without tags, what tells contents apart as well as it can."""
     return str(facts.get("e_tag") or f"{facts.get('size')} {facts.get('last_modified')}")

@@ -20,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 from millstream.codec.checksums import Bytes
 from millstream.errors import MillstreamError, StoreUnavailable, UsageError
 from millstream.model.addresses import mask_address
+from millstream.model.store_options import is_on
 from millstream.private_files import UNFINISHED, replacing, sync_folder
 
 _CHUNK_BYTES: Final = 8 << 20
@@ -105,7 +106,7 @@ def open_objects(url: str, options: Mapping[str, str] | None = None) -> Objects:
     config = dict(options or {})
     # An option of the HTTP client: obstore crashes if it is among the store's own. If the client
     # gets any option, its environment variable is ignored.
-    allow_http = config.pop("allow_http", os.environ.get("AWS_ALLOW_HTTP", "false")).lower() in {"true", "1"}
+    allow_http = is_on(config.pop("allow_http", os.environ.get("AWS_ALLOW_HTTP", "")))
     client: dict[str, object] = {"timeout": _TIMEOUT, "allow_http": allow_http}
     try:
         made = store.from_url(url, config=config, client_options=client, retry_config={"max_retries": _RETRIES})
