@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -115,12 +116,13 @@ def test_a_comparison_is_started_noted_and_shown_escaped(site: Site, diffs: Diff
         "id=<b>",
         "missing in lake",
         "a=1, b=NULL",
-        "117 more keys differ",
+        "117 more keys differ. millstream diff --json lists them",
         "its columns have rules",
         "<note>",
     ):
         assert words in text
     assert "(1,500 characters)" in text
+    assert re.search(r"begun \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC by admin", text)
     assert "Nothing was compared" in Rendered(list(diff_page.area(diffs.last, may_see=False))).whole
 
 

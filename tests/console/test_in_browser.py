@@ -125,7 +125,7 @@ def test_wide_answers_and_long_states_fit_a_narrow_window(browser: Chromium, ser
     assert browser.run(width) <= 360
     assert browser.run("(({scrollWidth, clientWidth}) => scrollWidth > clientWidth)(document.querySelector('.scroll'))")
     show(browser, server, "/diff", width=360)
-    compared = Comparison("shop", "", "anna", "2026-03-01 12:00:00+00:00", state="done", report=REPORT)
+    compared = Comparison("shop", "", "anna", "2026-03-01 12:00:00", state="done", report=REPORT)
     area = Rendered(list(diff_page.area(compared, may_see=True))).whole
     browser.run(f"document.getElementById('live').innerHTML = {json.dumps(area)}; 0")
     assert browser.run(width) <= 360

@@ -173,6 +173,7 @@ def test_a_consumers_redeliveries_and_rate_are_shown(well: dict[str, Any]) -> No
         seen = Seen(Rendered(list(pieces)).whole).text
         assert "4,567" in seen
         assert "1,234" in seen
+        assert "Acknowledged" in seen
         assert "Messages/s" in seen
 
 

@@ -99,7 +99,7 @@ class Diffs:
             self._process = subprocess.Popen(
                 [*self._command, *arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=said, start_new_session=True
             )
-            self.last = Comparison(stream, table, who, datetime.now(UTC).isoformat(" ", "seconds"))
+            self.last = Comparison(stream, table, who, f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}")
         _make_nice(self._process.pid)
         follow = partial(self._follow, self._process, self.last, out, said, on_end)
         self._worker = Worker("console-diff", follow).start()
@@ -174,9 +174,7 @@ def form(streams: Sequence[str], tables: Sequence[str]) -> list[Content]:
         tables: names of their tables.
     """
     if not streams:
-        note = (
-            "A comparison asks the source, so that it needs a token with the right `admin` on a stream with a source."
-        )
+        note = "A comparison asks the source, so it needs a token with the right `admin` on a stream with a source."
         return [tag("p", with_code(note), class_="note")]
     options = [tag("option", name, value=name) for name in streams]
     limits = (
@@ -238,7 +236,7 @@ def _outcome(stream: str, table: Mapping[str, Any]) -> Html:
         body = tag("tbody", *(row for one in table["differences"] for row in _rows(one)))
         left = different - table["listed"]
         more = (
-            tag("p", f"{left:,} more keys differ. `millstream diff --json` lists them.", class_="note")
+            tag("p", *with_code(f"{left:,} more keys differ. `millstream diff --json` lists them."), class_="note")
             if left
             else None
         )

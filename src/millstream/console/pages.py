@@ -246,7 +246,13 @@ def table_cells(stream: str, table: Mapping[str, Any], *, several: bool) -> list
     ]
 
 
-_COUNTS: Final = ("in_flight", "dead", "delivered", "redelivered", "acked")
+_COUNTS: Final = {
+    "in_flight": "In flight",
+    "dead": "Dead",
+    "delivered": "Delivered",
+    "redelivered": "Redelivered",
+    "acked": "Acknowledged",
+}
 
 
 def _per_s(rates: Mapping[str, float], stream: str, consumer: str) -> str:
@@ -282,11 +288,7 @@ def consumers(status: Status, rates: Mapping[str, float]) -> Iterator[Piece]:
         "Stream",
         "State",
         "Lag",
-        "In flight",
-        "Dead",
-        "Delivered",
-        "Redelivered",
-        "Acknowledged",
+        *_COUNTS.values(),
         "Messages/s",
         "Error, and what to do",
     )
@@ -310,7 +312,7 @@ def consumer(status: Status, stream: str, name: str, rates: Mapping[str, float])
         ("Stream", stream),
         ("State", state_mark(one["state"])),
         ("Lag", "unknown" if one["lag"]["records"] is None else lag_words(one["lag"])),
-        *((key.replace("_", " ").capitalize(), f"{one[key]:,}") for key in _COUNTS),
+        *((title, f"{one[key]:,}") for key, title in _COUNTS.items()),
         ("Messages/s", _per_s(rates, stream, name)),
         ("Tables", "all" if one["tables"] is None else ", ".join(one["tables"])),
         ("Where", one["where"]),
