@@ -18,11 +18,11 @@ ifeq ($(strip $(SSL_CERT_DIR)),)
 unexport SSL_CERT_DIR
 endif
 
-.PHONY: help install demo forage test test-all check format soak bench docs reference lock clean
+.PHONY: help install demo forage test test-all check format soak bench docs reference screenshots lock clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*##/\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r target text; do \
-	  printf '  make %-9s %s\n' "$$target" "$$text"; done
+	  printf '  make %-11s %s\n' "$$target" "$$text"; done
 
 # Remade when a lock, the project's metadata or the script is newer; the script itself looks at their
 # content, so that a checkout, which touches every file, costs nothing.
@@ -86,6 +86,9 @@ docs: $(INSTALLED)  ## the site, in docs/_build/html
 
 reference: $(INSTALLED)  ## write docs/reference/{cli,config,errors}.md again from the code
 	@$(BIN)/python scripts/reference.py
+
+screenshots: $(INSTALLED)  ## take the console's pictures in docs/how-to again, with Chromium
+	@$(BIN)/python -m scripts.screenshots
 
 lock: $(INSTALLED)  ## requirements/*.txt from pyproject.toml (ARGS=--upgrade for the newest versions)
 	@sh scripts/python scripts/bootstrap.py lock $(ARGS)
