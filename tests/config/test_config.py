@@ -215,6 +215,15 @@ def test_a_mistake_in_the_environment_names_the_variable(tmp_path: Path) -> None
     assert "MILLSTREAM_SPARK" in error.message
 
 
+def test_a_variable_that_the_file_names_is_of_no_unknown_section(tmp_path: Path) -> None:
+    text = GOOD.replace("${SHOP_PASSWORD}", "${MILLSTREAM_PG__PASSWORD}")
+    config = load(tmp_path, text, {"MILLSTREAM_PG__PASSWORD": "s3cret"}).config
+    assert config.streams["shop"].source is not None
+    assert config.streams["shop"].source.dsn == "postgresql://app:s3cret@localhost/shop"
+    error = mistake(tmp_path, text.replace("${MILL", "$${MILL"), {"MILLSTREAM_PG__PASSWORD": "s3cret"})
+    assert "env MILLSTREAM_PG__PASSWORD: pg: unknown key;" in error.message
+
+
 def test_a_mistake_never_shows_the_value_of_a_variable(tmp_path: Path) -> None:
     error = mistake(tmp_path, "[spark]\nmaster = ['${SHOP_PASSWORD}']\n")
     assert "s3cret" not in str(error.as_dict())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.spark.hand_made import Home, insert
 from tests.spark.lake_run import config_of
 
 from millstream.catalog.quarantined_tables import FoldFailures, LastChanges, QuarantinedTable
-from millstream.errors import LakeError, Retry, TokenFromFuture
+from millstream.errors import CatalogError, LakeError, Retry, TokenFromFuture
 from millstream.lake.commit_cuts import Cut, CutTable
 from millstream.lake.layout import LakeLayout, TableCommit
 from millstream.model.ids import SchemaVersion, TableId
@@ -118,6 +118,39 @@ def test_a_fold_that_fails_is_kept_in_the_catalog_until_it_succeeds(home: Home, 
     failures.put(TableId(8), **fact)
     tables_of(home, sink)
     assert failures.all() == {}, "the table is gone from the lake"
+
+
+def test_a_catalog_that_is_away_for_a_while_ends_no_fold(
+    home: Home, sink: SinkInMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folds' thread ended with the first one, or never recorded the failure."""
+    posts, failures, is_away, puts = TableId(7), FoldFailures(home.catalog, home.stream, "lake"), [True], [0]
+    sink.cut = Cut(1, Seq(4), datetime.now(UTC), None, tables={"public.posts": CutTable(posts, "public.posts", 1)})
+    pipeline_tables = tables_of(home, sink)
+
+    def reached(call: Callable[..., None]) -> Callable[..., None]:
+        def catalog_call(*arguments: object) -> None:
+            if is_away[0]:
+                raise CatalogError("the catalog's server doesn't answer", code="catalog_unreachable")
+            puts[0] += 1
+            call(*arguments)
+
+        return catalog_call
+
+    monkeypatch.setattr(home.catalog, "put_fact", reached(home.catalog.put_fact))
+    monkeypatch.setattr(home.catalog, "drop_fact", reached(home.catalog.drop_fact))
+    for n in range(5):
+        is_away[0] = n == 0
+        error = TableError("unexpected", f"OSError: /tmp/part-{n} is full", "", Retry.BACKOFF)
+        pipeline_tables.folded(posts, (), FoldHistory(), 0.0, error)
+    assert failures.all() == {posts: {"code": "unexpected", "reason": "OSError: /tmp/part-1 is full", "hint": ""}}
+    assert puts == [1], "its message changes at each try"
+    is_away[0] = True
+    folded = [TableCommit(posts, "public.posts", "public.posts", "current", 1, 1, Seq(4))]
+    pipeline_tables.folded(posts, folded, FoldHistory(), 0.0)
+    is_away[0] = False
+    pipeline_tables.keep_changes()
+    assert failures.all() == {}
 
 
 def test_the_last_change_of_a_table_is_known_to_the_next_run(home: Home, sink: SinkInMemory) -> None:

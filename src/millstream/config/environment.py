@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
@@ -22,10 +22,16 @@ class UnreadableVariable(Exception):
         self.name = name
 
 
-def environment_values(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+def environment_values(
+    environ: Mapping[str, str], named: Collection[str] = ()
+) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     """Return the values that variables set, as nested dicts, and the variable of each key.
 
     A variable of an unknown section has a key, too, without a value in it: validation rejects the section.
+
+    Args:
+        environ: the variables.
+        named: those that the file names: one of an unknown section has no key, because it is meant for there.
 
     Raises:
         UnreadableVariable: a variable holds no value of its kind.
@@ -39,7 +45,7 @@ def environment_values(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict
     variables: dict[KeyPath, str] = {}
     for low, name in names.items():
         path = tuple(_without_prefix(low).split("__"))
-        if path[0] in Config.model_fields or len(path) > 1:
+        if path[0] in Config.model_fields or (len(path) > 1 and name not in named):
             variables[path] = name
     unknown: dict[str, Any] = {str(path[0]): {} for path in variables}
     return unknown | {name: value for name, value in values.items() if name in Config.model_fields}, variables

@@ -25,7 +25,14 @@ from millstream.config.commented_sections import section_meant
 from millstream.config.consumer_checks import clashes_of_consumers
 from millstream.config.environment import UnreadableVariable, environment_values
 from millstream.config.format_checks import clashes_of_format
-from millstream.config.interpolation import MissingVariable, interpolate, interpolate_dsn, is_database, mask
+from millstream.config.interpolation import (
+    MissingVariable,
+    interpolate,
+    interpolate_dsn,
+    is_database,
+    mask,
+    variables_in,
+)
 from millstream.config.model import (
     EMBEDDED_CATALOG,
     Config,
@@ -229,6 +236,8 @@ class _Loader:
         self._mistakes: dict[KeyPath, _Mistake] = {}
         self._variables: dict[KeyPath, str] = {}
         self._unset: dict[KeyPath, _Mistake] = {}
+        self._named: set[str] = set()
+        """Variables that the file's strings name."""
 
     def load(self) -> LoadedConfig:
         self._look_for_misplaced((), self._written)
@@ -277,6 +286,7 @@ class _Loader:
             return [self._fill((*path, index), item) for index, item in enumerate(value)]
         if not isinstance(value, str):
             return value
+        self._named |= variables_in(value)
         try:
             return (interpolate_dsn if is_database(path, value) else interpolate)(value, self._environ)
         except MissingVariable as error:
@@ -292,7 +302,7 @@ class _Loader:
     def _overrides(self) -> dict[str, Any]:
         """Return the environment's values as nested dicts; notes which variable each value came from."""
         try:
-            values, variables = environment_values(self._environ)
+            values, variables = environment_values(self._environ, self._named)
         except UnreadableVariable as error:
             self._note((error.name,), f"the variable holds no value of its kind: {error}", place="env")
             return {}

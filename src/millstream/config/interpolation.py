@@ -37,6 +37,11 @@ class MissingVariable(LookupError):
         self.name = name
 
 
+def variables_in(text: str) -> set[str]:
+    """Return the names of the variables in a string."""
+    return {found[1] for found in _VARIABLE.finditer(text) if found[1]}
+
+
 def interpolate(text: str, environ: Mapping[str, str]) -> str:
     """Replace variables in a string; `$${` stands for `${` itself. `MissingVariable` names the missing one."""
 

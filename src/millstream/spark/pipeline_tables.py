@@ -7,6 +7,7 @@ go together.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -20,6 +21,7 @@ from millstream import process_metrics
 from millstream.backoff import Backoff
 from millstream.catalog import Catalog
 from millstream.catalog.quarantined_tables import FoldFailures, LastChanges, QuarantinedTable
+from millstream.errors import CatalogError
 from millstream.lake.commit_cuts import Cut, CutTable
 from millstream.lake.layout import TableCommit, View
 from millstream.model.ids import SchemaVersion, TableId
@@ -40,6 +42,8 @@ _NOTES_MAX: Final = 1000
 _NO_VERSION: Final = SchemaVersion(0)
 _KEEP_S: Final = 30.0
 """How often the tables' last changes are recorded: a kill loses the newest."""
+_SAME_CODE_S: Final = 60.0
+"""How long a fold's recorded failure stands before one of the same code replaces it."""
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -78,6 +82,23 @@ class PipelineTable:
     fold_backoff: Backoff = field(default_factory=lambda: Backoff(1.0, 300.0, jitter=0))
 
 
+@dataclass(frozen=True, slots=True)
+class _RecordedFold:
+    """A fold's failure as the catalog has it."""
+
+    error: TableError
+    at_s: float
+
+    def is_replaced_by(self, error: TableError, now_s: float) -> bool:
+        """Return whether another error is to be recorded: of another code, or in other words after a while.
+
+        Some messages hold a path or a time that changes at each try.
+        """
+        return error.code != self.error.code or (
+            error.message != self.error.message and now_s - self.at_s >= _SAME_CODE_S
+        )
+
+
 class PipelineTables:
     """The state of all tables of one run.
 
@@ -92,8 +113,8 @@ class PipelineTables:
         self.tables: dict[TableId, PipelineTable] = {}
         self.quarantine: Final = Quarantine(config, catalog)
         self._fold_failures = FoldFailures(catalog, config.stream_id, config.pipeline)
-        self._fold_errors: dict[TableId, str] = dict.fromkeys(self._fold_failures.all(), "")
-        """The message of each recorded failure; empty for one of an earlier run."""
+        self._recorded_folds: dict[TableId, _RecordedFold | None] = dict.fromkeys(self._fold_failures.all())
+        """Each table's recorded failure; None for one of an earlier run."""
         self._last_changes = LastChanges(catalog, config.stream_id, config.pipeline)
         self._kept_s = time.monotonic()
         self.rows = 0
@@ -113,9 +134,7 @@ class PipelineTables:
                     waiting_since_s=now if _lacks_folds(config, table, schemas.get(table.table_id)) else None,
                     changed_us=changes.get(table.table_id),
                 )
-        for table_id in list(self._fold_errors):
-            if table_id not in self.tables or self.tables[table_id].waiting_since_s is None:
-                self._note_fold(table_id, None)
+        self._drop_ended_failures()
         for table_id, after in config.sink.held().items() if self.cut is not None else ():
             if table_id not in self.quarantine.tables:
                 # Restored from a backup that was made while the table was quarantined: it lacks what
@@ -167,6 +186,7 @@ class PipelineTables:
     def keep_changes(self) -> None:
         """Record the tables' last changes in the catalog, for the next run and for a status without one."""
         self._kept_s = time.monotonic()
+        self._drop_ended_failures()
         changes = {entry.table_id: entry.changed_us for entry in list(self.tables.values()) if entry.changed_us}
         if changes:
             self._last_changes.put(changes)
@@ -189,12 +209,28 @@ class PipelineTables:
         self._note_fold(entry.table_id, None)
 
     def _note_fold(self, table_id: TableId, error: TableError | None) -> None:
-        """Record in the catalog whether a table's fold fails, for as long as it does."""
-        if error is None and self._fold_errors.pop(table_id, None) is not None:
-            self._fold_failures.drop(table_id)
-        elif error is not None and self._fold_errors.get(table_id) != error.message:
-            self._fold_errors[table_id] = error.message
-            self._fold_failures.put(table_id, code=error.code, reason=error.message, hint=error.hint)
+        """Record in the catalog whether a table's fold fails, for as long as it does.
+
+        If the catalog can't be reached, the next try of the fold records it, or `keep_changes` removes it.
+        """
+        now = time.monotonic()
+        with contextlib.suppress(CatalogError):
+            if error is None:
+                if table_id in self._recorded_folds:
+                    self._fold_failures.drop(table_id)
+                    self._recorded_folds.pop(table_id, None)
+                return
+            recorded = self._recorded_folds.get(table_id)
+            if recorded is None or recorded.is_replaced_by(error, now):
+                self._fold_failures.put(table_id, code=error.code, reason=error.message, hint=error.hint)
+                self._recorded_folds[table_id] = _RecordedFold(error, now)
+
+    def _drop_ended_failures(self) -> None:
+        """Remove the recorded failures of tables that wait for no fold, and whose last one didn't fail."""
+        for table_id in list(self._recorded_folds):
+            entry = self.tables.get(table_id)
+            if entry is None or (entry.waiting_since_s is None and entry.fold_error is None):
+                self._note_fold(table_id, None)
 
     def folded(
         self,
