@@ -63,6 +63,30 @@ def test_the_first_record_with_the_column_says_it_already(following: Stage) -> N
 
 
 @pytest.mark.parametrize(
+    ("kind", "other", "value"), [("varchar(3)", "text", "abc"), ("cidr", "inet", "10.0.0.0/8"), ("int", "oid", "5")]
+)
+def test_records_from_before_a_new_type_without_a_rewrite_say_it_too(
+    following: Stage, kind: str, other: str, value: str
+) -> None:
+    stage = following
+    stage.catch_up()
+    before = len(told(stage))
+    stage.sql(
+        f"ALTER TABLE t ADD e {kind} DEFAULT '{value}'",
+        "INSERT INTO t (id, a) VALUES (3, 3)",
+        f"ALTER TABLE t ALTER e DROP DEFAULT, ALTER e TYPE {other}",
+        "INSERT INTO t (id, a) VALUES (4, 4)",
+    )
+    stage.catch_up()
+    records = [(op, None if found is None else str(found), filled) for op, found, filled in told(stage)[before:]]
+    assert records == [("c", value, {"e": value}), ("c", None, {"e": value}), ("s", value, {"e": value})]
+    stage.sql("ALTER TABLE t ALTER e TYPE text USING 'other'")  # rewrites the rows
+    stage.catch_up()
+    assert {op for op, *_ in told(stage)[before + 3 :]} == {"t", "r"}
+    assert all(found == "other" and not filled for op, found, filled in told(stage)[before + 3 :] if op == "r")
+
+
+@pytest.mark.parametrize(
     ("rule", "there"), [(Rule.HASH, digest("secret")), (Rule.REDACT, "[redacted]"), (Rule.EXCLUDE, None)]
 )
 def test_a_rule_holds_for_the_default(following: Stage, rule: Rule, there: str | None) -> None:

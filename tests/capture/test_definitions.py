@@ -46,7 +46,7 @@ class Source:
         """Change the table so many times, each change with or without rows next to it."""
         steps: list[Callable[[], None]] = [
             self.rename, self.rename, self.swap, self.there_and_back, self.swap_there_and_back, self.add, self.drop,
-            self.fill, self.fill_and_rewrite, self.default, self.empty, self.again, self.retype_renamed, self.key, self.in_one_go, self.truncate,
+            self.fill, self.fill_and_rewrite, self.default, self.empty, self.again, self.retype, self.retype_renamed, self.key, self.in_one_go, self.truncate,
         ]  # fmt: skip
         for _ in range(count):
             self.write()
@@ -131,6 +131,13 @@ class Source:
             if self._rng.random() < 0.5:
                 self.write()
             self._run("ALTER TABLE t ADD {} text", free)
+
+    def retype(self) -> None:
+        """Add a column with a constant, and give it another type, for which no row is rewritten."""
+        if free := self._free():
+            self._run("ALTER TABLE t ADD {} varchar(9) DEFAULT 'short'", free)
+            self.write()
+            self._run("ALTER TABLE t ALTER {0} DROP DEFAULT, ALTER {0} TYPE text", free)
 
     def retype_renamed(self) -> None:
         name, free = self._mine(), self._free()
@@ -334,6 +341,7 @@ FOLLOWED: dict[str, tuple[list[str], int]] = {
     "a moment as the default": (["ALTER TABLE t ADD e timestamptz DEFAULT now()"], 0),
     "a default, dropped": (["ALTER TABLE t ADD e text DEFAULT 'x'", "ALTER TABLE t ALTER e DROP DEFAULT"], 0),
     "a default, and renamed with rows in between": (["ALTER TABLE t ADD e text DEFAULT 'x'", "INSERT INTO t VALUES (21, 1, 2, 3)", "ALTER TABLE t RENAME e TO f", "UPDATE t SET f = NULL WHERE id = 3"], 0),
+    "a default, and another type without a rewrite": (["ALTER TABLE t ADD e varchar(3) DEFAULT 'abc'", "INSERT INTO t VALUES (21, 1, 2, 3)", "ALTER TABLE t ALTER e DROP DEFAULT, ALTER e TYPE text", "UPDATE t SET e = NULL WHERE id = 3"], 0),
     "a default, and the column dropped": (["ALTER TABLE t ADD e text DEFAULT 'x'", "INSERT INTO t VALUES (21, 1, 2, 3)", "ALTER TABLE t DROP e"], 0),
     "a default under the name of a dropped column": (["ALTER TABLE t DROP b", "ALTER TABLE t ADD b text DEFAULT 'x'"], 20),
     "a default that the log's type doesn't hold": (["ALTER TABLE t ADD e date DEFAULT 'infinity'"], 20),

@@ -14,6 +14,7 @@ from typing import Any
 
 from millstream.catalog import Catalog
 from millstream.model.ids import StreamId, TableId
+from millstream.model.pgtext import INEXACT, text_parser
 from millstream.model.schema import Column, TableSchema
 
 
@@ -23,8 +24,6 @@ class AddedDefault:
 
     name: str
     text: str
-    type_oid: int
-    """The column's type in the log when the value was read; it holds under no other."""
 
 
 class AddedDefaults:
@@ -36,7 +35,7 @@ class AddedDefaults:
         self._lock = threading.Lock()
         facts: Mapping[str, Mapping[str, Any]] = catalog.facts(self._scope)
         self._known = {
-            TableId(int(id_)): {int(number): AddedDefault(*default) for number, default in defaults.items()}
+            TableId(int(id_)): {int(number): AddedDefault(name, text) for number, (name, text, *_) in defaults.items()}
             for id_, defaults in facts.items()
         }
 
@@ -49,7 +48,7 @@ class AddedDefaults:
         """Store the defaults of a table's new columns."""
         with self._lock:
             known = self._known[table] = {**self._known.get(table, {}), **added}
-            stored = {str(number): [one.name, one.text, one.type_oid] for number, one in known.items()}
+            stored = {str(number): [one.name, one.text] for number, one in known.items()}
             self._catalog.put_fact(self._scope, str(table), stored)
 
     def forget(self, table: TableId) -> None:
@@ -59,7 +58,11 @@ class AddedDefaults:
                 self._catalog.drop_fact(self._scope, str(table))
 
     def told(self, schema: TableSchema) -> TableSchema:
-        """Return a schema that says which values rows have from before its columns."""
+        """Return a schema that says which values rows have from before its columns.
+
+        Records from before a change of a column's type have the type of then. If the rows weren't rewritten for it, the value
+        is the same text; if they were, a copy follows, whose schemas don't tell the value.
+        """
         with self._lock:
             known = self._known.get(schema.table_id)
         if known is None or not schema.is_numbered:
@@ -67,7 +70,7 @@ class AddedDefaults:
 
         def with_default(column: Column) -> Column:
             default = known.get(column.number)
-            is_same = default is not None and column.pg is not None and column.pg.oid == default.type_oid
-            return replace(column, filled=default.text) if default is not None and is_same else column
+            is_held = default is not None and text_parser(column.arrow)(default.text) is not INEXACT
+            return replace(column, filled=default.text) if default is not None and is_held else column
 
         return replace(schema, columns=tuple(map(with_default, schema.columns)))

@@ -137,7 +137,7 @@ class KnownLayouts:
         gone = _gone(known, table)
         kept = dict(zip(kinds, log_names(list(kinds)), strict=True))
         return {
-            column.number: AddedDefault(column.name, column.missing, kind.type_oid)
+            column.number: AddedDefault(column.name, column.missing)
             for column in new
             if column.missing is not None
             and (kind := kinds.get(column.name)) is not None
