@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -411,3 +413,14 @@ def test_kept_logs_have_a_bounded_size_and_the_longest_unused_go(monkeypatch: py
     assert [kept.get(key) is not None for key in keys] == [True, True, False, True]
     kept.put(keys[2], known(1000))
     assert [kept.get(key) is not None for key in keys] == [False, False, True, False]
+
+
+def test_a_killed_process_leaves_no_copy_for_good(tmp_path: Path) -> None:
+    left, used, other = (tmp_path / name for name in ("millstream-log-left", "millstream-log-used", "other"))
+    for folder in (left, used, other):
+        (folder / "_delta_log").mkdir(parents=True)
+    two_days_ago_s = time.time() - 2 * 86_400
+    for folder in (left, other):
+        os.utime(folder, (two_days_ago_s, two_days_ago_s))
+    log_copy.remove_left_copies(str(tmp_path))
+    assert sorted(tmp_path.iterdir()) == [used, other]

@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import Final
@@ -42,6 +43,9 @@ _TRIES: Final = 20
 _PARALLEL: Final = 8
 """Requests at a time when a log is fetched for the first time."""
 _PAUSE_S: Final = 0.1
+_PREFIX: Final = "millstream-log-"
+_LEFT_S: Final = 86_400.0
+"""Age of a copy's folder whose process must have been killed: a handle lasts for one write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +113,8 @@ class LogCopy:
         self._key = key
         self._known = known
         self._patience_s = patience_s
-        self.folder: Final = tempfile.mkdtemp(prefix="millstream-log-")
+        remove_left_copies(tempfile.gettempdir())
+        self.folder: Final = tempfile.mkdtemp(prefix=_PREFIX)
         """The table's folder, with nothing but the log."""
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self._log: Final = Path(self.folder, _LOG)
@@ -233,6 +238,15 @@ class LogCopy:
             return tag
 
 
+@cache
+def remove_left_copies(temporary: str) -> None:
+    """Remove the copies that killed processes left in a temporary folder, once a process."""
+    for folder in Path(temporary).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if folder.lstat().st_mtime < time.time() - _LEFT_S:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
 def copied_log(layout: LakeLayout, path: str) -> LogCopy | None:
     """Return a copy of a table's log as it is now; None if there is no such table, or the log isn't to be had this way.
 
@@ -308,4 +322,4 @@ def _checkpoint(version: int) -> str:
     return f"{version:020}.checkpoint.parquet"
 
 
-__all__ = ["KeptLogs", "LogCopy", "copied_log"]
+__all__ = ["KeptLogs", "LogCopy", "copied_log", "remove_left_copies"]
