@@ -225,20 +225,18 @@ def _console(folder: Path) -> str | None:
 # -----------------------------------------------------------------------------------------------------
 
 
-def _argv(folder: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-P", "-m", "millstream.cli", "--home", str(folder), *arguments]
+def _argv(folder: Path, command: str, *arguments: str) -> list[str]:
+    home = [] if command == "init" else ["--home", str(folder)]
+    return [sys.executable, "-P", "-m", "millstream.cli", *home, command, *arguments]
 
 
-def _millstream(folder: Path, *arguments: str) -> None:
+def _millstream(folder: Path, command: str, *arguments: str) -> None:
     """Run one command to its end; its stderr goes to run.log."""
-    argv = _argv(folder, *arguments)
-    if arguments[0] == "init":
-        del argv[3:5]
     with (folder / "run.log").open("ab") as log:
-        done = subprocess.run(argv, stdout=log, stderr=log, check=False)
+        done = subprocess.run(_argv(folder, command, *arguments), stdout=log, stderr=log, check=False)
     if done.returncode != 0:
         raise MillstreamError(
-            f"`millstream {arguments[0]}` ended with {done.returncode}: see {_shown(folder)}/run.log",
+            f"`millstream {command}` ended with {done.returncode}: see {_shown(folder)}/run.log",
             code="demo_failed",
         )
 
