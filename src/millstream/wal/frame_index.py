@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -15,11 +15,19 @@ from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from millstream.codec.log_frame import FrameHeader, FrameKind, SchemaFrame, decode_frame
 from millstream.codec.log_schemas import SchemaSet
-from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, FrameEntry, SegmentFooter, SegmentHeader, SegmentTotals
+from millstream.codec.log_segment import (
+    SEGMENT_HEADER_SIZE,
+    SEGMENT_TRAILER_SIZE,
+    FrameEntry,
+    SegmentFooter,
+    SegmentHeader,
+    SegmentTotals,
+)
 from millstream.errors import CorruptFrame, CorruptWal, UnreadableBytes
-from millstream.model.ids import Epoch, ShardId, StreamId, TableId
+from millstream.model.ids import Epoch, SchemaVersion, ShardId, StreamId, TableId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
+from millstream.model.schema import TableSchema, is_definition
 from millstream.ports import Files
 from millstream.wal.durable_mark import read_dropped
 from millstream.wal.layout import SegmentFile, list_segments
@@ -38,6 +46,8 @@ from millstream.wal.segment_scan import (
 from millstream.wal.writing.segment import entry_of
 
 OnDamage: TypeAlias = Callable[[CorruptWal], None]
+Seal: TypeAlias = tuple[int, bytes]
+"""A sealed file's size and trailer, which has the footer's checksum: those of a file that replaces it differ."""
 _Read: TypeAlias = Callable[[int, int], bytes]
 _Tail = TypeVar("_Tail", SegmentFooter, SegmentTotals)
 HEADS_AHEAD_BYTES: Final = 1 << 16
@@ -97,11 +107,21 @@ def read_header(
 
 
 class SchemaPlace(NamedTuple):
-    """Position of a schema frame, and its table."""
+    """Position of a schema frame, and its schema."""
 
     position: int
     length: int
     table_id: TableId
+    version: SchemaVersion
+
+
+class NewestSchema(NamedTuple):
+    """Where the newest schema of a table lies."""
+
+    place: SchemaPlace
+    segment: SegmentFile
+    seal: Seal | None
+    """None if the segment is being written."""
 
 
 @dataclass(slots=True)
@@ -149,6 +169,10 @@ class ShardIndex:
         self._reported: set[Offset] = set()
         """Base offsets of segments already reported as misplaced, or as not following the previous one."""
         self._open: _OpenFrames | None = None
+        self._seals: dict[Offset, Seal] = {}
+        self._newest_schemas: dict[TableId, NewestSchema] = {}
+        """The newest schema of each table, of the segments in `_schemas_of`."""
+        self._schemas_of: dict[SegmentFile, Seal] = {}
 
     def segments(self, mark: DurableMark) -> list[SegmentFile]:
         """Return the segments that hold what the mark shows, without dropped ones that a crash left behind."""
@@ -347,11 +371,65 @@ class ShardIndex:
 
     def schema_frames(self, segment: SegmentFile, mark: DurableMark, before: int) -> tuple[SchemaPlace, ...]:
         """Return a segment's schema frames before a position."""
-        return tuple(
-            SchemaPlace(entry.position, entry.length, entry.tables[0].table_id)
-            for entry in self.frames(segment, mark)
-            if entry.kind is FrameKind.SCHEMA and entry.tables and entry.position < before
-        )
+        return tuple(place for place in self._schema_places(segment, mark) if place.position < before)
+
+    def newest_schemas(self, mark: DurableMark) -> Mapping[TableId, NewestSchema]:
+        """Return the newest schema of each table, without definitions.
+
+        A sealed segment is read once; later calls read its trailer alone, unless another file has replaced it.
+        """
+        segments = self.segments(mark)
+        sealed: dict[SegmentFile, Seal] = {}
+        for segment in segments:
+            if segment.base_offset < mark.base_offset:
+                try:
+                    sealed[segment] = self._seal(segment)
+                except FileNotFoundError:  # retention has just dropped it
+                    continue
+                except UnreadableBytes as error:
+                    raise unreadable(error) from error
+        lost = {segment for segment, seal in self._schemas_of.items() if sealed.get(segment) != seal}
+        if any(found.segment in lost for found in self._newest_schemas.values()):
+            self._newest_schemas.clear()
+            self._schemas_of.clear()
+        for segment in lost & self._schemas_of.keys():
+            del self._schemas_of[segment]
+        for segment, seal in sealed.items():
+            if segment not in self._schemas_of:
+                self._note_schemas(self._newest_schemas, segment, mark, seal)
+                self._schemas_of[segment] = seal
+        newest = dict(self._newest_schemas)
+        if segments and segments[-1].base_offset == mark.base_offset:
+            self._note_schemas(newest, segments[-1], mark, None)
+        return newest
+
+    def _note_schemas(
+        self, to: dict[TableId, NewestSchema], segment: SegmentFile, mark: DurableMark, seal: Seal | None
+    ) -> None:
+        for place in self._schema_places(segment, mark):
+            known = to.get(place.table_id)
+            if not is_definition(place.version) and (known is None or _age(known) < _age((place, segment))):
+                to[place.table_id] = NewestSchema(place, segment, seal)
+
+    def _seal(self, segment: SegmentFile) -> Seal:
+        """Return a sealed segment's seal. If it isn't the one known, forget what was read of the file before it."""
+        base, size = segment.base_offset, self._files.size(segment.path)
+        start = max(size - SEGMENT_TRAILER_SIZE, 0)
+        seal = size, bytes(reader_of(self._files, segment.path)(start, size - start))
+        if self._seals.setdefault(base, seal) != seal:
+            self._seals[base] = seal
+            self._cached_frames -= len(self._sealed.pop(base, ()))
+            self._totals.pop(base, None)
+            self._first_group_end.pop(base, None)
+            self._headers.pop((base, None), None)
+            self._footer_hashes.pop(base, None)
+        return seal
+
+    def _schema_places(self, segment: SegmentFile, mark: DurableMark) -> Iterator[SchemaPlace]:
+        for entry in self.frames(segment, mark):
+            if entry.kind is FrameKind.SCHEMA and entry.tables:
+                table = entry.tables[0]
+                yield SchemaPlace(entry.position, entry.length, table.table_id, table.schema_version)
 
     def _group_end_from(self, segments: Sequence[SegmentFile], place: int, mark: DurableMark) -> Seq | None:
         """As `_group_end_at_start`, for the first segment from an index on that isn't misplaced."""
@@ -388,6 +466,7 @@ class ShardIndex:
     def _decoded_tail(self, segment: SegmentFile, decode: Callable[[_Read, int], _Tail | None]) -> _Tail:
         size = self._files.size(segment.path)
         try:
+            self._seal(segment)
             footer = decode(reader_of(self._files, segment.path), size)
             if footer is None:
                 raise CorruptFrame("the segment's footer is missing")
@@ -460,7 +539,7 @@ class ShardIndex:
 def load_schemas(files: Files, path: str, header: SegmentHeader, frames: Iterable[SchemaPlace]) -> SchemaSet:
     """Load the schemas in some of a segment's schema frames. Raises `CorruptWal`."""
     schemas = SchemaSet(header.directory)
-    for position, length, _ in frames:
+    for position, length, *_ in frames:
         try:
             frame = decode_frame(files.read(path, position, length), schemas)
             if not isinstance(frame, SchemaFrame):
@@ -469,6 +548,22 @@ def load_schemas(files: Files, path: str, header: SegmentHeader, frames: Iterabl
             base = header.base_offset
             raise damage(error, file=path, byte=position, offset_from=base, offset_to=base) from error
     return schemas
+
+
+def load_newest(files: Files, found: NewestSchema) -> TableSchema:
+    """Load the newest schema of a table. Raises `CorruptWal`."""
+    place, segment, _ = found
+    schemas = load_schemas(files, segment.path, read_header(files, segment), (place,))
+    try:
+        return schemas.find(place.table_id, place.version)
+    except CorruptFrame as error:
+        base = segment.base_offset
+        raise damage(error, file=segment.path, byte=place.position, offset_from=base, offset_to=base) from error
+
+
+def _age(found: NewestSchema | tuple[SchemaPlace, SegmentFile]) -> tuple[int, SegmentFile, int]:
+    place, segment, *_ = found
+    return place.version, segment, place.position
 
 
 def has_numbers(entry: FrameEntry, numbers: tuple[Seq | None, Seq | None]) -> bool:

@@ -22,15 +22,7 @@ from millstream.model.positions import Offset, Seq, StreamToken, short_stream_id
 from millstream.model.schema import TableSchema, is_definition
 from millstream.ports import Files
 from millstream.wal.files import RealFiles
-from millstream.wal.frame_index import (
-    OnDamage,
-    SchemaPlace,
-    ShardIndex,
-    has_numbers,
-    load_schemas,
-    overlaps,
-    read_header,
-)
+from millstream.wal.frame_index import NewestSchema, OnDamage, ShardIndex, has_numbers, load_newest, overlaps
 from millstream.wal.layout import SegmentFile, shard_folder
 from millstream.wal.readable_range import ReadableRange
 from millstream.wal.reading.commit_time_lookup import numbers_around
@@ -93,6 +85,8 @@ class StreamReader:
         self._indexes: dict[ShardId, ShardIndex] = {}
         self._stream: StreamId | None = None
         self._known_schemas: KnownSchemas | None = None
+        self._newest: dict[TableId, tuple[NewestSchema, TableSchema]] = {}
+        """The schemas that `schemas` has loaded."""
 
     # --- positions -------------------------------------------------------------------------------------------------
 
@@ -465,20 +459,18 @@ class StreamReader:
         if self._on_damage is not None:
             return {table: schema for (table, _), schema in self.schema_versions().items()}
         latest: dict[TableId, TableSchema] = {}
-        newest: dict[TableId, tuple[int, SegmentFile, SchemaPlace]] = {}
+        newest: dict[TableId, NewestSchema] = {}
         marks, _ = self._marks()
         with TruncationWatch(self.extent, marks):
             for shard, mark in marks.items():
-                for segment in self._index(shard).segments(mark):
-                    for entry in self._index(shard).frames(segment, mark):
-                        table = entry.tables[0] if entry.kind is FrameKind.SCHEMA and entry.tables else None
-                        known = table is not None and not is_definition(table.schema_version)
-                        if table and known and table.schema_version >= newest.get(table.table_id, (0,))[0]:
-                            at = SchemaPlace(entry.position, entry.length, table.table_id)
-                            newest[table.table_id] = (table.schema_version, segment, at)
-            for table_id, (version, segment, at) in sorted(newest.items()):
-                schemas = load_schemas(self._files, segment.path, read_header(self._files, segment), (at,))
-                latest[table_id] = next(s for key, s in schemas.tables.items() if key == (table_id, version))
+                for table_id, found in self._index(shard).newest_schemas(mark).items():
+                    if table_id not in newest or found.place.version >= newest[table_id].place.version:
+                        newest[table_id] = found
+            for table_id, found in sorted(newest.items()):
+                known = self._newest.get(table_id)
+                same = known is not None and known[0] == found
+                latest[table_id] = known[1] if known and same else load_newest(self._files, found)
+        self._newest = {table_id: (newest[table_id], schema) for table_id, schema in latest.items()}
         return latest
 
     # --- inside ----------------------------------------------------------------------------------------------------
@@ -487,6 +479,7 @@ class StreamReader:
         found = self.extent.marks()
         if self._watch.is_other(found[0]):
             self._indexes.clear()
+            self._newest.clear()
             self._known_schemas = None
         return found
 
