@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import count, repeat
+from itertools import count, islice, repeat
 from pathlib import Path
 from typing import Any, Final
 
@@ -89,11 +89,11 @@ def draw_hour(home: Home) -> None:
     own.close()
 
 
-def consume(address: str, name: str, refused: Iterator[int]) -> bool:
-    """Take the messages of a second, and refuse those that `refused` counts to."""
+def consume(address: str, name: str, refused: Iterator[bool]) -> bool:
+    """Take up to a hundred messages, and refuse those for which `refused` is true."""
     with millstream.connect(address) as home, home.consume("shop", name, wait_s=1) as messages:
-        for message in messages:
-            if next(refused, 0):
+        for message in islice(messages, 100):  # while the shop is open, they never end
+            if next(refused):
                 message.nack()
     return True
 
