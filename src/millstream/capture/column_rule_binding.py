@@ -298,7 +298,8 @@ def with_rules(table: SourceTable, bound: BoundRules, masked: Callable[[Rule, st
         else replace(column, missing=masked(rule, column.missing))
         for column in table.layout
     )
-    return replace(table, relation=replace(table.relation, columns=columns), layout=layout, rules=rules)
+    relation = replace(table.relation, columns=columns)
+    return replace(table, relation=relation, layout=layout, rules=rules, ruled_names=bound.by_name)
 
 
 def masked_columns(columns: Sequence[RelationColumn], rules: Sequence[Rule | None]) -> tuple[RelationColumn, ...]:

@@ -83,7 +83,7 @@ class KnownLayouts:
         if known is None:
             return {}
         had = _known_names(known)
-        sent = _sent(table)
+        sent = [column for column in _sent(table) if table.rules.get(column.name) is not Rule.EXCLUDE]
         names = log_names([column.name for column in sent])
         new = {c.number: name for c, name in zip(sent, names, strict=True) if had.get(c.number, name) != name}
         plain = {(number, name) for number, name, *_ in known["columns"]} >= {(n, had[n]) for n in new}
@@ -334,6 +334,9 @@ def shape_of(table: SourceTable, sent: Restriction, at: Lsn) -> Shape:
         {c.number: (name, type_oid) for c, name, type_oid in zip(listed, names, types, strict=True)},
         unsent=frozenset({c.number for c in table.layout} - {c.number for c in listed} - hidden),
         hidden=frozenset(hidden),
+        ruled=frozenset(c.number for c in listed if c.name in table.rules),
+        ruled_names=frozenset({*table.ruled_names, *log_names([*table.ruled_names])}),
+        excludes=Rule.EXCLUDE in table.ruled_names.values(),
     )
 
 
@@ -377,12 +380,12 @@ def _news_of_columns(
         files.get(str(p.oid), p.relfilenode) != p.relfilenode for p in table.partitions
     )
     for column, log_name in zip(sent, names, strict=True):
+        if column.number in told or table.rules.get(column.name) is Rule.EXCLUDE:
+            continue
         if column.number in generated:
             now = "sent by the publication" if column.generated else "one like others"
             yield f"column {column.name} was generated and not sent, and is {now} now"
         elif column.number not in before:
-            if column.number in told or table.rules.get(column.name) is Rule.EXCLUDE:
-                continue
             if log_name in gone:
                 yield f"column {column.name} was dropped and added again"
             elif column.filled:

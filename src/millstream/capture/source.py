@@ -142,6 +142,7 @@ class SourceTable:
     """Rules of the columns that have one, by name, once they are applied.
 
     `relation` then lacks excluded columns, and hashed and redacted ones are text."""
+    ruled_names: Mapping[str, Rule] = field(default_factory=dict)  # that any column has under it: names had, configured
     refusal: ConfigError | None = None
     """Why its rules can't be applied: nothing of the table may be stored."""
 

@@ -52,6 +52,9 @@ class Shape:
     """Numbers of columns that exist and aren't sent, by the publication's choice, which may have been another."""
     hidden: frozenset[int] = frozenset()
     """Numbers of columns that exist and are left out by a rule."""
+    ruled: frozenset[int] = frozenset()  # numbers of columns that are sent hashed or redacted
+    ruled_names: frozenset[str] = frozenset()  # under which records have any column hashed or redacted, or lack it
+    excludes: bool = False  # whether they lack it under one of these
 
     @classmethod
     def loaded(cls, facts: Sequence[Any]) -> Shape:
@@ -305,7 +308,7 @@ def judged(shown: Sequence[Shown], before: Sequence[Shape], now: Shape, *, follo
             left.append(replace(one, looks=one.looks + 1))
         elif not found or len(found) > _WAYS_MAX:
             return Judgement(f"records have the columns {columns}, which can't be explained", odd=one)
-        elif follows and one.is_numbered and len(found) == 1 and _are_told(one.form, found[0], before, now):
+        elif follows and one.is_numbered and len(found) == 1 and _is_right(one, found[0], before, now):
             continue
         elif wrong := [w for numbers in found if (w := _misnamed(one.form, numbers, now)) is not None]:
             if len(wrong) == len(found) == 1:
@@ -346,7 +349,7 @@ def readings(form: Form, earlier: Shape, now: Shape) -> Iterator[tuple[int, ...]
     may = {*earlier.columns, *now.columns, *came, *now.unsent} - must - young
     ways = numberings(len(form), must=must, in_turn=young, may=may)
     some = list(itertools.islice(ways, _WAYS_MAX + 1))
-    fit = [way for way in some if all(map(_fits, form, way, itertools.repeat((earlier, now))))]
+    fit = [way for way in some if all(map(_fits, form, way, itertools.repeat(earlier), itertools.repeat(now)))]
     # A type may have changed twice in between.
     yield from fit or some
 
@@ -374,9 +377,26 @@ def numberings(
                 yield tuple(sorted([*fixed, *some]))
 
 
-def _fits(column: tuple[str, int], number: int, shapes: tuple[Shape, Shape]) -> bool:
-    known = {shape.columns[number][1] for shape in shapes if number in shape.columns}
-    return not known or 0 in known or column[1] in {0, *known}
+def _fits(column: tuple[str, int], number: int, earlier: Shape, now: Shape) -> bool:
+    is_any = column[0] in now.ruled_names or (number in now.ruled and number not in earlier.columns)
+    known = {shape.columns[number][1] for shape in (earlier, now) if number in shape.columns}
+    return is_any or not known or 0 in known or column[1] in {0, *known}
+
+
+def _is_right(shown: Shown, numbers: Sequence[int], before: Sequence[Shape], now: Shape) -> bool:
+    """Return whether readers that follow these numbers find today's columns, with the values that they have today."""
+    earlier = _at(before, shown.since)
+    possible = {*earlier.columns, *now.columns, *now.unsent, *range(earlier.numbers_max + 1, now.numbers_max + 1)}
+    alike = [_is_ruled_alike(name, n, earlier, now) for (name, _), n in zip(shown.form, numbers, strict=True)]
+    alike.append(not now.excludes or len(numbers) == len(possible))  # any may be missing, under an excluded name
+    return all(alike) and _are_told(shown.form, numbers, before, now)
+
+
+def _is_ruled_alike(name: str, number: int, earlier: Shape, now: Shape) -> bool:
+    """Return whether records surely have a column under today's rule, which holds by its number or by its name then."""
+    if number not in now.columns or now.columns[number][0] == name:
+        return True
+    return number in earlier.columns if number in now.ruled else name not in now.ruled_names
 
 
 def _are_told(form: Form, numbers: Sequence[int], before: Sequence[Shape], now: Shape) -> bool:

@@ -271,7 +271,7 @@ class WatchedTables:
         Return the forms of records that the next look has to explain, and the form that it expects. In other states than these two, the table's
         records don't count, or a copy comes that follows them.
         """
-        is_plain = row.state is TableState.STREAMING and not table.rules and not self._config.copies_renamed
+        is_plain = row.state is TableState.STREAMING and not self._config.copies_renamed
         renamed = self._layouts.renamed(table, row.id) if is_plain else {}
         has_names = bool(renamed) or any(one.form != now.form for one in shown)
         follows = is_plain and has_names and self._directory.follows_names(row.id)
