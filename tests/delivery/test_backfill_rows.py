@@ -190,3 +190,28 @@ def test_rows_of_the_lake_have_their_names_of_then_and_later_columns_defaults(
     told = [(found["id"], found["remark"], found["grade"]) for found in rows]
     older = [(0, "n0", 5), (1, "n1", 5), (2, "n2", 5), (8, "n8", 5)]
     assert told == (older if where else [*older, (9, "n9", None)])
+
+
+def test_rows_of_an_idle_table_have_a_later_columns_default(tmp_path: Path) -> None:
+    """No record has the column, only a definition."""
+    key = Column("id", pa.int64(), pg(20, "bigint"), number=1)
+    grade = Column("grade", pa.int32(), pg(23, "integer"), number=2, filled="5")
+    before = schema(5, "orders", key)
+    after = replace(before, version=SchemaVersion(2), columns=(key, grade))
+    with Catalog(tmp_path / "catalog.db") as catalog:
+        stream = catalog.resolve_stream("web")
+        _, epoch = catalog.register_writer(stream)
+        with LogWriter.open(
+            str(tmp_path / "wal"),
+            stream=stream,
+            shards=[ShardId(0)],
+            epoch=epoch,
+            reservations=catalog.reservations(stream),
+        ) as log:
+            log.append(ops([operation(1, 0x1000)], (before, 0, [row(0, Op.CREATE, id=1)])))
+            log.append(ops([operation(2, 0x1100)], (after.as_definition(), 0, [row(0, Op.DEFINITION)])))
+    reader = StreamReader(str(tmp_path / "wal"))
+    definition = Definition.parse({"name": "search"})
+    wanted = Wanted("web", definition, None, tables_of(reader, definition), reader.persisted_upto())
+    rows = rows_of(tmp_path / "rows", wanted, reader, lambda _: pytest.fail("the log has all rows"))
+    assert [(found["id"], found["grade"]) for found in rows] == [(1, 5)]

@@ -195,6 +195,19 @@ def test_the_newest_states_of_rows_have_the_default_of_a_later_column(log: LogWr
     assert [record(message)["row"] for message in read_all(latest)[0]] == [{"id": 1, "grade": 5}, *sent[1:]]
 
 
+def test_the_newest_states_of_an_idle_tables_rows_have_the_default_of_a_definition(
+    log: LogWriter, tmp_path: Path
+) -> None:
+    key = Column("id", pa.int64(), pg(20, "bigint"), number=1)
+    grade = Column("grade", pa.int32(), pg(23, "integer"), number=2, filled="5")
+    old = schema(5, "notes", key)
+    new = replace(old, version=SchemaVersion(2), columns=(key, grade)).as_definition()
+    log.append(ops([operation(1, 0x1000)], (old, 0, [row(0, Op.CREATE, id=1)])))
+    log.append(ops([operation(2, 0x1100)], (new, 0, [row(0, Op.DEFINITION)])))
+    messages, _ = read_all(reader_of(tmp_path, kind="latest"))
+    assert [record(message)["row"] for message in messages] == [{"id": 1, "grade": 5}]
+
+
 def test_a_condition_leaves_records_out(log: LogWriter, tmp_path: Path) -> None:
     fill(log)
     messages, _ = read_all(reader_of(tmp_path, where="note is not null"))

@@ -59,7 +59,7 @@ class StreamReader:
         durable: go by what is durable here, not by what is shown: for the log's writer, and replication.
         on_damage: receives damage, which reads then leave out; without it they raise `CorruptWal`.
         decoded: frames that it shares with other readers of the log; `read` takes them from there.
-        definitions: read definitions, too (`TableKind.DEFINITION`); their schemas are never listed.
+        definitions: read definitions, too (`TableKind.DEFINITION`); their schemas are listed only where that is asked.
 
     Concurrency: one thread a reader; any number of readers.
     """
@@ -435,23 +435,24 @@ class StreamReader:
         (marks, persisted), first = self._marks(), Seq(self.first_seq() - 1)
         return numbers_around(self._files, self._all_frames(marks, first, persisted), moment_us, first, persisted)
 
-    def schema_versions(self) -> dict[tuple[TableId, SchemaVersion], TableSchema]:
-        """Return every readable schema, of every table, by table and version."""
-        return {key: schema for key, schema in sorted(self._elsewhere().all().items()) if not is_definition(key[1])}
+    def schema_versions(self, *, definitions: bool = False) -> dict[tuple[TableId, SchemaVersion], TableSchema]:
+        """Return every readable schema, of every table, by table and version; with `definitions`, also theirs."""
+        return {k: one for k, one in sorted(self._elsewhere().all().items()) if definitions or not is_definition(k[1])}
 
     def schemas_between(
-        self, after: Seq, upto: Seq, known: Container[tuple[TableId, SchemaVersion]] = ()
+        self, after: Seq, upto: Seq, known: Container[tuple[TableId, SchemaVersion]] = (), *, definitions: bool = False
     ) -> dict[tuple[TableId, SchemaVersion], TableSchema]:
-        """Return the schemas of the records of `(after, upto]`, by table and version, except the known ones."""
+        """Return the schemas of the records of `(after, upto]`, by table and version, except the known; see `schema_versions`."""
         marks, _ = self._marks()
         found: dict[tuple[TableId, SchemaVersion], TableSchema] = {}
         sources: dict[ShardId, SegmentSource] = {}
         with TruncationWatch(self.extent, marks):
             for shard, segment, entry in self._all_frames(marks, after, upto):
                 for table in entry.tables:
-                    if (key := table[:2]) not in known and key not in found and not is_definition(key[1]):
-                        source = self._source(sources, shard, segment, entry, marks[shard], frozenset(key[:1]))
-                        found[key] = source.schema(*key)
+                    if (key := table[:2]) in known or key in found or (is_definition(key[1]) and not definitions):
+                        continue
+                    source = self._source(sources, shard, segment, entry, marks[shard], frozenset(key[:1]))
+                    found[key] = source.schema(*key)
         return found
 
     def schemas(self) -> dict[TableId, TableSchema]:

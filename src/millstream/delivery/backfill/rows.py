@@ -110,12 +110,13 @@ class _Record(Line):
 
 
 def tables_of(reader: StreamReader, definition: Definition) -> dict[TableId, TableSchema]:
-    """Return the newest schema of each table that a consumer receives rows of."""
+    """Return the newest schema of each table that a consumer receives rows of; an idle table's is that of a definition."""
     found: dict[TableId, TableSchema] = {}
     with suppress(LogError):  # nothing has been written so far
-        for (table, _), schema in sorted(reader.schema_versions().items()):
+        versions = [schema.defined() for schema in reader.schema_versions(definitions=True).values()]
+        for schema in sorted(versions, key=lambda one: one.version):
             if schema.kind is TableKind.TABLE:
-                found[table] = schema
+                found[schema.table_id] = schema
     return {
         table: schema
         for table, schema in found.items()

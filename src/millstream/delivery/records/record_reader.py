@@ -253,8 +253,10 @@ class ConsumerReader:
         return frozenset(table for (table, _), is_taken in self._known.items() if is_taken)
 
     def _learn_defaults(self, after: Seq, upto: Seq) -> None:
-        for (table, version), schema in self._reader.schemas_between(after, upto, self._seen).items():
-            self._seen.add((table, version))
+        for key, told in self._reader.schemas_between(after, upto, self._seen, definitions=True).items():
+            self._seen.add(key)
+            schema = told.defined()
+            table, version = schema.table_id, schema.version
             has_defaults = any(column.filled is not None for column in schema.columns)
             if has_defaults and (table not in self._told or self._told[table].version < version):
                 self._told[table] = schema
