@@ -118,6 +118,7 @@ def test_a_table_whose_copy_is_not_whole_is_named_with_its_rows(landed: LandedHo
         for state, code in (
             (TableState.COPYING, "copying"),
             (TableState.COPY_REQUESTED, "copy_held"),
+            (TableState.GONE, "gone"),
             (TableState.STREAMING, ""),
         ):
             change(state)

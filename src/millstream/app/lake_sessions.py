@@ -119,16 +119,15 @@ def _known(home: Home, stream: str, stream_id: StreamId) -> list[KnownTable]:
 
 
 def _copies(home: Home, stream: StreamId) -> dict[TableId, Reason]:
-    """Return the tables whose copy isn't whole, with what their rows are until then."""
+    """Return the tables whose copy isn't whole, or that are gone, with what their rows are until then, or for good."""
     from millstream.catalog import TableState
 
     if not home.has_catalog():
         return {}
     # A query needs no catalog: without one, it only can't report this.
     with contextlib.suppress(CatalogError), home.open_catalog() as catalog:
-        waits = {TableState.COPY_REQUESTED, TableState.COPYING}
-        rows = [catalog.table(table) for table, state in catalog.states(stream).items() if state in waits]
-        return {row.id: _copy_of(row) for row in rows}
+        told = {TableState.COPY_REQUESTED, TableState.COPYING, TableState.GONE}
+        return {row.id: _copy_of(row) for row in catalog.tables(stream, gone=True) if row.state in told}
     return {}
 
 
@@ -136,6 +135,8 @@ def _copy_of(row: TableRow) -> Reason:
     from millstream.catalog import TableState
 
     name = qualified_name(row.namespace, row.name)
+    if row.state is TableState.GONE:
+        return Reason("gone", name, f"its rows are those of its last records: {row.reason}")
     if row.is_copy_held:
         return Reason("copy_held", name, f"rows that were not written since are as before the change: {row.reason}")
     if row.state is TableState.COPYING:

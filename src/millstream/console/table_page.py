@@ -6,6 +6,7 @@ import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.console.html import Content, Html, Part, Piece, escaped, tag, with_code
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from millstream.app.record_rates import Status
     from millstream.home.home import Home
     from millstream.model.ids import SchemaVersion
-    from millstream.model.schema import TableSchema
+    from millstream.model.schema import Column, TableSchema
 
 RECORDS_SHOWN: Final = 20
 _NUMBERS: Final = (1_000, 100_000, 10_000_000, 1_000_000_000)
@@ -91,18 +92,24 @@ def _versions(schemas: Sequence[TableSchema], times: Mapping[SchemaVersion, int]
 def _changes(before: TableSchema | None, after: TableSchema) -> str:
     if before is None:
         return ""
-    old = {column.name: column for column in before.columns}
-    new = {column.name: column for column in after.columns}
+    place = attrgetter("number" if before.is_numbered and after.is_numbered else "name")
+    old = {place(column): column for column in before.columns}
+    new = {place(column): column for column in after.columns}
     told = [
-        *(f"added {name}" for name in new if name not in old),
-        *(f"dropped {name}" for name in old if name not in new),
-        *(f"changed {name}" for name in new if name in old and new[name] != old[name]),
+        *(f"added {column.name}{_default(column)}" for at, column in new.items() if at not in old),
+        *(f"dropped {column.name}" for at, column in old.items() if at not in new),
     ]
+    for was, column in ((old[at], column) for at, column in new.items() if at in old and column != old[at]):
+        told.append(f"changed {column.name}" if was.name == column.name else f"renamed {was.name} to {column.name}")
     if before.full_name != after.full_name:
         told.append(f"renamed from {before.full_name}")
     if before.key != after.key:
         told.append("another key")
     return f" ({', '.join(told)})" if told else ""
+
+
+def _default(column: Column) -> str:
+    return "" if column.filled is None else f" with {column.filled} in older rows"
 
 
 def last_records(home: Home, stream: str, table: TableId) -> Html:

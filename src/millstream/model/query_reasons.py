@@ -22,7 +22,7 @@ class Reason:
     """One reason."""
 
     code: str
-    """`lake_behind`, `quarantined`, `copy_requested`, `copying` or `copy_held`."""
+    """`lake_behind`, `quarantined`, `copy_requested`, `copying`, `copy_held` or `gone`."""
     table: str
     """The table's name; empty if it holds for all tables."""
     detail: str
