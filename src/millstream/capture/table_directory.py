@@ -23,6 +23,7 @@ from millstream.capture.rows_before_rules import RawPast
 from millstream.capture.source import KeyColumn, SourceTable, possible_ancestors
 from millstream.capture.transient_column_names import ShownColumns, form_of
 from millstream.catalog import COPY_HELD, Catalog, TableRow, TableState
+from millstream.catalog.unnumbered_columns import unnumbered_columns
 from millstream.codec.pgoutput import MESSAGES_COLUMNS, Relation, raw_schema, table_schema
 from millstream.codec.pgoutput.record_rows import undecodable
 from millstream.errors import ConfigError, UnknownTable
@@ -86,7 +87,7 @@ class TableDirectory:
         }
         """By table, the schema with the key of its last record in the log."""
         self._unnumbered_scope = f"capture/{stream}/unnumbered"
-        self._unnumbered: dict[str, list[str]] = catalog.facts(self._unnumbered_scope)
+        self._unnumbered = unnumbered_columns(catalog, stream, self._unnumbered_scope, complete=config.copies_renamed)
         """By table, the columns of records in the log whose numbers aren't known."""
         self.look_wanted = threading.Event()
         """Set if the stream shows that the last look at the source's tables is outdated."""
