@@ -19,7 +19,7 @@ from millstream.app.initialize import make_home
 from millstream.app.rebuild import forget_table
 from millstream.app.status import collect_status
 from millstream.app.table_requests import copy_table
-from millstream.capture import rows_before_rules
+from millstream.capture.column_rules import rows_before_rules
 from millstream.catalog import TableState
 from millstream.errors import HomeBusy, LakeBehind, PositionError, UnknownTable, UsageError
 from millstream.home.home import Home

@@ -14,7 +14,7 @@ import pytest
 from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage
 
-from millstream.capture.column_rule_binding import ColumnRules
+from millstream.capture.column_rules.binding import ColumnRules
 from millstream.capture.source_checks import check_source
 from millstream.catalog import TableState
 from millstream.errors import ConfigError, MillstreamError, UnknownTable

@@ -44,7 +44,7 @@ from millstream.writers.allowed_writers import examine_writers
 from millstream.writers.stall_reasons import troubles
 
 if TYPE_CHECKING:
-    from millstream.capture.column_rule_binding import ColumnRules
+    from millstream.capture.column_rules.binding import ColumnRules
     from millstream.config.model import StreamConfig
     from millstream.model.column_rules import SourceRules
 
@@ -484,7 +484,7 @@ def _clocks_of_regions(home: Home, name: str, stream: StreamConfig) -> Iterator[
 @contextlib.contextmanager
 def _rules(home: Home, name: str, rules: SourceRules) -> Iterator[ColumnRules | None]:
     """Yield a stream's rules as its next start finds them; None if the catalog can't be read as it is."""
-    from millstream.capture.column_rule_binding import ColumnRules
+    from millstream.capture.column_rules.binding import ColumnRules
 
     with contextlib.ExitStack() as opened:
         bound = None

@@ -144,7 +144,7 @@ def forget_table(
         HomeBusy: another call deletes a table's older records.
         MillstreamError: it failed, with the pipeline's own reason.
     """
-    from millstream.capture.rows_before_rules import note_forgotten
+    from millstream.capture.column_rules.rows_before_rules import note_forgotten
 
     home.prepare()
     name, config = home.stream_config(stream)

@@ -42,7 +42,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from millstream.capture.added_defaults import AddedDefault
-from millstream.capture.column_rule_binding import TEXT_OID
+from millstream.capture.column_rules.binding import TEXT_OID
 from millstream.capture.publication import Restriction
 from millstream.capture.source import AttributeFacts, PartitionFacts, SourceTable
 from millstream.capture.transient_column_names import (

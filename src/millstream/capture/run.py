@@ -18,8 +18,8 @@ from typing import Final
 import structlog
 from psycopg import sql
 
-from millstream.capture.column_rule_binding import ColumnRules
-from millstream.capture.column_rule_enforcement import check_rules, rule_messages
+from millstream.capture.column_rules.binding import ColumnRules
+from millstream.capture.column_rules.enforcement import check_rules, rule_messages
 from millstream.capture.config import CaptureConfig, CaptureOutcome, CaptureProgress
 from millstream.capture.connection import connect_replication, pinned, take_bytes_as_they_are
 from millstream.capture.copying.definition_entries import DefinitionEntries

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from millstream.capture.column_rule_binding import ColumnRules
+from millstream.capture.column_rules.binding import ColumnRules
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import connect
 from millstream.capture.server_checks import Finding, check_replication, check_server

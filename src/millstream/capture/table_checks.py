@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from psycopg import sql
 
-from millstream.capture.column_rule_binding import ColumnRules
+from millstream.capture.column_rules.binding import ColumnRules
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import translated
 from millstream.capture.publication import find_lacks, list_published

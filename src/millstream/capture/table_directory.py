@@ -14,12 +14,12 @@ from typing import Final
 import structlog
 
 from millstream.capture.added_defaults import AddedDefaults
-from millstream.capture.column_rule_binding import RULES, ColumnRules
+from millstream.capture.column_rules.binding import RULES, ColumnRules
+from millstream.capture.column_rules.rows_before_rules import RawPast
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import connect
 from millstream.capture.copy_or_history_only import copy_or_history_only
 from millstream.capture.pending_column_renames import PendingDefinitions
-from millstream.capture.rows_before_rules import RawPast
 from millstream.capture.source import KeyColumn, SourceTable, possible_ancestors
 from millstream.capture.transient_column_names import ShownColumns, form_of
 from millstream.catalog import COPY_HELD, Catalog, TableRow, TableState

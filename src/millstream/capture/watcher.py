@@ -21,7 +21,8 @@ from typing import Final
 
 import structlog
 
-from millstream.capture.column_rule_binding import RULES, ColumnRules
+from millstream.capture.column_rules.binding import RULES, ColumnRules
+from millstream.capture.column_rules.rows_before_rules import note_raw_values
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import translated
 from millstream.capture.copy_or_history_only import after_identity_change, copy_or_history_only
@@ -41,7 +42,6 @@ from millstream.capture.publication import (
     sync_publications,
 )
 from millstream.capture.rewrite_detection import KnownLayouts, shape_of
-from millstream.capture.rows_before_rules import note_raw_values
 from millstream.capture.slot import read_slot
 from millstream.capture.source import Connection, SourceIdentity, SourceTable, connect_same, insert_lsn
 from millstream.capture.streamed_publications import StreamedPublications

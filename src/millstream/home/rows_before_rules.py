@@ -31,7 +31,7 @@ def kept_raw_values(
         LogError: the log is damaged.
         OSError: it can't be read.
     """
-    from millstream.capture.rows_before_rules import raw_values_scope
+    from millstream.capture.column_rules.rows_before_rules import raw_values_scope
 
     facts = catalog.facts(raw_values_scope(stream))
     config = home.config.streams.get(name)

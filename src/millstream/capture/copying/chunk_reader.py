@@ -17,7 +17,7 @@ import numpy as np
 import psycopg
 from psycopg import pq, sql
 
-from millstream.capture.column_rule_binding import ColumnRules
+from millstream.capture.column_rules.binding import ColumnRules
 from millstream.capture.connection import translate_result, translated
 from millstream.capture.copying.copy_column_rules import check_numbers, hashed_places, hasher, read_columns, rows_with
 from millstream.capture.copying.copy_output import CopyText, Text, copy_out, copy_pieces

@@ -16,7 +16,7 @@ from typing import Final
 import psycopg
 from psycopg import sql
 
-from millstream.capture.column_rule_binding import ColumnRules
+from millstream.capture.column_rules.binding import ColumnRules
 from millstream.capture.copying.chunk_reader import AGAIN, ChunkReader, Moment
 from millstream.capture.copying.source_snapshot import SourceSnapshot
 from millstream.capture.source import Connection, SourceTable

@@ -16,7 +16,7 @@ from typing import Final, Literal, TypeAlias, assert_never
 import numpy as np
 import numpy.typing as npt
 
-from millstream.capture.column_rule_binding import TEXT_OID
+from millstream.capture.column_rules.binding import TEXT_OID
 from millstream.capture.stream.frames import Block
 from millstream.capture.stream.message_kinds import STREAM_ABORT, STREAM_COMMIT, STREAM_START, STREAM_STOP
 from millstream.codec.pgoutput import MessageRun, Relation, parse_message

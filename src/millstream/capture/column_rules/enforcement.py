@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Final
 
-from millstream.capture.column_rule_binding import ColumnRules
+from millstream.capture.column_rules.binding import ColumnRules
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import translated
 from millstream.capture.publication import inserts_name, list_published, restriction
