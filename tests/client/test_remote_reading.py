@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -18,6 +19,8 @@ import pytest
 from tests.app.homes import make_home, wait_for
 from tests.app.landed import LandedHome
 from tests.app.served import serving
+from tests.spark.hand_made import Change, insert
+from tests.spark.hand_made import Home as HandMade
 
 import millstream
 from millstream.app.open_home import OpenHome
@@ -33,6 +36,10 @@ from millstream.errors import (
     UnknownStream,
     UsageError,
 )
+from millstream.model.ids import SchemaVersion
+from millstream.model.positions import Seq, StreamToken
+from millstream.model.records import Op
+from millstream.model.schema import Column, TableKind
 from millstream.testing.errors import coded
 from millstream.testing.pytest_plugin import Database
 
@@ -106,6 +113,35 @@ def test_what_is_refused_is_refused_by_the_same_error(
             ask(home)
         said.append((type(caught.value), caught.value.as_dict()))
     assert said[0] == said[1]
+
+
+def test_records_that_were_not_decoded_end_the_read_of_a_table_there_too(tmp_path: Path) -> None:
+    path = make_home(tmp_path / "shop", "[streams.shop]\n")
+    with closing(HandMade(path)) as made:
+        orders = made.table("public.orders", id=pa.int64())
+        made.commit(insert(orders, id=1))
+        columns = (Column("message", pa.binary()),)
+        aside = replace(orders, version=SchemaVersion(9), columns=columns, kind=TableKind.RAW, identity=(), key=())
+        made.commit(Change(aside, Op.CREATE, {"message": b"I"}))
+        first = StreamToken.scalar(made.stream, Seq(1))
+    with serving(path) as url, millstream.open(path) as here, millstream.connect(url) as there:
+        said = []
+        for home in (here, there):
+            found: list[int] = []
+            for after in (None, first):
+                with pytest.raises(MillstreamError, check=coded("table_quarantined")) as caught:
+                    found.extend(
+                        n for batch in home.read("shop", table="orders", after=after) for n in batch["id"].to_pylist()
+                    )
+                said.append((type(caught.value), caught.value.as_dict()))
+            with (
+                pytest.raises(MillstreamError, check=coded("table_quarantined")) as caught,
+                home.follow("shop", table="orders", after=first) as changes,
+            ):
+                next(changes)
+            said.append((type(caught.value), caught.value.as_dict()))
+            assert found == [1]
+        assert said == said[:1] * 6
 
 
 def test_a_table_of_all_regions_takes_what_it_may_behind_an_address(tmp_path: Path) -> None:

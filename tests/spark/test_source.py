@@ -13,12 +13,12 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 from tests.spark.hand_made import Change, Home, delete, insert, update
 
-from millstream.errors import EngineError, TokenFromFuture, UnknownStream, UnknownTable, UsageError
+from millstream.errors import EngineError, MillstreamError, TokenFromFuture, UnknownStream, UnknownTable, UsageError
 from millstream.model.ids import SchemaVersion
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.records import Op
-from millstream.model.schema import TableSchema
-from millstream.spark.source import SourceOptions, position_of
+from millstream.model.schema import Column, TableKind, TableSchema
+from millstream.spark.source import MillstreamSource, SourceOptions, position_of
 from millstream.testing.errors import coded
 
 
@@ -288,3 +288,40 @@ def test_spark_tells_the_errors_of_the_source(
     given = {name: later if value == "LATER" else value for name, value in options.items()}
     with pytest.raises(Exception, match=error.__name__):
         load(spark, home, **given).collect()
+
+
+def test_a_table_that_is_named_is_read_up_to_records_that_were_not_decoded(home: Home) -> None:
+    orders = orders_of(home)
+    home.commit(insert(orders, id=1, total=None, note="a"))
+    aside = home._put(
+        replace(orders, columns=(Column("message", pa.binary()),), kind=TableKind.RAW, identity=(), key=())
+    )
+    start = home.log.persisted_upto()
+    home.commit(Change(aside, Op.CREATE, {"message": b"I"}), insert(items_of(home), id=10, order=1))
+    behind = home.log.persisted_upto()
+
+    def notes(table: str | None, **bounds: int) -> list[str]:
+        given = {name: str(StreamToken.scalar(home.stream, Seq(at))) for name, at in bounds.items()}
+        source = MillstreamSource({"path": str(home.path), **({} if table is None else {"table": table}), **given})
+        reader = source.reader(source.schema())
+        batches = [batch for one in reader.partitions() for batch in reader.read(one)]
+        rows = [row for batch in batches if isinstance(batch, pa.RecordBatch) for row in batch.to_pylist()]
+        return [str(row.get("note")) for row in rows]
+
+    def refused(table: str) -> dict[str, Any]:
+        with pytest.raises(MillstreamError, check=coded("table_quarantined")) as raised:
+            notes(table)
+        return raised.value.details
+
+    before, end = (str(StreamToken.scalar(home.stream, at)) for at in (start, behind))
+    assert refused("public.orders") == {"table": "public.orders", "before": before, "behind": end}
+    assert notes("public.orders", ending=start) == ["a"]
+    home.commit(insert(replace(orders, version=SchemaVersion(aside.version + 1)), id=2, total=None, note="b"))
+    assert refused("public.orders") == {"table": "public.orders", "before": before, "behind": end}
+    assert notes("public.orders", starting=behind) == ["b"]
+    assert len(notes(None)) == 3
+
+    hidden = home.table("public.hidden", message=pa.binary())
+    hidden = home._put(replace(hidden, kind=TableKind.RAW, identity=(), key=()))
+    home.commit(Change(hidden, Op.CREATE, {"message": b"I"}))
+    assert refused("public.hidden")["table"] == "public.hidden"

@@ -136,6 +136,8 @@ class OpenHome(HomeAppends):
             OffsetExpired: retention has dropped part of the range; without `after`, all of it up to
                 `upto` and more, or all records of the table.
             TokenFromFuture: `upto` lies beyond what is durable.
+            MillstreamError (`table_quarantined`): the next records of `table` weren't decoded, as it was quarantined
+                when they came. Read on after the token in the detail `behind` to skip them.
         """
         known = partial(tables_named, self._home, stream, table or "")
         yield from read_records(self.reader(stream), table=table, after=after, upto=upto, known=known)
@@ -175,6 +177,7 @@ class OpenHome(HomeAppends):
                 is slower than retention.
             TokenFromFuture: `after` lies beyond what may be read.
             UsageError: a text is no table's name.
+            MillstreamError (`table_quarantined`): as `read`, while iterating, if tables are named.
             ReplicationError (`replica_too_stale`): as `read`, at the call.
         """
         tables = FollowedTables(table)

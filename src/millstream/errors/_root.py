@@ -64,9 +64,11 @@ class MillstreamError(Exception):
             hint="This is a bug of Millstream's. run.log in the demo's folder says what happened.",
         ),
         "table_quarantined": Code(
-            "The table is quarantined: the log keeps its records undecoded until it is repaired; details: table, reason.",
+            "The table is quarantined, or was when the records to read came: the log keeps them undecoded; details: table;"
+            " of a reader, before and behind (the tokens around the records).",
             Retry.OPERATOR,
-            "Run `millstream tables` for the reason, then `millstream tables retry T`.",
+            "Run `millstream tables` for the reason, then `millstream tables retry T`. To skip the records, read on"
+            " after `behind`.",
         ),
         "home_unreadable": Code(
             "A file or folder of the home isn't readable by this user; details: path.",

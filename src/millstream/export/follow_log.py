@@ -19,6 +19,7 @@ from millstream.model.ids import SchemaVersion, ShardId, TableId
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Offset, Seq, StreamToken
 from millstream.model.schema import TableKind, TableSchema
+from millstream.wal.table_batches import is_raw, set_aside
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -207,6 +208,7 @@ def follow_steps(
 
     Raises:
         OffsetExpired, TokenFromFuture, LogTruncated, CorruptWal: as `StreamReader.read_between`.
+        MillstreamError (`table_quarantined`): tables are named, and the next records of one weren't decoded.
     """
     at = after
     while True:
@@ -233,11 +235,18 @@ def batches_between(
         if ids:
             one = next(iter(ids)) if len(ids) == 1 else None
             parts = (part for part in reader.read_between(at, stretch.upto, table=one) if tables.has(part.schema))
-            yield from _with_positions(stretch, parts)
+            for part, position in _with_positions(stretch, parts):
+                if is_raw(part.schema) and not tables.are_all:
+                    begin, reach = (StreamToken.scalar(reader.stream_id, end) for end in (at, upto))
+                    rest = (
+                        more for more in reader.read_between(Seq(part.first_seq - 1), upto) if tables.has(more.schema)
+                    )
+                    raise set_aside(reader, part, rest, begin, reach)
+                yield part.batch, position
         at = stretch.upto
 
 
-def _with_positions(stretch: Stretch, parts: Iterator[TableRecords]) -> Iterator[tuple[pa.RecordBatch, Seq]]:
+def _with_positions(stretch: Stretch, parts: Iterator[TableRecords]) -> Iterator[tuple[TableRecords, Seq]]:
     """Yield a stretch's parts, each with the position to resume from."""
     held: list[TableRecords] = []
     held_bytes = 0
@@ -246,11 +255,11 @@ def _with_positions(stretch: Stretch, parts: Iterator[TableRecords]) -> Iterator
         held_bytes += part.batch.nbytes
         if held_bytes > _HELD_BYTES_MAX:
             # One commit group of this size: its beginning stands for every position in it.
-            yield from ((earlier.batch, stretch.after) for earlier in held[:-1])
+            yield from ((earlier, stretch.after) for earlier in held[:-1])
             held = held[-1:]
     positions = [stretch.upto]
     next_first: int | None = None
     for part in reversed(held[1:]):
         next_first = part.first_seq if next_first is None else min(next_first, part.first_seq)
         positions.append(stretch.position_before(next_first))
-    yield from ((part.batch, position) for part, position in zip(held, reversed(positions), strict=False))
+    yield from zip(held, reversed(positions), strict=False)

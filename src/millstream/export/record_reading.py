@@ -12,6 +12,7 @@ from millstream.model.ids import StreamId, TableId
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.schema import TableKind, TableSchema
+from millstream.wal.table_batches import is_raw, set_aside
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -32,7 +33,11 @@ def read_records(
     upto: StreamToken | str | None = None,
     known: Callable[[], list[TableId]] = list,
 ) -> Iterator[pa.RecordBatch]:
-    """Read a log's records between two tokens; see `OpenHome.read`, and `table_ids` for `known`."""
+    """Read a log's records between two tokens; see `OpenHome.read`, and `table_ids` for `known`.
+
+    Raises:
+        MillstreamError (`table_quarantined`): the next records of the table that is named weren't decoded.
+    """
     start, end = _parse(reader.stream_id, after), _parse(reader.stream_id, upto)
     first = reader.first_seq()
     wanted = None if table is None else table_ids(reader, table, known=known, from_first=start is None)
@@ -48,8 +53,13 @@ def read_records(
         high = reader.persisted_upto() if end is None else reader.whole_upto(end.minimum)
         if start is None:
             reader.extent.check_end(high)
+        begin, reach = (StreamToken.scalar(reader.stream_id, at) for at in (low, high))
         pieces = reader.read_between(low, high, table=one)
-    yield from (found.batch for found in pieces if wanted is None or found.schema.table_id in wanted)
+    own = (found for found in pieces if wanted is None or found.schema.table_id in wanted)
+    for found in own:
+        if wanted is not None and is_raw(found.schema):
+            raise set_aside(reader, found, own, begin, reach)
+        yield found.batch
 
 
 def latest_stretches(

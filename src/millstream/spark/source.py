@@ -53,14 +53,14 @@ from millstream.model.column_renames import Names, names_in
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.records import RECORD_COLUMNS, record_schema
-from millstream.model.schema import TableKind, TableSchema
+from millstream.model.schema import TableSchema
 from millstream.model.schema_conversion import conform
 from millstream.spark.columns import arrow_schema, spark_schema
 from millstream.spark.envelope import ENVELOPE_SCHEMA, envelopes
 from millstream.spark.merged_source import MergedReader, MergedTable
 from millstream.spark.python_worker_setup import spare_the_collector
 from millstream.wal.reader import LogSpan, StreamReader, TableRecords
-from millstream.wal.table_batches import is_raw, schemas_in
+from millstream.wal.table_batches import is_raw, schemas_in, set_aside
 
 PARTITION_BYTES: Final = 16 << 20
 """Log bytes of a partition: about a quarter of a second's work for a Python worker, several times what a task costs."""
@@ -265,7 +265,7 @@ class _Scan:
                 names[schema] = names_in(schema, by_table[schema.table_id])
             columns = frozenset([*target.names, *(name for some in names.values() for name in some.values() if name)])
         found = self.log.read_span(partition.span, tables=partition.table_ids, columns=columns)
-        pieces = (piece for piece in found if not is_raw(piece.schema))
+        pieces = found if partition.table_ids is None else self._decoded(found, partition.span, partition.table_ids)
         yield from _together(self._rows(pieces, target, names), target)
         spare_the_collector("read")
 
@@ -273,8 +273,22 @@ class _Scan:
         self, pieces: Iterator[TableRecords], target: pa.Schema, names: Mapping[TableSchema, Names]
     ) -> Iterator[pa.RecordBatch]:
         for piece in pieces:
+            if is_raw(piece.schema):
+                continue
             rows = piece.batch if self.options.table is not None else envelopes(piece.schema, piece.batch, target.names)
             yield conform(rows, target, hint=_OTHER_COLUMNS, names=names.get(piece.schema))
+
+    def _decoded(
+        self, pieces: Iterator[TableRecords], span: LogSpan, tables: frozenset[TableId]
+    ) -> Iterator[TableRecords]:
+        """Yield the pieces; raises `MillstreamError` (`table_quarantined`) at the first that wasn't decoded."""
+        for piece in pieces:
+            if is_raw(piece.schema):
+                begin, reach = (StreamToken.scalar(self.log.stream_id, at) for at in (span.after, span.upto))
+                behind = self.log.read_between(Seq(piece.first_seq - 1), span.upto)
+                rest = (more for more in behind if more.schema.table_id in tables)
+                raise set_aside(self.log, piece, rest, begin, reach)
+            yield piece
 
     def _existing(self, text: str) -> Seq:
         seq = self._parse(text)
@@ -401,10 +415,28 @@ def _together(batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> Iterator[
 
 
 def _tables_named(log: StreamReader, name: str) -> list[TableSchema]:
-    """Return the latest schemas of all tables of that name: a table that was dropped and created again counts twice."""
-    schemas = [schema for schema in log.schemas().values() if schema.kind is not TableKind.RAW]
+    """Return the latest schemas of all tables of that name: a table that was dropped and created again counts twice.
+
+    A table that is quarantined has the schema of its last record that was decoded.
+
+    Raises:
+        UnknownTable: there is none of that name.
+        MillstreamError (`table_quarantined`): none of its records was decoded.
+    """
+    newest = log.schemas()
+    if any(is_raw(schema) for schema in newest.values()):
+        decoded = {table: schema for (table, _), schema in log.schema_versions().items() if not is_raw(schema)}
+        newest = {table: decoded.get(table, schema) if is_raw(schema) else schema for table, schema in newest.items()}
     # As PostgreSQL quotes it, or plain: a name that is quoted in the log may still be typed without quotes.
-    found = [schema for schema in schemas if name in {schema.full_name, f"{schema.namespace}.{schema.name}"}]
+    named = [s for s in newest.values() if name in {s.full_name, f"{s.namespace}.{s.name}"}]
+    found = [schema for schema in named if not is_raw(schema)]
+    if named and not found:
+        first, end = Seq(max(0, log.first_seq() - 1)), log.persisted_upto()
+        parts = log.read_between(first, end, table=named[0].table_id)
+        begin, reach = (StreamToken.scalar(log.stream_id, at) for at in (first, end))
+        for part in parts:
+            raise set_aside(log, part, parts, begin, reach)
+    schemas = [schema for schema in newest.values() if not is_raw(schema)]
     if not found:
         known = sorted({schema.full_name for schema in schemas})
         raise UnknownTable(

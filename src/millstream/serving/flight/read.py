@@ -23,7 +23,8 @@ def records(reader: StreamReader, asked: GetRequest) -> Iterator[pa.RecordBatch]
     """Yield the records, in their order; a batch has one version of the table's columns.
 
     Raises:
-        UnknownTable, PositionError (`invalid_token`), OffsetExpired, TokenFromFuture: as `OpenHome.read`.
+        UnknownTable, PositionError (`invalid_token`), OffsetExpired, TokenFromFuture, MillstreamError
+            (`table_quarantined`): as `OpenHome.read`.
     """
     held: list[pa.RecordBatch] = []
     rows = 0
