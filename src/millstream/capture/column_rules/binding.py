@@ -70,6 +70,10 @@ class _Binding:
             set(self.tables), columns, self.layout, None if self.partitions is None else set(self.partitions)
         )
 
+    def aliases(self, column: str) -> set[str]:
+        """Return the name of a rule's column in the configuration, with the other names that columns with the rule had."""
+        return {column}.union(*(names for names in self.columns.values() if column in names))
+
     def stored(self) -> dict[str, Any]:
         columns = {str(number): sorted(names) for number, names in sorted(self.columns.items())}
         partitions = None if self.partitions is None else sorted(self.partitions)
@@ -159,10 +163,26 @@ class ColumnRules:
             before = self._binding(table.oid)
             ruled, binding = self._applied(table, before.copy())
             if ruled.refusal is None and binding.stored() != before.stored():
-                assert self._catalog is not None, "a stream that runs has a catalog"
-                self._catalog.put_fact(self._scope, str(table.oid), binding.stored())
-                self._bindings[table.oid] = binding
+                self._store(table.oid, binding)
         return ruled
+
+    def _store(self, oid: int, binding: _Binding) -> None:
+        assert self._catalog is not None, "a stream that runs has a catalog"
+        self._catalog.put_fact(self._scope, str(oid), binding.stored())
+        self._bindings[oid] = binding
+
+    def are_as_in(self, table: SourceTable) -> bool:
+        """Return whether the columns of a table that `applied` returned have the same rules still."""
+        if not self or not self._asked(table.oid, _names(table)):
+            return not table.rules
+        numbers = {column.name: column.number for column in table.layout}
+        with self._lock:
+            try:
+                bound = self._bind(table, self._binding(table.oid).copy())
+            except ConfigError:
+                return False
+        columns = table.relation.columns
+        return all(bound.of(numbers[c.name], c.name) is table.rules.get(c.name) for c in columns)
 
     def applied_unbound(self, table: SourceTable) -> SourceTable:
         """Return a table as `applied` does, and store nothing."""
@@ -202,24 +222,49 @@ class ColumnRules:
                 table, numbers_max = found
                 self.applied(table)
                 bound = self._bind(table, self._binding(relation.oid).copy())
-                ways = explanations(relation.columns, table, numbers_max)
+                ways = list(explanations(relation.columns, table, numbers_max))
             else:
                 bound = self._of_gone(relation, binding)
-                ways = iter(())
-        names = [column.name for column in relation.columns]
-        types = [column.type_oid for column in relation.columns]
-        if [[name, type_] for _, name, type_ in seen] == [[n, t] for n, t in zip(names, types, strict=True)]:
-            decided = {tuple(bound.of(number, name) for number, name, _ in seen)}
-        else:
+                ways = []
+            names = [column.name for column in relation.columns]
+            types = [column.type_oid for column in relation.columns]
+            if [[name, type_] for _, name, type_ in seen] == [[n, t] for n, t in zip(names, types, strict=True)]:
+                ways = [tuple(number for number, *_ in seen)]
             decided = {tuple(map(bound.of, way, names)) for way in ways}
-        if len(decided) != 1:
-            raise ConfigError(
-                f"the columns of table {relation.qualified_name} in the stream can't be told apart: it was changed too much "
-                "since",
-                code="layout_unclear",
-                table=relation.qualified_name,
-            )
+            if len(decided) != 1 or (found is not None and not self._bind_shown(found[0], names, ways, bound)):
+                raise ConfigError(
+                    f"the columns of table {relation.qualified_name} in the stream can't be told apart: it was changed too "
+                    "much since",
+                    code="layout_unclear",
+                    table=relation.qualified_name,
+                )
         return next(iter(decided))
+
+    def _bind_shown(
+        self, table: SourceTable, names: Sequence[str], ways: Sequence[tuple[int, ...]], bound: BoundRules
+    ) -> bool:
+        """Bind the rules that columns of a message have by name alone to the columns: they may have other names by now.
+
+        Return False if a column of today may be one of these, or may not.
+
+        Raises:
+            ConfigError: a column has two rules then, or one that its key can't have.
+        """
+        unbound = {column.number for column in table.layout} - bound.by_number.keys()
+        binding = self._binding(table.oid).copy()
+        asked, is_new = self._asked(table.oid, _names(table)), False
+        for name, numbers in zip(names, map(set, zip(*ways, strict=True)), strict=True):
+            if name not in bound.by_name or not numbers & unbound:
+                continue
+            if len(numbers) > 1:
+                return False
+            configured = {column for column in asked if name in binding.aliases(column)}
+            binding.columns.setdefault(numbers.pop(), set()).update({name, *configured})
+            is_new = True
+        if is_new:
+            self._bind(table, binding)
+            self._store(table.oid, binding)
+        return True
 
     def _binding(self, oid: int) -> _Binding:
         return self._bindings.get(oid) or _Binding()
@@ -247,7 +292,8 @@ class ColumnRules:
         by_number: dict[int, Rule] = {}
         by_name: dict[str, Rule] = {}
         for column, rule in asked.items():
-            numbers = {c.number for c in table.layout if c.name == column}
+            had = binding.aliases(column)
+            numbers = {c.number for c in table.layout if c.name in had}
             numbers |= {number for number, names in binding.columns.items() if column in names}
             if not numbers:
                 raise ConfigError(

@@ -61,7 +61,7 @@ class TableGone(SourceError):
 
 
 class TableChanged(SourceError):
-    """The table's key has changed, which makes its chunks meaningless."""
+    """The table's key, or the rule of a column, has changed, which makes its chunks meaningless."""
 
     code = "table_changed"
 

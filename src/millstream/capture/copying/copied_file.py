@@ -39,6 +39,7 @@ class CopiedFile:
             begun: the reading.
             schema: its schema, with its version.
         """
+        self.table: Final = begun.table
         self.lsn: Final = begun.lsn
         self.at_us: Final = begun.at_us
         self.schema: Final = schema

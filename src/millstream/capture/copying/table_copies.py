@@ -300,6 +300,8 @@ class TableCopies:
         for chunk in copy.open_chunks():
             if not chunk.ticket or chunk.read.lsn > self._passed:
                 continue
+            if not self._directory.rules.are_as_in(chunk.read.table):
+                raise TableChanged(f"the rule of a column of table {copy.name} changed", table=copy.name)
             if isinstance(chunk.read, CopiedFile):
                 yield from self._enter_whole(copy, chunk, chunk.read)
             elif chunk.rows is not None:
@@ -399,8 +401,8 @@ class TableCopies:
         if isinstance(error, TableGone) or copy.row.relation_oid not in self._tables.facts:
             logger.info("copy given up: the table is gone", table=copy.name)
         elif isinstance(error, TableChanged):
-            logger.info("copy begins again: the table's key changed", table=copy.name)
-            self._catalog.set_state(copy.row.id, TableState.COPY_REQUESTED, "its key changed during the copy")
+            logger.info("copy begins again", table=copy.name, reason=error.message)
+            self._catalog.set_state(copy.row.id, TableState.COPY_REQUESTED, f"{error.message} during the copy")
             self._directory.look_wanted.set()
         elif isinstance(error, ConfigError):
             self._directory.refuse(copy.row.relation_oid, copy.row.namespace, copy.row.name, error)
