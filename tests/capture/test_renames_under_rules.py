@@ -184,6 +184,16 @@ def test_a_copy_that_reads_a_column_before_its_rule_is_known_begins_again(stage:
     nothing_leaked(stage)
 
 
+def test_a_column_that_may_have_had_a_hashed_one_s_name_is_not_copied(following: Stage) -> None:
+    following.sql(
+        "ALTER TABLE users RENAME email TO mail", "ALTER TABLE users ADD email text", insert(2, f"{SECRET}-9"),
+        "ALTER TABLE users DROP email", "ALTER TABLE users ADD later text",
+    )  # fmt: skip
+    following.catch_up()
+    assert following.state("public.users") is TableState.QUARANTINED
+    nothing_leaked(following)
+
+
 def test_names_that_two_hashed_columns_swap_are_told(stage: Stage) -> None:
     stage.sql(TABLE, ROW)
     ruled(stage, {"ssn": Rule.HASH, "email": Rule.HASH, "name": Rule.HASH}, follows_names=True)
