@@ -59,8 +59,9 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 EARLY_SIGNAL = """
-import importlib, os, sys
+import importlib, os, signal, sys
 from millstream.cli.main import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 find = importlib.import_module
 def import_module(name, package=None):
     os.kill(os.getpid(), int(os.environ["NUMBER"]))
