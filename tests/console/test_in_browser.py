@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -84,6 +85,11 @@ def server(tmp_path: Path) -> Iterator[Served]:
             f"http://{found.address}/v1/streams/web/consumers", json={"name": "search", "start": "earliest"}
         )
         assert made.status_code == 201, made.text
+        # The pages show a status of up to a few seconds, which may be older than the stream.
+        end_s = time.monotonic() + 60
+        while httpx.get(f"http://{found.address}/consumers/web/search").status_code != 200:
+            assert time.monotonic() < end_s, "the console doesn't show the consumer"
+            time.sleep(0.1)
         yield found
 
 
