@@ -59,7 +59,8 @@ HEAD_V1 = struct.Struct("<IIIBBH9qI2H3I")  # without region and shard
 PART, MARK, DROPPED = struct.Struct("<q4I"), struct.Struct("<8sIHHQ16si7q"), struct.Struct("<8sIHHQqq")
 SHARED_MARK = struct.Struct(f"{MARK.format}q?")  # of a writer that shares its stream with others
 SHOWN = struct.Struct(f"{MARK.format}q??")
-PREFIX = ["__offset", "__index", "__op", "__unchanged", "__exact", "__before"]
+PREFIX = ["__offset", "__index", "__op", "__unchanged", "__exact", "__before"]  # and of a partitioned table:
+PARTITION = "__partition_oid"
 SCHEMA, RECORDS, LOSS = 1, 2, 3  # kinds of frames
 MORE = 1  # a flag of frames
 COPY_CHUNK, MESSAGE = 2, 4  # kinds of operations
@@ -325,7 +326,10 @@ def lines_of_frame(
             [c["name"] for c in facts["columns"]],
         )
         name = None if is_message else f"{quoted(facts['namespace'])}.{quoted(facts['name'])}"
-        values = list(zip(*(texts(column, utf8=is_message) for column in rows.columns[len(PREFIX) :]), strict=True))
+        is_partitioned = facts.get("partitioned", False)
+        leaves = rows.column(PARTITION).to_pylist() if is_partitioned else None
+        own = rows.columns[len(PREFIX) + is_partitioned :]
+        values = list(zip(*(texts(column, utf8=is_message) for column in own), strict=True))
         prefixes = zip(*(rows.column(column).to_pylist() for column in PREFIX), strict=True)
         for at, ((of, seq), (offset, index, code, unchanged, exact, before)) in enumerate(
             zip(numbers, prefixes, strict=True)
@@ -343,6 +347,10 @@ def lines_of_frame(
                 "xid": xid, "row": None if op == "t" else row, "before": None if before is None else dict(before),
                 "unchanged": unchanged or [], "exact": dict(exact or ()),
             }  # fmt: skip
+            if leaves is not None:
+                line["partition_oid"] = leaves[at]
+                if op == "x":
+                    line |= {"row": {**dict(before or ()), "oid": leaves[at]}, "before": None}
             if facts["kind"] == "definition":
                 columns = [
                     {"name": c["name"], "number": c.get("number", 0), "type": c["pg"] and c["pg"][2]}

@@ -24,7 +24,7 @@ from millstream.codec.log_frame import (
 from millstream.model.ids import Epoch, GroupNumber, RegionId, SchemaVersion, ShardId, SourceId, TableId, WriterId
 from millstream.model.operations import OPERATION_SCHEMA, OperationKind
 from millstream.model.positions import Lsn, Offset, Seq
-from millstream.model.records import Op, log_row_schema
+from millstream.model.records import PARTITION_OID, Op, log_row_schema
 from millstream.model.schema import Column, PgType, ReplicaIdentity, TableKind, TableSchema
 
 UTC = dt.UTC
@@ -75,6 +75,7 @@ def schemas(draw: st.DrawFn, table_id: int = 1) -> TableSchema:
         replica_identity=draw(st.sampled_from(ReplicaIdentity)),
         kind=draw(st.sampled_from(TableKind)),
         relation_oid=draw(INT32),
+        partitioned=draw(st.booleans()),
     )
 
 
@@ -131,6 +132,8 @@ def samples(draw: st.DrawFn) -> Sample:
             )  # fmt: skip
             for _ in range(count):
                 row = {c.name: draw(MAYBE_VALUE[c.arrow]) for c in table.columns}
+                if table.partitioned:
+                    row[PARTITION_OID.name] = draw(st.none() | INT32)
                 row |= {
                     "__offset": offset,
                     "__op": int(draw(st.sampled_from(Op))),

@@ -186,6 +186,14 @@ def test_the_golden_segment_of_version_2_is_read() -> None:
     assert header.directory == DIRECTORY
 
 
+def test_the_golden_segment_of_a_partitioned_table_is_read() -> None:
+    _, rows = read_golden("segment-partitioned", version=2)
+    assert [(row["table"], row["__op"], row.get("__partition_oid", "none")) for row in rows] == [
+        ("leafy", "c", 16_391), ("leafy", "c", None), ("leafy", "x", 16_391), ("leafy", "x", 2**32 - 1),
+        ("orders", "c", "none"),
+    ]  # fmt: skip
+
+
 def test_the_golden_segment_with_headers_of_version_1_is_read() -> None:
     header, rows = read_golden("segment-header-v1", version=1)
     assert (header.shard, header.region, header.epoch, header.base_offset) == (0, 0, 7, 1000)

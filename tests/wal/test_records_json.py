@@ -132,6 +132,25 @@ def test_a_line_holds_every_field_as_the_contract_says(log: LogWriter, tmp_path:
     assert (truncate["op"], truncate["row"]) == ("t", None)
 
 
+def test_records_of_a_partitioned_table_name_their_leaf_partition(log: LogWriter, tmp_path: Path) -> None:
+    own = (Column("id", pa.int64(), pg(20, "bigint")), Column("partition", pa.string(), pg(25, "text")))
+    parts = replace(schema(5, "parts", *own), partitioned=True)
+    log.append(
+        ops([operation(7, 16)], (parts, 0, [
+            row(0, Op.CREATE, id=1, partition="mine", __partition_oid=16_500),
+            row(1, Op.CREATE, id=2),
+            row(2, Op.PARTITION_LEFT, __partition_oid=4_000_000_000, __before=[("partition", 'public."Leaf 1"')]),
+        ]), (ITEMS, 0, [row(3, Op.CREATE, id=5)]))
+    )  # fmt: skip
+    first, unknown, left, item = cat(tmp_path)
+    assert [list(line) for line in (first, unknown, left)] == [[*FIELDS, "partition_oid"]] * 3
+    assert list(item) == FIELDS
+    assert (first["row"], first["partition_oid"]) == ({"id": 1, "partition": "mine"}, 16_500)
+    assert unknown["partition_oid"] is None
+    assert (left["op"], left["before"], left["partition_oid"]) == ("x", None, 4_000_000_000)
+    assert left["row"] == {"partition": 'public."Leaf 1"', "oid": 4_000_000_000}
+
+
 def test_as_text_every_value_is_what_postgresql_prints(log: LogWriter, tmp_path: Path) -> None:
     log.append(
         ops([operation(7, 16)], (ORDERS, 0, [

@@ -158,11 +158,11 @@ def _printer(
     style: str, reader: StreamReader, wanted: frozenset[TableId], protocol: LineProtocol
 ) -> Callable[[Line], None]:
     """Return what prints a record in a format of text; that of CSV prints the header now."""
-    from millstream.export.records_text import CsvTable, columns_over
+    from millstream.export.records_text import CsvTable
     from millstream.model.record_json import to_json
 
     if style == "csv":
-        return CsvTable(sys.stdout, columns_over(reader.schema_versions(), wanted)).write
+        return CsvTable(sys.stdout, reader.schema_versions(), wanted).write
 
     def print_record(line: Line) -> None:
         text = to_json(line.facts) if style == "ndjson" else protocol.line(line)

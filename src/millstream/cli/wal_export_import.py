@@ -278,7 +278,7 @@ def note_left_out(protocol: LineProtocol) -> None:
 
 def _write_csv(cat: Cat, reader: StreamReader, wanted: frozenset[TableId] | None, output: Path | None) -> int:
     """Write a file per table, under its newest name, or everything requested to stdout; return how many records."""
-    from millstream.export.records_text import CsvTable, columns_over
+    from millstream.export.records_text import CsvTable
     from millstream.lake.layout import folder_of
 
     schemas = reader.schema_versions()
@@ -287,7 +287,7 @@ def _write_csv(cat: Cat, reader: StreamReader, wanted: frozenset[TableId] | None
     written: dict[Path | None, CsvTable] = {}
 
     def begin(file: Path | None, out: TextIO) -> CsvTable:
-        written[file] = CsvTable(out, columns_over(schemas, {table for table, its in files.items() if its == file}))
+        written[file] = CsvTable(out, schemas, {table for table, its in files.items() if its == file})
         return written[file]
 
     count = 0

@@ -43,8 +43,7 @@ _TYPES: Final = frozenset({
     pa.timestamp("us"), INSTANT,
 })  # fmt: skip
 _NO_PARTITION: Final = -1
-_ROW_PREFIX: Final = (OPERATION_ORDINAL, *LOG_ROW_PREFIX[1:])
-_NEVER_NULL: Final = tuple(field.name for field in _ROW_PREFIX if not field.nullable)
+_NEVER_NULL: Final = tuple(field.name for field in (OPERATION_ORDINAL, *LOG_ROW_PREFIX[1:]) if not field.nullable)
 
 
 def encode_op(op: WriteOps) -> bytes:
@@ -66,7 +65,7 @@ def encode_op(op: WriteOps) -> bytes:
     bodies: list[Bytes] = [operation]
     for table in tables:
         partition = None if table.partition is None else table.partition.encode()
-        schema, rows = encode_schema(table.schema.to_arrow(_ROW_PREFIX)), encode_batch(table.rows)
+        schema, rows = encode_schema(append_row_schema(table.schema)), encode_batch(table.rows)
         pieces.append(_ENTRY.pack(len(schema), len(rows), _NO_PARTITION if partition is None else len(partition)))
         bodies += [_padded(partition or b""), schema, rows]
     head = b"".join(bytes(piece) for piece in pieces)
@@ -116,7 +115,7 @@ def _decode_table(taken: _ByteCursor, entry: tuple[int, int, int], shard: ShardI
         schema = TableSchema.from_arrow(message)
     except (KeyError, ValueError, TypeError) as error:
         raise CorruptFrame(f"an operation holds no table schema: {error!r}") from error
-    if not message.equals(schema.to_arrow(_ROW_PREFIX)):
+    if not message.equals(append_row_schema(schema)):
         raise CorruptFrame("an operation's schema differs from the one in its header")
     odd = [column.name for column in schema.columns if not _is_of_log(column.arrow)]
     if odd:

@@ -35,7 +35,7 @@ from millstream.codec.log_schemas import SchemaSet
 from millstream.errors import CorruptFrame, UnsupportedFormat
 from millstream.model.ids import Epoch, GroupNumber, RegionId, SchemaVersion, ShardId, SourceId, TableId, WriterId
 from millstream.model.positions import Lsn, Offset, Seq
-from millstream.model.records import LOG_ROW_PREFIX
+from millstream.model.records import LOG_ROW_PREFIX, log_row_prefix
 from millstream.model.schema import TableSchema
 
 BATCH_HEADER_VERSION: Final = 2
@@ -261,7 +261,7 @@ class LossFrame:
 
 def encode_schema_frame(header: FrameHeader, schema: TableSchema) -> list[Bytes]:
     """Encode a schema frame as buffers, head first. `header.count` is 0."""
-    data = encode_schema(schema.to_arrow(LOG_ROW_PREFIX))
+    data = encode_schema(schema.to_arrow(log_row_prefix(schema)))
     part = PayloadPart(schema.table_id, schema.version, 0, len(data), crc32c(data))
     return [_encode_head(header, (part,), b"", b""), data]
 
@@ -528,7 +528,7 @@ def _decode_schema_payload(header: FrameHeader, read: Callable[[int, int], Bytes
     except (KeyError, ValueError, TypeError) as error:
         raise CorruptFrame(f"a schema frame holds no table schema: {error!r}") from error
     if (schema.table_id, schema.version) != (part.table_id, part.schema_version) or not message.equals(
-        schema.to_arrow(LOG_ROW_PREFIX)
+        schema.to_arrow(log_row_prefix(schema))
     ):
         raise CorruptFrame("a schema frame's schema differs from the one in its header")
     return schema

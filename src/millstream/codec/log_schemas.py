@@ -10,7 +10,7 @@ from millstream.codec.arrow_ipc import ColumnPicker
 from millstream.codec.log_directory import DIRECTORY, Directory, DirectoryDecoders
 from millstream.errors import CorruptFrame
 from millstream.model.ids import SchemaVersion, TableId
-from millstream.model.records import LOG_ROW_PREFIX
+from millstream.model.records import log_row_prefix
 from millstream.model.schema import TableSchema
 
 
@@ -56,7 +56,8 @@ class SchemaSet:
         """Return `log_row_schema` of a table and version, made once."""
         key = (table_id, version)
         if key not in self._log_rows:
-            self._log_rows[key] = self.find(table_id, version).to_arrow(LOG_ROW_PREFIX)
+            schema = self.find(table_id, version)
+            self._log_rows[key] = schema.to_arrow(log_row_prefix(schema))
         return self._log_rows[key]
 
     def picker(

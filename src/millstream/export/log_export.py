@@ -30,7 +30,7 @@ from millstream.lake.layout import folder_of
 from millstream.model.ids import SchemaVersion, ShardId, TableId
 from millstream.model.operations import OPERATION_SCHEMA, OperationKind
 from millstream.model.positions import Seq
-from millstream.model.records import LOG_ROW_PREFIX, RECORD_OFFSET, RECORD_PREFIX
+from millstream.model.records import LOG_ROW_PREFIX, RECORD_OFFSET, record_prefix
 from millstream.model.schema import TableSchema
 from millstream.private_files import replacing
 from millstream.wal.reader import StreamReader
@@ -39,8 +39,6 @@ EXPORT_VERSION: Final = 1
 EXPORT_FILE: Final = "export.json"
 OPERATIONS_FILE: Final = "operations.arrow"
 ORDINAL: Final = pa.field("__operation", pa.int64(), nullable=False)
-ROW_PREFIX: Final = (ORDINAL, RECORD_OFFSET, LOG_ROW_PREFIX[1], *RECORD_PREFIX)
-"""The columns before a table's own: the operation, the offset and index, and the standard ones of every reader."""
 _COUNTS: Final = pa.list_(pa.struct([("shard", pa.int32()), ("table_id", pa.int64()), ("records", pa.int64())]))
 EXPORTED_OPERATION: Final = pa.schema(
     [pa.field("number", pa.int64(), nullable=False), *OPERATION_SCHEMA, pa.field("counts", _COUNTS, nullable=False)]
@@ -72,6 +70,11 @@ class _Placed:
 
     frame: RecordsFrame
     operations: list[_ExportedOperation]
+
+
+def exported_rows(schema: TableSchema) -> pa.Schema:
+    """Return the schema of a table's file: operation, offset, index, and then what every reader gets."""
+    return schema.to_arrow((ORDINAL, RECORD_OFFSET, LOG_ROW_PREFIX[1], *record_prefix(schema)))
 
 
 def export_arrow(
@@ -207,7 +210,7 @@ class _Writer:
             rows = frame.log_rows(part.table_id, part.schema_version)
             records = frame.as_records(schema, rows)
             ordinals = pa.array(np.repeat(numbers[of_batch[mine]], counts[mine]))
-            target = schema.to_arrow(ROW_PREFIX)
+            target = exported_rows(schema)
             columns = [ordinals, rows.column("__offset"), rows.column("__index"), *records.columns]
             batch = pa.RecordBatch.from_arrays(columns, schema=target)
             partitions = frame.batches.column("partition").filter(pa.array(mine))

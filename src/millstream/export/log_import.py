@@ -21,7 +21,7 @@ from pyarrow import ipc
 
 from millstream.codec.log_frame import BATCH_HEADER_VERSION
 from millstream.errors import LogError
-from millstream.export.log_export import OPERATIONS_FILE, ROW_PREFIX, batches_of, check_columns, read_export
+from millstream.export.log_export import OPERATIONS_FILE, batches_of, check_columns, exported_rows, read_export
 from millstream.home.home import Home
 from millstream.leadership.node_roles import Roles
 from millstream.model.ids import Epoch, RegionId, SchemaVersion, ShardId, SourceId, StreamId, TableId
@@ -199,7 +199,7 @@ def _open_files(
         try:
             reader = ipc.open_file(pa.memory_map(str(path)))
             schema = TableSchema.from_arrow(reader.schema)
-            check_columns(path, reader.schema, schema.to_arrow(ROW_PREFIX))
+            check_columns(path, reader.schema, exported_rows(schema))
         except (pa.ArrowException, OSError, KeyError, ValueError) as error:
             raise LogError(f"{path} can't be read: {error}", code="export_unusable", file=str(path)) from error
         opened.append((path, reader, ShardId(file["shard"]), schema, file.get("partition")))

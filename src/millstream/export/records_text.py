@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Final, TextIO
@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.names import name_fault
-from millstream.model.records import INSTANT, RESERVED_COLUMNS
+from millstream.model.records import INSTANT, PARTITION_OID, RESERVED_COLUMNS, Op
 from millstream.model.schema import Column, TableKind, TableSchema
 from millstream.wal.records_json import Line
 
@@ -31,12 +31,15 @@ _TIMES: Final = frozenset({"time", "time_ns"})
 _NO_POINTS: Final = {
     "d": "line protocol has no deletes",
     "t": "line protocol has no truncates",
+    "x": "line protocol has no partitions that leave",
     "raw": "their table was quarantined when they came",
 }
 """Operations without a point, each with the reason."""
 
 
-def columns_over(schemas: Mapping[tuple[TableId, SchemaVersion], TableSchema], tables: Container[TableId]) -> list[str]:
+def _columns_over(
+    schemas: Mapping[tuple[TableId, SchemaVersion], TableSchema], tables: Container[TableId]
+) -> list[str]:
     """Return the columns of some tables over all their versions: the newest's first, then former ones."""
     found: dict[str, None] = {}
     for (table, _), schema in sorted(schemas.items(), reverse=True):
@@ -50,22 +53,32 @@ class CsvTable:
 
     Args:
         out: the target.
-        columns: the table's own, in order.
+        schemas: the log's schemas by table and version.
+        tables: the tables whose records are written; their columns over all versions follow those of every record.
     """
 
-    def __init__(self, out: TextIO, columns: Iterable[str]) -> None:
+    def __init__(
+        self, out: TextIO, schemas: Mapping[tuple[TableId, SchemaVersion], TableSchema], tables: Container[TableId]
+    ) -> None:
         self._out = out
-        self._columns = list(columns)
-        names = [*(f"__{fact}" for fact in FACTS), "__unchanged", "__before", *self._columns]
+        self._columns = _columns_over(schemas, tables)
+        partitioned = any(schema.partitioned for (table, _), schema in schemas.items() if table in tables)
+        self._leaves = [PARTITION_OID.name] if partitioned else []
+        names = [*(f"__{fact}" for fact in FACTS), "__unchanged", "__before", *self._leaves, *self._columns]
         out.write(",".join(csv_field(name) for name in names) + "\n")
 
     def write(self, line: Line) -> None:
         """Write one record, read with values as text."""
         facts = line.facts
         row: dict[str, Any] = facts["row"] or {}
-        before = None if facts["before"] is None else json.dumps(facts["before"], ensure_ascii=False)
+        old = facts["before"]
+        if facts["op"] == Op.PARTITION_LEFT.letter:
+            row, old = {}, row
+        before = None if old is None else json.dumps(old, ensure_ascii=False)
         unchanged = json.dumps(facts["unchanged"], ensure_ascii=False) if facts["unchanged"] else None
-        cells = [*(facts[fact] for fact in FACTS), unchanged, before, *(row.get(name) for name in self._columns)]
+        cells = [*(facts[fact] for fact in FACTS), unchanged, before]
+        cells += [facts.get("partition_oid") for _ in self._leaves]
+        cells += [row.get(name) for name in self._columns]
         self._out.write(",".join(csv_field(_text(cell)) for cell in cells) + "\n")
 
 

@@ -12,7 +12,7 @@ from millstream.ingest.schema_on_write import TableRules, grown
 from millstream.ingest.uninterruptible import uninterruptible
 from millstream.model.ids import StreamId
 from millstream.model.operations import TableRows
-from millstream.model.records import LOG_ROW_PREFIX, append_row_schema
+from millstream.model.records import LOG_ROW_PREFIX, append_row_schema, log_row_prefix
 from millstream.model.schema import TableSchema
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class OperationTaker:
         if not rules.key:
             rules = replace(rules, key=table.schema.key)
 
-        own = pa.Table.from_batches([table.rows]).select(table.rows.schema.names[_PREFIX:])
+        own = pa.Table.from_batches([table.rows]).select(table.rows.schema.names[len(log_row_prefix(table.schema)) :])
 
         def ours(schema: TableSchema) -> pa.RecordBatch:
             columns = [*table.rows.columns[:_PREFIX], *fitted(schema, own)]

@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from millstream.errors import MillstreamError, error_of
 from millstream.model.ids import ShardId, SourceId, TableId
 from millstream.model.positions import Lsn, Offset, Seq, SeqRange, StreamToken
-from millstream.model.records import INSTANT, LOG_ROW_PREFIX, Op, append_row_schema
+from millstream.model.records import INSTANT, Op, append_row_schema, log_row_prefix
 from millstream.model.schema import TableSchema
 from millstream.model.writes import NO_DIGEST, WriteId
 
@@ -270,7 +270,7 @@ def append_rows(
     }
     if unchanged is not None:
         facts["__unchanged"] = unchanged
-    prefix = [facts[f.name] if f.name in facts else pa.nulls(total, f.type) for f in LOG_ROW_PREFIX[1:]]
+    prefix = [facts[f.name] if f.name in facts else pa.nulls(total, f.type) for f in log_row_prefix(schema)[1:]]
     operations = pa.array(np.repeat(np.arange(len(counts), dtype=np.int32), sizes))
     return pa.RecordBatch.from_arrays([operations, *prefix, *columns], schema=append_row_schema(schema))
 

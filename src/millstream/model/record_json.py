@@ -12,6 +12,7 @@ import pyarrow as pa
 from millstream.model.ids import Epoch, ShardId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Lsn, format_lsn
+from millstream.model.records import PARTITION_OID
 from millstream.model.row_values import Values, row_values
 from millstream.model.schema import TableKind, TableSchema
 
@@ -22,7 +23,7 @@ def record_facts(
     """Return one table's records as objects, in their order.
 
     `row` has the new values; for a `d` the old key, or the old row under FULL. Unchanged TOAST columns
-    aren't in it.
+    aren't in it. For an `x` it names the leaf partition. Records of partitioned tables have `partition_oid`.
 
     Args:
         schema: the table's schema when the records were made.
@@ -39,6 +40,7 @@ def record_facts(
     lsns = texts_of(batch.column("__commit_lsn"), lambda lsn: format_lsn(Lsn(lsn)))
     times = texts_of(batch.column("__commit_ts"), datetime.isoformat)
     unchanged, exact = batch.column("__unchanged").to_pylist(), batch.column("__exact").to_pylist()
+    leaves = batch.column(PARTITION_OID.name).to_pylist() if schema.partitioned else None
     return [
         {
             "stream": stream,
@@ -57,6 +59,7 @@ def record_facts(
             "before": own.befores[i],
             "unchanged": unchanged[i] or [],
             "exact": dict(exact[i] or ()),
+            **({} if leaves is None else {"partition_oid": leaves[i]}),
             **(_definition(schema, exact[i], own.befores[i]) if schema.kind is TableKind.DEFINITION else {}),
         }
         for i in range(batch.num_rows)

@@ -3,8 +3,8 @@
 A table's rows exist in two shapes only:
 
 - *log rows* (`log_row_schema`): what an appender submits and what a frame's payload holds. They
-  carry only what the frame's directory can't hold for a whole operation: offset, index, op, and the
-  three sparse columns.
+  carry only what the frame's directory can't hold for a whole operation: offset, index, op, the
+  three sparse columns and, in a partitioned table, the row's leaf partition.
 - *records* (`record_schema`): what every reader gets. The directory's facts (seq, source, LSN,
   times) are copied to each row.
 """
@@ -31,6 +31,8 @@ class Op(IntEnum):
     TRUNCATE = ord("t")
     MESSAGE = ord("m")
     DEFINITION = ord("s")
+    PARTITION_LEFT = ord("x")
+    """A leaf partition was dropped, detached or truncated. Rows whose newest record names it are gone."""
 
     @property
     def letter(self) -> str:
@@ -76,13 +78,19 @@ RECORD_PREFIX: Final = (
     pa.field("__before", TEXT_BY_COLUMN),
 )
 """The columns that readers get before the table's own (a log reader may also ask for `__offset`, which
-then comes first)."""
+then comes first). Records of a partitioned table have one more; see `record_prefix`."""
+
+PARTITION_OID: Final = pa.field("__partition_oid", pa.int64())
+"""OID of the leaf partition that a row is in, at its source; null if it isn't known. Log rows and records of tables
+with `TableSchema.partitioned` have it, directly behind `__before`. In an `x`, it is the OID of the leaf that is gone."""
 
 RECORD_COLUMNS: Final = frozenset(field.name for field in RECORD_PREFIX)
 MONTH_COLUMN: Final = "__commit_month"
 """Partition column of history in a lake of files: the month of `__commit_date`, as `2026-03`. The log has none."""
 RESERVED_COLUMNS: Final = (
-    RECORD_COLUMNS | {MONTH_COLUMN} | {field.name for field in LOG_ROW_PREFIX} | {OPERATION_ORDINAL.name}
+    RECORD_COLUMNS
+    | {MONTH_COLUMN, OPERATION_ORDINAL.name, PARTITION_OID.name}
+    | {field.name for field in LOG_ROW_PREFIX}
 )
 """Names that a table's own column can't have in any case, because they would collide with these
 columns. See `log_names`."""
@@ -109,19 +117,30 @@ def log_names(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def log_row_prefix(table: TableSchema) -> tuple[pa.Field, ...]:
+    """Return the columns before a table's own in log rows."""
+    return (*LOG_ROW_PREFIX, PARTITION_OID) if table.partitioned else LOG_ROW_PREFIX
+
+
+def record_prefix(table: TableSchema) -> tuple[pa.Field, ...]:
+    """Return the columns before a table's own in records."""
+    return (*RECORD_PREFIX, PARTITION_OID) if table.partitioned else RECORD_PREFIX
+
+
 @lru_cache(maxsize=4096)  # called for every batch; the metadata is JSON
 def append_row_schema(table: TableSchema) -> pa.Schema:
     """Return the schema of rows on their way into the log: `__operation` stands in the place of `__offset`."""
-    return table.to_arrow((OPERATION_ORDINAL, *LOG_ROW_PREFIX[1:]))
+    return table.to_arrow((OPERATION_ORDINAL, *log_row_prefix(table)[1:]))
 
 
 @lru_cache(maxsize=4096)  # called for every batch; the metadata is JSON
 def log_row_schema(table: TableSchema) -> pa.Schema:
     """Return the schema of a frame's payload for one table and schema version."""
-    return table.to_arrow(LOG_ROW_PREFIX)
+    return table.to_arrow(log_row_prefix(table))
 
 
 @lru_cache(maxsize=4096)  # called for every batch; the metadata is JSON
 def record_schema(table: TableSchema, *, offsets: bool = False) -> pa.Schema:
     """Return the schema of the records that readers get, with `__offset` first if asked."""
-    return table.to_arrow((RECORD_OFFSET, *RECORD_PREFIX) if offsets else RECORD_PREFIX)
+    prefix = record_prefix(table)
+    return table.to_arrow((RECORD_OFFSET, *prefix) if offsets else prefix)

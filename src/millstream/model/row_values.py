@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 import pyarrow as pa
 
 from millstream.model.column_texts import JSON_INTEGER_MAX, json_column, render_column
-from millstream.model.records import Op
+from millstream.model.records import PARTITION_OID, Op
 from millstream.model.schema import TableKind, TableSchema
 
 Values = Literal["json", "text"]
@@ -22,6 +22,7 @@ everything as PostgreSQL's text."""
 
 _DELETE: Final = Op.DELETE.letter
 _TRUNCATE: Final = Op.TRUNCATE.letter
+_LEFT: Final = Op.PARTITION_LEFT.letter
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,8 @@ class RowValues:
     """A batch's rows, each JSON-able."""
 
     rows: list[dict[str, Any] | None]
-    """New values; for a `d` the old key, or the old row under FULL; None for a `t`. Unchanged TOAST
-    columns are left out."""
+    """New values; for a `d` the old key, or the old row under FULL; None for a `t`; for an `x` the leaf
+    partition's name (`partition`, as `schema.table`) and `oid`. Unchanged TOAST columns are left out."""
     befores: list[dict[str, Any] | None]
     """Old key or row of a `u`, if the source sent one."""
 
@@ -50,11 +51,16 @@ def row_values(schema: TableSchema, batch: pa.RecordBatch, values: Values = "jso
     read = {column.name: _reads_as(column.arrow) for column in schema.columns} if values == "json" else {}
     identity = frozenset(schema.identity)
     is_raw = schema.kind is TableKind.RAW
+    leaves = batch.column(PARTITION_OID.name) if schema.partitioned and _LEFT in ops else None
     rows: list[dict[str, Any] | None] = []
     for i in range(batch.num_rows):
         op = None if is_raw else ops[i]
         if op == _TRUNCATE:
             rows.append(None)
+            continue
+        if leaves is not None and op == _LEFT:
+            rows.append({**(before[i] or {}), "oid": leaves[i].as_py()})
+            before[i] = None
             continue
         whole, left_out = exact[i], unchanged[i] or ()
         if op != _DELETE and not whole and not left_out:

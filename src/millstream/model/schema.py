@@ -110,6 +110,8 @@ class TableSchema:
 
     The catalog sets it, when it numbers the schema, for a name that differs by case alone from another table's.
     """
+    partitioned: bool = False
+    """Whether the table is partitioned at its source: its rows then carry the OID of their leaf partition."""
 
     @property
     def column_names(self) -> list[str]:
@@ -201,6 +203,7 @@ class TableSchema:
             kind=TableKind(facts["kind"]),
             relation_oid=facts["relation_oid"],
             folder_id=TableId(facts.get("folder_id", 0)),
+            partitioned=facts.get("partitioned", False),
         )
 
     def _facts(self) -> dict[str, Any]:
@@ -227,6 +230,7 @@ class TableSchema:
             "kind": self.kind.value,
             "relation_oid": self.relation_oid,
             **({"folder_id": self.folder_id} if self.folder_id else {}),
+            **({"partitioned": True} if self.partitioned else {}),
         }
 
 
@@ -249,6 +253,8 @@ def _read_facts(text: bytes) -> Mapping[str, Any]:
             raise TypeError(f"{name} is no {kind.__name__}")
     if type(facts.get("folder_id", 0)) is not int:
         raise TypeError("folder_id is no int")
+    if type(facts.get("partitioned", False)) is not bool:
+        raise TypeError("partitioned is no bool")
     for column in facts["columns"]:
         if column["pg"] is not None and [type(fact) for fact in column["pg"]] != [int, int, str]:
             raise TypeError(f"the type of column {column['name']} is none")

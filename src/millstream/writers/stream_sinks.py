@@ -16,7 +16,7 @@ import pyarrow as pa
 from millstream.config.model import BufferConfig
 from millstream.errors import DedupWindowExpired, MillstreamError, Retry, SessionsNeedOneWriter
 from millstream.model.operations import writes_in
-from millstream.model.records import LOG_ROW_PREFIX
+from millstream.model.records import log_row_prefix
 from millstream.routing.sinks import BufferSink
 from millstream.writers.write_buffers import open_buffer_in
 
@@ -112,7 +112,8 @@ class StreamSink:
     def _append(self, op: WriteOps, deadline_s: float) -> SinkOutcome:
         tables: dict[str, list[pa.Table]] = {}
         for table in op.tables:
-            rows = pa.Table.from_batches([table.rows]).select(table.rows.schema.names[len(LOG_ROW_PREFIX) :])
+            own = table.rows.schema.names[len(log_row_prefix(table.schema)) :]
+            rows = pa.Table.from_batches([table.rows]).select(own)
             named = {column: rows.column(column) for column in rows.column_names if _says_something(rows, column)}
             tables.setdefault(table.schema.full_name, []).append(pa.table(named) if named else rows)
         try:

@@ -17,7 +17,7 @@ from millstream.errors import ProtocolViolation
 from millstream.model.ids import SourceId
 from millstream.model.operations import OPERATION_SCHEMA, OperationKind
 from millstream.model.positions import Lsn
-from millstream.model.records import INSTANT, TEXT_BY_COLUMN, Op, append_row_schema
+from millstream.model.records import INSTANT, PARTITION_OID, TEXT_BY_COLUMN, Op, append_row_schema
 from millstream.model.schema import TableSchema
 from millstream.protocol.copy_conflicts import Key
 
@@ -65,6 +65,7 @@ def copied_records(
             pa.nulls(count, pa.list_(pa.string())),
             exact,
             pa.nulls(count, TEXT_BY_COLUMN),
+            *([pa.nulls(count, PARTITION_OID.type)] if schema.partitioned else []),
             *columns,
         ],
         schema=append_row_schema(schema),

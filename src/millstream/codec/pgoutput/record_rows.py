@@ -181,6 +181,8 @@ class RowsBuilder:
                 for row, text in inexact.items():
                     exact[row] = [*(exact[row] or []), (column.name, text)]
         prefix: list[list[Any]] = [self.operation, self.index, self.op, self.unchanged, exact, self.before]
+        if self.schema.partitioned:
+            prefix.append([None] * len(self.op))
         arrays = [pa.array(values, type=arrow_schema.field(number).type) for number, values in enumerate(prefix)]
         return TableRows(self.schema, pa.RecordBatch.from_arrays([*arrays, *columns], schema=arrow_schema))
 

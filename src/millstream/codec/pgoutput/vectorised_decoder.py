@@ -27,7 +27,7 @@ from millstream.errors import ProtocolViolation
 from millstream.model.ids import SourceId, TableId
 from millstream.model.operations import OPERATION_SCHEMA, OperationKind, TableRows, WriteOps
 from millstream.model.positions import Lsn
-from millstream.model.records import TEXT_BY_COLUMN, Op, append_row_schema
+from millstream.model.records import PARTITION_OID, TEXT_BY_COLUMN, Op, append_row_schema
 from millstream.model.schema import TableKind, TableSchema
 
 _HEARTBEAT: Final = np.frombuffer(HEARTBEAT_PREFIX.encode(), np.uint8)
@@ -283,6 +283,7 @@ class _EntryRows:
             self._unchanged(size, unchanged, names),
             exact,
             pa.nulls(rows, TEXT_BY_COLUMN) if before is None else before,
+            *([pa.nulls(rows, PARTITION_OID.type)] if self.schema.partitioned else []),
             *columns,
         ]
         return TableRows(self.schema, pa.RecordBatch.from_arrays(arrays, schema=arrow_schema))

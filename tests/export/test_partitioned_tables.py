@@ -1,0 +1,66 @@
+"""A partitioned table's records, exported and imported: each has its leaf partition, and a leaf that left its record."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.export.test_log_export import home_at, known_stream, lines, reader_of, writer_of
+from tests.wal.test_records_json import ITEMS, operation, ops, row
+
+from millstream.export.log_export import export_arrow
+from millstream.export.log_import import import_log
+from millstream.export.records_text import CsvTable, LineProtocol
+from millstream.home.home import Home
+from millstream.model.positions import Seq
+from millstream.model.records import Op
+from millstream.wal.records_json import Cat
+from millstream.wal.writing.writer import LogOptions
+
+LEAFY = replace(ITEMS, name="leafy", partitioned=True)
+LEFT = {"__partition_oid": 16_500, "__before": [("partition", "public.leafy_1")]}
+
+
+def filled_home(path: Path) -> Home:
+    home = home_at(path)
+    with home.open_catalog() as catalog:
+        stream = known_stream(catalog, LEAFY)
+        with writer_of(home, catalog, stream, LogOptions()) as log:
+            changes: list[dict[str, Any]] = [
+                row(0, Op.CREATE, id=1, __partition_oid=16_500),
+                row(1, Op.CREATE, id=2),
+                row(2, Op.PARTITION_LEFT, **LEFT),
+            ]
+            log.append(ops([operation(7, 8)], (LEAFY, 0, changes)))
+    return home
+
+
+def test_an_imported_log_has_each_rows_leaf_partition(tmp_path: Path) -> None:
+    home = filled_home(tmp_path / "home")
+    reader = reader_of(home)
+    export_arrow(reader, tmp_path / "out", stream="shop", after=Seq(0), upto=reader.persisted_upto())
+    other = home_at(tmp_path / "other")
+    assert import_log(other, "shop", tmp_path / "out") == 3
+    assert lines(other) == lines(home)
+    assert [line["partition_oid"] for line in lines(other)] == [16_500, None, 16_500]
+
+
+def test_csv_names_leaf_partitions_and_those_that_left(tmp_path: Path) -> None:
+    reader, out = reader_of(filled_home(tmp_path)), io.StringIO()
+    table = CsvTable(out, reader.schema_versions(), {LEAFY.table_id})
+    for line in Cat("shop", reader, "text").records():
+        table.write(line)
+    rows = list(csv.DictReader(io.StringIO(out.getvalue())))
+    assert list(rows[0])[-3:] == ["__before", "__partition_oid", "id"]
+    left = '{"partition": "public.leafy_1", "oid": 16500}'
+    assert [list(row.values())[-3:] for row in rows] == [["", "16500", "1"], ["", "", "2"], [left, "16500", ""]]
+
+
+def test_line_protocol_counts_partitions_that_left(tmp_path: Path) -> None:
+    protocol = LineProtocol()
+    (left,) = [line for line in Cat("shop", reader_of(filled_home(tmp_path))).records() if line.facts["op"] == "x"]
+    assert protocol.line(left) is None
+    assert protocol.left_out == {"records are left out: line protocol has no partitions that leave": 1}
