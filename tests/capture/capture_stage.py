@@ -23,6 +23,7 @@ from millstream.model.ids import SourceId, TableId
 from millstream.model.operations import Ack, SpilledOp, TableRows, WriteOps
 from millstream.model.pgtext import storage_values, text_renderer
 from millstream.model.positions import Lsn, Seq, SeqRange, format_lsn
+from millstream.model.records import PARTITION_OID
 from millstream.model.schema import TableKind
 from millstream.wal.writing.submissions import follow
 
@@ -163,20 +164,16 @@ class MemoryLog:
                 continue
             rows = state.setdefault("" if table is not None else f"{schema.namespace}.{schema.name}", {})
             names = [c.name for c in schema.columns]
-            new = {name: row[name] for name in names}
+            leaf = row.get(LEAF)
+            new = {name: row[name] for name in names} | {LEAF: leaf}
             op = chr(row["__op"])
             before = dict(row["__before"] or ())
             if op == "t":
                 rows.clear()
+            elif op == "x":
+                leave(rows, leaf)
             elif not schema.key:
-                bag = rows.setdefault(None, [])
-                if op == "d":
-                    bag.remove(new)
-                elif op == "u":
-                    bag.remove(before)
-                    bag.append(new | {name: before[name] for name in row["__unchanged"] or ()})
-                else:
-                    bag.append(new)
+                change_bag(rows.setdefault(None, []), row, new)
             else:
                 key = tuple(row[name] for name in schema.key)
                 old = tuple(before.get(name, row[name]) for name in schema.key)
@@ -189,16 +186,51 @@ class MemoryLog:
                 if old != key:
                     rows.pop(old, None)
                 rows[key] = new
+        for rows in state.values():
+            for held in rows.get(None, []) if None in rows else rows.values():
+                del held[LEAF]
         return state
+
+
+LEAF = PARTITION_OID.name
+
+
+def leave(rows: dict[Any, Any], leaf: int | None) -> None:
+    """Remove the rows whose newest record names the leaf partition."""
+    if None in rows:
+        rows[None] = [held for held in rows[None] if held[LEAF] != leaf]
+    else:
+        for key in [key for key, held in rows.items() if held[LEAF] == leaf]:
+            del rows[key]
+
+
+def change_bag(bag: list[dict[str, Any]], row: dict[str, Any], new: dict[str, Any]) -> None:
+    """Apply a record of a table without a key; its row is `new`."""
+    op, before = chr(row["__op"]), dict(row["__before"] or ())
+    if op == "d":
+        take_from(bag, new)
+    elif op == "u":
+        take_from(bag, before | {LEAF: new[LEAF]})
+        new = new | {name: before[name] for name in row["__unchanged"] or ()}
+    if op != "d":
+        bag.append(new)
+
+
+def take_from(bag: list[dict[str, Any]], row: dict[str, Any]) -> None:
+    """Remove one of the equal rows, preferably one of the same leaf partition."""
+    other = {name: value for name, value in row.items() if name != LEAF}
+    equal = [held for held in bag if {name: held.get(name) for name in other} == other]
+    bag.remove(next((held for held in equal if held[LEAF] == row[LEAF]), equal[0]))
 
 
 def as_texts(table: TableRows) -> list[dict[str, Any]]:
     """Return rows as dicts, their values as PostgreSQL's texts."""
     if table.schema.kind is not TableKind.TABLE:
         return table.rows.to_pylist()
-    rows = table.rows.select(range(6)).to_pylist()
+    first = table.rows.num_columns - len(table.schema.columns)
+    rows = table.rows.select(range(first)).to_pylist()
     for number, column in enumerate(table.schema.columns):
-        for row, value in zip(rows, storage_values(table.rows.column(6 + number)), strict=True):
+        for row, value in zip(rows, storage_values(table.rows.column(first + number)), strict=True):
             exact = dict(row["__exact"] or ())
             row[column.name] = exact.get(column.name) if value is None else text_renderer(column.arrow)(value)
     return rows

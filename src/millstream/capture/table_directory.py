@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import structlog
@@ -42,7 +42,7 @@ logger = structlog.get_logger("millstream.capture")
 
 @dataclass(frozen=True, slots=True)
 class _CachedSchema:
-    asked: tuple[bytes, TableId | None, TableState | None, tuple[KeyColumn, ...] | None]
+    asked: tuple[bytes, TableId | None, TableState | None, tuple[bool, tuple[KeyColumn, ...]] | None]
     """A relation that was given up comes back as another table."""
     schema: TableSchema | None
 
@@ -137,7 +137,7 @@ class TableDirectory:
             row, facts = self._rows.get(relation.oid), self._facts.get(relation.oid)
             known = self._answers.get(relation.oid)
         id_, state = (None, None) if row is None else (row.id, row.state)
-        asked = (relation.encoded, id_, state, None if facts is None else facts.key)
+        asked = (relation.encoded, id_, state, None if facts is None else (facts.partitioned, facts.key))
         if known is not None and known.asked == asked and not self._gets_other_numbers(known.schema):
             schema = known.schema
         else:
@@ -338,9 +338,11 @@ class TableDirectory:
         if is_asked(f"capture.decode.{row.namespace}.{row.name}"):
             raise undecodable(relation, "a failpoint asks for it")
         key = self._key(relation, facts)
+        partitioned = facts is not None and facts.partitioned
         if row.state is TableState.HISTORY_ONLY:
             key = ()
         schema = table_schema(relation, source=self._source, key=key, table_id=row.id)
+        schema = replace(schema, partitioned=partitioned)
         schema = self.defaults.told(schema.with_numbers(self._numbers(schema, row)))
         if row.state is not TableState.HISTORY_ONLY:
             self._settle_key(row, schema, facts)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -110,7 +110,8 @@ class FetchedRows:
 
     def last_key(self) -> Key:
         """Return the key of the last row, its columns in index order; needs at least one row, before `decoded`."""
-        return last_key(self.text, self.table.relation, [column.name for column in self.table.key])
+        order = [column.name for column in self.table.key]
+        return last_key(self.text, self.table.relation, order, partitioned=self.table.partitioned)
 
     def decoded(self, schema: TableSchema) -> CopiedRows:
         """Decode the rows under a schema: this one, with its version.
@@ -436,7 +437,7 @@ def table_of(table: SourceTable, source: SourceId, table_id: TableId) -> TableSc
     full = table.replica_identity is ReplicaIdentity.FULL
     key = tuple(column.name for column in table.key) if full else None
     schema = table_schema(table.relation, source=source, key=key, table_id=table_id)
-    return schema.with_numbers(table.column_numbers)
+    return replace(schema.with_numbers(table.column_numbers), partitioned=table.partitioned)
 
 
 def _copy_query(
@@ -449,9 +450,13 @@ def _copy_query(
 ) -> sql.Composed:
     """Return the COPY of a chunk, whose rows are read from a place.
 
-    Bounds are in the index's column order. `bounds.keys` are in the schema's: `key_names`, as the log has them.
+    Bounds are in the index's column order. `bounds.keys` are in the schema's: `key_names`, as the log has them. Behind
+    the columns of a partitioned table stands the OID of the row's leaf partition.
     """
-    columns = sql.SQL(", ").join(read_columns(table))
+    read = read_columns(table)
+    if table.partitioned:
+        read.append(sql.SQL("tableoid"))  # LOCK TABLE has shown that we may read it
+    columns = sql.SQL(", ").join(read)
     query = sql.SQL("SELECT {} FROM {}").format(columns, place)
     conditions: list[sql.Composable] = [sql.SQL("({})").format(sql.SQL(condition))] if condition else []
     sent = [c.name for c in table.relation.columns]

@@ -1,8 +1,8 @@
 """The rows of a table that is copied whole, in a file: decoded once, then read as one operation's, repeatedly.
 
 The file is in Arrow's stream format, each batch a piece of the table as COPY sent it, its columns named by number.
-First come the values that their columns can't hold (`__exact`), then the table's own columns. The file only extends
-memory: it is never synced, and another session can't use it.
+They are those that `copy_text.copied_records` takes. The file only extends memory: it is never synced, and another
+session can't use it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class CopiedFile:
             DiskFull: there is no space for them; the file is no longer usable.
             MillstreamError (`home_unwritable`): it can't be written for another reason.
         """
-        arrays = [rows.exact, *rows.columns]
+        arrays = rows.arrays()
         batch = pa.RecordBatch.from_arrays(arrays, names=[str(number) for number in range(len(arrays))])
         with told(self._path):
             if self._writer is None:
@@ -98,7 +98,6 @@ class CopiedFile:
         index = int(voids)
         with self._path.open("rb") as file, pa.ipc.open_stream(file) as batches:
             for batch in batches:
-                exact, *columns = batch.columns
-                rows = copied_records(self.schema, exact, columns, batch.num_rows, first_index=index)
+                rows = copied_records(self.schema, batch.columns, batch.num_rows, first_index=index)
                 yield (TableRows(self.schema, rows, shard),)
                 index += batch.num_rows

@@ -33,6 +33,8 @@ class CopiedRows:
     """The schema as it was read; with its version, once the catalog has assigned one."""
     columns: tuple[pa.Array, ...]
     exact: pa.Array
+    leaves: pa.Array | None
+    """OID of each row's leaf partition; None if the table isn't partitioned."""
     keys: tuple[Texts, ...]
     row_count: int
     size_bytes: int
@@ -44,19 +46,31 @@ class CopiedRows:
 
     def rows(self, mask: Sequence[bool] | None = None) -> pa.RecordBatch:
         """Return the rows (those selected by the mask) as rows of one operation, in `append_row_schema`."""
-        columns: list[pa.Array] = [self.exact, *self.columns]
+        columns = self.arrays()
         count = self.row_count
         if mask is not None:
             chosen = pa.array(mask, pa.bool_())
             columns = [column.filter(chosen) for column in columns]
             count = len(columns[0])
-        return copied_records(self.schema, columns[0], columns[1:], count)
+        return copied_records(self.schema, columns, count)
+
+    def arrays(self) -> list[pa.Array]:
+        """Return the columns of `copied_records`."""
+        return [self.exact, *([] if self.leaves is None else [self.leaves]), *self.columns]
 
 
 def copied_records(
-    schema: TableSchema, exact: pa.Array, columns: Sequence[pa.Array], count: int, *, first_index: int = 0
+    schema: TableSchema, arrays: Sequence[pa.Array], count: int, *, first_index: int = 0
 ) -> pa.RecordBatch:
-    """Return `r` records of rows, in `append_row_schema`; their `__index` begins at `first_index`."""
+    """Return `r` records of rows, in `append_row_schema`; their `__index` begins at `first_index`.
+
+    Args:
+        schema: the table's.
+        arrays: `__exact`, then the leaf partitions' OIDs if the table is partitioned, then the table's own columns.
+        count: number of rows.
+        first_index: index of the first.
+    """
+    exact, *columns = arrays
     return pa.RecordBatch.from_arrays(
         [
             pa.array(np.zeros(count, np.int32)),
@@ -65,15 +79,22 @@ def copied_records(
             pa.nulls(count, pa.list_(pa.string())),
             exact,
             pa.nulls(count, TEXT_BY_COLUMN),
-            *([pa.nulls(count, PARTITION_OID.type)] if schema.partitioned else []),
             *columns,
         ],
         schema=append_row_schema(schema),
     )
 
 
-def last_key(data: npt.NDArray[np.uint8], relation: Relation, order: Sequence[str]) -> Key:
+def last_key(
+    data: npt.NDArray[np.uint8], relation: Relation, order: Sequence[str], *, partitioned: bool = False
+) -> Key:
     """Return the key of the last of some rows, its columns in the order given. The text isn't changed.
+
+    Args:
+        data: the text, whole lines.
+        relation: names the columns of the text; of a `partitioned` table it has one more.
+        order: names of the key's columns.
+        partitioned: see `relation`.
 
     Raises:
         TableUndecodable: a value isn't UTF-8.
@@ -86,7 +107,7 @@ def last_key(data: npt.NDArray[np.uint8], relation: Relation, order: Sequence[st
             break
         span *= 16
     line = np.frombuffer(bytearray(tail[begin:] + b"\n"), np.uint8)
-    width = len(relation.columns)
+    width = len(relation.columns) + partitioned
     value_at, size = np.empty((width, 1), np.int32), np.empty((width, 1), np.int32)
     fault, found = machine.scan_rows(line, width, value_at, size)
     if fault != machine.FINE or found != 1:
@@ -100,6 +121,8 @@ def last_key(data: npt.NDArray[np.uint8], relation: Relation, order: Sequence[st
 def read_copied(data: npt.NDArray[np.uint8], row_count: int, relation: Relation, schema: TableSchema) -> CopiedRows:
     """Decode COPY's text of rows whose columns are the relation's, in its order.
 
+    Behind them, rows of a partitioned table have the OID of their leaf partition.
+
     Args:
         data: the text, whole lines, less than 2 GiB. It is changed: escapes are removed in place.
         row_count: number of its rows.
@@ -111,7 +134,7 @@ def read_copied(data: npt.NDArray[np.uint8], row_count: int, relation: Relation,
         ProtocolViolation: the text isn't what COPY writes.
     """
     size_bytes = len(data)
-    width = len(relation.columns)
+    width = len(relation.columns) + schema.partitioned
     value_at, size = np.empty((width, row_count), np.int32), np.empty((width, row_count), np.int32)
     fault, found = machine.scan_rows(data, width, value_at, size)
     if fault != machine.FINE or found != row_count:
@@ -126,10 +149,12 @@ def read_copied(data: npt.NDArray[np.uint8], row_count: int, relation: Relation,
         columns.append(array)
         exact.extend((row, number, text) for row, text in inexact.items())
     names = [column.name for column in schema.columns]
+    leaves = read_column(texts[-1], PARTITION_OID.type)[0] if schema.partitioned else None
     return CopiedRows(
         schema=schema,
         columns=tuple(columns),
         exact=exact_map(row_count, exact, names) if exact else pa.nulls(row_count, TEXT_BY_COLUMN),
+        leaves=leaves,
         keys=tuple(texts[names.index(name)] for name in schema.key),
         row_count=row_count,
         size_bytes=size_bytes,
