@@ -20,7 +20,7 @@ from deltalake.transaction import AddAction, RemoveAction
 from bench.figures import Figure, asked, compared, measures, say
 from bench.lakes import ACCOUNTS, ACCOUNTS_SHAPE, Ids, Lake, clustered, records, uniform
 from bench.places import folder
-from millstream.lake.delta import DeltaFormat
+from millstream.lake.delta.format import DeltaFormat
 from millstream.lake.history_scan import read_history
 from millstream.lake.query.query_session import LakeSession
 from millstream.lake.table_format import Commit, open_table

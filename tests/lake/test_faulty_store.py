@@ -11,8 +11,8 @@ import pytest
 from deltalake import DeltaTable
 
 from millstream.errors import LakeUnavailable, Retry
-from millstream.lake import delta
 from millstream.lake.commit_cuts import commit_cut, last_cut
+from millstream.lake.delta import format as delta
 from millstream.lake.layout import LakeLayout
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq

@@ -340,7 +340,7 @@ def format_of(layout: LakeLayout) -> TableFormat:
     """Return the format of a lake's tables."""
     match layout.format:
         case "delta":
-            from millstream.lake.delta import DeltaFormat
+            from millstream.lake.delta.format import DeltaFormat
 
             return DeltaFormat()
         case "iceberg":

@@ -270,9 +270,9 @@ class DeltaHandle:
 
     def version_before(self, before_ms: int) -> int | None:
         """See `OpenTable`."""
-        from millstream.lake import delta_log
+        from millstream.lake.delta import log
 
-        return delta_log.version_before(self._in_store(), before_ms)
+        return log.version_before(self._in_store(), before_ms)
 
     def removed(self) -> set[str]:
         """See `OpenTable`."""
@@ -282,9 +282,9 @@ class DeltaHandle:
 
     def trim(self, *, now_ms: int, keep_s: float, retention_s: float, spared: int | None) -> None:
         """See `OpenTable`."""
-        from millstream.lake import delta_log
+        from millstream.lake.delta import log
 
-        delta_log.trim_log(self._in_store(), now_ms=now_ms, keep_s=keep_s, retention_s=retention_s, spared=spared)
+        log.trim_log(self._in_store(), now_ms=now_ms, keep_s=keep_s, retention_s=retention_s, spared=spared)
 
     def _in_store(self) -> DeltaHandle:
         """Return a handle on the whole log: a copy lacks the part before the last checkpoint."""
@@ -426,7 +426,7 @@ def _open_copy(layout: LakeLayout, path: str, app: str) -> DeltaHandle | None:
 
 
 def log_properties(keep_s: float = 0.0) -> dict[str, str]:
-    """Return the table properties that leave upkeep of the log to `delta_log`.
+    """Return the table properties that leave upkeep of the log to `log`.
 
     Args:
         keep_s: how long replaced data files stay. The log remembers them for twice that, at least 10 minutes: every

@@ -15,7 +15,7 @@ import pyarrow.fs as pafs
 
 from millstream import failpoints
 from millstream.lake.data_files import storage_of
-from millstream.lake.delta import DeltaHandle, log_properties
+from millstream.lake.delta.format import DeltaHandle, log_properties
 from millstream.lake.layout import LakeLayout
 from millstream.lake.store_errors import lake_errors
 
