@@ -41,6 +41,7 @@ SCHEMA = pa.schema(
         ("__unchanged", pa.list_(pa.string())),
         ("__exact", pa.map_(pa.string(), pa.string())),
         ("__before", pa.map_(pa.string(), pa.string())),
+        ("__partition_oid", pa.int64()),
     ]
 )
 
@@ -85,6 +86,33 @@ def test_a_truncate_empties_and_what_comes_after_counts():
     assert (replay.rows.rows, replay.violations) == ({("1",): ("1", "b")}, [])
     replay = replay_records(history(record("c", 1, "a"), record("t"), record("c", 1, "b")), BAG)
     assert (replay.rows.bag, replay.violations) == (Counter({("1", "b"): 1}), [])
+
+
+LEAVING = (
+    record("r", 1, "a", partition_oid=7),
+    record("r", 2, "b", partition_oid=8),
+    record("c", 3, "c"),
+    record("c", 4, "d", partition_oid=7),
+    record("u", 4, "moved", partition_oid=8, before=[("id", "4"), ("v", "d")]),
+    record("x", partition_oid=7, before=[("partition", "public.left")], commit_index=None),
+    record("r", 1, "attached again", partition_oid=7),
+)
+
+
+@pytest.mark.parametrize("like", [KEYED, BAG], ids=["by key", "without a key"])
+def test_a_leaf_partition_that_left_takes_its_rows_away(like: TableRows):
+    replay = replay_records(history(*LEAVING), like)
+    rows = list(replay.rows.rows.values()) or list(replay.rows.bag.elements())
+    assert sorted(rows) == [("1", "attached again"), ("2", "b"), ("3", "c"), ("4", "moved")]
+    assert replay.violations == []
+
+
+def test_equal_rows_without_a_key_leave_with_their_leaf():
+    same = [record("c", 1, "a", partition_oid=leaf) for leaf in (7, 8, 8, 7)]
+    gone = record("d", 1, "a", partition_oid=8)
+    left = record("x", partition_oid=7)
+    assert replay_records(history(*same, gone, left), BAG).rows.bag == Counter({("1", "a"): 1})
+    assert replay_records(history(*same, left, gone), BAG).rows.bag == Counter({("1", "a"): 1})
 
 
 def test_rows_without_a_key_go_one_by_one():
@@ -167,6 +195,11 @@ def test_any_sequence_of_changes_replays_to_what_it_led_to(changes: list[tuple[s
 def numbered(*rows: tuple[int, int, int | None, str]) -> pa.Table:
     facts = [{"seq": s, "commit_lsn": lsn, "commit_index": i} for s, lsn, i, _ in rows]
     return history(*(record(op, 1, **fact) for fact, (*_, op) in zip(facts, rows, strict=True)))
+
+
+def test_a_leaf_partition_that_a_look_missed_has_no_index():
+    table = numbered((10, 5, 0, "c"), (20, 5, 1, "x"), (30, 6, None, "x"), (40, 6, 0, "c"))
+    assert check_records({"public.t": table}) == []
 
 
 def test_numbers_in_order_pass():
