@@ -232,6 +232,11 @@ class TableDirectory:
         self.shown.forget(schema.table_id)
         self.note_form(schema)
 
+    def truncates_all(self, schema: TableSchema, leaves: frozenset[int]) -> bool:
+        """Return whether a truncate of these leaf partitions is one of their whole table: none is read so far."""
+        del schema, leaves
+        return False
+
     def messages_schema(self) -> TableSchema:
         """Return the schema of the source's logical messages."""
         if self._messages is None:

@@ -7,7 +7,8 @@ messages inside a streamed block carry. A value of a row is its text, None for N
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from millstream.codec.pgoutput.message_parser import POSTGRES_EPOCH_US, UNCHANGED, Relation, Unchanged
@@ -123,19 +124,29 @@ class TablesByOid:
         ignored: oids of tables that aren't captured.
         aside: oids of tables that are quarantined.
         messages: whether logical messages are captured (as table 1).
+        roots: by OIDs of leaf partitions, the tables that their changes belong to.
     """
 
-    def __init__(self, *, ignored: Collection[int] = (), aside: Collection[int] = (), messages: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        ignored: Collection[int] = (),
+        aside: Collection[int] = (),
+        messages: bool = True,
+        roots: Mapping[int, Relation] | None = None,
+    ) -> None:
         self.source = SourceId(3)
         self.ignored = set(ignored)
         self.aside = set(aside)
         self._messages = messages
+        self.roots = dict(roots or {})
         self._versions: dict[int, list[object]] = {}
 
     def schema_for(self, relation: Relation) -> TableSchema | None:
         """Return the table's schema, numbered."""
         if relation.oid in self.ignored:
             return None
+        relation = self.roots.get(relation.oid, relation)
         known = self._versions.setdefault(relation.oid, [])
         facts = (relation.name, relation.columns, relation.replica_identity, relation.oid in self.aside)
         if facts not in known:
@@ -143,7 +154,13 @@ class TablesByOid:
         table, version = TableId(relation.oid), SchemaVersion(known.index(facts) + 1)
         if relation.oid in self.aside:
             return raw_schema(relation, source=self.source, table_id=table, version=version)
-        return table_schema(relation, source=self.source, table_id=table, version=version)
+        schema = table_schema(relation, source=self.source, table_id=table, version=version)
+        partitioned = any(root.oid == relation.oid for root in self.roots.values())
+        return replace(schema, partitioned=partitioned)
+
+    def truncates_all(self, schema: TableSchema, leaves: frozenset[int]) -> bool:
+        """Return whether these are all leaf partitions of the table."""
+        return leaves >= {oid for oid, root in self.roots.items() if root.oid == schema.table_id}
 
     def messages_schema(self) -> TableSchema | None:
         """Return the schema of logical messages."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
 
 from millstream.codec.pgoutput.message_parser import UNCHANGED, Relation, Row
+from millstream.codec.pgoutput.relations import column_order, encode_raw, leaf_oid
 from millstream.errors import TableUndecodable
 from millstream.model.ids import SourceId
 from millstream.model.operations import OPERATION_SCHEMA, OperationKind, TableRows
 from millstream.model.pgtext import INEXACT, array_of, text_parser
 from millstream.model.positions import Lsn
-from millstream.model.records import Op, append_row_schema, log_names
+from millstream.model.records import Op, append_row_schema
 from millstream.model.schema import TableKind, TableSchema
 
 
@@ -22,7 +23,7 @@ from millstream.model.schema import TableKind, TableSchema
 class Record:
     """One record, decoded as far as messages go.
 
-    `values` are the row's (None for a truncate), `old` the old key's or row's of an update. With
+    `values` are the row's (None for a truncate, or a leaf partition that left), `old` the old key's or row's of an update. With
     `key_only`, the values are a deleted row's old key; values sent for other columns are
     meaningless. `message` is the change as it came (a raw row's); `content` the three columns of a
     logical message.
@@ -35,6 +36,8 @@ class Record:
     message: bytes = b""
     content: tuple[str, bytes, bool] | None = None
     key_only: bool = False
+    truncated: tuple[Relation, ...] = ()
+    """The relations that a truncate names; `relation` is None then, until they are told apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +77,9 @@ def undecodable(relation: Relation, reason: str) -> TableUndecodable:
     )
 
 
-def check_schema(relation: Relation, schema: TableSchema) -> TableSchema:
-    """Return the schema itself, and assert the directory's promise that its columns are the relation's."""
-    if schema.kind is TableKind.TABLE:
-        names = log_names([c.name for c in relation.columns])
-        assert tuple(c.name for c in schema.columns) == names, relation.qualified_name
-    return schema
+def departed(relation: Relation) -> list[tuple[str, str | None]]:
+    """Return the `__before` of an `x`: the name of the leaf partition that is gone."""
+    return [("partition", relation.qualified_name)]
 
 
 def parse_column(texts: Sequence[str | None], kind: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
@@ -110,6 +110,7 @@ class RowsBuilder:
     op: list[int] = field(default_factory=list)
     unchanged: list[list[str] | None] = field(default_factory=list)
     before: list[list[tuple[str, str | None]] | None] = field(default_factory=list)
+    leaves: list[int | None] = field(default_factory=list)
     texts: list[list[Any]] = field(default_factory=list)
 
     def append(self, record: Record, *, operation: int, index: int) -> None:
@@ -121,6 +122,7 @@ class RowsBuilder:
         self.op.append(int(record.op))
         unchanged: list[str] = []
         before: list[tuple[str, str | None]] | None = None
+        leaf: int | None = None
         if self.schema.kind is TableKind.RAW:
             assert record.relation is not None
             self.texts[0].append((record.relation, record.message))
@@ -129,18 +131,23 @@ class RowsBuilder:
                 column.append(value)
         else:
             assert record.relation is not None
-            values = record.values
-            if values is not None:
-                check_width(record.relation, values)
+            leaf = None if record.op is Op.TRUNCATE else leaf_oid(record.relation, self.schema)
+            if record.op is Op.PARTITION_LEFT:
+                before = departed(record.relation)
+            elif record.op is not Op.TRUNCATE:
+                record = in_order(record, self.schema)
+            relation, values = record.relation, record.values
+            assert relation is not None
             if values is not None and record.key_only:
-                values = key_only(record.relation, values)
+                values = key_only(relation, values)
             if record.old is not None:
-                before = self._old_values(record.relation, check_width(record.relation, record.old))
+                before = self._old_values(relation, record.old)
                 assert values is not None
-                values = unchanged_from_old(record.relation, values, record.old)
-            unchanged = self._append_values(record.relation, values)
+                values = unchanged_from_old(relation, values, record.old)
+            unchanged = self._append_values(relation, values)
         self.unchanged.append(unchanged or None)
         self.before.append(before)
+        self.leaves.append(leaf)
 
     def _append_values(self, relation: Relation, values: Row | None) -> list[str]:
         unchanged = []
@@ -165,8 +172,6 @@ class RowsBuilder:
 
     def finish(self) -> TableRows:
         """Return the rows in `append_row_schema`."""
-        from millstream.codec.pgoutput.relations import encode_raw
-
         arrow_schema = append_row_schema(self.schema)
         exact: list[list[tuple[str, str]] | None] = [None] * len(self.op)
         columns = []
@@ -182,7 +187,7 @@ class RowsBuilder:
                     exact[row] = [*(exact[row] or []), (column.name, text)]
         prefix: list[list[Any]] = [self.operation, self.index, self.op, self.unchanged, exact, self.before]
         if self.schema.partitioned:
-            prefix.append([None] * len(self.op))
+            prefix.append(self.leaves)
         arrays = [pa.array(values, type=arrow_schema.field(number).type) for number, values in enumerate(prefix)]
         return TableRows(self.schema, pa.RecordBatch.from_arrays([*arrays, *columns], schema=arrow_schema))
 
@@ -208,6 +213,22 @@ def check_width(relation: Relation, row: Row) -> Row:
     if len(row) != len(relation.columns):
         raise undecodable(relation, f"a row has {len(row)} values for {len(relation.columns)} columns")
     return row
+
+
+def in_order(record: Record, schema: TableSchema) -> Record:
+    """Return the record of a row with the relation and values in the schema's order.
+
+    Raises `TableUndecodable` if a number of values isn't the relation's number of columns.
+    """
+    relation = record.relation
+    assert relation is not None
+    rows = [None if row is None else check_width(relation, row) for row in (record.values, record.old)]
+    order = column_order(relation, schema)
+    if order is None:
+        return record
+    values, old = (None if row is None else tuple(row[place] for place in order) for row in rows)
+    columns = tuple(relation.columns[place] for place in order)
+    return replace(record, relation=replace(relation, columns=columns), values=values, old=old)
 
 
 def key_only(relation: Relation, row: Row) -> Row:

@@ -7,7 +7,7 @@ of tables.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from millstream.codec.pgoutput.message_parser import (
     Begin,
@@ -27,16 +27,22 @@ from millstream.codec.pgoutput.record_rows import (
     OperationFacts,
     Record,
     RowsBuilder,
-    check_schema,
     operations_batch,
 )
-from millstream.codec.pgoutput.relations import HEARTBEAT_PREFIX, RelationCache, TableDirectory, TransactionFacts
+from millstream.codec.pgoutput.relations import (
+    HEARTBEAT_PREFIX,
+    RelationCache,
+    TableDirectory,
+    TransactionFacts,
+    column_order,
+    leaf_oid,
+)
 from millstream.errors import ProtocolViolation
 from millstream.model.ids import SourceId, TableId
 from millstream.model.operations import OperationKind, TableRows, WriteOps
 from millstream.model.positions import Lsn
 from millstream.model.records import Op
-from millstream.model.schema import TableSchema
+from millstream.model.schema import TableKind, TableSchema
 
 
 def decode_plain(
@@ -150,8 +156,8 @@ def records_of(message: Message, data: bytes, relations: RelationCache) -> Itera
             else:
                 yield Record(Op.DELETE, relation, message.old_key, message=data, key_only=True)
         case Truncate():
-            for oid in message.relation_oids:
-                yield Record(Op.TRUNCATE, relations.get(oid), message=data)
+            named = tuple(relations.get(oid) for oid in message.relation_oids)
+            yield Record(Op.TRUNCATE, None, message=data, truncated=named)
         case LogicalMessage():
             if message.prefix != HEARTBEAT_PREFIX:
                 yield Record(Op.MESSAGE, None, content=(message.prefix, message.content, message.transactional))
@@ -176,10 +182,7 @@ class TableBuilders:
     def append_all(self, records: Sequence[Record], *, operation: int, first_index: int = 0) -> int:
         """Add the captured records of an operation; return their number."""
         index = first_index
-        for record in records:
-            schema = self._schema(record.relation)
-            if schema is None:
-                continue
+        for record, schema in self._captured(records):
             builder = self.current.get(schema.table_id)
             if builder is None or builder.schema.version != schema.version:
                 builder = RowsBuilder(schema)
@@ -189,6 +192,36 @@ class TableBuilders:
             index += 1
         return index - first_index
 
+    def _captured(self, records: Sequence[Record]) -> Iterator[tuple[Record, TableSchema]]:
+        """Yield the captured records with their schemas."""
+        for record in records:
+            if record.op is Op.TRUNCATE:
+                yield from self._truncates(record)
+            elif (schema := self._schema(record.relation)) is not None:
+                yield record, schema
+
+    def _truncates(self, record: Record) -> Iterator[tuple[Record, TableSchema]]:
+        """Yield the records of a truncate: of a table's leaf partitions one `t`, if they are all, else an `x` for each."""
+        found = [(one, schema) for one in record.truncated if (schema := self._schema(one)) is not None]
+        leaves: dict[TableId, set[int]] = {}
+        for relation, schema in found:
+            if (oid := leaf_oid(relation, schema)) is not None:
+                leaves.setdefault(schema.table_id, set()).add(oid)
+        whole: dict[TableId, bool] = {}
+        for relation, schema in found:
+            one = replace(record, relation=relation, truncated=())
+            if leaf_oid(relation, schema) is None:
+                yield one, schema
+                continue
+            is_first = schema.table_id not in whole
+            if is_first:
+                oids = frozenset(leaves[schema.table_id])
+                whole[schema.table_id] = self.directory.truncates_all(schema, oids)
+            if not whole[schema.table_id]:
+                yield replace(one, op=Op.PARTITION_LEFT), schema
+            elif is_first:
+                yield one, schema
+
     def _schema(self, relation: Relation | None) -> TableSchema | None:
         if relation is None:
             return self.directory.messages_schema()
@@ -196,8 +229,8 @@ class TableBuilders:
         if known is not None and known[0] is relation:
             return known[1]
         schema = self.directory.schema_for(relation)
-        if schema is not None:
-            check_schema(relation, schema)
+        if schema is not None and schema.kind is TableKind.TABLE:
+            column_order(relation, schema)  # checks the directory's promise
         self.answers[relation.oid] = (relation, schema)
         return schema
 

@@ -70,11 +70,35 @@ class TableDirectory(Protocol):
     def schema_for(self, relation: Relation) -> TableSchema | None:
         """Return the table's schema under this relation, of kind TABLE or RAW (quarantined); None if not captured.
 
-        A TABLE schema has the relation's columns, in its order: `table_schema` makes one.
+        A TABLE schema has the relation's columns, in its order: `table_schema` makes one. A relation may be a leaf
+        partition of the table (`leaf_oid`): then the order of its columns may be another one.
         """
+
+    def truncates_all(self, schema: TableSchema, leaves: frozenset[int]) -> bool:
+        """Return whether a truncate of these leaf partitions, by OID, leaves no row of their table that the log has."""
 
     def messages_schema(self) -> TableSchema | None:
         """Return the schema of the source's logical messages (kind MESSAGES); None if they aren't captured."""
+
+
+def leaf_oid(relation: Relation, schema: TableSchema) -> int | None:
+    """Return the OID of the leaf partition of the schema's table that a relation is; None if it is the table itself."""
+    return relation.oid if schema.partitioned and relation.oid != schema.relation_oid else None
+
+
+def column_order(relation: Relation, schema: TableSchema) -> tuple[int, ...] | None:
+    """Return the place in the relation of each of the schema's columns; None if both have the same order.
+
+    Only a leaf partition may have another order than the schema of its table.
+    """
+    names = log_names([column.name for column in relation.columns])
+    wanted = tuple(column.name for column in schema.columns)
+    if names == wanted:
+        return None
+    assert leaf_oid(relation, schema) is not None, relation.qualified_name
+    assert sorted(names) == sorted(wanted), relation.qualified_name
+    places = {name: place for place, name in enumerate(names)}
+    return tuple(places[name] for name in wanted)
 
 
 @dataclass(frozen=True, slots=True)

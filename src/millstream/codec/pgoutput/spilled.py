@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
+from copy import copy
 
 from millstream.codec.pgoutput.message_parser import Relation
 from millstream.codec.pgoutput.record_rows import OperationFacts, operations_batch
@@ -44,14 +45,14 @@ def decode_spilled(
         TableUndecodable: one table has to be quarantined; call again after that. `relations` is unchanged.
         ProtocolViolation: the messages are no transaction's.
     """
-    answers = _KeptAnswers(directory)
+    kept = _KeptAnswers(directory)
     dropped = frozenset(aborted)
     start = RelationCache() if streamed else relations.draft()
     if streamed:
         start.adopt_type_names(relations)
 
     def pieces(cache: RelationCache) -> Iterator[tuple[TableRows, ...]]:
-        index = 0
+        index, answers = 0, kept.from_start()
         for run in read():
             tables, index = decode_block(run, answers, cache, streamed=streamed, aborted=dropped, first_index=index)
             if tables:
@@ -96,6 +97,15 @@ class _KeptAnswers:
         self._directory = directory
         self._schemas: dict[Relation, TableSchema | None] = {}
         self._messages: list[TableSchema | None] = []
+        self._truncates: list[bool] = []
+        """The answers to the transaction's truncates, in order: the same leaf partitions may not be all of them later."""
+        self.truncate = 0
+
+    def from_start(self) -> _KeptAnswers:
+        """Return the same answers, for decoding the transaction from its start."""
+        same = copy(self)
+        same.truncate = 0
+        return same
 
     @property
     def source(self) -> SourceId:
@@ -105,6 +115,12 @@ class _KeptAnswers:
         if relation not in self._schemas:
             self._schemas[relation] = self._directory.schema_for(relation)
         return self._schemas[relation]
+
+    def truncates_all(self, schema: TableSchema, leaves: frozenset[int]) -> bool:
+        if self.truncate == len(self._truncates):
+            self._truncates.append(self._directory.truncates_all(schema, leaves))
+        self.truncate += 1
+        return self._truncates[self.truncate - 1]
 
     def messages_schema(self) -> TableSchema | None:
         if not self._messages:

@@ -19,9 +19,15 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from millstream.codec.pgoutput.message_parser import LogicalMessage, Relation, Type, parse_message
-from millstream.codec.pgoutput.record_rows import Record, RowsBuilder, check_schema, undecodable
+from millstream.codec.pgoutput.record_rows import Record, RowsBuilder, departed, undecodable
 from millstream.codec.pgoutput.reference_decoder import decode_block_plain, decode_plain
-from millstream.codec.pgoutput.relations import HEARTBEAT_PREFIX, RelationCache, TableDirectory
+from millstream.codec.pgoutput.relations import (
+    HEARTBEAT_PREFIX,
+    RelationCache,
+    TableDirectory,
+    column_order,
+    leaf_oid,
+)
 from millstream.codec.pgoutput.runs import MessageRun
 from millstream.errors import ProtocolViolation
 from millstream.model.ids import SourceId, TableId
@@ -176,6 +182,7 @@ class _ScanResult:
         from millstream.codec.pgoutput import _message_scan as machine
 
         entry_of_slot, entries = self._entries(directory)
+        departures = self._settle_truncates(directory, entry_of_slot, entries)
         start = np.zeros(len(entries) + 1, np.int64)
         row_record = np.empty(self.records, np.int32)
         row_operation = np.empty(self.records, np.int32)
@@ -196,18 +203,23 @@ class _ScanResult:
         tables = []
         for number, (relation, schema) in enumerate(entries):
             piece = slice(int(start[number]), int(start[number + 1]))
-            rows = _EntryRows(self, relation, schema, row_record[piece], row_operation[piece], row_index[piece])
-            tables.append(rows.finish())
+            if piece.start < piece.stop:  # else a `t` of another version stands for its truncates
+                rows = _EntryRows(self, relation, schema, row_record[piece], row_operation[piece], row_index[piece])
+                rows.departures = departures
+                tables.append(rows.finish())
         return tuple(tables), operation_transaction[:operations]
 
     def _entries(self, directory: TableDirectory) -> tuple[Ints, list[tuple[Relation | None, TableSchema]]]:
-        """Return the result entry of each slot's records (-1: not captured), in order of first records."""
+        """Return the result entry of each slot's records (-1: not captured), in order of first records.
+
+        The last slot is of records that are dropped.
+        """
         from millstream.codec.pgoutput import _message_scan as machine
 
         first = np.full(len(self.slots) + 1, self.records, np.int64)
         machine.first_uses(self.record_slot, self.records, first)
         used = np.flatnonzero(first < self.records)
-        entry_of_slot = np.full(len(self.slots) + 1, -1, np.int32)
+        entry_of_slot = np.full(len(self.slots) + 2, -1, np.int32)
         entries: list[tuple[Relation | None, TableSchema]] = []
         current: dict[TableId, int] = {}
         for slot in used[np.argsort(first[used])].tolist():
@@ -215,8 +227,8 @@ class _ScanResult:
             schema = directory.messages_schema() if relation is None else directory.schema_for(relation)
             if schema is None:
                 continue
-            if relation is not None:
-                check_schema(relation, schema)
+            if relation is not None and schema.kind is TableKind.TABLE:
+                column_order(relation, schema)  # checks the directory's promise
             entry = current.get(schema.table_id)
             if entry is None or entries[entry][1].version != schema.version:
                 entry = len(entries)
@@ -224,6 +236,33 @@ class _ScanResult:
                 current[schema.table_id] = entry
             entry_of_slot[slot] = entry
         return entry_of_slot, entries
+
+    def _settle_truncates(
+        self, directory: TableDirectory, entry_of_slot: Ints, entries: list[tuple[Relation | None, TableSchema]]
+    ) -> Ints:
+        """Settle truncates of leaf partitions: one `t` if they are all of their table, else an `x` for each.
+
+        Return the records that become an `x`; those for which the one `t` stands are dropped.
+        """
+        leaves: dict[tuple[int, TableId], list[int]] = {}
+        schemas: dict[TableId, TableSchema] = {}
+        for record in np.flatnonzero(self.record_op[: self.records] == int(Op.TRUNCATE)).tolist():
+            slot = int(self.record_slot[record])
+            entry = int(entry_of_slot[slot])
+            if entry >= 0:
+                schema = entries[entry][1]
+                if leaf_oid(self.slots[slot], schema) is not None:
+                    key = int(self.record_message[record]), schema.table_id
+                    leaves.setdefault(key, []).append(record)
+                    schemas.setdefault(schema.table_id, schema)
+        departures: list[int] = []
+        for (_, table_id), records in leaves.items():
+            oids = frozenset(self.slots[int(self.record_slot[record])].oid for record in records)
+            if directory.truncates_all(schemas[table_id], oids):
+                self.record_slot[records[1:]] = len(entry_of_slot) - 1
+            else:
+                departures += records
+        return np.array(departures, np.int32)
 
 
 def _more_records(run: MessageRun, kinds: npt.NDArray[np.uint8], *, streamed: bool) -> int:
@@ -263,17 +302,53 @@ class _EntryRows:
     records: Ints
     operation: Ints
     index: npt.NDArray[np.int64]
+    departures: Ints | None = None
+    """The run's records of leaf partitions that left."""
 
     def finish(self) -> TableRows:
         if self.schema.kind is not TableKind.TABLE:
             return self._one_by_one()
+        if not self.schema.partitioned:
+            return self._of_relation(None)
+        slots = self.walk.record_slot[self.records]
+        used, inverse = np.unique(slots, return_inverse=True)
+        relations = [self.walk.slots[slot] for slot in used.tolist()]
+        leaves = np.array([leaf_oid(relation, self.schema) or -1 for relation in relations], np.int64)[inverse]
+        alike: dict[tuple[tuple[int, ...] | None, tuple[bool, ...]], list[int]] = {}
+        for slot, relation in zip(used.tolist(), relations, strict=True):
+            identity = tuple(column.in_identity for column in relation.columns)
+            alike.setdefault((column_order(relation, self.schema), identity), []).append(slot)
+        if len(alike) == 1:
+            self.relation = self.walk.slots[int(slots[0])]
+            return self._of_relation(leaves)
+        places = [np.flatnonzero(np.isin(slots, group)) for group in alike.values()]
+        batches = []
+        for group, place in zip(alike.values(), places, strict=True):
+            records, operation, index = self.records[place], self.operation[place], self.index[place]
+            part = _EntryRows(self.walk, self.walk.slots[group[0]], self.schema, records, operation, index)
+            part.departures = self.departures
+            batches.append(part._of_relation(leaves[place]).rows)
+        rows = pa.Table.from_batches(batches).take(np.argsort(np.concatenate(places))).combine_chunks()
+        return TableRows(self.schema, rows.to_batches()[0])
+
+    def _of_relation(self, leaves: npt.NDArray[np.int64] | None) -> TableRows:
+        """Return the rows; their relations have columns of one order and one identity.
+
+        Args:
+            leaves: each row's leaf partition, -1 if it isn't known, of a partitioned table.
+        """
         assert self.relation is not None
         arrow_schema = append_row_schema(self.schema)
         rows = len(self.records)
         ops = self.walk.record_op[self.records]
         width = len(self.relation.columns)
         value_at, size = np.empty((width, rows), np.int32), np.empty((width, rows), np.int32)
-        before, unchanged = self._walk(ops, value_at, size)
+        order = column_order(self.relation, self.schema)
+        before, unchanged = self._walk(ops, value_at, size, order)
+        if order is not None:
+            value_at, size = value_at[list(order)], size[list(order)]
+        if leaves is not None:
+            ops, leaves, before = self._departed(ops, leaves, before)
         names = pa.array([column.name for column in self.schema.columns], pa.string())
         columns, exact = self._columns(value_at, size)
         arrays = [
@@ -283,13 +358,30 @@ class _EntryRows:
             self._unchanged(size, unchanged, names),
             exact,
             pa.nulls(rows, TEXT_BY_COLUMN) if before is None else before,
-            *([pa.nulls(rows, PARTITION_OID.type)] if self.schema.partitioned else []),
+            *([] if leaves is None else [pa.array(leaves, PARTITION_OID.type, mask=leaves < 0)]),
             *columns,
         ]
         return TableRows(self.schema, pa.RecordBatch.from_arrays(arrays, schema=arrow_schema))
 
-    def _walk(self, ops: npt.NDArray[np.uint8], value_at: Ints, size: Ints) -> tuple[pa.Array | None, int]:
-        """Find the places of values.
+    def _departed(
+        self, ops: npt.NDArray[np.uint8], leaves: npt.NDArray[np.int64], before: pa.Array | None
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], pa.Array | None]:
+        """Return the ops, leaf partitions and `__before` of rows, with those of leaf partitions that left."""
+        leaves = np.where(ops == int(Op.TRUNCATE), -1, leaves)
+        if self.departures is None or not len(self.departures):
+            return ops, leaves, before
+        gone = np.flatnonzero(np.isin(self.records, self.departures))
+        ops = ops.copy()
+        befores = [None] * len(ops) if before is None else before.to_pylist()
+        for row in gone.tolist():
+            relation = self.walk.slots[int(self.walk.record_slot[self.records[row]])]
+            ops[row], leaves[row], befores[row] = int(Op.PARTITION_LEFT), relation.oid, departed(relation)
+        return ops, leaves, pa.array(befores, TEXT_BY_COLUMN)
+
+    def _walk(
+        self, ops: npt.NDArray[np.uint8], value_at: Ints, size: Ints, order: tuple[int, ...] | None
+    ) -> tuple[pa.Array | None, int]:
+        """Find the places of values, in the relation's order, which differs from the schema's if `order` isn't None.
 
         Returns the `__before` column if there are old values, and the number of unchanged values.
         """
@@ -324,6 +416,8 @@ class _EntryRows:
             return None, unchanged
         offsets = np.empty(rows + 1, np.int32)
         name, at, length = (np.empty(width * olds, np.int32) for _ in range(3))
+        if order is not None:
+            old_at, old_size = old_at[list(order)], old_size[list(order)]
         found = machine.list_old(old_at, old_size, old_row, olds, rows, offsets, name, at, length)
         names = pa.array([column.name for column in self.schema.columns], pa.string())
         there = np.zeros(rows, np.bool_)
@@ -442,6 +536,10 @@ class _WarmDirectory:
         from millstream.codec.pgoutput.relations import table_schema
 
         return table_schema(relation, source=self.source)
+
+    def truncates_all(self, schema: TableSchema, leaves: frozenset[int]) -> bool:
+        del schema, leaves
+        return False
 
     def messages_schema(self) -> None:
         return None
