@@ -125,7 +125,7 @@ def rebuild(
     """Rebuild a table of the lake, and replace the old one in one commit.
 
     The running pipeline does it; if none runs, this command does. A folder that another program
-    wrote into is moved away. With --from source, a damaged history starts over too; the other views
+    wrote into is moved away; an Iceberg table is emptied in place. With --from source, a damaged history starts over too; the other views
     follow when the copy is complete.
     """
     from millstream.app.rebuild import rebuild_table

@@ -40,7 +40,8 @@ class LakeError(MillstreamError):
         "lake_catalog_lost": Code(
             "A folder has the metadata of an Iceberg table that the catalog lacks: the catalog was deleted or replaced. Details: path.",
             Retry.OPERATOR,
-            "Put the catalog back: the home's data/iceberg.db, or the file that [streams.S.lake.catalog] names.",
+            "Put the catalog back: the home's data/iceberg.db, or the file that [streams.S.lake.catalog] names. If it lacks this table "
+            "alone, run `millstream pipeline rebuild T [--from source]`.",
         ),
         "lake_of_another_format": Code(
             "`format` in [streams.S.lake] was changed, and the lake's tables have the other format; details: path.",

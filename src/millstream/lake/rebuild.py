@@ -3,8 +3,9 @@
 A table's data can also be erased before such a copy (`erase_view`), under all the names that the table has had.
 
 A folder that another program wrote into, or whose log can't be read, is never deleted: it is moved aside
-(`<folder>.set-aside-<n>`), and the table is built in its place. Readers see an intact table until one commit
-replaces it: that of a fold (`folded.current`, `folded.scd2`), which a running pipeline makes itself.
+(`<folder>.set-aside-<n>`), and the table is built in its place. A table that is known to a catalog is emptied in place
+instead. Readers see an intact table until one commit replaces it: that of a fold (`folded.current`, `folded.scd2`), which a
+running pipeline makes itself.
 """
 
 from __future__ import annotations
@@ -66,6 +67,10 @@ def certain_damage_of(layout: LakeLayout, view: View, schema: TableSchema) -> st
         have = TableFiles(layout, path).all()
     except (LakeFilesGone, LakeTableForeign) as error:
         return error.message
+    except LakeError as error:
+        if error.code != "lake_catalog_lost":
+            raise
+        return error.message
     gone = [file["path"] for file in listed if file["path"] not in have]
     if gone:
         return f"{len(gone)} of its files are gone, {min(gone)} for one"
@@ -98,16 +103,24 @@ def check_history(layout: LakeLayout, schema: TableSchema) -> None:
 
 
 def prepare_rebuild(layout: LakeLayout, view: View, schema: TableSchema) -> str | None:
-    """Check that a view can be built from history, and move an unusable folder aside; return the folder's new path.
+    """Check that a view can be built from history, and set an unusable table aside; return its folder's new path, if it was moved.
 
     Raises:
         LakeError (`lake_history_lost`): see `check_history`.
+        Else as `set_aside`.
     """
     check_history(layout, schema)
+    path = layout.table_path(view, schema)
     try:
-        open_table(layout, layout.table_path(view, schema), layout.app_id(view, schema.table_id))
+        opened = open_table(layout, path, layout.app_id(view, schema.table_id))
+        if opened is not None:
+            opened.files()  # a format may read their list only now
     except (LakeFilesGone, LakeTableForeign, LakeUnavailable):
-        return set_aside(layout, layout.table_path(view, schema))
+        return set_aside(layout, path)
+    except LakeError as error:
+        if error.code != "lake_catalog_lost":
+            raise
+        return set_aside(layout, path)
     return None
 
 
@@ -128,12 +141,17 @@ def rebuild_view(
 
 
 def set_aside(layout: LakeLayout, path: str) -> str | None:
-    """Move a table's folder out of the way; return its new path, None if there was none.
+    """Make a table count as one that isn't there; return its folder's new path if it was moved, as with Delta.
+
+    A table in a catalog is emptied in place, unless its metadata can't be read.
 
     Raises:
-        LakeError: the lake is in an object store, where folders can't be moved, or its tables can't be moved.
+        LakeError: the lake is in an object store, where folders can't be moved.
+        LakeTableForeign (`lake_of_another_stream`): another stream or program made the table in the catalog.
+        LakeConflict: another program committed at the same time; call again.
     """
-    check_movable(layout, path)
+    if format_of(layout).clear(layout, path):
+        return None
     if "://" in path:
         raise LakeError(
             f"{path} must be moved away, and an object store can't move it",

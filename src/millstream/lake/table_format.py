@@ -276,6 +276,19 @@ class TableFormat(Protocol):
     def remove(self, layout: LakeLayout, path: str) -> None:
         """Delete a table of ours that readers don't know, with its folder; does nothing if there is none."""
 
+    def clear(self, layout: LakeLayout, path: str) -> bool:
+        """Make a damaged table count as one that isn't there, without its folder being moved; return False if that must be moved.
+
+        A format whose tables are in a catalog empties the table in place. Its rows stay in its earlier versions until they
+        expire. If the catalog's entry can't be read, it is removed, and the folder must be moved. Nothing may write into the
+        table during this.
+
+        Raises:
+            LakeTableForeign: another stream or program made the table.
+            LakeConflict: another commit came first; call again.
+            LakeUnavailable: the catalog doesn't answer.
+        """
+
     def erase(self, layout: LakeLayout, path: str) -> None:
         """Delete all rows of a table of ours, in all versions and with all files; does nothing if there is none.
 

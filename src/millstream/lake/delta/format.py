@@ -361,6 +361,10 @@ class DeltaFormat:
         assert opened is not None
         return opened.ready_for(schema)
 
+    def clear(self, layout: LakeLayout, path: str) -> bool:  # noqa: ARG002 - the folder may be moved
+        """See `TableFormat`."""
+        return False
+
     def erase(self, layout: LakeLayout, path: str) -> None:
         """See `TableFormat`: the table goes with its folder."""
         erase_folder(layout, path)

@@ -17,11 +17,12 @@ from pyiceberg.exceptions import (
     OAuthError,
     RESTError,
     UnauthorizedError,
+    ValidationError,
     ValidationException,
 )
 from requests.exceptions import RequestException
 
-from millstream.errors import LakeConflict, LakeError, LakeUnavailable
+from millstream.errors import LakeConflict, LakeError, LakeFilesGone, LakeUnavailable
 from millstream.lake.layout import LakeLayout
 from millstream.lake.store_errors import lake_errors
 from millstream.model.addresses import mask_address
@@ -141,6 +142,19 @@ def catalog_errors(path: str) -> Iterator[None]:
         raise _unreachable(path, error) from error
     except ValueError as error:
         raise LakeError(f"{path}: {error}", path=path) from error
+
+
+@contextmanager
+def files_read(path: str) -> Iterator[None]:
+    """Translate errors of metadata's files that are gone or broken, inside of `catalog_errors`.
+
+    Raises:
+        LakeFilesGone: one is.
+    """
+    try:
+        yield
+    except (FileNotFoundError, EOFError, ValueError, ValidationError) as error:
+        raise LakeFilesGone(f"the metadata of {path} can't be read: {error}", path=path) from error
 
 
 @contextmanager

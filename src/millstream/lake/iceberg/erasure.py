@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from millstream.errors import LakeError
 from millstream.lake.data_files import TableFiles
 from millstream.lake.iceberg import upkeep
-from millstream.lake.iceberg.data_files import addresses, entries_of
+from millstream.lake.iceberg.clearing import stage_no_files
 from millstream.lake.iceberg.facts import NUMBER, STREAM, N, forget_snapshots, is_position
 from millstream.lake.layout import LakeLayout
 
@@ -29,15 +29,11 @@ def empty(layout: LakeLayout, path: str, table: Table) -> None:
         As pyiceberg's, from the caller's `catalog_errors`.
     """
     _check_refs(path, table)
-    live = addresses(entries_of(table.current_snapshot(), table.io), table.location())
     positions = [name for name in table.properties if name == N or name.startswith((f"{N}.", NUMBER))]
     transaction = table.transaction()
     if positions:
         transaction.remove_properties(*positions)
-    update = transaction.update_snapshot(snapshot_properties={STREAM: str(layout.stream_id)})
-    with update.overwrite() if live else update.fast_append() as snapshot:
-        for gone in live.values():
-            snapshot.delete_data_file(gone)
+    stage_no_files(layout, table, transaction)
     transaction.commit_transaction()
     forget_versions(layout, path, table)
     files = TableFiles(layout, path)

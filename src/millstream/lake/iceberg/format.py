@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
@@ -15,10 +15,11 @@ from pyiceberg.table.snapshots import Operation
 from pyiceberg.table.sorting import UNSORTED_SORT_ORDER, SortOrder
 from pyiceberg.transforms import DayTransform, IdentityTransform
 
-from millstream.errors import LakeError, LakeTableForeign
+from millstream.errors import LakeError, LakeFilesGone, LakeTableForeign
 from millstream.lake.data_files import remove_folder
 from millstream.lake.iceberg import erasure
-from millstream.lake.iceberg.catalog import catalog_errors, catalog_of, make_namespace
+from millstream.lake.iceberg.catalog import catalog_errors, catalog_of, files_read, make_namespace
+from millstream.lake.iceberg.clearing import clear, is_cleared, renew
 from millstream.lake.iceberg.columns import arrow_columns, evolve, new_schema, sort_fields, stored_columns, with_ids
 from millstream.lake.iceberg.facts import (
     BOUNDED,
@@ -75,7 +76,7 @@ class IcebergFormat:
             handle = IcebergHandle(layout, table, path, app, version=version)
             return handle if version in {0, handle.version} else None
         _check_owned(layout, path, table)
-        return IcebergHandle(layout, table, path, app, version=None)
+        return None if is_cleared(table) else IcebergHandle(layout, table, path, app, version=None)
 
     def create(
         self,
@@ -118,31 +119,36 @@ class IcebergFormat:
         fields = sort_fields(columns, key)
         owner = table_id_of(app)
         namespace, name = identifier_of(layout, path)
+        facts = {
+            "comment": description,
+            STREAM: str(layout.stream_id),
+            VIEW: view_of(layout, path),
+            "millstream.layout": "1",
+            **({} if owner is None else {TABLE_ID: owner}),
+            BOUNDED: json.dumps(list(bounded)),
+            "commit.retry.num-retries": "0",
+            "commit.manifest-merge.enabled": "true",
+            "write.metadata.delete-after-commit.enabled": "true",
+            "write.metadata.previous-versions-max": "20",
+            **properties,
+        }
         with catalog_errors(path):
             catalog = catalog_of(layout)
             make_namespace(catalog, namespace)
-            with suppress(TableAlreadyExistsError):
+            try:
                 catalog.create_table(
                     (namespace, name),
                     columns,
                     location=address_of(layout, path),
                     partition_spec=spec,
                     sort_order=SortOrder(*fields) if fields else UNSORTED_SORT_ORDER,
-                    properties={
-                        "format-version": "2",
-                        "comment": description,
-                        STREAM: str(layout.stream_id),
-                        VIEW: view_of(layout, path),
-                        "millstream.layout": "1",
-                        **({} if owner is None else {TABLE_ID: owner}),
-                        BOUNDED: json.dumps(list(bounded)),
-                        "commit.retry.num-retries": "0",
-                        "commit.manifest-merge.enabled": "true",
-                        "write.metadata.delete-after-commit.enabled": "true",
-                        "write.metadata.previous-versions-max": "20",
-                        **properties,
-                    },
+                    properties={"format-version": "2", **facts},
                 )
+            except TableAlreadyExistsError:
+                there = _load(layout, path)
+                if there is not None and is_cleared(there):
+                    _check_owned(layout, path, there)
+                    renew(there, schema, key, facts)
         opened = self.open(layout, path, app, version=None)
         assert opened is not None, "it was made just now"
         return opened
@@ -151,10 +157,31 @@ class IcebergFormat:
         """See `TableFormat`."""
         with catalog_errors(path):
             catalog, (namespace, name) = catalog_of(layout), identifier_of(layout, path)
-            with suppress(NoSuchTableError, NoSuchNamespaceError, NamespaceNotEmptyError):
+            with suppress(NoSuchTableError, NoSuchNamespaceError):
                 catalog.drop_table((namespace, name))
+            with suppress(NoSuchNamespaceError, NamespaceNotEmptyError):
                 catalog.drop_namespace(namespace)
             remove_folder(layout, path)
+
+    def clear(self, layout: LakeLayout, path: str) -> bool:
+        """See `TableFormat`."""
+        try:
+            table = _load(layout, path)
+        except LakeFilesGone:
+            with catalog_errors(path), suppress(NoSuchTableError, NoSuchNamespaceError):
+                catalog_of(layout).drop_table(identifier_of(layout, path))
+            return False
+        except LakeError as error:
+            if error.code != "lake_catalog_lost":
+                raise
+            return False
+        if table is None:
+            return False
+        _check_made(layout, path, table)
+        with catalog_errors(path):
+            if not is_cleared(table):
+                clear(layout, path, table)
+        return True
 
     def erase(self, layout: LakeLayout, path: str) -> None:
         """See `TableFormat`."""
@@ -244,7 +271,9 @@ def _load(layout: LakeLayout, path: str) -> Table | None:
 def _in_catalog(layout: LakeLayout, path: str) -> Table | None:
     with catalog_errors(path):
         try:
-            return catalog_of(layout).load_table(identifier_of(layout, path))
+            # A catalog server reads the metadata there.
+            with nullcontext() if layout.catalog.get("type") == "rest" else files_read(path):
+                return catalog_of(layout).load_table(identifier_of(layout, path))
         except (NoSuchTableError, NoSuchNamespaceError):
             return None
 

@@ -27,7 +27,7 @@ from pyiceberg.transforms import IdentityTransform
 
 from millstream.errors import LakeConflict
 from millstream.lake.iceberg import upkeep
-from millstream.lake.iceberg.catalog import ANSWER_LOST, catalog_errors
+from millstream.lake.iceberg.catalog import ANSWER_LOST, catalog_errors, files_read
 from millstream.lake.iceberg.columns import (
     arrow_columns,
     evolve,
@@ -123,7 +123,7 @@ class IcebergHandle:
 
     def files(self) -> pa.Table:
         """See `OpenTable`."""
-        with catalog_errors(self.path):
+        with catalog_errors(self.path), files_read(self.path):
             entries = entries_of(self._base, self._table.io)
         names = [field.name for field in self._table.spec().fields]
         files = flat_files(entries, self._table.location(), self._schema, names)
@@ -212,7 +212,7 @@ class IcebergHandle:
                     raise moved
                 transaction = self._table.transaction()
                 if mode == "overwrite" and schema is not None:
-                    _take_columns(transaction, schema, key, renamed)
+                    take_columns(transaction, schema, key, renamed)
                 if properties:
                     transaction.set_properties(dict(properties))
                 self._stage(transaction, commit, add, remove, mode)
@@ -353,9 +353,7 @@ class IcebergHandle:
             upkeep.delete_orphans(self._layout, self.path, self._table, now_ms=now_ms)
 
 
-def _take_columns(
-    transaction: Transaction, columns: pa.Schema, key: Sequence[str], renamed: FilledNames | None
-) -> None:
+def take_columns(transaction: Transaction, columns: pa.Schema, key: Sequence[str], renamed: FilledNames | None) -> None:
     """Give a table columns and a key in place of its own, in a commit that replaces all of its files."""
     # In one step: pyiceberg checks a sort order and a schema against each other after each.
     update = evolve(transaction, columns, replaces=True, key=key, renamed=renamed)
