@@ -125,6 +125,17 @@ def test_each_trouble_comes_first_with_its_code_and_its_hint(well: dict[str, Any
         assert "<bad" not in html
 
 
+@pytest.mark.parametrize(
+    ("running", "configured", "told"), [(None, True, True), (7, True, False), (None, False, False)]
+)
+def test_a_home_at_rest_says_so(well: dict[str, Any], running: int | None, configured: bool, told: bool) -> None:
+    status = copy.deepcopy(well)
+    status["processes"] = {role: running for role in status["processes"]} | {"serve": 5}
+    status["streams"][0]["source"]["configured"] = configured
+    text = Seen(Rendered(list(pages.overview(status, {}))).whole).text
+    assert ("isn't running" in text) is told
+
+
 def test_the_page_of_nodes_shows_a_store_s_error_as_the_others(well: dict[str, Any]) -> None:
     """It was shown as Python writes a dict."""
     status = copy.deepcopy(well)

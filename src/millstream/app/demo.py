@@ -99,6 +99,7 @@ class DemoReport:
             f"  {command} query 'SELECT status, count(*), sum(total) FROM public.orders GROUP BY 1'",
             f"  {command} wal cat --table public.deals --limit 5",
             f"  {command} status",
+            f"  {command} serve    (the console, on http://127.0.0.1:8787/)",
             f"  and on your own PostgreSQL: {_command()} init --help",
             "The demo's PostgreSQL has ended: commands that ask a source (`run`, `doctor`, `diff`) find none there.",
         ]

@@ -267,7 +267,8 @@ def describe(part: str, facts: dict[str, Any]) -> str:
     waiting = progress["lag_records"]
     if not waiting:
         aside = progress.get("quarantined") or {}
-        return f"→ lake: has everything except {', '.join(sorted(aside))}" if aside else "→ lake: has everything"
+        words = "→ lake: has every record of the log"
+        return f"{words} except those of {', '.join(sorted(aside))}" if aside else words
     words = f"→ lake: {waiting:,} or fewer records behind, {progress['rows_per_s'] or 0:,.0f}/s"
     lag = progress["lag_s"]
     return words if lag is None else f"{words}, lag {human_seconds(lag)}"

@@ -35,7 +35,7 @@ def state_mark(state: str) -> Html:
 
 def overview(status: Status, rates: Mapping[str, float]) -> Iterator[Piece]:
     """Yield the overview: what is wrong, then each stream as its way from source to readers."""
-    yield Part("troubles", _troubles(troubles_of(status)))
+    yield Part("troubles", _troubles(troubles_of(status), at_rest=_is_at_rest(status)))
     for number, stream in enumerate(status["streams"]):
         yield Part(f"stream-{number}", _stream(f"stream-{number}", stream, rates.get(stream["name"])))
     if not status["streams"]:
@@ -43,11 +43,18 @@ def overview(status: Status, rates: Mapping[str, float]) -> Iterator[Piece]:
     yield Part("processes", _processes(status["processes"]))
 
 
-def _troubles(troubles: Sequence[Trouble]) -> Html:
+def _is_at_rest(status: Status) -> bool:
+    """Return whether streams have a source, and no process that captures or lands."""
+    captured = any(stream["source"]["configured"] for stream in status["streams"] if stream.get("id"))
+    return captured and all(status["processes"].get(role) is None for role in ("run", "owner", "pipeline", "follow"))
+
+
+def _troubles(troubles: Sequence[Trouble], *, at_rest: bool) -> Html:
     if not troubles:
+        rest = " But nothing is captured and nothing lands: `millstream run` isn't running." if at_rest else ""
         return tag(
             "section",
-            tag("p", "✓ Nothing is wrong.", class_="well"),
+            tag("p", "✓ Nothing is wrong.", *with_code(rest), class_="well"),
             id="troubles",
             aria_label="Troubles",
             data_count=0,
@@ -207,7 +214,7 @@ TABLE_HEADS: Final = (
     "Table",
     "State",
     "Lag",
-    "Landed rows",
+    "Landed records",
     "Rows/s",
     "Size",
     "Last change (UTC)",
