@@ -130,7 +130,7 @@ def test_each_trouble_comes_first_with_its_code_and_its_hint(well: dict[str, Any
 )
 def test_a_home_at_rest_says_so(well: dict[str, Any], running: int | None, configured: bool, told: bool) -> None:
     status = copy.deepcopy(well)
-    status["processes"] = {role: running for role in status["processes"]} | {"serve": 5}
+    status["processes"] = dict.fromkeys(status["processes"], running) | {"serve": 5}
     status["streams"][0]["source"]["configured"] = configured
     text = Seen(Rendered(list(pages.overview(status, {}))).whole).text
     assert ("isn't running" in text) is told
