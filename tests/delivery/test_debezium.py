@@ -13,10 +13,12 @@ import pytest
 from millstream.delivery.kafka.debezium import DebeziumEncoder, KafkaMessage
 from millstream.delivery.kafka.debezium_options import DebeziumOptions
 from millstream.delivery.kafka.debezium_types import converter
+from millstream.delivery.kafka.from_json import records_of
 from millstream.delivery.kafka.topic_names import topic_name
 from millstream.errors import ConfigError
 from millstream.model.column_texts import render_column
-from millstream.model.ids import SchemaVersion, SourceId, TableId
+from millstream.model.ids import Epoch, SchemaVersion, ShardId, SourceId, TableId
+from millstream.model.record_json import record_facts
 from millstream.model.records import record_schema
 from millstream.model.schema import Column, PgType, ReplicaIdentity, TableKind, TableSchema
 
@@ -215,6 +217,29 @@ def test_skipped_operations_are_left_out_with_their_tombstones(skipped: str, lef
     found = encoded(ORDERS, options, {"id": 1}, {"id": 1, "__op": "d"}, {"__op": "t"})
     assert "".join(payload(message)["op"] for message in found if message.value) == left
     assert sum(message.value is None for message in found) == ("d" in left)
+
+
+def test_a_partition_that_left_is_no_event_of_debezium_and_has_no_key_as_json() -> None:
+    leafy = replace(ORDERS, partitioned=True)
+    row = {"id": 1, "__partition_oid": 16_500}
+    left = {"__op": "x", "__partition_oid": 16_500, "__before": [("partition", "public.orders_1")]}
+    for kind in ("debezium", "debezium-flat"):
+        found = encoded(leafy, replace(PLAIN, format=kind), row, left, {"id": 2})
+        assert [message.row for message in found] == [0, 2]
+    _, message = encoded(leafy, DebeziumOptions(format="json"), row, left)
+    assert (message.topic, message.key) == ("shop.public.orders", None)
+    facts = payload(message)
+    assert (facts["op"], facts["row"]) == ("x", {"partition": "public.orders_1", "oid": 16_500})
+
+
+def test_records_of_a_partitioned_table_are_made_of_their_json() -> None:
+    leafy = replace(ORDERS, partitioned=True)
+    left = {"__op": "x", "__partition_oid": 16_500, "__before": [("partition", "public.orders_1")]}
+    batch = records(leafy, {"id": 1, "__partition_oid": 16_500}, left)
+    facts = record_facts(leafy, batch, stream="shop", shard=ShardId(0), epoch=Epoch(1))
+    made = records_of(leafy, facts, None)
+    for name in ("__op", "__before", "__partition_oid"):
+        assert made.column(name) == batch.column(name)
 
 
 def test_json_is_the_object_that_wal_cat_prints() -> None:

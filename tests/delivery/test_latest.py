@@ -7,6 +7,7 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -283,6 +284,73 @@ def test_a_truncate_drops_what_waits_and_is_delivered(log: LogWriter, tmp_path: 
     assert (truncate["record"]["op"], truncate["group"]) == ("t", None)
     consumer.settle("ack", truncate["ack_id"])
     assert [one["record"]["row"]["id"] for one in consumer.take(10)] == [2]
+
+
+LEAFY = replace(ORDERS, partitioned=True)
+
+
+def leafy(index: int, op: Op, id_: int, leaf: int, **values: Any) -> dict[str, Any]:
+    return order(index, op, id_, __partition_oid=leaf, **values)
+
+
+def left(index: int, leaf: int) -> dict[str, Any]:
+    return row(index, Op.PARTITION_LEFT, __partition_oid=leaf, __before=[("partition", f"public.orders_{leaf}")])
+
+
+def test_a_partition_that_left_drops_what_waits_of_its_rows(log: LogWriter, tmp_path: Path) -> None:
+    changes = [leafy(0, Op.CREATE, 1, 11), leafy(1, Op.CREATE, 2, 12), left(2, 11), leafy(3, Op.CREATE, 1, 12)]
+    log.append(ops([operation(1, 0x1000)], (LEAFY, 0, changes)))
+    consumer = Killed(tmp_path, **LATEST)
+    found = []
+    while messages := consumer.take(10):
+        consumer.settle("ack", *(one["ack_id"] for one in messages))
+        found.append([(one["record"]["op"], one["record"]["partition_oid"]) for one in messages])
+    assert found == [[("u", 12)], [("x", 11)], [("u", 12)]]
+
+
+def test_a_row_that_moved_comes_before_its_partition_leaves(log: LogWriter, tmp_path: Path) -> None:
+    consumer = Killed(tmp_path, **LATEST)
+    log.append(ops([operation(1, 0x1000)], (LEAFY, 0, [leafy(0, Op.CREATE, 1, 11)])))
+    consumer.settle("ack", *(one["ack_id"] for one in consumer.take(10)))
+    changes = [leafy(0, Op.DELETE, 1, 11), leafy(1, Op.CREATE, 1, 12), left(2, 12)]
+    log.append(ops([operation(2, 0x2000)], (LEAFY, 0, changes)))
+    (moved,) = consumer.take(10)
+    assert (moved["record"]["op"], moved["record"]["partition_oid"]) == ("u", 12)
+    consumer.settle("ack", moved["ack_id"])
+    assert [one["record"]["op"] for one in consumer.take(10)] == ["x"]
+
+
+@pytest.mark.sampled
+def test_a_receiver_whose_memory_is_full_has_the_rows_of_the_partitions_that_are_left(
+    log: LogWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seeds: Seeds
+) -> None:
+    monkeypatch.setattr(running_consumer, "WAITING_BYTES_MAX", SMALL * ENTRY_BYTES)
+    chance = random.Random(seeds.kept_or_new(1))
+    source: dict[int, int] = {}
+    for number in range(1, 120):
+        changes = []
+        for key in chance.sample(range(40), 3):
+            leaf = chance.choice((11, 12, 13))
+            if source.get(key, leaf) != leaf:
+                changes.append(leafy(len(changes), Op.DELETE, key, source.pop(key)))
+            changes.append(leafy(len(changes), Op.UPDATE if key in source else Op.CREATE, key, leaf))
+            source[key] = leaf
+        if not number % 10:
+            leaf = chance.choice((11, 12, 13))
+            changes.append(left(len(changes), leaf))
+            source = {key: known for key, known in source.items() if known != leaf}
+        log.append(ops([operation(number, 0x1000 * number)], (LEAFY, 0, changes)))
+    consumer = Killed(tmp_path, **LATEST)
+    received: dict[int, int] = {}
+    while messages := consumer.take(5):
+        for one in (message["record"] for message in messages):
+            if one["op"] == "x":
+                received = {key: leaf for key, leaf in received.items() if leaf != one["partition_oid"]}
+            else:
+                received.pop(one["row"]["id"], None)
+                received |= {one["row"]["id"]: one["partition_oid"]} if one["op"] == "u" else {}
+        consumer.settle("ack", *(one["ack_id"] for one in messages))
+    assert received == source
 
 
 @pytest.mark.sampled

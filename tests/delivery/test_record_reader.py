@@ -298,6 +298,21 @@ def test_a_truncate_is_a_barrier_and_passes_every_condition(log: LogWriter, tmp_
     assert (message.barrier, message.groups, message.origin.group, message.table) == (True, (), None, 1)
 
 
+@pytest.mark.parametrize("fields", [{}, {"kind": "latest"}])
+def test_a_partition_that_left_is_a_barrier_and_passes_every_condition_and_choice_of_columns(
+    log: LogWriter, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    leafy = replace(ORDERS, partitioned=True)
+    first = row(0, Op.CREATE, id=1, __partition_oid=16_500, **NOTHING)
+    left = row(1, Op.PARTITION_LEFT, __partition_oid=16_500, __before=[("partition", "public.orders_1")])
+    log.append(ops([operation(1, 0x1000)], (leafy, 0, [first, left])))
+    reader = reader_of(tmp_path, tables=["public.orders"], where="id = 2", columns=["id as partition"], **fields)
+    (message,), _ = read_all(reader)
+    assert (message.barrier, message.groups, message.origin.group, message.table) == (True, (), None, 1)
+    assert record(message) == cat(tmp_path)[1]
+    assert record(message)["row"] == {"partition": "public.orders_1", "oid": 16_500}
+
+
 def test_later_records_are_read_by_the_same_reader(log: LogWriter, tmp_path: Path) -> None:
     reader = reader_of(tmp_path, tables=["public.orders"])
     fill(log, 1)

@@ -31,6 +31,7 @@ OTHERS: list[dict[str, Any]] = [
     {"id": 6, "total": Decimal("1.00"), "__op": "u", "__unchanged": ["50%"]},
     {"id": 7, "50%": "x", "__exact": [("total", "NaN")]},
 ]
+LEAFY = replace(ORDERS, partitioned=True)
 PLACE: dict[str, Any] = {"stream": "shop", "shard": ShardId(2), "epoch": Epoch(3)}
 
 
@@ -64,9 +65,23 @@ def test_any_name_of_a_column_is_shown(kind: TableKind) -> None:
     assert [json.loads(text) for text in texts] == record_facts(schema, batch, **PLACE)
 
 
-def test_whole_rows_take_the_way_without_dicts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("renamed", [None, {"50%": "partition"}])
+def test_texts_of_a_partitioned_table_name_the_leaf_partition(renamed: dict[str, str] | None) -> None:
+    left = {"__op": "x", "__partition_oid": 16_500, "__before": [("partition", "public.orders_1")]}
+    for rows in (WHOLE, [*WHOLE, left]):
+        batch = records(LEAFY, *({"__partition_oid": 16_500 + n, **one} for n, one in enumerate(rows)))
+        facts = record_facts(LEAFY, batch, **PLACE)
+        expected = facts if renamed is None else [chosen(one, renamed) for one in facts]
+        texts = record_texts(LEAFY, batch, **PLACE, renamed=renamed)
+        assert [json.loads(text) for text in texts] == expected
+        assert [list(json.loads(text)) for text in texts] == [list(one) for one in expected]
+    assert json.loads(texts[-1])["row"] == {"partition": "public.orders_1", "oid": 16_500}
+
+
+@pytest.mark.parametrize("schema", [ORDERS, replace(ORDERS, partitioned=True)], ids=["plain", "partitioned"])
+def test_whole_rows_take_the_way_without_dicts(schema: TableSchema, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(module, "record_facts")
-    assert len(record_texts(ORDERS, records(ORDERS, *WHOLE), **PLACE)) == len(WHOLE)
+    assert len(record_texts(schema, records(schema, *WHOLE), **PLACE)) == len(WHOLE)
 
 
 def test_the_json_of_a_record_that_is_kept_in_the_logs_form_is_made_when_it_is_shown() -> None:

@@ -49,7 +49,7 @@ class LatestReference(Reference):
             if any(one.groups == message.groups != () and one.position < item.position for one in self.items_()):
                 continue
             if any(
-                one.groups == message.groups != () or (one.truncates and one.table == message.table) for one in newer
+                (one.groups == message.groups != () and _leaf(item) == one.leaf) or _takes(one, item) for one in newer
             ):
                 dropped.append(item)
         if dropped:
@@ -68,6 +68,7 @@ class LatestReference(Reference):
                 continue
             if message.truncates:
                 self.items = [item for item in self.items if not self._is_dropped(item, message)]
+                self._join()
             super().offer([message], 0)
             for item in list(self.items):
                 self._replaced(item, by=message)
@@ -80,9 +81,7 @@ class LatestReference(Reference):
 
     @staticmethod
     def _is_dropped(item: Item, truncate: Message) -> bool:
-        message = item.message
-        same = message.table == truncate.table and item.position < truncate.position
-        return same and item.flies_by is None and (not message.barrier or message.truncates)
+        return item.position < truncate.position and item.flies_by is None and _takes(truncate, item)
 
     def _replaced(self, older: Item, by: Message | None = None) -> Item:
         """Replace a waiting message by the newest one, or by a given one, that waits in the same stretch of its table."""
@@ -103,6 +102,11 @@ class LatestReference(Reference):
             if any(older.position < barrier < item.position for barrier in barriers):
                 continue
             self.items.remove(older)
+            if older.is_retried:
+                item.leaves_of_retried |= older.leaves
+            else:
+                item.leaves |= older.leaves
+            item.leaves_of_retried |= older.leaves_of_retried
             if not older.is_retried:
                 item.message = item.message._replace(before=older.message.before)
                 item.replaced |= older.replaced | ({older.position: older.last} if older.last else {})
@@ -121,11 +125,11 @@ class LatestReference(Reference):
     def ack(self, ids: Iterable[DeliveryId]) -> list[Status]:
         statuses = []
         for delivery in ids:
-            acked = next((item.message for item in self.items if item.position == delivery.position), None)
+            acked = next((item for item in self.items if item.position == delivery.position), None)
             dead = self.dead.get(self.buried.get(delivery.position, ""))
             statuses += super().ack([delivery])
-            if statuses[-1] is Status.ACKED and (ended := acked or dead):
-                is_barrier = ended.barrier or any(item.message.barrier for item in self.items)
+            if statuses[-1] is Status.ACKED and (ended := acked or (dead and Item(dead))):
+                is_barrier = ended.message.barrier or any(item.message.barrier for item in self.items)
                 self._void_before(ended)
                 if is_barrier:
                     self._join()
@@ -137,36 +141,42 @@ class LatestReference(Reference):
             if item in self.items:
                 self._replaced(item)
 
-    def _void_before(self, ended: Message, *, is_acked: bool = True) -> None:
-        """Drop what is older than a message that ended; if it was acknowledged, a truncate before it, and all before that, too."""
+    def _void_before(self, ended: Item, *, is_acked: bool = True) -> None:
+        """Drop what is older than a message that ended.
+
+        If it was acknowledged, so are truncates of its row before it, and what they take.
+        """
         self.items = [item for item in self.items if not self._is_void(item, ended)]
         if not is_acked:
             return
         older = [
-            item.message
+            item
             for item in self.items
-            if item.message.truncates and item.message.table == ended.table and item.position < ended.position
+            if item.message.truncates and item.message.table == ended.message.table and item.position < ended.position
         ]
         for truncate in older:
-            self.items = [item for item in self.items if not self._is_void(item, truncate)]
+            leaf = truncate.message.leaf
+            may_take = leaf is None or _leaf(ended) in {None, leaf}
+            if may_take and not ended.message.truncates:
+                self.items = [item for item in self.items if not self._is_void(item, truncate)]
 
     @staticmethod
-    def _is_void(item: Item, acked: Message) -> bool:
-        """Whether a message is older than one that was acknowledged, of its key or a truncate of its table."""
-        message = item.message
-        if message.table != acked.table or item.position > acked.position:
+    def _is_void(item: Item, acked: Item) -> bool:
+        """Whether a message is older than one that was acknowledged, of its key or a truncate that takes it."""
+        if item.position > acked.position:
             return False
-        if acked.truncates:
-            return not message.barrier or message.truncates
-        return message.groups == acked.groups != ()
+        if acked.message.truncates:
+            return _takes(acked.message, item)
+        return item.message.groups == acked.message.groups != ()
 
     def _fail(self, item: Item) -> None:
         if item not in self.items:
             return
         super()._fail(item)
         if item not in self.items:
+            self.dead[item.message.id] = item.message._replace(leaf=_leaf(item))
             self.overtaken.discard(item.message.id)
-            self._void_before(item.message, is_acked=False)
+            self._void_before(item, is_acked=False)
             if item.message.barrier:
                 self._join()
 
@@ -205,6 +215,21 @@ class LatestReference(Reference):
                 super().retry([id_])
 
 
+def _leaf(item: Item) -> int | None:
+    """Return the one partition of a message's records; None if there are several, or it isn't known."""
+    leaves = item.leaves | item.leaves_of_retried
+    return next(iter(leaves)) if len(leaves) == 1 else None
+
+
+def _takes(truncate: Message, item: Item) -> bool:
+    """Whether a truncate, or an `x`, makes a message void if it is older."""
+    if not truncate.truncates or truncate.table != item.message.table:
+        return False
+    if item.message.barrier and not item.message.truncates:
+        return False
+    return truncate.leaf is None or _leaf(item) == truncate.leaf
+
+
 class LatestWorld(World):
     """A world drawn from a seed."""
 
@@ -217,6 +242,11 @@ class LatestWorld(World):
     shown: list[Message]
     """Messages that clients were given."""
 
+    def __init__(self, seed: int, *, pick: Callable[[int], int] | None = None) -> None:
+        super().__init__(seed, pick=pick)
+        self.has_leaves = bool(self.pick(2))
+        """Whether a table is partitioned: its rows have partitions, and some of its barriers are an `x`."""
+
     def actions(self) -> list[tuple[str, Callable[[], None]]]:
         return [*super().actions(), ("look", self.look)]
 
@@ -225,8 +255,8 @@ class LatestWorld(World):
         newer = [message for message in self.messages() if message.position > self.consumer._last]
         if not newer or not self.consumer.is_restored:
             return
-        groups = {message.groups[0] for message in newer if message.groups}
-        tables = {message.table for message in newer if message.truncates}
+        groups = {(message.groups[0], message.leaf) for message in newer if message.groups}
+        tables = {(message.table, message.leaf) for message in newer if message.truncates and message.table is not None}
         self.consumer.expire(self.now)
         self.reference.expire(self.now)
         before = set(self.consumer._pending.entries)
@@ -251,8 +281,7 @@ class LatestWorld(World):
         """Whether the log has a newer message of a message's key, or a client was given one, or a rewind skipped it."""
         newer = [*self.messages(), *getattr(self, "shown", [])]
         return message.id in self.done or any(
-            other.position > message.position
-            and (other.groups == message.groups or (other.truncates and other.table == message.table))
+            other.position > message.position and (other.groups == message.groups or _takes(other, Item(message)))
             for other in newer
         )
 
@@ -260,7 +289,10 @@ class LatestWorld(World):
         message = super().message(position, before)
         groups = message.groups[:1] or ((f"{message.table}:0",) if not message.barrier and message.table else ())
         truncates = message.barrier and bool(self.pick(2))
-        return message._replace(groups=groups, truncates=truncates, table=message.table or BARRIER_TABLE)
+        table = message.table or BARRIER_TABLE
+        has_leaf = self.has_leaves and table == BARRIER_TABLE and (truncates or not message.barrier)
+        leaf = (None, 11, 12)[self.pick(3)] if has_leaf else None
+        return message._replace(groups=groups, truncates=truncates, table=table, leaf=leaf)
 
     def is_over(self, id_: str) -> bool:
         return super().is_over(id_) or self.is_replaced(id_)
@@ -281,7 +313,7 @@ class LatestWorld(World):
             message.position < other.position <= last
             and other.table == message.table
             and (
-                other.truncates
+                _takes(other, Item(message))
                 or (other.groups == message.groups and not message.barrier)
                 or (message.truncates and other.id in self.noted)
             )
@@ -298,7 +330,8 @@ class LatestWorld(World):
     def check_answer(self, answer: list[Delivery]) -> None:
         """Check an answer, and that no key goes back: a newer one that was acknowledged is the last.
 
-        A truncate takes the rows of all keys away, so it isn't delivered after an acknowledged row behind it.
+        A truncate takes the rows of all keys away, and an `x` those of its partition, so it isn't delivered after an
+        acknowledged row behind it.
         """
         super().check_answer(answer)
         keys = [one.message.groups for one in answer if one.message.groups]
@@ -311,7 +344,7 @@ class LatestWorld(World):
                 continue
             for other in self.messages():
                 is_same = other.groups == message.groups != () or (
-                    message.truncates and other.table == message.table and not other.barrier
+                    not other.barrier and message.truncates and _takes(message, Item(other))
                 )
                 if is_same and other.position > message.position and self.noted.get(other.id, 10**9) <= len(self.log):
                     self.broken(f"{message.id} is delivered after {other.id} of its key, which was acknowledged")

@@ -11,6 +11,7 @@ from typing import Any
 
 from tests.mutations import Mutation, main
 from tests.protocol.delivery_latest import LatestWorld
+from tests.protocol.delivery_leaves import LeavesWorld
 from tests.protocol.delivery_world import World
 
 from millstream.protocol.delivery import Change, Consumer, DeliveryId, LatestConsumer, Limits, Message, State, Status
@@ -269,7 +270,7 @@ class PromotionKeepsAcks(World):
 class NewerWaits(LatestWorld):
     """A newer message doesn't replace one that comes back."""
 
-    found_by = 7
+    found_by = 2
 
     class consumer_type(LatestConsumer):  # noqa: N801 - the attribute's name
         def _come_back(self, entry: Entry) -> list[int]:
@@ -279,7 +280,7 @@ class NewerWaits(LatestWorld):
 class TruncateKeepsRows(LatestWorld):
     """A truncate drops nothing."""
 
-    found_by = 5
+    found_by = 13
 
     class consumer_type(LatestConsumer):  # noqa: N801 - the attribute's name
         def _offer(self, message: Message) -> None:
@@ -300,7 +301,7 @@ class ReplacedNotSettled(LatestWorld):
 class ReplacedHoldsNothing(LatestWorld):
     """The cursor passes a message that a newer one replaced, before that one is settled."""
 
-    found_by = 1
+    found_by = 2
 
     class consumer_type(LatestConsumer):  # noqa: N801 - the attribute's name
         def _replace(self, entry: Entry, message: Message, fact: Any = None) -> None:
@@ -311,7 +312,7 @@ class ReplacedHoldsNothing(LatestWorld):
 class RetriedThoughOvertaken(LatestWorld):
     """A dead letter is delivered though its key has a newer message."""
 
-    found_by = 261
+    found_by = 150
 
     class consumer_type(LatestConsumer):  # noqa: N801 - the attribute's name
         def _overtake(self, group: str, position: int) -> None:
@@ -342,11 +343,53 @@ class DroppedHoldsNothing(LatestWorld):
 class DropsDelivered(LatestWorld):
     """A message that was delivered is dropped, and its deliveries with it."""
 
-    found_by = 9
+    found_by = 5
 
     class consumer_type(LatestConsumer):  # noqa: N801 - the attribute's name
         def _was_never_seen(self, entry: Entry) -> bool:
             return entry.state is EntryState.WAITING and not entry.message.barrier and not entry.is_retried
+
+
+class NewestPartitionAlone(LeavesWorld):
+    """An `x` drops a message by its newest record's partition, though the receiver has its row as another one's."""
+
+    found_by = 7
+
+    class consumer_type(LatestConsumer):  # noqa: N801 - the attribute's name
+        def _joined(self, older: Message, newer: Message) -> Message:
+            return self._merge(older, newer)
+
+
+class DroppedForAnotherPartition(LeavesWorld):
+    """A look drops a message since its key has a newer one, which is of another partition and is dropped by an `x`."""
+
+    found_by = 47
+
+    class consumer_type(LatestConsumer):  # noqa: N801 - the attribute's name
+        def drop_older(self, groups: Any, tables: Any, upto: int) -> None:
+            leaves = {entry.message.leaf for entry in self._pending.entries.values()}
+            super().drop_older({(group, leaf) for group, _ in groups for leaf in leaves}, tables, upto)
+
+
+class PartitionTakesAll(LeavesWorld):
+    """An `x` drops what waits of other partitions."""
+
+    found_by = 1
+
+    class consumer_type(LatestConsumer):  # noqa: N801 - the attribute's name
+        def _truncate(self, truncate: Message, **told: bool) -> None:
+            super()._truncate(truncate._replace(leaf=None), **told)
+
+
+class PartitionComesAgain(LeavesWorld):
+    """An `x` that a kill revived is delivered after a later row of its partition was acknowledged."""
+
+    found_by = 193
+
+    class consumer_type(LatestConsumer):  # noqa: N801 - the attribute's name
+        def _void_truncates(self, message: Message) -> None:
+            if message.leaf is None:
+                super()._void_truncates(message)
 
 
 MUTATIONS: tuple[type[Mutation], ...] = (
@@ -354,6 +397,7 @@ MUTATIONS: tuple[type[Mutation], ...] = (
     AcksOutliveARewind, OneRun, AcksNotStored, DeliveriesNotStored, DeathsNotStored, ReturnsNotStored, HolesForgotten,
     LettersOfAnyGeneration, DeliversBeforeItHasRead, DeathsHoldTheirGroup, PromotionKeepsAcks, NewerWaits, TruncateKeepsRows, ReplacedNotSettled, ReplacedHoldsNothing, RetriedThoughOvertaken,
     OldAckCounts, DroppedHoldsNothing, DropsDelivered,
+    NewestPartitionAlone, DroppedForAnotherPartition, PartitionTakesAll, PartitionComesAgain,
 )  # fmt: skip
 
 

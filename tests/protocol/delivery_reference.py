@@ -23,6 +23,13 @@ class Item:
     is_retried: bool = False
     replaced: dict[int, tuple[int, int] | None] = field(default_factory=dict)
     """Delivered messages that it replaced, by position."""
+    leaves: frozenset[int | None] = frozenset()
+    """The partitions of the records that it stands for; see `delivery_latest`."""
+    leaves_of_retried: frozenset[int | None] = frozenset()
+    """Those of dead letters that were retried and that it replaced: a restart doesn't know them."""
+
+    def __post_init__(self) -> None:
+        self.leaves = self.leaves or frozenset({self.message.leaf})
 
     @property
     def position(self) -> int:
@@ -51,7 +58,7 @@ class Reference:
         made = type(self)(self.limits, 0)
         for name in ("offered_upto", "read_upto", "generation", "is_active"):
             setattr(made, name, getattr(self, name))
-        made.items = [replace(item, replaced=dict(item.replaced)) for item in self.items]
+        made.items = [replace(item, replaced=dict(item.replaced), leaves_of_retried=frozenset()) for item in self.items]
         made.overtaken = set(self.overtaken)
         made.dead, made.buried, made.counts = dict(self.dead), dict(self.buried), list(self.counts)
         return made

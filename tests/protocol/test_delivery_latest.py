@@ -6,6 +6,7 @@ import json
 
 import pytest
 from tests.protocol.delivery_latest import LatestWorld
+from tests.protocol.delivery_leaves import LeavesWorld
 from tests.seeds import Seeds, search
 
 from millstream.protocol.delivery import Delivery, LatestConsumer, Limits, Message, State, Status, position_of
@@ -21,12 +22,21 @@ def test_worlds_in_which_anything_happens(part: int, seeds: Seeds):
     assert not broken, f"python -m tests.protocol.delivery_latest {next(iter(broken))} 1"
 
 
-def message(seq: int, key: str, columns: str = "") -> Message:
-    return Message(position_of(seq), seq - 1, f"shop-0-1-{seq}", (key,), 1, barrier=False, size=1, origin=columns)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_receiver_has_the_rows_of_a_source_whose_partitions_come_and_go(part: int, seeds: Seeds):
+    count = seeds.count(2_000, quick=100) // PARTS
+    broken, _ = search(LeavesWorld, seeds.kept_or_new(1 + part * count), count)
+    assert not broken, f"python -m tests.protocol.delivery_leaves {next(iter(broken))} 1"
 
 
-def truncate(seq: int) -> Message:
-    return Message(position_of(seq), seq - 1, f"shop-0-1-{seq}", (), 1, barrier=True, size=1, truncates=True)
+def message(seq: int, key: str, columns: str = "", leaf: int | None = None) -> Message:
+    id_ = f"shop-0-1-{seq}"
+    return Message(position_of(seq), seq - 1, id_, (key,), 1, barrier=False, size=1, origin=columns, leaf=leaf)
+
+
+def truncate(seq: int, leaf: int | None = None) -> Message:
+    """Return a `t`, or the `x` of a partition."""
+    return Message(position_of(seq), seq - 1, f"shop-0-1-{seq}", (), 1, barrier=True, size=1, truncates=True, leaf=leaf)
 
 
 def merged(older: Message, message: Message) -> Message:
@@ -211,20 +221,20 @@ def crowded(state: State | None = None) -> LatestConsumer:
 
 def test_a_message_whose_key_has_a_newer_one_in_the_log_is_dropped_before_it_is_delivered():
     one = crowded()
-    assert (one.read_upto, one.looks_upto, one.waiting_groups) == (2, 6, {"a", "b"})
+    assert (one.read_upto, one.looks_upto, one.waiting_keys) == (2, 6, {("a", None), ("b", None)})
     assert one.receive(0, 10) == []
-    one.drop_older({"a"}, (), 6)
+    one.drop_older({("a", None)}, (), 6)
     assert facts(one.receive(0, 10)) == [(2, 1, "")]
     assert one.cursor == 0
 
 
 def test_the_log_behind_a_dropped_message_is_kept_until_the_newer_one_is_settled():
     one = crowded()
-    one.drop_older({"a", "b"}, (), 6)
+    one.drop_older({("a", None), ("b", None)}, (), 6)
     one.take_changes()
     again = crowded(one.snapshot())
     assert again.unsettled == 2
-    again.drop_older({"c"}, (), 6)
+    again.drop_older({("c", None)}, (), 6)
     for seq in range(again.read_upto + 1, 7):
         again.offer([message(seq, "abcabc"[seq - 1])], seq)
     answer = again.receive(0, 10)
@@ -240,7 +250,7 @@ def test_the_log_behind_a_dropped_message_is_kept_until_the_newer_one_is_settled
 
 def test_a_dropped_message_comes_back_if_a_promotion_loses_the_newer_one():
     one = crowded()
-    one.drop_older({"a", "b"}, (), 6)
+    one.drop_older({("a", None), ("b", None)}, (), 6)
     assert not one.cut_back(6)
     assert one.cut_back(4)
     assert (one.read_upto, one.take_changes()[-1].cursor) == (0, 0)
@@ -283,9 +293,9 @@ def test_a_truncate_leaves_the_key_of_what_is_in_flight_known():
     one = consumer(message(1, "a"))
     one.receive(0, 1)
     one.offer([message(2, "a"), truncate(3)], 3)
-    assert one.waiting_groups == {"a"}
+    assert one.waiting_keys == {("a", None)}
     one.offer([message(4, "a")], 4)
-    one.drop_older({"a"}, (), 6)
+    one.drop_older({("a", None)}, (), 6)
     assert sorted(one.snapshot().facts) == [position_of(1)]
     assert one.cursor == 0
     assert [one.ack([delivery.delivery_id]) for delivery in one.receive(1000, 10)] == [[Status.ACKED]]
@@ -294,5 +304,78 @@ def test_a_truncate_leaves_the_key_of_what_is_in_flight_known():
 
 def test_a_table_that_is_truncated_later_drops_what_waits():
     one = crowded()
-    one.drop_older((), {1}, 6)
+    one.drop_older((), {(1, None)}, 6)
     assert one.unsettled == one.waiting_bytes == 0
+
+
+def test_a_partition_that_leaves_drops_what_waits_of_its_rows_alone_and_holds_what_follows():
+    one = consumer(
+        message(1, "a", leaf=11), message(2, "b", leaf=12), message(3, "c"), truncate(4, 11), truncate(5, 12)
+    )
+    one.offer([message(6, "a", leaf=12)], 6)
+    for expected in ([(3, 1, "")], [(4, 1, None)], [(5, 1, None)], [(6, 1, "")]):
+        answer = one.receive(0, 10)
+        assert facts(answer) == expected
+        assert one.receive(0, 10) == []
+        one.ack([delivery.delivery_id for delivery in answer])
+
+
+def test_a_row_that_moved_between_partitions_is_delivered_before_the_newer_one_leaves():
+    """The receiver may have it with the older partition, whose rows an `x` of the newer one doesn't remove."""
+    one = consumer(message(1, "a", leaf=11), message(2, "a", leaf=12), truncate(3, 12))
+    answer = one.receive(0, 10)
+    assert facts(answer) == [(2, 1, "")]
+    one.ack([delivery.delivery_id for delivery in answer])
+    assert facts(one.receive(0, 10)) == [(3, 1, None)]
+
+
+def test_a_row_of_a_partition_that_left_is_void_when_it_comes_back():
+    one = consumer(message(1, "a", leaf=11), message(2, "b", leaf=12))
+    flying = [delivery.delivery_id for delivery in one.receive(0, 10)]
+    one.offer([truncate(3, 11)], 3)
+    one.nack(flying, 0)
+    assert one.ack(flying) == [Status.ALREADY_ACKED, Status.ACKED]
+    assert facts(one.receive(0, 10)) == [(3, 1, None)]
+
+
+@pytest.mark.parametrize(("leaf", "expected"), [(11, []), (12, [(1, 1, None)]), (None, [])])
+def test_a_partition_does_not_leave_again_once_a_later_row_of_it_is_acknowledged(
+    leaf: int | None, expected: list[tuple[int, int, None]]
+):
+    rows = [truncate(1, 11), message(2, "a", leaf=leaf)]
+    one = consumer(*rows)
+    forgotten = one.snapshot()
+    one.ack([delivery.delivery_id for delivery in one.receive(0, 10)])
+    (late,) = [delivery.delivery_id for delivery in one.receive(0, 10)]
+    again = consumer(*rows, state=forgotten)
+    assert again.ack([late]) == [Status.ACKED]
+    assert facts(again.receive(0, 10)) == expected
+
+
+def test_changes_are_joined_once_a_partition_leaves_again_though_other_barriers_wait():
+    one = consumer(message(1, "a", leaf=11))
+    flying = [delivery.delivery_id for delivery in one.receive(0, 10)]
+    one.offer([truncate(2), message(3, "a", "x", 12), truncate(4, 13), message(5, "a", "y", 12), truncate(6, 14)], 6)
+    one.offer([truncate(7, 13)], 7)
+    one.ack(flying)
+    one.ack([delivery.delivery_id for delivery in one.receive(0, 10)])
+    assert facts(one.receive(0, 10)) == [(5, 1, "xy")]
+
+
+def test_a_look_drops_messages_of_a_partition_that_leaves_and_those_with_newer_ones_of_their_partition():
+    one = LatestConsumer(Limits(waiting_max=4), State.begin(0), run=1)
+    one.read_to(9)
+    one.offer(
+        [message(1, "a", leaf=11), message(2, "b", leaf=12), message(3, "c", leaf=12), message(4, "d", leaf=13)], 4
+    )
+    assert one.looks_upto == 9
+    one.drop_older({("b", 12), ("c", 13)}, {(1, 11)}, 9)
+    assert facts(one.receive(0, 10)) == [(3, 1, ""), (4, 1, "")]
+
+
+def test_a_dead_letter_keeps_its_partition_over_a_restart():
+    one = consumer(message(1, "a", leaf=11), message(2, "b"))
+    for _ in range(2):
+        one.nack([delivery.delivery_id for delivery in one.receive(0, 10)], 0)
+    restarted = consumer(state=one.snapshot())
+    assert [letter.message.leaf for letter in restarted.dead.values()] == [11, None]

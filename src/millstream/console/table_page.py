@@ -176,6 +176,7 @@ _OPS: Final = {
     "d": "delete from",
     "r": "copied row of",
     "t": "truncate of",
+    "x": "partition left",
     "m": "message",
     "s": "definition of",
 }

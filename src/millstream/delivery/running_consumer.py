@@ -17,7 +17,7 @@ from millstream.delivery.ack_ids import AckIds
 from millstream.delivery.backfill.backfill_control import Backfilling, Notes
 from millstream.delivery.consumer_store import Letter, Stored, died_letters
 from millstream.delivery.records.record_messages import KnownRow, Origin, merged, record_of
-from millstream.delivery.records.record_reader import ConsumerReader
+from millstream.delivery.records.record_reader import ConsumerReader, Emptied, Key
 from millstream.errors import CursorExpired, LogTruncated, MillstreamError, OffsetExpired
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq, StreamToken
@@ -67,12 +67,12 @@ class Waiter:
 class _Look:
     """A look for newer messages of keys in the rest of the log."""
 
-    def __init__(self, upto: int, groups: set[str], records: ConsumerReader, after: int) -> None:
+    def __init__(self, upto: int, keys: set[Key], records: ConsumerReader, after: int) -> None:
         self.upto: Final = upto
-        self.left: Final = groups
-        self.newer: set[str] = set()
-        self.truncated: set[int] = set()
-        self.frames: Final = records.newer(after, upto, groups)
+        self.left: Final = keys
+        self.newer: set[Key] = set()
+        self.truncated: set[Emptied] = set()
+        self.frames: Final = records.newer(after, upto, keys)
 
 
 class Running:
@@ -293,10 +293,10 @@ class Running:
             self._look = None
             return True
         if self._look is None or self._look.upto != upto:
-            self._look = _Look(upto, machine.waiting_groups, self._records, max(machine.read_upto, self._seen))
-        for groups, tables in self._look.frames:
-            self._look.newer |= groups
-            self._look.left.difference_update(groups)
+            self._look = _Look(upto, machine.waiting_keys, self._records, max(machine.read_upto, self._seen))
+        for keys, tables in self._look.frames:
+            self._look.newer |= keys
+            self._look.left.difference_update(keys)
             self._look.truncated |= tables
             if not self._look.left:
                 break

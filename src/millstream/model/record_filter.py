@@ -2,10 +2,12 @@
 
 A record passes unless the predicate is known to be false for its row. It may be unknown: a delete has only the key, an
 unchanged TOAST value isn't in the record, a value that stands in `__exact` isn't in its column, and the column may have
-had another type. A TRUNCATE concerns every row, so it passes too.
+had another type. A TRUNCATE concerns every row, and an `x` all rows of a partition, so they pass too.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +18,8 @@ from millstream.errors import RoutingError
 from millstream.model.predicate import Predicate
 from millstream.model.records import Op
 from millstream.model.schema import TableSchema
+
+_OF_MANY_ROWS: Final = pa.array([Op.TRUNCATE.letter, Op.PARTITION_LEFT.letter])
 
 
 def passing(predicate: Predicate, schema: TableSchema, batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
@@ -39,7 +43,7 @@ def passing(predicate: Predicate, schema: TableSchema, batch: pa.RecordBatch) ->
 def _undecided(predicate: Predicate, schema: TableSchema, batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
     """Return which records may lack the value of a column that the predicate names and the table has."""
     ops = batch.column("__op")
-    undecided = pc.equal(ops, Op.TRUNCATE.letter).to_numpy(zero_copy_only=False)
+    undecided = pc.is_in(ops, _OF_MANY_ROWS).to_numpy(zero_copy_only=False)
     named = {column.name for column in schema.columns}.intersection(predicate.columns)
     if not named.issubset(schema.identity):
         undecided = undecided | pc.equal(ops, Op.DELETE.letter).to_numpy(zero_copy_only=False)

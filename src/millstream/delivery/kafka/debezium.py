@@ -33,7 +33,7 @@ OLD_KEY: Final = "__debezium.oldkey"
 """Header of the create of a key change: the key that was."""
 
 _CREATE, _UPDATE, _DELETE = Op.CREATE.letter, Op.UPDATE.letter, Op.DELETE.letter
-_TRUNCATE, _COPY = Op.TRUNCATE.letter, Op.COPY.letter
+_TRUNCATE, _COPY, _LEFT = Op.TRUNCATE.letter, Op.COPY.letter, Op.PARTITION_LEFT.letter
 
 Headers = tuple[tuple[str, bytes], ...]
 _Texts = dict[str, str | None]
@@ -134,7 +134,7 @@ class DebeziumEncoder:
         if op in self.options.skipped():
             return
         topic, tombstones = self._topics(facts["table"]), self.options.tombstones_on_delete
-        own = _json_key(key, row)
+        own = None if op == _LEFT else _json_key(key, row)
         if op == _UPDATE and before is not None and tombstones:
             old = _json_key(key, {**row, **before})
             if old != own:
@@ -174,6 +174,8 @@ class DebeziumEncoder:
                 yield from writer.delete(row, _key(table, rows[row]), table.row % tuple(rows[row]))
             elif op == _TRUNCATE:
                 yield from writer.truncate(row)
+            elif op == _LEFT:
+                continue  # Debezium sends nothing when a partition leaves, and no letter of its own stands for it
             elif op not in writer.skipped:
                 after = table.row % tuple(rows[row])
                 yield writer.message(row, op, _key(table, rows[row]), NULL, after)

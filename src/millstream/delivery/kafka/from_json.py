@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from millstream.model.column_texts import render_content
 from millstream.model.positions import parse_lsn
-from millstream.model.records import record_schema
+from millstream.model.records import PARTITION_OID, Op, record_schema
 from millstream.model.schema import TableKind, TableSchema
 
 
@@ -47,7 +47,10 @@ def _record(schema: TableSchema, facts: Mapping[str, Any], renamed: Mapping[str,
         "__xid": facts["xid"],
         "__unchanged": [name for name, new in names.items() if new in facts["unchanged"]],
         "__before": None if before is None else _texts(before, names),
+        **({PARTITION_OID.name: facts.get("partition_oid")} if schema.partitioned else {}),
     }
+    if facts["op"] == Op.PARTITION_LEFT.letter:
+        return {**found, "__before": [("partition", row["partition"])]}
     if schema.kind is TableKind.MESSAGES:
         content = row.get("content")
         return {**found, **row, "content": None if content is None else _bytes(content)}

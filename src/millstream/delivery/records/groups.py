@@ -22,7 +22,7 @@ from millstream.model.schema import Column, TableKind, TableSchema
 
 TEXT_MAX: Final = 200
 _NUMERIC_OID: Final = 1700
-_WITHOUT: Final = frozenset({Op.TRUNCATE.letter, Op.MESSAGE.letter})
+_WITHOUT: Final = frozenset({Op.TRUNCATE.letter, Op.PARTITION_LEFT.letter, Op.MESSAGE.letter})
 
 
 def groups_of(
@@ -37,7 +37,7 @@ def groups_of(
         ids: the records' ids: their groups if each is a group of its own.
 
     Returns:
-        For each record its groups; none for a TRUNCATE and a logical message.
+        For each record its groups; none for a TRUNCATE, a partition that left, and a logical message.
     """
     if schema.kind is TableKind.MESSAGES:
         return [()] * batch.num_rows

@@ -16,7 +16,9 @@ from millstream.model.schema import TableSchema
 from millstream.protocol.delivery.messages import Message
 from millstream.wal.records_json import Line
 
-_TRUNCATE: Final = Op.TRUNCATE.letter
+_LEFT: Final = Op.PARTITION_LEFT.letter
+BARRIERS: Final = frozenset({Op.TRUNCATE.letter, _LEFT})
+"""Operations that wait for all earlier messages of their table and hold all later ones."""
 
 
 class Origin(NamedTuple):
@@ -83,8 +85,10 @@ def merged(known: KnownRow, newer: Message, origin: Origin, chosen_names: Mappin
 
 
 def chosen(facts: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
-    """Return a record with the chosen columns alone, under their new names."""
+    """Return a record with the chosen columns alone, under their new names; an `x`, which has none, as it is."""
     found = dict(facts)
+    if facts["op"] == _LEFT:
+        return found
     for field in ("row", "before", "exact"):
         values = facts[field]
         if values is not None:
@@ -98,10 +102,11 @@ def newest_messages(
 ) -> tuple[Message, Message | None]:
     """Return a record's message of kind `latest`; two for a change of a key."""
     table = int(line.schema.table_id)
-    if line.facts["op"] == _TRUNCATE:
+    if line.facts["op"] in BARRIERS:
         record = _json(line.facts, definition)
-        origin = Origin(None, record, moment)
-        return Message(0, 0, id_, (), table, barrier=True, size=len(record), origin=origin, truncates=True), None
+        leaf = line.facts["partition_oid"] if line.facts["op"] == _LEFT else None
+        told = Message(0, 0, id_, (), table, True, len(record), Origin(None, record, moment), truncates=True, leaf=leaf)
+        return told, None
     states = states_of(line.facts, line.schema.key, groups, is_gone=is_gone)
     first, *rest = (_state_message(state, id_, line.schema, moment, definition) for state in states)
     return first, rest[0] if rest else None
@@ -115,8 +120,8 @@ def _state_message(
     is_partial = bool((state.update or state.facts)["unchanged"])
     origin = Origin(state.group, record, moment, update, is_partial, schema=schema)
     own_id = f"{id_}{OLD}" if state.is_old else id_
-    table = int(schema.table_id)
-    return Message(0, 0, own_id, (state.group,), table, barrier=False, size=len(record), origin=origin)
+    table, leaf = int(schema.table_id), state.facts.get("partition_oid")
+    return Message(0, 0, own_id, (state.group,), table, barrier=False, size=len(record), origin=origin, leaf=leaf)
 
 
 def _json(facts: Mapping[str, Any], definition: Definition) -> str:

@@ -22,7 +22,7 @@ import pyarrow as pa
 from millstream.delivery.definition import NO_GROUPS, Definition, Selection
 from millstream.delivery.records.groups import groups_of
 from millstream.delivery.records.latest import OLD
-from millstream.delivery.records.record_messages import KnownRow, Origin, newest_messages, row_of
+from millstream.delivery.records.record_messages import BARRIERS, KnownRow, Origin, newest_messages, row_of
 from millstream.delivery.records.record_texts import record_texts
 from millstream.delivery.records.where_filter import selected
 from millstream.delivery.sinks import LoggedRow
@@ -30,7 +30,7 @@ from millstream.errors import CorruptWal, MillstreamError
 from millstream.lake.filled_columns import filled_records
 from millstream.model.ids import Epoch, SchemaVersion, ShardId, TableId
 from millstream.model.positions import Offset, Seq
-from millstream.model.records import Op
+from millstream.model.records import PARTITION_OID, Op
 from millstream.model.schema import TableKind, TableSchema
 from millstream.protocol.delivery.messages import Kind, Message, position_of
 from millstream.wal.reader import StreamReader, TableRecords
@@ -39,10 +39,13 @@ from millstream.wal.records_json import indexes_of, merge_shards, operations_of,
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
+Key = tuple[str, int | None]
+"""The group of a message of kind `latest`, and the partition of its row; see `Message.leaf`."""
+Emptied = tuple[int, int | None]
+"""A table that was truncated, with None, or with the partition of it that left."""
 _PIECE_ROWS: Final = 256
 _PIECE_FRAMES: Final = 64
 """Received records, or frames, from which on a piece is whole: more would save little, and keep other calls waiting."""
-_TRUNCATE: Final = Op.TRUNCATE.letter
 
 
 class _Item(msgspec.Struct, gc=False):
@@ -267,16 +270,16 @@ class ConsumerReader:
             self._known[key] = self._takes(schema)
         return lambda table, version: self._known[table, version]
 
-    def newer(self, after: int, upto: int, groups: Container[str]) -> Iterator[tuple[set[str], set[int]]]:
+    def newer(self, after: int, upto: int, keys: Container[Key]) -> Iterator[tuple[set[Key], set[Emptied]]]:
         """Look for newer messages of keys, without making them: yield a frame's findings.
 
         Args:
             after: the `seq` behind which the log is read.
             upto: the `seq` up to which it is read.
-            groups: the keys.
+            keys: the keys.
 
         Yields:
-            The keys of which there are messages that leave no column unchanged, and the tables that were truncated.
+            Those of which there are messages that leave no column unchanged, and what was truncated or left.
 
         Raises:
             OffsetExpired, CorruptWal, LogTruncated: as `read`.
@@ -285,7 +288,7 @@ class ConsumerReader:
         for shard in () if self._earlier else self._reader.shards:
             start = self._reader.offset_beyond(shard, Seq(after))
             for part in self._reader.read(shard, start, tables=wanted, numbers=(Seq(after), Seq(upto))):
-                yield _complete_groups(self._newest, part, groups)
+                yield _complete_keys(self._newest, part, keys)
 
     def row_between(self, older: Message, newer: Message) -> KnownRow | None:
         """Return the row that a key had before its newer message, though no message tells of it, as an update.
@@ -463,7 +466,7 @@ class ConsumerReader:
         names = [own[0] if own else None for own in groups]
         origins = map(Origin, names, texts, moments, repeat(None), repeat(False), logged)
         ops = batch.column("__op").to_pylist()
-        barriers = [True] * count if schema.kind is TableKind.RAW else [op == _TRUNCATE for op in ops]
+        barriers = [True] * count if schema.kind is TableKind.RAW else [op in BARRIERS for op in ops]
         is_free = definition.group_by == NO_GROUPS
         held = [() if is_free or is_barrier else own for own, is_barrier in zip(groups, barriers, strict=True)]
         table = None if schema.kind is TableKind.MESSAGES else int(schema.table_id)
@@ -476,21 +479,22 @@ def _place(id_: str) -> tuple[int, int]:
     return int(shard), int(offset)
 
 
-def _complete_groups(definition: Definition, part: TableRecords, groups: Container[str]) -> tuple[set[str], set[int]]:
-    """Return the keys of some that have a record in a part that leaves no column unchanged, and truncated tables."""
-    schema, found, truncated = part.schema, set[str](), set[int]()
+def _complete_keys(definition: Definition, part: TableRecords, keys: Container[Key]) -> tuple[set[Key], set[Emptied]]:
+    """Return the keys of some that have a record in a part that leaves no column unchanged, and what was truncated."""
+    schema, found, truncated = part.schema, set[Key](), set[Emptied]()
     if schema.kind is not TableKind.TABLE or not definition.takes(schema):
         return found, truncated
     keep, _ = selected(definition, schema, part.batch)
     for kept in filtered(part, keep):
         partial = kept.batch.column("__unchanged").is_valid().to_pylist()
         ops = kept.batch.column("__op").to_pylist()
+        leaves = kept.batch.column(PARTITION_OID.name).to_pylist() if schema.partitioned else [None] * len(ops)
         names = groups_of(schema, kept.batch, definition.group_by, ())
-        for op, own, is_partial in zip(ops, names, partial, strict=True):
-            if op == _TRUNCATE:
-                truncated.add(int(schema.table_id))
+        for op, leaf, own, is_partial in zip(ops, leaves, names, partial, strict=True):
+            if op in BARRIERS:
+                truncated.add((int(schema.table_id), leaf if op == Op.PARTITION_LEFT.letter else None))
             # The old key of a change of a key is deleted, whatever the new row lacks.
-            found.update(name for name in own[is_partial:] if name in groups)
+            found.update((name, leaf) for name in own[is_partial:] if (name, leaf) in keys)
     return found, truncated
 
 

@@ -6,7 +6,7 @@ time of dicts, and the garbage collector doesn't follow them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from functools import lru_cache
 from itertools import repeat
@@ -21,7 +21,7 @@ from millstream.model.ids import Epoch, ShardId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Lsn, format_lsn
 from millstream.model.record_json import record_facts, texts_of
-from millstream.model.records import Op
+from millstream.model.records import PARTITION_OID, Op
 from millstream.model.schema import TableKind, TableSchema
 
 _ENCODER: Final = msgspec.json.Encoder()
@@ -48,6 +48,12 @@ class _Record(msgspec.Struct, gc=False):
     before: None = None
     unchanged: tuple[str, ...] = ()
     exact: Mapping[str, str] = {}
+
+
+class _LeafRecord(_Record, gc=False):
+    """A record of a partitioned table."""
+
+    partition_oid: int | None = None
 
 
 @lru_cache(1000)
@@ -92,8 +98,7 @@ def record_texts(
     first = batch.num_columns - len(schema.columns)
     own = [json_column(batch.column(first + number), schema.columns[number]) for number in names.values()]
     rows = map(row_type, *own) if own else repeat(row_type())
-    records = map(
-        _Record,
+    values: list[Iterable[Any]] = [
         repeat(stream),
         repeat(int(shard)),
         repeat(int(epoch)),
@@ -107,7 +112,10 @@ def record_texts(
         texts_of(batch.column("__commit_ts"), datetime.isoformat),
         batch.column("__xid").to_pylist(),
         rows,
-    )
+    ]
+    if schema.partitioned:
+        values += [repeat(None), repeat(()), repeat({}), batch.column(PARTITION_OID.name).to_pylist()]
+    records = map(_LeafRecord if schema.partitioned else _Record, *values)
     return list(map(bytes.decode, map(_ENCODER.encode, records)))
 
 

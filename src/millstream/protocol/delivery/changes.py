@@ -156,15 +156,15 @@ def decode(value: Sequence[Any]) -> Change:
 
 
 def letter_to_json(letter: DeadLetter) -> list[Any]:
-    """Return a dead letter, without its record, as a value that JSON can hold."""
+    """Return a dead letter, without its record, as a value that JSON can hold: a partition is named if one is known."""
     message = letter.message
-    return [*message[:3], list(message.groups), *message[4:7], message.truncates, *letter[1:]]
+    leaf = () if message.leaf is None else (message.leaf,)
+    return [*message[:3], list(message.groups), *message[4:7], message.truncates, *letter[1:], *leaf]
 
 
 def letter_from_json(value: Sequence[Any]) -> DeadLetter:
     """Return the dead letter of `letter_to_json`'s value."""
-    position, before, id_, groups, table, barrier, size, truncates, deliveries, error, died, generation, overtaken = (
-        value
-    )
-    message = Message(position, before, id_, tuple(groups), table, barrier, size, truncates=truncates)
+    position, before, id_, groups, table, barrier, size, truncates, *rest = value
+    deliveries, error, died, generation, overtaken, *leaf = rest
+    message = Message(position, before, id_, tuple(groups), table, barrier, size, None, truncates, *leaf)
     return DeadLetter(message, deliveries, error, died, generation, overtaken)

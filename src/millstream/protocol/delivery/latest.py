@@ -3,7 +3,10 @@
 Each message has one group, its key, or is a barrier. A message replaces the waiting one of its group unless a barrier
 stands between them; one that is in flight is replaced when it comes back. The newer message then stands for both: it
 holds the cursor where the older one held it, so that a restart reads both again, and once it is settled both are. A
-truncate drops the waiting messages of its table, and those in flight when they come back.
+truncate drops the waiting messages of its table, and those in flight when they come back. A partition that left (`x`)
+does so with the messages that stand for records of that partition alone. If a message stands for another partition's
+records, too, it is delivered before the `x`: the receiver may know the row as one of the other partition, and an `x`
+wouldn't remove it there.
 
 Memory is bounded. If more keys wait than it holds, the caller looks for newer messages of these keys in the rest of the
 log, which the machine then drops: the log has what memory hasn't. Until everything up to there is settled the cursor
@@ -110,28 +113,33 @@ class LatestConsumer(Consumer):
         return self._end if wants and self._read_upto < self._end else None
 
     @property
-    def waiting_groups(self) -> set[str]:
-        """The groups that have a message."""
-        return set(self._newest)
+    def waiting_keys(self) -> set[tuple[str, int | None]]:
+        """The groups that have a message, each with the message's `leaf`: `drop_older` takes those of newer messages."""
+        messages = (entry.message for entry in self._pending.entries.values())
+        return {(message.groups[0], message.leaf) for message in messages if message.groups}
 
-    def drop_older(self, groups: Container[str], tables: Container[int], upto: int) -> None:
+    def drop_older(
+        self, keys: Container[tuple[str, int | None]], tables: Container[tuple[int, int | None]], upto: int
+    ) -> None:
         """Drop waiting messages that weren't delivered so far, since the log has newer ones: call it after a look.
 
         Args:
-            groups: keys of which the log has newer messages that leave no column unchanged.
-            tables: tables that were truncated.
+            keys: groups of which the log has newer messages that leave no column unchanged, each with the message's
+                `leaf`: only a message of the same partition makes an older one superfluous, see `Message.takes`.
+            tables: tables that were truncated, each with None, or with the partition that left.
             upto: `looks_upto`, where these messages are at most.
         """
         self._has_looked = True
-        dropped = [
-            entry
-            for entry in self._pending.entries.values()
-            if (entry.message.groups and entry.message.groups[0] in groups) or entry.message.table in tables
-        ]
-        dropped = [entry for entry in dropped if self._was_never_seen(entry)]
+        dropped = []
+        for entry in self._pending.entries.values():
+            own, table, leaf = entry.message.groups, entry.message.table, entry.message.leaf
+            is_older = bool(own) and (own[0], leaf) in keys
+            is_taken = table is not None and ((table, None) in tables or (table, leaf) in tables)
+            if (is_older or is_taken) and self._was_never_seen(entry):
+                dropped.append(entry)
         if not dropped:
             return
-        if not self._relied:
+        if self.cursor >= self._relied:
             self._floor = self.cursor
         self._relied = max(self._relied, upto)
         self._changes.append(Relied(self._relied))
@@ -208,24 +216,29 @@ class LatestConsumer(Consumer):
             self._void_truncates(message)
             return
         entry, fact = self._newest.get(group) if group is not None else None, self._unread.take(message.position)
-        if entry is not None and entry.state is _WAITING and not self._is_parted(entry):
+        if entry is not None and entry.state is _WAITING and not self._is_parted(entry, message.position):
             if entry.is_retried:
-                message = self._merge(entry.message, message)
+                message = self._joined(entry.message, message)
                 self._forget(entry)
                 self._changes.append(Dropped((entry.message.id,)))
                 entry = self._append(message)
             else:
-                self._replace(entry, self._merge(entry.message, message), fact)
+                self._replace(entry, self._joined(entry.message, message), fact)
         else:
             older, entry = entry, self._append(message)
             entry.older = older
         if group is not None:
             self._newest[group] = entry
             older = entry.older
-            if older is not None and older.state is _WAITING and not self._is_parted(older):
+            if older is not None and older.state is _WAITING and not self._is_parted(older, entry.position):
                 self._replace_returned(older)  # the barrier between them is settled
                 entry = self._newest[group]
         self._restore(entry, fact)
+
+    def _joined(self, older: Message, newer: Message) -> Message:
+        """Return the message that stands for both: it has a partition if both have the same."""
+        message = self._merge(older, newer)
+        return message if older.leaf == newer.leaf else message._replace(leaf=None)
 
     def _overtake(self, group: str, position: int) -> None:
         """Note that a group has a message at a position, for its dead letters."""
@@ -240,10 +253,10 @@ class LatestConsumer(Consumer):
         if overtaken:
             self._changes.append(Overtaken(overtaken))
 
-    def _is_parted(self, entry: Entry) -> bool:
-        """Whether a barrier stands behind a message."""
-        table = self._pending.table(entry.message.table)
-        return table is not None and any(barrier.position > entry.position for barrier, _ in table.barriers)
+    def _is_parted(self, older: Entry, position: int) -> bool:
+        """Whether a barrier stands between a message and a later place in its table."""
+        table = self._pending.table(older.message.table)
+        return table is not None and any(older.position < one.position < position for one, _ in table.barriers)
 
     def _replace(self, entry: Entry, message: Message, fact: Fact | None = None) -> None:
         """Let a newer message stand for a waiting one: it waits as long, unless it has its own fact, and its deliveries begin."""
@@ -265,13 +278,17 @@ class LatestConsumer(Consumer):
         self._pending.replace(entry, message)
 
     def _truncate(self, truncate: Message, *, also_in_flight: bool) -> None:
-        """Drop the waiting messages of a table that are older than its truncate, or all older ones."""
-        entries = self._pending.entries.values()
-        for entry in [one for one in entries if one.message.table == truncate.table]:
-            is_wanted = entry.message.barrier and not entry.message.truncates
-            is_older = entry.position < truncate.position
-            if is_older and not is_wanted and (also_in_flight or entry.state is _WAITING):
-                self._void(entry)
+        """Drop the waiting messages that are older than a truncate which takes them, or all such older ones."""
+        taken = [
+            entry
+            for entry in self._pending.entries.values()
+            if entry.message.table == truncate.table
+            and entry.position < truncate.position
+            and truncate.takes(entry.message)
+            and (also_in_flight or entry.state is _WAITING)
+        ]
+        for entry in sorted(taken, key=_is_barrier):  # a barrier that goes lets other messages join
+            self._void(entry)
 
     def _void_all(self, entry: Entry | None) -> None:
         """Settle a message, and those of its key before it."""
@@ -312,7 +329,7 @@ class LatestConsumer(Consumer):
         """
         for entry in released:
             older = _unsettled_before(entry)
-            if older is not None and older.state is _WAITING and not self._is_parted(older):
+            if older is not None and older.state is _WAITING and not self._is_parted(older, entry.position):
                 self._replace_returned(older)
 
     def _settled(self, entry: Entry) -> None:
@@ -364,7 +381,7 @@ class LatestConsumer(Consumer):
             self._truncate(entry.message, also_in_flight=True)
 
     def _void_truncates(self, message: Message) -> None:
-        """Settle the truncates of a table before an acknowledged message, and all before them.
+        """Settle the truncates before an acknowledged message that may take its row, and everything that they take.
 
         They were settled when it was delivered, which a kill forgot: delivered again, they would take its row away.
         A message that died has no row, so that one that had died before it, too, is delivered again.
@@ -372,11 +389,16 @@ class LatestConsumer(Consumer):
         table = self._pending.table(message.table)
         if table is None:
             return
-        older = [barrier for barrier, _ in table.barriers if barrier.message.truncates and not barrier.is_retried]
-        last = max((barrier for barrier in older if barrier.position < message.position), key=_position, default=None)
-        if last is not None:
-            self._truncate(last.message, also_in_flight=True)
-            self._void(last)
+        older = [
+            barrier
+            for barrier, _ in table.barriers
+            if barrier.message.truncates and not barrier.is_retried and barrier.position < message.position
+        ]
+        for barrier in sorted(older, key=_position, reverse=True):
+            may_take = message.leaf is None or barrier.message.takes(message)
+            if may_take and barrier.state is not _GONE:
+                self._truncate(barrier.message, also_in_flight=True)
+                self._void(barrier)
 
     def _come_back(self, entry: Entry) -> list[int]:
         came = self._pending.come_back(entry)
@@ -390,18 +412,17 @@ class LatestConsumer(Consumer):
         message = entry.message
         table = self._pending.table(message.table)
         if table is not None and any(
-            barrier.message.truncates and barrier is not entry and barrier.position > entry.position
+            barrier.message.truncates and barrier.position > entry.position and barrier.message.takes(message)
             for barrier, _ in table.barriers
         ):
-            if not message.barrier or message.truncates:
-                self._void(entry)
+            self._void(entry)
             return
         heir, younger = self._newest.get(message.groups[0]) if message.groups else None, None
-        while heir is not None and heir is not entry and (heir.state is not _WAITING or not heir.is_released):
+        while heir is not None and heir is not entry and not self._stands_for(heir, entry):
             heir, younger = heir.older, heir
         if heir is None or heir is entry:
             return
-        merged = self._merge(message, heir.message)
+        merged = self._joined(message, heir.message)
         if entry.is_retried:
             self._exchange(heir, merged)
             self._forget(entry)
@@ -423,6 +444,11 @@ class LatestConsumer(Consumer):
             self._newest[merged.groups[0]] = entry
         else:
             younger.older = entry
+
+    def _stands_for(self, heir: Entry, older: Entry) -> bool:
+        """Whether a later message of a key may replace one that waits: no barrier holds it, or none that doesn't hold both."""
+        is_near = heir.is_released or not (older.is_released or self._is_parted(older, heir.position))
+        return heir.state is _WAITING and is_near
 
     def _bury(self, entry: Entry, letter: DeadLetter) -> None:
         self._void_older(entry)
@@ -495,6 +521,10 @@ class LatestConsumer(Consumer):
 
 def _position(entry: Entry) -> int:
     return entry.position
+
+
+def _is_barrier(entry: Entry) -> bool:
+    return entry.message.barrier
 
 
 def _unsettled_before(entry: Entry) -> Entry | None:

@@ -89,7 +89,20 @@ class Message(NamedTuple):
     origin: Any = None
     """The caller's own reference, such as the record. It isn't part of the durable state."""
     truncates: bool = False
-    """Whether it is a `t`: a consumer of kind `latest` drops the waiting messages of its table."""
+    """Whether it is a `t` or an `x`: a consumer of kind `latest` drops the waiting messages that it takes; see `takes`."""
+    leaf: int | None = None
+    """OID of the source's partition that has its row; of an `x`, of the partition that left. None if it isn't known, or
+    the message stands for records of several partitions."""
+
+    def takes(self, older: Message) -> bool:
+        """Whether this `t` or `x` makes an older message of its table void.
+
+        A `t` takes all rows and all of its kind before it, an `x` those of its partition. A message that stands for
+        records of several partitions isn't void: the receiver may know the row as one of another partition.
+        """
+        if older.barrier and not older.truncates:
+            return False
+        return self.leaf is None or older.leaf == self.leaf
 
 
 class DeliveryId(NamedTuple):
