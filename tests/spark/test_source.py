@@ -135,6 +135,26 @@ def test_without_a_table_every_record_comes_as_an_envelope(spark: SparkSession, 
     assert rows[2]["__before"] == [("id", "5")]
 
 
+def test_records_of_a_partitioned_table_name_their_partition_and_one_that_left(spark: SparkSession, home: Home) -> None:
+    plain = orders_of(home)
+    home.commit(insert(plain, id=0))
+    assert "__partition_oid" not in load(spark, home).columns
+    leafy = home._put(replace(home.table("public.leafy", id=pa.int64(), note=pa.string()), partitioned=True))
+    first = Change(leafy, Op.CREATE, {"id": 1, "__partition_oid": 16_500})
+    left = Change(leafy, Op.PARTITION_LEFT, {"__partition_oid": 16_500}, before={"partition": "public.leafy_1"})
+    home.commit(first, left)
+
+    table = rows_of(load(spark, home, table="public.leafy"))
+    assert table == in_log(home, leafy)
+    assert [(row["__op"], row["__partition_oid"], row["id"]) for row in table] == [
+        ("c", 16_500, 1),
+        ("x", 16_500, None),
+    ]
+    every = rows_of(load(spark, home))
+    assert [(row["__op"], row["__partition_oid"]) for row in every] == [("c", None), ("c", 16_500), ("x", 16_500)]
+    assert json.loads(every[2]["row"]) == {"partition": "public.leafy_1", "oid": 16_500}
+
+
 def run_query(
     spark: SparkSession, home: Home, checkpoint: Path, seen: list[list[int]], **options: str
 ) -> StreamingQuery:

@@ -25,6 +25,7 @@ Options: see `SourceOptions`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
@@ -48,15 +49,23 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 import millstream
-from millstream.errors import EngineError, PositionError, TokenFromFuture, UnknownStream, UnknownTable, UsageError
+from millstream.errors import (
+    EngineError,
+    LogError,
+    PositionError,
+    TokenFromFuture,
+    UnknownStream,
+    UnknownTable,
+    UsageError,
+)
 from millstream.model.column_renames import Names, names_in
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq, StreamToken
-from millstream.model.records import RECORD_COLUMNS, record_schema
+from millstream.model.records import RESERVED_COLUMNS, record_schema
 from millstream.model.schema import TableSchema
 from millstream.model.schema_conversion import conform
 from millstream.spark.columns import arrow_schema, spark_schema
-from millstream.spark.envelope import ENVELOPE_SCHEMA, envelopes
+from millstream.spark.envelope import envelope_schema, envelopes
 from millstream.spark.merged_source import MergedReader, MergedTable
 from millstream.spark.python_worker_setup import spare_the_collector
 from millstream.wal.reader import LogSpan, StreamReader, TableRecords
@@ -144,11 +153,12 @@ class MillstreamSource(DataSource):
 
     def schema(self) -> StructType:
         """Return the columns, from the log's latest schema of the table; they are fixed for the DataFrame's life."""
-        options = SourceOptions.parse(self.options)
+        options, whole = SourceOptions.parse(self.options), envelope_schema(())
         if options.merged is not None:
             whole = options.merged.schema()
         elif options.table is None:
-            whole = ENVELOPE_SCHEMA
+            with suppress(LogError):  # nothing has been written so far
+                whole = envelope_schema(StreamReader(str(options.wal)).schemas().values())
         else:
             whole = record_schema(_latest(_tables_named(StreamReader(str(options.wal)), options.table)))
         for name in options.columns:
@@ -247,7 +257,7 @@ class _Scan:
 
     def _declared(self, newest: TableSchema) -> TableSchema | None:
         """Return a table's newest schema that has the declared columns; None if none with numbers has them."""
-        wanted = {*self.declared.names} - RECORD_COLUMNS
+        wanted = {*self.declared.names} - RESERVED_COLUMNS
         found = [newest]
         if not wanted <= {*newest.column_names}:  # it was renamed since the table was loaded
             versions = sorted(self.log.schema_versions().items(), reverse=True)
