@@ -215,3 +215,34 @@ def test_rows_of_an_idle_table_have_a_later_columns_default(tmp_path: Path) -> N
     wanted = Wanted("web", definition, None, tables_of(reader, definition), reader.persisted_upto())
     rows = rows_of(tmp_path / "rows", wanted, reader, lambda _: pytest.fail("the log has all rows"))
     assert [(found["id"], found["grade"]) for found in rows] == [(1, 5)]
+
+
+def test_rows_of_a_partition_that_left_are_gone_and_others_name_their_partition(tmp_path: Path) -> None:
+    leafy = replace(schema(5, "orders", Column("id", pa.int64(), pg(20, "bigint"))), partitioned=True)
+
+    def change(index: int, op: Op, id_: int, leaf: int | None) -> dict[str, Any]:
+        return row(index, op, id=id_, __partition_oid=leaf)
+
+    left = row(4, Op.PARTITION_LEFT, __partition_oid=11, __before=[("partition", "public.orders_1")])
+    first = [change(number, Op.CREATE, number, leaf) for number, leaf in enumerate((11, 11, 12, None))]
+    moved = [change(0, Op.DELETE, 0, 11), change(1, Op.CREATE, 0, 12), change(2, Op.DELETE, 2, 12)]
+    moved += [change(3, Op.CREATE, 2, 11), left, change(5, Op.CREATE, 4, 11)]
+    with Catalog(tmp_path / "catalog.db") as catalog:
+        stream = catalog.resolve_stream("web")
+        _, epoch = catalog.register_writer(stream)
+        with LogWriter.open(
+            str(tmp_path / "wal"),
+            stream=stream,
+            shards=[ShardId(0)],
+            epoch=epoch,
+            reservations=catalog.reservations(stream),
+        ) as log:
+            log.append(ops([operation(1, 0x1000)], (leafy, 0, first)))
+            log.append(ops([operation(2, 0x1100)], (leafy, 0, moved)))
+    reader = StreamReader(str(tmp_path / "wal"))
+    definition = Definition.parse({"name": "search"})
+    wanted = Wanted("web", definition, None, tables_of(reader, definition), reader.persisted_upto())
+    total = write_rows(tmp_path / "rows", wanted, reader, lambda _: pytest.fail("the log has all rows"), lambda: False)
+    found = [json.loads(one.record) for one in Rows(tmp_path / "rows", definition).read(0, 10)]
+    assert total == len(found)
+    assert {one["row"]["id"]: one["partition_oid"] for one in found} == {0: 12, 3: None, 4: 11}

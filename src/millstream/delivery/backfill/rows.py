@@ -35,7 +35,7 @@ from millstream.model.positions import Seq
 from millstream.model.predicate import Predicate
 from millstream.model.record_filter import passing
 from millstream.model.record_json import record_facts
-from millstream.model.records import Op, record_schema
+from millstream.model.records import PARTITION_OID, Op, record_schema
 from millstream.model.schema import TableKind, TableSchema
 from millstream.protocol.delivery.messages import Kind
 from millstream.wal.files import as_told
@@ -54,7 +54,8 @@ _SCHEMA: Final = """
 PRAGMA journal_mode = OFF;
 PRAGMA synchronous = OFF;
 CREATE TABLE newest (
-    id INTEGER PRIMARY KEY, row_key TEXT UNIQUE, source INTEGER, own TEXT, matches INTEGER, facts TEXT, row_text TEXT
+    id INTEGER PRIMARY KEY, row_key TEXT UNIQUE, source INTEGER, leaf INTEGER, own TEXT, matches INTEGER, facts TEXT,
+    row_text TEXT
 );
 CREATE INDEX equal_rows ON newest (source, row_text) WHERE row_key IS NULL;
 """
@@ -265,7 +266,8 @@ class _Newest:
     def add(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Add rows as `_row` returns them."""
         self._file.executemany(
-            "INSERT OR REPLACE INTO newest (row_key, source, own, matches, facts, row_text) VALUES (?, ?, ?, ?, ?, ?)",
+            "INSERT OR REPLACE INTO newest (row_key, source, leaf, own, matches, facts, row_text)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?)",
             rows,
         )
 
@@ -282,6 +284,9 @@ class _Newest:
             self._rename(table, names)
         if op == Op.DELETE.letter:
             self._remove(record, record.facts["row"])
+        elif op == Op.PARTITION_LEFT.letter:
+            gone = int(table), record.facts["partition_oid"]
+            self._file.execute("DELETE FROM newest WHERE source = ? AND leaf = ?", gone)
         elif op in {Op.CREATE.letter, Op.UPDATE.letter, Op.COPY.letter}:
             facts, matches = record.facts, record.matches
             if facts["unchanged"]:
@@ -345,7 +350,8 @@ def _row(
     """Return a row's values for the file."""
     key = keys[0] if schema.key else None
     row_text = None if schema.key else _text(facts["row"])
-    return key, int(schema.table_id), own, matches, msgspec.json.encode(facts).decode(), row_text
+    text, leaf = msgspec.json.encode(facts).decode(), facts.get("partition_oid")
+    return key, int(schema.table_id), leaf, own, matches, text, row_text
 
 
 def _text(row: Mapping[str, Any] | None) -> str:
@@ -431,7 +437,7 @@ def copied_records(schema: TableSchema, rows: pa.RecordBatch) -> pa.RecordBatch:
 
     Args:
         schema: the table's schema.
-        rows: its rows in the lake's types, with `__exact` if one of them needs it.
+        rows: its rows in the lake's types, with `__exact` if one of them needs it, and `__partition_oid` if it is there.
     """
     count, names = rows.num_rows, rows.schema.names
     exact = rows.column(EXACT.name) if EXACT.name in names else pa.nulls(count, EXACT.type)
@@ -447,6 +453,8 @@ def copied_records(schema: TableSchema, rows: pa.RecordBatch) -> pa.RecordBatch:
             texts = pc.coalesce(texts_of(exact, column.name), to_text(values))
             columns[column.name] = from_text(column.arrow, texts)[0].cast(column.arrow)
     columns["__op"] = pa.array([Op.COPY.letter] * count)
+    if PARTITION_OID.name in names:
+        columns[PARTITION_OID.name] = rows.column(PARTITION_OID.name).cast(PARTITION_OID.type)
     shape = record_schema(schema, offsets=True)
     zero = {"__offset", "__seq"}
     arrays = []
