@@ -20,9 +20,9 @@ from tests.seeds import examples
 
 from millstream.errors import LakeError
 from millstream.lake.column_conversion import EXACT, lake_columns, to_lake
-from millstream.lake.folded.scd2_fold import VERSION_COLUMNS, Versions, fold_versions
+from millstream.lake.folded.scd2_fold import IS_CURRENT, VALID_TO, VERSION_COLUMNS, Versions, fold_versions
 from millstream.lake.row_identity import Keys, key_codes
-from millstream.model.records import INSTANT
+from millstream.model.records import PARTITION_OID
 from millstream.model.schema import TableSchema
 
 MIDNIGHT = datetime(2026, 1, 1, tzinfo=UTC)
@@ -74,7 +74,7 @@ class Watched(Source):
         """Note what became of the rows since the last look."""
         if len(self.records) == self.ends[-1]:
             return
-        if self.records[-1]["__op"] != "t" or self.index is not None:  # a marker's time is of another clock
+        if self.records[-1]["__op"] not in {"t", "x"} or self.index is not None:  # capture's time is of another clock
             self.clock = max(self.clock, self.moment)
         now = {self.key(row): dict(row) for row in self.rows}
         for key, (row, began, seq) in list(self.live.items()):
@@ -129,6 +129,10 @@ class Watched(Source):
         )
 
 
+def columns_of(schema: TableSchema) -> pa.Schema:
+    return pa.schema([*lake_columns(schema), *([PARTITION_OID] if schema.partitioned else [])])
+
+
 @dataclass
 class Store:
     """The versions of a table, kept as the lake keeps them."""
@@ -140,27 +144,27 @@ class Store:
 
     @classmethod
     def of(cls, schema: TableSchema) -> Store:
-        return cls(schema, pa.schema([*lake_columns(schema), EXACT, *VERSION_COLUMNS]).empty_table())
+        return cls(schema, pa.schema([*columns_of(schema), EXACT, *VERSION_COLUMNS]).empty_table())
 
     def fold(self, batch: pa.RecordBatch, **how: Any) -> Versions:
         found = fold_versions(
             to_lake(self.schema, batch),
             self.schema,
-            lake_columns(self.schema),
+            columns_of(self.schema),
             lambda _keys: self.open,
             clock_us=self.clock_us,
             **how,
         )
         have, gone, kept = key_codes([Keys.of(self.open, self.schema.key), found.gone, found.kept])
         assert not set(gone) & set(kept)
+        ends = found.ends_of(self.open)
         rest = ~np.isin(have, gone)
-        if found.rest_closed_us is not None:
-            closed = self.open.filter(pa.array(rest & ~np.isin(have, kept)))
-            ended = pa.array([found.rest_closed_us] * closed.num_rows, pa.int64()).cast(INSTANT)
-            closed = closed.set_column(closed.schema.get_field_index("valid_to"), "valid_to", ended)
-            not_now = pa.array([False] * closed.num_rows)
-            self.closed.append(closed.set_column(closed.schema.get_field_index("is_current"), "is_current", not_now))
-            rest = np.isin(have, kept)
+        closes = rest & ~np.isin(have, kept) & np.asarray(ends.is_valid())
+        closed = self.open.set_column(self.open.schema.get_field_index("valid_to"), VALID_TO, ends)
+        closed = closed.filter(pa.array(closes))
+        not_now = pa.array([False] * closed.num_rows, pa.bool_())
+        self.closed.append(closed.set_column(closed.schema.get_field_index("is_current"), IS_CURRENT, not_now))
+        rest &= ~closes
         self.open = pa.concat_tables([self.open.filter(pa.array(rest)), found.opened.cast(self.open.schema)])
         self.closed.append(found.closed)
         self.clock_us = found.clock_us
@@ -168,6 +172,7 @@ class Store:
 
     def versions(self) -> list[Told]:
         rows = pa.concat_tables([self.open, *(some.cast(self.open.schema) for some in self.closed)])
+        rows = rows.drop_columns([name for name in [PARTITION_OID.name] if name in rows.column_names])
         names = [field.name for field in VERSION_COLUMNS]
         facts = rows.select(names).to_pylist()
         for fact in facts:

@@ -18,14 +18,17 @@ import pyarrow.compute as pc
 from millstream.errors import LakeError
 from millstream.model.pgtext import INEXACT, array_of, storage_values, text_parser, text_renderer
 from millstream.model.pgtypes import lake_type
-from millstream.model.records import MONTH_COLUMN, RECORD_PREFIX, TEXT_BY_COLUMN
+from millstream.model.records import MONTH_COLUMN, TEXT_BY_COLUMN, record_prefix
 from millstream.model.schema import TableSchema
 
 EXACT: Final = pa.field("__exact", TEXT_BY_COLUMN)
 """The column for values that their lake columns can't hold: PostgreSQL's text, by column."""
-HISTORY_PREFIX: Final = (*RECORD_PREFIX, pa.field(MONTH_COLUMN, pa.string()))
-"""The columns of history before the table's own."""
 _INTEGERS: Final = (pa.int8(), pa.int16(), pa.int32(), pa.int64())
+
+
+def history_prefix(schema: TableSchema) -> tuple[pa.Field, ...]:
+    """Return the columns of a table's history before the table's own."""
+    return (*record_prefix(schema), pa.field(MONTH_COLUMN, pa.string()))
 
 
 def lake_columns(schema: TableSchema, types: Mapping[str, str] = MappingProxyType({})) -> pa.Schema:
@@ -40,7 +43,7 @@ def lake_columns(schema: TableSchema, types: Mapping[str, str] = MappingProxyTyp
         LakeError (`lake_schema_conflict`): two columns' names differ only by case (Delta can't distinguish them), or a column has the
             name of a record's own column.
     """
-    seen = {field.name: field.name for field in HISTORY_PREFIX}
+    seen = {field.name: field.name for field in history_prefix(schema)}
     for column in schema.columns:
         other = seen.setdefault(column.name.lower(), column.name)
         if other is not column.name:
@@ -89,7 +92,7 @@ def to_lake(schema: TableSchema, batch: pa.RecordBatch, types: Mapping[str, str]
     """
     rows = pa.Table.from_batches([batch])
     columns = lake_columns(schema, types)
-    target = pa.schema([*RECORD_PREFIX, *columns])
+    target = pa.schema([*record_prefix(schema), *columns])
     other = [c.name for c in schema.columns if not same_type(c.arrow, columns.field(c.name).type)]
     if other:
         maps = batch.column("__exact")

@@ -43,7 +43,7 @@ from millstream.model.column_renames import under_names
 from millstream.model.ids import TableId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
-from millstream.model.records import RECORD_PREFIX, record_schema
+from millstream.model.records import record_prefix, record_schema
 from millstream.model.schema import TableKind, TableSchema
 
 _END: Final = Seq(2**63 - 1)
@@ -390,7 +390,7 @@ def _rows(
             tables.append(
                 under_names(to_lake(version, kept, types), {c.apart: c.name for c in version.columns if c.apart})
             )
-    newest = pa.schema([*RECORD_PREFIX, *columns_in_history(schema, types)])
+    newest = pa.schema([*record_prefix(schema), *columns_in_history(schema, types)])
     name, union = f"{schema.namespace}.{schema.name}", have
     for table in tables:
         # The table may have its new columns already, from a task that was killed before it could append.
@@ -402,7 +402,8 @@ def _rows(
 def _columns(layout: LakeLayout, schema: TableSchema) -> pa.Schema:
     """Return the columns of a new history."""
     period = format_of(layout).partition.column
-    return pa.schema([*RECORD_PREFIX, *([] if period is None else [period]), *columns_in_history(schema, layout.types)])
+    own = columns_in_history(schema, layout.types)
+    return pa.schema([*record_prefix(schema), *([] if period is None else [period]), *own])
 
 
 def _create(layout: LakeLayout, schema: TableSchema, path: str, app: str, numbers: _Numbers, n: Seq) -> OpenTable:

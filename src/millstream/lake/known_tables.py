@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from millstream.lake.column_conversion import HISTORY_PREFIX, lake_columns
+from millstream.lake.column_conversion import history_prefix, lake_columns
 from millstream.model.ids import TableId
 from millstream.model.names import DEFAULT_SCHEMA, parse_qualified_name, qualified_name
 from millstream.model.schema import TableSchema
@@ -39,7 +39,7 @@ def empty_rows(schema: TableSchema, types: Mapping[str, str]) -> pa.Table:
 
 def empty_records(schema: TableSchema, types: Mapping[str, str]) -> pa.Table:
     """Return a table's empty records; raises as `empty_rows`."""
-    return pa.schema([*HISTORY_PREFIX, *lake_columns(schema, types)]).empty_table()
+    return pa.schema([*history_prefix(schema), *lake_columns(schema, types)]).empty_table()
 
 
 def is_meant(said: str, full_name: str) -> bool:

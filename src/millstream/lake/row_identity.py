@@ -47,6 +47,12 @@ class Keys:
         columns = tuple(column.take(at) for column in self.columns)
         return Keys(self.names, columns, tuple(None if e is None else _some(e.take(at)) for e in self.exact))
 
+    def without(self, name: str) -> Keys:
+        """Return the rows without a column."""
+        kept = [place for place, own in enumerate(self.names) if own != name]
+        columns, exact = (tuple(parts[place] for place in kept) for parts in (self.columns, self.exact))
+        return Keys(tuple(self.names[place] for place in kept), columns, exact)
+
     def to_table(self) -> pa.Table:
         """Return the key columns alone."""
         return pa.table(list(self.columns), names=list(self.names))

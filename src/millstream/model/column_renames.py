@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from millstream.model.records import PARTITION_OID, Op
 from millstream.model.schema import TableSchema
 
 Names: TypeAlias = Mapping[str, str | None]
@@ -102,6 +104,9 @@ def under_names(rows: pa.Table, names: FilledNames) -> pa.Table:
         name, values = wanted.get(field.name, field.name), column
         if name in _MAPS:
             values = pa.chunked_array([_map_keys(column, wanted, dropped)], field.type)
+            if name == "__before" and PARTITION_OID.name in rows.column_names and "__op" in rows.column_names:
+                # A partition that leaves has its own name there, under no column's.
+                values = pc.if_else(pc.equal(rows.column("__op"), Op.PARTITION_LEFT.letter), column, values)
         elif name == _LIST:
             values = pa.chunked_array([_list_items(column, wanted, dropped)], field.type)
         columns.append(values)

@@ -84,7 +84,7 @@ PARTITION_OID: Final = pa.field("__partition_oid", pa.int64())
 """OID of the leaf partition that a row is in, at its source; null if it isn't known. Log rows and records of tables
 with `TableSchema.partitioned` have it, directly behind `__before`. In an `x`, it is the OID of the leaf that is gone."""
 
-RECORD_COLUMNS: Final = frozenset(field.name for field in RECORD_PREFIX)
+RECORD_COLUMNS: Final = frozenset(field.name for field in (*RECORD_PREFIX, PARTITION_OID))
 MONTH_COLUMN: Final = "__commit_month"
 """Partition column of history in a lake of files: the month of `__commit_date`, as `2026-03`. The log has none."""
 RESERVED_COLUMNS: Final = (

@@ -25,9 +25,11 @@ from millstream.lake.history_scan import Held, last_truncate, scan_named
 from millstream.lake.row_identity import Keys, key_codes
 from millstream.lake.table_format import OpenTable
 from millstream.model.positions import Seq
+from millstream.model.records import Op
 from millstream.model.schema import TableSchema
 
 _SAMPLE_ROWS: Final = 200_000
+_LEFT: Final = Op.PARTITION_LEFT.letter
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +88,13 @@ def build_rows(history: OpenTable, schema: TableSchema, columns: pa.Schema, upto
     """
     names = ["__op", "__seq", "__unchanged", EXACT.name, "__before", *columns.names]
     types = history.schema()
-    scan = scan_named(
-        history,
-        schema,
-        after=part.after,
-        upto=upto,
-        columns=names,
-        own=columns,
-        only=lambda name: _coarse(part, name, types.field(name).type, columns.field(schema.key[0]).type),
-    )
+
+    def wanted(name: str) -> pc.Expression | None:
+        some = _coarse(part, name, types.field(name).type, columns.field(schema.key[0]).type)
+        # A partition that leaves has rows of every part.
+        return some | (pc.field("__op") == _LEFT) if some is not None and schema.partitioned else some
+
+    scan = scan_named(history, schema, after=part.after, upto=upto, columns=names, own=columns, only=wanted)
     found = (rows for rows in scan.batches() if rows.num_rows)
     held = [rows.filter(pa.array(_mine(rows, part, schema.key))) for rows in found]
     nothing = pa.schema([*columns, EXACT]).empty_table()
@@ -197,11 +197,12 @@ def _coarse(part: BuildPart, name: str, kind: pa.DataType, wanted: pa.DataType) 
 def _mine(rows: pa.Table, part: BuildPart, key: Sequence[str]) -> npt.NDArray[np.bool_]:
     """Return which records are a part's."""
     keys = Keys.of(rows, key)
+    left: npt.NDArray[np.bool_] = np.asarray(pc.equal(rows.column("__op"), _LEFT), bool)
     if part.moved is not None:
         have, moved = key_codes([keys, part.moved])
-        among = np.isin(have, moved)
+        among: npt.NDArray[np.bool_] = np.isin(have, moved)
         if part.movers:
-            return among
+            return among | left
         mine = ~among
     else:
         mine = np.ones(len(keys), bool)
@@ -209,7 +210,7 @@ def _mine(rows: pa.Table, part: BuildPart, key: Sequence[str]) -> npt.NDArray[np
         mine &= ~_below(keys, part.low)
     if part.high is not None:
         mine &= _below(keys, part.high)
-    return mine
+    return mine | left
 
 
 def _below(keys: Keys, edge: pa.Table) -> npt.NDArray[np.bool_]:

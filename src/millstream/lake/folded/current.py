@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from millstream import failpoints
@@ -28,8 +29,17 @@ from millstream.lake.file_statistics import boundable
 from millstream.lake.filled_columns import inexact_texts
 from millstream.lake.folded.build import BuildPart, build_rows, plan_build
 from millstream.lake.folded.current_fold import Folded, fold_records
-from millstream.lake.folded.key_ranges import LEAF_BYTES, Leaves
-from millstream.lake.folded.rewrite import Change, LeafWriter, Touched, named, placed, touched
+from millstream.lake.folded.key_ranges import LEAF_BYTES, Leaf, Leaves
+from millstream.lake.folded.left_partitions import UNKNOWN, partitions_of, without_left
+from millstream.lake.folded.rewrite import (
+    Change,
+    LeafWriter,
+    Touched,
+    in_their_partitions,
+    named,
+    placed,
+    touched,
+)
 from millstream.lake.history import open_history
 from millstream.lake.history_folder import history_from, lacks_beginning
 from millstream.lake.history_scan import Held, count_history, emptied, fold_step, scan_live
@@ -41,6 +51,7 @@ from millstream.lake.table_format import Commit, OpenTable, create_table, format
 from millstream.model.column_renames import FilledNames, name_in_rows
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
+from millstream.model.records import PARTITION_OID
 from millstream.model.schema import TableSchema
 
 
@@ -192,7 +203,8 @@ class Fold:
             leaf = leaves.files[place] if place < len(leaves) and not plan.forgets(folded) else None
             some = which.get(place)
             gone = folded.gone if some is None else folded.gone.take(some)
-            changes.append((place, Change(leaf, gone, folded.rows.filter(pa.array(put_at == place)))))
+            put = folded.rows.filter(pa.array(put_at == place))
+            changes.append((place, Change(leaf, gone, put, folded.left)))
         writer.rewrite(changes)
         return writer.written()
 
@@ -201,8 +213,23 @@ class Fold:
         taken = np.zeros(len(folded.gone), bool)
         nothing = folded.rows.slice(0, 0)
         old = () if self.plan.forgets(folded) else leaves.files
-        writer.rewrite(((place, Change(leaf, folded.gone, nothing)) for place, leaf in enumerate(old)), taken)
+        gone = self._placed_gone(folded, old)
+        changes = ((place, Change(leaf, gone, nothing, folded.left)) for place, leaf in enumerate(old))
+        writer.rewrite(changes, taken)
         writer.add(folded.rows)
+
+    def _placed_gone(self, folded: Folded, old: Sequence[Leaf]) -> Keys:
+        """Return a bag's rows to delete, in the partitions in which files have them (`in_their_partitions`)."""
+        plan, gone = self.plan, folded.gone
+        files = TableFiles(plan.layout, plan.path)
+        if PARTITION_OID.name not in gone.names or not len(gone):
+            return gone
+        is_known = (_knows_partitions(files, leaf.path) for leaf in old)
+        if gone.columns[gone.names.index(PARTITION_OID.name)].null_count == 0 and all(is_known):
+            return gone
+        shape = pa.schema([*plan.columns, EXACT])
+        read = (named(files.read(leaf.path), plan.renamed, shape) for leaf in old)
+        return in_their_partitions(gone, (without_left(rows, folded.left) for rows in read))
 
     def commit(self, written: Sequence[NewFile]) -> FoldOutcome:
         """Commit the parts' files in place of the old ones.
@@ -373,7 +400,29 @@ def _hit(leaves: Leaves, folded: Folded, plan: FoldPlan, *, everything: bool) ->
     if not plan.schema.key:
         return Touched(tuple(range(len(leaves) + 1)), {})
     put_at = placed(leaves, Keys.of(folded.rows, plan.schema.key), leaf_bytes=plan.sizes.leaf_bytes)
-    return touched(leaves, folded.gone, put_at, everything=everything)
+    files = TableFiles(plan.layout, plan.path)
+    also = [] if everything or not folded.left else _having_partitions(files, leaves, folded.left)
+    return touched(leaves, folded.gone, put_at, everything=everything, also=also)
+
+
+def _having_partitions(files: TableFiles, leaves: Leaves, oids: Sequence[int]) -> list[int]:
+    """Return the indexes of the leaves with rows of one of some partitions; their other columns aren't read."""
+    return [
+        place for place, leaf in enumerate(leaves.files) if np.isin(_partitions_in(files, leaf.path), list(oids)).any()
+    ]
+
+
+def _knows_partitions(files: TableFiles, path: str) -> bool:
+    """Whether the partitions of all rows of a file are known."""
+    return not (_partitions_in(files, path) == UNKNOWN).any()
+
+
+def _partitions_in(files: TableFiles, path: str) -> npt.NDArray[np.int64]:
+    """Return the partitions of a file's rows; `UNKNOWN` alone if the file doesn't have them."""
+    with files.open(path) as file:
+        if PARTITION_OID.name not in file.schema_arrow.names:
+            return np.full(1, UNKNOWN, np.int64)
+        return partitions_of(file.read(columns=[PARTITION_OID.name]))
 
 
 def _parts(hit: Sequence[int], leaves: Leaves, part_bytes: int | None) -> tuple[tuple[int, ...], ...]:
@@ -418,7 +467,10 @@ def _at(plan: FoldPlan) -> OpenTable:
 
 
 def current_columns(layout: LakeLayout, schema: TableSchema, history: OpenTable) -> pa.Schema:
-    """Return the columns of `current`: the newest schema's, in the types that history keeps them in."""
+    """Return the columns of `current`: the newest schema's, in the types that history keeps them in.
+
+    A partitioned table's rows have `__partition_oid`, too, which queries don't show.
+    """
     have = history.schema()
     own = own_types(history, schema, layout.types)
     have = have if own is None else own
@@ -430,7 +482,8 @@ def current_columns(layout: LakeLayout, schema: TableSchema, history: OpenTable)
     # Statistics cover a table's first columns, and a fold searches for keys.
     keys = [column for column in fields if column.name in schema.key]
     others = (column for column in fields if column.name not in schema.key)
-    return format_of(layout).stored_schema(pa.schema([*keys, *others]))
+    partition = [PARTITION_OID] if schema.partitioned else []
+    return format_of(layout).stored_schema(pa.schema([*keys, *others, *partition]))
 
 
 def tail_columns(columns: pa.Schema) -> list[str]:

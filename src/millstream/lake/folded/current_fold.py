@@ -4,6 +4,8 @@ Records are applied in order of `__seq`. The rules:
 
 - `c`, `r` and `u` put a row at their key; the last record of a key wins, deletes included.
 - `u` whose `__before` holds another key moves the row: the old key is deleted. `t` empties the table.
+- `x` deletes the rows of a partition (`left_partitions`). A table that is partitioned has `__partition_oid` among
+  its columns here.
 - Columns named in `__unchanged` come from the row's own past: `unchanged_values`.
 - In a table with columns that accumulate, records become whole rows first: `accumulating`.
 - A table without a key (identity FULL) is a bag: `d` and `u` remove one row equal to the old one. Since removed
@@ -15,7 +17,7 @@ records of other keys are applied one by one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +26,7 @@ import pyarrow.compute as pc
 
 from millstream.lake.column_conversion import EXACT, conform, from_text, texts_of
 from millstream.lake.folded.accumulating import accumulated_by
+from millstream.lake.folded.left_partitions import NEVER, UNKNOWN, LeftPartitions, partitions_of
 from millstream.lake.folded.unchanged_values import (
     Indexes,
     Lookup,
@@ -34,6 +37,7 @@ from millstream.lake.folded.unchanged_values import (
     past_rows,
 )
 from millstream.lake.row_identity import Keys, concat_keys, first_of_each, key_codes, last_of_each
+from millstream.model.records import PARTITION_OID
 from millstream.model.schema import TableSchema
 
 
@@ -49,6 +53,8 @@ class Folded:
     truncated: bool
     records: int
     """Number of records folded."""
+    left: tuple[int, ...] = ()
+    """OIDs of partitions that left: earlier rows in them are deleted."""
 
 
 def fold_records(tail: pa.Table, schema: TableSchema, columns: pa.Schema, lookup: Lookup) -> Folded:
@@ -68,11 +74,11 @@ def fold_records(tail: pa.Table, schema: TableSchema, columns: pa.Schema, lookup
     run = run_of(tail, schema, columns)
     if not schema.key:
         rows, gone = _fold_bag(run)
-        return Folded(rows, gone, run.truncated, records)
+        return Folded(rows, gone, run.truncated, records, run.left.distinct)
     run = accumulated_by(run, lookup)
     plan = plan_keyed(run)
     rows = materialize(run.values, plan, past_rows(plan, lookup))
-    return Folded(rows, plan.gone, run.truncated, records)
+    return Folded(rows, plan.gone, run.truncated, records, run.left.distinct)
 
 
 def run_of(tail: pa.Table, schema: TableSchema, columns: pa.Schema) -> RecordRun:
@@ -84,10 +90,14 @@ def run_of(tail: pa.Table, schema: TableSchema, columns: pa.Schema) -> RecordRun
         tail = tail.slice(int(truncates[-1]) + 1)
         ops = ops[int(truncates[-1]) + 1 :]
     wanted = np.isin(ops, np.frombuffer(b"curd", np.uint8))
+    left = LeftPartitions.none()
+    if PARTITION_OID.name in tail.column_names:
+        # Each stands between two of the records that are left.
+        left = LeftPartitions.of(tail, ops, np.cumsum(wanted))
     if not wanted.all():
         tail, ops = tail.filter(pa.array(wanted)), ops[wanted]
     values = conform(tail, pa.schema([*columns, EXACT]))
-    return RecordRun(tail, ops, values, schema, truncated=bool(len(truncates)))
+    return RecordRun(tail, ops, values, schema, truncated=bool(len(truncates)), left=left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +109,14 @@ class RecordRun:
     values: pa.Table
     schema: TableSchema
     truncated: bool
+    left: LeftPartitions = field(default_factory=LeftPartitions.none)
+    """The partitions that leave: the records before an `x` are those below its place."""
+
+    def ends(self) -> Indexes:
+        """Return, for each record, the place at which its partition leaves next; `NEVER` if it doesn't."""
+        if not len(self.left):
+            return np.full(len(self.ops), NEVER, np.int64)
+        return self.left.next_after(partitions_of(self.values), np.arange(len(self.ops)))
 
     def old(self, names: tuple[str, ...]) -> tuple[Indexes, Keys]:
         """Return the updates with an old key or row, and its `names`; a column that it lacks is as in the new row."""
@@ -147,16 +165,24 @@ def plan_keyed(run: RecordRun, *, gone: bool = True) -> RowSources:
     else:
         plain, slow = np.arange(len(new)), np.zeros(0, np.int64)
     winners = plain[last_of_each(new[plain])]
-    winners = winners[run.ops[winners] != ord("d")]
+    ends = run.ends()
+    winners = winners[(run.ops[winners] != ord("d")) & (ends[winners] == NEVER)]
 
-    walk = SequentialFold(run.ops, new, old, dict(zip(sparse.tolist(), names, strict=True)), truncated=run.truncated)
+    left_out = dict(zip(sparse.tolist(), names, strict=True))
+    walk = SequentialFold(run.ops, new, old, left_out, truncated=run.truncated, ends=ends)
     states = walk.play(slow)
     everything = np.concatenate([new, old_some]) if gone else new[:0]
     met = concat_keys(new_keys, old_keys).take(first_of_each(everything))
-    return RowSources(winners, states, walk.needed_rows(new_keys, old_keys, at), met)
+    asked = walk.needed_rows(new_keys, old_keys, at)
+    return RowSources(winners, states, asked, met, walk.asked_by, run.left)
 
 
 def _fold_bag(run: RecordRun) -> tuple[pa.Table, Keys]:
+    if len(run.left):
+        # A row that is put or removed in a partition before it leaves concerns no later row.
+        stays = run.ends() == NEVER
+        kept = pa.array(stays)
+        run = replace(run, tail=run.tail.filter(kept), ops=run.ops[stays], values=run.values.filter(kept))
     names = tuple(name for name in run.values.column_names if name != EXACT.name)
     at, old = run.old(names)
     sparse, left_out = run.unchanged()
@@ -173,12 +199,33 @@ def _fold_bag(run: RecordRun) -> tuple[pa.Table, Keys]:
     steps = np.concatenate([np.where(puts, 1, -1), np.full(len(gone), -1)])
     net = np.zeros(len(distinct), np.int64)
     np.add.at(net, inverse, steps)
-    more, fewer = np.maximum(net, 0), np.maximum(-net, 0)
     both = concat_keys(rows, old)
+    if PARTITION_OID.name in names:
+        _match_unknown(net, both.take(first))
+    more, fewer = np.maximum(net, 0), np.maximum(-net, 0)
     # An inserted row must come from an inserting record, even if an old row equal to it came first.
     putting = np.full(len(distinct), -1, np.int64)
     putting[inverse[: len(new)][puts]] = np.flatnonzero(puts)
     return run.values.take(pa.array(np.repeat(putting, more))), both.take(np.repeat(first, fewer).astype(np.int64))
+
+
+def _match_unknown(net: Indexes, rows: Keys) -> None:
+    """Let a row that was removed be one that was put, if the partition of either isn't known.
+
+    Args:
+        net: how often each row was put, less how often it was removed; written to.
+        rows: distinct rows, with their partitions.
+    """
+    oids = partitions_of(rows.to_table())
+    codes = key_codes([rows.without(PARTITION_OID.name)], signed_zero=True)[0]
+    paired = np.intersect1d(codes[net > 0], codes[net < 0])
+    if not len(paired):
+        return
+    for one in np.flatnonzero((oids == UNKNOWN) & np.isin(codes, paired)).tolist():
+        for other in np.flatnonzero((codes == codes[one]) & (np.sign(net) == -np.sign(net[one]))).tolist():
+            count = min(abs(int(net[one])), abs(int(net[other])))
+            net[other] += np.sign(net[one]) * count
+            net[one] -= np.sign(net[one]) * count
 
 
 def in_order(tail: pa.Table) -> pa.Table:

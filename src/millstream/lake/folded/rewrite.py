@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
@@ -17,8 +18,10 @@ from millstream.lake.column_conversion import EXACT, conform
 from millstream.lake.data_files import NewFile, TableFiles, new_name
 from millstream.lake.filled_columns import renamed_rows
 from millstream.lake.folded.key_ranges import LEAF_BYTES, Leaf, Leaves, in_key_order
+from millstream.lake.folded.left_partitions import UNKNOWN, partitions_of, without_left
 from millstream.lake.row_identity import Keys, key_codes
 from millstream.model.column_renames import FilledNames
+from millstream.model.records import PARTITION_OID
 
 _COMPRESSED: Final = 0.3
 """Approximate file bytes over Arrow's bytes, if there is no file to measure yet."""
@@ -34,6 +37,8 @@ class Change:
     """Keys whose rows are deleted; None: none is."""
     put: pa.Table
     """Rows to insert: the columns and `__exact`."""
+    left: tuple[int, ...] = ()
+    """OIDs of partitions whose rows are deleted, too."""
 
 
 class LeafWriter:
@@ -92,7 +97,7 @@ class LeafWriter:
                 held = named(self._files.read(change.leaf.path), self._renamed, self._full)
                 density = change.leaf.size_bytes / max(1, held.nbytes)
                 if change.gone is not None:
-                    held = surviving(held, change.gone, taken)
+                    held = surviving(without_left(held, change.left), change.gone, taken)
                 rows = pa.concat_tables([held, rows])
             self.add(rows, density)
             if self._held_bytes >= self._leaf_bytes / 2:
@@ -158,6 +163,51 @@ def surviving(rows: pa.Table, gone: Keys, taken: npt.NDArray[np.bool_] | None = 
     return rows.filter(pa.array(keep))
 
 
+def in_their_partitions(gone: Keys, standing: Iterable[pa.Table]) -> Keys:
+    """Return the rows that a bag of a partitioned table loses, each in the partition of an equal row that it has.
+
+    That is a row's own partition if the bag has such a row; else the unknown one, in which rows are from before
+    partitions were known; and any partition if the row's own isn't known.
+
+    Args:
+        gone: whole rows, with their partitions.
+        standing: the rows of the bag.
+    """
+    if not len(gone):
+        return gone
+    plain = gone.without(PARTITION_OID.name)
+    oids = partitions_of(gone.to_table()).copy()
+    groups = key_codes([plain], signed_zero=True)[0]
+    free = Counter[tuple[int, int]]()
+    for rows in standing:
+        have, mine = key_codes([Keys.of(rows, plain.names), plain], signed_zero=True)
+        known, first = np.unique(mine, return_index=True)
+        at = np.minimum(np.searchsorted(known, have), len(known) - 1)
+        equal = known[at] == have
+        free.update(zip(groups[first[at[equal]]].tolist(), partitions_of(rows)[equal].tolist(), strict=True))
+    partitions = defaultdict[int, list[int]](list)
+    for group, oid in sorted(free):
+        partitions[group].append(oid)
+    wanted = list(zip(groups.tolist(), oids.tolist(), strict=True))
+    lacking = list[int]()
+    for place in np.flatnonzero(oids != UNKNOWN).tolist():
+        if free[wanted[place]] > 0:
+            free[wanted[place]] -= 1
+        else:
+            lacking.append(place)
+    # Those that can be any row come last.
+    for place in [*lacking, *np.flatnonzero(oids == UNKNOWN).tolist()]:
+        group, oid = wanted[place]
+        choices = partitions[group] if oid == UNKNOWN else [UNKNOWN]
+        found = next((other for other in choices if free[group, other] > 0), None)
+        if found is not None:
+            free[group, found] -= 1
+            oids[place] = found
+    at_column = gone.names.index(PARTITION_OID.name)
+    column = pa.array(oids, pa.int64(), mask=oids == UNKNOWN).cast(gone.columns[at_column].type)
+    return replace(gone, columns=(*gone.columns[:at_column], column, *gone.columns[at_column + 1 :]))
+
+
 @dataclass(frozen=True, slots=True)
 class Touched:
     """The leaves that a fold changes, and the keys to delete in each."""
@@ -168,7 +218,14 @@ class Touched:
     """By leaf, which of the records' keys it may hold (None: perhaps any)."""
 
 
-def touched(leaves: Leaves, gone: Keys, put_at: npt.NDArray[np.int64], *, everything: bool) -> Touched:
+def touched(
+    leaves: Leaves,
+    gone: Keys,
+    put_at: npt.NDArray[np.int64],
+    *,
+    everything: bool,
+    also: Sequence[int] = (),
+) -> Touched:
     """Find the leaves that a fold rewrites.
 
     Args:
@@ -176,11 +233,13 @@ def touched(leaves: Leaves, gone: Keys, put_at: npt.NDArray[np.int64], *, everyt
         gone: the records' keys.
         put_at: the leaf of each row to insert, by `placed`.
         everything: whether every leaf is rewritten anyway.
+        also: indexes of leaves that are rewritten for another reason.
     """
     may_hold, which = leaves.holding(gone)
     hit = np.zeros(len(leaves) + 1, bool)
     hit[: len(leaves)] = may_hold | everything
     hit[put_at] = True
+    hit[list(also)] = True
     places = np.flatnonzero(hit).tolist()
     return Touched(tuple(places), {place: which[place] for place in places if place < len(leaves)})
 

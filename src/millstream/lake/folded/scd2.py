@@ -375,7 +375,7 @@ class _Fold:
         writer = self._writer(opened, exact=exact)
         put_at = placed(leaves, Keys.of(put, self.schema.key), leaf_bytes=self.sizes.leaf_bytes)
         small = leaves.size_bytes < self.sizes.small_bytes
-        rest = found.rest_closed_us is not None
+        rest = found.ends_others
         everything = anew or rest or (small and bool(len(found.gone) + len(put)))
         places = touched(leaves, found.gone, put_at, everything=everything)
         extra = EndedVersions(self._files, self._file_columns(exact=exact), opened.version + 1)
@@ -415,15 +415,15 @@ class _Fold:
         ]
 
     def _end_rest(self, path: str, found: Versions, extra: EndedVersions) -> Keys:
-        """End a leaf's versions that the run left open and the table's end closed; return the keys to delete."""
+        """End a leaf's versions that the run left open and whose table or partition ended; return the keys to delete."""
         rows = self._read(path, self._file_columns(exact=True))
         keys = Keys.of(rows, self.schema.key)
         have, gone, kept = key_codes([keys, found.gone, found.kept])
-        stays, told = np.isin(have, kept), np.isin(have, gone)
-        ended = rows.filter(pa.array(~stays & ~told))
-        moment = pa.array([found.rest_closed_us] * ended.num_rows, pa.int64()).cast(INSTANT)
-        extra.add(ended.set_column(ended.schema.get_field_index(VALID_TO.name), VALID_TO, moment))
-        return keys.take(np.flatnonzero(~stays))
+        told, moments = np.isin(have, gone), found.ends_of(rows)
+        ends = ~told & ~np.isin(have, kept) & np.asarray(moments.is_valid())
+        place = rows.schema.get_field_index(VALID_TO.name)
+        extra.add(rows.set_column(place, VALID_TO, moments).filter(pa.array(ends)))
+        return keys.take(np.flatnonzero(told | ends))
 
     def _rewrite_all(self, opened: OpenTable, target: pa.Schema, *, exact: bool) -> None:
         """Rewrite every file in wider columns, as a commit of its own that changes no version."""

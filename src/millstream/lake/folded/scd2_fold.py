@@ -15,6 +15,8 @@ A *version* is a stretch of time over which a row held the same values, as commi
 - A copy that follows an earlier one begins with a marker (a `t` without an index in a transaction): from there on
   open versions are unconfirmed. A version that no copied row, update or deletion behind the marker confirms is
   closed at the marker's time: the row was deleted while nothing was captured.
+- A partition that leaves (`x`) ends the versions of rows whose newest record names it. An open version keeps the
+  partition of its row's newest record, also if that record changed no value.
 - If an application adds to a column, a version whose total is beyond the column's type has null there. A run that ends
   with such a total fails, until later increments bring it back.
 - An update may leave columns out whose values aren't known anywhere: while a table is copied, it may come before
@@ -39,10 +41,11 @@ from millstream.errors import LakeError
 from millstream.lake.column_conversion import EXACT, conform
 from millstream.lake.folded.accumulating import accumulated
 from millstream.lake.folded.current_fold import RecordRun, in_order, op_codes
+from millstream.lake.folded.left_partitions import NEVER, UNKNOWN, LeftPartitions, partitions_of
 from millstream.lake.folded.unchanged_values import LiveRow, RowSources, materialize
 from millstream.lake.row_identity import Codes, Keys, concat_keys, first_of_each, key_codes
 from millstream.model.positions import Seq
-from millstream.model.records import INSTANT, RECORD_PREFIX
+from millstream.model.records import INSTANT, PARTITION_OID, RECORD_PREFIX, Op
 from millstream.model.schema import TableSchema
 
 VALID_FROM: Final = pa.field("valid_from", INSTANT, nullable=False)
@@ -64,6 +67,8 @@ keys."""
 _UNKNOWN: Final = int(np.iinfo(np.int64).min)
 _OPEN: Final = _UNKNOWN
 """In place of a time: the version hasn't ended."""
+_FAR: Final = NEVER
+"""In place of a time: it isn't reached."""
 _ABSENT: Final = -1
 """In place of a row: the key has none."""
 _OPEN_PLACE: Final = -2
@@ -84,11 +89,14 @@ class Versions:
     opened: pa.Table
     """Versions that have begun and not ended: to insert."""
     gone: Keys
-    """Keys whose open version from before the run has ended: to delete. It is among `closed`."""
+    """Keys whose open version from before the run is to be deleted. It has ended and is among `closed`, or its row has
+    another partition and it is among `opened`."""
     kept: Keys
     """Keys whose open version from before the run stays open."""
     rest_closed_us: int | None
     """If given, all open versions from before the run, except those of `gone` and `kept`, end then, µs since 1970."""
+    left_us: tuple[tuple[int, int], ...]
+    """By OID, the times at which partitions leave, µs since 1970: likewise for the open versions in them."""
     clock_us: int | None
     """The greatest time so far, for the next run; None if there was none."""
     records: int
@@ -99,7 +107,21 @@ class Versions:
         """Return the effect of no record on versions with these columns and this key."""
         none = pa.schema([*columns, EXACT, *VERSION_COLUMNS]).empty_table()
         keys = Keys.of(none, key)
-        return cls(none, none, keys, keys, None, None, 0)
+        return cls(none, none, keys, keys, None, (), None, 0)
+
+    @property
+    def ends_others(self) -> bool:
+        """Whether open versions from before the run may end whose keys the run doesn't have."""
+        return self.rest_closed_us is not None or bool(self.left_us)
+
+    def ends_of(self, rows: pa.Table) -> pa.Array:
+        """Return, for open versions that are neither of `gone` nor of `kept`, when they end; null if they don't."""
+        rest = _FAR if self.rest_closed_us is None else self.rest_closed_us
+        ends = np.full(rows.num_rows, rest, np.int64)
+        oids = partitions_of(rows)
+        for oid, time_us in self.left_us:
+            ends[oids == oid] = min(rest, time_us)
+        return pa.array(ends, mask=ends == _FAR).cast(INSTANT)
 
 
 def fold_versions(  # noqa: D417 - `anew` is described, as code
@@ -138,7 +160,7 @@ def fold_versions(  # noqa: D417 - `anew` is described, as code
     run = RecordRun(rows, ops[at], conform(rows, pa.schema([*columns, EXACT])), schema, truncated=False)
     met = _meet(run, lookup, pa.schema([*columns, EXACT, VALID_FROM, BEGAN_BY]))
     run = accumulated(run, met.open_rows)
-    filled, unknown = _fill(run, met, at, order.clears)
+    filled, unknown = _fill(run, met, at, order)
     events = _events(run, met, at, order, unknown)
     if whole:
         _check_known(run, met, at, order, events, unknown)
@@ -178,6 +200,8 @@ class _Order:
     """Ascending numbers."""
     clears: Indexes
     """Indexes of truncates; `_BEFORE` if the table was created again."""
+    left: LeftPartitions
+    """The partitions that leave, by index."""
     markers: Indexes
     """Indexes at which a copy that follows an earlier one begins."""
     seqs: Indexes
@@ -191,9 +215,11 @@ class _Order:
 
 def _order(tail: pa.Table, ops: npt.NDArray[np.uint8], clock_us: int | None, *, anew: bool) -> _Order:
     index = tail.column("__commit_index")
-    marker = (ops == ord("t")) & np.asarray(index.combine_chunks().is_null())
+    alone = np.asarray(index.combine_chunks().is_null())
+    marker = (ops == ord("t")) & alone
     clears = np.flatnonzero((ops == ord("t")) & ~marker)
-    own = marker | (ops == ord("r"))
+    seen = (ops == Op.PARTITION_LEFT) & alone
+    own = marker | seen | (ops == ord("r"))
     starts = own.copy()
     starts[:1] = True
     starts[1:] |= own[:-1]
@@ -202,25 +228,31 @@ def _order(tail: pa.Table, ops: npt.NDArray[np.uint8], clock_us: int | None, *, 
         values = pc.fill_null(column, 0).to_numpy(zero_copy_only=False)
         starts[1:] |= values[1:] != values[:-1]
         starts |= np.asarray(column.is_null())
-    times, clock = _times(tail, marker, clock_us)
+    times, clock = _times(tail, marker | seen, clock_us)
     return _Order(
         times=times,
         transactions=np.cumsum(starts),
         clears=np.concatenate([np.full(int(anew), _BEFORE, np.int64), clears]),
+        left=LeftPartitions.of(tail, ops, np.arange(len(ops))),
         markers=np.flatnonzero(marker),
         seqs=tail.column("__seq").to_numpy(),
         clock_us=clock,
     )
 
 
-def _times(tail: pa.Table, marker: npt.NDArray[np.bool_], clock_us: int | None) -> tuple[Times, int | None]:
-    """Return the records' times, none below the previous one, and the last of them."""
+def _times(tail: pa.Table, noticed: npt.NDArray[np.bool_], clock_us: int | None) -> tuple[Times, int | None]:
+    """Return the records' times, none below the previous one, and the last of them.
+
+    Args:
+        tail: the records.
+        noticed: which of them capture made: markers, and partitions that a look at the source found to be gone.
+        clock_us: the time before them.
+    """
     committed = tail.column("__commit_ts").combine_chunks()
     moments = pc.coalesce(committed.cast(INSTANT).cast(pa.int64()), pa.scalar(_UNKNOWN, pa.int64()))
     times = np.array(moments.to_numpy(zero_copy_only=False), np.int64)
-    # A marker's own time is from this machine's clock, not the source's: it gets the time before it, if there is
-    # one.
-    judged = np.where(marker, _UNKNOWN, times)
+    # Their own time is from this machine's clock, not the source's: they get the time before them, if there is one.
+    judged = np.where(noticed, _UNKNOWN, times)
     judged[0] = max(int(judged[0]), _UNKNOWN if clock_us is None else clock_us)
     running = np.maximum.accumulate(judged)
     last = int(running[-1])
@@ -259,7 +291,7 @@ def _meet(run: RecordRun, lookup: Lookup, shape: pa.Schema) -> _Met:
     return _Met(new, old, open_codes[mine], found_keys.take(mine), found.take(pa.array(mine)))
 
 
-def _fill(run: RecordRun, met: _Met, at: Indexes, clears: Indexes) -> tuple[dict[int, LiveRow], npt.NDArray[np.bool_]]:
+def _fill(run: RecordRun, met: _Met, at: Indexes, order: _Order) -> tuple[dict[int, LiveRow], npt.NDArray[np.bool_]]:
     """Return the sources of records' unchanged columns, by record, and the records whose sources aren't known."""
     states: dict[int, LiveRow] = {}
     unknown = np.zeros(len(run.ops), bool)
@@ -270,7 +302,8 @@ def _fill(run: RecordRun, met: _Met, at: Indexes, clears: Indexes) -> tuple[dict
     walked = np.union1d(met.new[sparse], met.old[sparse])
     slow = np.flatnonzero(np.isin(met.new, walked) | np.isin(met.old, walked))
     live: dict[int, LiveRow | None] = {int(code): LiveRow(-1 - row) for row, code in enumerate(met.open_codes.tolist())}
-    cleared = np.searchsorted(clears, at)
+    ends = _ends(run, met, at, order)
+    cleared = np.searchsorted(order.clears, at)
     before = 0
     for record in slow.tolist():
         if cleared[record] > before:
@@ -282,6 +315,8 @@ def _fill(run: RecordRun, met: _Met, at: Indexes, clears: Indexes) -> tuple[dict
         state = LiveRow(record)
         if record in left_out:
             past = live.get(origin)
+            if past is not None and ends[past.base if past.base >= 0 else len(at) - 1 - past.base] < at[record]:
+                past = None
             for name in left_out[record]:
                 state.filled[name] = _UNKNOWN if past is None else past.filled.get(name, past.base)
             states[record] = state
@@ -290,6 +325,12 @@ def _fill(run: RecordRun, met: _Met, at: Indexes, clears: Indexes) -> tuple[dict
             live[origin] = None
         live[key] = state
     return states, unknown
+
+
+def _ends(run: RecordRun, met: _Met, at: Indexes, order: _Order) -> Indexes:
+    """Return, for each record and then each open version, the index at which its partition leaves next."""
+    oids = np.concatenate([partitions_of(run.values), partitions_of(met.open_rows)])
+    return order.left.next_after(oids, np.concatenate([at, np.full(len(met.open_codes), _OPEN_PLACE, np.int64)]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +363,11 @@ class _Events:
         """Which events are their key's last."""
         return np.append(self.first[1:], True)[: len(self.codes)]
 
+    @property
+    def until(self) -> Indexes:
+        """The place of the next event of each one's key; `NEVER` if there is none."""
+        return np.where(self.last, NEVER, np.append(self.places[1:], 0)[: len(self.codes)])
+
 
 def _events(run: RecordRun, met: _Met, at: Indexes, order: _Order, unknown: npt.NDArray[np.bool_]) -> _Events:
     count = len(run.ops)
@@ -342,7 +388,22 @@ def _events(run: RecordRun, met: _Met, at: Indexes, order: _Order, unknown: npt.
         np.concatenate([places, order.clears[behind[cleared]]]),
         np.concatenate([rows, np.full(len(cleared), _ABSENT, np.int64)]),
     )
+    if len(order.left):
+        events = _with_left(events, _ends(run, met, at, order))
     return events if not len(order.markers) else _with_markers(events, order, _births(run, met))
+
+
+def _with_left(events: _Events, ends: Indexes) -> _Events:
+    """Add deletions of rows whose partition leaves before their key's next event; `ends` is by an event's row."""
+    gone = np.flatnonzero(events.rows != _ABSENT)
+    places = ends[events.rows[gone]]
+    leaves = places < events.until[gone]
+    gone, places = gone[leaves], places[leaves]
+    return _Events.sorted(
+        np.concatenate([events.codes, events.codes[gone]]),
+        np.concatenate([events.places, places]),
+        np.concatenate([events.rows, np.full(len(gone), _ABSENT, np.int64)]),
+    )
 
 
 def _births(run: RecordRun, met: _Met) -> npt.NDArray[np.bool_]:
@@ -355,14 +416,15 @@ def _births(run: RecordRun, met: _Met) -> npt.NDArray[np.bool_]:
 def _with_markers(events: _Events, order: _Order, births: npt.NDArray[np.bool_]) -> _Events:
     """Add deletions of rows that a copy didn't find.
 
-    Behind the copy's marker, their key has nothing, a truncate, or a new row.
+    Behind the copy's marker, their key has nothing, a truncate, the end of their partition, or a new row.
     """
     markers = order.markers
     here = events.rows != _ABSENT
     marker = np.searchsorted(markers, events.places, "right")
     follower = np.append(events.rows[1:], _ABSENT)[: len(events.rows)]
-    until = np.where(events.last, np.iinfo(np.int64).max, np.append(events.places[1:], 0)[: len(events.rows)])
-    reborn = events.last | np.isin(until, order.clears) | ((follower != _ABSENT) & births[follower])
+    until = events.until
+    emptied = np.concatenate([order.clears, order.left.places])
+    reborn = events.last | np.isin(until, emptied) | ((follower != _ABSENT) & births[follower])
     missing = np.flatnonzero(here & reborn & (marker < len(markers)))
     missing = missing[markers[marker[missing]] < until[missing]]
     return _Events.sorted(
@@ -397,7 +459,9 @@ def _versions(run: RecordRun, met: _Met, order: _Order, events: _Events, filled:
     ends = np.append((events.codes[1:] != events.codes[:-1]) | (transactions[1:] != transactions[:-1]), True)
     story = events.filter(ends[: len(events.codes)])
     rows, place_of = _rows(run, met, story.rows, filled)
-    story = story.filter(_changes(story, rows, place_of))
+    changes = _changes(story, rows, place_of)
+    newest = _newest_partitions(story, changes, rows, place_of)
+    story = story.filter(changes)
 
     # A version lasts until the next change of its key.
     began = story.rows >= 0
@@ -415,16 +479,23 @@ def _versions(run: RecordRun, met: _Met, order: _Order, events: _Events, filled:
     until = until[at]
     ended = until != _OPEN
     made = _told(rows.take(pa.array(place_of[story.rows[at]])), valid_from, until, seqs)
+    moved = np.zeros(len(at), bool)
+    if newest is not None:
+        oids = newest[began]
+        moved = from_before & (oids != partitions_of(made))
+        place = made.schema.get_field_index(PARTITION_OID.name)
+        made = made.set_column(place, made.field(place), pa.array(oids, PARTITION_OID.type, mask=oids == UNKNOWN))
     went = np.zeros(len(met.open_codes), bool)
-    went[held] = ended[from_before]
+    went[held] = (ended | moved)[from_before]
     clears, markers = order.clears, order.markers
     rest = np.sort(np.concatenate([clears[:1], markers[:1]]))[:1]
     return Versions(
         closed=made.filter(pa.array(ended)),
-        opened=made.filter(pa.array(~ended & ~from_before)),
+        opened=made.filter(pa.array(~ended & (~from_before | moved))),
         gone=met.open_keys.take(np.flatnonzero(went)),
         kept=met.open_keys.take(np.flatnonzero(~went)),
         rest_closed_us=int(order.time_at(rest)[0]) if len(rest) else None,
+        left_us=tuple((oid, int(order.times[place])) for oid, place in order.left.first),
         clock_us=order.clock_us,
         records=len(order.times),
     )
@@ -457,10 +528,26 @@ def _changes(story: _Events, rows: pa.Table, place_of: Indexes) -> npt.NDArray[n
         used[one] = used[other] = True
         rank = np.cumsum(used) - 1
         some = rows.filter(pa.array(used))
-        names = [name for name in rows.column_names if name != EXACT.name]
+        names = [name for name in rows.column_names if name not in {EXACT.name, PARTITION_OID.name}]
         codes = key_codes([Keys.of(some, names)], signed_zero=True)[0]
         differ[pairs] = codes[rank[one]] != codes[rank[other]]
     return differ
+
+
+def _newest_partitions(
+    story: _Events, changes: npt.NDArray[np.bool_], rows: pa.Table, place_of: Indexes
+) -> Indexes | None:
+    """Return, for each event that changes its key's row, the partition of the last record that put the row so.
+
+    None if the table isn't partitioned.
+    """
+    if PARTITION_OID.name not in rows.column_names:
+        return None
+    puts = np.flatnonzero(story.rows != _ABSENT)
+    stretch = np.cumsum(changes) - 1
+    newest = np.full(int(changes.sum()), UNKNOWN, np.int64)
+    newest[stretch[puts]] = partitions_of(rows)[place_of[story.rows[puts]]]
+    return newest
 
 
 def _told(rows: pa.Table, valid_from: Times, until: Times, seqs: Indexes) -> pa.Table:

@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from millstream.errors import LakeError
 from millstream.lake.column_conversion import EXACT, conform, text_maps, texts_of
+from millstream.lake.folded.left_partitions import NEVER, LeftPartitions, partitions_of
 from millstream.lake.row_identity import Codes, Keys, concat_keys, key_codes
 
 Indexes = npt.NDArray[np.int64]
@@ -49,6 +50,10 @@ class RowSources:
     """Rows of `current` that the states need, in order of their numbers."""
     gone: Keys
     """All keys of the records, once each; empty if not requested."""
+    asked_by: list[int] = field(default_factory=list)
+    """For each of `asked`, the record that needs it."""
+    left: LeftPartitions = field(default_factory=LeftPartitions.none)
+    """The partitions that leave in the run."""
 
 
 @dataclass(slots=True)
@@ -60,6 +65,8 @@ class SequentialFold:
     old: Codes
     unchanged: Mapping[int, list[str]]
     truncated: bool
+    ends: Indexes
+    """For each record, the place at which its partition leaves next (`LeftPartitions.next_after`)."""
     asked: dict[int, int] = field(default_factory=dict)
     """By key code, the index of the row among those looked up in `current`."""
     asked_by: list[int] = field(default_factory=list)
@@ -79,7 +86,7 @@ class SequentialFold:
             if origin != key:
                 live[origin] = None
             live[key] = state
-        states = [state for state in live.values() if state is not None]
+        states = [state for state in live.values() if state is not None and self.ends[state.base] == NEVER]
         self._keep_needed(states)
         return states
 
@@ -105,7 +112,7 @@ class SequentialFold:
 
     def _past(self, live: Mapping[int, LiveRow | None], record: int, origin: int, name: str) -> int:
         past = live.get(origin)
-        if past is not None:
+        if past is not None and self.ends[past.base] > record:
             return past.filled.get(name, past.base)
         if origin in live or self.truncated:
             return _LOST
@@ -140,6 +147,11 @@ def past_rows(plan: RowSources, lookup: Lookup) -> pa.Table | None:
     found = lookup(plan.asked)
     asked, have = key_codes([plan.asked, Keys.of(found, plan.asked.names)])
     row_of = {int(code): row for row, code in enumerate(have)}
+    if len(plan.left):
+        # An update can't have a past in a partition that left before it.
+        ends = plan.left.next_after(partitions_of(found), np.full(len(have), -1, np.int64))
+        by = dict(zip(asked.tolist(), plan.asked_by, strict=True))
+        row_of = {code: row for code, row in row_of.items() if ends[row] > by.get(code, -1)}
     missing = [place for place, code in enumerate(asked.tolist()) if code not in row_of]
     if missing:
         facts = plan.asked.take(np.array(missing[:1], np.int64)).to_table().to_pylist()[0]

@@ -25,7 +25,7 @@ from millstream.lake.store_errors import lake_errors
 from millstream.lake.table_format import OpenTable, format_of
 from millstream.model.column_renames import Filled, FilledNames
 from millstream.model.positions import Seq
-from millstream.model.records import MONTH_COLUMN, RECORD_COLUMNS
+from millstream.model.records import MONTH_COLUMN, PARTITION_OID, RECORD_COLUMNS
 from millstream.model.schema import Column, TableSchema
 
 _Identity: TypeAlias = int | str
@@ -41,7 +41,7 @@ class VersionColumns:
     schema: TableSchema
     """The table's schema there."""
     columns: pa.Schema
-    """The table's own columns with dropped ones, in the lake's types; those of the key first."""
+    """The table's own columns with dropped ones, in the lake's types; those of the key first, `__partition_oid` last."""
     followed: TableSchema | None = None
     """The schema with dropped columns; None if names find all values: no column was renamed, or added with a default."""
 
@@ -103,7 +103,8 @@ def version_columns(layout: LakeLayout, history: OpenTable, newest: TableSchema,
     _check_names(schema, fields)
     key = [field for name in schema.key for field in fields if field.name == name]
     rest = (field for field in fields if field.name not in schema.key)
-    columns = format_of(layout).stored_schema(pa.schema([*key, *rest]))
+    partition = [PARTITION_OID] if schema.partitioned else []
+    columns = format_of(layout).stored_schema(pa.schema([*key, *rest, *partition]))
     return VersionColumns(schema, columns, followed if is_followed else None)
 
 

@@ -20,6 +20,7 @@ from millstream.lake.folded.accumulating import accumulated_by
 from millstream.lake.folded.current_fold import plan_keyed, run_of
 from millstream.lake.folded.unchanged_values import Lookup, materialize, past_rows
 from millstream.lake.row_identity import Keys
+from millstream.model.records import PARTITION_OID
 from millstream.model.schema import TableSchema
 
 SEQ: Final = "__seq"
@@ -40,6 +41,8 @@ class Overlay:
     truncated: bool
     exact: bool
     """Whether any of these rows needs `__exact`."""
+    left: tuple[int, ...] = ()
+    """OIDs of partitions that left: earlier rows in them are removed."""
 
 
 def overlay(read: Read, schema: TableSchema, columns: pa.Schema, lookup: Lookup, *, stood: bool) -> Overlay:
@@ -57,8 +60,9 @@ def overlay(read: Read, schema: TableSchema, columns: pa.Schema, lookup: Lookup,
     """
     if schema.accumulating:
         return _accumulated(read, schema, columns, lookup, stood=stood)
-    narrow = ["__op", SEQ, "__unchanged", EXACT.name, "__before", *schema.key]
-    run = run_of(read(narrow, None), schema, pa.schema([columns.field(name) for name in schema.key]))
+    own = [name for name in columns.names if name in schema.key or name == PARTITION_OID.name]
+    narrow = ["__op", SEQ, "__unchanged", EXACT.name, "__before", *own]
+    run = run_of(read(narrow, None), schema, pa.schema([columns.field(name) for name in own]))
     plan = plan_keyed(run, gone=stood and not run.truncated)
     past = past_rows(plan, lookup)
     seqs = run.tail.column(SEQ).to_numpy()
@@ -86,6 +90,7 @@ def overlay(read: Read, schema: TableSchema, columns: pa.Schema, lookup: Lookup,
         gone=plan.gone if stood and not run.truncated else plan.gone.take(np.zeros(0, np.int64)),
         truncated=run.truncated,
         exact=texts.null_count < len(texts) or built.column(EXACT.name).null_count < built.num_rows,
+        left=run.left.distinct,
     )
 
 

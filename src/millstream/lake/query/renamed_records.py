@@ -17,7 +17,7 @@ from millstream.lake.table_format import OpenTable
 from millstream.model.column_renames import FilledNames, Names
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
-from millstream.model.records import MONTH_COLUMN, RECORD_COLUMNS
+from millstream.model.records import MONTH_COLUMN, PARTITION_OID, RECORD_COLUMNS, Op
 from millstream.model.schema import TableSchema
 
 _MAPS = ("__exact", "__before")
@@ -109,7 +109,12 @@ def _shown(engine: Engine, renames: Renames, name: str, have: pa.Schema) -> str:
     A column that the table no longer has is shown, too, also if another one has its name.
     """
     if name in _MAPS or name == _LIST:
-        return _cases(name, [(start, _list_or_map(name, names)) for start, names, _ in renames.spans()])
+        renamed = [(start, _list_or_map(name, names)) for start, names, _ in renames.spans()]
+        if name == "__before" and PARTITION_OID.name in have.names:
+            # A partition that leaves has its own name there, under no column's.
+            is_left = f"__op = {literal(Op.PARTITION_LEFT.letter)}"
+            renamed = [(start, f"CASE WHEN {is_left} THEN {name} ELSE {text} END") for start, text in renamed]
+        return _cases(name, renamed)
     if name in RECORD_COLUMNS or name == MONTH_COLUMN:
         return quote(name)
     found, is_there = list[tuple[Seq, str | None]](), False

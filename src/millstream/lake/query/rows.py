@@ -27,6 +27,7 @@ from millstream.lake.query.renamed_records import rows_sql
 from millstream.lake.row_identity import Keys
 from millstream.lake.table_format import OpenTable
 from millstream.model.positions import Seq, StreamToken
+from millstream.model.records import PARTITION_OID
 from millstream.model.schema import TableSchema
 
 
@@ -87,9 +88,9 @@ class RecordRange:
         import pyarrow.parquet as pq
 
         if self._named is None:
-            columns = ["__op", SEQ, "__unchanged", EXACT.name, "__before", *self._table.column_names]
             after, upto = Seq(self._after), Seq(self._upto)
             own = current_columns(self._layout, self._table, self._history)
+            columns = ["__op", SEQ, "__unchanged", EXACT.name, "__before", *own.names]
             scan = scan_live(self._history, self._table, after=after, upto=upto, columns=columns, own=own)
             path = self._engine.scratch_file()
             with pq.ParquetWriter(path, scan.schema, compression="zstd", compression_level=1) as writer:
@@ -157,7 +158,7 @@ def keyed_sql(engine: Engine, run: RecordRange, base: OpenTable | None, schema: 
     # DuckDB's own tables, which it probes faster than Arrow's: ten million times, for a query over everything.
     winners = engine.keep(over.winners) if over.winners.num_rows else ""
     if source:
-        kept = f"SELECT {filled(engine, shown, have, 'c', types)} FROM {source} c"
+        kept = f"SELECT {filled(engine, shown, have, 'c', types)} FROM {_staying(source, have, over.left)} c"
         if len(over.gone):
             # Every winner's key is among them.
             same = over.gone.typed and len(over.gone) == over.winners.num_rows
@@ -196,11 +197,19 @@ def bag_sql(engine: Engine, run: RecordRange, base: OpenTable | None, schema: Ta
     if not source:
         return fresh
     types = engine.register(pa.schema([*columns, EXACT]).empty_table())
-    kept = f"SELECT {filled(engine, shown, have, 'c', types)} FROM {source} c"
+    kept = f"SELECT {filled(engine, shown, have, 'c', types)} FROM {_staying(source, have, folded.left)} c"
     if len(folded.gone):
         gone = engine.register(gone_table(folded.gone))
         kept = _without(kept, f"SELECT {names(shown)} FROM {gone}", shown, columns)
     return f"{kept} UNION ALL {fresh}"
+
+
+def _staying(source: str, have: Sequence[str], left: Sequence[int]) -> str:
+    """Return the text behind FROM for those rows of `current` that aren't in partitions that left."""
+    if not left or PARTITION_OID.name not in have:
+        return source
+    oids = ", ".join(map(str, left))
+    return f"(SELECT * FROM {source} WHERE coalesce({PARTITION_OID.name} NOT IN ({oids}), true))"
 
 
 def left_sql(engine: Engine, layout: LakeLayout, history: OpenTable, schema: TableSchema, upto: Seq) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pyarrow as pa
 
 from millstream.lake.column_conversion import EXACT
 from millstream.lake.folded.scd2 import unfolded_versions
-from millstream.lake.folded.scd2_fold import IS_CURRENT, VALID_TO, VERSION_COLUMNS
+from millstream.lake.folded.scd2_fold import IS_CURRENT, VALID_TO, VERSION_COLUMNS, Versions
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query.duckdb_connection import Engine, names
 from millstream.lake.query.renamed_records import rows_sql
@@ -15,6 +17,7 @@ from millstream.lake.row_identity import Keys
 from millstream.lake.table_format import OpenTable
 from millstream.model.column_renames import FilledNames
 from millstream.model.positions import Seq
+from millstream.model.records import PARTITION_OID
 from millstream.model.schema import TableSchema
 
 
@@ -25,8 +28,9 @@ def versions_sql(
     found, columns, renamed = unfolded_versions(layout, schema, opened, history, upto)
     base, have = _base(engine, opened, columns, renamed)
     own = {name.lower(): name for name in columns.names}  # SQL ignores case
-    shown = [name for name in have if name != EXACT.name and own.get(name.lower(), name) == name]
-    shown += [name for name in columns.names if name not in shown]
+    hidden = {EXACT.name, PARTITION_OID.name}
+    shown = [name for name in have if name not in hidden and own.get(name.lower(), name) == name]
+    shown += [name for name in columns.names if name not in {*hidden, *shown}]
     fresh: list[pa.Table] = [] if found is None else [found.closed, found.opened]
     if EXACT.name in have or any(rows.column(EXACT.name).null_count < rows.num_rows for rows in fresh):
         shown.append(EXACT.name)
@@ -38,15 +42,28 @@ def versions_sql(
     still = f"SELECT * FROM {base} c WHERE c.{IS_CURRENT.name}"
     left = _joined(engine, "ANTI", still, found.gone, exact=exact)
     told = [f"SELECT * FROM {base} c WHERE NOT c.{IS_CURRENT.name}"]
-    if found.rest_closed_us is None:
+    if not found.ends_others:
         told.append(left)
     else:
-        rest = _joined(engine, "ANTI", left, found.kept, exact=exact)
-        ends = f"make_timestamptz({found.rest_closed_us}) AS {VALID_TO.name}, false AS {IS_CURRENT.name}"
-        told += [_joined(engine, "SEMI", still, found.kept, exact=exact), f"SELECT * REPLACE ({ends}) FROM ({rest})"]
+        rest, ends = _joined(engine, "ANTI", left, found.kept, exact=exact), _ends(found, have)
+        ended = f"{ends} AS {VALID_TO.name}, false AS {IS_CURRENT.name}"
+        told.append(_joined(engine, "SEMI", still, found.kept, exact=exact))
+        told.append(f"SELECT * REPLACE ({ended}) FROM ({rest}) WHERE {ends} IS NOT NULL")
+        told.append(f"SELECT * FROM ({rest}) WHERE {ends} IS NULL")
     parts = [f"SELECT {listed} FROM ({part}) c" for part in told]
     parts += [f"SELECT {names(shown)} FROM {engine.register(rows)}" for rows in fresh if rows.num_rows]
     return " UNION ALL ".join(parts)
+
+
+def _ends(found: Versions, have: Sequence[str]) -> str:
+    """Return an expression for when versions end whose keys the later records don't have; NULL if they don't."""
+    rest = found.rest_closed_us
+    others = "NULL::TIMESTAMPTZ" if rest is None else f"make_timestamptz({rest})"
+    if not found.left_us or PARTITION_OID.name not in have:
+        return others
+    times = ((oid, time_us if rest is None else min(rest, time_us)) for oid, time_us in found.left_us)
+    cases = " ".join(f"WHEN {oid} THEN make_timestamptz({time_us})" for oid, time_us in times)
+    return f"CASE {PARTITION_OID.name} {cases} ELSE {others} END"
 
 
 def _base(engine: Engine, opened: OpenTable, columns: pa.Schema, renamed: FilledNames | None) -> tuple[str, list[str]]:
