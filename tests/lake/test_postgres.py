@@ -14,6 +14,8 @@ from uuid import UUID
 import psycopg
 import pyarrow as pa
 import pytest
+from tests.lake.test_fold import COLUMNS
+from tests.lake.test_left_partitions import Partitioned
 
 from millstream.errors import LakeError, LakeTableForeign
 from millstream.lake.postgres.cuts import commit_cut, held_there, last_cut
@@ -899,3 +901,53 @@ def test_a_cut_is_the_last_one(target: PostgresTarget, table: TableSchema, recor
     found = last_cut(target)
     assert found is not None
     assert (found.n, [t.name for t in found.tables.values()]) == (5, ['sales."Orders"'])
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("keyed", [True, False], ids=["keyed", "bag"])
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_go_with_their_partition(
+    target: PostgresTarget, table: TableSchema, asked: Callable[..., Any], seed: int, keyed: bool
+) -> None:
+    columns = tuple(column for column in COLUMNS if column.name in {"body", "a", "big", "f"})
+    schema = replace(table, columns=columns, key=("a",), identity=("a",), partitioned=True)
+    if not keyed:
+        schema = replace(schema, key=(), identity=schema_names(schema), replica_identity=ReplicaIdentity.FULL)
+    source, chance, reached = Partitioned(schema), random.Random(seed), 0
+    while reached < 150:
+        for _ in range(chance.choice([1, 3, 10, 40])):
+            source.step(chance.randrange(10), chance.randrange(6), chance.randrange(10_000), chance.randrange(8))
+        upto = len(source.records)
+        if upto > reached:
+            landed(target, schema, int(str(source.records[-1]["__seq"])), source.batch(max(0, reached - 3), upto))
+            reached = upto
+        there = asked(f"SELECT a::text, big, body, f::text, __partition_oid FROM {ROWS}") if reached else []
+        was = [(*(row[name] for name in ("a", "big", "body", "f")), source.leaf[id(row)]) for row in source.rows]
+        assert sorted(there, key=str) == sorted(was, key=str), f"seed {seed}, after {reached}"
+    oids = [oid for (oid,) in asked(f"SELECT partition_oid FROM {EVENTS} ORDER BY seq")]
+    assert oids == [record["__partition_oid"] for record in source.records]
+    told = asked(f"SELECT record_pk, row, before FROM {EVENTS} WHERE op = 'x' ORDER BY seq LIMIT 1")
+    first = next(record for record in source.records if record["__op"] == "x")
+    assert told == [(None, dict(first["__before"]) | {"oid": first["__partition_oid"]}, None)]
+
+
+@pytest.mark.parametrize("keyed", [True, False], ids=["keyed", "bag"])
+def test_a_table_from_before_its_partitions_were_known_goes_on(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any], keyed: bool
+) -> None:
+    if not keyed:
+        table = replace(table, key=(), identity=schema_names(table), replica_identity=ReplicaIdentity.FULL)
+    now = replace(table, version=SchemaVersion(2), partitioned=True)
+    landed(target, table, 3, records(table, *(("c", n, {"id": n, "note": "old"}) for n in (1, 2, 3))))
+    known = (
+        ("d", 4, {"id": 2, "note": "old", "__partition_oid": 70}),
+        ("c", 5, {"id": 2, "note": "new", "__partition_oid": 70}),
+        ("d", 6, {"id": 3, "note": "old", "__partition_oid": 70}),
+        ("c", 7, {"id": 5, "note": "new", "__partition_oid": 71}),
+    )
+    landed(target, now, 7, records(now, *known))
+    assert sorted(asked(f"SELECT id, __partition_oid FROM {ROWS}")) == [(1, None), (2, 70), (5, 71)]
+    landed(target, now, 8, records(now, ("x", 8, {"__partition_oid": 70, "__before": [("partition", "sales.o1")]})))
+    assert sorted(asked(f"SELECT id, __partition_oid FROM {ROWS}")) == [(1, None), (5, 71)]
+    landed(target, now, 9, records(now, ("d", 9, {"id": 5, "note": "new"})))
+    assert asked(f"SELECT id FROM {ROWS}") == [(1,)]

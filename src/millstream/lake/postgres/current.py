@@ -32,11 +32,12 @@ from millstream.lake.postgres.layout import (
     short,
 )
 from millstream.lake.postgres.target import PostgresTarget, copy_in, literal
-from millstream.lake.postgres.texts import Versioned, text_records, without_zeros
+from millstream.lake.postgres.texts import Versioned, text_columns, text_records, without_zeros
 from millstream.lake.row_identity import Keys, key_codes
 from millstream.model.ids import TableId
 from millstream.model.names import quote_ident
 from millstream.model.pgtypes import builtin_name, element_oid
+from millstream.model.records import PARTITION_OID
 from millstream.model.schema import Column, TableSchema
 
 if TYPE_CHECKING:
@@ -128,7 +129,8 @@ def merge_current(
         more = [name for name in owner.columns if name in have and name not in wanted]
         schema = replace(schema, columns=(*schema.columns, *(Column(name, pa.string()) for name in more)))
         wanted |= {name: have[name] for name in more}
-    columns = pa.schema([pa.field(column.name, pa.string()) for column in schema.columns])
+    wanted |= {PARTITION_OID.name: "bigint"} if schema.partitioned else {}
+    columns = text_columns(schema)
     filled = {c.name: c.filled for c in schema.columns if c.filled is not None and c.name not in have}
     """Defaults of columns that the table doesn't have so far: its rows are from before them."""
     emptied = bool(mixed) or (owner is not None and owner.key != schema.key)
@@ -152,6 +154,9 @@ def merge_current(
         if folded.truncated or emptied:
             # A copy follows a change of the key. Not TRUNCATE: concurrent readers keep seeing the rows.
             connection.execute(f"DELETE FROM {place.quoted}".encode())
+        elif folded.left and PARTITION_OID.name in have:
+            left = ", ".join(map(str, folded.left))
+            connection.execute(f"DELETE FROM {place.quoted} WHERE {PARTITION_OID.name} IN ({left})".encode())
         assert owner is not None, "its owner was checked"
         _evolve(connection, place, owner, have, wanted, schema.key, filled)
     ours = tuple(wanted)
@@ -420,24 +425,48 @@ class _TargetTable:
         run(b"DROP TABLE pg_temp.staged")
 
     def _swap(self, folded: Folded) -> None:
-        """For rows without a key, each deleted row removes one that is equal, to the last character."""
+        """For rows without a key, each deleted row removes one that is equal, to the last character.
+
+        In a partitioned table it is one of the same partition. If there is none, and one of the two has no known
+        partition, it is any.
+        """
         run, quoted = self.connection.execute, self.place.quoted
         if len(folded.gone):
             gone = folded.gone.to_table().select(list(self.types))
             self._stage(gone)
-            whole = f"ROW({_names(self.names, 't.')})::text"
-            numbered = f"SELECT {whole} AS line, row_number() OVER (PARTITION BY {whole}) AS at"
-            found = run(
-                f"DELETE FROM {quoted} WHERE ctid IN (SELECT c.ctid FROM ({numbered}, t.ctid FROM {quoted} t "
-                f"WHERE {whole} IN (SELECT {whole} FROM pg_temp.staged t)) c "
-                f"JOIN ({numbered} FROM pg_temp.staged t) g USING (line, at))".encode()
-            ).rowcount
+            found = self._remove(self.names)
+            oid = PARTITION_OID.name
+            if oid in self.types and found != gone.num_rows:
+                others = [name for name in self.names if name != oid]
+                found += self._remove(others, own=f"t.{oid} IS NULL", staged=f"t.{oid} IS NOT NULL")
+                found += self._remove(others, own="true", staged=f"t.{oid} IS NULL")
             run(b"DROP TABLE pg_temp.staged")
             if found != gone.num_rows and not self.copying:
                 raise LakeError(f"{quoted} lacks {gone.num_rows - found} of the rows that its source deleted")
         self._stage(folded.rows.select(list(self.types)))
         run(f"INSERT INTO {quoted} ({_names(self.names)}) SELECT {_names(self.names)} FROM pg_temp.staged".encode())
         run(b"DROP TABLE pg_temp.staged")
+
+    def _remove(self, names: Sequence[str], *, own: str = "true", staged: str = "true") -> int:
+        """Remove staged rows, each with a row of the table that is equal in some columns; return how many there were.
+
+        Args:
+            names: the columns.
+            own: a condition on the rows of the table (`t`).
+            staged: a condition on the staged rows (`t`).
+        """
+        quoted = self.place.quoted
+        whole = f"ROW({_names(names, 't.')})::text"
+        numbered = f"SELECT {whole} AS line, row_number() OVER (PARTITION BY {whole}) AS at, t.ctid"
+        pairs = (
+            f"SELECT c.ctid AS own, g.ctid AS staged FROM ({numbered} FROM {quoted} t "
+            f"WHERE {own} AND {whole} IN (SELECT {whole} FROM pg_temp.staged t WHERE {staged})) c "
+            f"JOIN ({numbered} FROM pg_temp.staged t WHERE {staged}) g USING (line, at)"
+        )
+        done = ", done AS (DELETE FROM pg_temp.staged WHERE ctid IN (SELECT staged FROM pairs))"
+        done = done if PARTITION_OID.name in self.types else ""
+        sql = f"WITH pairs AS ({pairs}){done} DELETE FROM {quoted} WHERE ctid IN (SELECT own FROM pairs)"
+        return self.connection.execute(sql.encode()).rowcount
 
     def _stage(self, rows: pa.Table) -> None:
         """Put rows in a temporary table of the written columns, including `__exact` if the table has it."""

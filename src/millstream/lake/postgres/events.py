@@ -12,7 +12,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import copysign
 from typing import TYPE_CHECKING, Any, Final
 
@@ -38,7 +38,7 @@ from millstream.lake.postgres.target import PostgresTarget, copy_in, literal, tr
 from millstream.lake.postgres.texts import ZERO_STAND_IN, Versioned, column_texts, without_zeros
 from millstream.model.names import quote_ident
 from millstream.model.positions import Lsn, format_lsn
-from millstream.model.records import Op
+from millstream.model.records import PARTITION_OID, Op
 from millstream.model.row_values import row_values
 from millstream.model.schema import TableSchema
 
@@ -63,6 +63,9 @@ _OWN: Final = {
     "log_seq": "bigint",
 }
 _NAMES: Final = ", ".join(quote_ident(name) for name in _OWN)
+_PARTITION: Final = "partition_oid"
+"""A column that the events of partitioned tables have."""
+_WITHOUT_KEY: Final = frozenset({Op.TRUNCATE.letter, Op.PARTITION_LEFT.letter})
 _ZERO: Final = re.compile(r"(?<!\\)((?:\\\\)*)\\u0000")
 """A zero character as JSON has it: behind an odd number of backslashes."""
 _TYPES: Final = {name: kind.removesuffix(" NOT NULL") for name, kind in _OWN.items()}
@@ -75,9 +78,27 @@ class EventTable:
     place: ViewPlace
     old_upto: int | None
     """The greatest commit LSN among events of an older layout; None if there are none."""
+    has_partitions: bool = False
+    """Whether the events have the column `partition_oid`."""
+
+    @property
+    def names(self) -> str:
+        """The columns that are appended, as SQL has them."""
+        return f"{_NAMES}, {_PARTITION}" if self.has_partitions else _NAMES
 
 
 def ensure_events(connection: Connection, target: PostgresTarget, schema: TableSchema) -> EventTable:
+    """Return the table's events as `_ensured`, with `partition_oid` if the table is partitioned."""
+    table = _ensured(connection, target, schema)
+    if not schema.partitioned:
+        return table
+    relation = relation_at(connection, table.place)
+    if relation is None or _PARTITION not in relation.columns:
+        connection.execute(f"ALTER TABLE {table.place.quoted} ADD {_PARTITION} bigint".encode())
+    return replace(table, has_partitions=True)
+
+
+def _ensured(connection: Connection, target: PostgresTarget, schema: TableSchema) -> EventTable:
     """Return the table's events, created or migrated to this layout if necessary. Within a transaction.
 
     Raises:
@@ -191,14 +212,14 @@ def _check_shape(place: ViewPlace, owner: Registered, relation: LandedRelation |
 
 def append_events(connection: Connection, table: EventTable, batches: Sequence[Versioned]) -> None:
     """Append records, in order of their numbers; skip existing ones, by `(source, commit_lsn, commit_index)`."""
-    quoted = table.place.quoted
-    rows = (row for schema, batch in in_order(batches) for row in _rows(schema, batch))
+    quoted, names = table.place.quoted, table.names
+    rows = (row for some in in_order(batches) for row in _rows(*some, partitions=table.has_partitions))
     if not _may_be_there(connection, table, batches):
-        copy_in(connection, f"COPY {quoted} ({_NAMES}) FROM STDIN", rows)
+        copy_in(connection, f"COPY {quoted} ({names}) FROM STDIN", rows)
         return
     connection.execute(f"CREATE TEMP TABLE arriving (LIKE {quoted}) ON COMMIT DROP".encode())
     connection.execute(b"ALTER TABLE pg_temp.arriving ALTER seq DROP NOT NULL")
-    copy_in(connection, f"COPY pg_temp.arriving ({_NAMES}) FROM STDIN", rows)
+    copy_in(connection, f"COPY pg_temp.arriving ({names}) FROM STDIN", rows)
     known = "e.source = a.source AND e.commit_lsn = a.commit_lsn AND e.commit_index = a.commit_index AND a.commit_index IS NOT NULL"
     connection.execute(f"DELETE FROM pg_temp.arriving a USING {quoted} e WHERE {known}".encode())
     if table.old_upto is not None:
@@ -209,7 +230,7 @@ def append_events(connection: Connection, table: EventTable, batches: Sequence[V
         )
     connection.execute(
         # Numbers are given in the order of the subquery: the sort is beneath the node that calls nextval.
-        f"INSERT INTO {quoted} ({_NAMES}) SELECT * FROM (SELECT {_NAMES} FROM pg_temp.arriving ORDER BY log_seq) s".encode()
+        f"INSERT INTO {quoted} ({names}) SELECT * FROM (SELECT {names} FROM pg_temp.arriving ORDER BY log_seq) s".encode()
     )
     connection.execute(b"DROP TABLE pg_temp.arriving")
 
@@ -255,18 +276,19 @@ def in_order(batches: Sequence[Versioned], rows_max: int = 8192) -> Iterator[Ver
             yield schema, batch.slice(int(row[at]), min(rows_max, end - at))
 
 
-def _rows(schema: TableSchema, batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:
-    """Yield records as rows of an event table, in the order of `_OWN`."""
+def _rows(schema: TableSchema, batch: pa.RecordBatch, *, partitions: bool) -> Iterator[tuple[Any, ...]]:
+    """Yield records as rows of an event table, in the order of `_OWN`, with `partition_oid` behind if asked."""
     told = row_values(schema, batch)
     keys = _keys(schema, batch)
     ops, seqs = batch.column("__op").to_pylist(), batch.column("__seq").to_pylist()
     sources, lsns = batch.column("__source").to_pylist(), batch.column("__commit_lsn").to_pylist()
     indexes, times = batch.column("__commit_index").to_pylist(), batch.column("__commit_ts").to_pylist()
     xids, unchanged = batch.column("__xid").to_pylist(), batch.column("__unchanged").to_pylist()
+    leaves = batch.column(PARTITION_OID.name).to_pylist() if schema.partitioned else [None] * batch.num_rows
     for i in range(batch.num_rows):
         yield (
             ops[i],
-            keys[i] if ops[i] != Op.TRUNCATE.letter else None,
+            None if ops[i] in _WITHOUT_KEY else keys[i],
             sources[i],
             None if lsns[i] is None else format_lsn(Lsn(lsns[i])),
             indexes[i],
@@ -276,6 +298,7 @@ def _rows(schema: TableSchema, batch: pa.RecordBatch) -> Iterator[tuple[Any, ...
             _json(told.befores[i]),
             unchanged[i] or None,
             seqs[i],
+            *([leaves[i]] if partitions else []),
         )
 
 

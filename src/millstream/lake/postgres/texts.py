@@ -12,7 +12,7 @@ from millstream.lake.column_conversion import texts_of
 from millstream.lake.folded.accumulating import lacking_named
 from millstream.model.column_renames import Filled, filled_in
 from millstream.model.column_texts import render_column
-from millstream.model.records import RECORD_PREFIX, TEXT_BY_COLUMN
+from millstream.model.records import PARTITION_OID, RECORD_PREFIX, TEXT_BY_COLUMN
 from millstream.model.schema import Column, PgType, TableSchema
 
 _BYTEA: Final = PgType(17, -1, "bytea")
@@ -60,11 +60,20 @@ def text_records(schema: TableSchema, batches: Sequence[Versioned]) -> pa.Table:
         names = filled_in(version, schema)
         own = [
             column_texts(version, batch, name) if name in has else _filled(names.get(name), batch.num_rows)
-            for name in shape.names[len(_KEPT) + 1 :]
+            for name in schema.column_names
         ]
         kept = [batch.column(name) for name in _KEPT]
-        tables.append(pa.table([*kept, pa.nulls(batch.num_rows, TEXT_BY_COLUMN), *own], schema=shape))
+        exact = pa.nulls(batch.num_rows, TEXT_BY_COLUMN)
+        tables.append(pa.table([*kept, exact, *own, *_partitions(schema, version, batch)], schema=shape))
     return pa.concat_tables(tables) if tables else shape.empty_table()
+
+
+def _partitions(schema: TableSchema, version: TableSchema, batch: pa.RecordBatch) -> list[pa.Array]:
+    if not schema.partitioned:
+        return []
+    if not version.partitioned:
+        return [pa.nulls(batch.num_rows, pa.string())]
+    return [batch.column(PARTITION_OID.name).cast(pa.string())]
 
 
 def _filled(value: str | Filled | None, count: int) -> pa.Array:
@@ -81,8 +90,15 @@ def _slices(batches: Sequence[Versioned]) -> Iterator[Versioned]:
 def text_schema(schema: TableSchema) -> pa.Schema:
     """Return the schema of `text_records`.
 
-    It has a fold's record columns, `__exact` (null: texts are exact), and the table's own.
+    It has a fold's record columns, `__exact` (null: texts are exact), and the table's own, with `__partition_oid` behind
+    them if the table is partitioned.
     """
     kept = [field for field in RECORD_PREFIX if field.name in _KEPT]
     exact = pa.field("__exact", TEXT_BY_COLUMN)
-    return pa.schema([*kept, exact, *(pa.field(column.name, pa.string()) for column in schema.columns)])
+    return pa.schema([*kept, exact, *text_columns(schema)])
+
+
+def text_columns(schema: TableSchema) -> pa.Schema:
+    """Return the columns of a table's rows, each as text: the table's own, and `__partition_oid` if it is partitioned."""
+    names = [*schema.column_names, *([PARTITION_OID.name] if schema.partitioned else [])]
+    return pa.schema([pa.field(name, pa.string()) for name in names])
