@@ -19,11 +19,15 @@ from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import (
     SEGMENT_HEADER_SIZE,
     SEGMENT_TRAILER_SIZE,
+    FrameEntries,
     FrameEntry,
     FrameTable,
     SegmentFooter,
     SegmentHeader,
     SegmentTotals,
+    frames_after,
+    frames_from,
+    schemas_of,
 )
 from millstream.errors import CodecError, CorruptFrame, LogError
 from millstream.model.ids import Epoch, GroupNumber, RegionId, SchemaVersion, ShardId, StreamId, TableId
@@ -146,6 +150,72 @@ def test_a_footer_with_a_flipped_byte_is_damaged_or_no_footer(footer: SegmentFoo
     else:
         with pytest.raises(CorruptFrame):
             footer_of(bytes(encoded), behind=footer)
+
+
+@given(footers(), INT63)
+def test_frames_of_a_footer_are_found_in_its_columns_as_one_by_one(footer: SegmentFooter, after: int) -> None:
+    decoded = footer_of(footer.encode(), behind=footer)
+    assert decoded is not None
+    assert schemas_of(decoded.frames) == schemas_of(footer.frames)
+    for bound in (after, *(frame.group_last_seq for frame in footer.frames)):
+        assert list(frames_after(decoded.frames, Seq(bound))) == list(frames_after(footer.frames, Seq(bound)))
+    for bound in (after, *(frame.offset for frame in footer.frames)):
+        assert list(frames_from(decoded.frames, Offset(bound))) == list(frames_from(footer.frames, Offset(bound)))
+    bounds = [Seq(after), *(number for frame in footer.frames for number in (frame.first_seq, frame.last_seq))]
+    for low, high in zip(bounds, bounds[1:] or bounds, strict=False):
+        assert isinstance(decoded.frames, FrameEntries)
+        inside = [
+            frame
+            for frame in footer.frames
+            if frame.kind is FrameKind.RECORDS and frame.last_seq > low and frame.first_seq <= high
+        ]
+        times = [frame.commit_ts_min_us for frame in inside if frame.commit_ts_min_us is not None]
+        total = sum(frame.count for frame in inside), sum(frame.length for frame in inside), min(times, default=None)
+        assert decoded.frames.total(low, high) == total
+    assert list(decoded.frames[1:]) == list(footer.frames[1:])
+    for place, found in enumerate(decoded.frames):
+        frame = footer.frames[place]
+        assert decoded.frames[place] == found == frame
+        for wanted in (None, frozenset[TableId](), frozenset(table.table_id for table in frame.tables[:2])):
+            assert list(found.tables_of(wanted)) == list(frame.tables_of(wanted))
+
+
+def frame_at(position: int, length: int, offset: int, count: int) -> FrameEntry:
+    numbers = Seq(1), Seq(1), Seq(1), GroupNumber(1)
+    return FrameEntry(FrameKind.RECORDS, Offset(offset), count, position, length, False, *numbers)
+
+
+@pytest.mark.parametrize("of", ["positions", "offsets"])
+def test_frames_that_follow_on_each_other_by_overflow_alone_are_damage(of: str) -> None:
+    huge, start = 2**63 - 1, SEGMENT_HEADER_SIZE
+    if of == "positions":
+        places = [(start, huge), (start + huge - 2**64, huge), (start - 2, 302)]
+        frames = [frame_at(position, length, at, 1) for at, (position, length) in enumerate(places)]
+        footer = SegmentFooter(tuple(frames), Offset(3), 3, bytes(32))
+    else:
+        counts = [(0, huge), (huge, huge), (-2, 3)]
+        frames = [frame_at(start + 100 * at, 100, offset, count) for at, (offset, count) in enumerate(counts)]
+        footer = SegmentFooter(tuple(frames), Offset(1), 1, bytes(32))
+    file = bytes(start + 300) + footer.encode()
+    with pytest.raises(CorruptFrame, match="don't follow on each other"):
+        SegmentFooter.decode_tail(lambda position, length: file[position : position + length], len(file))
+
+
+def test_nulls_in_a_footer_are_damage() -> None:
+    footer = SegmentFooter((frame_at(SEGMENT_HEADER_SIZE, 100, 0, 1),), Offset(1), 1, bytes(32))
+    for name in ("offset", "position", "length", "count", "kind", "group_last_seq"):
+        changed: Any = {name: None}
+        file = (
+            bytes(SEGMENT_HEADER_SIZE + 100) + replace(footer, frames=(replace(footer.frames[0], **changed),)).encode()
+        )
+
+        def read(position: int, length: int, file: bytes = file) -> bytes:
+            return file[position : position + length]
+
+        with pytest.raises(CorruptFrame, match="nulls"):
+            SegmentFooter.decode_tail(read, len(file))
+        with pytest.raises(CorruptFrame, match="nulls"):
+            SegmentTotals.decode_tail(read, len(file))
 
 
 def test_an_open_segment_has_no_footer() -> None:

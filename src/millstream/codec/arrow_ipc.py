@@ -145,11 +145,11 @@ class ColumnPicker:
         if length >= COMPRESS_FROM_BYTES or any(len(message) != length for message in messages):
             return None
         start = _PREFIX.size + _PREFIX.unpack_from(first)[1]
-        if any(message[:start] != first[:start] for message in messages):
-            return None  # of other counts
         data = b"".join(messages)
-        whole = pa.py_buffer(data)
         stacked = np.frombuffer(data, np.uint8).reshape(len(messages), length)
+        if (stacked[:, :start] != stacked[0, :start]).any():
+            return None  # of other counts
+        whole = pa.py_buffer(data)
         of_first = decode_batch(whole.slice(0, length), self._schema).select(self._names)
         rows = of_first.num_rows
         columns = []

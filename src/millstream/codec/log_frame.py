@@ -20,7 +20,7 @@ import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import partial
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -357,18 +357,21 @@ def frame_extent(start: bytes | memoryview) -> FrameExtent:
     return FrameExtent(head_length, length, _KINDS[kind])
 
 
-def decode_frame_head(head: bytes | memoryview) -> tuple[FrameHeader, FrameExtent, memoryview, memoryview]:
+def decode_frame_head(
+    head: bytes | memoryview, extent: FrameExtent | None = None
+) -> tuple[FrameHeader, FrameExtent, memoryview, memoryview]:
     """Return a frame's verified header, its extent, and the encoded operations and batches.
 
     Args:
         head: at least the frame's whole head.
+        extent: the head's `frame_extent`, if the caller has it.
 
     Raises:
         CorruptFrame, UnsupportedFormat: as `frame_extent`, or the head fails its checksum.
     """
     view = memoryview(head)
     try:
-        extent = frame_extent(view)
+        extent = extent or frame_extent(view)
     except UnsupportedFormat:
         # A damaged version byte is damage, not a newer format: only a head with a valid checksum proves a version.
         _verify_head(view, _START.unpack_from(view)[2])
@@ -522,16 +525,27 @@ def _decode_schema_payload(header: FrameHeader, read: Callable[[int, int], Bytes
         raise CorruptFrame("the file ends inside of a schema frame", code="truncated_frame")
     if crc32c(data) != part.crc:
         raise CorruptFrame("a schema frame's payload fails its checksum")
+    decode = _known_schema if len(data) <= _KNOWN_BYTES_MAX else _table_schema
+    schema = decode(bytes(data))
+    if (schema.table_id, schema.version) != (part.table_id, part.schema_version):
+        raise CorruptFrame("a schema frame's schema differs from the one in its header")
+    return schema
+
+
+def _table_schema(data: bytes) -> TableSchema:
     message = decode_schema(data)
     try:
         schema = TableSchema.from_arrow(message)
     except (KeyError, ValueError, TypeError) as error:
         raise CorruptFrame(f"a schema frame holds no table schema: {error!r}") from error
-    if (schema.table_id, schema.version) != (part.table_id, part.schema_version) or not message.equals(
-        schema.to_arrow(log_row_prefix(schema))
-    ):
-        raise CorruptFrame("a schema frame's schema differs from the one in its header")
+    if not message.equals(schema.to_arrow(log_row_prefix(schema))):
+        raise CorruptFrame("a schema frame's schema differs from the columns that it names")
     return schema
+
+
+_KNOWN_BYTES_MAX: Final = 1 << 14
+_known_schema = lru_cache(maxsize=1024)(_table_schema)
+"""Each segment repeats the schemas that it uses. Larger ones are left out: they would take too much memory."""
 
 
 def _decode_facts(header: FrameHeader, read: Callable[[int, int], Bytes]) -> Mapping[str, Any]:

@@ -98,7 +98,7 @@ class FrameRun:
             verify_part(part, data)
         table, version = parts[0].part.table_id, parts[0].part.schema_version
         schema = self._schemas.find(table, version)
-        needed = None if columns is None else log_columns(schema, columns, offsets=offsets)
+        needed = log_columns(schema, columns, offsets=offsets)
         picker = self._schemas.picker(table, version, needed, threads=columns is None)
         rows, counts = picker.decode_all([data for _, _, data in parts])
         check_rows(table, rows)

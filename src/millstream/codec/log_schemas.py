@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import pyarrow as pa
 
@@ -10,7 +11,7 @@ from millstream.codec.arrow_ipc import ColumnPicker
 from millstream.codec.log_directory import DIRECTORY, Directory, DirectoryDecoders
 from millstream.errors import CorruptFrame
 from millstream.model.ids import SchemaVersion, TableId
-from millstream.model.records import log_row_prefix
+from millstream.model.records import log_row_schema
 from millstream.model.schema import TableSchema
 
 
@@ -30,7 +31,7 @@ class SchemaSet:
     def directories(self) -> DirectoryDecoders:
         """Return the decoders for many directories at once, made once."""
         if self._directories is None:
-            self._directories = DirectoryDecoders(self.directory)
+            self._directories = _directories(self.directory)
         return self._directories
 
     def add(self, schema: TableSchema) -> None:
@@ -56,8 +57,7 @@ class SchemaSet:
         """Return `log_row_schema` of a table and version, made once."""
         key = (table_id, version)
         if key not in self._log_rows:
-            schema = self.find(table_id, version)
-            self._log_rows[key] = schema.to_arrow(log_row_prefix(schema))
+            self._log_rows[key] = log_row_schema(self.find(table_id, version))
         return self._log_rows[key]
 
     def picker(
@@ -66,5 +66,15 @@ class SchemaSet:
         """Return the decoder of these columns (None: all) of a table and version's `log_row_schema`, made once."""
         key = (table_id, version, columns, threads)
         if key not in self._pickers:
-            self._pickers[key] = ColumnPicker(self.log_rows(table_id, version), columns, threads=threads)
+            self._pickers[key] = _picker(self.find(table_id, version), columns, threads)
         return self._pickers[key]
+
+
+@lru_cache(maxsize=16)  # a log's segments mostly have the same
+def _directories(directory: Directory) -> DirectoryDecoders:
+    return DirectoryDecoders(directory)
+
+
+@lru_cache(maxsize=256)  # the next segment has the same tables
+def _picker(table: TableSchema, columns: frozenset[str] | None, threads: bool) -> ColumnPicker:  # noqa: FBT001 - a key
+    return ColumnPicker(log_row_schema(table), columns, threads=threads)

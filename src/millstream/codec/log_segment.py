@@ -15,21 +15,23 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, repeat
 from operator import attrgetter
-from typing import Any, Final, NamedTuple, Self, overload
+from typing import Any, Final, NamedTuple, Self, TypeAlias, overload
 from uuid import UUID
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import ipc
 
 from millstream.codec.arrow_ipc import decode_schema, encode_schema
 from millstream.codec.checksums import crc32c
-from millstream.codec.log_directory import DIRECTORY, Directory
+from millstream.codec.log_directory import DIRECTORY, Directory, Ints, ints_of
 from millstream.codec.log_frame import FrameKind
 from millstream.errors import CorruptFrame, UnsupportedFormat
 from millstream.model.ids import Epoch, GroupNumber, RegionId, SchemaVersion, ShardId, StreamId, TableId
@@ -76,6 +78,14 @@ _INDEX: Final = pa.schema(
 _LZ4: Final = ipc.IpcWriteOptions(compression="lz4", use_threads=False)
 _UNTHREADED: Final = ipc.IpcReadOptions(use_threads=False)
 _KINDS: Final = {int(kind): kind for kind in FrameKind}
+_OFFSET, _COUNT, _POSITION, _LENGTH, _KIND, _FIRST, _LAST, _GROUP_END, _TIME = map(
+    _INDEX.names.index,
+    (
+        "offset", "count", "position", "length", "kind", "first_seq", "last_seq", "group_last_seq", "commit_ts_min_us",
+    ),
+)  # fmt: skip
+_ENTRIES_AT_ONCE: Final = 1024
+Column: TypeAlias = npt.NDArray[Any]
 _FRAME_FACTS: Final = attrgetter(*_INDEX.names[:-1])
 """The fields of a `FrameEntry`, in the index's order."""
 
@@ -169,21 +179,23 @@ class TableEntries(Sequence[FrameTable]):
 
     __slots__ = ("_columns", "_end", "_first")
 
-    def __init__(self, columns: tuple[list[Any], ...], first: int, end: int) -> None:
+    def __init__(self, columns: tuple[Ints, ...], first: int, end: int) -> None:
         self._columns = columns
         self._first = first
         self._end = end
 
-    def of(self, wanted: Container[TableId]) -> list[FrameTable]:
+    def of(self, wanted: Collection[TableId]) -> Sequence[FrameTable]:
         """Return the entries of some tables."""
-        ids = self._columns[0]
-        return [self._at(place) for place in range(self._first, self._end) if ids[place] in wanted]
+        ids = self._columns[0][self._first : self._end]
+        if len(wanted) == 1 and len(ids) > 1:
+            return [self[place] for place in np.flatnonzero(ids == next(iter(wanted))).tolist()]
+        return [entry for entry in self if entry.table_id in wanted]
 
     def __len__(self) -> int:
         return self._end - self._first
 
     def __iter__(self) -> Iterator[FrameTable]:
-        return map(FrameTable, *(column[self._first : self._end] for column in self._columns))
+        return map(FrameTable, *(column[self._first : self._end].tolist() for column in self._columns))
 
     @overload
     def __getitem__(self, place: int) -> FrameTable: ...
@@ -191,17 +203,16 @@ class TableEntries(Sequence[FrameTable]):
     def __getitem__(self, place: slice) -> Sequence[FrameTable]: ...
     def __getitem__(self, place: int | slice) -> FrameTable | Sequence[FrameTable]:
         found = range(self._first, self._end)[place]
-        return self._at(found) if isinstance(found, int) else [self._at(at) for at in found]
+        if isinstance(found, int):
+            ids, versions, rows, sizes = (column.item(found) for column in self._columns)
+            return FrameTable(TableId(ids), SchemaVersion(versions), rows, sizes)
+        return [self[at - self._first] for at in found]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
         return hash(tuple(self))
-
-    def _at(self, place: int) -> FrameTable:
-        ids, versions, rows, sizes = self._columns
-        return FrameTable(ids[place], versions[place], rows[place], sizes[place])
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +235,7 @@ class FrameEntry:
     commit_ts_max_us: int | None = None
     tables: tuple[FrameTable, ...] | TableEntries = ()
 
-    def tables_of(self, wanted: Container[TableId] | None) -> Sequence[FrameTable]:
+    def tables_of(self, wanted: Collection[TableId] | None) -> Sequence[FrameTable]:
         """Return the entries of some tables, or of all."""
         if wanted is None:
             return self.tables
@@ -233,11 +244,118 @@ class FrameEntry:
         return [table for table in self.tables if table.table_id in wanted]
 
 
+class SchemaPlace(NamedTuple):
+    """Position of a schema frame, and its schema."""
+
+    position: int
+    length: int
+    table_id: TableId
+    version: SchemaVersion
+
+
+class FrameEntries(Sequence[FrameEntry]):
+    """A footer's frames, made from its columns on demand: a reader of some frames doesn't need the others.
+
+    Args:
+        facts: the columns of `FrameEntry` except `tables`, in the index's order.
+        bounds: where the entries of each frame's tables begin in `tables`, and where the last frame's end.
+        tables: the columns of `TableEntries`.
+    """
+
+    __slots__ = ("_bounds", "_facts", "_tables")
+
+    def __init__(self, facts: tuple[Column, ...], bounds: Ints, tables: tuple[Ints, ...]) -> None:
+        self._facts = facts
+        self._bounds = bounds
+        self._tables = tables
+
+    def after(self, after: Seq) -> Iterator[FrameEntry]:
+        """Yield the frames of groups that end after a number, except schema frames."""
+        return self._at(np.flatnonzero((self._facts[_GROUP_END] > after) & (self._facts[_KIND] != FrameKind.SCHEMA)))
+
+    def from_offset(self, offset: Offset) -> Iterator[FrameEntry]:
+        """Yield the frames with records at or after an offset."""
+        starts, counts = self._facts[_OFFSET], self._facts[_COUNT]
+        return self._at(np.flatnonzero((counts > 0) & (starts + counts > offset)))
+
+    def total(self, after: Seq, upto: Seq) -> tuple[int, int, int | None]:
+        """Return (records, bytes, least commit time) of the records frames with numbers in `(after, upto]`."""
+        firsts, lasts = self._facts[_FIRST], self._facts[_LAST]
+        inside = (self._facts[_KIND] == FrameKind.RECORDS) & (lasts > after) & (firsts <= upto)
+        count, size = (int(self._facts[column][inside].sum()) for column in (_COUNT, _LENGTH))
+        return (
+            count,
+            size,
+            min((time for time in self._facts[_TIME][inside].tolist() if time is not None), default=None),
+        )
+
+    def schemas(self) -> list[SchemaPlace]:
+        """Return the places of the schema frames."""
+        is_schema = (self._facts[_KIND] == FrameKind.SCHEMA) & (np.diff(self._bounds) > 0)
+        places, (ids, versions, *_) = np.flatnonzero(is_schema), self._tables
+        firsts = self._bounds[places]
+        columns = (self._facts[_POSITION][places], self._facts[_LENGTH][places], ids[firsts], versions[firsts])
+        return list(map(SchemaPlace, *(column.tolist() for column in columns)))
+
+    def _at(self, places: Ints) -> Iterator[FrameEntry]:
+        # A few at a time: a reader may end after any.
+        for some in np.split(places, range(_ENTRIES_AT_ONCE, len(places), _ENTRIES_AT_ONCE)):
+            facts: list[Iterable[Any]] = [column[some].tolist() for column in self._facts]
+            kinds = map(_KINDS.__getitem__, facts.pop(_KIND))
+            bounds = self._bounds[some].tolist(), self._bounds[some + 1].tolist()
+            yield from map(FrameEntry, kinds, *facts, map(TableEntries, repeat(self._tables), *bounds))
+
+    def __iter__(self) -> Iterator[FrameEntry]:
+        return self._at(np.arange(len(self)))
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    @overload
+    def __getitem__(self, place: int) -> FrameEntry: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[FrameEntry]: ...
+    def __getitem__(self, place: int | slice) -> FrameEntry | Sequence[FrameEntry]:
+        at = range(len(self))[place]
+        return next(self._at(np.array([at]))) if isinstance(at, int) else list(self._at(np.array(at, np.int64)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
+def frames_after(frames: Sequence[FrameEntry], after: Seq) -> Iterator[FrameEntry]:
+    """As `FrameEntries.after`, for any frames."""
+    if isinstance(frames, FrameEntries):
+        return frames.after(after)
+    return (frame for frame in frames if frame.group_last_seq > after and frame.kind is not FrameKind.SCHEMA)
+
+
+def frames_from(frames: Sequence[FrameEntry], offset: Offset) -> Iterator[FrameEntry]:
+    """As `FrameEntries.from_offset`, for any frames."""
+    if isinstance(frames, FrameEntries):
+        return frames.from_offset(offset)
+    return (frame for frame in frames if frame.count and frame.offset + frame.count > offset)
+
+
+def schemas_of(frames: Sequence[FrameEntry]) -> list[SchemaPlace]:
+    """As `FrameEntries.schemas`, for any frames."""
+    if isinstance(frames, FrameEntries):
+        return frames.schemas()
+    return [
+        SchemaPlace(frame.position, frame.length, *frame.tables[0][:2])
+        for frame in frames
+        if frame.kind is FrameKind.SCHEMA and frame.tables
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentFooter:
     """The index of a sealed segment."""
 
-    frames: tuple[FrameEntry, ...]
+    frames: Sequence[FrameEntry]
     end_offset: Offset
     """Exclusive end of the offsets in the segment."""
     record_count: int
@@ -280,9 +398,11 @@ class SegmentFooter:
         encoded = _read_footer(read, file_size)
         if encoded is None:
             return None
-        frames = _decode_index(encoded.index_bytes)
-        _check_chain(frames, encoded.start, encoded.end_offset, encoded.record_count)
-        return cls(frames, encoded.end_offset, encoded.record_count, encoded.frames_hash, encoded.footer_hash)
+        table = _index_table(encoded.index_bytes)
+        _check_chain(table, encoded.start, encoded.end_offset, encoded.record_count)
+        return cls(
+            _decode_index(table), encoded.end_offset, encoded.record_count, encoded.frames_hash, encoded.footer_hash
+        )
 
     @staticmethod
     def encoded_hash(encoded: bytes) -> bytes:
@@ -376,14 +496,18 @@ def _read_footer(read: Callable[[int, int], bytes], file_size: int) -> _EncodedF
     return _EncodedFooter(index, start, Offset(end_offset), record_count, frames_hash, footer_hash.digest())
 
 
-def _check_chain(frames: tuple[FrameEntry, ...], byte_end: int, end_offset: int, record_count: int) -> None:
+def _check_chain(table: pa.Table, byte_end: int, end_offset: int, record_count: int) -> None:
     """Raise `CorruptFrame` unless the frames are contiguous from header to index, and match the trailer's totals."""
-    position, offset = SEGMENT_HEADER_SIZE, frames[0].offset if frames else Offset(end_offset)
-    for frame in frames:
-        if (frame.position, frame.offset) != (position, offset) or frame.length <= 0 or frame.count < 0:
+    position, offset, length, count = (
+        ints_of(table.column(name).combine_chunks()) for name in ("position", "offset", "length", "count")
+    )
+    for found, sizes, least, end in ((position, length, 1, byte_end), (offset, count, 0, end_offset)):
+        # Numbers from 0 on: no difference overflows.
+        if len(found) and (min(int(found.min()), end) < 0 or sizes.min() < least):
             raise CorruptFrame("the segment footer's frames don't follow on each other")
-        position, offset = position + frame.length, Offset(offset + frame.count)
-    if (position, offset) != (byte_end, end_offset) or record_count != sum(frame.count for frame in frames):
+        if (np.diff(found, append=end) != sizes).any():
+            raise CorruptFrame("the segment footer's frames don't follow on each other")
+    if (position[0] if len(position) else byte_end) != SEGMENT_HEADER_SIZE or record_count != int(count.sum()):
         raise CorruptFrame("the segment footer contradicts itself")
 
 
@@ -395,19 +519,27 @@ def _index_table(index: bytes) -> pa.Table:
         raise CorruptFrame(f"the segment footer's index can't be read: {error}") from error
     if table.schema.names != _INDEX.names or table.schema.types != _INDEX.types:
         raise CorruptFrame("the segment footer's index has other columns than it must have")
+    if any(table.column(column.name).null_count for column in _INDEX if not column.nullable):
+        raise CorruptFrame("the segment footer's index has nulls where there can be none")
     return table
 
 
-def _decode_index(index: bytes) -> tuple[FrameEntry, ...]:
-    table = _index_table(index)
+def _decode_index(table: pa.Table) -> FrameEntries:
     try:
         lists = table.column("tables").combine_chunks()
-        if lists.null_count or lists.values.null_count:
+        if lists.values.null_count:
             raise CorruptFrame("the segment footer's index has nulls where there can be none")
-        of_tables = tuple(lists.values.field(place).to_pylist() for place in range(lists.values.type.num_fields))
-        tables = (TableEntries(of_tables, first, end) for first, end in pairwise(lists.offsets.to_pylist()))
-        facts = (table.column(name).to_pylist() for name in _INDEX.names[:-1] if name != "kind")
-        kinds = map(_KINDS.__getitem__, table.column("kind").to_pylist())
-        return tuple(map(FrameEntry, kinds, *facts, tables))
-    except (pa.ArrowException, OSError, EOFError, TypeError, ValueError, KeyError) as error:
+        tables = tuple(ints_of(lists.values.field(place)) for place in range(lists.values.type.num_fields))
+        facts = tuple(_column(table.column(name).combine_chunks()) for name in _INDEX.names[:-1])
+        bounds = ints_of(lists.offsets)
+    except (pa.ArrowException, OSError, EOFError, TypeError, ValueError) as error:
         raise CorruptFrame(f"the segment footer's index can't be read: {error}") from error
+    if not np.isin(facts[_KIND], list(_KINDS)).all():
+        raise CorruptFrame("the segment footer lists frames of unknown kinds")
+    return FrameEntries(facts, bounds, tables)
+
+
+def _column(values: pa.Array) -> Column:
+    if values.null_count or not pa.types.is_integer(values.type):
+        return np.array(values.to_pylist(), object)
+    return ints_of(values)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from millstream.codec.log_frame import FrameKind
+from millstream.codec.log_segment import FrameEntries
 from millstream.model.ids import ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
@@ -101,7 +102,11 @@ class Backlogs:
         """Count a segment's frames between the bounds; without a footer, commit times come from the frames' `heads`."""
         records = size = 0
         oldest: int | None = None
-        for entry in index.frames(segment, mark):
+        entries = index.frames(segment, mark)
+        if isinstance(entries, FrameEntries):
+            records, size, oldest = entries.total(after, upto)
+            return Backlog(records, size, oldest, int(records > 0))
+        for entry in entries:
             if entry.kind is not FrameKind.RECORDS or entry.last_seq <= after or entry.first_seq > upto:
                 continue
             records += entry.count

@@ -19,12 +19,16 @@ from millstream.codec.log_segment import (
     SEGMENT_HEADER_SIZE,
     SEGMENT_TRAILER_SIZE,
     FrameEntry,
+    SchemaPlace,
     SegmentFooter,
     SegmentHeader,
     SegmentTotals,
+    frames_after,
+    frames_from,
+    schemas_of,
 )
 from millstream.errors import CorruptFrame, CorruptWal, UnreadableBytes
-from millstream.model.ids import Epoch, SchemaVersion, ShardId, StreamId, TableId
+from millstream.model.ids import Epoch, ShardId, StreamId, TableId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.schema import TableSchema, is_definition
@@ -106,15 +110,6 @@ def read_header(
     return header
 
 
-class SchemaPlace(NamedTuple):
-    """Position of a schema frame, and its schema."""
-
-    position: int
-    length: int
-    table_id: TableId
-    version: SchemaVersion
-
-
 class NewestSchema(NamedTuple):
     """Where the newest schema of a table lies."""
 
@@ -157,7 +152,7 @@ class ShardIndex:
         self._dir = shard_dir
         self._shard = shard
         self._cached_frames_max = cached_frames_max
-        self._sealed: OrderedDict[Offset, tuple[FrameEntry, ...]] = OrderedDict()
+        self._sealed: OrderedDict[Offset, Sequence[FrameEntry]] = OrderedDict()
         self._cached_frames = 0
         self._totals: dict[Offset, SegmentTotals] = {}
         self._lost_upto: dict[Offset, Offset] = {}
@@ -181,7 +176,7 @@ class ShardIndex:
         first = Offset(0) if dropped is None else dropped.offset
         return [segment for segment in segments if first <= segment.base_offset <= mark.base_offset]
 
-    def frames(self, segment: SegmentFile, mark: DurableMark) -> tuple[FrameEntry, ...] | list[FrameEntry]:
+    def frames(self, segment: SegmentFile, mark: DurableMark) -> Sequence[FrameEntry]:
         """Return a segment's frames that the mark shows; none if it is misplaced and damage is reported, not raised."""
         if self._is_misplaced(segment, mark):
             return ()
@@ -199,11 +194,10 @@ class ShardIndex:
         return known
 
     def from_seq(self, after: Seq, mark: DurableMark) -> Iterator[tuple[SegmentFile, FrameEntry]]:
-        """Yield the frames of all groups that end after `after`, in order, including schema frames."""
+        """Yield the frames of all groups that end after `after`, in order, except schema frames."""
         for segment, entries in self._chain(self._segments_from(after, mark), mark):
-            for entry in entries:
-                if entry.group_last_seq > after:
-                    yield segment, entry
+            for entry in frames_after(entries, after):
+                yield segment, entry
 
     def newest_header(self, upto: Seq, mark: DurableMark, *, readable: bool) -> FrameHeader | None:
         """Return the header of the shard's last group with a number at or below `upto`.
@@ -264,13 +258,12 @@ class ShardIndex:
         segments = self.segments(mark)
         start = bisect_right([segment.base_offset for segment in segments], offset) - 1
         for segment, entries in self._chain(segments[max(start, 0) :], mark):
-            for entry in entries:
-                if entry.offset + entry.count > offset:
-                    yield segment, entry
+            for entry in frames_from(entries, offset):
+                yield segment, entry
 
     def _chain(
         self, segments: Iterable[SegmentFile], mark: DurableMark
-    ) -> Iterator[tuple[SegmentFile, Iterable[FrameEntry]]]:
+    ) -> Iterator[tuple[SegmentFile, Sequence[FrameEntry]]]:
         """Yield segments with their frames, checked as `_following` does."""
         for segment in self._following(segments, mark, lambda segment: self._end_of(segment, mark)):
             yield segment, self.frames(segment, mark)
@@ -425,11 +418,8 @@ class ShardIndex:
             self._footer_hashes.pop(base, None)
         return seal
 
-    def _schema_places(self, segment: SegmentFile, mark: DurableMark) -> Iterator[SchemaPlace]:
-        for entry in self.frames(segment, mark):
-            if entry.kind is FrameKind.SCHEMA and entry.tables:
-                table = entry.tables[0]
-                yield SchemaPlace(entry.position, entry.length, table.table_id, table.schema_version)
+    def _schema_places(self, segment: SegmentFile, mark: DurableMark) -> Sequence[SchemaPlace]:
+        return schemas_of(self.frames(segment, mark))
 
     def _group_end_from(self, segments: Sequence[SegmentFile], place: int, mark: DurableMark) -> Seq | None:
         """As `_group_end_at_start`, for the first segment from an index on that isn't misplaced."""
@@ -453,7 +443,7 @@ class ShardIndex:
         self._first_group_end[segment.base_offset] = frame.header.group_last_seq
         return frame.header.group_last_seq
 
-    def _sealed_frames(self, segment: SegmentFile, mark: DurableMark) -> tuple[FrameEntry, ...]:
+    def _sealed_frames(self, segment: SegmentFile, mark: DurableMark) -> Sequence[FrameEntry]:
         try:
             return self._footer(segment).frames
         except CorruptWal as error:

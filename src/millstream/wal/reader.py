@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from millstream.backoff import Backoff
 from millstream.codec.log_frame import FrameHeader, FrameKind, RecordsFrame
-from millstream.codec.log_segment import FrameEntry
+from millstream.codec.log_segment import FrameEntry, FrameTable
 from millstream.errors import CorruptWal, LogError, OffsetBeyondEnd, TokenFromFuture
 from millstream.model.ids import SchemaVersion, ShardId, StreamId, TableId
 from millstream.model.marks import DurableMark
@@ -421,7 +421,7 @@ class StreamReader:
         group: list[RecordsFrame] = []
         with TruncationWatch(self.extent, marks):
             for shard, segment, entry in frames:
-                source = self._source(sources, shard, segment, entry, marks[shard], None)
+                source = self._source(sources, shard, segment, entry, marks[shard], None, entry.tables)
                 frame = source.decode(source.frame(entry.position, frozenset()))
                 if group and frame.header.group_last_seq != group[0].header.group_last_seq:
                     yield group
@@ -451,7 +451,8 @@ class StreamReader:
                 for table in entry.tables:
                     if (key := table[:2]) in known or key in found or (is_definition(key[1]) and not definitions):
                         continue
-                    source = self._source(sources, shard, segment, entry, marks[shard], frozenset(key[:1]))
+                    wanted = frozenset(key[:1])
+                    source = self._source(sources, shard, segment, entry, marks[shard], wanted, entry.tables_of(wanted))
                     found[key] = source.schema(*key)
         return found
 
@@ -523,9 +524,9 @@ class StreamReader:
         entry: FrameEntry,
         mark: DurableMark,
         wanted: frozenset[TableId] | None,
+        tables: Sequence[FrameTable],
     ) -> SegmentSource:
-        """Return a segment's source, with the schemas that a frame needs."""
-        tables = entry.tables_of(wanted)
+        """Return a segment's source, with the schemas that a frame needs: those of `tables`, its entries of `wanted`."""
         source = sources.get(shard)
         if source is None or source.path != segment.path:
             source = sources[shard] = SegmentSource(
@@ -564,8 +565,8 @@ class StreamReader:
     ) -> Iterator[ScannedFrame]:
         """Yield the heads of one segment's frames that have rows of the wanted tables, and load their schemas."""
         for shard, segment, entry in places:
-            if wanted is None or entry.tables_of(wanted):
-                source = self._source(sources, shard, segment, entry, mark, wanted)
+            if (tables := entry.tables_of(wanted)) or wanted is None:
+                source = self._source(sources, shard, segment, entry, mark, wanted, tables)
                 yield source.frame(entry.position, wanted, end=Offset(entry.offset + entry.count), first=entry.offset)
 
     def _records(
@@ -581,10 +582,10 @@ class StreamReader:
     ) -> Iterator[TableRecords]:
         """Yield the records of one frame; none if it is damaged and damage is only reported."""
         shard, segment, entry = place
-        if not entry.tables_of(wanted):
+        if not (tables := entry.tables_of(wanted)):
             return
         try:
-            source = self._source(sources, shard, segment, entry, mark, wanted)
+            source = self._source(sources, shard, segment, entry, mark, wanted, tables)
             scanned = source.frame(entry.position, wanted, end=Offset(entry.offset + entry.count), first=entry.offset)
             yield from source.records(scanned, *numbers, wanted, offsets=offsets, moments=moments)
         except CorruptWal as error:

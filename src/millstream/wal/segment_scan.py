@@ -43,12 +43,16 @@ _PAGE = 4096
 _HEAD_BYTES_MAX = 1 << 28
 _WINDOW = 4 << 20
 """Bytes read at once: small against any memory bound, large against a system call's cost."""
+_ALONE_BYTES = 4 << 10
+"""Bytes read at a place far from what was read last: most likely the next place is as far."""
+_NEAR_BYTES = 16 << 10
+"""Up to this distance, reading ahead costs less than the system calls that it saves."""
 NO_STREAM: Final = StreamId(UUID(int=0))
 UNREADABLE_HEADER: Final = "the segment header can't be read"
 
 
 class ReadAhead:
-    """Read-ahead view of a file's bytes."""
+    """Read-ahead view of a file's bytes; it reads ahead once a place follows on the last."""
 
     def __init__(self, read: Callable[[int, int], bytes], ahead_bytes: int = _WINDOW) -> None:
         self._read = read
@@ -60,8 +64,10 @@ class ReadAhead:
         """Return bytes `[position, position + length)`; fewer if the file ends."""
         inside = position - self._start
         if inside < 0 or inside + length > len(self._data):
+            is_near = self._data and 0 < inside <= max(len(self._data), _NEAR_BYTES)
+            ahead = self._ahead_bytes if is_near else _ALONE_BYTES
             try:
-                self._data = memoryview(self._read(position, max(length, self._ahead_bytes)))
+                self._data = memoryview(self._read(position, max(length, ahead)))
             except UnreadableBytes:
                 # Only the read-ahead may touch an unreadable page.
                 self._data = memoryview(self._read(position, length))
@@ -161,7 +167,7 @@ def read_frame(window: ReadAhead, position: int, *, payload: bool | None = True)
     if extent.head_length > _HEAD_BYTES_MAX:
         raise CorruptFrame("the length of a frame's head is invalid")
     head = bytes(window.at(position, extent.head_length))
-    header, extent, operations, batches = decode_frame_head(head)
+    header, extent, operations, batches = decode_frame_head(head, extent)
     rows = None
     if payload is not False:
         rows = window.at(position + extent.head_length, extent.length - extent.head_length)

@@ -21,14 +21,14 @@ from millstream.codec.log_frame import FrameHeader, FrameKind, PayloadPart, Reco
 from millstream.codec.log_records import first_seqs, of_part
 from millstream.codec.log_run import FrameHead, FramePart, FrameRun, RunRecords
 from millstream.codec.log_schemas import SchemaSet
-from millstream.codec.log_segment import FrameTable, SegmentHeader
+from millstream.codec.log_segment import FrameTable, SchemaPlace, SegmentHeader
 from millstream.errors import CorruptFrame, CorruptWal, UnreadableBytes, UnsupportedFormat
 from millstream.model.ids import Epoch, RegionId, SchemaVersion, ShardId, StreamId, TableId
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd
 from millstream.model.schema import TableSchema, is_definition
 from millstream.ports import Files
-from millstream.wal.frame_index import HEADS_AHEAD_BYTES, OnDamage, SchemaPlace, damage, load_schemas, read_header
+from millstream.wal.frame_index import HEADS_AHEAD_BYTES, OnDamage, damage, load_schemas, read_header
 from millstream.wal.layout import SegmentFile
 from millstream.wal.reading.frame_cache import DecodedFrames, FrameKey
 from millstream.wal.reading.table_records import TablePart, TableRecords, piece_of, straddles, within_seqs
