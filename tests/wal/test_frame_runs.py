@@ -14,11 +14,15 @@ from hypothesis import strategies as st
 from tests.seeds import examples
 
 from millstream.errors import CorruptWal
+from millstream.model.ids import ShardId
 from millstream.model.operations import TableRows
 from millstream.model.positions import Seq
 from millstream.testing.files import MemoryFiles
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
+from millstream.wal.layout import list_segments, shard_folder
 from millstream.wal.reader import StreamReader
+from millstream.wal.reading.frame_runs import run_records, runs_of
+from millstream.wal.reading.segment_reader import frames_in, span_source
 from millstream.wal.reading.table_records import TableRecords
 from millstream.wal.writing.writer import LogOptions, LogWriter
 
@@ -99,10 +103,13 @@ GROUPS = st.lists(
     groups=GROUPS,
     data=st.data(),
     frame_bytes_max=st.sampled_from([100, 300, 1 << 20]),
+    segment_bytes=st.sampled_from([6000, 64 << 10]),
     offsets=st.booleans(),
 )
-def test_runs_give_what_frames_give(groups: Any, data: st.DataObject, frame_bytes_max: int, offsets: bool):
-    files = filled(groups, frame_bytes_max=frame_bytes_max)
+def test_runs_give_what_frames_give(
+    groups: Any, data: st.DataObject, frame_bytes_max: int, segment_bytes: int, offsets: bool
+):
+    files = filled(groups, frame_bytes_max=frame_bytes_max, segment_bytes=segment_bytes)
     reader = StreamReader(FOLDER, files=files)
     one_by_one = StreamReader(FOLDER, files=files, on_damage=no_damage)
     end = int(reader.persisted_upto())
@@ -154,6 +161,69 @@ def test_what_stands_in_front_of_a_damaged_frame_is_given_and_the_frame_is_named
             assert error.details["offset_from"] == whole
         files.damage(span.path, at, before)
     assert sum(piece.batch.num_rows for piece in reader.read_span(span)) == 30
+
+
+def segments(files: MemoryFiles) -> list[str]:
+    return [segment.path for segment in list_segments(files, shard_folder(FOLDER, ShardId(0)))]
+
+
+def reopened(files: MemoryFiles, epoch: int) -> LogWriter:
+    return LogWriter.open(
+        FOLDER, stream=StreamReader(FOLDER, files=files).stream_id, shards=(0, 1), epoch=epoch,
+        reservations=MemoryReservations(), files=files, options=LogOptions(segment_bytes=6000, disk_used_max=1.0),
+    )  # fmt: skip
+
+
+def test_a_run_goes_on_over_segments_up_to_the_next_epoch():
+    files = filled([[(0, 1), (1, 1)]] * 40, segment_bytes=6000)
+    assert len(segments(files)) > 4
+    reader = StreamReader(FOLDER, files=files)
+    read = [(piece.batch.num_rows, piece.epoch) for piece in reader.read_between(Seq(0), Seq(80), table=1)]
+    assert read == [(40, 1)]
+    log = reopened(files, epoch=2)
+    log.append(plain_ops({99: [(TABLES[0], 3, "x")]}))
+    log.close()
+    pieces = reader.read_between(Seq(0), reader.persisted_upto(), table=1)
+    assert [(piece.batch.num_rows, piece.epoch) for piece in pieces] == [(40, 1), (3, 2)]
+
+
+def test_what_stands_in_the_segments_before_damage_is_given():
+    files = filled([[(0, 1), (1, 1)]] * 40, segment_bytes=6000)
+    reader = StreamReader(FOLDER, files=files)
+    (piece,) = reader.read_between(Seq(0), Seq(80), table=1)
+    whole = piece.batch.column("__seq").to_pylist()
+    paths = segments(files)
+    firsts = {
+        segment.path: entry.first_seq for _, segment, entry in reversed(list(reader.frames_between(Seq(0), Seq(80))))
+    }
+    for at in (8, 4096 + 8, -20):  # header, first frame's head, footer
+        path = paths[2]
+        place = at % len(files.read(path))
+        before = files.read(path, place, 1)
+        files.damage(path, place, bytes([before[0] ^ 1]))
+        given, error = upto_damage(StreamReader(FOLDER, files=files).read_between(Seq(0), Seq(80), table=1))
+        first_missing = (
+            paths[1] if at == -20 else path
+        )  # the next footer is read before a segment's last frame is given
+        assert given == [seq for seq in whole if seq < firsts[first_missing]]
+        assert error.details["file"] == path
+        files.damage(path, place, before)
+
+
+def test_a_schema_that_differs_between_segments_is_each_segments_own():
+    """Only a replaced file has one: the frames are then decoded each with its own segment's schemas."""
+    files = filled([[(0, 1), (1, 1)]] * 12, segment_bytes=6000)
+    reader = StreamReader(FOLDER, files=files)
+    spans = reader.spans(Seq(0), reader.persisted_upto())
+    first, second = (span_source(files, span) for span in spans[:2])
+    key = (TABLES[0].table_id, TABLES[0].version)
+    second.schemas.tables[key] = replace(second.schemas.tables[key], name="other")
+    frames = [
+        (source, frame) for source, span in ((first, spans[0]), (second, spans[1])) for frame in frames_in(source, span)
+    ]
+    (run,) = runs_of(frames, None)
+    pieces = list(run_records(run, None, None, frozenset([key[0]])))
+    assert {piece.schema.name for piece in pieces} == {"table1", "other"}
 
 
 def test_a_run_is_bounded_by_bytes():

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from millstream.wal.reader import StreamReader
 
 _CACHED_FRAMES_MAX: Final = 50_000
-"""Number of frames cached for segments that a bound splits; others aren't cached. About 25 MiB."""
+"""Number of frames cached for segments that a bound splits; others aren't cached. About 8 MiB."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,10 +54,12 @@ Seal: TypeAlias = tuple[int, bytes]
 """A sealed file's size and trailer, which has the footer's checksum: those of a file that replaces it differ."""
 _Read: TypeAlias = Callable[[int, int], bytes]
 _Tail = TypeVar("_Tail", SegmentFooter, SegmentTotals)
+_TAIL_BYTES: Final = 1 << 16
+"""Bytes that hold the footers of most segments: one read of them costs less than three short ones."""
 HEADS_AHEAD_BYTES: Final = 1 << 16
 """Read-ahead in bytes if only heads are wanted: longer payloads are skipped."""
 _CACHED_FRAMES_MAX: Final = 200_000
-"""Number of footer frames kept in memory, about 100 MiB."""
+"""Number of footer frames kept in memory, about 30 MiB."""
 
 
 def damage(
@@ -405,10 +407,13 @@ class ShardIndex:
                 to[place.table_id] = NewestSchema(place, segment, seal)
 
     def _seal(self, segment: SegmentFile) -> Seal:
+        size = self._files.size(segment.path)
+        return self._noted_seal(segment.base_offset, reader_of(self._files, segment.path), size)
+
+    def _noted_seal(self, base: Offset, read: _Read, size: int) -> Seal:
         """Return a sealed segment's seal. If it isn't the one known, forget what was read of the file before it."""
-        base, size = segment.base_offset, self._files.size(segment.path)
         start = max(size - SEGMENT_TRAILER_SIZE, 0)
-        seal = size, bytes(reader_of(self._files, segment.path)(start, size - start))
+        seal = size, bytes(read(start, size - start))
         if self._seals.setdefault(base, seal) != seal:
             self._seals[base] = seal
             self._cached_frames -= len(self._sealed.pop(base, ()))
@@ -455,9 +460,10 @@ class ShardIndex:
 
     def _decoded_tail(self, segment: SegmentFile, decode: Callable[[_Read, int], _Tail | None]) -> _Tail:
         size = self._files.size(segment.path)
+        read = _reader_of_tail(self._files, segment.path, size)
         try:
-            self._seal(segment)
-            footer = decode(reader_of(self._files, segment.path), size)
+            self._noted_seal(segment.base_offset, read, size)
+            footer = decode(read, size)
             if footer is None:
                 raise CorruptFrame("the segment's footer is missing")
         except CorruptFrame as error:
@@ -524,6 +530,22 @@ class ShardIndex:
                 self._lost_upto[segment.base_offset] = found.offset_to or segment.base_offset
                 self._tell(damage_of(found))
         return entries
+
+
+def _reader_of_tail(files: Files, path: str, size: int) -> _Read:
+    """Return a function (position, length) → bytes of a file; its last `_TAIL_BYTES` are read at once."""
+    read = reader_of(files, path)
+    start = max(size - _TAIL_BYTES, 0)
+    try:
+        tail = read(start, size - start)
+    except UnreadableBytes:  # perhaps of frames alone
+        return read
+
+    def read_tail(position: int, length: int) -> bytes:
+        inside = position - start
+        return read(position, length) if inside < 0 else tail[inside : inside + length]
+
+    return read_tail
 
 
 def load_schemas(files: Files, path: str, header: SegmentHeader, frames: Iterable[SchemaPlace]) -> SchemaSet:

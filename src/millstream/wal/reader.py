@@ -27,13 +27,13 @@ from millstream.wal.layout import SegmentFile, shard_folder
 from millstream.wal.readable_range import ReadableRange
 from millstream.wal.reading.commit_time_lookup import numbers_around
 from millstream.wal.reading.frame_cache import DecodedFrames
+from millstream.wal.reading.frame_runs import run_records, runs_of
 from millstream.wal.reading.operation_bounds import whole_before
 from millstream.wal.reading.segment_reader import (
     GroupSize,
     LogSpan,
     SegmentSource,
     frames_in,
-    runs_of,
     span_source,
 )
 from millstream.wal.reading.shard_merge import Place, by_shard_or_group, group_records
@@ -268,8 +268,8 @@ class StreamReader:
         wanted = None if tables is None else frozenset(tables)
         with TruncationWatch(self.extent, span.end, span.upto):
             source = span_source(self._files, span, wanted, definitions=self._definitions)
-            for run in runs_of(frames_in(source, span, wanted), wanted):
-                yield from source.run_records(
+            for run in runs_of(((source, frame) for frame in frames_in(source, span, wanted)), wanted):
+                yield from run_records(
                     run, span.after, span.upto, wanted, columns=columns, moments=moments, by_table=True
                 )
 
@@ -353,7 +353,7 @@ class StreamReader:
                     yield from (found for place in places for found in records(place, wanted))
                 else:
                     for run in runs_of(self._scanned(sources, places, marks[shard], wanted), wanted):
-                        yield from sources[shard].run_records(run, *bounds[shard], wanted, offsets=offsets)
+                        yield from run_records(run, *bounds[shard], wanted, offsets=offsets)
 
     def read(
         self,
@@ -562,12 +562,13 @@ class StreamReader:
         places: Iterable[Place],
         mark: DurableMark,
         wanted: frozenset[TableId] | None,
-    ) -> Iterator[ScannedFrame]:
-        """Yield the heads of one segment's frames that have rows of the wanted tables, and load their schemas."""
+    ) -> Iterator[tuple[SegmentSource, ScannedFrame]]:
+        """Yield the heads of frames that have rows of the wanted tables, and load their schemas."""
         for shard, segment, entry in places:
             if (tables := entry.tables_of(wanted)) or wanted is None:
                 source = self._source(sources, shard, segment, entry, mark, wanted, tables)
-                yield source.frame(entry.position, wanted, end=Offset(entry.offset + entry.count), first=entry.offset)
+                end = Offset(entry.offset + entry.count)
+                yield source, source.frame(entry.position, wanted, end=end, first=entry.offset)
 
     def _records(
         self,

@@ -5,10 +5,10 @@ A frame's head is always read and checked; of its payload, only the wanted table
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import groupby
+from operator import attrgetter
 from typing import Final
 
 import numpy as np
@@ -16,10 +16,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from millstream.codec.checksums import Bytes
-from millstream.codec.log_directory import Ints
 from millstream.codec.log_frame import FrameHeader, FrameKind, PayloadPart, RecordsFrame, records_frame
 from millstream.codec.log_records import first_seqs, of_part
-from millstream.codec.log_run import FrameHead, FramePart, FrameRun, RunRecords
+from millstream.codec.log_run import FramePart
 from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import FrameTable, SchemaPlace, SegmentHeader
 from millstream.errors import CorruptFrame, CorruptWal, UnreadableBytes, UnsupportedFormat
@@ -31,15 +30,11 @@ from millstream.ports import Files
 from millstream.wal.frame_index import HEADS_AHEAD_BYTES, OnDamage, damage, load_schemas, read_header
 from millstream.wal.layout import SegmentFile
 from millstream.wal.reading.frame_cache import DecodedFrames, FrameKey
+from millstream.wal.reading.frame_runs import decode_by_frame
 from millstream.wal.reading.table_records import TablePart, TableRecords, piece_of, straddles, within_seqs
 from millstream.wal.salvage import KnownSchemas
 from millstream.wal.segment_scan import NO_STREAM, ReadAhead, ScannedFrame, loss_at, read_frame, reader_of, scan_frames
 
-_RUN_FRAMES_MAX: Final = 1024
-_RUN_ROWS_MAX: Final = 1 << 15
-"""Rows in a run: from here on a run's own cost hardly counts, and rows may be large once they are decompressed."""
-_RUN_BYTES_MAX: Final = 8 << 20
-"""Bytes of payload in a run."""
 _READ_AHEAD_BYTES: Final = 2 << 20
 """Bytes that are read at once if payloads are wanted: what is decoded soon after is still in the processor's cache."""
 _AHEAD_BYTES_MAX: Final = 128 << 10
@@ -141,6 +136,21 @@ class SegmentSource:
         self._ahead: dict[int, ScannedFrame] = {}
         """Frames that were decoded before they were asked for, by position."""
 
+    @property
+    def epoch(self) -> Epoch:
+        """The epoch in the segment's header."""
+        return self._header.epoch
+
+    @property
+    def schemas(self) -> SchemaSet:
+        """The schemas that have been loaded."""
+        return self._schemas
+
+    def continues(self, other: SegmentSource) -> bool:
+        """Return whether this segment's frames may be decoded together with those of the one before it."""
+        mine, others = self._header, other._header
+        return other is self or (mine.epoch, mine.directory) == (others.epoch, others.directory)
+
     def knows(self, tables: Iterable[FrameTable]) -> bool:
         """Return whether the schemas of these tables have been loaded."""
         return all((table.table_id, table.schema_version) in self._schemas for table in tables)
@@ -232,97 +242,16 @@ class SegmentSource:
         except CorruptFrame as error:
             raise self._damage(error, scanned.position, scanned) from error
 
-    def run_records(
-        self,
-        run: Sequence[ScannedFrame],
-        after: Seq | None,
-        upto: Seq | None,
-        wanted: frozenset[TableId] | None,
-        *,
-        columns: frozenset[str] | None = None,
-        offsets: bool = False,
-        moments: bool = False,
-        by_table: bool = False,
-    ) -> Iterator[TableRecords]:
-        """As `records` for each of some consecutive frames; records that no other table's rows separate are one piece.
+    def read_parts(
+        self, frames: Iterable[tuple[int, ScannedFrame]], wanted: frozenset[TableId] | None
+    ) -> list[FramePart]:
+        """Return the parts of some tables, or of all, in file order; parts close together are read at once.
 
-        With `by_table`, tables come one after the other, whatever the order of their frames.
+        `frames` are numbered as in their run.
         """
-        found: list[TableRecords] | None = None
-        if len(run) > 1:
-            # If it fails, the frames are read one by one, which shows the damaged one.
-            with suppress(CorruptFrame):
-                found = self._decode_run(
-                    run, wanted, columns=columns, offsets=offsets, moments=moments, by_table=by_table
-                )
-        if found is not None:
-            headers = [scanned.header for scanned in run]
-            is_cut = straddles(min(h.first_seq for h in headers), max(h.last_seq for h in headers), after, upto)
-            for piece in found:
-                yield from within_seqs(piece, after, upto) if is_cut else (piece,)
-            return
-        for scanned in run:
-            yield from self.records(scanned, after, upto, wanted, columns=columns, offsets=offsets, moments=moments)
-
-    def _decode_run(
-        self,
-        run: Sequence[ScannedFrame],
-        wanted: frozenset[TableId] | None,
-        *,
-        columns: frozenset[str] | None,
-        offsets: bool,
-        moments: bool,
-        by_table: bool,
-    ) -> list[TableRecords] | None:
-        """Return the pieces of a run; None if a table's numbers don't ascend from frame to frame.
-
-        Raises `CorruptFrame`.
-        """
-        parts, decoded = self._decode_parts(run, wanted, columns=columns, offsets=offsets, moments=moments)
-        if not all(records.ascends for records, _ in decoded.values()):
-            return None  # an operation on several partitions of a table continues over frames
-        done = dict.fromkeys(decoded, 0)
-        pieces = []
-        for key, some in groupby(sorted(parts, key=_table) if by_table else parts, key=_key):
-            of_piece = list(some)
-            start, (records, times_ns) = done[key], decoded[key]
-            done[key] = end = start + sum(part.part.rows for part in of_piece)
-            batch = records.batch.slice(start, end - start)
-            operation_seq, hybrid_ns = pa.array(records.operation_seq[start:end]), pa.array(times_ns[start:end])
-            header = run[of_piece[0].frame].header
-            pieces.append(piece_of(header, self._header.epoch, records.schema, batch, operation_seq, hybrid_ns))
-        return pieces
-
-    def _decode_parts(
-        self,
-        run: Sequence[ScannedFrame],
-        wanted: frozenset[TableId] | None,
-        *,
-        columns: frozenset[str] | None,
-        offsets: bool,
-        moments: bool,
-    ) -> tuple[list[FramePart], dict[_Key, tuple[RunRecords, Ints]]]:
-        """Return a run's parts in their order; and by table and version the records, with the hybrid time of each.
-
-        Raises `CorruptFrame`.
-        """
-        frames = FrameRun([FrameHead(s.header, s.operations, s.batches) for s in run], self._schemas)
-        parts = self._read_parts(run, wanted)
-        tables: dict[_Key, list[FramePart]] = {}
-        for part in parts:
-            tables.setdefault(_key(part), []).append(part)
-        decoded = {}
-        for key, of_table in tables.items():
-            records = frames.records(of_table, columns=columns, offsets=offsets, moments=moments)
-            times = [run[part.frame].header.hybrid_time for part in of_table]
-            decoded[key] = records, np.repeat(np.array(times, np.int64), [part.part.rows for part in of_table])
-        return parts, decoded
-
-    def _read_parts(self, run: Sequence[ScannedFrame], wanted: frozenset[TableId] | None) -> list[FramePart]:
-        """Return the parts of some tables, or of all, in file order; parts close together are read at once."""
         places: list[tuple[int, int, PayloadPart]] = []
         found = []
-        for number, scanned in enumerate(run):
+        for number, scanned in frames:
             begin = position = scanned.position + len(scanned.head)
             for part in scanned.header.parts:
                 if (wanted is None or part.table_id in wanted) and self._shows(part):
@@ -342,7 +271,7 @@ class SegmentSource:
                     end = following + other.length
                 data = memoryview(self._files.read(self.path, start, end - start))
             found.append(FramePart(number, part, data[position - start : position - start + part.length]))
-        return sorted(found, key=_frame) if len(places) < len(found) else found
+        return sorted(found, key=attrgetter("frame")) if len(places) < len(found) else found
 
     def records(
         self,
@@ -391,7 +320,7 @@ class SegmentSource:
                     run.append(following)
             if len(run) > 1:
                 with suppress(CorruptFrame):  # if it is this one, decoding it alone says so
-                    first, *others = self._decode_by_frame(run, wanted)
+                    first, *others = decode_by_frame([(self, frame) for frame in run], wanted)
                     for following, records in zip(run[1:], others, strict=True):
                         decoded.keep(key_of(following), records, following.length)
                     return first
@@ -413,30 +342,6 @@ class SegmentSource:
                 ):
                     return
                 yield following
-
-    def _decode_by_frame(
-        self, run: Sequence[ScannedFrame], wanted: frozenset[TableId] | None
-    ) -> list[list[TableRecords]]:
-        """Return the records of each frame of a run. Raises `CorruptFrame`."""
-        parts, decoded = self._decode_parts(run, wanted, columns=None, offsets=True, moments=False)
-        done = dict.fromkeys(decoded, 0)
-        found: list[list[TableRecords]] = [[] for _ in run]
-        for part in parts:
-            key = _key(part)
-            records, times_ns = decoded[key]
-            start = done[key]
-            done[key] = end = start + part.part.rows
-            found[part.frame].append(
-                piece_of(
-                    run[part.frame].header,
-                    self._header.epoch,
-                    records.schema,
-                    records.batch.slice(start, end - start),
-                    pa.array(records.operation_seq[start:end]),
-                    pa.array(times_ns[start:end]),
-                )
-            )
-        return found
 
     def _all_records(
         self,
@@ -492,52 +397,6 @@ def _table_records(
     of_row = np.repeat(operation, count)
     times_ns = pa.array(np.full(len(of_row), frame.header.hybrid_time, np.int64))
     return piece_of(frame.header, epoch, schema, batch, pa.array(first[of_row]), times_ns)
-
-
-_Key = tuple[TableId, SchemaVersion]
-
-
-def _key(part: FramePart) -> _Key:
-    return part.part.table_id, part.part.schema_version
-
-
-def _frame(part: FramePart) -> int:
-    return part.frame
-
-
-def _table(part: FramePart) -> TableId:
-    return part.part.table_id
-
-
-def runs_of(frames: Iterable[ScannedFrame], wanted: frozenset[TableId] | None) -> Iterator[list[ScannedFrame]]:
-    """Group one segment's frames into runs that are decoded together.
-
-    Frames without rows of the wanted tables are left out.
-
-    Raises:
-        CorruptWal: as `frames`, after the frames before the damage.
-    """
-    run: list[ScannedFrame] = []
-    size = rows = 0
-    damaged: CorruptWal | None = None
-    try:
-        for scanned in frames:
-            parts = [part for part in scanned.header.parts if wanted is None or part.table_id in wanted]
-            if not parts:
-                continue
-            more, more_rows = sum([part.length for part in parts]), sum([part.rows for part in parts])
-            is_full = size + more > _RUN_BYTES_MAX or rows + more_rows > _RUN_ROWS_MAX or len(run) >= _RUN_FRAMES_MAX
-            if run and is_full:
-                yield run
-                run, size, rows = [], 0, 0
-            size, rows = size + more, rows + more_rows
-            run.append(scanned)
-    except CorruptWal as error:
-        damaged = error
-    if run:
-        yield run
-    if damaged is not None:
-        raise damaged
 
 
 def span_source(

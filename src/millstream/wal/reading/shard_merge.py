@@ -36,16 +36,11 @@ def by_shard_or_group(
         alone: whether all of them are of one shard.
 
     Returns:
-        A shard with its consecutive frames in one segment, or None with one group's frames on
+        A shard with its consecutive frames, or None with one group's frames on
         several shards.
     """
-
-    def of_segments(places: Iterable[Place]) -> Iterator[tuple[ShardId, Iterator[Place]]]:
-        for (shard, _), of_segment in groupby(places, key=lambda place: (place[0], place[1].path)):
-            yield shard, of_segment
-
     if alone:
-        yield from of_segments(frames)
+        yield from groupby(frames, key=_shard)
         return
     groups = (list(group) for _, group in groupby(_with_rows_of(frames, wanted), lambda p: p[2].group_last_seq))
     for is_on_several, some in groupby(groups, key=lambda places: any(place[0] != places[0][0] for place in places)):
@@ -53,7 +48,11 @@ def by_shard_or_group(
             for places in some:
                 yield None, iter(places)
         else:
-            yield from of_segments(chain.from_iterable(some))
+            yield from groupby(chain.from_iterable(some), key=_shard)
+
+
+def _shard(place: Place) -> ShardId:
+    return place[0]
 
 
 def _with_rows_of(frames: Iterable[Place], wanted: frozenset[TableId] | None) -> Iterator[Place]:
