@@ -36,6 +36,7 @@ _LOG_SCHEMAS_MAX: Final = 1000
 _OFFSET: Final = LOG_ROW_PREFIX[0]
 _ZERO: Final = np.zeros(1, dtype=np.int64)
 _FIRST_SEQ: Final = BATCH_SCHEMA.get_field_index("first_seq")
+_COUNT: Final = BATCH_SCHEMA.get_field_index("count")
 _COUNT_KEPT_MAX: Final = 1024
 
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -195,9 +196,11 @@ def _plan_table(
     if len(starts) != runs:
         return None
     schema = table.schema
-    if runs == count <= _COUNT_KEPT_MAX:
+    if runs == count <= _COUNT_KEPT_MAX or runs == 1:
         batches = _entries_of_one_row(schema.table_id, schema.version, table.partition, runs)
         batches = batches.set_column(_FIRST_SEQ, BATCH_SCHEMA.field(_FIRST_SEQ), _ints(starts + first_seq))
+        if runs != count:
+            batches = batches.set_column(_COUNT, BATCH_SCHEMA.field(_COUNT), _ints(np.array([count], np.int64)))
     else:
         batches = _entries_of(schema.table_id, schema.version, table.partition, starts + first_seq, starts, count)
     return FramePlan(
