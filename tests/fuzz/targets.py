@@ -169,7 +169,7 @@ def _decode_frames(data: bytes) -> None:
             for table in frame.table_ids():
                 for schema, records in frame.records(table, offsets=True, moments=True):
                     records.validate(full=True)
-                    assert records.num_columns == len(schema.columns) + 12
+                    assert records.num_columns == len(schema.columns) + 12 + schema.partitioned
                 for _, records in frame.records(table, columns=_PICKED):
                     records.validate(full=True)
         at += extent.length
