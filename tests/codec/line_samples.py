@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
 from hypothesis import strategies as st
 
-from millstream.ingest.line_protocol import Lines, tables_of_lines
+from millstream.ingest.line_protocol import Lines, TableColumns, no_columns, tables_of_lines
 from millstream.testing.oracle.line_protocol import tables_of_lines_plain
 
 NOW_NS = 1_700_000_000_123_456_789
 
 
-def same(body: bytes, precision: str = "ns", *, columns_max: int = 1600, rejected_max: int = 1000) -> Lines:
+def same(
+    body: bytes,
+    precision: str = "ns",
+    *,
+    columns_max: int = 1600,
+    rejected_max: int = 1000,
+    columns_of: Callable[[Collection[str]], TableColumns] = no_columns,
+) -> Lines:
     """Parse a body in machine code, and check that the oracle makes the same of it, to the last bit."""
-    ours = tables_of_lines(body, precision=precision, now_ns=NOW_NS, columns_max=columns_max, rejected_max=rejected_max)
-    plain = tables_of_lines_plain(
-        body, precision=precision, now_ns=NOW_NS, columns_max=columns_max, rejected_max=rejected_max
+    ours, plain = (
+        read(
+            body,
+            precision=precision,
+            now_ns=NOW_NS,
+            columns_max=columns_max,
+            rejected_max=rejected_max,
+            columns_of=columns_of,
+        )
+        for read in (tables_of_lines, tables_of_lines_plain)
     )
     assert ours.rejected == plain.rejected, body
     assert ours.rejected_count == plain.rejected_count, body

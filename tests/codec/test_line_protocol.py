@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 
+import pyarrow as pa
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -44,6 +45,27 @@ def test_so_are_any_bytes(body: bytes):
 @given(st.lists(lines(), min_size=2, max_size=30), st.integers(1, 4))
 def test_so_are_lines_that_disagree(some: list[bytes], columns_max: int):
     same(b"".join(some), columns_max=columns_max, rejected_max=5)
+
+
+_PLAIN_LINES = st.lists(
+    st.builds(
+        "m{} {}={}".format,
+        st.sampled_from(["", ",a=x", ",A=x", ",c=y"]),
+        st.sampled_from(["a", "b", "c", "A"]),
+        st.sampled_from(["1", "-0.0", "2.5", "1e300", "9007199254740992", "3i", "9007199254740993i", "-4i", "5u", "18446744073709551615u", '"x"', "t"]),
+    ),
+    min_size=1,
+    max_size=8,
+).map("\n".join)  # fmt: skip
+_TYPES = st.sampled_from([pa.float64(), pa.int64(), pa.string(), pa.bool_()])
+
+
+@settings(max_examples=examples(400), deadline=None)
+@given(_PLAIN_LINES, st.dictionaries(st.sampled_from(["a", "b", "c"]), _TYPES))
+@example('m a="x"\nm a=1\nm a=2.5\nm a=3i', {"a": pa.float64()})
+@example("m a=1i,b=1\nm a=2.5,b=t\nm a=2,b=t", {"a": pa.int64()})
+def test_so_are_lines_of_a_table_that_has_columns(body: str, columns: dict[str, pa.DataType]):
+    same(body.encode(), columns_of=lambda tables: dict.fromkeys(tables, columns))
 
 
 def floats_of(texts: list[str]) -> list[float]:

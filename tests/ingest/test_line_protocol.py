@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from typing import Any
@@ -208,6 +209,49 @@ def test_a_line_that_is_rejected_decides_nothing():
     (table,) = found.tables
     assert table.lines.tolist() == [4]
     assert table.rows.drop_columns("time").to_pylist() == [{"a": 2.0, "b": 1}]
+
+
+def kept_lines(body: str, **columns: pa.DataType) -> list[int]:
+    """Return the lines that are kept in a table with these columns."""
+    found = tables_of_lines(
+        body.encode(), precision="ns", now_ns=0, columns_of=lambda tables: dict.fromkeys(tables, columns)
+    )
+    return [line for table in found.tables for line in table.lines.tolist()]
+
+
+def test_a_tables_columns_decide_and_not_the_first_line():
+    wrong_first = 'm v="x"\nm v=1.5\nm v=2\nm v=3i'
+    assert kept_lines(wrong_first) == [1]
+    assert kept_lines(wrong_first, v=pa.float64()) == [2, 3, 4]
+    assert kept_lines(wrong_first, v=pa.float32()) == [2, 3, 4]
+    assert kept_lines("m v=1i\nm v=2.5", v=pa.float64()) == [1, 2]
+    assert kept_lines("m v=1i\nm v=2.5\nm v=3.0\nm v=4u", v=pa.int64()) == [1, 3, 4]
+    assert kept_lines('m v=1\nm v="x"\nm v=t', v=pa.string()) == [2]
+    assert kept_lines("m v=1u\nm v=2i\nm v=-3i\nm v=4.0", v=pa.decimal128(20, 0)) == [1, 2]
+    assert kept_lines("m v=t\nm v=-3i\nm v=4i", v=pa.decimal128(20, 2)) == [2, 3]
+    assert kept_lines("m HOST=1\nm host=2", host=pa.float64()) == [2]
+
+
+def test_a_line_that_its_table_refuses_decides_nothing_of_new_columns():
+    columns = {"v": pa.float64()}
+    found = same(b'm v="x",n="t"\nm v=1,n=2\nm n=3', columns_of=lambda tables: dict.fromkeys(tables, columns))
+    assert [(line.line, line.reason) for line in found.rejected] == [
+        (1, "the table's column 'v' holds values of type float, and can't take this string")
+    ]
+    assert found.tables[0].rows.column("n").to_pylist() == [2.0, 3.0]
+
+
+def test_tables_are_looked_up_only_if_their_lines_disagree():
+    asked: list[str] = []
+
+    def columns_of(tables: Collection[str]) -> dict[str, dict[str, pa.DataType]]:
+        asked.extend(tables)
+        return {}
+
+    same(b'm v=1\nn v="x"\nm v=2', columns_of=columns_of)
+    assert asked == []
+    tables_of_lines(b'm v=1\nn v="x"\nm v=2i\nN v=t', precision="ns", now_ns=0, columns_of=columns_of)
+    assert asked == ["public.m"]
 
 
 def test_a_tag_and_a_field_of_one_name():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import gzip
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -105,6 +106,24 @@ def test_influxdb_client_writes_unchanged(server: Served, zipped: bool) -> None:
     ]  # fmt: skip
     assert [row["f"] for row in rows[5:]] == [2.0, 3.0, 4.0, 5.0]
     assert rows[6]["time_ns"] == 1_700_000_000_000_000_001
+
+
+def test_the_tables_columns_decide_which_lines_are_kept(server: Served) -> None:
+    with server.client() as client:
+
+        def write(*lines: str) -> tuple[int, list[int]]:
+            said = client.post("/api/v2/write?bucket=web", content="\n".join(lines).encode())
+            return said.status_code, [int(number) for number in re.findall(r"line (\d+):", said.text)]
+
+        assert write("decided v=1.5") == (204, [])
+        assert write('decided v="x"', "decided v=1", "decided v=2", "decided v=3") == (400, [1])
+        assert write("decided v=1i", "decided v=2.5") == (204, [])
+        assert write('decided V="x"', "decided v=4", 'decided v="y",n="t"', "decided n=5") == (400, [1, 3])
+        assert write('undecided v="x"', "undecided v=1") == (400, [2])
+    rows = [without_facts(row) for row in server.rows("decided")]
+    assert [(row.get("v"), row.get("n")) for row in rows] == [
+        (1.5, None), (1.0, None), (2.0, None), (3.0, None), (1.0, None), (2.5, None), (4.0, None), (None, 5.0),
+    ]  # fmt: skip
 
 
 def test_influxdb_client_batches_in_the_background(server: Served) -> None:

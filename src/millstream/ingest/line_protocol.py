@@ -1,17 +1,17 @@
 """Lines of InfluxDB's line protocol as tables: a measurement is a table, with its tags and fields as columns.
 
 The column `time` is a line's timestamp. The error of a line names its number, and the other lines are
-kept.
+kept. A table's columns decide the types of their values, and the first line those of new columns.
 """
 
 from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Final, Self
+from typing import Final, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -94,11 +94,21 @@ class Lines:
     rejected_count: int
 
 
+TableColumns: TypeAlias = Mapping[str, Mapping[str, pa.DataType]]
+"""The types of existing tables' columns by their names, by the tables' full names."""
+
+
+def no_columns(_tables: Collection[str]) -> TableColumns:
+    """Return that none of the tables exists."""
+    return {}
+
+
 def tables_of_lines(
     body: bytes,
     *,
     precision: str,
     now_ns: int,
+    columns_of: Callable[[Collection[str]], TableColumns] = no_columns,
     rows_bytes_max: int | None = None,
     tables_max: int = TABLES_MAX,
     columns_max: int = COLUMNS_MAX,
@@ -111,6 +121,8 @@ def tables_of_lines(
         precision: the timestamps' unit, one of `PRECISIONS`.
         now_ns: the time of lines without a timestamp, in nanoseconds since 1970; it is cut to whole
             microseconds.
+        columns_of: returns the columns of tables as they are now. It is called only if lines of these tables disagree,
+            and then once.
         rows_bytes_max: limit for all tables together: eight bytes for each time and each value, null or
             not, and the bytes of texts. The default is `ROWS_BYTES_MAX`, or less for a small body:
             `bytes_max_of`.
@@ -148,10 +160,12 @@ def tables_of_lines(
     rejected_count = walk.wrong_count
     names = _LineNames.of(walk)
     if not (names.are_fine and walk.agrees(columns_max)):
+        names, fixed = names.beside_tables(walk, columns_of)
         refused, count = walk.settle(
             refused_measurements=list(names.refused_measurements),
             refused_columns=list(names.refused_columns),
             case_of=names.case_of,
+            fixed=fixed,
             columns_max=columns_max,
             refused_max=rejected_max,
         )
@@ -233,6 +247,34 @@ class _LineNames:
         are_fine = not refused_measurements and not refused_columns and len(first) == len(columns)
         return cls(measurements, columns, refused_measurements, refused_columns, case_of, are_fine)
 
+    def beside_tables(
+        self, walk: Walk, columns_of: Callable[[Collection[str]], TableColumns]
+    ) -> tuple[Self, dict[int, ValueKind]]:
+        """Return the names, refused as well if a table has them in another case; and the kinds of the tables' columns.
+
+        Only the tables whose lines disagree matter.
+        """
+        of = walk.measurements_of_columns()
+        clashing = {*walk.mixed_columns(), *np.flatnonzero(self.case_of != np.arange(len(self.case_of))).tolist()}
+        tables = {
+            place: qualified_name("public", self.measurements[place])
+            for place in {of[column] for column in clashing if column in self.columns}
+            if place not in self.refused_measurements
+        }
+        found = columns_of(tables.values()) if tables else {}
+        refused, fixed = dict(self.refused_columns), {}
+        spelled = {table: {name.lower(): name for name in columns} for table, columns in found.items()}
+        for column, name in self.columns.items():
+            table = tables.get(of[column], "")
+            if table not in found:
+                continue
+            if (kind := found[table].get(name)) is not None:
+                if (taken := walk.fixed_kind(column, kind)) is not None:
+                    fixed[column] = taken
+            elif (other := spelled[table].get(name.lower())) is not None:
+                refused.setdefault(column, other_case(name, other))
+        return replace(self, refused_columns=refused), fixed
+
     def reason(self, line: RefusedLine, columns_max: int) -> str:
         """Return the reason for refusing a line."""
         if line.why is Refusal.INFINITE:
@@ -246,6 +288,8 @@ class _LineNames:
         name = self.columns[line.column]
         if line.why is Refusal.OTHER_CASE:
             return other_case(name, self.columns[line.other])
+        if line.why is Refusal.NOT_THE_COLUMNS:
+            return not_the_columns(name, line.kind, ValueKind(line.other))
         return other_kind(name, line.kind, ValueKind(line.other))
 
 
@@ -284,6 +328,11 @@ def other_kind(name: str, kind: ValueKind, other: ValueKind) -> str:
         here, before = ("tag", "field") if kind is ValueKind.TAG else ("field", "tag")
         return f"{name!r} is a {here} here and a {before} in a line before, or in this one"
     return f"the field {name!r} is of type {kind.name.lower()} here, and {other.name.lower()} in a line before, or in this one"
+
+
+def not_the_columns(name: str, kind: ValueKind, column: ValueKind) -> str:
+    """Return why a value doesn't fit its table's column."""
+    return f"the table's column {name!r} holds values of type {column.name.lower()}, and can't take this {kind.name.lower()}"
 
 
 def too_many(columns_max: int) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from asyncio import wrap_future
 from base64 import b64decode
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
@@ -18,6 +19,7 @@ import structlog
 
 from millstream.errors import HttpError, IngestError, InvalidValue, MillstreamError, UnknownStream
 from millstream.home.config_mapping import increments_of
+from millstream.home.table_columns import column_types
 from millstream.ingest.arrow_stream_decoding import rows_of_arrow
 from millstream.ingest.increment_columns import as_increments, rejected_as_increments, with_nulls_unnamed
 from millstream.ingest.json_rows import (
@@ -58,7 +60,7 @@ from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
-    from millstream.ingest.line_protocol import TableLines
+    from millstream.ingest.line_protocol import TableColumns, TableLines
     from millstream.model.operations import Appended, RejectedRow
     from millstream.model.writes import WriteId
     from millstream.serving.access import Access
@@ -191,7 +193,7 @@ class Writes:
                 )
             else:
                 self.weigh(held, held_bytes(body))
-                kept, rejected = await self._on_thread(
+                kept, rejected = await self.on_thread(
                     lambda: self._tables(stream, tables_of_json(body, rows_max=self._rows_max), keep_valid_rows=keep)
                 )
             target = target._replace(tables=tuple(kept))
@@ -229,7 +231,7 @@ class Writes:
 
         if len(body) >= _LARGE_BYTES:
             self.weigh(held, held_bytes(body))
-            return await self._on_thread(lambda: convert(decode(body, rows_max=self._rows_max)))
+            return await self.on_thread(lambda: convert(decode(body, rows_max=self._rows_max)))
         self.weigh(held, len(body) * _JSON_FACTOR)
         rows = decode(body, rows_max=self._rows_max)
         cells = cell_count(rows)
@@ -241,6 +243,10 @@ class Writes:
         """Return a measurement's rows, with the columns that each line names if its table takes increments."""
         takes_increments = increments_of(self._home, stream, lines.table)
         return with_nulls_unnamed(lines.rows) if takes_increments else lines.rows
+
+    def columns_of(self, stream: str) -> Callable[[Collection[str]], TableColumns]:
+        """Return the look-up of a stream's tables, as `column_types`; it reads the catalog, so it is for threads."""
+        return partial(column_types, self._home, stream)
 
     async def admit(self, scope: Scope, stream: str, *, in_query: bool = False) -> None:
         """Admit a request that may write to the stream.
@@ -274,16 +280,17 @@ class Writes:
 
     async def read(self, size_bytes: int, make: Callable[[], _Made]) -> _Made:
         """Return the parsed body of that size: parsed here, or on another thread if that takes long."""
-        return make() if size_bytes < _LARGE_BYTES else await self._on_thread(make)
+        return make() if size_bytes < _LARGE_BYTES else await self.on_thread(make)
 
     async def _convert(self, held: Held, cells: int, make: Callable[[], _Made]) -> _Made:
         """Return the columns of a small body's rows, which may have far more values than the body: see `cell_count`."""
         if cells <= CELLS_MAX:
             return make()
         self.weigh(held, held.size_bytes + cells * CELL_BYTES)
-        return await self._on_thread(make)
+        return await self.on_thread(make)
 
-    async def _on_thread(self, make: Callable[[], _Made]) -> _Made:
+    async def on_thread(self, make: Callable[[], _Made]) -> _Made:
+        """Return what is made on another thread, where few are made at once."""
         async with self._large:
             return await wrap_future(call_in_thread("http-prepares", make))
 

@@ -14,7 +14,7 @@ import numpy as np
 from millstream.codec.line_protocol._line_scan import LINE_AT, LINE_MEASUREMENT, LINE_NUMBER, LINE_TOKEN
 from millstream.codec.line_protocol._names import FIRST, KEPT
 from millstream.codec.line_protocol._values import TEXT_ESCAPED
-from millstream.codec.line_protocol.grammar import Refusal
+from millstream.codec.line_protocol.grammar import Refusal, ValueKind
 from millstream.codec.little_endian_words import load_word, store_word
 from millstream.codec.machine_code import compiled, inlined
 
@@ -23,6 +23,12 @@ Array = Any  # numba knows the element types better than a type checker could
 _MEASUREMENT, _COLUMN = int(Refusal.MEASUREMENT), int(Refusal.COLUMN)
 _OTHER_CASE, _OTHER_KIND = int(Refusal.OTHER_CASE), int(Refusal.OTHER_KIND)
 _TOO_MANY_COLUMNS, _INFINITE = int(Refusal.TOO_MANY_COLUMNS), int(Refusal.INFINITE)
+_NOT_THE_COLUMNS: Final = int(Refusal.NOT_THE_COLUMNS)
+_FLOAT, _INTEGER, _UNSIGNED = int(ValueKind.FLOAT), int(ValueKind.INTEGER), int(ValueKind.UNSIGNED)
+_STRING, _TAG = int(ValueKind.STRING), int(ValueKind.TAG)
+_EXACT_MAX: Final = 1 << 53
+"""The largest integer up to which a float holds each one: Arrow casts no larger one."""
+_INTEGER_END: Final = 2.0**63
 
 # The facts of a rejected line: its number, its start, the reason, its measurement, its column, the
 # column or kind that it differs from, its kind.
@@ -32,6 +38,29 @@ REFUSED_FACTS: Final = 7
 EVERYWHERE: Final = -(1 << 62)
 _SIZE: Final = TEXT_ESCAPED - 1
 """The bits of a text's size."""
+
+
+@inlined
+def _as_kind(wanted: int, token: Any, kinds: Array, payload: Array, doubles: Array) -> Any:
+    """Make a value one of the kind that its table's column has; return whether the column can hold it exactly."""
+    kind = kinds[token]
+    if kind == wanted or (kind == _TAG and wanted == _STRING):
+        return True
+    whole = payload[token]
+    is_exact = False
+    if wanted == _FLOAT and kind == _INTEGER and -_EXACT_MAX <= whole <= _EXACT_MAX:
+        doubles[token] = np.float64(whole)
+        is_exact = True
+    elif wanted == _INTEGER and kind == _FLOAT:
+        value = doubles[token]
+        if value == np.floor(value) and -_INTEGER_END <= value < _INTEGER_END:
+            payload[token] = np.int64(value)
+            is_exact = True
+    elif (wanted == _INTEGER and kind == _UNSIGNED) or (wanted == _UNSIGNED and kind == _INTEGER):
+        is_exact = whole >= 0
+    if is_exact:
+        kinds[token] = wanted
+    return is_exact
 
 
 @compiled
@@ -44,31 +73,35 @@ def settle(
     columns_of: Array,
     kinds: Array,
     payload: Array,
+    doubles: Array,
     measurements: Array,
     columns: Array,
     refused_lines: Array,
     refused_measurements: Array,
     refused_columns: Array,
     case_of: Array,
+    fixed: Array,
     owner: Array,
     kind_of: Array,
     width: Array,
     columns_max: int,
     refused: Array,
 ) -> tuple[int, int, int]:
-    """Remove the lines that disagree with lines before them.
+    """Remove the lines that disagree with their table's columns, or with lines before them.
 
     Returns how many lines and values stay, and how many lines go.
 
     Args:
         line_count: number of lines in `lines`, `times` and `timed`; changed.
         token_count: number of values in `columns_of`, `kinds` and `payload`; changed.
+        doubles: the same memory as `payload`, as floats.
         measurements: facts of names; counted again.
         columns: the same.
         refused_lines: which lines have a float beyond a double's range.
         refused_measurements: which measurements reject their lines.
         refused_columns: which columns reject their lines.
         case_of: a number for each column, the same for names of one measurement that differ only in case.
+        fixed: the kind of each column that its table has already; -1: the first line decides.
         owner: for each of those numbers, the first column that had it; initially -1.
         kind_of: each column's kind; initially -1.
         width: each measurement's number of columns; initially 0.
@@ -99,6 +132,8 @@ def settle(
                 why = _COLUMN
             elif owner[case] >= 0 and owner[case] != column:
                 why, other = _OTHER_CASE, np.int64(owner[case])
+            elif fixed[column] >= 0 and not _as_kind(fixed[column], seen, kinds, payload, doubles):
+                why, other = _NOT_THE_COLUMNS, np.int64(fixed[column])
             elif kind_of[column] >= 0 and kind_of[column] != kinds[seen]:
                 why, other = _OTHER_KIND, np.int64(kind_of[column])
             else:

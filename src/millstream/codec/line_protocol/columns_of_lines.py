@@ -1,14 +1,14 @@
 """Lines to columns in machine code: no Python for a line or a value, except numbers that Python has to read.
 
 `_line_scan.scan` scans the bytes once and records the places of values. `_arrange.settle` removes lines
-that disagree with lines before them, if there are any. `_arrange.spread` puts the rest into
+that disagree with their table or with lines before them, if there are any. `_arrange.spread` puts the rest into
 columns.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Final
@@ -64,7 +64,7 @@ class WrongLine:
 
 @dataclass(frozen=True, slots=True)
 class RefusedLine:
-    """A valid line that is rejected: it conflicts with lines before it, or one of its names is rejected."""
+    """A valid line that is rejected: it conflicts with its table or with lines before it, or a name is rejected."""
 
     number: int
     why: Refusal
@@ -73,7 +73,7 @@ class RefusedLine:
     column: int
     """Index of the column at fault."""
     other: int
-    """Index of the column that differs from this one only in case, or the kind that the column has."""
+    """Index of the column that differs from this one only in case, or the kind that the column has, here or in its table."""
     kind: ValueKind
     """Kind of the value at fault."""
     span: tuple[int, int]
@@ -243,11 +243,30 @@ class Walk:
 
     def agrees(self, columns_max: int) -> bool:
         """Whether all lines agree: each column's values are of one kind, and no measurement has too many columns."""
-        if self._infinite or any(kinds & (kinds - 1) for kinds in self._columns[:, known.KINDS].tolist()):
+        if self._infinite or self.mixed_columns():
             return False
         if len(self._columns) <= columns_max:
             return True
         return int(np.bincount(self._columns[:, known.OF_MEASUREMENT]).max()) <= columns_max
+
+    def mixed_columns(self) -> list[int]:
+        """Return the columns that have values of several kinds, by index."""
+        kinds = self._columns[:, known.KINDS]
+        found: list[int] = np.flatnonzero(kinds & (kinds - 1)).tolist()
+        return found
+
+    def fixed_kind(self, column: int, kind: pa.DataType) -> ValueKind | None:
+        """Return the kind of value that a column of its table takes; None if lines have no value for such a type."""
+        if pa.types.is_floating(kind):
+            return ValueKind.FLOAT
+        if pa.types.is_integer(kind):
+            return ValueKind.INTEGER
+        if pa.types.is_decimal(kind):
+            has_unsigned = int(self._columns[column, known.KINDS]) >> ValueKind.UNSIGNED & 1
+            return ValueKind.UNSIGNED if has_unsigned else ValueKind.INTEGER
+        if pa.types.is_string(kind):
+            return ValueKind.STRING
+        return ValueKind.BOOLEAN if pa.types.is_boolean(kind) else None
 
     def settle(
         self,
@@ -255,10 +274,11 @@ class Walk:
         refused_measurements: list[int],
         refused_columns: list[int],
         case_of: Ints,
+        fixed: Mapping[int, ValueKind],
         columns_max: int,
         refused_max: int,
     ) -> tuple[list[RefusedLine], int]:
-        """Remove lines with rejected names, and lines that disagree with earlier lines.
+        """Remove lines with rejected names, and lines that disagree with their table's columns or with earlier lines.
 
         Returns the first removed lines, and their total number.
 
@@ -267,10 +287,15 @@ class Walk:
             refused_columns: by index.
             case_of: a number below their count for each column, the same for names of one measurement that
                 differ only in case.
+            fixed: the kind of value of each column that its table has already, by index (`fixed_kind`). The first
+                line decides the kinds of the others.
             columns_max: maximum number of one measurement's columns.
             refused_max: how many removed lines are reported.
         """
         count, room = self._line_count, self._room
+        fixed_of = np.full(len(self._columns), -1, np.int64)
+        for column, kind in fixed.items():
+            fixed_of[column] = kind
         refused = np.empty((refused_max, arrange.REFUSED_FACTS), np.int64)
         self._line_count, self._token_count, gone = arrange.settle(
             count,
@@ -281,12 +306,14 @@ class Walk:
             room.columns_of,
             room.kinds,
             room.payload,
+            room.doubles,
             self._measurements,
             self._columns,
             _marked(self._infinite, count),
             _marked(refused_measurements, len(self._measurements)),
             _marked(refused_columns, len(self._columns)),
             case_of,
+            fixed_of,
             np.full(len(self._columns), -1, np.int64),
             np.full(len(self._columns), -1, np.int64),
             np.zeros(len(self._measurements), np.int64),
@@ -464,5 +491,5 @@ def warm() -> None:
     body = b'm,a=1 b="x",c=1.5\nm,a=2 b="y",c=2i 1\nm b="z" 2\n'
     walk = Walk(body, ScanMemory(len(body)), seed=0, time_min=0, time_max=10, wrong_max=1, names_max=100)
     case_of = np.arange(3, dtype=np.int64)
-    walk.settle(refused_measurements=[], refused_columns=[], case_of=case_of, columns_max=10, refused_max=1)
+    walk.settle(refused_measurements=[], refused_columns=[], case_of=case_of, fixed={}, columns_max=10, refused_max=1)
     walk.tables(unit_ns=1, now_us=0, bytes_max=1 << 20)

@@ -69,6 +69,8 @@ class Refusal(IntEnum):
     TOO_MANY_COLUMNS = 5
     INFINITE = 6
     """A float that turned out too large."""
+    NOT_THE_COLUMNS = 7
+    """A value that its table's column, which earlier requests made, can't take."""
 
 
 REASONS: Final[Mapping[Fault, str]] = {

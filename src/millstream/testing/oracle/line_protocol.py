@@ -6,7 +6,7 @@ It shares the texts of reasons with the product, and the rules for a column's na
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -20,10 +20,13 @@ from millstream.ingest.line_protocol import (
     TIME_NS,
     Lines,
     RejectedLine,
+    TableColumns,
     TableLines,
     column_fault,
     excerpt,
     measurement_fault,
+    no_columns,
+    not_the_columns,
     other_case,
     other_kind,
     too_many,
@@ -281,29 +284,71 @@ _TYPES: Final = {
 }
 
 
-def tables_of_lines_plain(body: bytes, *, precision: str, now_ns: int, columns_max: int, rejected_max: int) -> Lines:
+def tables_of_lines_plain(
+    body: bytes,
+    *,
+    precision: str,
+    now_ns: int,
+    columns_max: int,
+    rejected_max: int,
+    columns_of: Callable[[Collection[str]], TableColumns] = no_columns,
+) -> Lines:
     """Return the result of `ingest.line_protocol.tables_of_lines`, without its limits for the whole."""
     unit = PRECISIONS[precision]
     tables: dict[str, _Table] = {}
     rejected: list[RejectedLine] = []
     low, high = -((-TIME_MIN_US * 1000) // unit), (TIME_MAX_US * 1000 + 999) // unit
-    for line in parse_plain(body, time_min=low, time_max=high):
+    found = list(parse_plain(body, time_min=low, time_max=high))
+    known = {name: columns_of([qualified_name("public", name)]) for name in _disagreeing(found)}
+    for line in found:
         if isinstance(line, PlainFault):
             reason: str | None = REASONS[line.fault]
         else:
-            table = tables.get(line.measurement) or _Table(line.measurement)
+            table = tables.get(line.measurement) or _Table(line.measurement, known.get(line.measurement, {}))
             reason = table.add(line, columns_max)
             if reason is None:
                 tables[line.measurement] = table
         if reason is not None:
             rejected.append(RejectedLine(line.number, reason, excerpt(body, *line.span)))
-    found = [table.finish(unit, now_ns // 1000 * 1000) for table in tables.values()]
-    return Lines(found, rejected[:rejected_max], len(rejected))
+    made = [table.finish(unit, now_ns // 1000 * 1000) for table in tables.values()]
+    return Lines(made, rejected[:rejected_max], len(rejected))
+
+
+def _values_of(line: PlainLine) -> list[tuple[str, ValueKind, Value]]:
+    return [*((key, ValueKind.TAG, value) for key, value in line.tags), *line.fields]
+
+
+def _disagreeing(lines: Sequence[PlainLine | PlainFault]) -> set[str]:
+    """Return the measurements that have a key with values of several kinds, or in two cases."""
+    kinds: dict[tuple[str, str], set[tuple[str, ValueKind]]] = {}
+    for line in lines:
+        if isinstance(line, PlainLine) and measurement_fault(line.measurement) is None:
+            for key, kind, _ in _values_of(line):
+                kinds.setdefault((line.measurement, key.lower()), set()).add((key, kind))
+    return {measurement for (measurement, _), found in kinds.items() if len(found) > 1}
+
+
+_WANTED: Final = {
+    pa.float64(): ValueKind.FLOAT,
+    pa.int64(): ValueKind.INTEGER,
+    pa.string(): ValueKind.STRING,
+    pa.bool_(): ValueKind.BOOLEAN,
+}
+
+
+def _fits(kind: ValueKind, value: Any, wanted: ValueKind) -> bool:
+    if wanted is ValueKind.FLOAT and kind is ValueKind.INTEGER:
+        return bool(abs(value) <= 2**53)
+    if wanted is ValueKind.INTEGER and kind in {ValueKind.FLOAT, ValueKind.UNSIGNED}:
+        return bool(value == int(value) and -(2**63) <= value < 2**63)
+    return kind is wanted or (kind, wanted) == (ValueKind.TAG, ValueKind.STRING)
 
 
 class _Table:
-    def __init__(self, measurement: str) -> None:
+    def __init__(self, measurement: str, known: TableColumns) -> None:
         self.measurement = measurement
+        self.known: Mapping[str, pa.DataType] = next(iter(known.values()), {})
+        self.cases = {name.lower(): name for name in self.known}
         self.kinds: dict[str, ValueKind] = {}
         self.lower: dict[str, str] = {}
         self.rows: list[tuple[int, int | None, dict[str, Any]]] = []
@@ -314,13 +359,22 @@ class _Table:
         if why is not None:
             return why
         kinds, lower, row = dict(self.kinds), dict(self.lower), {}
-        for key, kind, value in [*((k, ValueKind.TAG, v) for k, v in line.tags), *line.fields]:
+        for key, said, value in _values_of(line):
+            kind = said
             why = column_fault(key)
             if why is not None:
                 return why
+            if (known := self.cases.get(key.lower(), key)) != key:
+                return other_case(key, known)
             other = lower.setdefault(key.lower(), key)
             if other != key:
                 return other_case(key, other)
+            if key in self.known:
+                wanted = _WANTED[self.known[key]]
+                if not _fits(kind, value, wanted):
+                    return not_the_columns(key, kind, wanted)
+                if kind is not ValueKind.TAG:
+                    kind = wanted
             had = kinds.setdefault(key, kind)
             if had is not kind:
                 return other_kind(key, kind, had)
