@@ -45,6 +45,8 @@ def node(**facts: Any) -> dict[str, Any]:
         "role": "follows",
         "leader": "b",
         "following": {"error": None},
+        "followers": [],
+        "too_few_followers": False,
         "other_streams": {},
         "error": None,
     } | facts
@@ -225,6 +227,38 @@ def test_a_follower_that_retention_has_cut_off_is_reported_at_once_by_its_leader
     assert (found.kind, found.subject, found.is_alert) == ("follower_cut_off", "c", True)
     assert found.message == "the follower c was cut off: the log began at 4 then"
     assert "`millstream follow --rebuild`" in found.hint
+
+
+def follower(**facts: Any) -> dict[str, Any]:
+    return {"node": "c", "phase": "apart", "counts": True, "records_behind": None, "cut_off": None} | facts
+
+
+def test_a_follower_that_is_not_connected_is_shown_and_alerted_about_if_appends_need_it() -> None:
+    """It was no trouble at all, even with every append failing."""
+
+    def leading(**facts: Any) -> dict[str, Any]:
+        return well(replication=node(role="leads", following=None, followers=[follower()], **facts))
+
+    (found,) = watched(lambda _: leading(), 60)
+    assert (found.kind, found.subject, found.is_alert) == ("follower_apart", "c", False)
+    assert found.message == "node c doesn't follow this one, and hasn't since the server here started"
+    assert "`millstream run` on c" in found.hint
+    short = leading(too_few_followers=True, acks="durable(1)")
+    assert alerted(watched(lambda _: short, 0)) == []  # the leader may have just started
+    (found,) = watched(lambda _: short, 1)
+    assert found.is_alert
+    assert found.message.endswith(": appends at durable(1) fail until it does")
+
+
+def test_only_followers_that_should_be_there_are_missed() -> None:
+    lacking = follower(records_behind=2)
+    for others in ([follower(phase="shipping")], [follower(node="region-2", counts=False)]):
+        assert watched(lambda _, others=others: well(replication=node(role="leads", followers=others)), 60) == []
+    (found,) = watched(lambda _: well(replication=node(role="leads", followers=[lacking])), 0)
+    assert found.message == "node c doesn't follow this one, and lacks 2 records"
+    cut_off = {"cut_off": {"follower c": {"kind": "follower", "first": 4}}}
+    gone = watched(lambda _: well(replication=node(role="leads", followers=[lacking]), log=cut_off), 0)
+    assert kinds(gone) == ["follower_cut_off"]
 
 
 def test_a_writer_that_readers_wait_for_is_shown_at_once_and_alerted_about_in_time() -> None:

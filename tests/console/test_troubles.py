@@ -49,6 +49,7 @@ def node(**facts: Any) -> dict[str, Any]:
         "leader": "b",
         "following": None,
         "followers": [],
+        "too_few_followers": False,
         "other_streams": {},
         "error": None,
     }
@@ -90,6 +91,12 @@ STATES: dict[str, Change] = {
     ),
     "diverged": lambda _, stream: stream.update(replication=node(following={"error": error("diverged")})),
     "follower_cut_off": lambda _, stream: stream["log"]["cut_off"].update(f={"kind": "follower", "first": 4}),
+    "follower_apart": lambda _, stream: stream.update(
+        replication=node(
+            role="leads",
+            followers=[{"node": "b", "phase": "apart", "counts": True, "records_behind": None, "lag_s": None}],
+        )
+    ),
     "alerts": lambda status, _: status.update(
         alerts={"error": "refused", "receiver": "pager", "failing_since": "2026-01-01"}
     ),

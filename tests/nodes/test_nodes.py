@@ -61,10 +61,43 @@ def test_a_follower_has_the_leaders_bytes_and_says_whom_to_write_to(tmp_path: Pa
         eventually(lambda: has_all in a.ask("status").stdout, "a knows what b has", a, b)
         b.end("follow", signal.SIGKILL)
         append(a, 5, 6)
-        # How many records a missing follower lacks isn't known; the least age of its data is.
-        eventually(lambda: re.search(r"followed by b: [\d.]+ s old", a.ask("status").stdout), "b is away", a)
+        lacks = r"followed by b: apart, 2 records, \S+ \S+ behind, [\d.]+ s old"
+        eventually(lambda: re.search(lacks, a.ask("status").stdout), "b is away, and falls behind", a)
+        (missed,) = a.answer("status")["conditions"]
+        assert (missed["kind"], missed["subject"], missed["is_alert"]) == ("follower_apart", "b", False)
         b.start("follow")
         eventually(lambda: b.rows() == [1, 2, 3, 4, 5, 6], "it goes on where it was", a, b)
+
+
+def test_a_dead_follower_is_missed_also_after_the_leader_s_restart(tmp_path: Path) -> None:
+    """It was nowhere: every append failed, and the leader's `/readyz` answered 200."""
+    with nodes(tmp_path, acks="durable(1)") as (a, b):
+        a.start("owner")
+        a.start("serve")
+        eventually(a.is_there, "a answers", a)
+        b.start("follow", "a")
+        append(a, 1)
+        b.end("follow", signal.SIGKILL)
+        a.end("serve")
+        (a.home / "serve.log").unlink()
+        a.start("serve")
+        eventually(a.url, "a listens again", a)
+
+        def ready() -> httpx.Response:
+            return httpx.get(f"{a.url()}/readyz", timeout=60)
+
+        eventually(lambda: ready().status_code == 503, "a isn't ready without a follower", a)
+        assert ready().json()["detail"] == f"too few nodes follow for durable(1), the level of stream {STREAM}"
+        (found,) = a.answer("replicas")["streams"]
+        (missing,) = found["followers"]
+        assert (missing["node"], missing["phase"], missing["records_behind"]) == ("b", "apart", None)
+        (missed,) = a.answer("status")["conditions"]
+        assert (missed["kind"], missed["subject"], missed["is_alert"]) == ("follower_apart", "b", True)
+        gone = f'millstream_follower_connected{{follower="b",stream="{STREAM}"}} 0.0'
+        assert gone in httpx.get(f"{a.url()}/metrics", timeout=60).text
+        b.start("follow")
+        eventually(lambda: ready().status_code == 200, "a is ready with one", a, b)
+        assert a.answer("status")["conditions"] == []
 
 
 def test_a_follower_lets_go_of_what_its_leader_has_let_go_of(tmp_path: Path) -> None:

@@ -14,14 +14,17 @@ from tests.replication.flight_server import ExchangeServer
 from millstream.codec.log_segment import SEGMENT_TRAILER_SIZE, SegmentFooter
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.positions import Seq
-from millstream.model.replication import Hello, NodeName
+from millstream.model.replication import Acknowledgement, ByteEnd, Hello, NodeName
 from millstream.ports import LeaderLink
 from millstream.protocol.replication.high_water_mark import Holdings
 from millstream.protocol.replication.promises_and_fencing import Role, RoleFact
 from millstream.replication.flight.transport import FlightTransport, LeaderAddress
 from millstream.replication.follower import WalFollower
 from millstream.replication.shipper import WalShipper
+from millstream.testing.in_process import InProcessTransport
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
+from millstream.wal.files import RealFiles
+from millstream.wal.replica.ship_source import durable_marks
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.writer import LogWriter
 
@@ -109,3 +112,36 @@ def test_ten_sealed_segments_arrive_byte_by_byte(tmp_path: Path) -> None:
     assert len(sealed) == SEGMENTS
     assert segments_of(follower) == sealed
     assert notes.needed_from[B] == number, "the cursor of the follower stands at the last number"
+
+
+def test_a_follower_that_hangs_falls_behind_in_the_facts(tmp_path: Path) -> None:
+    """They had the figures of its last acknowledgement: nothing was lacking for as long as it hung."""
+    reservations, table = MemoryReservations(), plain_table(1)
+    shards = [ShardId(0)]
+    with closing(
+        LogWriter.open(
+            str(tmp_path), stream=StreamId(UUID(int=7)), shards=shards, epoch=Epoch(3), reservations=reservations
+        )
+    ) as writer:
+        writer.append(plain_ops({1: [(table, 1, "a")]}))
+        (mark,) = durable_marks(RealFiles(), str(tmp_path)).values()
+        transport = InProcessTransport()
+        shipper = WalShipper("web", str(tmp_path), RoleFact(), frozenset({B}), transport, Notes())
+        shipper.start()
+        try:
+            with closing(transport.connect(Hello(None, B, Epoch(0), {}), 10.0)) as link:
+                position = {ShardId(0): ByteEnd(mark.base_offset, mark.byte_end)}
+                link.send(Acknowledgement(B, Epoch(0), position, mark.group, mark.persisted_upto, 1))
+                wait_for(lambda: [one["records_behind"] for one in shipper.facts()] == [0], what=shipper.facts)
+                writer.append(plain_ops({2: [(table, 1, "b")], 3: [(table, 1, "c")]}))
+                wait_for(lambda: shipper.facts()[0]["records_behind"] == 2, what=shipper.facts)
+                (hangs,) = shipper.facts()
+                assert (hangs["phase"], hangs["counts"]) == ("shipping", True)
+                assert isinstance(hangs["bytes_behind"], int)
+                assert hangs["bytes_behind"] > 0
+                wait_for(lambda: float(str(shipper.facts()[0]["lag_s"])) > 0.05, what=shipper.facts)
+            wait_for(lambda: shipper.facts()[0]["phase"] == "apart", what=shipper.facts)
+            assert shipper.facts()[0]["records_behind"] == 2
+        finally:
+            shipper.stop(0.0)
+            transport.close()

@@ -35,6 +35,7 @@ class Kind(StrEnum):
     LAKE_WAITS = "lake_waits"
     WRITER_EXPIRED = "writer_expired"
     FOLLOWER_CUT_OFF = "follower_cut_off"
+    FOLLOWER_APART = "follower_apart"
     FENCED = "fenced"
     OTHER_STREAM = "other_stream"
     NOT_FOLLOWING = "not_following"
@@ -100,6 +101,8 @@ def facts_of(status: Mapping[str, Any], seen: Observations) -> dict[str, Any]:
         found[f"pipeline_error/{name}"] = True if "pipeline" in stream["errors"] else None
         if not stream["id"]:
             continue
+        for one in _apart_followers(stream):
+            found[f"follower/{name}/{one['node']}"] = True
         for writer in stream["writers"]:
             found[f"writer/{name}/{writer['name']}"] = True if _is_waited_for(writer) else None
         found[f"undecodable/{name}"] = _undecodable(stream) or None
@@ -146,6 +149,10 @@ def judge(status: Mapping[str, Any], seen: Observations, bounds: Bounds, now_s: 
             is_long = lasts_s(f"writer/{name}/{writer['name']}") >= bounds.stalled_s
             found += _of_writer(name, writer, is_long=is_long)
         found += _of_cut_off(stream)
+        for one in _apart_followers(stream):
+            # After a restart of the leader followers are back within seconds: a single look says nothing.
+            is_long = not seen.looked_s or lasts_s(f"follower/{name}/{one['node']}") > 0
+            found.append(_of_follower(stream, one, is_long=is_long))
         for consumer in stream["consumers"]:
             found += _of_consumer(name, consumer, bounds, lasts_s(f"consumer/{name}/{consumer['name']}"))
     if _is_down(status) and all(condition.kind is not Kind.PIPELINE_STALLED for condition in found):
@@ -172,6 +179,13 @@ def _nodes(stream: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _is_apart(its: Mapping[str, Any]) -> bool:
     """Return whether this node should follow, and no process does."""
     return its["role"] == "follows" and not its["following"]
+
+
+def _apart_followers(stream: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the nodes that should follow a stream's leader and aren't connected; not those that retention has cut off."""
+    cut_off = {follower_of_holder(holder) for holder in stream["log"]["cut_off"]}
+    followers = (stream["replication"] or {}).get("followers", ())
+    return [one for one in followers if one["counts"] and one["phase"] == "apart" and one["node"] not in cut_off]
 
 
 def node_errors(its: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -420,6 +434,21 @@ def _of_node(
         error = node_errors(its)[0]
         message = f"replication has failed for {_words(failing_s)}: {error['message']}"
         yield Condition(Kind.REPLICATION_STALLED, stream, subject, message, error["hint"])
+
+
+def _of_follower(stream: Mapping[str, Any], follower: Mapping[str, Any], *, is_long: bool) -> Condition:
+    """Return the condition of a follower that isn't connected: an alert if appends fail without it."""
+    node, its, lacks = follower["node"], stream["replication"], follower["records_behind"]
+    message = f"node {node} doesn't follow this one"
+    if lacks is None:
+        message += ", and hasn't since the server here started"
+    elif lacks:
+        message += f", and lacks {counted(lacks, 'record')}"
+    if its["too_few_followers"]:
+        message += f": appends at {its['acks']} fail until it does"
+    hint = f"Run `millstream run` on {node}, and check that it reaches this node's address in [replication.nodes]."
+    is_alert = its["too_few_followers"] and is_long
+    return Condition(Kind.FOLLOWER_APART, stream["name"], node, message, hint, is_alert=is_alert)
 
 
 def _of_consumer(stream: str, consumer: Mapping[str, Any], bounds: Bounds, unsettled_s: float) -> Iterator[Condition]:

@@ -160,7 +160,8 @@ def _print_part(its: dict[str, Any], of: str = "") -> None:
         if (leads := its["writes_go_to"]) is not None and leads["epoch"]:
             say(f"  leads with epoch {leads['epoch']}")
         for one in its["followers"]:
-            say(f"  followed by {one['node']}: {_behind_words(one)}{_age_words(one['lag_s'])}")
+            apart = "apart, " if one["phase"] == "apart" else ""
+            say(f"  followed by {one['node']}: {apart}{_behind_words(one)}{_age_words(one['lag_s'])}")
         return
     own = its["following"]
     if its["role"] == "fenced" or not own:  # a condition
@@ -178,7 +179,7 @@ def _age_words(seconds: float | None) -> str:
 
 
 def _behind_words(lag: dict[str, Any]) -> str:
-    """Return the lag in words; empty if it is unknown, as for a follower that is away."""
+    """Return the lag in words; empty if it is unknown, as for a follower that hasn't connected."""
     records = lag.get("records_behind")
     return "" if records is None else f"{records:,} records, {human_bytes(lag['bytes_behind'])} behind, "
 

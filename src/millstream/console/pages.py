@@ -20,6 +20,7 @@ _LEVELS: Final = {
     "paused": "warning",
     "copy_held": "warning",
     "stopped": "warning",
+    "apart": "warning",
     "copying": "busy",
     "copy_requested": "busy",
 }
@@ -177,7 +178,8 @@ def _nodes_steps(stream: Mapping[str, Any]) -> Iterator[Html]:
     its = stream["replication"]
     if its is not None:
         for one in its["followers"]:
-            yield _step(f"Follower {one['node']}", _behind(one), _age(one["lag_s"]))
+            level = _LEVELS.get(one["phase"], "")
+            yield _step(f"Follower {one['node']}", _behind(one), _age(one["lag_s"]), level and "apart", level=level)
         if its["following"]:
             yield _step(f"Follows {its['leader']}", _behind(its["following"]), _age(its["age_s"]))
     for region in stream["regions"]:
@@ -353,9 +355,10 @@ def _node_rows(its: Mapping[str, Any]) -> Iterator[tuple[str, list[Content]]]:
         [name, "this node", [state_mark(role), leads], behind, age, position, _told(its["error"], own.get("error"))],
     )
     for one in its["followers"]:
+        state = "apart" if one["phase"] == "apart" else "follows"
         yield (
             f"n-{name}-{one['node']}",
-            [name, one["node"], state_mark("follows"), _behind(one), _age(one["lag_s"]), "", ""],
+            [name, one["node"], state_mark(state), _behind(one), _age(one["lag_s"]), "", ""],
         )
     if (store := its["object_store"]) is not None:
         yield f"o-{name}", [name, "object store", "", _behind(store), "", "", _told(store.get("error"))]

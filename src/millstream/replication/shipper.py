@@ -53,10 +53,11 @@ from millstream.protocol.replication.leader_events import (
     Tell,
     Tick,
 )
-from millstream.protocol.replication.leader_machine import Leader, LinkPhase
+from millstream.protocol.replication.leader_machine import FollowerProgress, Leader, LinkPhase
 from millstream.protocol.replication.promises_and_fencing import LINEAGE, Greeting, RoleFact
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.replica.ship_source import LogMarks, ShipSource, durable_marks
+from millstream.wal.visible_cut import stream_cut
 from millstream.workers import Worker
 
 logger = structlog.get_logger("millstream.ship")
@@ -177,26 +178,34 @@ class WalShipper:
         leader = self._leader
         if leader is None:
             return []
-        found: list[dict[str, object]] = []
-        for node, one in sorted(dict(leader.followers).items()):
-            acked, is_apart = one.acked, one.phase is LinkPhase.APART
-            # For a follower that is away, its last position is known, but not what it lacks since;
-            # and that ages.
-            away_s = max(0.0, time.monotonic() - one.heard_at) if is_apart else 0.0
-            found.append(
-                {
-                    "node": node,
-                    "phase": one.phase.value,
-                    "group": None if acked is None else int(acked.group),
-                    "persisted_upto": None if acked is None else int(acked.persisted_upto),
-                    "records_behind": None if acked is None or is_apart else acked.records_behind,
-                    "bytes_behind": None if acked is None or is_apart else acked.bytes_behind,
-                    "lag_s": None if acked is None or acked.lag_s < 0 else round(acked.lag_s + away_s, 3),
-                    "acknowledged_s": None if acked is None else acked.applied_ns / 1e9,
-                    "cut_off": None if one.cut_off is None else one.cut_off.as_dict(),
-                }
-            )
-        return found
+        marks = leader.marks
+        return [self._facts_of(one, marks) for _, one in sorted(dict(leader.followers).items())]
+
+    def _facts_of(self, follower: FollowerProgress, marks: Mapping[ShardId, DurableMark]) -> dict[str, object]:
+        acked = follower.acked
+        records: int | None = None
+        size: int | None = None
+        # A follower that hangs acknowledges nothing: what it lacks is counted up to this log's end, not to the end that it
+        # acknowledged last.
+        if acked is not None:
+            with contextlib.suppress(LogError, OSError):
+                source = ShipSource(self._folder, files=self._files, clock=self._clock)
+                size = source.bytes_behind(acked.position, marks)
+                records = max(0, stream_cut(marks.values()) - acked.persisted_upto)
+        is_silent = follower.phase is LinkPhase.APART or bool(records)
+        silent_s = max(0.0, time.monotonic() - follower.heard_at) if is_silent else 0.0
+        return {
+            "node": follower.node,
+            "phase": follower.phase.value,
+            "counts": self._counts(follower.node),
+            "group": None if acked is None else int(acked.group),
+            "persisted_upto": None if acked is None else int(acked.persisted_upto),
+            "records_behind": records,
+            "bytes_behind": size,
+            "lag_s": None if acked is None or acked.lag_s < 0 else round(acked.lag_s + silent_s, 3),
+            "acknowledged_s": None if acked is None else acked.applied_ns / 1e9,
+            "cut_off": None if follower.cut_off is None else follower.cut_off.as_dict(),
+        }
 
     # --- the thread that decides ---------------------------------------------------------------------------------
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from millstream.app.status import collect_status
 from millstream.leadership.node_roles import Roles
+from millstream.model.replication import LOCAL
+from millstream.nodes.replicas import list_replicas
 from millstream.protocol.replication.promises_and_fencing import Role
 from millstream.writers.home_appender import append_socket, will_write
 from millstream.writers.stall_reasons import troubles
@@ -65,7 +67,8 @@ class Health:
     def ready(self) -> tuple[bool, str]:
         """Return whether writes are taken now, and if not, why.
 
-        They are if the home's writer listens, or this process may write itself.
+        They are if the home's writer listens, or this process may write itself, and some stream led here has the followers
+        that its acknowledgement level needs.
         """
         if self.draining:
             return False, "the server is about to end"
@@ -77,4 +80,9 @@ class Health:
         if roles and not any(fact.role is Role.LEADS for fact in roles):
             # Some of several streams may be led here: writers to the others get the leader's address.
             return False, f"{roles[0].leader or 'another node'} leads: writes go there"
+        led = [name for name, fact in zip(streams, roles, strict=False) if fact.role is Role.LEADS]
+        if led and all(streams[name].acks != str(LOCAL) for name in led):
+            few = [one for one in list_replicas(self._home)["streams"] if one["too_few_followers"]]
+            if {one["stream"] for one in few} >= set(led):
+                return False, f"too few nodes follow for {few[0]['acks']}, the level of stream {few[0]['stream']}"
         return True, "writes are taken"

@@ -144,6 +144,12 @@ def _nodes(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
                 if follower[f"{unit}_behind"] is not None:
                     family.add_metric([stream["name"], follower["node"]], float(follower[f"{unit}_behind"]))
         yield family
+    text = "1 if a follower is connected to this leader, 0 if it isn't."
+    connected = GaugeMetricFamily("millstream_follower_connected", text, labels=["stream", "follower"])
+    for stream in streams:
+        for follower in stream["replication"]["followers"]:
+            connected.add_metric([stream["name"], follower["node"]], float(follower["phase"] != "apart"))
+    yield connected
 
 
 def _behind_of_own(key: str, stream: dict[str, Any]) -> Any:

@@ -172,6 +172,11 @@ class Leader:
         return self.fact.lineage
 
     @property
+    def marks(self) -> Mapping[ShardId, DurableMark]:
+        """The durable marks of the leader's own log, as last reported; never changed in place."""
+        return self._marks
+
+    @property
     def group(self) -> GroupNumber:
         """The last durable group here."""
         return max((mark.group for mark in self._marks.values()), default=GroupNumber(0))
