@@ -11,8 +11,11 @@ from typing import Any
 from tests.export.test_log_export import home_at, known_stream, lines, reader_of, writer_of
 from tests.wal.test_records_json import ITEMS, operation, ops, row
 
+from millstream.client.batch_stream import Pieces, latest_of, latest_piece
+from millstream.client.home_calls import Latest
 from millstream.export.log_export import export_arrow
 from millstream.export.log_import import import_log
+from millstream.export.record_reading import latest_stretches
 from millstream.export.records_text import CsvTable, LineProtocol
 from millstream.home.home import Home
 from millstream.model.positions import Seq
@@ -64,3 +67,11 @@ def test_line_protocol_counts_partitions_that_left(tmp_path: Path) -> None:
     (left,) = [line for line in Cat("shop", reader_of(filled_home(tmp_path))).records() if line.facts["op"] == "x"]
     assert protocol.line(left) is None
     assert protocol.left_out == {"records are left out: line protocol has no partitions that leave": 1}
+
+
+def test_a_stretch_names_partitions_that_left(tmp_path: Path) -> None:
+    (found,) = latest_stretches(reader_of(filled_home(tmp_path)), "public.leafy")
+    lines = {row["id"]: (row["__op"], row["__partition_oid"]) for row in found.rows.to_pylist()}
+    assert (found.left, lines) == ((16_500,), {1: ("d", None), 2: ("u", None)})
+    (told,) = Pieces().feed(b"".join(latest_piece(found.emptied, found.rows, found.token)))
+    assert Latest(*latest_of(told)).left == found.left, "over the network, too"

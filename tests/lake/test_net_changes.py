@@ -159,6 +159,49 @@ def test_whoever_applies_it_stretch_by_stretch_has_the_table(orders: TableSchema
         assert copy == source, f"seed {seed}, from {start}: {some}"
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_whoever_forgets_the_rows_of_partitions_that_left_has_the_table(
+    orders: TableSchema, records: Records, seed: int
+) -> None:
+    """Rows also move between partitions, each of which may leave and come back."""
+    chance = random.Random(seed)
+    columns = (Column("id", pa.int64()), Column("a", pa.string()), Column("b", pa.string()))
+    schema = replace(orders, columns=columns, partitioned=True)
+    source: dict[int, dict[str, Any]] = {}
+    leaves: dict[int, int] = {}
+    copy: dict[int, dict[str, Any]] = {}
+    copied: dict[int, int | None] = {}
+    seq = 0
+    for _ in range(15):
+        some: list[tuple[str, int, dict[str, Any]]] = []
+        for _ in range(chance.randrange(1, 20)):
+            seq += 1
+            if not chance.randrange(6):
+                leaf = chance.randrange(100, 103)
+                gone = {key for key in source if leaves[key] == leaf}
+                source = {key: row for key, row in source.items() if key not in gone}
+                some.append(("x", seq, {"__partition_oid": leaf, "__before": [("partition", "public.p")]}))
+                continue
+            op, _, facts = change(source, chance, seq)
+            old = int(dict(facts.get("__before") or {}).get("id", facts.get("id", 0)))
+            leaf = chance.randrange(100, 103) if op == "c" else leaves.get(old, 0)
+            leaves |= {facts["id"]: leaf} if op != "t" else {}
+            some.append((op, seq, facts | ({"__partition_oid": leaf} if op != "t" else {})))
+            if op == "d" and chance.randrange(2):
+                seq += 1
+                row = {"id": old, "a": f"a{seq}", "b": f"b{seq}"}
+                source[old], leaves[old] = dict(row), chance.randrange(100, 103)
+                some.append(("c", seq, row | {"__partition_oid": leaves[old]}))
+        latest = latest_rows(schema, [records(schema, *some)])
+        lines = latest.rows.to_pylist()
+        kept = {key: row for key, row in copy.items() if copied.get(key) not in latest.left}
+        before, copy = copy, {} if latest.emptied else kept
+        apply(lines, copy, emptied=False, known=before)
+        copied |= {line["id"]: line["__partition_oid"] for line in lines}
+        assert copy == source, f"seed {seed}, up to {seq}: {some}"
+        assert {key: copied[key] for key in copy} == {key: leaves[key] for key in source}
+
+
 def change(source: dict[int, dict[str, Any]], chance: random.Random, seq: int) -> tuple[str, int, dict[str, Any]]:
     free = [key for key in range(8) if key not in source]
     what = chance.choices("cudkt", [5, 6, 3, 4, 0.3])[0]
@@ -184,17 +227,24 @@ def change(source: dict[int, dict[str, Any]], chance: random.Random, seq: int) -
     return "u", seq, facts | ({"__before": [("id", str(key))]} if moves else {})
 
 
-def apply(lines: list[dict[str, Any]], copy: dict[int, dict[str, Any]], *, emptied: bool) -> None:
-    """Apply lines as the documentation describes: look up unchanged values first."""
+def apply(
+    lines: list[dict[str, Any]],
+    copy: dict[int, dict[str, Any]],
+    *,
+    emptied: bool,
+    known: dict[int, dict[str, Any]] | None = None,
+) -> None:
+    """Apply lines as the documentation describes: look up unchanged values first, in the rows that were known."""
     if emptied:
         copy.clear()
+    known = copy if known is None else known
     rows = []
     for line in lines:
         if line["__op"] != "u":
             continue
         row = {name: value for name, value in line.items() if not name.startswith("__")}
         origin = int(dict(line["__before"])["id"]) if line["__before"] else line["id"]
-        rows.append(row | {name: copy[origin][name] for name in line["__unchanged"] or ()})
+        rows.append(row | {name: known[origin][name] for name in line["__unchanged"] or ()})
     for line in lines:
         copy.pop(line["id"], None)
     copy.update({row["id"]: row for row in rows})

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 FILLED: Final = b"millstream.filled"
 """Key in the metadata of the rows' schema: `Latest.filled` as JSON."""
+LEFT: Final = b"millstream.left"
+"""The same of `Latest.left`."""
 SERVER_DEADLINE_S_MAX: Final = 60.0
 """How long a request to a server may wait for room: its caller may retry."""
 LATEST_ROWS_MAX: Final = 100_000
@@ -43,8 +45,8 @@ class Latest:
     emptied: bool
     """Whether all earlier rows are gone: delete them first."""
     rows: pa.Table
-    """One row per key: `__op` (`d`: the row is gone, `u`: it exists), `__unchanged`, `__exact`, `__before`,
-    then the table's columns. Columns named in `__unchanged` are as they were in the row of this key, or
+    """One row per key: `__op` (`d`: the row is gone, `u`: it exists), `__unchanged`, `__exact`, `__before`, of a
+    partitioned table `__partition_oid`, then the table's columns. Columns named in `__unchanged` are as they were in the row of this key, or
     of the key in `__before` if the row has moved."""
     token: StreamToken
     """The position to continue from."""
@@ -58,6 +60,11 @@ class Latest:
         """
         said: dict[str, str] = json.loads((self.rows.schema.metadata or {}).get(FILLED, b"{}"))
         return said
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """OIDs of partitions that left the table: delete the earlier rows with this `__partition_oid` first."""
+        return tuple(json.loads((self.rows.schema.metadata or {}).get(LEFT, b"[]")))
 
 
 class HomeCalls(HomeAppends, Protocol):

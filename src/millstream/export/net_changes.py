@@ -2,7 +2,8 @@
 
 Several changes of a row are one: the last record wins. A delete wins over records before it and loses to records
 after it. No lake table is read or written: the rules are those of the fold of `current` (`lake.folded.current`), and
-values that a run of records doesn't have are named as unchanged.
+values that a run of records doesn't have are named as unchanged. A partition that left is named by its OID, since the
+keys of its earlier rows aren't known here.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from millstream.lake.history import under_the_newest
 from millstream.lake.row_identity import Keys, key_codes
 from millstream.lake.schema_evolution import union_schema, widest
 from millstream.model.column_renames import filled_in, names_in, under_names
-from millstream.model.records import RECORD_PREFIX, TEXT_BY_COLUMN, Op
+from millstream.model.records import PARTITION_OID, RECORD_PREFIX, TEXT_BY_COLUMN, Op
 from millstream.model.schema import TableSchema
 
 LATEST_PREFIX: Final = (
@@ -47,7 +48,10 @@ class LatestRows:
     emptied: bool
     """Whether all earlier rows are gone, so that they must be forgotten first."""
     rows: pa.Table
-    """`LATEST_PREFIX`, then the table's columns: first deleted rows, then existing ones; each key once."""
+    """`LATEST_PREFIX`, in a partitioned table `__partition_oid`, then the table's columns: first deleted rows, then
+    existing ones; each key once."""
+    left: tuple[int, ...] = ()
+    """OIDs of partitions that left, whose earlier rows must be forgotten first."""
 
 
 def latest_rows(schema: TableSchema, batches: Sequence[pa.RecordBatch], before: pa.Table | None = None) -> LatestRows:
@@ -75,7 +79,7 @@ def latest_rows(schema: TableSchema, batches: Sequence[pa.RecordBatch], before: 
     if mixed:
         # Records with another key, or with a column's values in another type, are copied again behind it.
         batches, versions = batches[mixed[-1] + 1 :], versions[mixed[-1] + 1 :]
-    columns = lake_columns(schema)
+    columns = pa.schema([*([PARTITION_OID] if schema.partitioned else []), *lake_columns(schema)])
     tables = [
         filled_rows(under_names(to_lake(version, batch), names), names, columns)
         for version, batch in zip(versions, batches, strict=True)
@@ -92,9 +96,8 @@ def latest_rows(schema: TableSchema, batches: Sequence[pa.RecordBatch], before: 
     there = materialize(run.values, plan, past)
     put, gone = key_codes([Keys.of(there, schema.key), plan.gone])
     went = plan.gone.take(np.flatnonzero(~np.isin(gone, put)))
-    return LatestRows(
-        schema, run.truncated or bool(mixed), pa.concat_tables([_went(went, columns), _there(there, plan, columns)])
-    )
+    rows = pa.concat_tables([_went(went, columns), _there(there, plan, columns)])
+    return LatestRows(schema, run.truncated or bool(mixed), rows, run.left.distinct)
 
 
 def _has_other_types(version: TableSchema, schema: TableSchema) -> bool:

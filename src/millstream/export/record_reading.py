@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
-from millstream.client.home_calls import FILLED, LATEST_ROWS_MAX, Latest
+from millstream.client.home_calls import FILLED, LATEST_ROWS_MAX, LEFT, Latest
 from millstream.errors import LakeError, OffsetExpired, UnknownTable
 from millstream.model.ids import StreamId, TableId
 from millstream.model.names import parse_qualified_name
@@ -145,16 +145,16 @@ def latest_stretches(
                         size_max=bytes_max,
                     )
             if low >= begins:
-                yield Latest(rows.emptied, _with_defaults(rows), StreamToken.scalar(reader.stream_id, reach))
+                yield Latest(rows.emptied, _described(rows), StreamToken.scalar(reader.stream_id, reach))
         low = reach
 
 
-def _with_defaults(rows: LatestRows) -> pa.Table:
-    """Return rows whose schema says the defaults of columns in rows from before them."""
+def _described(rows: LatestRows) -> pa.Table:
+    """Return rows whose schema says the defaults of columns in rows from before them, and the partitions that left."""
     filled = {column.name: column.filled for column in rows.schema.columns if column.filled is not None}
-    if not filled:
-        return rows.rows
-    return rows.rows.replace_schema_metadata({**(rows.rows.schema.metadata or {}), FILLED: json.dumps(filled).encode()})
+    told = {FILLED: filled, LEFT: rows.left}
+    said = {name: json.dumps(value).encode() for name, value in told.items() if value}
+    return rows.rows.replace_schema_metadata({**(rows.rows.schema.metadata or {}), **said}) if said else rows.rows
 
 
 def _records_within(
