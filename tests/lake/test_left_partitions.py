@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,8 @@ from deltalake import DeltaTable
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.lake.test_fold import SCHEMAS, TEXTS, Row, Source, bounds, canonical, texts_in
-from tests.lake.test_scd2 import Store, Told, Watched, at, columns_of, version_of
+from tests.lake.test_log_tail import MemoryLog
+from tests.lake.test_scd2 import MIDNIGHT, Store, Told, Watched, at, columns_of, version_of
 from tests.lake.test_table_formats import FORMATS, iceberg, rows_of
 from tests.seeds import examples
 
@@ -31,10 +33,11 @@ from millstream.lake.folded.rewrite import in_their_partitions, surviving
 from millstream.lake.folded.scd2 import fold_into_versions, rebuild_versions
 from millstream.lake.folded.scd2_fold import VERSION_COLUMNS
 from millstream.lake.history import append_history
+from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query.query_session import LakeSession
 from millstream.lake.row_identity import Keys
-from millstream.model.ids import SchemaVersion, StreamId
+from millstream.model.ids import SchemaVersion, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.records import PARTITION_OID
 from millstream.model.schema import Column, TableSchema
@@ -55,6 +58,13 @@ class Partitioned(Source):
     kept: list[Row] = field(default_factory=list)
     """All rows ever, so that identities are never used twice."""
     sent_oid: int | None = None
+    seen: dict[int, list[Row]] = field(default_factory=dict)
+    """The rows by the number of records, behind each step."""
+
+    def play(self, steps: list[tuple[int, int, int, int]]) -> None:
+        for step in steps:
+            self.step(*step)
+            self.seen[len(self.records)] = list(self.rows)
 
     def oid_of(self, row: Row) -> int | None:
         return self.oids[TEXTS["f"].index(row["f"]) % len(self.oids)]
@@ -265,6 +275,12 @@ def test_delta_tables_and_queries_follow_the_partitions(
             commit_cut(layout, n, [commit], committed_at=datetime.now(UTC))
             if place % 2 == 0:
                 fold_table(layout, schema, n, sizes=sizes)
+            with LakeSession(layout, log=MemoryLog([source.batch(0, len(source.records))])) as session:
+                assert canonical(texts_in(session.query('SELECT * FROM public."Odd Name"'))) == canonical(source.rows)
+        for end in {end for _, end in bounds(cuts, len(seqs))} & source.seen.keys():
+            with LakeSession(layout, as_of=Seq(seqs[end - 1])) as session:
+                asked = session.query('SELECT * FROM public."Odd Name"')
+                assert canonical(texts_in(asked)) == canonical(source.seen[end])
         with LakeSession(layout) as session:
             asked = session.query('SELECT * FROM public."Odd Name"')
             assert PARTITION_OID.name not in asked.column_names
@@ -428,3 +444,53 @@ def test_a_column_called_partition_leaves_the_name_of_a_partition_alone(
     with LakeSession(layout) as session:
         told = session.query("SELECT __before FROM history.\"public.orders\" WHERE __op = 'x'").column(0).to_pylist()
     assert told == [[("partition", "public.orders_1")]]
+
+
+@pytest.mark.parametrize("lake", FORMATS)
+def test_versions_that_go_on_or_begin_from_current_keep_their_partitions(
+    tmp_path: Path, layout: LakeLayout, orders: TableSchema, records: Records, lake: str
+):
+    layout = iceberg(tmp_path) if lake == "iceberg" else layout
+    schema = replace(orders, partitioned=True)
+    rows = [("c", n, {"id": n, "note": "a", "__partition_oid": 70 + n % 2, **at(1, n)}) for n in range(1, 5)]
+    for begins in (False, True):
+        schema = replace(schema, table_id=TableId(3 + begins), name=f"orders_{begins}")
+        land(layout, schema, records(schema, *rows[:2]), 2, fold=not begins)
+        commits = [
+            append_history(layout, schema, [records(schema, *rows[2:])], Seq(4)),
+            fold_table(layout, schema, Seq(4)),
+        ]
+        commit_cut(layout, Seq(4), commits, committed_at=MIDNIGHT, commit_ts_max=MIDNIGHT)
+        assert drop_history(layout, schema, HistoryBound(Seq(4)))
+        land(layout, schema, records(schema, left(71, 5)), 5)
+        still = [(r["id"], r["__partition_oid"]) for r in rows_of(layout, "scd2", schema) if r["is_current"]]
+        assert still == [(2, 70), (4, 70)]
+        assert [row["id"] for row in rows_of(layout, "current", schema)] == [2, 4]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_iceberg_tables_follow_the_partitions(tmp_path: Path, seed: int):
+    for name, kind in (("keyed", "one column"), ("bag", "no key, FULL")):
+        schema = replace(PARTITIONED[kind], name=name)
+        source, chance, layout = Partitioned(schema), random.Random(seed), iceberg(tmp_path / name)
+        (tmp_path / name).mkdir()
+        reached = 0
+        for place in range(5):
+            while len(source.records) < reached + 8:
+                source.play(
+                    [(chance.randrange(10), chance.randrange(6), chance.randrange(10_000), chance.randrange(8))]
+                )
+            n = Seq(int(str(source.records[-1]["__seq"])))
+            landed = [append_history(layout, schema, [source.batch(reached, len(source.records))], n)]
+            landed += [fold_table(layout, schema, n, sizes=TINY)] if place % 2 == 0 else []
+            commit_cut(layout, n, landed, committed_at=datetime.now(UTC))
+            reached = len(source.records)
+            with LakeSession(layout) as session:
+                asked = session.query(f"SELECT * FROM public.{schema.name}")
+                assert canonical(texts_in(asked)) == canonical(source.rows)
+        for anew in (False, True):
+            fold_table(layout, schema, n, sizes=TINY, anew=anew)
+            with LakeSession(layout) as session:
+                assert canonical(texts_in(session.query(f"SELECT * FROM public.{schema.name}"))) == canonical(
+                    source.rows
+                )

@@ -103,6 +103,31 @@ def test_a_token_inside_a_copied_chunk_shows_none_of_it(
     assert found == [0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 15]
 
 
+def test_a_partition_that_a_look_found_to_be_gone_is_an_operation_and_one_that_was_truncated_is_part_of_one(
+    layout: LakeLayout, orders: TableSchema, records: Records
+) -> None:
+    schema, facts = replace(orders, partitioned=True), {"__commit_lsn": 100, "__partition_oid": 70}
+
+    def at(second: int) -> dict[str, object]:
+        return {"__commit_ts": NOON + timedelta(seconds=second)}
+
+    batch = records(
+        schema,
+        *(("c", seq, {"id": seq, "__commit_index": seq} | facts | at(0)) for seq in (1, 2)),
+        ("x", 3, {"__commit_index": 3} | facts | at(0)),
+        ("c", 4, {"id": 4, "__commit_index": 4} | facts | at(0)),
+        *(("x", seq, facts | at(seq)) for seq in (5, 6)),
+        *(("r", seq, {"id": seq} | facts | at(7)) for seq in (7, 8)),
+        ("c", 9, {"id": 9, "__commit_index": 0} | facts | {"__commit_lsn": 200} | at(9)),
+    )
+    landed, ends = append_history(layout, schema, [batch], Seq(9)), NOON + timedelta(seconds=9)
+    commit_cut(layout, Seq(9), [landed], committed_at=ends, commit_ts_max=ends)
+    assert [int(whole_upto(layout, Seq(n))) for n in range(10)] == [0, 0, 0, 0, 4, 5, 6, 6, 8, 9]
+    with LakeSession(layout, as_of=NOON + timedelta(seconds=5, milliseconds=1)) as session:
+        assert str(session.token).endswith(".s5")
+        assert session.query("FROM public.orders").num_rows == 0
+
+
 TABLES = 2
 PIECES = st.lists(st.integers(0, 3), min_size=TABLES, max_size=TABLES).filter(any)
 OPERATIONS = st.lists(st.tuples(st.sampled_from("xxrm"), PIECES, st.booleans(), st.integers(0, 2)), min_size=1)

@@ -74,7 +74,7 @@ class Watched(Source):
         """Note what became of the rows since the last look."""
         if len(self.records) == self.ends[-1]:
             return
-        if self.records[-1]["__op"] not in {"t", "x"} or self.index is not None:  # capture's time is of another clock
+        if self.records[-1]["__op"] != "t" or self.index is not None:  # a marker's time is of another clock
             self.clock = max(self.clock, self.moment)
         now = {self.key(row): dict(row) for row in self.rows}
         for key, (row, began, seq) in list(self.live.items()):

@@ -228,7 +228,7 @@ def _order(tail: pa.Table, ops: npt.NDArray[np.uint8], clock_us: int | None, *, 
         values = pc.fill_null(column, 0).to_numpy(zero_copy_only=False)
         starts[1:] |= values[1:] != values[:-1]
         starts |= np.asarray(column.is_null())
-    times, clock = _times(tail, marker | seen, clock_us)
+    times, clock = _times(tail, marker, clock_us)
     return _Order(
         times=times,
         transactions=np.cumsum(starts),
@@ -240,19 +240,14 @@ def _order(tail: pa.Table, ops: npt.NDArray[np.uint8], clock_us: int | None, *, 
     )
 
 
-def _times(tail: pa.Table, noticed: npt.NDArray[np.bool_], clock_us: int | None) -> tuple[Times, int | None]:
-    """Return the records' times, none below the previous one, and the last of them.
-
-    Args:
-        tail: the records.
-        noticed: which of them capture made: markers, and partitions that a look at the source found to be gone.
-        clock_us: the time before them.
-    """
+def _times(tail: pa.Table, marker: npt.NDArray[np.bool_], clock_us: int | None) -> tuple[Times, int | None]:
+    """Return the records' times, none below the previous one, and the last of them."""
     committed = tail.column("__commit_ts").combine_chunks()
     moments = pc.coalesce(committed.cast(INSTANT).cast(pa.int64()), pa.scalar(_UNKNOWN, pa.int64()))
     times = np.array(moments.to_numpy(zero_copy_only=False), np.int64)
-    # Their own time is from this machine's clock, not the source's: they get the time before them, if there is one.
-    judged = np.where(noticed, _UNKNOWN, times)
+    # A marker's own time is from this machine's clock, not the source's: it gets the time before it, if there is
+    # one. So is that of a partition that a look found to be gone, but it may be long after the time before it.
+    judged = np.where(marker, _UNKNOWN, times)
     judged[0] = max(int(judged[0]), _UNKNOWN if clock_us is None else clock_us)
     running = np.maximum.accumulate(judged)
     last = int(running[-1])
