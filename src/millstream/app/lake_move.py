@@ -4,10 +4,15 @@ The order, and why a crash after any step leaves a lake that is right:
 
 1. Nothing lands: the command holds the locks of everything that writes into the lake.
 2. A marker in the new place says whose unfinished move it is. Whatever an earlier move left there is deleted.
-3. Every object is copied, read again and compared. The old lake is only read.
-4. The marker is deleted: a lake with one would be deleted by a later move to its place.
-5. `location` is replaced in `millstream.toml`, in one step. Before it the old lake is the lake; after it the new one. The old
-   lake stays until a person deletes it.
+3. Every object is copied, read again and compared. The old lake is only read. Iceberg's metadata hold absolute addresses: they
+   are written again in the new place, and compared.
+4. The marker is deleted: a lake with one would be deleted by a later move to its place. With Iceberg, one transaction of the
+   catalog follows. From it on the new lake is the lake, which commands report (`lake_moved`) until the next step.
+5. `location` is replaced in `millstream.toml`, in one step. Before it a lake of Delta tables is the old one; after it the new
+   one. The old lake stays until a person deletes it.
+
+If an Iceberg lake's files were moved by hand, the catalog has other addresses than the present place. Then the command may
+name that place: nothing is copied, and the metadata are written again next to the old ones.
 """
 
 from __future__ import annotations
@@ -30,10 +35,9 @@ from millstream.config.file_edits import with_location
 from millstream.errors import LakeError, UsageError
 from millstream.home.config_mapping import lake_layout
 from millstream.home.home import Home
-from millstream.lake.commit_cuts import last_cut
 from millstream.lake.data_files import probe_storage, remove_folder, storage_of
-from millstream.lake.rebuild import check_movable
 from millstream.lake.store_errors import lake_errors
+from millstream.lake.table_format import format_of
 from millstream.model.addresses import mask_address
 from millstream.model.human_text import human_bytes
 from millstream.private_files import make_folder, replace_file
@@ -41,6 +45,7 @@ from millstream.processes.role_locks import Role, RoleLock
 
 if TYPE_CHECKING:
     from millstream.lake.layout import LakeLayout
+    from millstream.lake.table_format import TablesMove
 
 _ROLES: Final[tuple[Role, ...]] = ("run", "pipeline", "replay", "forget", "serve")
 """Everything that writes into the lake, and the server, which would go on reading the old one."""
@@ -57,6 +62,7 @@ class MovedLake:
     """The old lake's folder or URL, with the stream's name. Nothing reads it any longer."""
     new: str
     files: int
+    """Number of files that were copied; 0 if they were in the new place already."""
     size_bytes: int
 
 
@@ -75,9 +81,11 @@ def move_lake(
         HomeBusy: a process of the home lands or serves.
         UsageError: the lake is there already, or the place is within it; or the file names its location in a way that can't be
             replaced.
+        LakeConflict: another program changed a table of an Iceberg lake; nothing was changed.
+        LakeFilesGone: the metadata of an Iceberg table can't be read.
         ConfigError: the new location isn't one that the file may have.
         LakeError (`lake_table_exists`): something else lies there. Nothing was changed.
-        LakeError (`lake_format_unsupported`): its tables are Iceberg's.
+        LakeError (`lake_format_unsupported`): its tables are Iceberg's, and their catalog is a server.
         LakeError (`lake_in_database`): the stream's tables are in PostgreSQL.
         LakeUnavailable: either place can't be reached. The old lake is as it was.
     """
@@ -88,31 +96,30 @@ def move_lake(
             locks.enter_context(RoleLock.take(home.run_folder, role))
         stream_id = catalog.stream(name).id
         old = lake_layout(home, name, config, stream_id)
-        check_movable(old, old.root)
-        text = _new_text(home, name, location)
+        text = None if location == config.lake.location else _new_text(home, name, location)
         moved = config.model_copy(update={"lake": config.lake.model_copy(update={"location": location})})
         new = lake_layout(home, name, moved, stream_id)
-        if new.root == old.root:
+        tables = format_of(old).move(old, new)
+        if new.root == old.root and tables.is_done:
             raise UsageError(f"the lake of {name} lies at {mask_address(new.root)} already")
         if _is_within(new.root, old.root) or _is_within(old.root, new.root):
             raise UsageError(
                 f"{mask_address(new.root)} and the lake at {mask_address(old.root)} can't lie one within the other"
             )
-        _take_place(new)
-        files, size_bytes = 0, 0
-        for path, size in _files(old):
-            _copy(old, new, path)
-            files, size_bytes = files + 1, size_bytes + size
-            if files % 1000 == 0:
-                say(f"{files:,} files, {human_bytes(size_bytes)} copied")
-        _compare(old, new)
-        if "://" not in new.location:
-            os.sync()  # the file may name it only once a power cut can't take it away
-        failpoints.hit("lake_move.copied")
-        with lake_errors(new.root):
-            storage_of(new, new.root).delete_file(_MARKER)
-        failpoints.hit("lake_move.unmarked")
-        replace_file(home.config_file, text.encode())
+        files = size_bytes = 0
+        if not tables.is_done:
+            is_copied = new.root != old.root
+            if is_copied:
+                _take_place(new)
+                files, size_bytes = _copy_files(old, new, tables, say)
+            tables.write()
+            if "://" not in new.location:
+                os.sync()  # the file may name it only once a power cut can't take it away
+            failpoints.hit("lake_move.copied")
+            tables.switch(lambda: _unmark(new) if is_copied else None)
+        failpoints.hit("lake_move.switched")
+        if text is not None:
+            replace_file(home.config_file, text.encode())
     return MovedLake(name, old.root, new.root, files, size_bytes)
 
 
@@ -173,12 +180,34 @@ def _take_place(new: LakeLayout) -> None:
             sink.write(mark)
 
 
-def _files(layout: LakeLayout) -> list[tuple[str, int]]:
-    """Return the paths and sizes of a lake's files, without a marker."""
+def _unmark(new: LakeLayout) -> None:
+    with lake_errors(new.root):
+        storage_of(new, new.root).delete_file(_MARKER)
+    failpoints.hit("lake_move.unmarked")
+
+
+def _copy_files(old: LakeLayout, new: LakeLayout, tables: TablesMove, say: Callable[[str], None]) -> tuple[int, int]:
+    """Copy the files that stay as they are, and compare both places; return their number and size in bytes."""
+    files = size_bytes = 0
+    for path, size in _files(old, tables):
+        _copy(old, new, path)
+        files, size_bytes = files + 1, size_bytes + size
+        if files % 1000 == 0:
+            say(f"{files:,} files, {human_bytes(size_bytes)} copied")
+    if _files(old, tables) != _files(new, tables):
+        raise LakeError(
+            f"{mask_address(old.root)} changed while it was copied", hint="Run the command again.", path=old.root
+        )
+    return files, size_bytes
+
+
+def _files(layout: LakeLayout, tables: TablesMove) -> list[tuple[str, int]]:
+    """Return the paths and sizes of a lake's files that are copied as they are, without a marker."""
     with lake_errors(layout.root):
         storage = storage_of(layout, layout.root)
         found = storage.get_file_info(pafs.FileSelector("", recursive=True, allow_not_found=True))
-        return sorted((info.path, info.size) for info in found if info.is_file and info.path != _MARKER)
+    files = ((info.path.lstrip("/"), info.size) for info in found if info.is_file and info.path != _MARKER)
+    return sorted(file for file in files if tables.is_copied(file[0]))
 
 
 def _copy(old: LakeLayout, new: LakeLayout, path: str) -> None:
@@ -208,14 +237,3 @@ def _sink(storage: pafs.FileSystem, path: str) -> pa.NativeFile:
 def _pieces(file: pa.NativeFile) -> Iterator[bytes]:
     while piece := file.read(_PIECE_BYTES):
         yield piece
-
-
-def _compare(old: LakeLayout, new: LakeLayout) -> None:
-    """Raise unless both places have the same files, and the same last cut."""
-    if _files(old) != _files(new):
-        raise LakeError(
-            f"{mask_address(old.root)} changed while it was copied", hint="Run the command again.", path=old.root
-        )
-    # Through the tables' logs, as the pipeline reads them.
-    if last_cut(old) != last_cut(new):
-        raise LakeError(f"the lake at {mask_address(new.root)} isn't the one that was copied", path=new.root)

@@ -79,8 +79,9 @@ def move(invocation: Invocation, location: str, stream: str | None, as_json: boo
     """Move the lake to URL, an object store's prefix or a folder, and write it into millstream.toml as `location`.
 
     Nothing may land while it runs: stop `run` and `serve` first. Every file is copied, read again and
-    compared. The old lake stays, and the command says how to remove it. If it is interrupted, the old lake
-    is still the lake; run it again. Set the new store's `storage_options` before.
+    compared. The old lake stays, and the command says how to remove it. If it is interrupted, run it again.
+    Set the new store's `storage_options` before. After an Iceberg lake's files or its home were moved by hand, name
+    the lake's present location: the tables' metadata are written again with its address.
     """
     from millstream.app.lake_move import move_lake
     from millstream.model.addresses import mask_address
@@ -90,6 +91,9 @@ def move(invocation: Invocation, location: str, stream: str | None, as_json: boo
     if as_json:
         facts = {"stream": done.stream, "old": done.old, "new": done.new}
         print_json(facts | {"files": done.files, "size_bytes": done.size_bytes})
+        return
+    if not done.files:
+        note(f"The catalog has the tables at {mask_address(done.new)} now.")
         return
     note(
         f"{counted(done.files, 'file')} ({human_bytes(done.size_bytes)}) copied to {mask_address(done.new)}, and compared."

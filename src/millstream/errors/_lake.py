@@ -33,9 +33,10 @@ class LakeError(MillstreamError):
             exit_code=2,
         ),
         "lake_moved": Code(
-            "An Iceberg lake lies elsewhere than its catalog says: the home or the lake's folder was moved; details: path.",
+            "An Iceberg lake lies elsewhere than its catalog says: the home or the lake's folder was moved, or `pipeline move` was "
+            "interrupted at its end; details: path.",
             Retry.OPERATOR,
-            "Move it back: the tables hold absolute addresses.",
+            "Run `millstream pipeline move` with the `location` that millstream.toml names, or repeat the interrupted move.",
         ),
         "lake_catalog_lost": Code(
             "A folder has the metadata of an Iceberg table that the catalog lacks: the catalog was deleted or replaced. Details: path.",

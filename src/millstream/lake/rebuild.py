@@ -172,16 +172,6 @@ def set_aside(layout: LakeLayout, path: str) -> str | None:
     return aside
 
 
-def check_movable(layout: LakeLayout, path: str) -> None:
-    """Raise `lake_format_unsupported` if a table can't be moved with its folder."""
-    if not format_of(layout).is_movable:
-        raise LakeError(
-            f"what lies at {path} would have to be moved, which isn't supported with this format of tables",
-            code="lake_format_unsupported",
-            path=path,
-        )
-
-
 def make_way(layout: LakeLayout, view: View, schema: TableSchema, n: Seq, *, forget: bool = False) -> str | None:
     """Move a damaged view out of the way of a requested copy of the table; return its new path.
 

@@ -9,7 +9,7 @@ that handle: a format rejects a commit at a position if another commit of the sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Protocol
@@ -241,6 +241,32 @@ class OpenTable(Protocol):
         """
 
 
+class TablesMove(Protocol):
+    """A move of a lake's tables to another place; the files that are copied as they are, are the caller's."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the tables are in the new place already."""
+
+    def is_copied(self, path: str) -> bool:
+        """Whether a file is copied as it is; its path is that in the stream's folder."""
+
+    def write(self) -> None:
+        """Write the other files in the new place, once the rest is there, and compare the tables of both places.
+
+        Raises:
+            LakeError: they differ, or a file lies elsewhere than in the lake.
+            LakeFilesGone: a table's metadata can't be read.
+        """
+
+    def switch(self, last: Callable[[], None]) -> None:
+        """Make the new place the tables' place, in one step; `last` is called right before it.
+
+        Raises:
+            LakeConflict: another program changed a table; nothing was changed.
+        """
+
+
 class TableFormat(Protocol):
     """A format: it opens and creates tables."""
 
@@ -248,8 +274,6 @@ class TableFormat(Protocol):
     """How history is partitioned."""
     metadata_folder: str
     """The folder, in a table's own, that has the format's metadata."""
-    is_movable: bool
-    """Whether a table can be moved with its folder."""
     names_snapshots: bool
     """Whether other programs open a version by another number than `OpenTable.version` (`snapshot_ids`)."""
 
@@ -272,6 +296,14 @@ class TableFormat(Protocol):
         properties: Mapping[str, str],
     ) -> OpenTable:
         """See `create_table`."""
+
+    def move(self, old: LakeLayout, new: LakeLayout) -> TablesMove:
+        """Return how a lake's tables follow its files to another place, which may be the same if the catalog has another one.
+
+        Raises:
+            LakeError (`lake_format_unsupported`): they can't.
+            LakeUnavailable: the catalog doesn't answer.
+        """
 
     def remove(self, layout: LakeLayout, path: str) -> None:
         """Delete a table of ours that readers don't know, with its folder; does nothing if there is none."""

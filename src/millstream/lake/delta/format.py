@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     import pyarrow.dataset as ds
 
     from millstream.lake.data_files import NewFile
+    from millstream.lake.delta.moving import DeltaMove
 
 STAMP: Final = "millstream"
 STREAM_PROPERTY: Final = "millstream.stream"
@@ -300,7 +301,6 @@ class DeltaFormat:
 
     partition = Partition(MONTH_COLUMN, "%Y-%m", pa.field(MONTH_COLUMN, pa.string()))
     metadata_folder = "_delta_log"
-    is_movable = True
     names_snapshots = False
 
     def open(
@@ -371,6 +371,12 @@ class DeltaFormat:
 
     def forget_versions(self, layout: LakeLayout, path: str) -> None:
         """See `TableFormat`: history's log has the bounds of positions and days alone."""
+
+    def move(self, old: LakeLayout, new: LakeLayout) -> DeltaMove:
+        """See `TableFormat`."""
+        from millstream.lake.delta.moving import DeltaMove
+
+        return DeltaMove(old, new)
 
     def remove(self, layout: LakeLayout, path: str) -> None:
         """See `TableFormat`."""

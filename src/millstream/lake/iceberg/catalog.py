@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from threading import Lock
@@ -98,6 +98,21 @@ def _opened(properties: tuple[tuple[str, str], ...]) -> Catalog:
         # A kept connection would go on with a file that was moved away, also after another was put in its place.
         catalog.engine = create_engine(taken["uri"], poolclass=NullPool)
     return catalog
+
+
+def metadata_addresses(catalog: Catalog, namespaces: Sequence[str]) -> dict[tuple[str, str], str]:
+    """Return where an SQL catalog has the newest metadata of each table of some namespaces, by namespace and name; none of a server."""
+    from pyiceberg.catalog.sql import IcebergTables, SqlCatalog
+    from sqlalchemy import select
+    from sqlalchemy.orm import Session
+
+    if not isinstance(catalog, SqlCatalog):
+        return {}
+    asked = select(IcebergTables).where(
+        IcebergTables.catalog_name == catalog.name, IcebergTables.table_namespace.in_(namespaces)
+    )
+    with Session(catalog.engine) as session:
+        return {(row.table_namespace, row.table_name): row.metadata_location or "" for row in session.scalars(asked)}
 
 
 def make_namespace(catalog: Catalog, namespace: str) -> None:

@@ -132,6 +132,12 @@ def _keep(location: str, content: bytes) -> None:
             _contents.popitem(last=False)
 
 
+def forget_content(location: str) -> None:
+    """Drop what is kept of a file of metadata, so that the next read is the store's."""
+    with _lock:
+        _contents.pop(location, None)
+
+
 def storage_of(layout: LakeLayout, path: str) -> pafs.FileSystem:
     """Return the file system whose root is a table's folder."""
     if "://" not in path:

@@ -18,7 +18,7 @@ from pyiceberg.transforms import DayTransform, IdentityTransform
 from millstream.errors import LakeError, LakeFilesGone, LakeTableForeign
 from millstream.lake.data_files import remove_folder
 from millstream.lake.iceberg import erasure
-from millstream.lake.iceberg.catalog import catalog_errors, catalog_of, files_read, make_namespace
+from millstream.lake.iceberg.catalog import catalog_errors, catalog_of, files_read, make_namespace, metadata_addresses
 from millstream.lake.iceberg.clearing import clear, is_cleared, renew
 from millstream.lake.iceberg.columns import arrow_columns, evolve, new_schema, sort_fields, stored_columns, with_ids
 from millstream.lake.iceberg.facts import (
@@ -35,6 +35,7 @@ from millstream.lake.iceberg.facts import (
 )
 from millstream.lake.iceberg.files import address_of, storage_of
 from millstream.lake.iceberg.handle import IcebergHandle
+from millstream.lake.iceberg.moving import IcebergMove
 from millstream.lake.iceberg.names import identifier_of, view_of
 from millstream.lake.layout import LakeLayout
 from millstream.lake.other_formats import check_format
@@ -52,7 +53,6 @@ class IcebergFormat:
 
     partition = PARTITION
     metadata_folder = "metadata"
-    is_movable = False  # the catalog has its address
     names_snapshots = True
 
     def open(
@@ -152,6 +152,10 @@ class IcebergFormat:
         opened = self.open(layout, path, app, version=None)
         assert opened is not None, "it was made just now"
         return opened
+
+    def move(self, old: LakeLayout, new: LakeLayout) -> IcebergMove:
+        """See `TableFormat`."""
+        return IcebergMove(old, new)
 
     def remove(self, layout: LakeLayout, path: str) -> None:
         """See `TableFormat`."""
@@ -259,13 +263,18 @@ def _load(layout: LakeLayout, path: str) -> Table | None:
         with catalog_errors(path):
             check_format(layout, path, "_delta_log")
         return None
-    if table.location() != address_of(layout, path):
+    _check_place(layout, path, table.location())
+    return table
+
+
+def _check_place(layout: LakeLayout, path: str, address: str) -> None:
+    """Raise `lake_moved` if the catalog has another address for a table than its folder's."""
+    if address != address_of(layout, path):
         raise LakeError(
-            f"the catalog has the table at {table.location()}, and its place is {address_of(layout, path)} now",
+            f"the catalog has the table at {address}, and its place is {address_of(layout, path)} now",
             code="lake_moved",
             path=path,
         )
-    return table
 
 
 def _in_catalog(layout: LakeLayout, path: str) -> Table | None:
@@ -276,6 +285,11 @@ def _in_catalog(layout: LakeLayout, path: str) -> Table | None:
                 return catalog_of(layout).load_table(identifier_of(layout, path))
         except (NoSuchTableError, NoSuchNamespaceError):
             return None
+        except LakeFilesGone:
+            namespace, name = identifier_of(layout, path)
+            known = metadata_addresses(catalog_of(layout), [namespace]).get((namespace, name), "")
+            _check_place(layout, path, known.rpartition("/metadata/")[0])
+            raise
 
 
 def _was_committed(layout: LakeLayout, path: str) -> bool:

@@ -37,6 +37,12 @@ def namespace_of(layout: LakeLayout, path: str) -> tuple[str, str]:
     return (f"{stream}_{view}", slash + folder) if view in VIEWS else (stream, within)
 
 
+def namespaces_of(layout: LakeLayout) -> tuple[str, ...]:
+    """Return the namespaces of a stream's tables: its own first, then those of the views and of rebuilds."""
+    stream = _OTHER.sub("_", layout.stream_name)
+    return (stream, *(f"{stream}_{view}" for view in sorted(VIEWS)), f"{stream}_building")
+
+
 def view_of(layout: LakeLayout, path: str) -> str:
     """Return the view that a table's folder belongs to; `commits` for the table of cuts."""
     return "commits" if path == layout.commits_path else path.rsplit("/", 2)[1]
