@@ -25,12 +25,12 @@ from millstream.home.home import Home
 from millstream.lake.commit_cuts import commit_cut, last_cut
 from millstream.lake.folded.current import fold_table
 from millstream.lake.history import append_history
-from millstream.lake.layout import LakeLayout
+from millstream.lake.layout import LakeLayout, has_current
 from millstream.lake.query.query_session import LakeSession
 from millstream.model.ids import SchemaVersion, ShardId, TableId
 from millstream.model.positions import Seq
 from millstream.model.records import Op
-from millstream.model.schema import Column
+from millstream.model.schema import Column, ReplicaIdentity
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.writer import LogWriter
 
@@ -70,7 +70,9 @@ def land(layout: LakeLayout, reader: StreamReader, *, fold: bool) -> Seq:
         found.setdefault(part.schema.table_id, []).append(part)
     landed = [append_history(layout, parts[-1].schema, [part.batch for part in parts], end) for parts in found.values()]
     if fold:
-        landed += [fold_table(layout, parts[-1].schema, end) for parts in found.values() if parts[-1].schema.key]
+        landed += [
+            fold_table(layout, parts[-1].schema, end) for parts in found.values() if has_current(parts[-1].schema)
+        ]
     commit_cut(layout, end, landed, committed_at=datetime.now(UTC))
     return end
 
@@ -217,19 +219,39 @@ def test_rows_of_an_idle_table_have_a_later_columns_default(tmp_path: Path) -> N
     assert [(found["id"], found["grade"]) for found in rows] == [(1, 5)]
 
 
-def test_rows_of_a_partition_that_left_are_gone_and_others_name_their_partition(tmp_path: Path) -> None:
-    leafy = replace(schema(5, "orders", Column("id", pa.int64(), pg(20, "bigint"))), partitioned=True)
+@pytest.mark.parametrize("kind", ["keyed", "bag", "records"])
+@pytest.mark.parametrize("landed", ["nothing", "records", "rows", "everything"])
+def test_rows_of_a_partition_that_left_are_gone_and_others_name_their_partition(
+    tmp_path: Path, landed: str, kind: str
+) -> None:
+    identity = {"keyed": ReplicaIdentity.DEFAULT, "bag": ReplicaIdentity.FULL, "records": ReplicaIdentity.NOTHING}[kind]
+    leafy = replace(
+        schema(5, "orders", Column("id", pa.int64(), pg(20, "bigint"))),
+        key=("id",) if kind == "keyed" else (),
+        identity=() if kind == "records" else ("id",),
+        replica_identity=identity,
+        partitioned=True,
+    )
 
     def change(index: int, op: Op, id_: int, leaf: int | None) -> dict[str, Any]:
         return row(index, op, id=id_, __partition_oid=leaf)
 
-    left = row(4, Op.PARTITION_LEFT, __partition_oid=11, __before=[("partition", "public.orders_1")])
-    first = [change(number, Op.CREATE, number, leaf) for number, leaf in enumerate((11, 11, 12, None))]
+    def left(index: int, leaf: int) -> dict[str, Any]:
+        return row(index, Op.PARTITION_LEFT, __partition_oid=leaf, __before=[("partition", f"public.orders_{leaf}")])
+
+    first = [change(0, Op.CREATE, 8, 11), row(1, Op.TRUNCATE), change(2, Op.CREATE, 9, 13), left(3, 13)]
+    first += [change(4 + number, Op.CREATE, number, leaf) for number, leaf in enumerate((11, 11, 12, None, 13))]
     moved = [change(0, Op.DELETE, 0, 11), change(1, Op.CREATE, 0, 12), change(2, Op.DELETE, 2, 12)]
-    moved += [change(3, Op.CREATE, 2, 11), left, change(5, Op.CREATE, 4, 11)]
+    moved += [change(3, Op.CREATE, 2, 11), change(4, Op.DELETE, 3, 12)]
+    if kind == "records":
+        moved = [change(1, Op.CREATE, 5, 12)]
+    moved += [left(6, 11), change(7, Op.CREATE, 6, 11)]
+    expected = {0: 12, 4: 13, 6: 11} if kind != "records" else {2: 12, 3: None, 4: 13, 5: 12, 6: 11}
+    reader, trimmed = StreamReader(str(tmp_path / "wal")), Trimmed(str(tmp_path / "wal"))
     with Catalog(tmp_path / "catalog.db") as catalog:
         stream = catalog.resolve_stream("web")
         _, epoch = catalog.register_writer(stream)
+        layout = LakeLayout(str(tmp_path / "lake"), "web", stream)
         with LogWriter.open(
             str(tmp_path / "wal"),
             stream=stream,
@@ -238,11 +260,20 @@ def test_rows_of_a_partition_that_left_are_gone_and_others_name_their_partition(
             reservations=catalog.reservations(stream),
         ) as log:
             log.append(ops([operation(1, 0x1000)], (leafy, 0, first)))
+            if landed in {"records", "rows"}:
+                trimmed.first = Seq(land(layout, reader, fold=landed == "rows") + 1)
             log.append(ops([operation(2, 0x1100)], (leafy, 0, moved)))
-    reader = StreamReader(str(tmp_path / "wal"))
+            if landed == "everything":
+                trimmed.first = Seq(land(layout, reader, fold=False) + 1)
     definition = Definition.parse({"name": "search"})
     wanted = Wanted("web", definition, None, tables_of(reader, definition), reader.persisted_upto())
-    total = write_rows(tmp_path / "rows", wanted, reader, lambda _: pytest.fail("the log has all rows"), lambda: False)
-    found = [json.loads(one.record) for one in Rows(tmp_path / "rows", definition).read(0, 10)]
+
+    def lake(upto: Seq) -> LakeSession:
+        cut = last_cut(layout)
+        assert cut is not None
+        return LakeSession(layout, as_of=Seq(min(upto, cut.n)), partitions=True)
+
+    total = write_rows(tmp_path / "rows", wanted, trimmed, lake, lambda: False)
+    found = [json.loads(one.record) for one in Rows(tmp_path / "rows", definition).read(0, 20)]
     assert total == len(found)
-    assert {one["row"]["id"]: one["partition_oid"] for one in found} == {0: 12, 3: None, 4: 11}
+    assert {one["row"]["id"]: one["partition_oid"] for one in found} == expected

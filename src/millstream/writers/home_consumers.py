@@ -399,7 +399,7 @@ def _open_lake(home: Home, stream: str, stream_id: StreamId, upto: Seq) -> LakeS
     cut = None if layout is None else last_cut(layout)
     if layout is None or cut is None:
         raise LakeBehind("nothing has landed in the lake so far")
-    return LakeSession(layout, as_of=Seq(min(upto, cut.n)))
+    return LakeSession(layout, as_of=Seq(min(upto, cut.n)), partitions=True)
 
 
 def configured_consumers(home: Home, stream: str) -> dict[str, Definition]:

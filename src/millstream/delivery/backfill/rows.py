@@ -421,15 +421,24 @@ def _lake_rows(
     name = lake.name_of(table)
     assert name is not None
     source = name
-    if not has_current(schema):  # each record is a row
-        whole = ".".join(parse_qualified_name(name))
-        source = f"history.{quote(whole)} WHERE __op IN ('{Op.CREATE.letter}', '{Op.COPY.letter}')"
+    if not has_current(schema):
+        source = _records_there(lake, f"history.{quote('.'.join(parse_qualified_name(name)))}")
     for rows in lake.stream(f"SELECT * FROM {source}"):
         own, batch = filled_records(schema, copied_records(schema, rows), wanted.tables[table])
         facts = record_facts(own, batch, stream=wanted.stream, shard=ShardId(0), epoch=Epoch(0))
         keys = groups_of(own, batch, KEY, [""] * batch.num_rows)
         each = zip(facts, keys, _owns(own, batch, wanted), _matches(own, batch, wanted), strict=True)
         yield (_row(own, one, own_keys, group, matches=matches) for one, own_keys, group, matches in each)
+
+
+def _records_there(lake: LakeSession, history: str) -> str:
+    """Return the text behind FROM for records of which each is a row: those behind a truncate, and of partitions that are left."""
+    truncated = f"SELECT coalesce(max(__seq), 0) FROM {history} WHERE __op = '{Op.TRUNCATE.letter}'"
+    text = f"{history} h WHERE __op IN ('{Op.CREATE.letter}', '{Op.COPY.letter}') AND __seq > ({truncated})"
+    if all(name != PARTITION_OID.name for name, _ in lake.columns(history)):
+        return text
+    left = f"x.__op = '{Op.PARTITION_LEFT.letter}' AND x.{PARTITION_OID.name} = h.{PARTITION_OID.name}"
+    return f"{text} AND NOT EXISTS (FROM {history} x WHERE {left} AND x.__seq > h.__seq)"
 
 
 def copied_records(schema: TableSchema, rows: pa.RecordBatch) -> pa.RecordBatch:

@@ -41,7 +41,7 @@ from millstream.lake.query.namesakes import Namesakes, names_written
 from millstream.lake.query.overlay import SEQ
 from millstream.lake.query.query_limits import QueryBounds
 from millstream.lake.query.renamed_records import records_sql
-from millstream.lake.query.rows import RecordRange, bag_sql, built_sql, keyed_sql, left_sql
+from millstream.lake.query.rows import RecordRange, left_sql, table_sql
 from millstream.lake.query.sql_keywords import CATALOG_WORDS, LIST, LISTED, stands_in, words_to_quote
 from millstream.lake.query.time_travel import (
     LogTail,
@@ -66,8 +66,6 @@ if TYPE_CHECKING:
 
 HISTORY: Final = "history"
 SCD2: Final = "scd2"
-OVERLAY_ROWS_MAX: Final = 3_000_000
-"""Records without a `current` below them: more are built into a scratch file, in bounded memory."""
 _STREAM_ROWS: Final = 1 << 16
 
 
@@ -90,6 +88,7 @@ class LakeSession:
         merged: MergedTables | None = None,
         log: LogTail | None = None,
         bounds: QueryBounds | None = None,
+        partitions: bool = False,
     ) -> None:
         """Open a session.
 
@@ -108,6 +107,7 @@ class LakeSession:
             log: reads the log's records that the lake lacks, which the session shows as if they had landed, up to the
                 readable end; None for the lake alone.
             bounds: the session's bounds; None for none.
+            partitions: whether rows of a partitioned table have `__partition_oid`.
 
         Raises:
             UsageError (`missing_extra`): DuckDB isn't installed.
@@ -122,7 +122,7 @@ class LakeSession:
         folder = None if bounds is None else bounds.folder
         self._scratch = tempfile.TemporaryDirectory(prefix="millstream-query-", dir=folder)
         self._engine = Engine(self._scratch.name, bounds)
-        self._past = as_of is not None
+        self._past, self._shows_partitions = as_of is not None, partitions
         self.landed_by: Final = landed_by
         """The other node that lands the tables; None if this one does."""
         try:
@@ -566,12 +566,9 @@ class LakeSession:
             self._layout, schema, history, after, self._n, known=None if self._past else self._capture_knows
         )
         run = RecordRange(self._engine, self._layout, history, schema, after, self._n)
-        if not schema.key:
-            sql = bag_sql(self._engine, run, base, schema, columns)
-        elif base is None and run.rows > OVERLAY_ROWS_MAX:
-            sql = built_sql(self._engine, self._n, history, schema, columns)
-        else:
-            sql = keyed_sql(self._engine, run, base, schema, columns)
+        sql = table_sql(
+            self._engine, run, base, history, schema, columns, upto=self._n, partitions=self._shows_partitions
+        )
         self._engine.view(schema.namespace, schema.name, sql)
 
     def _base(self, folder: str, schema: TableSchema) -> OpenTable | None:

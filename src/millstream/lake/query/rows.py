@@ -1,12 +1,13 @@
 """A table's rows at a position, as SQL: `current`, without rows that later records delete, with those they insert.
 
-Each function returns a SELECT with the schema's columns, and `__exact` if a row needs it.
+Each function returns a SELECT with the schema's columns, and `__exact` if a row needs it. If asked, rows of a
+partitioned table have `__partition_oid`, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -29,6 +30,9 @@ from millstream.lake.table_format import OpenTable
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.records import PARTITION_OID
 from millstream.model.schema import TableSchema
+
+OVERLAY_ROWS_MAX: Final = 3_000_000
+"""Records without a `current` below them: more are built into a scratch file, in bounded memory."""
 
 
 class RecordRange:
@@ -139,7 +143,45 @@ class RecordRange:
         return rows.filter(pc.and_(pc.greater(seqs, self._after), pc.less_equal(seqs, self._upto)))
 
 
-def keyed_sql(engine: Engine, run: RecordRange, base: OpenTable | None, schema: TableSchema, columns: pa.Schema) -> str:
+def table_sql(
+    engine: Engine,
+    run: RecordRange,
+    base: OpenTable | None,
+    history: OpenTable,
+    schema: TableSchema,
+    columns: pa.Schema,
+    *,
+    upto: Seq,
+    partitions: bool,
+) -> str:
+    """Return a table's rows.
+
+    Args:
+        engine: the session's engine.
+        run: the records behind `base`, up to the position.
+        base: `current` at or below the position; None if everything comes from history.
+        history: the table's history.
+        schema: its schema at the position.
+        columns: those of `current`.
+        upto: the position.
+        partitions: whether rows of a partitioned table have `__partition_oid`.
+    """
+    shown = [*schema.column_names, *([PARTITION_OID.name] if partitions and schema.partitioned else [])]
+    if not schema.key:
+        return _bag_sql(engine, run, base, schema, columns, shown)
+    if base is None and run.rows > OVERLAY_ROWS_MAX:
+        return _built_sql(engine, upto, history, schema, columns, shown)
+    return _keyed_sql(engine, run, base, schema, columns, shown)
+
+
+def _keyed_sql(
+    engine: Engine,
+    run: RecordRange,
+    base: OpenTable | None,
+    schema: TableSchema,
+    columns: pa.Schema,
+    shown: list[str],
+) -> str:
     """Return the rows that records insert, on top of the rows of `current` that they leave."""
     stood = base is not None
 
@@ -150,9 +192,8 @@ def keyed_sql(engine: Engine, run: RecordRange, base: OpenTable | None, schema: 
     source, have = "", list[str]()
     if base is not None and not over.truncated:
         source, have = run.scan_base(base, columns)
-    shown = [column.name for column in schema.columns]
     if EXACT.name in have or over.exact:
-        shown.append(EXACT.name)
+        shown = [*shown, EXACT.name]
     types = engine.register(pa.schema([*columns, EXACT]).empty_table())
     parts = []
     # DuckDB's own tables, which it probes faster than Arrow's: ten million times, for a query over everything.
@@ -181,7 +222,14 @@ def _winners_sql(
     return f"SELECT {', '.join(values)} FROM {winners} w JOIN {source} h ON h.{SEQ} = w.{SEQ}"
 
 
-def bag_sql(engine: Engine, run: RecordRange, base: OpenTable | None, schema: TableSchema, columns: pa.Schema) -> str:
+def _bag_sql(
+    engine: Engine,
+    run: RecordRange,
+    base: OpenTable | None,
+    schema: TableSchema,
+    columns: pa.Schema,
+    shown: list[str],
+) -> str:
     """Return the rows of a table without a key.
 
     They are those of `current`, less as many equal ones as were deleted, and new ones.
@@ -190,9 +238,8 @@ def bag_sql(engine: Engine, run: RecordRange, base: OpenTable | None, schema: Ta
     source, have = "", list[str]()
     if base is not None and not folded.truncated:
         source, have = run.scan_base(base, columns)
-    shown = [column.name for column in schema.columns]
     if EXACT.name in have or folded.rows.column(EXACT.name).null_count < folded.rows.num_rows:
-        shown.append(EXACT.name)
+        shown = [*shown, EXACT.name]
     fresh = f"SELECT {names(shown)} FROM {engine.register(folded.rows)}"
     if not source:
         return fresh
@@ -228,10 +275,12 @@ def left_sql(engine: Engine, layout: LakeLayout, history: OpenTable, schema: Tab
         )
     columns = current_columns(layout, schema, history)
     run = RecordRange(engine, layout, history, schema, Seq(0), upto)
-    return (keyed_sql if schema.key else bag_sql)(engine, run, None, schema, columns)
+    return (_keyed_sql if schema.key else _bag_sql)(engine, run, None, schema, columns, schema.column_names)
 
 
-def built_sql(engine: Engine, upto: Seq, history: OpenTable, schema: TableSchema, columns: pa.Schema) -> str:
+def _built_sql(
+    engine: Engine, upto: Seq, history: OpenTable, schema: TableSchema, columns: pa.Schema, shown: list[str]
+) -> str:
     """Return a large table's rows from all of its history, through a scratch file."""
     import pyarrow.parquet as pq
 
@@ -242,8 +291,7 @@ def built_sql(engine: Engine, upto: Seq, history: OpenTable, schema: TableSchema
         for part in parts:
             engine.watch.check()
             writer.write_table(conform(build_rows(history, schema, columns, upto, part), shape))
-    shown = [column.name for column in schema.columns] + ([EXACT.name] if exact else [])
-    return f"SELECT {names(shown)} FROM {engine.parquet([path])}"
+    return f"SELECT {names([*shown, *([EXACT.name] if exact else [])])} FROM {engine.parquet([path])}"
 
 
 def _rows_of(engine: Engine, run: RecordRange, base: OpenTable | None, keys: Keys, columns: pa.Schema) -> pa.Table:
@@ -276,11 +324,19 @@ def _nothing(keys: Keys) -> pa.Table:
 def _without(kept: str, gone: str, shown: list[str], columns: pa.Schema) -> str:
     """Return a bag's rows without as many equal ones as `gone` has.
 
-    The texts distinguish 0 and -0, which are equal in SQL.
+    The texts distinguish 0 and -0, which are equal in SQL. Equal rows are in the same partition, if it is known.
     """
     signs = "".join(f", CAST({quote(f.name)} AS VARCHAR)" for f in columns if pa.types.is_floating(f.type))
-    both = " EXCEPT ALL ".join(f"SELECT {names(shown)}{signs} FROM ({rows})" for rows in (kept, gone))
-    return f"SELECT {names(shown)} FROM ({both})"
+    own = f"{names([name for name in shown if name != PARTITION_OID.name])}{signs}"
+    if PARTITION_OID.name not in shown:
+        both = " EXCEPT ALL ".join(f"SELECT {own} FROM ({rows})" for rows in (kept, gone))
+        return f"SELECT {names(shown)} FROM ({both})"
+    both = f"SELECT *, false AS __is_gone FROM ({kept}) UNION ALL SELECT *, true FROM ({gone})"
+    fewer = f"count(*) FILTER (__is_gone) OVER (PARTITION BY {own}) AS __fewer"
+    order = f"ORDER BY {PARTITION_OID.name} NULLS FIRST"
+    number = f"row_number() OVER (PARTITION BY __is_gone, {own} {order}) AS __number"
+    counted = f"SELECT *, {fewer}, {number} FROM ({both})"
+    return f"SELECT {names(shown)} FROM ({counted}) WHERE NOT __is_gone AND __number > __fewer"
 
 
 def gone_table(gone: Keys) -> pa.Table:
