@@ -13,6 +13,7 @@ from pydantic import Field, field_validator
 from millstream.config import formed_texts as text
 from millstream.config.alerts_model import AlertsConfig
 from millstream.config.consumer_model import ConsumerConfig
+from millstream.config.lake_format import LakeFormat
 from millstream.config.quantities import size_bytes
 from millstream.config.replication_model import ReplicationConfig
 from millstream.config.routing_model import RoutingSection
@@ -126,7 +127,7 @@ class TableConfig(Section):
 class LakeConfig(Section):
     """The destination of a stream's tables."""
 
-    format: Literal["delta", "iceberg", "postgres"] = Field(
+    format: LakeFormat = Field(
         default="delta",
         description="Format of the tables: `delta` (files in a folder or an object store), `iceberg` (files in a folder or an object "
         "store, and a catalog; `pip install 'millstream[iceberg]'`), or `postgres` (tables of a database).",
