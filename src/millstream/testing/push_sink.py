@@ -80,12 +80,13 @@ class PushSinkConformance:
         assert list(stage.received()) == _pairs(batch)
 
     def test_every_kind_of_record_arrives(self, stage: SinkStage) -> None:
-        """Tables with any name, a truncate, and a logical message, which has no table."""
+        """Tables with any name, a truncate, a partition that left, and a logical message, which has no table."""
         batch = [
             push_message(0, table='"My schema"."T.1"', op="u"),
             push_message(1, op="t"),
             push_message(2, table=None, op="m"),
             push_message(3, op="d"),
+            push_message(4, op="x"),
         ]
         assert stage.open().deliver(batch) == ACCEPTED
         assert sorted(stage.received(), key=_id) == _pairs(batch)
