@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-
 from hypothesis import strategies as st
 
-from millstream.ingest.line_protocol import Lines, TableColumns, no_columns, tables_of_lines
+from millstream.ingest.fit_to_schema import ColumnsOf, no_columns
+from millstream.ingest.line_protocol import Lines, tables_of_lines
 from millstream.testing.oracle.line_protocol import tables_of_lines_plain
 
 NOW_NS = 1_700_000_000_123_456_789
@@ -18,7 +17,7 @@ def same(
     *,
     columns_max: int = 1600,
     rejected_max: int = 1000,
-    columns_of: Callable[[Collection[str]], TableColumns] = no_columns,
+    columns_of: ColumnsOf = no_columns,
 ) -> Lines:
     """Parse a body in machine code, and check that the oracle makes the same of it, to the last bit."""
     ours, plain = (

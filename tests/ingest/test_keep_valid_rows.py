@@ -194,6 +194,59 @@ def test_values_of_another_kind_than_most_are_left_out(values: list[Any], kept: 
     assert {row.column for row in rejected} == {"v"}
 
 
+@pytest.mark.parametrize(
+    ("column", "values", "kept"),
+    [
+        (pa.int64(), ["x", 2], [2]),
+        (pa.int64(), ["x", "y", 2.5, None, 3], [2.5, None, 3.0]),
+        (pa.string(), [1, 2, "x"], ["x"]),
+        (pa.string(), [1, {"a": 1}, 2], ['{"a":1}']),
+        (pa.bool_(), ["x", "y", True], [True]),
+        (pa.list_(pa.int64()), ["x", "y", [1]], [[1]]),
+        (pa.decimal128(38, 9), ["x", "y", Decimal(1)], [Decimal(1)]),
+        (pa.binary(), ["x", 1, 2], [1, 2]),
+    ],
+)
+def test_the_tables_column_decides_which_kind_is_kept(column: pa.DataType, values: list[Any], kept: list[Any]) -> None:
+    table, rejected = table_of_valid([{"v": value} for value in values], types=lambda: {"v": column})
+    assert table.column("v").to_pylist() == kept
+    assert len(rejected) == len(values) - len(kept)
+
+
+def test_tables_are_looked_up_only_for_values_of_several_kinds() -> None:
+    def types() -> dict[str, pa.DataType]:
+        pytest.fail("it was looked up")
+
+    assert table_of_valid([{"v": "x"}, {"v": "y"}], types=types)[1] == ()
+
+
+def test_rows_that_fit_the_table_are_kept_whatever_most_rows_hold(tmp_path: Path) -> None:
+    make_home(tmp_path / "web", WEB)
+    with millstream.open(tmp_path / "web") as home:
+        home.append("web", "n", {"a": 1})
+        for call in (home.append, lambda _, *rest, **options: home.session("web", "s").append(*rest, **options)):
+            told = call("web", "n", [{"a": "x"}, {"a": 2}], keep_valid_rows=True)
+            assert ([row.row for row in told.rejected], told.row_count) == ([0], 1)
+        both = home.append_all("web", {"n": [{"a": None}, {"a": "x"}, {"a": 3}]}, keep_valid_rows=True)
+        assert [row.row for row in both.tables["public.n"].rejected] == [1]
+        assert [row["a"] for batch in home.read("web", table="n") for row in batch.to_pylist()] == [1, 2, 2, None, 3]
+
+
+def test_each_row_of_a_refused_request_is_named(tmp_path: Path) -> None:
+    make_home(tmp_path / "web", WEB)
+    with millstream.open(tmp_path / "web") as home:
+        home.append("web", "users", {"id": 1, "n": 1})
+        rows = [{"id": 2, "n": "x"}, {"n": 3}, {"id": 4, "n": True}, {"n": 5}]
+        with pytest.raises(InvalidValue) as refused:
+            home.append("web", "users", rows, keep_valid_rows=True)
+        assert [row["row"] for row in refused.value.details["rejected"]] == [0, 1, 2, 3]
+        with pytest.raises(InvalidValue) as refused:
+            home.append_all("web", {"users": rows, "other": [5]}, keep_valid_rows=True)
+        assert [(row["table"], row["row"]) for row in refused.value.details["rejected"]] == [
+            ("public.users", 0), ("public.users", 1), ("public.users", 2), ("public.users", 3), ("public.other", 0),
+        ]  # fmt: skip
+
+
 @given(st.lists(st.sampled_from(["before", "later", "kept"]), max_size=30))
 def test_rejected_rows_are_named_by_their_places_among_all_rows(fates: list[str]) -> None:
     rows = [RejectedRow(place, "invalid_value", f"row {place}") for place in range(len(fates))]

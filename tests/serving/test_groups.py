@@ -254,7 +254,7 @@ def test_rows_that_name_few_of_many_columns_are_counted_and_converted_on_a_threa
         intake = Intake(bytes_max, 32 << 20)
         writes = Writes(home, Groups(Log().append), intake, cast("Access", None))
         with Held(intake) as held:
-            await writes._rows("application/json", body, held, keep_valid_rows=keep)
+            await writes._rows("application/json", body, held, CLICKS._replace(keep_valid_rows=keep))
             return held.size_bytes
 
     assert asyncio.run(held_bytes(64 << 20)) > 500 * 4000 * CELL_BYTES

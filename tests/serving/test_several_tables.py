@@ -110,6 +110,14 @@ def test_the_options_work_as_for_one_table(server: Served) -> None:
         assert (parts["public.o_b"]["first"], parts["public.o_b"]["rows"]) == (None, 0)
         again = client.post(PATH, json=body, params={"on_clash": "rows"}, headers=key).json()
         assert (again["duplicate"], again["tables"]) == (True, parts)
+        # The tables have columns of integers: it doesn't matter which kind most values are of.
+        texts = {"tables": {"o_a": [{"n": "x"}, {"n": "y"}, {"n": 2}]}}
+        most = client.post(PATH, json=texts, params={"on_clash": "rows"}).json()["tables"]["public.o_a"]
+        assert ([row["row"] for row in most["rejected"]], most["rows"]) == ([0, 1], 1)
+        one = client.post(f"{PATH}/o_a", json=texts["tables"]["o_a"], params={"on_clash": "rows"}).json()
+        assert ([row["row"] for row in one["rejected"]], one["rows"]) == ([0, 1], 1)
+        none = client.post(f"{PATH}/o_a", json=[{"n": "x"}, {"n": 2.5}], params={"on_clash": "rows"})
+        assert (none.status_code, [row["row"] for row in none.json()["details"]["rejected"]]) == (422, [0, 1])
         numbered = {"Millstream-Session": "h", "Millstream-Session-Number": "1"}
         assert client.post(PATH, json={"tables": {"o_a": [{"n": 5}]}}, headers=numbered).json()["duplicate"] is False
         assert client.post(PATH, json={"tables": {"o_a": [{"n": 5}]}}, headers=numbered).json()["duplicate"] is True

@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Callable, Mapping, Sized
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from millstream.client.appends import APPEND_DEADLINE_S, AppendRequest, no_increments
+from millstream.client.appends import APPEND_DEADLINE_S, AppendRequest, no_increments, no_tables
 from millstream.model.names import parse_qualified_name
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from millstream.ingest.fit_to_schema import ColumnsOf
     from millstream.ingest.python_rows import Rows
     from millstream.model.operations import Appended, AppendedTables
 
@@ -62,8 +63,9 @@ class AsyncHomeAppends(Protocol):
         return appended
 
     async def _write(self, request: AppendRequest) -> Any:
-        tables, rejected = await columns_of(request, self._increments)
-        return request.result(await self._append(request, tables), rejected)
+        tables, rejected = await columns_of(request, self._increments, self._columns_of)
+        with request.naming(rejected, tables):
+            return request.result(await self._append(request, tables), rejected)
 
     async def _append(self, request: AppendRequest, tables: Mapping[str, pa.Table]) -> Appended | AppendedTables:
         """Append a request's valid rows."""
@@ -73,17 +75,27 @@ class AsyncHomeAppends(Protocol):
         """Return the words of the columns that take increments, as far as they are known here."""
         return no_increments(stream, table)
 
+    def _columns_of(self, stream: str) -> ColumnsOf:
+        """Return the look-up of a stream's tables, as far as they are known here."""
+        return no_tables(stream)
+
 
 async def columns_of(
-    request: AppendRequest, increments: Callable[[str, str], Mapping[str, str]] = no_increments
+    request: AppendRequest,
+    increments: Callable[[str, str], Mapping[str, str]] = no_increments,
+    look_up: Callable[[str], ColumnsOf] = no_tables,
 ) -> tuple[dict[str, pa.Table], Any]:
-    """Return as `AppendRequest.columns`; many rows are converted on a thread, while other tasks go on."""
+    """Return as `AppendRequest.columns`, while other tasks go on: many rows, and those that a look-up may decide, on a thread."""
     rows = request.rows
-    if request.table is not None:
+    if request.keep_valid_rows:
+        is_small = False
+    elif request.table is not None:
         is_small = _is_small(rows)
     else:
         is_small = not isinstance(rows, Mapping) or (len(rows) <= _SMALL_TABLES and all(map(_is_small, rows.values())))
-    return request.columns(increments) if is_small else await asyncio.to_thread(request.columns, increments)
+    if is_small:
+        return request.columns(increments, look_up)
+    return await asyncio.to_thread(request.columns, increments, look_up)
 
 
 def _is_small(rows: Rows) -> bool:

@@ -34,12 +34,14 @@ from millstream.errors import WriterClosed
 from millstream.export.follow_log import FollowedTables, follow_steps, position_of
 from millstream.home.config_mapping import increments_of
 from millstream.home.home import Home
+from millstream.home.table_columns import column_types
 from millstream.ingest.append_requests import sole_outcome
 from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from millstream.ingest.fit_to_schema import ColumnsOf
     from millstream.model.operations import Appended
     from millstream.model.positions import StreamToken
     from millstream.model.writes import SessionFacts
@@ -163,10 +165,13 @@ class AsyncOpenHome(AsyncHomeAppends):
     def _increments(self, stream: str, table: str) -> Mapping[str, str]:
         return increments_of(self._home, stream, table)
 
+    def _columns_of(self, stream: str) -> ColumnsOf:
+        return partial(column_types, self._home, stream)
+
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> AsyncSession:
         """Return as `OpenHome.session`."""
         check_stream(self._home, stream)
-        return AsyncSession(self._append, self.session_facts, stream, *session_of(name, next_number))
+        return AsyncSession(self._append, self.session_facts, stream, *session_of(name, next_number), self._columns_of)
 
     async def session_facts(self, stream: str, name: str) -> SessionFacts:
         """Return as `OpenHome.session_facts`."""

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from millstream.aio.appends import columns_of
-from millstream.client.appends import APPEND_DEADLINE_S, AppendRequest
+from millstream.client.appends import APPEND_DEADLINE_S, AppendRequest, no_tables
 from millstream.client.write_session import NumberedWrites
 from millstream.errors import UsageError
 from millstream.model.steps import run_async
@@ -15,6 +15,7 @@ from millstream.model.steps import run_async
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from millstream.ingest.fit_to_schema import ColumnsOf
     from millstream.ingest.python_rows import Rows
     from millstream.model.operations import Appended, AppendedTables
     from millstream.model.writes import SessionFacts
@@ -30,8 +31,9 @@ class AsyncSession(NumberedWrites):
         stream: str,
         name: str,
         next_number: int | None,
+        columns_of: Callable[[str], ColumnsOf] = no_tables,
     ) -> None:
-        super().__init__(append, facts, stream, name, next_number, asyncio.sleep)
+        super().__init__(append, facts, stream, name, next_number, asyncio.sleep, columns_of)
         self._asking = asyncio.Lock()
 
     @property
@@ -91,7 +93,8 @@ class AsyncSession(NumberedWrites):
         return appended
 
     async def _write(self, request: AppendRequest) -> Any:
-        tables, rejected = await columns_of(request)
+        tables, rejected = await columns_of(request, look_up=self._columns_of)
         if request.number is None and not self._numbers.is_known:
             await self.resume()
-        return request.result(await run_async(self._steps(request, tables), lambda call: call()), rejected)
+        with request.naming(rejected, tables):
+            return request.result(await run_async(self._steps(request, tables), lambda call: call()), rejected)

@@ -24,6 +24,7 @@ from millstream.export.record_reading import read_records
 from millstream.home.as_of_parsing import microseconds
 from millstream.home.config_mapping import increments_of
 from millstream.home.home import Home
+from millstream.home.table_columns import column_types
 from millstream.model.positions import StreamToken
 from millstream.model.writes import SessionFacts
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from millstream.client.appends import AppendRequest
     from millstream.client.home_calls import HomeCalls
+    from millstream.ingest.fit_to_schema import ColumnsOf
     from millstream.lake.query.query_session import LakeSession
     from millstream.model.operations import Appended
     from millstream.wal.reader import StreamReader
@@ -271,7 +273,7 @@ class OpenHome(HomeAppends):
             UsageError: the number is below 1.
         """
         check_stream(self._home, stream)
-        return Session(self._append, self.session_facts, stream, *session_of(name, next_number))
+        return Session(self._append, self.session_facts, stream, *session_of(name, next_number), self._columns_of)
 
     def session_facts(self, stream: str, name: str) -> SessionFacts:
         """Return the log's facts of a session: its mark, and the numbers above it.
@@ -294,6 +296,9 @@ class OpenHome(HomeAppends):
     def _increments(self, stream: str, table: str) -> Mapping[str, str]:
         self._home_appender()  # reports extras that are missing
         return increments_of(self._home, stream, table)
+
+    def _columns_of(self, stream: str) -> ColumnsOf:
+        return partial(column_types, self._home, stream)
 
     def _home_appender(self) -> HomeAppender:
         with self._appending:

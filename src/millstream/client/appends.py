@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from millstream.errors import InvalidValue, UsageError
-from millstream.model.names import parse_qualified_name
+from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.replication import AckLevel
 from millstream.model.writes import AppendBatch, WriteId
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from millstream.ingest.fit_to_schema import ColumnsOf
     from millstream.ingest.python_rows import Rows
     from millstream.model.operations import Appended, AppendedTables
 
@@ -44,28 +46,46 @@ class AppendRequest:
     def __post_init__(self) -> None:
         check_deadline(self.deadline_s)
 
-    def columns(self, increments: Callable[[str, str], Mapping[str, str]]) -> tuple[dict[str, pa.Table], Any]:
+    def columns(
+        self, increments: Callable[[str, str], Mapping[str, str]], columns_of: Callable[[str], ColumnsOf]
+    ) -> tuple[dict[str, pa.Table], Any]:
         """Return the valid rows as columns, by table, and the rejected ones as `result` takes them.
 
         Args:
             increments: returns the words of the columns that take increments, of a stream's table.
+            columns_of: returns the look-up of a stream's tables, whose columns decide the kinds of values.
 
         Raises:
             UsageError: a text is no table's name.
             InvalidValue, IngestError (`rows_too_large`): as `columns_for` and `tables_for`; or the one table has no rows.
         """
+        from millstream.ingest.fit_to_schema import types_of
         from millstream.ingest.keep_valid_rows import columns_for
         from millstream.ingest.multi_table_append import tables_for
 
         if self.table is None:
             of_table = partial(increments, self.stream)
-            return tables_for(self.rows, keep_valid_rows=self.keep_valid_rows, accumulates=of_table)
-        parse_qualified_name(self.table)
+            return tables_for(
+                self.rows,
+                keep_valid_rows=self.keep_valid_rows,
+                accumulates=of_table,
+                columns_of=columns_of(self.stream),
+            )
+        name = qualified_name(*parse_qualified_name(self.table))
         accumulates = partial(increments, self.stream, self.table)
-        columns, rejected = columns_for(self.rows, keep_valid_rows=self.keep_valid_rows, accumulates=accumulates)
+        types = partial(types_of, columns_of(self.stream), name)
+        columns, rejected = columns_for(
+            self.rows, keep_valid_rows=self.keep_valid_rows, accumulates=accumulates, types=types
+        )
         if not columns.num_rows:
             raise InvalidValue("an append needs at least one row", hint="Don't call it without rows.")
         return {self.table: columns}, rejected
+
+    def naming(self, rejected: Any, tables: Mapping[str, pa.Table]) -> AbstractContextManager[None]:
+        """Return as `keep_valid_rows.naming`: the block appends the tables' rows, without the rejected ones."""
+        from millstream.ingest.keep_valid_rows import naming
+
+        return naming(rejected, tables) if tables else nullcontext()
 
     def batch(self, tables: Mapping[str, pa.Table]) -> AppendBatch:
         """Return the request as a batch of one, with its rows by table; `UsageError` if `acks` is no level."""
@@ -185,8 +205,9 @@ class HomeAppends(Protocol):
         return appended
 
     def _write(self, request: AppendRequest) -> Any:
-        tables, rejected = request.columns(self._increments)
-        return request.result(self._append(request, tables), rejected)
+        tables, rejected = request.columns(self._increments, self._columns_of)
+        with request.naming(rejected, tables):
+            return request.result(self._append(request, tables), rejected)
 
     def _append(self, request: AppendRequest, tables: Mapping[str, pa.Table]) -> Appended | AppendedTables:
         """Append a request's valid rows."""
@@ -195,6 +216,17 @@ class HomeAppends(Protocol):
     def _increments(self, stream: str, table: str) -> Mapping[str, str]:
         """Return the words of the columns that take increments, as far as they are known here."""
         return no_increments(stream, table)
+
+    def _columns_of(self, stream: str) -> ColumnsOf:
+        """Return the look-up of a stream's tables, as far as they are known here."""
+        return no_tables(stream)
+
+
+def no_tables(_stream: str) -> ColumnsOf:
+    """Return a look-up that finds no table."""
+    from millstream.ingest.fit_to_schema import no_columns
+
+    return no_columns
 
 
 def no_increments(_stream: str, _table: str) -> Mapping[str, str]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.client.appends import APPEND_DEADLINE_S, AppendRequest, check_deadline, no_increments
+from millstream.client.appends import APPEND_DEADLINE_S, AppendRequest, check_deadline, no_increments, no_tables
 from millstream.errors import (
     AppendOutcomeUnknown,
     BufferOutcomeUnknown,
@@ -38,6 +38,7 @@ from millstream.model.steps import run
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from millstream.ingest.fit_to_schema import ColumnsOf
     from millstream.ingest.python_rows import Rows
     from millstream.model.operations import Appended, AppendedTables
     from millstream.model.writes import SessionFacts
@@ -221,8 +222,10 @@ class NumberedWrites:
         name: str,
         next_number: int | None,
         nap: Callable[[float], Any],
+        columns_of: Callable[[str], ColumnsOf],
     ) -> None:
         self._append = append
+        self._columns_of = columns_of
         self._facts = partial(facts, stream, name)
         self._stream = stream
         self._nap = nap
@@ -273,8 +276,9 @@ class Session(NumberedWrites):
         stream: str,
         name: str,
         next_number: int | None,
+        columns_of: Callable[[str], ColumnsOf] = no_tables,
     ) -> None:
-        super().__init__(append, facts, stream, name, next_number, time.sleep)
+        super().__init__(append, facts, stream, name, next_number, time.sleep, columns_of)
         self._asking = threading.Lock()
 
     @property
@@ -348,10 +352,11 @@ class Session(NumberedWrites):
         return appended
 
     def _write(self, request: AppendRequest) -> Any:
-        tables, rejected = request.columns(no_increments)
+        tables, rejected = request.columns(no_increments, self._columns_of)
         if request.number is None and not self._numbers.is_known:
             self.resume()
-        return request.result(run(self._steps(request, tables), lambda call: call()), rejected)
+        with request.naming(rejected, tables):
+            return request.result(run(self._steps(request, tables), lambda call: call()), rejected)
 
 
 def still_unknown(error: AppendOutcomeUnknown | BufferOutcomeUnknown, number: int) -> AppendOutcomeUnknown:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
-import pyarrow as pa
-
 from millstream.errors import UnknownStream
 from millstream.model.names import parse_qualified_name
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from millstream.home.home import Home
 
 

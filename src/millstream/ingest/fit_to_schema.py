@@ -6,7 +6,8 @@ is rounded or truncated, and text never becomes a number. `schema_on_write` exte
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable, Collection, Mapping
+from typing import Final, TypeAlias
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -17,6 +18,10 @@ from millstream.ingest.log_types import cast_checked
 from millstream.ingest.python_rows import ROWS_BYTES_MAX, too_large
 from millstream.model.schema import Column, TableSchema
 
+TableColumns: TypeAlias = Mapping[str, Mapping[str, pa.DataType]]
+"""The types of existing tables' columns by the columns' names, by the tables' full names."""
+ColumnsOf: TypeAlias = Callable[[Collection[str]], TableColumns]
+"""A look-up of a stream's tables, by their full names, for rows whose values are of several kinds."""
 FITTED_BYTES_MAX: Final = 2 * ROWS_BYTES_MAX
 """Size in bytes of a call's rows with all columns of their table: a table may have a thousand that the call
 doesn't name."""
@@ -24,6 +29,21 @@ _ROW_BYTES: Final = 32
 """Approximate bytes that the log adds to a row."""
 _VALUE_BYTES: Final = 5
 """Smallest size in bytes of a null, for example of text."""
+
+
+def no_columns(_tables: Collection[str]) -> TableColumns:
+    """Return that none of the tables exists."""
+    return {}
+
+
+def types_of(columns_of: ColumnsOf, table: str) -> Mapping[str, pa.DataType]:
+    """Return the types of one table's columns, by their names; none if there is no such table."""
+    return columns_of([table]).get(table, {})
+
+
+def may_fit(one: pa.DataType, column: pa.DataType) -> bool:
+    """Return whether a column may take values of a type: whether it takes each of them, `fits` tells."""
+    return bool(one == column) or _is_kin(one, column)
 
 
 def fitted_bytes(schema: TableSchema, rows: pa.Table) -> int:

@@ -9,7 +9,7 @@ a name twice, the last one counts, as is common.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from operator import itemgetter
@@ -208,8 +208,10 @@ def columns_of(rows: Sequence[Row], counts: Sequence[int] = ()) -> pa.Table:
     return with_named(found, rows)
 
 
-def valid_columns_of(rows: Sequence[Row], *, may_be_empty: bool = False) -> tuple[pa.Table, tuple[RejectedRow, ...]]:
-    """Return as `columns_of`, without rows whose values differ in kind from most of their column; and those.
+def valid_columns_of(
+    rows: Sequence[Row], *, may_be_empty: bool = False, types: Callable[[], Mapping[str, pa.DataType]] = dict
+) -> tuple[pa.Table, tuple[RejectedRow, ...]]:
+    """Return as `columns_of`, without rows whose values differ in kind from their column; and those.
 
     Raises as `table_of_valid`.
     """
@@ -219,7 +221,7 @@ def valid_columns_of(rows: Sequence[Row], *, may_be_empty: bool = False) -> tupl
         for row in rows:
             for name, value in row.items():
                 check_depth(name, [value])
-        return table_of_valid(rows, may_be_empty=may_be_empty)
+        return table_of_valid(rows, may_be_empty=may_be_empty, types=types)
 
 
 def _by_name(rows: Sequence[Row], cells_max: int) -> dict[str, list[Any]]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -20,7 +21,7 @@ import pyarrow.compute as pc
 
 from millstream.errors import IngestError, InvalidValue, MillstreamError
 from millstream.ingest.append_requests import said
-from millstream.ingest.fit_to_schema import fits
+from millstream.ingest.fit_to_schema import fits, may_fit
 from millstream.ingest.increment_columns import (
     NAMED,
     NO_INCREMENTS,
@@ -29,10 +30,11 @@ from millstream.ingest.increment_columns import (
     takes,
     type_of,
 )
+from millstream.ingest.log_types import stored
 from millstream.ingest.python_rows import Rows, check_names, column_of, kind_of, table_of
 from millstream.ingest.schema_on_write import WriteRules, grown
 from millstream.ingest.signal_columns import weight_faults
-from millstream.model.operations import RejectedRow
+from millstream.model.operations import RejectedRow, all_rejected
 from millstream.model.schema import TableSchema
 from millstream.model.writes import AppendBatch
 
@@ -245,6 +247,37 @@ def refusal_of_all(gone: Sequence[RejectedRow], tables: Sequence[str]) -> Invali
     return _refusal(gone, len(gone), tables)
 
 
+@contextmanager
+def naming(
+    before: Sequence[RejectedRow] | Mapping[str, Sequence[RejectedRow]], tables: Iterable[str]
+) -> Iterator[None]:
+    """Name the rows that were left out before as well, if a request's other rows are refused in the block.
+
+    Args:
+        before: those rows; of a request over several tables, by the tables' full names.
+        tables: the tables that have other rows.
+    """
+    try:
+        yield
+    except InvalidValue as error:
+        later = error.details.get("rejected")
+        is_several = isinstance(before, Mapping)
+        first, *_ = tables
+        of_table = before if isinstance(before, Mapping) else {first: before}
+        if later is None or not any(of_table.values()):
+            raise
+        of_writer: dict[str, list[RejectedRow]] = {table: [] for table in of_table}
+        for row in later:  # the rows of a sole table don't name it
+            of_writer[row.get("table", first)].append(RejectedRow.from_dict(row))
+        all_of = [
+            {"table": table, **row.as_dict()} if is_several else row.as_dict()
+            for table, rows in of_table.items()
+            for row in all_rejected(rows, of_writer[table])
+        ]
+        error.details["rejected"] = all_of[:_TOLD_MAX]
+        raise
+
+
 def _refusal(gone: Sequence[RejectedRow], count: int, tables: Sequence[str] = ()) -> InvalidValue:
     """Return the error of a request whose rows are refused; `tables` names each one's table, if there are several."""
     many = "none of its rows fits" if len(gone) == count else f"{len(gone)} of its {count} rows don't fit"
@@ -270,6 +303,7 @@ def columns_for(
     keep_valid_rows: bool,
     may_be_empty: bool = False,
     accumulates: Callable[[], Mapping[str, str]] = lambda: NO_INCREMENTS,
+    types: Callable[[], Mapping[str, pa.DataType]] = dict,
 ) -> tuple[pa.Table, tuple[RejectedRow, ...]]:
     """Return `table_of_valid` if `keep_valid_rows` is set, otherwise `table_of` and no rejected row.
 
@@ -278,22 +312,29 @@ def columns_for(
         keep_valid_rows: whether rows that don't fit are left out.
         may_be_empty: as there.
         accumulates: returns the words of the columns that take increments, as far as they are known here.
+        types: as there.
     """
     try:
         if keep_valid_rows:
-            table, rejected = table_of_valid(rows, may_be_empty=may_be_empty)
+            table, rejected = table_of_valid(rows, may_be_empty=may_be_empty, types=types)
             return table, rejected_as_increments(rejected, accumulates()) if rejected else ()
         return table_of(rows), ()
     except InvalidValue as error:
         raise as_increments(error, accumulates()) from error
 
 
-def table_of_valid(rows: Rows, *, may_be_empty: bool = False) -> tuple[pa.Table, tuple[RejectedRow, ...]]:
-    """Return as `table_of`, but leave out rows with a value of another kind than most of its column; return those, too.
+def table_of_valid(
+    rows: Rows, *, may_be_empty: bool = False, types: Callable[[], Mapping[str, pa.DataType]] = dict
+) -> tuple[pa.Table, tuple[RejectedRow, ...]]:
+    """Return as `table_of`, but leave out rows with a value of another kind than its column; return those, too.
+
+    The table's column decides the kind, and most values that of a new column.
 
     Args:
         rows: as there.
         may_be_empty: whether no row may be left.
+        types: returns the types of the table's columns by their names, as far as they are known here. It is called
+            only if values are of several kinds.
 
     Raises:
         InvalidValue: no row is left, more than `REJECTED_MAX` don't fit, or it is no single row's fault.
@@ -323,9 +364,10 @@ def table_of_valid(rows: Rows, *, may_be_empty: bool = False) -> tuple[pa.Table,
             clashes[place] = Clash(InvalidValue.code, "a column's name is a string", None)
     names = dict.fromkeys(name for place, row in enumerate(listed) if place not in clashes for name in row)
     check_names(list(names))
+    columns = types()
     for name in names:
         values = [row.get(name) if place not in clashes else None for place, row in enumerate(listed)]
-        clashes |= dict(_clashing_values(name, values))
+        clashes |= dict(_clashing_values(name, values, columns.get(name)))
     rejected = tuple(RejectedRow(place, *clash) for place, clash in sorted(clashes.items()))
     kept = [row for place, row in enumerate(listed) if place not in clashes]
     if len(rejected) > REJECTED_MAX or not (kept or may_be_empty):
@@ -333,16 +375,19 @@ def table_of_valid(rows: Rows, *, may_be_empty: bool = False) -> tuple[pa.Table,
     return table_of(kept) if kept else pa.table({}), rejected
 
 
-def _clashing_values(name: str, values: list[Any]) -> list[tuple[int, Clash]]:
-    """Return the values that prevent a column from being made, by place."""
+def _clashing_values(name: str, values: list[Any], column: pa.DataType | None) -> list[tuple[int, Clash]]:
+    """Return the values that prevent a column from being made, by place; `column` is its type in the table."""
     if _why_not(name, values) is None:
         return []
     holds_objects = any(isinstance(value, Mapping) for value in values)
     kinds = [None if value is None else _kind(value, holds_objects=holds_objects) for value in values]
-    # The most frequent kind that is supported at all, and the first among equals.
+    # The most frequent kind that the table's column takes, or that is supported at all; the first among equals.
     first = dict(reversed(list(zip(kinds, values, strict=True))))
     order = [kind for kind, _ in Counter(kind for kind in kinds if kind is not None).most_common()]
-    most = next((kind for kind in order if _why_not(name, [first[kind]]) is None), order[0])
+    supported = [kind for kind in order if _why_not(name, [first[kind]]) is None] or order[:1]
+    taken = [kind for kind in supported if column is not None and _takes(column, name, first[kind])]
+    most = (taken or supported)[0]
+    wanted = f"the table's is {column}" if taken else f"most are {most}"
     found = []
     kept: list[tuple[int, Any]] = []
     for place, (kind, value) in enumerate(zip(kinds, values, strict=True)):
@@ -351,7 +396,7 @@ def _clashing_values(name: str, values: list[Any]) -> list[tuple[int, Clash]]:
         if kind == most:
             kept.append((place, value))
         else:
-            reason = f"column {name} has values of several kinds: most are {most}, this one is {kind}"
+            reason = f"column {name} has values of several kinds: {wanted}, this one is {kind}"
             found.append((place, Clash(InvalidValue.code, reason, name)))
     parts = [(0, len(kept))]
     while parts:
@@ -365,6 +410,11 @@ def _clashing_values(name: str, values: list[Any]) -> list[tuple[int, Clash]]:
             middle = (start + end) // 2
             parts += [(start, middle), (middle, end)]
     return found
+
+
+def _takes(column: pa.DataType, name: str, value: Any) -> bool:
+    """Return whether a table's column may take a value, by its type."""
+    return may_fit(stored(name, pa.chunked_array([column_of(name, [value])])).type, column)
 
 
 def _why_not(name: str, values: list[Any]) -> InvalidValue | None:

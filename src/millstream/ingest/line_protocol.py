@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Final, Self, TypeAlias
+from typing import Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from millstream.codec.line_protocol.columns_of_lines import (
 from millstream.codec.line_protocol.grammar import REASONS, Fault, Refusal, ValueKind
 from millstream.errors import UsageError
 from millstream.ingest.append_requests import TABLES_MAX
+from millstream.ingest.fit_to_schema import ColumnsOf, no_columns
 from millstream.ingest.increment_columns import NAMED
 from millstream.ingest.python_rows import COLUMNS_MAX, ROWS_BYTES_MAX, too_large
 from millstream.model.names import name_fault, qualified_name
@@ -94,21 +95,12 @@ class Lines:
     rejected_count: int
 
 
-TableColumns: TypeAlias = Mapping[str, Mapping[str, pa.DataType]]
-"""The types of existing tables' columns by their names, by the tables' full names."""
-
-
-def no_columns(_tables: Collection[str]) -> TableColumns:
-    """Return that none of the tables exists."""
-    return {}
-
-
 def tables_of_lines(
     body: bytes,
     *,
     precision: str,
     now_ns: int,
-    columns_of: Callable[[Collection[str]], TableColumns] = no_columns,
+    columns_of: ColumnsOf = no_columns,
     rows_bytes_max: int | None = None,
     tables_max: int = TABLES_MAX,
     columns_max: int = COLUMNS_MAX,
@@ -247,9 +239,7 @@ class _LineNames:
         are_fine = not refused_measurements and not refused_columns and len(first) == len(columns)
         return cls(measurements, columns, refused_measurements, refused_columns, case_of, are_fine)
 
-    def beside_tables(
-        self, walk: Walk, columns_of: Callable[[Collection[str]], TableColumns]
-    ) -> tuple[Self, dict[int, ValueKind]]:
+    def beside_tables(self, walk: Walk, columns_of: ColumnsOf) -> tuple[Self, dict[int, ValueKind]]:
         """Return the names, refused as well if a table has them in another case; and the kinds of the tables' columns.
 
         Only the tables whose lines disagree matter.

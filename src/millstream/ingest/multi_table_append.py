@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sized
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
 
 from millstream.errors import InvalidValue
 from millstream.ingest.append_requests import check_tables
+from millstream.ingest.fit_to_schema import ColumnsOf, no_columns, types_of
 from millstream.ingest.increment_columns import NO_INCREMENTS, as_increments, rejected_as_increments
 from millstream.ingest.keep_valid_rows import columns_for, refusal_of_all
 from millstream.ingest.python_rows import ROWS_BYTES_MAX, Rows, too_large
@@ -19,16 +21,18 @@ def tables_for(
     tables: Mapping[str, Any],
     *,
     keep_valid_rows: bool,
-    make: Callable[[Any], tuple[pa.Table, tuple[RejectedRow, ...]]] | None = None,
+    make: Callable[[Any, str], tuple[pa.Table, tuple[RejectedRow, ...]]] | None = None,
     accumulates: Callable[[str], Mapping[str, str]] = lambda _table: NO_INCREMENTS,
+    columns_of: ColumnsOf = no_columns,
 ) -> tuple[dict[str, pa.Table], dict[str, tuple[RejectedRow, ...]]]:
     """Return the valid rows of the tables that have any, as columns, and each table's rejected rows; by full names.
 
     Args:
         tables: each table's rows, as `table_of` takes them; possibly none.
         keep_valid_rows: as `columns_for`. A table may then be left without rows, unless all are.
-        make: makes a table's rows columns, instead of `columns_for`.
+        make: makes rows of a table, by its full name, columns, instead of `columns_for`.
         accumulates: returns the words of a table's columns that take increments, by its full name.
+        columns_of: returns the columns of a table, which decide the kinds of its rows' values.
 
     Raises:
         UsageError: a text is no table's name.
@@ -42,14 +46,15 @@ def tables_for(
         )
     if make is None:
 
-        def make(rows: Rows) -> tuple[pa.Table, tuple[RejectedRow, ...]]:
-            return columns_for(rows, keep_valid_rows=keep_valid_rows, may_be_empty=keep_valid_rows)
+        def make(rows: Rows, table: str) -> tuple[pa.Table, tuple[RejectedRow, ...]]:
+            types = partial(types_of, columns_of, table)
+            return columns_for(rows, keep_valid_rows=keep_valid_rows, may_be_empty=keep_valid_rows, types=types)
 
     kept: dict[str, pa.Table] = {}
     rejected: dict[str, tuple[RejectedRow, ...]] = {}
     for name, rows in zip(check_tables(list(tables)), tables.values(), strict=True):
         try:
-            columns, left_out = _columns(rows, make)
+            columns, left_out = _columns(rows, name, make)
         except InvalidValue as error:
             error.details.setdefault("table", name)
             raise as_increments(error, accumulates(name)) from error
@@ -66,10 +71,10 @@ def tables_for(
 
 
 def _columns(
-    rows: Any, make: Callable[[Any], tuple[pa.Table, tuple[RejectedRow, ...]]]
+    rows: Any, table: str, make: Callable[[Any, str], tuple[pa.Table, tuple[RejectedRow, ...]]]
 ) -> tuple[pa.Table, tuple[RejectedRow, ...]]:
     if isinstance(rows, Iterable) and not isinstance(rows, Sized | Mapping) and not hasattr(rows, "__arrow_c_stream__"):
         rows = list(rows)
     if isinstance(rows, Sized) and not isinstance(rows, Mapping | str | bytes) and len(rows) == 0:
         return pa.table({}), ()
-    return make(rows)
+    return make(rows, table)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from asyncio import wrap_future
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from http import HTTPStatus
@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 import structlog
 
 from millstream.errors import HttpError, MillstreamError, UsageError
-from millstream.ingest.line_protocol import Lines, TableColumns, TableLines, tables_of_lines
+from millstream.ingest.line_protocol import Lines, TableLines, tables_of_lines
 from millstream.model.operations import TableAppended
 from millstream.serving.problem_documents import encoded, headers_of, status_of
 from millstream.serving.request_batching import BatchTarget
@@ -68,14 +68,6 @@ class _RefusedLine:
     def __init__(self, line: int, reason: str) -> None:
         self.line = line
         self.reason = reason
-
-
-class _ColumnsNeededError(Exception):
-    """The tables' columns decide which lines are kept."""
-
-
-def _not_looked_up(_tables: Collection[str]) -> TableColumns:
-    raise _ColumnsNeededError
 
 
 class LineWrites:
@@ -137,11 +129,11 @@ class LineWrites:
             body = await read_body(receive, headers, self._writes.intake, held)
             self._writes.weigh(held, len(body) * _LINES_FACTOR)
             read = partial(tables_of_lines, body, precision=parameters.get("precision", ""), now_ns=now_ns)
-            try:
-                lines = await self._writes.read(len(body), partial(read, columns_of=_not_looked_up))
-            except _ColumnsNeededError:
-                # Lines disagree: their tables decide, and are looked up on a thread.
-                lines = await self._writes.on_thread(partial(read, columns_of=self._writes.columns_of(stream)))
+            lines = await self._writes.decided(
+                stream,
+                lambda columns_of: read(columns_of=columns_of),
+                lambda make: self._writes.read(len(body), make),
+            )
             if not lines.tables and not lines.rejected_count:
                 raise UsageError("the body has no lines")
             if not lines.tables:

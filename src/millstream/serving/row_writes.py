@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from asyncio import wrap_future
 from base64 import b64decode
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -21,6 +22,7 @@ from millstream.errors import HttpError, IngestError, InvalidValue, MillstreamEr
 from millstream.home.config_mapping import increments_of
 from millstream.home.table_columns import column_types
 from millstream.ingest.arrow_stream_decoding import rows_of_arrow
+from millstream.ingest.fit_to_schema import types_of
 from millstream.ingest.increment_columns import as_increments, rejected_as_increments, with_nulls_unnamed
 from millstream.ingest.json_rows import (
     CELL_BYTES,
@@ -34,10 +36,11 @@ from millstream.ingest.json_rows import (
     tables_of_json,
     valid_columns_of,
 )
+from millstream.ingest.keep_valid_rows import naming
 from millstream.ingest.multi_table_append import tables_for
 from millstream.model.access import Right
 from millstream.model.durations import duration_s
-from millstream.model.names import parse_qualified_name
+from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.operations import AppendedTables
 from millstream.serving.problem_documents import encoded, headers_of, plain_problem
 from millstream.serving.request_batching import BatchTarget, Groups
@@ -60,7 +63,8 @@ from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
-    from millstream.ingest.line_protocol import TableColumns, TableLines
+    from millstream.ingest.fit_to_schema import ColumnsOf, TableColumns
+    from millstream.ingest.line_protocol import TableLines
     from millstream.model.operations import Appended, RejectedRow
     from millstream.model.writes import WriteId
     from millstream.serving.access import Access
@@ -86,6 +90,14 @@ it is counted."""
 _ARROW_FACTOR: Final = 3
 _JSON_ANSWER: Final = [(b"content-type", b"application/json")]
 _Made = TypeVar("_Made")
+
+
+class _ColumnsNeededError(Exception):
+    """The columns of the tables decide which rows are kept."""
+
+
+def _not_looked_up(_tables: Collection[str]) -> TableColumns:
+    raise _ColumnsNeededError
 
 
 class Writes:
@@ -144,15 +156,16 @@ class Writes:
         with Held(self.intake) as held:
             body = await read_body(receive, headers, self.intake, held)
             try:
-                rows, rejected = await self._rows(kind, body, held, keep_valid_rows=target.keep_valid_rows)
+                rows, rejected = await self._rows(kind, body, held, target)
                 size_bytes = len(body)
                 del body
-                appended = await self.groups.append(target, (rows,), size_bytes=size_bytes, write_id=write_id)
+                if rejected:
+                    rejected = rejected_as_increments(rejected, increments_of(self._home, stream, table))
+                with naming(rejected, target.tables):
+                    appended = await self.groups.append(target, (rows,), size_bytes=size_bytes, write_id=write_id)
             except InvalidValue as error:
                 raise as_increments(error, increments_of(self._home, stream, table)) from error
-        if not rejected:
-            return appended
-        return appended.with_rejected(rejected_as_increments(rejected, increments_of(self._home, stream, table)))
+        return appended.with_rejected(rejected)
 
     def _said(
         self, scope: Scope, stream: str, tables: tuple[str, ...]
@@ -188,26 +201,35 @@ class Writes:
                 self.weigh(held, size_bytes * _JSON_FACTOR)
                 tables = tables_of_json(body, rows_max=self._rows_max)
                 cells = sum(cell_count(rows) for rows in tables.values() if not isinstance(rows, str))
-                kept, rejected = await self._convert(
-                    held, cells, lambda: self._tables(stream, tables, keep_valid_rows=keep)
+                kept, rejected = await self.decided(
+                    stream,
+                    lambda look_up: self._tables(stream, tables, look_up, keep_valid_rows=keep),
+                    lambda make: self._convert(held, cells, make),
                 )
             else:
                 self.weigh(held, held_bytes(body))
-                kept, rejected = await self.on_thread(
-                    lambda: self._tables(stream, tables_of_json(body, rows_max=self._rows_max), keep_valid_rows=keep)
+                kept, rejected = await self.decided(
+                    stream,
+                    lambda look_up: self._tables(
+                        stream, tables_of_json(body, rows_max=self._rows_max), look_up, keep_valid_rows=keep
+                    ),
+                    self._on_thread,
                 )
             target = target._replace(tables=tuple(kept))
-            appended = await self.groups.append(target, list(kept.values()), size_bytes=size_bytes, write_id=write_id)
+            with naming(rejected, kept) if kept else nullcontext():
+                appended = await self.groups.append(
+                    target, list(kept.values()), size_bytes=size_bytes, write_id=write_id
+                )
             return AppendedTables.of(appended, rejected)
 
     def _tables(
-        self, stream: str, tables: dict[str, list[Row] | str], *, keep_valid_rows: bool
+        self, stream: str, tables: dict[str, list[Row] | str], look_up: ColumnsOf, *, keep_valid_rows: bool
     ) -> tuple[dict[str, pa.Table], dict[str, tuple[RejectedRow, ...]]]:
-        def make(rows: list[Row] | str) -> tuple[pa.Table, tuple[RejectedRow, ...]]:
+        def make(rows: list[Row] | str, table: str) -> tuple[pa.Table, tuple[RejectedRow, ...]]:
             if isinstance(rows, str):
                 return rows_of_arrow(_from_base64(rows), rows_max=self._rows_max), ()
             if keep_valid_rows:
-                return valid_columns_of(rows, may_be_empty=True)
+                return valid_columns_of(rows, may_be_empty=True, types=partial(types_of, look_up, table))
             return columns_of(rows), ()
 
         return tables_for(
@@ -218,7 +240,7 @@ class Writes:
         )
 
     async def _rows(
-        self, kind: str, body: bytes, held: Held, *, keep_valid_rows: bool
+        self, kind: str, body: bytes, held: Held, target: BatchTarget
     ) -> tuple[list[Row] | pa.Table, tuple[RejectedRow, ...]]:
         """Return a body's rows, and those left out: small JSON bodies unconverted, for the group that they go with."""
         if kind == ARROW_TYPE:
@@ -226,27 +248,34 @@ class Writes:
             return await self.read(len(body), lambda: rows_of_arrow(body, rows_max=self._rows_max)), ()
         decode = rows_of_json if kind == JSON_TYPE else rows_of_lines
 
-        def convert(rows: list[Row]) -> tuple[pa.Table, tuple[RejectedRow, ...]]:
-            return valid_columns_of(rows) if keep_valid_rows else (columns_of(rows), ())
+        def convert(rows: list[Row], look_up: ColumnsOf) -> tuple[pa.Table, tuple[RejectedRow, ...]]:
+            if not target.keep_valid_rows:
+                return columns_of(rows), ()
+            name = qualified_name(*parse_qualified_name(target.tables[0]))
+            return valid_columns_of(rows, types=partial(types_of, look_up, name))
 
         if len(body) >= _LARGE_BYTES:
             self.weigh(held, held_bytes(body))
-            return await self.on_thread(lambda: convert(decode(body, rows_max=self._rows_max)))
+            return await self.decided(
+                target.stream,
+                lambda look_up: convert(decode(body, rows_max=self._rows_max), look_up),
+                self._on_thread,
+            )
         self.weigh(held, len(body) * _JSON_FACTOR)
         rows = decode(body, rows_max=self._rows_max)
         cells = cell_count(rows)
-        if cells <= CELLS_MAX and not keep_valid_rows:
+        if cells <= CELLS_MAX and not target.keep_valid_rows:
             return rows, ()
-        return await self._convert(held, cells, lambda: convert(rows))
+        return await self.decided(
+            target.stream,
+            lambda look_up: convert(rows, look_up),
+            lambda make: self._convert(held, cells, make),
+        )
 
     def lines_as_rows(self, stream: str, lines: TableLines) -> pa.Table:
         """Return a measurement's rows, with the columns that each line names if its table takes increments."""
         takes_increments = increments_of(self._home, stream, lines.table)
         return with_nulls_unnamed(lines.rows) if takes_increments else lines.rows
-
-    def columns_of(self, stream: str) -> Callable[[Collection[str]], TableColumns]:
-        """Return the look-up of a stream's tables, as `column_types`; it reads the catalog, so it is for threads."""
-        return partial(column_types, self._home, stream)
 
     async def admit(self, scope: Scope, stream: str, *, in_query: bool = False) -> None:
         """Admit a request that may write to the stream.
@@ -280,17 +309,31 @@ class Writes:
 
     async def read(self, size_bytes: int, make: Callable[[], _Made]) -> _Made:
         """Return the parsed body of that size: parsed here, or on another thread if that takes long."""
-        return make() if size_bytes < _LARGE_BYTES else await self.on_thread(make)
+        return make() if size_bytes < _LARGE_BYTES else await self._on_thread(make)
 
     async def _convert(self, held: Held, cells: int, make: Callable[[], _Made]) -> _Made:
         """Return the columns of a small body's rows, which may have far more values than the body: see `cell_count`."""
         if cells <= CELLS_MAX:
             return make()
         self.weigh(held, held.size_bytes + cells * CELL_BYTES)
-        return await self.on_thread(make)
+        return await self._on_thread(make)
 
-    async def on_thread(self, make: Callable[[], _Made]) -> _Made:
-        """Return what is made on another thread, where few are made at once."""
+    async def decided(
+        self,
+        stream: str,
+        make: Callable[[ColumnsOf], _Made],
+        run: Callable[[Callable[[], _Made]], Awaitable[_Made]],
+    ) -> _Made:
+        """Return the rows that `run` makes; if the tables' columns decide which are kept, make them on another thread.
+
+        Only rows with values of several kinds need the catalog, and reading it isn't for the event loop.
+        """
+        try:
+            return await run(partial(make, _not_looked_up))
+        except _ColumnsNeededError:
+            return await self._on_thread(partial(make, partial(column_types, self._home, stream)))
+
+    async def _on_thread(self, make: Callable[[], _Made]) -> _Made:
         async with self._large:
             return await wrap_future(call_in_thread("http-prepares", make))
 

@@ -6,7 +6,7 @@ It shares the texts of reasons with the product, and the rules for a column's na
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -14,18 +14,17 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.codec.line_protocol.grammar import REASONS, Fault, ValueKind
+from millstream.ingest.fit_to_schema import ColumnsOf, TableColumns, no_columns
 from millstream.ingest.line_protocol import (
     PRECISIONS,
     TIME,
     TIME_NS,
     Lines,
     RejectedLine,
-    TableColumns,
     TableLines,
     column_fault,
     excerpt,
     measurement_fault,
-    no_columns,
     not_the_columns,
     other_case,
     other_kind,
@@ -291,7 +290,7 @@ def tables_of_lines_plain(
     now_ns: int,
     columns_max: int,
     rejected_max: int,
-    columns_of: Callable[[Collection[str]], TableColumns] = no_columns,
+    columns_of: ColumnsOf = no_columns,
 ) -> Lines:
     """Return the result of `ingest.line_protocol.tables_of_lines`, without its limits for the whole."""
     unit = PRECISIONS[precision]
