@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.flight as fl
 from tests.export.test_log_export import home_at, known_stream, lines, reader_of, writer_of
 from tests.wal.test_records_json import ITEMS, operation, ops, row
 
+from millstream.app.open_home import home_appender
 from millstream.client.batch_stream import Pieces, latest_of, latest_piece
 from millstream.client.home_calls import Latest
 from millstream.export.log_export import export_arrow
@@ -20,6 +23,8 @@ from millstream.export.records_text import CsvTable, LineProtocol
 from millstream.home.home import Home
 from millstream.model.positions import Seq
 from millstream.model.records import Op
+from millstream.serving.access import Access
+from millstream.serving.flight.server import FlightServer
 from millstream.wal.records_json import Cat
 from millstream.wal.writing.writer import LogOptions
 
@@ -67,6 +72,23 @@ def test_line_protocol_counts_partitions_that_left(tmp_path: Path) -> None:
     (left,) = [line for line in Cat("shop", reader_of(filled_home(tmp_path))).records() if line.facts["op"] == "x"]
     assert protocol.line(left) is None
     assert protocol.left_out == {"records are left out: line protocol has no partitions that leave": 1}
+
+
+def test_flight_sends_the_leaf_partition_of_each_record(tmp_path: Path) -> None:
+    home = filled_home(tmp_path)
+    with contextlib.closing(home_appender(home)) as appender:
+        server = FlightServer(home, Access(None), appender, ("127.0.0.1", 0), None)
+        try:
+            ticket = fl.Ticket(b'{"stream": "shop", "table": "public.leafy"}')
+            with fl.connect(f"grpc://{server.address}") as caller:
+                rows = caller.do_get(ticket).read_all().select(["__op", "__before", "__partition_oid", "id"])
+        finally:
+            server.end()
+    assert [tuple(one.values()) for one in rows.to_pylist()] == [
+        ("c", None, 16_500, 1),
+        ("c", None, None, 2),
+        ("x", [("partition", "public.leafy_1")], 16_500, None),
+    ]
 
 
 def test_a_stretch_names_partitions_that_left(tmp_path: Path) -> None:

@@ -142,6 +142,12 @@ def test_a_table_without_the_column_has_null_there(tmp_path: Path) -> None:
     assert delivered(tmp_path / "four", "status = 'bot'", message, MESSAGES) == []
 
 
+def test_a_partition_that_left_passes_every_predicate(tmp_path: Path) -> None:
+    left = row(1, Op.PARTITION_LEFT, __partition_oid=16_500, __before=[("partition", "public.notes_1")])
+    records = [row(0, Op.CREATE, id=1, status="man", __partition_oid=16_500), left]
+    assert delivered(tmp_path, "status = 'bot'", records, replace(NOTES, partitioned=True)) == [1]
+
+
 def test_records_that_could_not_be_decoded_are_delivered(tmp_path: Path) -> None:
     assert delivered(tmp_path / "wal", "status = 'bot'", [row(0, Op.CREATE, message=b"I")], RAW) == [0]
 
