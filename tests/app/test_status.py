@@ -15,13 +15,14 @@ import pytest
 from click.testing import CliRunner
 from tests.app.homes import run
 from tests.commands import Command
+from tests.console.homes import followed_home
 
 from millstream.app import status as status_module
 from millstream.app.conditions import what_to_run
 from millstream.app.lake_sessions import _quarantined
 from millstream.app.open_home import open_other
-from millstream.app.status import collect_status, fold_failures_of, quarantine_of
-from millstream.app.table_requests import copy_table, list_tables, retry_table
+from millstream.app.status import collect_status, fold_failures_of, quarantine_of, tables_of
+from millstream.app.table_requests import copy_table, retry_table
 from millstream.catalog import TableState
 from millstream.catalog.quarantined_tables import LastChanges, QuarantinedTable
 from millstream.cli.main import cli
@@ -273,7 +274,7 @@ def test_the_last_change_of_a_table_is_shown_without_a_running_pipeline(home: Ho
     with home.open_catalog() as catalog:
         stream = catalog.stream("shop").id
         LastChanges(catalog, stream, "lake").put({catalog.find_table(stream, "public", "log").id: 1_000_000})
-        shown = {table["name"]: table["last_change"] for table in list_tables(catalog, stream)}
+        shown = {table["name"]: table["last_change"] for table in tables_of(catalog, stream, {}, {})}
     assert shown["public.log"] == "1970-01-01T00:00:01.000+00:00"
     assert shown["public.orders"] is None
 
@@ -317,13 +318,13 @@ def test_a_table_that_only_its_fold_holds_back_is_shown_with_the_folds_own_hint(
         stream = catalog.stream("shop").id
         log = catalog.find_table(stream, "public", "log")
         fold_failures_of(catalog, stream).put(log.id, code="invalid_value", reason=reason, hint=hint)
-        (shown,) = (t for t in list_tables(catalog, stream) if t["name"] == "public.log")
+        (shown,) = (t for t in tables_of(catalog, stream, {}, {}) if t["name"] == "public.log")
         assert (shown["state"], shown["reason"], what_to_run(shown)) == ("quarantined", f"lake: {reason}", hint)
         assert "tries its fold again" in retry_table(catalog, stream, "public.log")
         # Its records land, and queries read them.
         assert _quarantined(home, stream).keys() == {"public.orders", 'public."Bad One"'}
         fold_failures_of(catalog, stream).drop(log.id)
-        (shown,) = (t for t in list_tables(catalog, stream) if t["name"] == "public.log")
+        (shown,) = (t for t in tables_of(catalog, stream, {}, {}) if t["name"] == "public.log")
         assert (shown["state"], shown["reason"]) == ("history_only", "no key")
 
 
@@ -339,7 +340,9 @@ def test_a_table_that_was_dropped_at_the_source_and_waits_in_the_lake_is_shown_a
         catalog.set_state(dropped.id, TableState.GONE, "it was dropped")
         again = catalog.table_for(stream, source, 20_000, "public", "orders", state=TableState.STREAMING)
         shown = {
-            t["id"]: (t["state"], t["reason"]) for t in list_tables(catalog, stream) if t["name"] == "public.orders"
+            t["id"]: (t["state"], t["reason"])
+            for t in tables_of(catalog, stream, {}, {})
+            if t["name"] == "public.orders"
         }
         assert shown == {
             int(dropped.id): ("quarantined", "lake: somebody wrote into it"),
@@ -350,7 +353,7 @@ def test_a_table_that_was_dropped_at_the_source_and_waits_in_the_lake_is_shown_a
         assert catalog.table(again.id).state is TableState.STREAMING
         # The lake has the missing records: the table no longer holds the log.
         quarantine_of(catalog, stream).drop(dropped.id)
-        assert [t["id"] for t in list_tables(catalog, stream) if t["name"] == "public.orders"] == [int(again.id)]
+        assert [t["id"] for t in tables_of(catalog, stream, {}, {}) if t["name"] == "public.orders"] == [int(again.id)]
 
 
 def test_a_table_is_copied_again_only_where_it_has_a_key(home: Home) -> None:
@@ -360,7 +363,7 @@ def test_a_table_is_copied_again_only_where_it_has_a_key(home: Home) -> None:
         assert catalog.find_table(stream, "public", "orders").state is TableState.COPY_REQUESTED
         with pytest.raises(UsageError, match="no key"):
             copy_table(catalog, stream, "public.log")
-        assert len(list_tables(catalog, stream)) == 3
+        assert len(tables_of(catalog, stream, {}, {})) == 3
 
 
 def test_retention_drops_nothing_that_the_pipeline_lacks(home: Home) -> None:
@@ -536,3 +539,31 @@ def test_each_view_that_a_table_has_in_the_lake_is_told_with_its_path(home: Home
     assert log["paths"] == {"history": str(folder)}
     shown = CliRunner().invoke(cli, ["--home", str(home.path), "tables"]).output
     assert f"public.log: {folder}" in shown
+
+
+def _keys(facts: Any) -> Any:
+    return {key: _keys(value) for key, value in facts.items()} if isinstance(facts, dict) else None
+
+
+def test_a_node_that_has_never_led_has_the_facts_of_its_log(tmp_path: Path) -> None:
+    """Its catalog lacks the stream, or there is none: id, tokens, log and tables were missing."""
+    home = followed_home(tmp_path)
+    assert not home.has_catalog()
+    found = collect_status(home)
+    (stream,) = found["streams"]
+    (leads, _) = collect_status(Home(tmp_path / "a"))["streams"]
+    assert (stream["state"], stream["id"]) == ("follows", leads["id"])
+    assert stream["tokens"] == {"durable": leads["tokens"]["durable"], "landed": None}
+    assert [(table["name"], table["state"]) for table in stream["tables"]] == [("public.orders", "follows")]
+    assert (stream["log"]["segments"], stream["log"]["first_seq"]) == (1, 1)
+    log = leads["log"] | {"held": {}, "oldest": None, "retention": None}
+    assert _keys(stream) == _keys({**leads, "replication": stream["replication"], "writer": None, "log": log})
+    assert _keys(stream["tables"][0]) == _keys(leads["tables"][0] | {"paths": {}})
+    assert found["problems"] == []
+    assert "millstream_log_segments" in prometheus_text(lambda: found).decode()
+    told = run(home.path, "status").stdout
+    assert "stream shop: follows\n" in told
+    assert "durable" in told
+    assert "public.orders" in run(home.path, "tables").stdout
+    home.open_catalog().close()
+    assert collect_status(home)["streams"][0]["id"] == leads["id"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,8 @@ from millstream.app.open_home import OpenHome
 from millstream.console.routes import Console
 from millstream.home.home import Home
 from millstream.model.access import Rights
+from millstream.model.replication import NodeName
+from millstream.protocol.replication.promises_and_fencing import Role, RoleFact
 from millstream.serving.access import Access
 from millstream.serving.application import Application
 
@@ -34,6 +37,18 @@ def filled_home(folder: Path, more: str = "") -> Home:
         opened.append("shop", "public.orders", [{"id": 1, "total": 2.0, "note": "new"}])
         opened.append("web", HOSTILE, [{"id": 1, COLUMN: VALUE}])
         opened.append("web", '".."."."', [{"id": 1}])
+    return home
+
+
+def followed_home(folder: Path) -> Home:
+    """Return the home of node `b`, which follows `a` in the stream `shop` of `filled_home` and has never led it."""
+    leader = filled_home(folder / "a")
+    nodes = 'node = "b"\n[replication.nodes]\na = "grpc://127.0.0.1:1"\nb = "grpc://127.0.0.1:2"\n'
+    home = Home(make_home(folder / "b", f"[streams.shop]\n[replication]\n{nodes}"))
+    home.prepare()
+    shutil.copytree(leader.wal_folder("shop"), home.wal_folder("shop"), dirs_exist_ok=True)
+    home.role_file("shop").parent.mkdir(parents=True)
+    home.role_file("shop").write_bytes(RoleFact(Role.FOLLOWS, leader=NodeName("a")).to_json())
     return home
 
 

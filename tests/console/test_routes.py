@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import httpx
 import pytest
-from tests.console.homes import COLUMN, HOSTILE, VALUE, Site, filled_home, site_of
+from tests.console.homes import COLUMN, HOSTILE, VALUE, Site, filled_home, followed_home, site_of
 from tests.console.test_html import Seen
 
 from millstream.app.open_home import OpenHome
@@ -366,3 +366,20 @@ def test_the_event_stream_has_differences_alone(open_site: Site) -> None:
     _, found = events(open_site, "/console/events?path=/tables&version=x")
     assert [name for name, _ in found][:2] == ["whole", "tick"]
     assert "public.orders" in found[0][1]["live"]
+
+
+def test_a_node_that_has_never_led_shows_its_log_and_its_tables(tmp_path: Path) -> None:
+    """Its catalog lacks the stream: each page was empty or an error."""
+    with site_of(followed_home(tmp_path)) as site:
+        overview = Seen(site.get("/").text).text
+        assert "Stream shop follows" in overview
+        assert "durable" in overview
+        assert "append to it" not in overview
+        assert "1 segment" in Seen(site.get("/log/shop").text).text
+        for path in ("/log", "/log/shop", "/tables", "/tables/shop/public.orders"):
+            answer = site.get(path)
+            assert answer.status_code == 200, (path, answer.text)
+        assert "public.orders" in Seen(site.get("/tables").text).text
+        table = Seen(site.get("/tables/shop/public.orders").text).text
+        assert "follows" in table
+        assert "Version 2: public.orders, 3 columns (added note)" in table

@@ -95,7 +95,7 @@ def facts_of(status: Mapping[str, Any], seen: Observations) -> dict[str, Any]:
     for its in (one for stream in status["streams"] for one in _nodes(stream)):
         found[f"follow/{its['stream']}"] = True if _is_apart(its) else None
         found[f"replication/{its['stream']}"] = True if node_errors(its) else None
-    for stream in _led(status):
+    for stream in led_streams(status):
         name = stream["name"]
         found[f"capture/{name}"] = _capture_fails(status, stream)
         found[f"pipeline_error/{name}"] = True if "pipeline" in stream["errors"] else None
@@ -135,7 +135,7 @@ def judge(status: Mapping[str, Any], seen: Observations, bounds: Bounds, now_s: 
         for its in _nodes(stream):
             apart_s, failing_s = (lasts_s(f"{what}/{its['stream']}") for what in ("follow", "replication"))
             found += _of_node(stream["name"], its, bounds, apart_s, failing_s)
-    for stream in _led(status):
+    for stream in led_streams(status):
         name = stream["name"]
         found += _of_capture(stream, bounds, lasts_s(f"capture/{name}"))
         found += _of_pipeline(stream, bounds, lasts_s(f"pipeline/{name}"), lasts_s(f"pipeline_error/{name}"))
@@ -162,7 +162,7 @@ def judge(status: Mapping[str, Any], seen: Observations, bounds: Bounds, now_s: 
     return found
 
 
-def _led(status: Mapping[str, Any]) -> list[dict[str, Any]]:
+def led_streams(status: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the streams that no other node leads. One without an `id` has never run: it has errors, and nothing else."""
     return [
         stream
@@ -245,7 +245,7 @@ def _unlanded(status: Mapping[str, Any], stream: Mapping[str, Any]) -> str | Non
 def _is_down(status: Mapping[str, Any]) -> bool:
     """Return whether records wait for a pipeline that `run` has to start again."""
     processes = status["processes"]
-    waits = any(stream["id"] and stream["lag"]["lake"]["records"] for stream in _led(status))
+    waits = any(stream["id"] and stream["lag"]["lake"]["records"] for stream in led_streams(status))
     return processes.get("run") is not None and processes.get("pipeline") is None and waits
 
 

@@ -10,7 +10,7 @@ import contextlib
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from millstream.app.alerts.alert_file import delivery_facts, found_conditions
 from millstream.app.lag import backlog_counter, capture_lag, held_log, lake_lag
@@ -37,12 +37,15 @@ if TYPE_CHECKING:
 
     from millstream.catalog import Catalog, TableRow
     from millstream.wal.backlog import Backlog, Backlogs
+    from millstream.wal.reader import StreamReader
 
     Paths = Callable[[TableRow], dict[str, str]]
     """Returns the path of each of a table's views in the lake, by the view's name."""
 
 
-def collect_status(home: Home, backlogs: dict[str, Backlogs] | None = None) -> dict[str, Any]:
+def collect_status(
+    home: Home, backlogs: dict[str, Backlogs] | None = None, readers: dict[str, StreamReader] | None = None
+) -> dict[str, Any]:
     """Return a home's status, JSON-able.
 
     It has `home`, `processes`, `streams`, `conditions`, `alerts`, `problems`, `measures` and `resources`.
@@ -51,8 +54,9 @@ def collect_status(home: Home, backlogs: dict[str, Backlogs] | None = None) -> d
         home: the home.
         backlogs: counts of the logs by their folders, which a caller that asks repeatedly keeps: the open segment isn't read from
             its beginning each time. Use them from one thread at a time.
+        readers: likewise readers of the logs of streams that the catalog lacks.
     """
-    backlogs = {} if backlogs is None else backlogs
+    backlogs, readers = {} if backlogs is None else backlogs, {} if readers is None else readers
     problems: list[str] = []
     nodes = _nodes(home, problems)
     owner, pipeline = ask(home, "owner", "status") or {}, ask(home, "pipeline", "status") or {}
@@ -69,11 +73,14 @@ def collect_status(home: Home, backlogs: dict[str, Backlogs] | None = None) -> d
                 known = {row.name: row.id for row in catalog.streams()}
                 for name in sorted(names | set(known)):
                     live = (owner.get("streams", {}).get(name), pipeline.get("streams", {}).get(name))
-                    streams.append(_stream(home, catalog, name, known.get(name), live, backlogs, problems))
-                    if "sinks" in streams[-1]:
-                        streams[-1]["sinks"] = _sinks(str(known[name]), counted.values())
+                    errors = _part_errors(home, catalog, name, live)
+                    if name in known:
+                        found = _stream(home, catalog, name, known[name], live, backlogs, problems)
+                        streams.append(found | {"errors": errors, "sinks": _sinks(found["id"], counted.values())})
+                    else:
+                        streams.append(_followed(home, name, readers, problems) | {"errors": errors})
         else:
-            streams = [{"name": name, "id": None, "state": "never run", "errors": {}} for name in sorted(names)]
+            streams = [_followed(home, name, readers, problems) for name in sorted(names)]
     except MillstreamError as error:
         problems.append(error.message)
     for one in streams:
@@ -85,7 +92,7 @@ def collect_status(home: Home, backlogs: dict[str, Backlogs] | None = None) -> d
             if "lag" in one:  # the leader lands: nothing waits here
                 one["lag"] |= {"lake": lake_lag(None)}
     processes = {role: holder(home.run_folder, role).get("pid") for role in get_args(Role)} | _appending(home)
-    found = {
+    status = {
         "home": str(home.path),
         "processes": processes,
         "streams": streams,
@@ -95,10 +102,10 @@ def collect_status(home: Home, backlogs: dict[str, Backlogs] | None = None) -> d
         "measures": counted,
         "resources": resources_of(home.data, processes),
     }
-    found["conditions"] = [condition.as_dict() for condition in found_conditions(home, found)]
+    status["conditions"] = [condition.as_dict() for condition in found_conditions(home, status)]
     with contextlib.suppress(MillstreamError):  # reported already: the configuration can't be read
-        found["alerts"] = delivery_facts(home)
-    return found
+        status["alerts"] = delivery_facts(home)
+    return status
 
 
 def _consumers(home: Home, stream: str, problems: list[str]) -> list[dict[str, Any]]:
@@ -151,20 +158,45 @@ def fold_failures_of(catalog: Catalog, stream: StreamId) -> FoldFailures:
     return FoldFailures(catalog, stream, PIPELINE)
 
 
+Live: TypeAlias = tuple[dict[str, Any] | None, dict[str, Any] | None]
+"""Reports of the running capture and pipeline about a stream; None for one that doesn't run."""
+
+
+def _part_errors(home: Home, catalog: Catalog, name: str, live: Live) -> dict[str, Any]:
+    parts: tuple[tuple[Part, dict[str, Any] | None], ...] = tuple(zip(("capture", "pipeline"), live, strict=True))
+    return {part: error for part, facts in parts if (error := trouble_of(home, catalog, name, part, facts))}
+
+
+def _followed(home: Home, name: str, readers: dict[str, StreamReader], problems: list[str]) -> dict[str, Any]:
+    """Return the facts of a stream that the catalog lacks: a node that follows has its log nevertheless."""
+    from millstream.app.followed_logs import facts_of_log
+    from millstream.wal.reader import StreamReader
+
+    found: dict[str, Any] = {"name": name, "id": None, "state": "never run", "errors": {}}
+    folder = home.wal_folder(name)
+    try:
+        if folder.is_dir():
+            reader = readers.setdefault(str(folder), StreamReader(str(folder)))
+            found |= facts_of_log(reader)
+            found["source"] |= {"configured": _has_source(home, name), "slot": _slot(home, name)}
+            found["log"] |= _log(home, name, problems)
+    except (LogError, OSError) as error:
+        readers.pop(str(folder), None)
+        if not isinstance(error, LogError) or error.code != "log_empty":
+            problems.append(f"log of {name}: {error}")
+    return found
+
+
 def _stream(
     home: Home,
     catalog: Catalog,
     name: str,
-    stream: StreamId | None,
-    live: tuple[dict[str, Any] | None, dict[str, Any] | None],
+    stream: StreamId,
+    live: Live,
     backlogs: dict[str, Backlogs],
     problems: list[str],
 ) -> dict[str, Any]:
     capture, pipeline = live
-    parts: tuple[tuple[Part, dict[str, Any] | None], ...] = (("capture", capture), ("pipeline", pipeline))
-    errors = {part: error for part, facts in parts if (error := trouble_of(home, catalog, name, part, facts))}
-    if stream is None:
-        return {"name": name, "id": None, "state": "never run", "errors": errors}
     captured, landing = (capture or {}).get("progress") or {}, (pipeline or {}).get("progress") or {}
     # In this order: what has landed was durable before, also if both move between the two.
     landed = _landed(home, catalog, name, stream, problems)
@@ -223,7 +255,6 @@ def _stream(
         },
         "lake": {"state": lake_state(catalog, stream)},
         "ring": _ring(catalog, stream, problems),
-        "sinks": {},
         "log": _log(home, name, problems) | _retention(home, catalog, name, stream, counted, problems),
         "tables": _with_raw_values(
             tables_of(catalog, stream, captured, landing, lake_paths(home, catalog, name, stream)),
@@ -233,7 +264,6 @@ def _stream(
             stream,
             problems,
         ),
-        "errors": errors,
     }
 
 

@@ -5,9 +5,9 @@ The running parts see them within seconds.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from millstream.app.status import fold_failures_of, quarantine_of, shown_tables, tables_of
+from millstream.app.status import fold_failures_of, quarantine_of, shown_tables
 from millstream.catalog import COPY_HELD, TableState
 from millstream.catalog.rebuilds import Rebuilds
 from millstream.errors import UsageError
@@ -17,21 +17,7 @@ from millstream.model.names import parse_qualified_name
 from millstream.model.schema import TableKind
 
 if TYPE_CHECKING:
-    from millstream.app.status import Paths
     from millstream.catalog import Catalog
-
-
-def list_tables(
-    catalog: Catalog,
-    stream: StreamId,
-    live: tuple[dict[str, Any], dict[str, Any]] = ({}, {}),
-    paths: Paths = lambda _row: {},
-) -> list[dict[str, Any]]:
-    """Return the stream's tables as in `status`: name, state, reason, shard …
-
-    They have the figures of `live_progress` if it is running, and `lake_paths`.
-    """
-    return tables_of(catalog, stream, *live, paths)
 
 
 def retry_table(catalog: Catalog, stream: StreamId, table: str, *, buffer: str | None = None) -> str:

@@ -74,10 +74,11 @@ def _print_stream(stream: dict[str, Any], processes: Mapping[str, int | None]) -
         _print_nodes(stream)
         _print_part_errors(stream)
         return
-    writer = stream["writer"] or {}
-    captures = stream["source"]["configured"]
+    leads = (stream["replication"] or {"role": "leads"})["role"] == "leads"
+    captures = stream["source"]["configured"] and leads
     reached = f"source at {stream['source']['reached'] or 'no position yet'}" if captures else "no source"
-    say(f": {_state_words(stream, processes)}, writer epoch {writer.get('epoch', 0)}, {reached}")
+    written = f", writer epoch {(stream['writer'] or {}).get('epoch', 0)}, {reached}" if leads else ""
+    say(f": {_state_words(stream, processes)}{written}")
     _print_nodes(stream)
     landed = stream["tokens"]["landed"]
     say(f"  durable {stream['tokens']['durable'] or 'not known'}{'' if landed is None else f', landed {landed}'}")
@@ -86,7 +87,7 @@ def _print_stream(stream: dict[str, Any], processes: Mapping[str, int | None]) -
         say("  writers: " + ", ".join(told))
     lag = stream["lag"]
     stages = [("capture", "source → log")] if captures else []
-    if (stream["replication"] or {"role": "leads"})["role"] == "leads":  # the leader lands
+    if leads:
         stages.append(("lake", "log → lake"))
     for stage, words in stages:
         if lag[stage]["records"] is None and lag[stage]["bytes"] is None:
@@ -284,22 +285,15 @@ def tables(context: click.Context, stream: str | None, as_json: bool) -> None:
 @pass_invocation
 def tables_ls(invocation: Invocation, stream: str | None = None, as_json: bool = False) -> None:
     """List each table with its state and the reason."""
-    from millstream.app.status import lake_paths, live_progress
-    from millstream.app.table_requests import list_tables
+    from millstream.app.status import collect_status
 
     home = invocation.home(needs_source=False)
-    found: list[dict[str, Any]] = []
-    if home.has_catalog():
-        with home.open_catalog() as catalog:
-            known = {row.name: row.id for row in catalog.streams()}
-            names = sorted(known) if stream is None else [home.pick_stream(stream, of=sorted(known))]
-            found = [
-                {"stream": name, **facts}
-                for name in names
-                for facts in list_tables(
-                    catalog, known[name], live_progress(home, name), lake_paths(home, catalog, name, known[name])
-                )
-            ]
+    status = collect_status(home)
+    for problem in status["problems"]:
+        note(f"problem: {problem}")
+    known = {one["name"]: one for one in status["streams"] if one["id"] is not None}
+    names = sorted(known) if stream is None or not known else [home.pick_stream(stream, of=sorted(known))]
+    found = [{"stream": name, **table} for name in names for table in known[name]["tables"]]
     if as_json:
         print_json(found)
         return

@@ -97,7 +97,7 @@ def area(status: Status, name: str) -> Iterator[Piece]:
     yield from listed(
         ("Writer", "State", "Epoch", "Position", "Behind", "Log"),
         list(_writers(stream)),
-        empty="No writer has opened it so far.",
+        empty="No writer here has opened it so far.",
         numbers=frozenset({2, 3, 4}),
         caption="Writers",
     )

@@ -111,6 +111,8 @@ def _step(title: Content, main: str, *lines: str | None, level: str = "") -> Htm
 
 def _source(stream: Mapping[str, Any]) -> Html | None:
     source = stream["source"]
+    if not _leads(stream):
+        return None
     if not source["configured"]:
         return _step("Applications", "append to it", "no source is configured")
     lag = stream["lag"]["capture"]
@@ -142,9 +144,14 @@ def _log(stream: Mapping[str, Any], rate: float | None) -> Html:
     )
 
 
+def _leads(stream: Mapping[str, Any]) -> bool:
+    """Return whether this node captures and lands a stream: another node's part is for that node to show."""
+    return (stream["replication"] or {"role": "leads"})["role"] in {None, "leads"}
+
+
 def _lake(stream: Mapping[str, Any]) -> Html | None:
-    if (stream["replication"] or {"role": "leads"})["role"] not in {None, "leads"}:
-        return None  # the leader lands
+    if not _leads(stream):
+        return None
     lag, fold = stream["lag"]["lake"], stream["lag"]["fold"]
     states = [table["state"] for table in stream["tables"]]
     held = states.count("quarantined")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from millstream.console.html import Content, Html, Part, Piece, escaped, tag, with_code
 from millstream.console.pages import TABLE_HEADS, table_cells
-from millstream.errors import MillstreamError
+from millstream.errors import MillstreamError, UnknownStream
 from millstream.model.human_text import human_bytes
 from millstream.model.ids import TableId
 from millstream.model.pgtypes import type_in_words
@@ -48,7 +48,7 @@ def area(status: Status, stream: str, name: str) -> Iterator[Piece]:
         ("Stream", stream),
         *zip(TABLE_HEADS[1:-1], values[1:-1], strict=True),
         ("On disk", None if table["disk_bytes"] is None else human_bytes(table["disk_bytes"])),
-        ("Shard", str(table["shard"])),
+        ("Shard", "" if table["shard"] is None else str(table["shard"])),
         *((f"Folder of {view}", tag("code", path)) for view, path in table["paths"].items()),
         (TABLE_HEADS[-1], values[-1]),
     ]
@@ -58,9 +58,13 @@ def area(status: Status, stream: str, name: str) -> Iterator[Piece]:
 
 def details(home: Home, stream: str, table_id: int) -> list[Content]:
     """Return a table's definitions, with what each changed, and its last records. Blocks."""
+    from millstream.app.log_readers import open_reader
+
     with home.open_catalog() as catalog:
-        schemas = catalog.schemas(catalog.stream(stream).id)
-        times = catalog.schema_times(TableId(table_id))
+        try:
+            schemas, times = catalog.schemas(catalog.stream(stream).id), catalog.schema_times(TableId(table_id))
+        except UnknownStream:  # a follower's catalog lacks it
+            schemas, times = open_reader(home, stream, of_any_age=True).schema_versions(), {}
     own = sorted((schema for (table, _), schema in schemas.items() if table == table_id), key=lambda one: -one.version)
     return [
         tag("section", tag("h2", "Definitions"), *_versions(own, times)),
@@ -84,9 +88,10 @@ def _versions(schemas: Sequence[TableSchema], times: Mapping[SchemaVersion, int]
         ]
         heads = tag("tr", *(tag("th", head, scope="col") for head in ("Column", "Type", "Key")))
         title = f"Version {schema.version}: {schema.full_name}, {len(rows)} columns" + _changes(before, schema)
-        since = datetime.fromtimestamp(times[schema.version] // 1_000_000, UTC).isoformat(" ")
+        us = times.get(schema.version)
+        since = "" if us is None else f", since {datetime.fromtimestamp(us // 1_000_000, UTC).isoformat(' ')}"
         body = tag("div", tag("table", tag("thead", heads), tag("tbody", *rows)), class_="scroll")
-        yield tag("details", tag("summary", title, f", since {since}"), body, open=number == 0)
+        yield tag("details", tag("summary", title, since), body, open=number == 0)
 
 
 def _changes(before: TableSchema | None, after: TableSchema) -> str:

@@ -17,6 +17,7 @@ from millstream.writers.stall_reasons import troubles
 if TYPE_CHECKING:
     from millstream.home.home import Home
     from millstream.wal.backlog import Backlogs
+    from millstream.wal.reader import StreamReader
 
 _KEEP_S: Final = 1.0
 """More frequent requests than this get the same answer: a status reads the lake's last cut."""
@@ -36,6 +37,7 @@ class Health:
         self._status: dict[str, Any] = {}
         self._status_s = -_KEEP_S
         self._backlogs: dict[str, Backlogs] = {}
+        self._readers: dict[str, StreamReader] = {}
         self.draining = False
         """Whether the server was told to end."""
 
@@ -43,7 +45,7 @@ class Health:
         """Return the status that `millstream status --json` prints."""
         with self._lock:
             if time.monotonic() - self._status_s >= _KEEP_S:
-                self._status = collect_status(self._home, self._backlogs)
+                self._status = collect_status(self._home, self._backlogs, self._readers)
                 self._status_s = time.monotonic()
             return self._status
 

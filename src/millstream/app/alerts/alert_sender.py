@@ -17,7 +17,7 @@ import structlog
 
 from millstream.app.alerts.alert_file import Kept, moment_text
 from millstream.app.alerts.open_alerts import Notice
-from millstream.app.conditions import Bounds, facts_of, judge
+from millstream.app.conditions import Bounds, facts_of, judge, led_streams
 from millstream.app.status import collect_status
 from millstream.backoff import Backoff
 from millstream.delivery.sinks import Outcome, Verdict
@@ -131,7 +131,7 @@ class Watch:
         """Ask the sources that capture doesn't read now. If a source can't be asked, its last answer is kept."""
         from millstream.capture.source_checks import look_at_slot
 
-        for stream in status["streams"]:
+        for stream in led_streams(status):
             if not stream.get("id") or not stream["source"]["configured"]:
                 continue
             name = stream["name"]
