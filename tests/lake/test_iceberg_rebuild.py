@@ -270,3 +270,26 @@ def test_a_namespace_that_a_kill_left_is_dropped(lake: LakeLayout, orders: Table
     rebuild_view(lake, "scd2", orders, Seq(1))
     tend_table(lake, "scd2", orders, now_ms=time.time_ns() // 1_000_000)
     assert (f"{lake.stream_name}_building",) not in catalog_of(lake).list_namespaces()
+
+
+def test_upkeep_keeps_what_another_program_has_a_tag_for(
+    landed: LakeLayout, orders: TableSchema, records: Records
+) -> None:
+    """Upkeep failed from then on, after it had deleted the tagged snapshot's files."""
+    table = table_of(landed, "current", orders)
+    snapshot = table.current_snapshot()
+    assert snapshot is not None
+    table.manage_snapshots().create_tag(snapshot.snapshot_id, "audit").commit()
+    for n in (7, 8):
+        land(landed, orders, records(orders, ("u", n, {"id": 2, "note": str(n), **at(n)})), n)
+        later_ms = time.time_ns() // 1_000_000 + 7_200_000
+        for _ in range(2):
+            tend_table(landed, "current", orders, now_ms=later_ms, keep_s=0, log_retention_s=0)
+    table = table_of(landed, "current", orders)
+    assert len(table.snapshots()) == 2
+    tagged = table.scan().use_ref("audit").to_arrow().select(["id", "note"]).to_pylist()
+    assert sorted(row["note"] for row in tagged) == ["a", "a", "b"]
+    table.manage_snapshots().remove_tag("audit").commit()
+    for _ in range(2):
+        tend_table(landed, "current", orders, now_ms=later_ms, keep_s=0, log_retention_s=0)
+    assert len(list(Path(table.location().removeprefix("file://")).rglob("*.parquet"))) == 1

@@ -280,7 +280,7 @@ def delete_unneeded(
     before = open_table(layout, path, app, version=oldest)
     if before is None:
         return 0
-    needed = _live(opened) | _live(before)
+    needed = _live(opened) | _live(before) | opened.pinned()
     removed = before.removed()
     too_old = datetime.fromtimestamp((now_ms / 1000) - keep_s - UNCOMMITTED_S_MAX, UTC)
     files = TableFiles(layout, path)

@@ -223,6 +223,9 @@ class OpenTable(Protocol):
     def removed(self) -> set[str]:
         """Return files that this version or an earlier one removed, as far as the metadata remember them."""
 
+    def pinned(self) -> set[str]:
+        """Return the files of versions that another program keeps, by a branch or a tag."""
+
     def trim(self, *, now_ms: int, keep_s: float, retention_s: float, spared: int | None) -> None:
         """Bound the table's metadata: delete the parts that no reader needs.
 

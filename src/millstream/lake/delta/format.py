@@ -281,6 +281,10 @@ class DeltaHandle:
             table = self._in_store().table
             return set(table.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=True))
 
+    def pinned(self) -> set[str]:
+        """See `OpenTable`: a log has no names for versions."""
+        return set()
+
     def trim(self, *, now_ms: int, keep_s: float, retention_s: float, spared: int | None) -> None:
         """See `OpenTable`."""
         from millstream.lake.delta import log

@@ -20,7 +20,7 @@ from millstream import failpoints
 from millstream.errors import LakeFilesGone
 from millstream.lake.iceberg.catalog import files_read
 from millstream.lake.iceberg.data_files import entries_of
-from millstream.lake.iceberg.facts import STREAM, id_of
+from millstream.lake.iceberg.facts import STREAM, id_of, kept_by_refs
 from millstream.lake.iceberg.handle import take_columns
 from millstream.lake.layout import LakeLayout
 
@@ -80,8 +80,7 @@ def clear(layout: LakeLayout, path: str, table: Table) -> None:
 
 def _unreadable(path: str, table: Table) -> list[int]:
     """Return the ids of snapshots whose manifests are gone or broken, without those that a branch or tag keeps."""
-    kept = {ref.snapshot_id for name, ref in table.refs().items() if name != MAIN_BRANCH}
-    broken = []
+    kept, broken = kept_by_refs(table), []
     for snapshot in table.snapshots():
         try:
             with files_read(path):

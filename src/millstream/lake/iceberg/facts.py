@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
+from pyiceberg.table.refs import MAIN_BRANCH
+
 from millstream.lake.table_format import Partition
 
 if TYPE_CHECKING:
@@ -55,6 +57,11 @@ def version_of(snapshot: Snapshot | None) -> int:
 def id_of(snapshot: Snapshot | None) -> int | None:
     """Return a snapshot's id."""
     return None if snapshot is None else snapshot.snapshot_id
+
+
+def kept_by_refs(table: Table) -> set[int]:
+    """Return the ids of the snapshots that branches and tags keep, without the newest of the table itself."""
+    return {ref.snapshot_id for name, ref in table.refs().items() if name != MAIN_BRANCH}
 
 
 def is_position(name: str) -> bool:

@@ -44,6 +44,7 @@ from millstream.lake.iceberg.facts import (
     by_id,
     id_of,
     is_position,
+    kept_by_refs,
     remember,
     snapshot_of,
     table_id_of,
@@ -344,6 +345,15 @@ class IcebergHandle:
                 if version_of(snapshot) <= self.version
                 for address in removed_by(snapshot, self._table.io)
             }
+
+    def pinned(self) -> set[str]:
+        """See `OpenTable`."""
+        found = set[str]()
+        with catalog_errors(self.path):
+            for snapshot_id in kept_by_refs(self._table):
+                entries = entries_of(by_id(self._table, snapshot_id), self._table.io)
+                found |= addresses(entries, self._table.location()).keys()
+        return found
 
     def trim(self, *, now_ms: int, keep_s: float, retention_s: float, spared: int | None) -> None:
         """See `OpenTable`."""

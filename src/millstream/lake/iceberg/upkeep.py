@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pyarrow.fs as pafs
 
 from millstream.lake.data_files import UNCOMMITTED_S_MAX, storage_of
+from millstream.lake.iceberg.facts import kept_by_refs
 from millstream.lake.layout import LakeLayout
 
 if TYPE_CHECKING:
@@ -15,19 +16,19 @@ if TYPE_CHECKING:
 
 
 def expire(table: Table, *, before_ms: float, spared: int | None) -> None:
-    """Forget snapshots that are older than a moment, except the newest, and `spared` and all later ones.
+    """Forget snapshots that are older than a moment, except the newest, `spared` and all later ones, and those with a branch or tag.
 
     Args:
         table: it is at the new state afterwards.
         before_ms: milliseconds since 1970.
         spared: the sequence number of the oldest snapshot that a kept cut names.
     """
-    current = table.current_snapshot()
+    current, kept = table.current_snapshot(), kept_by_refs(table)
     gone = [
         snapshot.snapshot_id
         for snapshot in table.snapshots()
         if current is not None
-        and snapshot.snapshot_id != current.snapshot_id
+        and snapshot.snapshot_id not in {current.snapshot_id, *kept}
         and snapshot.timestamp_ms <= before_ms
         and (spared is None or (snapshot.sequence_number or 0) < spared)
     ]
