@@ -14,7 +14,7 @@ from millstream.model.positions import Offset, Seq
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import shard_folder
-from millstream.wal.mending.inspect import verify
+from millstream.wal.mending.inspect import FrameInfo, Loss, inspect, stats, verify
 from millstream.wal.mending.repair import plan_repair
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.writer import LogWriter
@@ -49,11 +49,31 @@ def test_readers_notice_segments_that_are_missing(tmp_path: Path, gone: str) -> 
         victim.rename(victim.with_name(f"{5:020d}.wal"))
     else:
         victim.unlink()
+    whole = verify(folder).losses
+    assert whole
+    assert stats(folder).losses == whole
+    assert [found for found in inspect(folder) if isinstance(found, Loss)] == whole
     reader = StreamReader(folder)
     with pytest.raises(CorruptWal):
         list(reader.read(SHARD, Offset(0)))
     with pytest.raises(CorruptWal):
         list(reader.read_between(Seq(0), reader.persisted_upto()))
+
+
+def test_a_file_that_ends_within_its_last_durable_frame_is_damage_to_all_that_look(tmp_path: Path) -> None:
+    folder, reservations = str(tmp_path / "shop"), MemoryReservations()
+    with LogWriter.open(folder, stream=STREAM, shards=[SHARD], epoch=Epoch(1), reservations=reservations) as log:
+        log.append(plain_ops({1: [(plain_table(1), 2, "a" * 500)]}))
+    (segment,) = Path(shard_folder(folder, SHARD)).glob("*.wal")
+    last = [frame for frame in inspect(folder) if isinstance(frame, FrameInfo)][-1]
+    with segment.open("r+b") as file:  # the footer goes, and half of the frame's rows
+        file.truncate(last.position + last.length - 200)
+    (loss,) = verify(folder).losses
+    assert [(found.offset_from, found.offset_to) for found in stats(folder).losses] == [
+        (loss.offset_from, loss.offset_to)
+    ]
+    (told,) = [found for found in inspect(folder) if isinstance(found, Loss)]
+    assert (told.offset_from, told.offset_to) == (loss.offset_from, loss.offset_to) == (0, 2)
 
 
 @pytest.mark.parametrize("gone", [0, 1, 2])
@@ -76,6 +96,8 @@ def test_a_shards_folder_that_is_gone_is_damage_to_all_that_look(tmp_path: Path,
     assert sum(found.batch.num_rows for found in reader.read_between(Seq(0), reader.persisted_upto())) == 6
     assert "shards are missing" in str(told[0])
     assert [loss.why for loss in verify(folder).losses] == [str(told[0])]
+    assert [loss.why for loss in stats(folder).losses] == [str(told[0])]
+    assert [found.why for found in inspect(folder) if isinstance(found, Loss)] == [str(told[0])]
     with pytest.raises(CorruptWal, match="shards are missing"):
         plan_repair(folder)
     with pytest.raises(CorruptWal, match="shards are missing"):

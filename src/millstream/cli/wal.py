@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from millstream.home.home import Home
     from millstream.model.ids import TableId
     from millstream.model.positions import Offset
+    from millstream.wal.mending.findings import SegmentInfo
     from millstream.wal.reader import StreamReader
     from millstream.wal.records_json import Cat, Line
 
@@ -190,14 +191,14 @@ def _print_records(records: Cat, print_record: Callable[[Line], None], limit: in
 @json_option
 @pass_invocation
 def ls(invocation: Invocation, stream: str | None, as_json: bool) -> None:
-    """List segments, shard by shard."""
+    """List segments, shard by shard. Exit code 3 if the header or footer of one can't be read."""
     from millstream.wal.mending.inspect import ls as list_segments
 
     home = invocation.home(needs_source=False)
     segments = list_segments(str(home.wal_folder(home.pick_stream(stream))))
     if as_json:
         print_json([asdict(segment) for segment in segments])
-        return
+        sys.exit(_exit_code(segments))
     print_table(
         ["shard", "segment", "state", "offsets", "durable", "shown", "seq", "records", "size", "epoch"],
         [
@@ -216,6 +217,11 @@ def ls(invocation: Invocation, stream: str | None, as_json: bool) -> None:
             for s in segments
         ],
     )
+    sys.exit(_exit_code(segments))
+
+
+def _exit_code(segments: Sequence[SegmentInfo]) -> int:
+    return 3 if any(segment.state == "damaged" for segment in segments) else 0
 
 
 @wal.command("inspect")
@@ -322,7 +328,7 @@ def verify(invocation: Invocation, stream: str | None, as_json: bool) -> None:
 @click.option("--partitions", is_flag=True, help="Also list each table's partitions: records, first and last number.")
 @pass_invocation
 def stats(invocation: Invocation, stream: str | None, as_json: bool, partitions: bool) -> None:
-    """Count the log's segments, frames and records, in total and by table."""
+    """Count the log's segments, frames and records, in total and by table; skip damage (exit code 3). Rows aren't checked."""
     from millstream.wal.mending.inspect import stats as count
 
     home = invocation.home(needs_source=False)

@@ -338,6 +338,8 @@ def scan_segment(
     while True:
         try:
             for frame in scan_like(ReadAhead(read), header, shard, position, offset, payload=payload):
+                if frame.end > size:
+                    raise CorruptFrame("the file ends within a frame")
                 yield frame
                 position, offset = frame.end, Offset(frame.header.first_offset + frame.header.count)
             return  # pragma: no cover - a walk without an end is ended by an error

@@ -22,6 +22,7 @@ from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentFooter, Seg
 from millstream.errors import CorruptFrame, CorruptWal, LogError, MillstreamError, UnsupportedFormat
 from millstream.model.ids import GroupNumber, SchemaVersion, ShardId, StreamId, TableId
 from millstream.model.marks import DurableMark
+from millstream.model.operations import FIRST_SHARD
 from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
 from millstream.wal.durable_mark import is_mark_damaged, missing_shards, read_dropped, read_mark, read_readable
@@ -134,9 +135,7 @@ def verify(folder: str, *, files: Files | None = None) -> Verification:
     stream = stream_of(files, folder)
     for shard in shards:
         _verify_shard(files, folder, shard, stream, report, elsewhere, torn)
-    marks_there = (read_mark(files, shard_folder(folder, shard)) for shard in shards)
-    if (missing := missing_shards(folder, shards, filter(None, marks_there))) is not None:
-        report.losses.append(Loss(folder, 0, missing.message, None, None))
+    report.losses += _missing_shards(files, folder, shards)
     if not report.unmarked:
         return report
     # A group that one shard lacks is torn if it is the last of all, and damage if another follows.
@@ -197,19 +196,83 @@ def stats(folder: str, *, files: Files | None = None, partitions: bool = False) 
 def _segments(
     files: Files, folder: str
 ) -> Iterator[tuple[ShardId, SegmentFile | None, DurableMark | None, Offset | None, list[Loss]]]:
-    """Yield every segment with its mark, the required end of its records, and damage to its header and footer.
+    """Yield every segment with its mark, the required end of its records, and damage to its header, footer and chain.
 
-    The segment is None if it is misplaced.
+    The segment is None for damage that isn't one's: it is misplaced, or missing at the end, or a shard is missing.
     """
     stream = stream_of(files, folder)
-    for shard in list_shards(files, folder):
+    shards = list_shards(files, folder)
+    for missing in _missing_shards(files, folder, shards):
+        yield FIRST_SHARD, None, None, None, [missing]
+    for shard in shards:
         shard_dir = shard_folder(folder, shard)
         segments, misplaced = split_misplaced(files, shard, list_segments(files, shard_dir), stream)
         mark = read_mark(files, shard_dir)
         for segment, _, why in misplaced:
             yield shard, None, mark, None, [Loss(segment.path, 0, why, None, None, shard)]
+        chain = _Chain(files, shard, shard_dir, mark)
         for segment, end in zip(segments, ends_of(segments, mark), strict=True):
-            yield shard, segment, mark, end, losses_around(files, shard, segment, is_last=segment is segments[-1])
+            around = losses_around(files, shard, segment, is_last=segment is segments[-1])
+            yield shard, segment, mark, end, chain.losses_before(segment, end) + around
+        if losses := chain.losses_at_end():
+            yield shard, None, mark, None, losses
+
+
+def _missing_shards(files: Files, folder: str, shards: Sequence[ShardId]) -> list[Loss]:
+    marks = (read_mark(files, shard_folder(folder, shard)) for shard in shards)
+    missing = missing_shards(folder, shards, filter(None, marks))
+    return [] if missing is None else [Loss(folder, 0, missing.message, None, None)]
+
+
+class _Chain:
+    """The chain of a shard's segments: each begins where the one before it ends, and names its footer.
+
+    Args:
+        files: the file system.
+        shard: the shard.
+        shard_dir: its folder.
+        mark: its mark; None: there is none, so that nothing tells where the chain begins and ends.
+    """
+
+    def __init__(self, files: Files, shard: ShardId, shard_dir: str, mark: DurableMark | None) -> None:
+        dropped = read_dropped(files, shard_dir)
+        self._files = files
+        self._shard = shard
+        self._mark = mark
+        self.begin = Offset(0) if dropped is None else dropped.offset
+        """The offset up to which retention has dropped segments."""
+        self._end = None if mark is None else self.begin
+        self._shard_dir = shard_dir
+        self._last: SegmentFile | None = None
+        self._previous_hash: bytes | None = None
+
+    def losses_before(self, segment: SegmentFile, end: Offset | None) -> list[Loss]:
+        """Return the damage between the next segment and the one before it; `end` is as in `ends_of`."""
+        if segment.base_offset < self.begin:
+            return []
+        losses = []
+        if self._end is not None and segment.base_offset > self._end:
+            why = "segments before it are missing"
+            losses.append(Loss(segment.path, 0, why, self._end, segment.base_offset, self._shard))
+            self._previous_hash = None
+        header, footer = header_of(self._files, segment), footer_of(self._files, segment)
+        if header is not None and self._previous_hash is not None and header.previous_hash != self._previous_hash:
+            losses.append(Loss(segment.path, 0, REPLACED, None, None, self._shard))
+        # A walk through a segment without a footer reports what it lacks up to its required end.
+        its_end = footer.end_offset if isinstance(footer, SegmentFooter) else end
+        self._end = max(self._end or self.begin, segment.base_offset if its_end is None else its_end)
+        self._previous_hash, self._last = footer_hash_of(self._files, segment), segment
+        return losses
+
+    def losses_at_end(self) -> list[Loss]:
+        """Return the durable records that no segment has, behind the last one."""
+        if self._mark is None or self._end is None or self._mark.durable_offset <= self._end:
+            return []
+        path, at = self._shard_dir, 0
+        if self._last is not None:
+            path, at = self._last.path, self._files.size(self._last.path)
+        why = "durable records are missing at the end"
+        return [Loss(path, at, why, self._end, self._mark.durable_offset, self._shard)]
 
 
 def _is_beyond(loss: Loss, segment: SegmentFile, mark: DurableMark | None) -> bool:
@@ -337,38 +400,21 @@ def _verify_shard(
     shown = read_readable(files, shard_dir)
     if mark is not None and shown is not None and shown.durable_offset < mark.durable_offset:
         report.hidden[shard] = mark.durable_offset - shown.durable_offset
-    dropped = read_dropped(files, shard_dir)
     if mark is None and is_mark_damaged(files, shard_dir):
         why = "the mark can't be read; the stream's next writer makes it anew"
         report.losses.append(Loss(f"{shard_dir}/{MARK_NAME}", 0, why, None, None, shard))
-    if dropped is not None:
-        segments = [segment for segment in segments if segment.base_offset >= dropped.offset]
-    expected = Offset(0) if dropped is None else dropped.offset
-    if mark is None and segments:
-        expected = segments[0].base_offset
-    previous_hash: bytes | None = None
+    chain = _Chain(files, shard, shard_dir, mark)
+    segments = [segment for segment in segments if segment.base_offset >= chain.begin]
     frames = report.frames
     group = GroupNumber(0)
     for segment, end in zip(segments, ends_of(segments, mark), strict=True):
-        if segment.base_offset > expected:
-            why = "segments before it are missing"
-            report.losses.append(Loss(segment.path, 0, why, expected, segment.base_offset, shard))
-            previous_hash = None
+        report.losses += chain.losses_before(segment, end)
         is_last = segment is segments[-1]
         checking = _SegmentCheck(shard, segment, mark, end, is_last, torn)
-        reached, group = _verify_segment(files, checking, report, elsewhere, group)
-        expected = max(expected, reached)
-        header = header_of(files, segment)
-        if header is not None and previous_hash is not None and header.previous_hash != previous_hash:
-            report.losses.append(Loss(segment.path, 0, REPLACED, None, None, shard))
-        previous_hash = footer_hash_of(files, segment)
+        group = _verify_segment(files, checking, report, elsewhere, group)
     if mark is None and report.frames > frames:
         report.unmarked.append(shard)
-    if mark is not None and mark.durable_offset > expected:
-        path = segments[-1].path if segments else shard_dir
-        at = files.size(path) if segments else 0
-        why = "durable records are missing at the end"
-        report.losses.append(Loss(path, at, why, expected, mark.durable_offset, shard))
+    report.losses += chain.losses_at_end()
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,14 +433,14 @@ class _SegmentCheck:
 
 def _verify_segment(
     files: Files, checking: _SegmentCheck, report: Verification, elsewhere: KnownSchemas, group: GroupNumber
-) -> tuple[Offset, GroupNumber]:
-    """Check one segment, which should begin after `group`; return the offset and the group after its last frame."""
+) -> GroupNumber:
+    """Check one segment, which should begin after `group`; return the group after its last frame."""
     shard, segment, mark, is_last = checking.shard, checking.segment, checking.mark, checking.is_last
     report.segments += 1
     readable = report.readable.setdefault(shard, [])
     report.losses += losses_around(files, shard, segment, is_last=is_last)
     footer = footer_of(files, segment)
-    reached, byte_end = segment.base_offset, SEGMENT_HEADER_SIZE
+    byte_end = SEGMENT_HEADER_SIZE
     is_open = is_last and not isinstance(footer, SegmentFooter)
     torn: list[Loss] = []
     """In an open segment: what a crash may have left, unless a later group follows it …"""
@@ -410,14 +456,16 @@ def _verify_segment(
             if torn and mark is None and header.group > torn_group:
                 report.losses += torn
                 for frame in behind:
-                    reached, byte_end = _add(files, segment, frame, report, readable), frame.end
+                    _add(files, segment, frame, report, readable)
+                    byte_end = frame.end
                 torn, behind, with_heads = [], [], []
             if loss is None and torn:
                 behind.append(found.frame)
                 continue
         if loss is None:
             assert isinstance(found, CheckedFrame)
-            reached, byte_end = _add(files, segment, found.frame, report, readable), found.frame.end
+            _add(files, segment, found.frame, report, readable)
+            byte_end = found.frame.end
         elif is_open and (mark is None or _is_beyond(loss, segment, mark)):
             torn_group = torn_group if torn else group
             torn.append(loss)
@@ -430,7 +478,6 @@ def _verify_segment(
                 assert loss.offset_to is not None
                 report.readable_in_part.setdefault(shard, []).append((loss.offset_from, loss.offset_to))
                 report.records += _rows(found.frame, but=loss.tables)
-            reached = reached if loss.offset_to is None else max(reached, loss.offset_to)
     if mark is None:
         checking.torn.extend(with_heads)
     size = files.size(segment.path)
@@ -438,7 +485,7 @@ def _verify_segment(
         report.unfinished.append(
             Loss(segment.path, byte_end, f"{size - byte_end} bytes behind the last whole frame", None, None, shard)
         )
-    return reached, group
+    return group
 
 
 def _add(
@@ -447,21 +494,20 @@ def _add(
     frame: ScannedFrame,
     report: Verification,
     readable: list[tuple[Offset, Offset]],
-) -> Offset:
-    """Count a whole frame; return the offset after it."""
+) -> None:
+    """Count a whole frame."""
     report.frames += 1
     report.bytes_checked += frame.length
     first, end = frame.header.first_offset, Offset(frame.header.first_offset + frame.header.count)
     if frame.header.kind is FrameKind.LOSS:
         loss = accepted_loss(files, segment, frame)
         report.accepted += [loss] if loss.offset_from != loss.offset_to else []
-        return end
+        return
     report.records += _rows(frame)
     if readable and readable[-1][1] == first:
         readable[-1] = (readable[-1][0], end)
     elif frame.header.count:
         readable.append((first, end))
-    return end
 
 
 def _rows(frame: ScannedFrame, *, but: Sequence[TableId] = ()) -> int:
