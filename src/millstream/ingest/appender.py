@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from millstream.catalog import Catalog
     from millstream.ports import ApplicationLog
 
-_SMALL_BYTES: Final = 64 << 10
+_SMALL_BYTES: Final = 256 << 10
 """Size in bytes up to which rows are prepared on the caller's event loop: handing them to another thread takes longer.
 """
 _SMALL_ROWS: Final = 10_000
