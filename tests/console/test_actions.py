@@ -65,6 +65,25 @@ def test_an_action_is_done_and_noted_with_the_token_s_name(site: Site) -> None:
     assert state(site) == "active"
 
 
+@pytest.mark.parametrize(
+    ("state", "offered"),
+    [
+        ("streaming", []),
+        ("copy_held", []),
+        ("quarantined", ["retry"]),
+        ("copying", ["pause_copy"]),
+        ("copy_requested", ["pause_copy"]),
+        ("paused", ["resume_copy"]),
+    ],
+)
+def test_another_copy_is_offered_of_tables_that_have_a_source(state: str, offered: list[str]) -> None:
+    """It was offered on tables that applications write, where it is always refused, and in too few states on others."""
+    assert actions.offered_on_table({"state": state, "captured": True}) == [*offered, "copy"]
+    assert actions.offered_on_table({"state": state, "captured": False}) == offered
+    for other in ("history_only", "gone", "follows"):
+        assert actions.offered_on_table({"state": other, "captured": True}) == []
+
+
 @pytest.mark.parametrize("kind", ["all", "shop", "write"])
 def test_who_lacks_the_right_sees_no_buttons_and_does_nothing(site: Site, kind: str) -> None:
     if kind != "write":  # it can't log in

@@ -67,6 +67,7 @@ def _table(schema: TableSchema) -> dict[str, Any]:
         "state": "follows",
         "reason": "",
         "hint": "",
+        "captured": schema.source != 0,
         "shard": None,
         "copy": None,
         **dict.fromkeys(figures),

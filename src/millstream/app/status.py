@@ -539,7 +539,8 @@ def table_facts(
     """Return the facts of one table.
 
     Its state is `quarantined` if capture or the lake has quarantined it, and the reason names which; `paused`
-    or `copy_held` if its copy is. A table that the lake retries keeps its state, with the reason.
+    or `copy_held` if its copy is. A table that the lake retries keeps its state, with the reason. `captured`: whether its rows
+    come from a source; otherwise applications write them.
     """
     name = qualified_name(row.namespace, row.name)
     state, reason = row.state.value, row.reason
@@ -561,6 +562,7 @@ def table_facts(
         "state": state,
         "reason": reason,
         "hint": (held or {}).get("hint") or row.details.get("hint", ""),
+        "captured": row.is_captured,
         "shard": int(row.shard),
         "copy": copies.get(name),
         "fold_lag_s": None if lag is None else lag["fold_lag_s"],

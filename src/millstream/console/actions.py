@@ -69,6 +69,13 @@ ACTIONS: Final[Mapping[str, Action]] = {
     "retry_letter": Action("Deliver again", on_consumer="retry"),
     "drop_letter": Action("Drop", "The message is forgotten and never delivered.", on_consumer="drop"),
 }
+_FITTING: Final = {
+    "quarantined": "retry",
+    "copying": "pause_copy",
+    "copy_requested": "pause_copy",
+    "paused": "resume_copy",
+}
+"""The action that fits a table's state, next to another copy."""
 _OF_LETTERS: Final = frozenset({"retry_dead", "drop_dead", "retry_letter", "drop_letter"})
 
 
@@ -96,12 +103,9 @@ class Order:
 
 def offered_on_table(table: Mapping[str, Any]) -> list[str]:
     """Return the actions that fit a table's state."""
-    state = table["state"]
-    if state == "quarantined":
-        return ["retry"]
-    if state in {"copying", "copy_requested"}:
-        return ["pause_copy"]
-    return ["resume_copy"] if state == "paused" else ["copy"] if state in {"copy_held", "streaming"} else []
+    found = [_FITTING[table["state"]]] if table["state"] in _FITTING else []
+    can_be_copied = table["captured"] and (found or table["state"] in {"copy_held", "streaming"})
+    return [*found, "copy"] if can_be_copied else found
 
 
 def offered_on_consumer(consumer: Mapping[str, Any]) -> list[str]:
