@@ -31,6 +31,7 @@ def shown(files: MemoryFiles, *, without_mark: bool = False) -> tuple[dict[Where
     found: dict[Where, int] = {}
     for shard in reader.shards:
         for records in reader.read(shard, reader.first_offset(shard)):
+            assert records.epoch
             for offset in records.batch.column("__offset").to_pylist():
                 assert (shard, offset) not in found
                 found[shard, offset] = records.schema.table_id
@@ -221,6 +222,26 @@ def test_what_is_being_written_is_no_damage_with_a_mark_or_without(truth: Truth)
         assert report.unfinished
         left, told = shown(before, without_mark=not marked)
         assert (len(left), told) == (4, [])
+
+
+def test_records_behind_a_damaged_segment_header_keep_their_epoch() -> None:
+    truth, files = Truth(), MemoryFiles()
+    for _ in range(3):
+        writer = truth.open(files)
+        truth.commit(writer, truth.ops([(1, 4)], [(2, 3)]))
+        writer.close()
+
+    def epochs() -> list[tuple[int, int]]:
+        told: list[CorruptWal] = []
+        reader = StreamReader(FOLDER, files=files, on_damage=told.append)
+        between = reader.read_between(reader.first_seq() - 1, reader.persisted_upto())
+        return sorted((row["__seq"], records.epoch) for records in between for row in records.batch.to_pylist())
+
+    whole = epochs()
+    assert {epoch for _, epoch in whole} == {1, 2, 3}
+    for path in segments(files, 0):
+        flip(files, path, 30)
+    assert epochs() == whole
 
 
 Range = tuple[int, int, int | None]

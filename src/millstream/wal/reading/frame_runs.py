@@ -91,7 +91,7 @@ def _decode_run(
         batch = records.batch.slice(start, end - start)
         operation_seq, hybrid_ns = pa.array(records.operation_seq[start:end]), pa.array(times_ns[start:end])
         header = run[of_piece[0].frame][1].header
-        pieces.append(piece_of(header, run[0][0].epoch, records.schema, batch, operation_seq, hybrid_ns))
+        pieces.append(piece_of(header, records.schema, batch, operation_seq, hybrid_ns))
     return pieces
 
 
@@ -157,7 +157,6 @@ def decode_by_frame(run: Run, wanted: frozenset[TableId] | None) -> list[list[Ta
         found[part.frame].append(
             piece_of(
                 run[part.frame][1].header,
-                run[0][0].epoch,
                 records.schema,
                 records.batch.slice(start, end - start),
                 pa.array(records.operation_seq[start:end]),

@@ -137,11 +137,6 @@ class SegmentSource:
         """Frames that were decoded before they were asked for, by position."""
 
     @property
-    def epoch(self) -> Epoch:
-        """The epoch in the segment's header."""
-        return self._header.epoch
-
-    @property
     def schemas(self) -> SchemaSet:
         """The schemas that have been loaded."""
         return self._schemas
@@ -149,7 +144,8 @@ class SegmentSource:
     def continues(self, other: SegmentSource) -> bool:
         """Return whether this segment's frames may be decoded together with those of the one before it."""
         mine, others = self._header, other._header
-        return other is self or (mine.epoch, mine.directory) == (others.epoch, others.directory)
+        are_alike = (mine.epoch, mine.directory) == (others.epoch, others.directory)
+        return other is self or (are_alike and mine.stream != NO_STREAM)  # a lost header's epoch isn't known
 
     def knows(self, tables: Iterable[FrameTable]) -> bool:
         """Return whether the schemas of these tables have been loaded."""
@@ -306,7 +302,7 @@ class SegmentSource:
         """Return a frame's records from those that readers share; if it must be decoded, so are small ones behind it."""
 
         def key_of(one: ScannedFrame) -> FrameKey:
-            return self._header.epoch, one.head, _tables_of(one.header, wanted)
+            return one.header.epoch, one.head, _tables_of(one.header, wanted)
 
         def decode() -> list[TableRecords]:
             run, size = [scanned], scanned.length
@@ -361,7 +357,7 @@ class SegmentSource:
                 for schema, batch in frame.records(table_id, columns=columns, offsets=offsets, moments=moments):
                     if is_definition(schema.version) and not self._definitions:
                         continue
-                    yield _table_records(frame, self._header.epoch, firsts, schema, batch)
+                    yield _table_records(frame, firsts, schema, batch)
             except CorruptFrame as error:
                 told = self._damage(error, scanned.position, scanned, table_id)
                 if self._on_damage is None:
@@ -390,13 +386,13 @@ class SegmentSource:
 
 
 def _table_records(
-    frame: RecordsFrame, epoch: Epoch, first: npt.NDArray[np.int64], schema: TableSchema, batch: pa.RecordBatch
+    frame: RecordsFrame, first: npt.NDArray[np.int64], schema: TableSchema, batch: pa.RecordBatch
 ) -> TableRecords:
     mine = of_part(frame.batches, schema)
     operation, count = (frame.batches.column(name).to_numpy()[mine] for name in ("operation", "count"))
     of_row = np.repeat(operation, count)
     times_ns = pa.array(np.full(len(of_row), frame.header.hybrid_time, np.int64))
-    return piece_of(frame.header, epoch, schema, batch, pa.array(first[of_row]), times_ns)
+    return piece_of(frame.header, schema, batch, pa.array(first[of_row]), times_ns)
 
 
 def span_source(

@@ -51,7 +51,6 @@ class TablePart:
 
 def piece_of(
     header: FrameHeader,
-    epoch: Epoch,
     schema: TableSchema,
     batch: pa.RecordBatch,
     operation_seq: pa.Array,
@@ -61,7 +60,16 @@ def piece_of(
     seqs = batch.column("__seq")
     first, last = Seq(seqs[0].as_py()), Seq(seqs[-1].as_py())
     return TableRecords(
-        schema, batch, header.shard, first, last, operation_seq, hybrid_ns, header.region, header.first_offset, epoch
+        schema,
+        batch,
+        header.shard,
+        first,
+        last,
+        operation_seq,
+        hybrid_ns,
+        header.region,
+        header.first_offset,
+        header.epoch,
     )
 
 
