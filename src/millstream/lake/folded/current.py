@@ -16,7 +16,6 @@ from functools import cached_property
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from millstream import failpoints
@@ -30,13 +29,15 @@ from millstream.lake.filled_columns import inexact_texts
 from millstream.lake.folded.build import BuildPart, build_rows, plan_build
 from millstream.lake.folded.current_fold import Folded, fold_records
 from millstream.lake.folded.key_ranges import LEAF_BYTES, Leaf, Leaves
-from millstream.lake.folded.left_partitions import UNKNOWN, partitions_of, without_left
+from millstream.lake.folded.left_partitions import UNKNOWN, without_left
 from millstream.lake.folded.rewrite import (
     Change,
     LeafWriter,
     Touched,
+    having_partitions,
     in_their_partitions,
     named,
+    partitions_in,
     placed,
     touched,
 )
@@ -224,7 +225,7 @@ class Fold:
         files = TableFiles(plan.layout, plan.path)
         if PARTITION_OID.name not in gone.names or not len(gone):
             return gone
-        is_known = (_knows_partitions(files, leaf.path) for leaf in old)
+        is_known = (not (partitions_in(files, leaf.path) == UNKNOWN).any() for leaf in old)
         if gone.columns[gone.names.index(PARTITION_OID.name)].null_count == 0 and all(is_known):
             return gone
         shape = pa.schema([*plan.columns, EXACT])
@@ -400,29 +401,8 @@ def _hit(leaves: Leaves, folded: Folded, plan: FoldPlan, *, everything: bool) ->
     if not plan.schema.key:
         return Touched(tuple(range(len(leaves) + 1)), {})
     put_at = placed(leaves, Keys.of(folded.rows, plan.schema.key), leaf_bytes=plan.sizes.leaf_bytes)
-    files = TableFiles(plan.layout, plan.path)
-    also = [] if everything or not folded.left else _having_partitions(files, leaves, folded.left)
+    also = [] if everything else having_partitions(TableFiles(plan.layout, plan.path), leaves, folded.left)
     return touched(leaves, folded.gone, put_at, everything=everything, also=also)
-
-
-def _having_partitions(files: TableFiles, leaves: Leaves, oids: Sequence[int]) -> list[int]:
-    """Return the indexes of the leaves with rows of one of some partitions; their other columns aren't read."""
-    return [
-        place for place, leaf in enumerate(leaves.files) if np.isin(_partitions_in(files, leaf.path), list(oids)).any()
-    ]
-
-
-def _knows_partitions(files: TableFiles, path: str) -> bool:
-    """Whether the partitions of all rows of a file are known."""
-    return not (_partitions_in(files, path) == UNKNOWN).any()
-
-
-def _partitions_in(files: TableFiles, path: str) -> npt.NDArray[np.int64]:
-    """Return the partitions of a file's rows; `UNKNOWN` alone if the file doesn't have them."""
-    with files.open(path) as file:
-        if PARTITION_OID.name not in file.schema_arrow.names:
-            return np.full(1, UNKNOWN, np.int64)
-        return partitions_of(file.read(columns=[PARTITION_OID.name]))
 
 
 def _parts(hit: Sequence[int], leaves: Leaves, part_bytes: int | None) -> tuple[tuple[int, ...], ...]:

@@ -244,6 +244,21 @@ def touched(
     return Touched(tuple(places), {place: which[place] for place in places if place < len(leaves)})
 
 
+def having_partitions(files: TableFiles, leaves: Leaves, oids: Sequence[int]) -> list[int]:
+    """Return the indexes of the leaves with rows of one of some partitions; their other columns aren't read."""
+    if not oids:
+        return []
+    return [place for place, leaf in enumerate(leaves.files) if np.isin(partitions_in(files, leaf.path), oids).any()]
+
+
+def partitions_in(files: TableFiles, path: str) -> npt.NDArray[np.int64]:
+    """Return the partitions of a file's rows; `UNKNOWN` alone if the file doesn't have them."""
+    with files.open(path) as file:
+        if PARTITION_OID.name not in file.schema_arrow.names:
+            return np.full(1, UNKNOWN, np.int64)
+        return partitions_of(file.read(columns=[PARTITION_OID.name]))
+
+
 def placed(leaves: Leaves, keys: Keys, *, leaf_bytes: int = LEAF_BYTES) -> npt.NDArray[np.int64]:
     """Return the leaf for each new row: `len(leaves)` for a new leaf, if the last one is large enough already."""
     at = leaves.place(keys)

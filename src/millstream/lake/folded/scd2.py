@@ -32,7 +32,7 @@ from millstream.lake.folded.committed_times import at_entry, clock_of, entry_us,
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldOutcome, FoldSizes
 from millstream.lake.folded.ended_versions import EndedVersions
 from millstream.lake.folded.key_ranges import Leaves
-from millstream.lake.folded.rewrite import Change, LeafWriter, named, placed, touched
+from millstream.lake.folded.rewrite import Change, LeafWriter, having_partitions, named, placed, touched
 from millstream.lake.folded.scd2_fold import (
     BEGAN_BY,
     ENDED_FOLDER,
@@ -375,9 +375,9 @@ class _Fold:
         writer = self._writer(opened, exact=exact)
         put_at = placed(leaves, Keys.of(put, self.schema.key), leaf_bytes=self.sizes.leaf_bytes)
         small = leaves.size_bytes < self.sizes.small_bytes
-        rest = found.ends_others
-        everything = anew or rest or (small and bool(len(found.gone) + len(put)))
-        places = touched(leaves, found.gone, put_at, everything=everything)
+        everything = anew or found.rest_closed_us is not None or (small and bool(len(found.gone) + len(put)))
+        also = [] if everything else having_partitions(self._files, leaves, [oid for oid, _ in found.left_us])
+        places = touched(leaves, found.gone, put_at, everything=everything, also=also)
         extra = EndedVersions(self._files, self._file_columns(exact=exact), opened.version + 1)
         extra.add(conform(found.closed, full))
         changes = []
@@ -387,7 +387,7 @@ class _Fold:
             some = places.gone.get(place)
             gone = found.gone if some is None else found.gone.take(some)
             mine = put.filter(pa.array(put_at == place))
-            if leaf is not None and rest:
+            if leaf is not None and found.ends_others:
                 gone = self._end_rest(leaf.path, found, extra)
             if leaf is not None and not len(gone) and not mine.num_rows and not (small or anew):
                 continue
