@@ -126,6 +126,16 @@ def test_the_tables_columns_decide_which_lines_are_kept(server: Served) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("path", ["/write?db=web", "/api/v2/write?bucket=web"])
+def test_answers_have_the_lines_position(server: Served, path: str) -> None:
+    with server.client() as client:
+        for content, status in ((b"placed f=1", 204), (b'placed f=2\nplaced f="x"', 400)):
+            answer = client.post(path, content=content)
+            newest = client.get("/v1/streams/web/token").json()["token"]
+            assert (answer.status_code, answer.headers["millstream-token"]) == (status, newest)
+        assert "millstream-token" not in client.post(path, content=b"wrong").headers
+
+
 def test_influxdb_client_batches_in_the_background(server: Served) -> None:
     failed: list[Any] = []
     with InfluxDBClient(url=server.url, token="any", org="any", enable_gzip=True) as client:

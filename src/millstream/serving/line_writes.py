@@ -14,14 +14,16 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import structlog
 
 from millstream.errors import HttpError, MillstreamError, UsageError
 from millstream.ingest.line_protocol import Lines, TableLines, tables_of_lines
 from millstream.model.operations import TableAppended
+from millstream.model.positions import StreamToken
 from millstream.serving.problem_documents import encoded, headers_of, status_of
+from millstream.serving.queries.frames import POSITION_HEADER
 from millstream.serving.request_batching import BatchTarget
 from millstream.serving.request_bodies import ClientGoneError, Held, Receive, read_body
 from millstream.serving.requests import (
@@ -38,6 +40,8 @@ from millstream.serving.row_writes import Writes
 
 logger = structlog.get_logger("millstream.serve")
 
+Header: TypeAlias = tuple[bytes, bytes]
+_POSITION_HEADER: Final = POSITION_HEADER.lower().encode()
 Dialect = Literal["v1", "v2"]
 """The dialects of `/write` (`v1`) and of `/api/v2/write` (`v2`)."""
 _TOLD_MAX: Final = 20
@@ -87,7 +91,7 @@ class LineWrites:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request as an ASGI application."""
         try:
-            refused, count = await self._append(scope, receive)
+            refused, count, token = await self._append(scope, receive)
         except MillstreamError as error:
             await self._fail(send, status_of(error), _spoken(error))
         except ClientGoneError:
@@ -96,12 +100,15 @@ class LineWrites:
             logger.exception("a request failed", path=scope["path"])
             await self._fail(send, HTTPStatus.INTERNAL_SERVER_ERROR, "this is a bug of the server's")
         else:
+            position = [] if token is None else [(_POSITION_HEADER, str(token).encode())]
             if not count:
-                await answer(send, HTTPStatus.NO_CONTENT, b"", [(b"x-influxdb-version", VERSION)])
+                await answer(send, HTTPStatus.NO_CONTENT, b"", [(b"x-influxdb-version", VERSION), *position])
             else:
-                await self._fail(send, HTTPStatus.BAD_REQUEST, _told(refused, count), refused[0].line)
+                await self._fail(send, HTTPStatus.BAD_REQUEST, _told(refused, count), refused[0].line, position)
 
-    async def _fail(self, send: Send, status: int, message: str, line: int | None = None) -> None:
+    async def _fail(
+        self, send: Send, status: int, message: str, line: int | None = None, position: Sequence[Header] = ()
+    ) -> None:
         said: dict[str, Any]
         if self._dialect == "v1":
             said = {"error": message}
@@ -110,11 +117,14 @@ class LineWrites:
             if line is not None:
                 said["line"] = line
         beside = [header for header in headers_of(status) if header[0] != b"content-type"]
-        headers = [(b"content-type", b"application/json"), (b"x-influxdb-version", VERSION), *beside]
+        headers = [(b"content-type", b"application/json"), (b"x-influxdb-version", VERSION), *beside, *position]
         await answer(send, status, encoded(said), headers)
 
-    async def _append(self, scope: Scope, receive: Receive) -> tuple[list[_RefusedLine], int]:
-        """Append a request's lines; return the first ones that weren't written, and their total number."""
+    async def _append(self, scope: Scope, receive: Receive) -> tuple[list[_RefusedLine], int, StreamToken | None]:
+        """Append a request's lines; return the first ones that weren't written, their total number, and the position.
+
+        There is no position if no line was valid.
+        """
         parameters, headers = parameters_said(scope), headers_said(scope)
         name = "db" if self._dialect == "v1" else "bucket"
         stream = parameters.get(name, "")
@@ -137,12 +147,12 @@ class LineWrites:
             if not lines.tables and not lines.rejected_count:
                 raise UsageError("the body has no lines")
             if not lines.tables:
-                return _refused(lines, {})
+                return *_refused(lines, {}), None
             tables = tuple(table.table for table in lines.tables)
             target = BatchTarget(stream, tables, deadline_s, keep_valid_rows=True, acks=acks, keep_valid_tables=True)
             rows = [self._writes.lines_as_rows(stream, table) for table in lines.tables]
             appended = await self._writes.groups.append(target, rows, size_bytes=len(body), write_id=write_id)
-        return _refused(lines, appended.tables)
+        return *_refused(lines, appended.tables), appended.token
 
     async def _warmed(self) -> None:
         """Wait for the parser's machine code.

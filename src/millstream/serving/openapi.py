@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from millstream.client.home_calls import SERVER_DEADLINE_S_MAX
 from millstream.serving.problem_documents import MEDIA_TYPE
+from millstream.serving.queries.frames import POSITION_HEADER
 from millstream.serving.row_writes import ARROW_TYPE, JSON_TYPE
 
 PROBLEM: Final[Mapping[str, Any]] = {
@@ -289,7 +290,12 @@ def _lines_path(name: str, parameter: str, summary: str) -> dict[str, Any]:
                 "content": {"text/plain": {"schema": {"type": "string", "examples": ["clicks,page=/ ms=12.5"]}}},
             },
             "responses": {
-                "204": {"description": "All lines are durable."},
+                "204": {
+                    "description": "All lines are durable. Where some aren't, a 400 has this header too, if others are.",
+                    "headers": {
+                        POSITION_HEADER: {"description": "The lines' position, a token.", "schema": {"type": "string"}}
+                    },
+                },
                 **refusals(JSON_TYPE, "LineError"),
             },
         }
