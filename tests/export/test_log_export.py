@@ -18,6 +18,7 @@ import pytest
 from tests.app.homes import run
 from tests.wal.test_records_json import ITEMS, MESSAGES, ORDERS, RAW, operation, ops, row
 
+import millstream
 from millstream.catalog import Catalog
 from millstream.errors import LogError, UsageError
 from millstream.export.log_export import EXPORT_FILE, export_arrow, file_facts, read_export
@@ -633,6 +634,16 @@ def test_cat_refuses_columns_of_several_tables_and_of_a_time_to_come(filled: Hom
     done = wal(filled, "cat", "--format", *words)
     assert (done.returncode, done.stdout) == (2, "")
     assert "Name a table with --table" in done.stderr
+
+
+@pytest.mark.parametrize("style", ["csv", "arrow"])
+def test_the_only_table_of_a_log_needs_no_name(tmp_path: Path, style: str) -> None:
+    home = home_at(tmp_path / "home")
+    with millstream.open(home.path) as opened:
+        opened.append("shop", "clicks", [{"id": 1}, {"id": 2}])
+    whole = raw(home, "cat", "--format", style, "--table", "clicks")
+    assert len(whole.splitlines() if style == "csv" else pa.ipc.open_stream(whole).read_all()) == 2 + (style == "csv")
+    assert raw(home, "cat", "--format", style) == raw(home, "export", "--format", style) == whole
 
 
 def test_cat_goes_on_past_damage_in_each_format(filled: Home, tmp_path: Path) -> None:

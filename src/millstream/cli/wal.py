@@ -30,6 +30,7 @@ from millstream.cli.wal_export_import import (
     import_,
     note_left_out,
     open_past_damage,
+    sole_table,
     tables_meant,
     write_stream,
 )
@@ -65,7 +66,7 @@ wal.add_command(import_)
     type=click.Choice(["ndjson", "arrow", "csv", "line-protocol"]),
     default="ndjson",
     show_default=True,
-    help="Format of the records; arrow and csv are of one --table, without --follow.",
+    help="Format of the records; arrow and csv are of one table, without --follow.",
 )
 @click.option(
     "--values",
@@ -75,7 +76,9 @@ wal.add_command(import_)
     help="For ndjson. json: numbers that JSON holds exactly are numbers. text: every value as PostgreSQL prints it.",
 )
 @click.option("--from-offset", type=click.IntRange(min=0), metavar="N", help="Start at this offset (of each shard).")
-@click.option("--table", metavar="T", help="Only this table, as schema.table.")
+@click.option(
+    "--table", metavar="T", help="Only this table, as schema.table; arrow and csv need it if there are several."
+)
 @click.option("--limit", type=click.IntRange(min=0), metavar="N", help="Stop after this number of records.")
 @click.option("--follow", is_flag=True, help="Continue with appended records, until interrupted.")
 @click.option(
@@ -108,11 +111,12 @@ def cat(
     from millstream.wal.records_json import Cat
 
     has_columns = style in {"arrow", "csv"}
-    if has_columns and (table is None or follow):
-        raise UsageError(
-            f"{style} has the columns of one table, as they are now",
-            hint="Name a table with --table, and leave out --follow; `wal export` writes several tables into a folder.",
-        )
+    of_one = UsageError(
+        f"{style} has the columns of one table, as they are now",
+        hint="Name a table with --table, and leave out --follow; `wal export` writes several tables into a folder.",
+    )
+    if has_columns and follow:
+        raise of_one
     home = invocation.home(needs_source=False)
     name = home.pick_stream(stream)
     damage = Damage()
@@ -120,6 +124,10 @@ def cat(
     wanted: frozenset[TableId] = frozenset()
     if table is not None:
         wanted = frozenset(table_ids(reader, table) if has_columns else tables_meant(home, name, reader, table))
+    elif has_columns:
+        wanted = sole_table(reader)
+        if not wanted:
+            raise of_one
     start = None if from_offset is None else Offset(from_offset)
     if style == "arrow":
         _print_arrow(reader, wanted, start, limit)
@@ -128,7 +136,7 @@ def cat(
         name,
         reader,
         "text" if style == "csv" or (style == "ndjson" and values == "text") else "json",
-        None if table is None else wanted,
+        wanted or None,
         start,
         moments=style == "line-protocol",
     )

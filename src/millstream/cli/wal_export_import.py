@@ -75,15 +75,17 @@ def export(
 
     home = invocation.home(needs_source=False)
     name = home.pick_stream(stream)
-    if output is None and table is None and style in ("arrow", "csv"):
-        raise UsageError(
-            f"{style} of several tables can't go to stdout",
-            hint="Name a folder with --output, or one table with --table.",
-        )
     damage = Damage()
     reader = open_past_damage(home, name, damage)
-    after, upto = _bounds(reader, since, until)
     wanted = None if table is None else frozenset(table_ids(reader, table))
+    if output is None and table is None and style in ("arrow", "csv"):
+        wanted = sole_table(reader)
+        if not wanted:
+            raise UsageError(
+                f"{style} of several tables can't go to stdout",
+                hint="Name a folder with --output, or one table with --table.",
+            )
+    after, upto = _bounds(reader, since, until)
     if style == "arrow":
         strict = open_reader(home, name, without_mark=reader.lacks_marks(), of_any_age=True)
         if output is None:
@@ -175,6 +177,13 @@ def tables_meant(home: Home, stream: str, reader: StreamReader, table: str) -> l
         return []
 
     return table_ids(reader, table, known=known)
+
+
+def sole_table(reader: StreamReader) -> frozenset[TableId]:
+    """Return the ids of the log's only table, several if it was recreated; none if the log has several tables or none."""
+    schemas = reader.schemas()
+    names = {(schema.kind, schema.full_name) for schema in schemas.values()}
+    return frozenset(schemas if len(names) == 1 else ())
 
 
 def _bounds(reader: StreamReader, since: str | None, until: str | None) -> tuple[Seq, Seq]:
