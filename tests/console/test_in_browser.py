@@ -77,7 +77,8 @@ def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Served]:
-    home = make_home(tmp_path / "home", "[streams.shop]\n[streams.web]\n")
+    merged = '[streams.shop.keys]\n"public.orders" = ["id"]\n[streams.shop.merge."public.orders"]\ntotal = "lww"\n'
+    home = make_home(tmp_path / "home", f"[streams.shop]\n{merged}[streams.web]\n")
     with served(home) as found:
         append(found, "shop", "public.orders", {"id": 1, "total": 1.5})
         append(found, "web", HOSTILE, {"id": 1, COLUMN: VALUE})
@@ -308,6 +309,12 @@ def test_names_are_completed_by_the_keyboard_and_the_pointer(browser: Chromium, 
     browser.until(f"{shown} === 'history.\"public.orders\"'")
     browser.click("#names li")
     browser.until(f"{sql}.endsWith('FROM history.\"public.orders\"')")
+    browser.call("Input.insertText", text=' UNION SELECT 1 FROM merged."pub')
+    browser.until(f"{shown} === 'merged.\"public.orders\"'")
+    browser.click("#names li")
+    browser.until(f"{sql}.endsWith('FROM merged.\"public.orders\"')")
+    browser.run("document.querySelector('textarea').value = ''; document.querySelector('textarea').focus()")
+    browser.call("Input.insertText", text='SELECT count(*) FROM history."public.orders"')
     browser.call("Input.insertText", text=" AS h JOIN public.orders o ON o.i")
     browser.until(f"{shown} === 'o.id'")
     browser.call("Input.insertText", text="d = h.t")

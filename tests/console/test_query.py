@@ -39,6 +39,13 @@ def shown(content: Content) -> bytes:
     return escaped(content).encode()
 
 
+def test_a_table_with_merge_rules_is_known_by_its_merged_rows_too(tmp_path: Path) -> None:
+    keys = '[streams.shop.keys]\n"public.orders" = ["id"]\n'
+    home = filled_home(tmp_path / "home", f'{keys}[streams.shop.merge."public.orders"]\ntotal = "lww"\n')
+    listed = [attributes for name, attributes in Seen(query_page.names(home, ["shop", "web"])).tags if name == "li"]
+    assert ["data-merged" in one for one in listed] == [True, False, False]
+
+
 @given(
     st.lists(st.lists(st.none() | st.text(st.characters(exclude_categories=("Cs", "Cc")))), min_size=1, max_size=4),
     st.lists(st.integers(0, 200), max_size=8),

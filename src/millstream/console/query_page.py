@@ -98,6 +98,7 @@ def names(home: Home, streams: Sequence[str]) -> Html:
             for schema in sorted(catalog.latest_schemas(known[name]).values(), key=lambda one: one.full_name)
             if schema.kind is TableKind.TABLE
         ]
+    merges = {name: config.merge for name, config in home.config.streams.items()}
     items = [
         tag(
             "li",
@@ -106,6 +107,7 @@ def names(home: Home, streams: Sequence[str]) -> Html:
             data_stream=name,
             data_table=schema.full_name,
             data_columns=json.dumps(columns),
+            data_merged=schema.full_name in merges.get(name, {}),
         )
         for name, schema in found
         for columns in [[column.name for column in schema.columns]]

@@ -253,17 +253,17 @@ function completeNames(field, form) {
   function quoted(name) {
     return /^[a-z_][a-z0-9_$]*$/.test(name) ? name : `"${name.replaceAll('"', '""')}"`;
   }
-  // Columns by the aliases that the query gives a table, or a table's history.
+  // Columns by the aliases that the query gives a table, its history or its merged rows.
   function byAlias({ dataset }) {
     const columns = JSON.parse(dataset.columns).map(quoted);
-    return [dataset.table, history(dataset.table)].flatMap((table) => {
+    return [dataset.table, ...views({ dataset })].flatMap((table) => {
       const named = new RegExp(`${table.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")}\\s+(?:as\\s+)?("(?:[^"]|"")+"|[\\w$]+)`, "gi");
       const aliases = [...field.value.matchAll(named)].map(([, alias]) => alias).filter((alias) => !NO_ALIASES.has(alias.toLowerCase()));
       return aliases.flatMap((alias) => columns.map((column) => `${alias}.${column}`));
     });
   }
-  function history(table) {
-    return `history."${table.replaceAll('"', '""')}"`;
+  function views({ dataset }) {
+    return ["history", ...("merged" in dataset ? ["merged"] : [])].map((view) => `${view}."${dataset.table.replaceAll('"', '""')}"`);
   }
   function names() {
     const own = [...document.querySelectorAll("li[data-columns]")].filter(({ dataset }) => dataset.stream === form.elements.stream.value);
@@ -271,7 +271,7 @@ function completeNames(field, form) {
     const named = own.filter(({ dataset }) => field.value.includes(dataset.table));
     const columns = [...named, ...own].flatMap(({ dataset }) => JSON.parse(dataset.columns).map(quoted));
     const tables = own.map(({ dataset }) => dataset.table);
-    return [...new Set([...own.flatMap(byAlias), ...(named.length ? columns : []), ...tables, ...tables.map(history), ...columns])];
+    return [...new Set([...own.flatMap(byAlias), ...(named.length ? columns : []), ...tables, ...own.flatMap(views), ...columns])];
   }
   function word() {
     return field.value.slice(0, field.selectionStart).match(/["\w$.]*$/)[0];
@@ -297,8 +297,8 @@ function completeNames(field, form) {
     const begun = word().toLowerCase();
     close();
     if (!begun) return;
-    // By any part of its name; the history of a table by its whole name, or each table would be there twice.
-    const parts = (name) => (name.startsWith("history.") ? [] : name.split(".").slice(1));
+    // By any part of its name; a view of a table by its whole name, or each table would be there twice.
+    const parts = (name) => (/^(history|merged)\./.test(name) ? [] : name.split(".").slice(1));
     const fits = (name) => name.toLowerCase() !== begun && [name, name.replaceAll('"', ""), ...parts(name)].some((one) => one.toLowerCase().startsWith(begun) || one.replace(/^\W+/, "").startsWith(begun));
     const found = names().filter(fits).slice(0, 10);
     found.forEach((name, at) => {
