@@ -154,6 +154,16 @@ def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
     assert "Usage" in done.stderr
 
 
+def test_a_node_and_a_store_that_arent_configured_are_wrong_usage(tmp_path: Path) -> None:
+    nodes = 'node = "a"\n[replication.nodes]\na = "grpc://127.0.0.1:1"\nb = "grpc://127.0.0.1:2"\n'
+    (tmp_path / "millstream.toml").write_text(f"[streams.shop]\n[replication]\n{nodes}")
+    unknown = millstream("--home", str(tmp_path), "follow", "x", "--only-note")
+    assert (unknown.returncode, "unknown_node" in unknown.stderr) == (2, True), unknown.stderr
+    storeless = millstream("--home", str(tmp_path), "scrub")
+    assert (storeless.returncode, "None" in storeless.stderr) == (2, False), storeless.stderr
+    assert "names no object store" in storeless.stderr
+
+
 def test_an_error_is_a_code_and_a_hint_and_no_traceback(tmp_path: Path) -> None:
     done = millstream("--home", str(tmp_path / "none"), "status")
     assert done.returncode == 2

@@ -339,6 +339,7 @@ def test_a_dsn_is_shown_without_its_password(dsn: str, shown: str) -> None:
         ("[streams.shop]\n# [http]\nlake = 3\n", 3, "must be a table"),
         # A header names its whole path, and a typo of a key is no name of a table that takes any.
         ("# [spark.conf]\n[streams.shop.lakes]\nfold_interval = '5s'\n", 2, "streams.shop.lakes: unknown key; did you mean lake?"),
+        ("[streams.shop.tables.'public.x']\nmerge = {likes = 'pn_counter'}\n", 2, 'belong in [streams.shop.merge."public.x"]'),
         ("[streams.shop.lake]\n# [streams.shop.types]\nfold_intervall = '5s'\n", 3, "did you mean fold_interval?"),
     ],
 )  # fmt: skip

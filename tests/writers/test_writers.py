@@ -472,6 +472,12 @@ def test_a_writer_whose_log_is_elsewhere_is_waited_for_until_it_is_forgotten(hom
     wait_for(lambda: reader.persisted_upto() >= last)
     assert states(home)["far"] == "forgotten"
     second.close()
+    wait_for(lambda: states(home)["second"] == "stopped")
+    for name, what in (("far", "been forgotten"), ("second", "stopped")):
+        again = run(home, "writers", "forget", name, "--yes")
+        assert f"writer {name} has {what}" in again.stderr
+        assert "there is nothing to forget" in again.stderr
+        assert "hint: Run `millstream writers`" in again.stderr
 
 
 def test_a_writer_whose_log_is_here_is_recovered_and_not_forgotten(home: Path, postgres: Database) -> None:

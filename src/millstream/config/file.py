@@ -399,6 +399,8 @@ def _say(path: KeyPath, mistake: dict[str, Any]) -> str:
     """Return a pydantic mistake in our words; never the value, which may be a secret, unless it is one of a few."""
     kind, context = mistake["type"], mistake.get("ctx", {})
     if kind == "extra_forbidden":
+        if path[0] == "streams" and path[2:3] == ("tables",) and path[4:] == ("merge",):
+            return f"unknown key; merge rules of a table belong in [{key_text((*path[:2], 'merge', path[3]))}]"
         allowed = _allowed(path[:-1])
         near = _nearest(str(path[-1]), allowed)
         meant = f"; did you mean {near}?" if near else ""

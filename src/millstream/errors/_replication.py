@@ -48,6 +48,7 @@ class ReplicationError(MillstreamError):
             "There is no such node.",
             Retry.OPERATOR,
             "Run `millstream replicas` to list the nodes, or add this one to [replication] nodes in millstream.toml.",
+            exit_code=2,
         ),
         "merge_unsuitable": Code(
             "A table or a column can't merge as configured.",

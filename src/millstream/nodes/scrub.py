@@ -40,9 +40,9 @@ def scrub_home(
         if name not in home.config.streams:
             raise UnknownStream(f"no stream {name} in {home.config_file}", stream=name)
         wal = home.wal_folder(name)
-        stream = StreamReader(str(wal)).stream_id
-        tell(f"reading what {mask_address(str(home.config.replication.object_store))} has of {name}")
         with contextlib.closing(store_of(home, name)) as store:
+            stream = StreamReader(str(wal)).stream_id
+            tell(f"reading what {mask_address(str(home.config.replication.object_store))} has of {name}")
             done = store.scrub(stream, str(wal), mend=not dry_run, tell=tell)
         found.append(
             {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from millstream.errors import SequencingError
+from millstream.errors import SequencingError, StaleEpoch
 from millstream.protocol.sequencer import WriterPhase
 from millstream.writers.one_of_several import WriterPlace, inherit, store_of
 
@@ -90,6 +90,12 @@ def forget_writer(home: Home, stream: str | None, name: str) -> tuple[int, bool]
                 known=known,
             )
         entry, lease_s = entries[name], home.config.writer.lease_s
+        if entry.phase is WriterPhase.SETTLED:
+            raise StaleEpoch(
+                f"writer {name} has {'stopped' if entry.cut_at is None else 'been forgotten'}: there is nothing to forget",
+                hint="Run `millstream writers` to list the writers, and the one that readers wait for.",
+                epoch=int(entry.epoch),
+            )
         store = store_of(catalog, found, lease_s)
         is_here = entry.location == home.identity().id
         if is_here:
