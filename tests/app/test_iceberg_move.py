@@ -167,6 +167,12 @@ def test_the_lake_of_a_home_that_was_moved_can_move_further(
     check(path, first, postgres)
 
 
+def test_a_place_that_no_table_can_have_is_refused(landed: LandedHome, tmp_path: Path) -> None:
+    with pytest.raises(LakeError, match="its path holds %"):
+        move_lake(Home(landed.home.path), str(tmp_path / "a#b"))
+    assert ids(landed.home.path) == [1, 2, 3, 4, 5]
+
+
 def test_a_commit_of_another_program_stops_the_move(
     landed: LandedHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

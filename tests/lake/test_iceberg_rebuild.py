@@ -30,7 +30,15 @@ from millstream.lake.iceberg.catalog import catalog_of
 from millstream.lake.iceberg.names import identifier_of
 from millstream.lake.layout import LakeLayout, View
 from millstream.lake.maintenance import tend_table
-from millstream.lake.rebuild import check_history, damage_of, make_way, prepare_rebuild, rebuild_view, restart_history
+from millstream.lake.rebuild import (
+    check_history,
+    damage_of,
+    erase_view,
+    make_way,
+    prepare_rebuild,
+    rebuild_view,
+    restart_history,
+)
 from millstream.lake.table_format import open_table
 from millstream.model.addresses import IN_CATALOG
 from millstream.model.ids import SchemaVersion, StreamId
@@ -135,7 +143,8 @@ def test_a_damaged_table_is_built_again_in_place(
     before = table_of(landed, view, orders)
     hurt(landed, view, orders, damage)
     assert damage_of(landed, view, orders) is not None
-    assert prepare_rebuild(landed, view, orders) is None, "nothing was moved"
+    kept = prepare_rebuild(landed, view, orders)
+    assert (kept or "").startswith("the tag millstream-set-aside-1 of ") == (damage == "rows")
     rebuild_view(landed, view, orders, Seq(6))
     check(landed, orders)
     after = table_of(landed, view, orders)
@@ -146,6 +155,10 @@ def test_a_damaged_table_is_built_again_in_place(
     assert snapshot is not None
     assert snapshot.summary is not None
     assert snapshot.summary["total-records"] == str(len(rows(landed, view, orders)))
+    if damage == "rows":
+        old = after.scan().use_ref("millstream-set-aside-1").to_arrow()
+        assert old.num_rows == 1 + before.scan().to_arrow().num_rows, "nothing of what was there is lost"
+        after.manage_snapshots().remove_tag("millstream-set-aside-1").commit()
     land(landed, orders, records(orders, ("d", 7, {"id": 3, **at(7)})), 7)
     tend_table(landed, view, orders, now_ms=time.time_ns() // 1_000_000 + 7_200_000, keep_s=0, log_retention_s=0)
     assert rows(landed, "current", orders) == [(1, "a"), (2, "a")]
@@ -208,9 +221,36 @@ def test_killed_anywhere_a_rebuild_can_be_repeated(
     land(landed, orders, records(orders, ("u", 7, {"id": 2, "note": "c", **at(9)})), 7)
     tend_table(landed, view, orders, now_ms=time.time_ns() // 1_000_000 + 7_200_000, keep_s=0, log_retention_s=0)
     assert rows(landed, "current", orders) == [(1, "a"), (2, "c"), (3, "b")]
+    table = table_of(landed, view, orders)
+    table.manage_snapshots().remove_tag("millstream-set-aside-1").commit()
+    tend_table(landed, view, orders, now_ms=time.time_ns() // 1_000_000 + 7_200_000, keep_s=0, log_retention_s=0)
     folder = metadata_of(table_of(landed, view, orders)).parent
     live = {task.file.file_path for task in table_of(landed, view, orders).scan().plan_files()}
     assert {f"file://{file}" for file in folder.rglob("*.parquet")} == live
+
+
+def test_rows_of_another_program_in_an_emptied_table_are_set_aside_too(landed: LakeLayout, orders: TableSchema) -> None:
+    for n in (1, 2):
+        hurt(landed, "current", orders, "rows" if n == 1 else "commit")
+        kept = prepare_rebuild(landed, "current", orders)
+        assert (kept or "").startswith("the tag millstream-set-aside-1 of ") == (n == 1), "the second has no rows"
+    rebuild_view(landed, "current", orders, Seq(6))
+    check(landed, orders)
+    hurt(landed, "current", orders, "rows")
+    assert (prepare_rebuild(landed, "current", orders) or "").startswith("the tag millstream-set-aside-2 of ")
+
+
+def test_a_persons_data_is_erased_from_what_was_set_aside(landed: LakeLayout, orders: TableSchema) -> None:
+    for view in FOLDED:
+        hurt(landed, view, orders, "rows")
+        prepare_rebuild(landed, view, orders)
+    hurt(landed, "history", orders, "commit")
+    restart_history(landed, orders, Seq(6))
+    for view in ("history", *FOLDED):
+        erase_view(landed, view, orders, Seq(6))
+        table = table_of(landed, view, orders)
+        assert [len(table.refs()), len(table.snapshots())] == [1, 1 if view != "history" else 2]
+        assert not list(metadata_of(table).parent.rglob("*.parquet"))
 
 
 def test_after_a_kill_the_next_fold_builds_the_table(landed: LakeLayout, orders: TableSchema, records: Records) -> None:
@@ -233,7 +273,8 @@ def test_a_damaged_history_begins_again_with_a_copy(
     hurt(landed, "history", orders, damage)
     with pytest.raises(LakeError, check=coded("lake_history_lost")):
         check_history(landed, orders)
-    assert restart_history(landed, orders, Seq(6)) is None
+    kept = restart_history(landed, orders, Seq(6))
+    assert (kept is None) == (damage == "list")
     assert damage_of(landed, "history", orders) is None
     with pytest.raises(LakeError, check=coded("lake_history_lost"), match="have been dropped"):
         check_history(landed, orders)

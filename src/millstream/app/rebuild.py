@@ -50,7 +50,7 @@ class RebuiltView:
     rows: int | None
     """Rows of the new table; None if the copy will bring them."""
     aside: str | None
-    """Where the replaced damaged table was moved."""
+    """Where the replaced damaged table is kept: the folder that it was moved to, or in words."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ def rebuild(
     """Rebuild a table of the lake, and replace the old one in one commit.
 
     The running pipeline does it; if none runs, this command does. A folder that another program
-    wrote into is moved away; an Iceberg table is emptied in place. With --from source, a damaged history starts over too; the other views
+    wrote into is moved away; an Iceberg table gets a tag and is emptied. With --from source, a damaged history starts over too; the other views
     follow when the copy is complete.
     """
     from millstream.app.rebuild import rebuild_table
@@ -142,7 +142,7 @@ def rebuild(
         return
     for found in done:
         if found.aside is not None:
-            note(f"{table}: the old folder of its {found.view} is now {found.aside}")
+            note(f"{table}: what its {found.view} was is kept: {found.aside}")
         what = "follows when the copy is complete" if found.rows is None else f"rebuilt, {found.rows:,} rows written"
         if found.view != "history":
             note(f"{table}: {found.view} {what}")

@@ -38,12 +38,6 @@ class LakeError(MillstreamError):
             Retry.OPERATOR,
             "Run `millstream pipeline move` with the `location` that millstream.toml names, or repeat the interrupted move.",
         ),
-        "lake_catalog_lost": Code(
-            "A folder has the metadata of an Iceberg table that the catalog lacks: the catalog was deleted or replaced. Details: path.",
-            Retry.OPERATOR,
-            "Put the catalog back: the home's data/iceberg.db, or the file that [streams.S.lake.catalog] names. If it lacks this table "
-            "alone, run `millstream pipeline rebuild T [--from source]`.",
-        ),
         "lake_of_another_format": Code(
             "`format` in [streams.S.lake] was changed, and the lake's tables have the other format; details: path.",
             Retry.OPERATOR,
@@ -124,6 +118,14 @@ class LakeFilesGone(LakeError):
     code = "lake_files_gone"
     retry = Retry.OPERATOR
     default_hint = "Rebuild the table from its history or its source: `millstream pipeline rebuild T [--from source]`."
+    codes: ClassVar[Mapping[str, Code]] = {
+        "lake_catalog_lost": Code(
+            "A folder has the metadata of an Iceberg table that the catalog lacks: the catalog was deleted or replaced. Details: path.",
+            Retry.OPERATOR,
+            "Put the catalog back: the home's data/iceberg.db, or the file that [streams.S.lake.catalog] names. If it lacks this table "
+            "alone, run `millstream pipeline rebuild T [--from source]`.",
+        ),
+    }
 
 
 class LakeConflict(LakeError):

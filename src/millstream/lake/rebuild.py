@@ -67,10 +67,6 @@ def certain_damage_of(layout: LakeLayout, view: View, schema: TableSchema) -> st
         have = TableFiles(layout, path).all()
     except (LakeFilesGone, LakeTableForeign) as error:
         return error.message
-    except LakeError as error:
-        if error.code != "lake_catalog_lost":
-            raise
-        return error.message
     gone = [file["path"] for file in listed if file["path"] not in have]
     if gone:
         return f"{len(gone)} of its files are gone, {min(gone)} for one"
@@ -103,7 +99,7 @@ def check_history(layout: LakeLayout, schema: TableSchema) -> None:
 
 
 def prepare_rebuild(layout: LakeLayout, view: View, schema: TableSchema) -> str | None:
-    """Check that a view can be built from history, and set an unusable table aside; return its folder's new path, if it was moved.
+    """Check that a view can be built from history, and set an unusable table aside; return where it is kept (`set_aside`).
 
     Raises:
         LakeError (`lake_history_lost`): see `check_history`.
@@ -116,10 +112,6 @@ def prepare_rebuild(layout: LakeLayout, view: View, schema: TableSchema) -> str 
         if opened is not None:
             opened.files()  # a format may read their list only now
     except (LakeFilesGone, LakeTableForeign, LakeUnavailable):
-        return set_aside(layout, path)
-    except LakeError as error:
-        if error.code != "lake_catalog_lost":
-            raise
         return set_aside(layout, path)
     return None
 
@@ -141,17 +133,18 @@ def rebuild_view(
 
 
 def set_aside(layout: LakeLayout, path: str) -> str | None:
-    """Make a table count as one that isn't there; return its folder's new path if it was moved, as with Delta.
+    """Make a table count as one that isn't there; return where it is kept, None if nothing was there: its folder's new path.
 
-    A table in a catalog is emptied in place, unless its metadata can't be read.
+    A table in a catalog is emptied in place, unless its metadata can't be read; a tag keeps what it had.
 
     Raises:
         LakeError: the lake is in an object store, where folders can't be moved.
         LakeTableForeign (`lake_of_another_stream`): another stream or program made the table in the catalog.
         LakeConflict: another program committed at the same time; call again.
     """
-    if format_of(layout).clear(layout, path):
-        return None
+    emptied = format_of(layout).set_aside(layout, path)
+    if emptied is not None:
+        return emptied.kept_in
     if "://" in path:
         raise LakeError(
             f"{path} must be moved away, and an object store can't move it",

@@ -244,6 +244,14 @@ class OpenTable(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class SetAside:
+    """A damaged table that was emptied in place."""
+
+    kept_in: str | None
+    """Where its rows are kept, for people; None if it had none, or they can't be read."""
+
+
 class TablesMove(Protocol):
     """A move of a lake's tables to another place; the files that are copied as they are, are the caller's."""
 
@@ -311,12 +319,12 @@ class TableFormat(Protocol):
     def remove(self, layout: LakeLayout, path: str) -> None:
         """Delete a table of ours that readers don't know, with its folder; does nothing if there is none."""
 
-    def clear(self, layout: LakeLayout, path: str) -> bool:
-        """Make a damaged table count as one that isn't there, without its folder being moved; return False if that must be moved.
+    def set_aside(self, layout: LakeLayout, path: str) -> SetAside | None:
+        """Make a damaged table count as one that isn't there, if its folder stays; None if the folder must be moved.
 
-        A format whose tables are in a catalog empties the table in place. Its rows stay in its earlier versions until they
-        expire. If the catalog's entry can't be read, it is removed, and the folder must be moved. Nothing may write into the
-        table during this.
+        A format whose tables are in a catalog empties the table in place, and keeps the rows in an earlier version. If the
+        table's metadata can't be read, its entry is removed from the catalog, and the folder must be moved. Nothing may write
+        into the table during this.
 
         Raises:
             LakeTableForeign: another stream or program made the table.

@@ -43,7 +43,7 @@ from millstream.lake.log_copies.lost_answers import settled
 from millstream.lake.log_copies.small_files import LakeStorageHandler
 from millstream.lake.other_formats import check_format
 from millstream.lake.store_errors import lake_errors
-from millstream.lake.table_format import Commit, Partition, Tail, refuse_other_format
+from millstream.lake.table_format import Commit, Partition, SetAside, Tail, refuse_other_format
 from millstream.model.column_renames import FilledNames
 from millstream.model.positions import Seq
 from millstream.model.records import MONTH_COLUMN
@@ -365,9 +365,9 @@ class DeltaFormat:
         assert opened is not None
         return opened.ready_for(schema)
 
-    def clear(self, layout: LakeLayout, path: str) -> bool:  # noqa: ARG002 - the folder may be moved
+    def set_aside(self, layout: LakeLayout, path: str) -> SetAside | None:  # noqa: ARG002 - its folder is moved
         """See `TableFormat`."""
-        return False
+        return None
 
     def erase(self, layout: LakeLayout, path: str) -> None:
         """See `TableFormat`: the table goes with its folder."""

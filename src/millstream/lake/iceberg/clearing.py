@@ -2,7 +2,7 @@
 
 A table stays in its catalog, because other programs know it and its grants are the catalog's. So it isn't moved aside: one
 commit leaves it without files, and marks it. A marked table counts as none (`is_cleared`), until `renew` gives it the columns and
-properties of a new one. Its earlier snapshots stay for readers until they expire, except those that can't be read.
+properties of a new one. The snapshot before it gets a tag, so that nothing of what was there is lost. Snapshots that can't be read expire.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from pyiceberg.table.refs import MAIN_BRANCH
 from pyiceberg.table.snapshots import Operation, Summary, update_snapshot_summaries
-from pyiceberg.table.update import AssertRefSnapshotId, RemoveSnapshotsUpdate
+from pyiceberg.table.update import AssertRefSnapshotId, RemoveSnapshotsUpdate, SetSnapshotRefUpdate
 from pyiceberg.table.update.snapshot import _FastAppendFiles
 from pyiceberg.typedef import EMPTY_DICT
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pyiceberg.table import Table, Transaction
 
 _CLEARED: Final = "millstream.cleared"
+_TAG: Final = "millstream-set-aside-"
 _KEPT: Final = frozenset({STREAM, "millstream.view", "millstream.layout"})
 
 
@@ -59,8 +60,11 @@ def is_cleared(table: Table) -> bool:
     return _CLEARED in table.properties
 
 
-def clear(layout: LakeLayout, path: str, table: Table) -> None:
+def clear(layout: LakeLayout, path: str, table: Table) -> str | None:
     """Empty a damaged table of ours and mark it, in one commit; snapshots that can't be read expire in it.
+
+    Returns:
+        The tag that keeps what the table had; None if it had nothing, or can't be read.
 
     Raises:
         As pyiceberg's, from the caller's `catalog_errors`.
@@ -70,24 +74,34 @@ def clear(layout: LakeLayout, path: str, table: Table) -> None:
     transaction.remove_properties(*gone)
     transaction.set_properties({_CLEARED: "true"})
     stage_no_files(layout, table, transaction)
-    # Upkeep reads the manifests of all snapshots, and would fail until these have expired.
-    if broken := _unreadable(path, table):
-        transaction._apply((RemoveSnapshotsUpdate.model_validate({"snapshot-ids": broken}),), ())  # noqa: SLF001
+    broken, before, tag = _unreadable(path, table), table.current_snapshot(), None
+    if expired := sorted(broken - kept_by_refs(table)):
+        # Upkeep reads the manifests of all snapshots, and would fail until these have expired.
+        transaction._apply((RemoveSnapshotsUpdate.model_validate({"snapshot-ids": expired}),), ())  # noqa: SLF001
+    if before is not None and before.snapshot_id not in broken and entries_of(before, table.io):
+        tag = f"{_TAG}{1 + max((int(name.removeprefix(_TAG)) for name in own_tags(table)), default=0)}"
+        named = {"ref-name": tag, "type": "tag", "snapshot-id": before.snapshot_id}
+        transaction._apply((SetSnapshotRefUpdate.model_validate(named),), ())  # noqa: SLF001
     failpoints.hit("lake.iceberg.before_clear")
     transaction.commit_transaction()
     failpoints.hit("lake.rebuild.set_aside")
+    return tag
 
 
-def _unreadable(path: str, table: Table) -> list[int]:
-    """Return the ids of snapshots whose manifests are gone or broken, without those that a branch or tag keeps."""
-    kept, broken = kept_by_refs(table), []
+def own_tags(table: Table) -> list[str]:
+    """Return the tags that keep what a table had before it was cleared."""
+    return [name for name in table.refs() if name.startswith(_TAG) and name.removeprefix(_TAG).isdecimal()]
+
+
+def _unreadable(path: str, table: Table) -> set[int]:
+    """Return the ids of snapshots whose manifests are gone or broken."""
+    broken = set[int]()
     for snapshot in table.snapshots():
         try:
             with files_read(path):
                 entries_of(snapshot, table.io)
         except LakeFilesGone:
-            if snapshot.snapshot_id not in kept:
-                broken.append(snapshot.snapshot_id)
+            broken.add(snapshot.snapshot_id)
     return broken
 
 

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pyiceberg.table.refs import MAIN_BRANCH
+from pyiceberg.table.update import RemoveSnapshotRefUpdate
+
 from millstream.errors import LakeError
 from millstream.lake.data_files import TableFiles
 from millstream.lake.iceberg import upkeep
-from millstream.lake.iceberg.clearing import stage_no_files
+from millstream.lake.iceberg.clearing import own_tags, stage_no_files
 from millstream.lake.iceberg.facts import NUMBER, STREAM, N, forget_snapshots, is_position
 from millstream.lake.layout import LakeLayout
 
@@ -43,11 +46,13 @@ def empty(layout: LakeLayout, path: str, table: Table) -> None:
 def forget_versions(layout: LakeLayout, path: str, table: Table) -> None:
     """Let all snapshots of a table expire but the newest, and delete what they alone name in the table's metadata.
 
-    Data files stay: the caller knows which of them no snapshot has. Raises as `empty`.
+    Tags of ours go, which kept what was there before a rebuild. Data files stay: the caller knows which of them no snapshot has. Raises as `empty`.
     """
     _check_refs(path, table)
     facts = {name: value for name, value in table.properties.items() if is_position(name)}
     transaction = table.transaction()
+    for tag in own_tags(table):
+        transaction._apply((RemoveSnapshotRefUpdate.model_validate({"ref-name": tag}),), ())  # noqa: SLF001
     update = transaction.update_snapshot(snapshot_properties=facts | {STREAM: str(layout.stream_id)})
     with update.fast_append():
         pass
@@ -59,7 +64,7 @@ def forget_versions(layout: LakeLayout, path: str, table: Table) -> None:
 
 def _check_refs(path: str, table: Table) -> None:
     """Raise if a branch or tag of another program keeps rows."""
-    others = sorted(name for name in table.refs() if name != "main")
+    others = sorted(table.refs().keys() - {MAIN_BRANCH, *own_tags(table)})
     if others:
         raise LakeError(
             f"{'.'.join(table.name())} has branches or tags that keep older rows: {', '.join(others)}",

@@ -132,6 +132,16 @@ def _keep(location: str, content: bytes) -> None:
             _contents.popitem(last=False)
 
 
+def check_location(path: str) -> None:
+    """Raise `LakeError` if an Iceberg table can't lie at a path: other programs take some characters for parts of a URL."""
+    if any(character in path for character in "%#?"):
+        raise LakeError(
+            f"an Iceberg table can't lie at {path}: its path holds %, # or ?",
+            hint="Name another location for the lake, or move the home to a folder without these.",
+            path=path,
+        )
+
+
 def forget_content(location: str) -> None:
     """Drop what is kept of a file of metadata, so that the next read is the store's."""
     with _lock:

@@ -33,13 +33,13 @@ from millstream.lake.iceberg.facts import (
     table_id_of,
     version_of,
 )
-from millstream.lake.iceberg.files import address_of, storage_of
+from millstream.lake.iceberg.files import address_of, check_location, storage_of
 from millstream.lake.iceberg.handle import IcebergHandle
 from millstream.lake.iceberg.moving import IcebergMove
 from millstream.lake.iceberg.names import identifier_of, view_of
 from millstream.lake.layout import LakeLayout
 from millstream.lake.other_formats import check_format
-from millstream.lake.table_format import refuse_other_format
+from millstream.lake.table_format import SetAside, refuse_other_format
 from millstream.model.column_renames import FilledNames
 
 if TYPE_CHECKING:
@@ -96,12 +96,7 @@ class IcebergFormat:
         Raises:
             LakeError: the lake's location contains a character that other programs take for a part of a URL.
         """
-        if any(character in path for character in "%#?"):
-            raise LakeError(
-                f"an Iceberg table can't lie at {path}: its path holds %, # or ?",
-                hint="Name another location for the lake, or move the home to a folder without these.",
-                path=path,
-            )
+        check_location(path)
         refuse_other_format(path, self.metadata_folder)
         columns = new_schema(schema, key)
         spec = UNPARTITIONED_PARTITION_SPEC
@@ -167,25 +162,20 @@ class IcebergFormat:
                 catalog.drop_namespace(namespace)
             remove_folder(layout, path)
 
-    def clear(self, layout: LakeLayout, path: str) -> bool:
+    def set_aside(self, layout: LakeLayout, path: str) -> SetAside | None:
         """See `TableFormat`."""
         try:
             table = _load(layout, path)
         except LakeFilesGone:
             with catalog_errors(path), suppress(NoSuchTableError, NoSuchNamespaceError):
                 catalog_of(layout).drop_table(identifier_of(layout, path))
-            return False
-        except LakeError as error:
-            if error.code != "lake_catalog_lost":
-                raise
-            return False
+            return None
         if table is None:
-            return False
+            return None
         _check_made(layout, path, table)
         with catalog_errors(path):
-            if not is_cleared(table):
-                clear(layout, path, table)
-        return True
+            tag = clear(layout, path, table)
+        return SetAside(None if tag is None else f"the tag {tag} of {'.'.join(table.name())}")
 
     def erase(self, layout: LakeLayout, path: str) -> None:
         """See `TableFormat`."""
@@ -254,7 +244,7 @@ def _load(layout: LakeLayout, path: str) -> Table | None:
     if table is None and _was_committed(layout, path):
         table = _in_catalog(layout, path)  # its first commit may have come in between
         if table is None:
-            raise LakeError(
+            raise LakeFilesGone(
                 f"{path} has the metadata of an Iceberg table that the catalog doesn't have",
                 code="lake_catalog_lost",
                 path=path,

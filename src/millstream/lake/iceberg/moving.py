@@ -24,7 +24,7 @@ from pyiceberg.typedef import Record
 from millstream.errors import LakeConflict, LakeError, LakeTableForeign
 from millstream.lake.iceberg.catalog import catalog_errors, catalog_of, files_read, metadata_addresses
 from millstream.lake.iceberg.facts import STREAM
-from millstream.lake.iceberg.files import LakeFileIO, address_of, forget_content
+from millstream.lake.iceberg.files import LakeFileIO, address_of, check_location, forget_content
 from millstream.lake.iceberg.names import namespaces_of
 from millstream.lake.layout import LakeLayout
 
@@ -59,6 +59,7 @@ class IcebergMove:
 
         Raises:
             LakeError (`lake_format_unsupported`): the catalog is a server.
+            LakeError: the new place has a character that other programs take for a part of a URL.
             LakeError (`lake_moved`): the tables' metadata are neither in the old place nor in the new one.
         """
         if old.catalog.get("type") != "sql":
@@ -68,6 +69,7 @@ class IcebergMove:
                 hint="Copy all tables by Iceberg's procedures rewrite_table_path and register_table while nothing runs, then set `location`.",
                 path=old.root,
             )
+        check_location(new.root)
         self._old, self._new = old, new
         self._here, self._there = address_of(old, old.root), address_of(new, new.root)
         self._from = _MovedFiles(catalog_of(old).properties)
