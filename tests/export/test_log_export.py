@@ -646,11 +646,12 @@ def test_the_only_table_of_a_log_needs_no_name(tmp_path: Path, style: str) -> No
     assert raw(home, "cat", "--format", style) == raw(home, "export", "--format", style) == whole
 
 
-def test_cat_goes_on_past_damage_in_each_format(filled: Home, tmp_path: Path) -> None:
+def test_cat_and_export_go_on_past_damage_in_each_format(filled: Home, tmp_path: Path) -> None:
     home, _, name = hurt_copy(filled, tmp_path / "hurt")
     counts = []
-    for style in ("ndjson", "csv", "arrow"):
-        command = [sys.executable, "-m", "millstream.cli", "--home", str(home.path), "wal", "cat"]
+    for words in (("cat", "ndjson"), ("cat", "csv"), ("cat", "arrow"), ("export", "csv"), ("export", "arrow")):
+        style = words[1]
+        command = [sys.executable, "-m", "millstream.cli", "--home", str(home.path), "wal", words[0]]
         done = subprocess.run([*command, "--format", style, "--table", name], capture_output=True, timeout=600)
         assert (done.returncode, b"damaged: " in done.stderr) == (3, True), (style, done.stderr)
         found = (

@@ -65,8 +65,8 @@ def export(
     """Export records in order: as JSON lines, CSV, InfluxDB line protocol, or lossless Arrow files.
 
     A time selects whole commit groups, by their commit time at the source. CSV and Arrow of one
-    table go to stdout; several tables go to a folder, one file each. The text formats skip damage,
-    with exit code 3; Arrow stops at it.
+    table go to stdout; several tables go to a folder, one file each. The export skips damage, with
+    exit code 3; Arrow files in a folder have all of it or none, and stop at damage.
     """
     from millstream.app.log_readers import open_reader
     from millstream.errors import UsageError
@@ -87,17 +87,17 @@ def export(
             )
     after, upto = _bounds(reader, since, until)
     if style == "arrow":
-        strict = open_reader(home, name, without_mark=reader.lacks_marks(), of_any_age=True)
         if output is None:
             assert wanted is not None
-            write_stream(strict, after, upto, wanted)
-        else:
-            from millstream.export.log_export import export_arrow
+            write_stream(reader, after, upto, wanted)
+            sys.exit(3 if damage.told else 0)
+        from millstream.export.log_export import export_arrow
 
-            count = export_arrow(
-                strict, output, stream=name, after=after, upto=upto, tables=wanted, catalog=_catalog_facts(home, name)
-            )
-            note(f"{count:,} records in {output}")
+        strict = open_reader(home, name, without_mark=reader.lacks_marks(), of_any_age=True)
+        count = export_arrow(
+            strict, output, stream=name, after=after, upto=upto, tables=wanted, catalog=_catalog_facts(home, name)
+        )
+        note(f"{count:,} records in {output}")
         return
     as_text = style == "csv" or values == "text"
     cat = Cat(
