@@ -53,6 +53,12 @@ def test_readers_notice_segments_that_are_missing(tmp_path: Path, gone: str) -> 
     assert whole
     assert stats(folder).losses == whole
     assert [found for found in inspect(folder) if isinstance(found, Loss)] == whole
+    with pytest.raises(CorruptWal) as refused:
+        LogWriter.open(folder, stream=STREAM, shards=[SHARD], epoch=Epoch(5), reservations=reservations)
+    if gone != "renamed":
+        base = int(victim.name.removesuffix(".wal"))
+        assert (refused.value.details["offset_from"], refused.value.details["offset_to"]) == (base, base + 2)
+        assert "segments are missing" in str(refused.value)
     reader = StreamReader(folder)
     with pytest.raises(CorruptWal):
         list(reader.read(SHARD, Offset(0)))

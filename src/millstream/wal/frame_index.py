@@ -81,6 +81,16 @@ def damage(
     return CorruptWal(f"{file} is damaged at byte {byte}: {why}{told}", **details)
 
 
+def missing_segments(shard_dir: str, offset_from: Offset, offset_to: Offset) -> CorruptWal:
+    """Return the error for segments that aren't there: the records at offsets `[offset_from, offset_to)` are theirs."""
+    return CorruptWal(
+        f"segments are missing in {shard_dir}: records at offsets [{offset_from}, {offset_to}) can't be read",
+        file=shard_dir,
+        offset_from=int(offset_from),
+        offset_to=int(offset_to),
+    )
+
+
 def damage_of(loss: Loss) -> CorruptWal:
     """Return the error for a loss that was found by walking a segment."""
     assert loss.offset_from is not None
@@ -350,13 +360,7 @@ class ShardIndex:
             self._reported.add(base)
 
     def _tell_missing(self, offset_from: Offset, offset_to: Offset) -> None:
-        error = CorruptWal(
-            f"segments are missing in {self._dir}: records at offsets [{offset_from}, {offset_to}) can't be read",
-            file=self._dir,
-            offset_from=int(offset_from),
-            offset_to=int(offset_to),
-        )
-        self._tell(error)
+        self._tell(missing_segments(self._dir, offset_from, offset_to))
 
     def _tell(self, error: CorruptWal) -> None:
         """Report damage, or raise it if there is no `on_damage`."""

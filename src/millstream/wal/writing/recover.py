@@ -51,13 +51,14 @@ from millstream.model.positions import Lsn, Offset, Seq
 from millstream.ports import Files
 from millstream.wal.durable_mark import read_dropped, read_mark
 from millstream.wal.files import NO_SPACE, put_in_place, replacing
-from millstream.wal.frame_index import damage, unreadable
+from millstream.wal.frame_index import damage, missing_segments, unreadable
 from millstream.wal.layout import SPARE_NAME, SegmentFile, list_segments, shard_folder
 from millstream.wal.misplacement import REPLACED, misplacement
 from millstream.wal.segment_scan import (
     ReadAhead,
     ScannedFrame,
     commit_times,
+    footer_of,
     frames_behind,
     lost_groups,
     read_frame,
@@ -215,17 +216,14 @@ def _look(files: Files, folder: str, stream: StreamId, region: RegionId, shard: 
         segments = [segment for segment in segments if segment.base_offset >= dropped.offset]
     if tail.mark is not None:
         first = Offset(0) if dropped is None else dropped.offset
-        there = segments[0].base_offset if segments else Offset(0)
-        if there > first or (not segments and tail.mark.durable_offset > 0):
-            raise tail.damaged(f"segments are missing: the log should begin at offset {first}")
+        there = segments[0].base_offset if segments else tail.mark.durable_offset
+        if there > first or (not segments and there > 0):
+            raise missing_segments(shard_dir, first, there)
     for place, segment in enumerate(segments):
         last = place + 1 == len(segments)
         header = _segment_header(files, tail, segment, stream, region, epoch)
         if place and header.previous_hash != tail.previous_hash:
-            raise damage(
-                REPLACED,
-                file=segment.path, byte=0, offset_from=tail.sealed_end, offset_to=segment.base_offset,
-            )  # fmt: skip
+            raise _not_following(files, shard_dir, segments[place - 1], segment)
         read = reader_of(files, segment.path)
         size = files.size(segment.path)
         footer = _footer_bytes(read, size)
@@ -245,6 +243,15 @@ def _look(files: Files, folder: str, stream: StreamId, region: RegionId, shard: 
     if tail.open is not None and tail.open.base_offset != (tail.sealed_end if tail.sealed else tail.open.base_offset):
         raise tail.damaged("the last segment doesn't begin where the one before it ends", 0)
     return tail
+
+
+def _not_following(files: Files, shard_dir: str, segment: SegmentFile, following: SegmentFile) -> CorruptWal:
+    """Return the error for a segment whose header names another footer than the one before it has."""
+    base = following.base_offset
+    footer = footer_of(files, segment)
+    if isinstance(footer, SegmentFooter) and footer.end_offset < base:
+        return missing_segments(shard_dir, footer.end_offset, base)
+    return damage(REPLACED, file=following.path, byte=0, offset_from=base, offset_to=base)
 
 
 def _segment_header(
