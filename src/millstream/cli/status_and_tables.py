@@ -288,6 +288,8 @@ def tables_ls(invocation: Invocation, stream: str | None = None, as_json: bool =
     from millstream.app.status import collect_status
 
     home = invocation.home(needs_source=False)
+    if home.has_catalog():
+        home.open_catalog().close()  # its error ends the command, and is one of many problems of a status
     status = collect_status(home)
     for problem in status["problems"]:
         note(f"problem: {problem}")
