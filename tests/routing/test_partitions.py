@@ -92,7 +92,6 @@ def test_what_is_no_template_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("template", "columns", "match"),
     [
-        ("%Y", {"id": pa.array([1])}, "no column time"),
         ("{id:%Y}", {"id": pa.array([1])}, "take a moment"),
         ("{ids}", {"ids": pa.array([[1]])}, "told apart"),
         ("{id}", {"id": pa.array(range(1001))}, "1000 partitions"),
@@ -104,6 +103,12 @@ def test_rows_that_have_no_partition_are_refused_by_name(
     with pytest.raises(RoutingError, check=coded("invalid_route"), match=match) as caught:
         names(template, columns)
     assert caught.value.details["table"] == "public.clicks"
+
+
+def test_rows_of_a_table_without_the_column_belong_to_the_partition_of_null() -> None:
+    """Regression: a row without a time was refused until another had brought the column, and then it was `~`."""
+    assert names("%Y-%m-%d/{region}", {"region": pa.array(["eu", "us"])}) == ["~/eu", "~/us"]
+    assert names("{region}/%Y", {"id": pa.array([1])}) == ["~/~"]
 
 
 def test_a_template_names_its_columns() -> None:

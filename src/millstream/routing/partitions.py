@@ -6,8 +6,9 @@ A template is text with holes:
 - `%Y-%m-%d` outside of braces is that of the column `time`;
 - `{__table}` is the table's name, `schema.table`.
 
-Directives are `%Y %m %d %H %M %S %j`, and `%%` is a percent sign. In values `~` stands for null, and ambiguous
-characters are percent-encoded: two values never make one partition. Long values are cut, with a hash appended.
+Directives are `%Y %m %d %H %M %S %j`, and `%%` is a percent sign. In values `~` stands for null, also where the table
+has no such column yet, and ambiguous characters are percent-encoded: two values never make one partition. Long values
+are cut, with a hash appended.
 """
 
 from __future__ import annotations
@@ -86,8 +87,7 @@ class PartitionTemplate:
         """Return the partitions of some rows, in order of their names, and for each row the index of its own.
 
         Raises:
-            RoutingError (`invalid_route`): the table lacks a column, or its type can't be in a template; or there are more than
-                `PARTITIONS_MAX`.
+            RoutingError (`invalid_route`): a column's type can't be in a template, or there are more than `PARTITIONS_MAX`.
         """
         names, codes = [""], np.zeros(rows.num_rows, dtype=np.int64)
         for part in self._parts:
@@ -156,13 +156,7 @@ def _joined(parts: Sequence[str | _Hole]) -> list[str | _Hole]:
 def _values(text: str, hole: _Hole, schema: TableSchema, rows: pa.RecordBatch) -> tuple[list[str], Codes]:
     """Return the texts of a hole, and for each row the index of its own."""
     if hole.column not in rows.schema.names:
-        raise RoutingError(
-            f"{schema.full_name} has no column {hole.column}, of which its partitions {text!r} are",
-            code="invalid_route",
-            hint="Append rows that have it, or name another one in [streams.S.partitions].",
-            table=schema.full_name,
-            column=hole.column,
-        )
+        return ["~"], np.zeros(rows.num_rows, dtype=np.int64)
     column = rows.column(hole.column)
     is_moment = pa.types.is_timestamp(column.type) or pa.types.is_date(column.type)
     if (hole.moment is not None and not is_moment) or not is_hashable(column.type):
