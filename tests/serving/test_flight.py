@@ -217,6 +217,8 @@ def test_a_refused_batch_ends_the_transfer_and_loses_nothing_before_it(server: t
         (descriptor(stream="shop", table="a", deadline_s="soon"), "seconds"),
         (descriptor(stream="shop", table="a", deadline_s=float("inf")), "seconds, up to"),
         (descriptor(stream="shop", table="a", keep_valid_rows=1), "true or false"),
+        (descriptor(stream="shop", table="a", on_clash="row"), "rows or request"),
+        (descriptor(stream="shop", table="a", on_clash="request", keep_valid_rows=True), "disagree"),
     ],
 )
 def test_what_can_not_be_understood_says_why(

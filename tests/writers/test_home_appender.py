@@ -541,6 +541,21 @@ def test_rows_from_a_pipe(home: Path, tmp_path: Path) -> None:
     assert [row["id"] for row in rows_of(home, "users")] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
+def test_rows_from_a_pipe_that_is_read_twice_or_has_wrong_rows(home: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rows.ndjson"
+    file.write_text('{"id": 1}\n{"id": 2}\n{"id": 3}\n')
+    for way in (("--idempotency-key", "k"), ("--session", "s", "--number", "1")):
+        for said in ("3 rows are durable", "3 rows are durable, 3 of them from before"):
+            assert said in run(home, "append", "users", str(file), "--rows", "2", *way).stderr
+    assert [row["id"] for row in rows_of(home, "users")] == [1, 2, 3, 1, 2, 3]
+    assert run(home, "append", "users", str(file), "--session", "s").returncode == 2
+    file.write_text('{"id": 4}\n{"id": 5}\n{"id": "x"}\n{"id": 6}\n')
+    told = run(home, "append", "users", str(file), "--rows", "2", "--keep-valid-rows")
+    assert told.returncode == 0
+    assert "left out: row 3: " in told.stderr
+    assert "3 rows are durable" in told.stderr
+
+
 @pytest.mark.long
 def test_captured_tables_are_nobody_elses_and_a_written_name_sets_the_captured_one_aside(
     tmp_path: Path, postgres: Database

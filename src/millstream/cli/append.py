@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from itertools import islice
+from itertools import count, islice
 from typing import IO, Any
 
 import click
@@ -30,6 +30,25 @@ from millstream.cli.context import Invocation, json_option, note, pass_invocatio
     help="Acknowledgement level: local, durable(1), durable(2) … for that many followers, object for the object "
     "store. A level below the stream's own has no effect.",
 )
+@click.option(
+    "--keep-valid-rows",
+    is_flag=True,
+    help="Leave out rows that don't fit the table, and report them on stderr; otherwise one of them refuses its operation.",
+)
+@click.option(
+    "--idempotency-key",
+    metavar="KEY",
+    help="Append no operation again that a run with this key and the same --rows has appended: its key is KEY/0, KEY/1 …",
+)
+@click.option(
+    "--session", metavar="NAME", help="The same by a session: each operation has a number in it. Needs --number."
+)
+@click.option(
+    "--number",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Number of the first operation in --session; the others follow.",
+)
 @json_option
 @pass_invocation
 def append(
@@ -39,6 +58,10 @@ def append(
     stream: str | None = None,
     rows: int = 1000,
     acks: str | None = None,
+    keep_valid_rows: bool = False,
+    idempotency_key: str | None = None,
+    session: str | None = None,
+    number: int | None = None,
     as_json: bool = False,
 ) -> None:
     """Append the rows of FILE (or of stdin), one JSON object per line, to TABLE; return once they are durable.
@@ -49,26 +72,46 @@ def append(
     readable.
     """
     import millstream
+    from millstream.errors import UsageError
 
+    if (session is None) != (number is None) or (session is not None and idempotency_key is not None):
+        raise UsageError("--session and --number go together, and exclude --idempotency-key")
     home = invocation.home(needs_source=False)
     with millstream.open(home.path) as opened:
         name = home.pick_stream(stream, of=sorted(home.config.streams))
-        done = 0
+        done = read = again = 0
         try:
             objects = _objects(file)
-            while found := list(islice(objects, rows)):
-                appended = opened.append(name, table, found, acks=acks)
+            for operation in count():
+                found = list(islice(objects, rows))
+                if not found:
+                    break
+                appended = opened.append(
+                    name,
+                    table,
+                    found,
+                    acks=acks,
+                    keep_valid_rows=keep_valid_rows,
+                    idempotency_key=None if idempotency_key is None else f"{idempotency_key}/{operation}",
+                    session=session,
+                    number=None if number is None else number + operation,
+                )
+                for row in appended.rejected:
+                    note(f"left out: row {read + row.row + 1}: {row.reason}")
                 done += appended.row_count
+                read += len(found)
+                again += appended.row_count if appended.duplicate else 0
                 if as_json:
                     print_raw(json.dumps(appended.as_dict()))
         except millstream.MillstreamError:
             if done:
                 note(
-                    f"appended before this error, and durable: {done:,} rows, from the first {done:,} lines with a row"
+                    f"appended before this error, and durable: {done:,} rows, from the first {read:,} lines with a row"
                 )
             raise
         if not as_json:
-            note(f"{done:,} row{' is' if done == 1 else 's are'} durable")
+            before = f", {again:,} of them from before" if again else ""
+            note(f"{done:,} row{' is' if done == 1 else 's are'} durable{before}")
 
 
 def _finite(text: str) -> float:

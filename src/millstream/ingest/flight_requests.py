@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final, Self
 
 import pyarrow as pa
@@ -46,6 +46,8 @@ class PutRequest:
     """Instead of a session: the prefix of the operations' keys."""
     keep_valid_rows: bool = False
     """Whether rows that don't fit the table are left out and named; otherwise they refuse their batch."""
+    on_clash: str | None = None
+    """The same in the word of HTTP: `rows` or `request`."""
     deadline_s: float = DEADLINE_S
     """How long an operation waits for room in the log's queue, and then for its level."""
     acks: str | None = None
@@ -66,11 +68,13 @@ class PutRequest:
         _check((found.session is None) == (found.number is None), "session and number go together")
         _check(found.session is None or found.idempotency_key is None, "session and idempotency_key exclude each other")
         _check(isinstance(found.keep_valid_rows, bool), "keep_valid_rows must be true or false")
+        _check(found.on_clash in {None, "rows", "request"}, "on_clash must be rows or request")
+        _check(found.on_clash != "request" or not found.keep_valid_rows, "keep_valid_rows and on_clash disagree")
         _check(_is_time(found.deadline_s), f"deadline_s must be seconds, up to {DEADLINE_S_MAX:g}")
         _check(isinstance(found.acks, str | None), "acks must be text")
         if found.acks is not None:
             AckLevel.parse(found.acks)
-        return found
+        return replace(found, keep_valid_rows=found.keep_valid_rows or found.on_clash == "rows")
 
 
 @dataclass(frozen=True, slots=True)
