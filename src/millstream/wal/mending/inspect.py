@@ -557,7 +557,7 @@ def _count_partitions(counted: LogStats, header: SegmentHeader, found: ScannedFr
             "last": pc.add(batches.column("first_seq"), batches.column("count")),
             "count": batches.column("count"),
         }
-    ).group_by(["table", "partition"])
+    ).group_by(["table", "partition"], use_threads=False)  # Arrow's threads may outlive the process, which then aborts
     for row in spans.aggregate([("first", "min"), ("last", "max"), ("count", "sum")]).to_pylist():
         key = (TableId(row["table"]), row["partition"])
         own = counted.partitions.setdefault(key, PartitionStats(*key))
