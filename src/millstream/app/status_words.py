@@ -28,6 +28,8 @@ def holder_words(stream: Mapping[str, Any], holder: str) -> str:
     if held is None:  # the log's own, which `held` leaves out
         return "the writer, which hasn't copied its sessions and idempotency keys yet"
     kind = held["kind"]
+    if kind == "pipeline" and held["from"] == 1:
+        return f"the pipeline {holder}, which needs all of the log until `millstream run` has landed it"
     if kind != "backlog":
         return f"the {holder}" if holder.startswith(f"{kind} ") else f"the {kind} {holder.removeprefix(f'{kind}:')}"
     _, _, table_id = holder.partition("/")
