@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from millstream.errors import CorruptWal, LogError, MillstreamError, StaleEpoch
 from millstream.model.positions import Seq
 from millstream.testing.errors import coded
 from millstream.testing.files import MemoryFiles
+from millstream.wal.mending import inspect as inspecting
 from millstream.wal.mending.inspect import Loss, inspect, ls, stats, verify
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.options import LogOptions
@@ -50,6 +53,23 @@ def test_a_log_without_damage_verifies_whole(truth: Truth):
         "public.table3": 60,
     }
     assert (counted.groups, counted.persisted_upto) == (5, 180)
+
+
+def test_a_segment_that_begins_during_a_look_is_no_loss(truth: Truth, monkeypatch: pytest.MonkeyPatch):
+    """Its mark was read behind the list of segments, and lay beyond the last of them."""
+    files = MemoryFiles()
+    filled(truth, files)
+    split = inspecting.split_misplaced
+
+    def late(*listed: Any) -> Any:
+        monkeypatch.setattr(inspecting, "split_misplaced", split)
+        filled(truth, files, groups=20)
+        return split(*listed)
+
+    for look in (stats, verify):
+        monkeypatch.setattr(inspecting, "split_misplaced", late)
+        assert not look(FOLDER, files=files).losses
+        assert inspecting.split_misplaced is split
 
 
 def test_files_that_begin_with_a_dot_are_nobodys(truth: Truth):

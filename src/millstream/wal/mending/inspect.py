@@ -206,8 +206,8 @@ def _segments(
         yield FIRST_SHARD, None, None, None, [missing]
     for shard in shards:
         shard_dir = shard_folder(folder, shard)
+        mark = read_mark(files, shard_dir)  # before the list: a later one may lie in a segment that isn't listed
         segments, misplaced = split_misplaced(files, shard, list_segments(files, shard_dir), stream)
-        mark = read_mark(files, shard_dir)
         for segment, _, why in misplaced:
             yield shard, None, mark, None, [Loss(segment.path, 0, why, None, None, shard)]
         chain = _Chain(files, shard, shard_dir, mark)
@@ -392,12 +392,12 @@ def _verify_shard(
 ) -> None:
     """Check one shard; add frames that lack rows at an unmarked end to `torn`, with their groups."""
     shard_dir = shard_folder(folder, shard)
+    mark, shown = read_mark(files, shard_dir), read_readable(files, shard_dir)
+    # Listed after the mark: a later mark may lie in a segment that isn't listed.
     segments, strays = segments_and_strays(files, shard_dir, looks=True)
     report.losses += [Loss(stray, 0, _STRAY, None, None, shard) for stray in strays]
     segments, misplaced = split_misplaced(files, shard, segments, stream)
     report.losses += [Loss(segment.path, 0, why, None, None, shard) for segment, _, why in misplaced]
-    mark = read_mark(files, shard_dir)
-    shown = read_readable(files, shard_dir)
     if mark is not None and shown is not None and shown.durable_offset < mark.durable_offset:
         report.hidden[shard] = mark.durable_offset - shown.durable_offset
     if mark is None and is_mark_damaged(files, shard_dir):
