@@ -201,7 +201,7 @@ def _fold_bag(run: RecordRun) -> tuple[pa.Table, Keys]:
     np.add.at(net, inverse, steps)
     both = concat_keys(rows, old)
     if PARTITION_OID.name in names:
-        _match_unknown(net, both.take(first))
+        match_unknown(net, both.take(first))
     more, fewer = np.maximum(net, 0), np.maximum(-net, 0)
     # An inserted row must come from an inserting record, even if an old row equal to it came first.
     putting = np.full(len(distinct), -1, np.int64)
@@ -209,7 +209,7 @@ def _fold_bag(run: RecordRun) -> tuple[pa.Table, Keys]:
     return run.values.take(pa.array(np.repeat(putting, more))), both.take(np.repeat(first, fewer).astype(np.int64))
 
 
-def _match_unknown(net: Indexes, rows: Keys) -> None:
+def match_unknown(net: Indexes, rows: Keys) -> None:
     """Let a row that was removed be one that was put, if the partition of either isn't known.
 
     Args:
@@ -217,15 +217,22 @@ def _match_unknown(net: Indexes, rows: Keys) -> None:
         rows: distinct rows, with their partitions.
     """
     oids = partitions_of(rows.to_table())
-    codes = key_codes([rows.without(PARTITION_OID.name)], signed_zero=True)[0]
-    paired = np.intersect1d(codes[net > 0], codes[net < 0])
-    if not len(paired):
-        return
-    for one in np.flatnonzero((oids == UNKNOWN) & np.isin(codes, paired)).tolist():
-        for other in np.flatnonzero((codes == codes[one]) & (np.sign(net) == -np.sign(net[one]))).tolist():
-            count = min(abs(int(net[one])), abs(int(net[other])))
-            net[other] += np.sign(net[one]) * count
-            net[one] -= np.sign(net[one]) * count
+    found = key_codes([rows.without(PARTITION_OID.name)], signed_zero=True)[0]
+    codes = np.unique(found, return_inverse=True)[1]
+    # A row's values stand at most once with an unknown partition. That one takes from the others in their order.
+    unknown = np.flatnonzero(oids == UNKNOWN)
+    wanted = np.zeros(len(net), np.int64)
+    wanted[codes[unknown]] = net[unknown]
+    others = np.flatnonzero((oids != UNKNOWN) & (np.sign(net) * np.sign(wanted[codes]) < 0))
+    others = others[np.argsort(codes[others], kind="stable")]
+    its, size = codes[others], np.abs(net[others])
+    before = np.cumsum(size) - size
+    before -= before[np.searchsorted(its, its)]  # within the same values
+    matched = np.sign(wanted[its]) * np.clip(np.abs(wanted[its]) - before, 0, size)
+    net[others] += matched
+    taken = np.zeros(len(net), np.int64)
+    np.add.at(taken, its, matched)
+    net[unknown] -= taken[codes[unknown]]
 
 
 def in_order(tail: pa.Table) -> pa.Table:
