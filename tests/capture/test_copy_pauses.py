@@ -10,7 +10,8 @@ from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage
 from tests.capture.test_copying import DOCS, copied_rows, workload
 
-from millstream.app.table_requests import copy_table, list_tables, pause_table, resume_table
+from millstream.app.status import tables_of
+from millstream.app.table_requests import copy_table, pause_table, resume_table
 from millstream.catalog import TableState
 from millstream.errors import UsageError
 from millstream.model.ids import StreamId
@@ -47,7 +48,9 @@ def test_a_paused_copy_reads_nothing_more_while_changes_go_on_and_survives_resta
     stands_still(stage, lambda: copied_rows(stage, "docs"))
     first = copied_rows(stage, "docs")
     assert 100 < first < 1500
-    assert [(t["name"], t["state"]) for t in list_tables(stage.catalog, shop(stage))] == [("public.docs", "paused")]
+    assert [(t["name"], t["state"]) for t in tables_of(stage.catalog, shop(stage), {}, {})] == [
+        ("public.docs", "paused")
+    ]
     stage.log.delay_s = 0.0
     stage.sql("UPDATE docs SET n = 1 WHERE id % 3 = 0", "DELETE FROM docs WHERE id % 7 = 0")
     wait_until(lambda: any(chr(r["__op"]) == "d" for _, _, r in stage.log.records()), "changes enter the log")

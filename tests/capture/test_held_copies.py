@@ -8,7 +8,8 @@ import pytest
 from structlog.testing import capture_logs
 from tests.capture.capture_stage import Stage
 
-from millstream.app.table_requests import copy_table, list_tables, resume_table
+from millstream.app.status import tables_of
+from millstream.app.table_requests import copy_table, resume_table
 from millstream.catalog import TableState
 from millstream.errors import UsageError
 from millstream.model.ids import StreamId
@@ -52,7 +53,9 @@ def test_the_copy_of_a_large_table_waits_while_its_changes_enter(stage: Stage) -
         assert reason.endswith("KiB) wait for `millstream tables copy public.orders`")
     assert copied(stage) == 202, "the small table is copied again at once"
     assert {chr(row["__op"]) for _, _, row in stage.log.records()} >= {"u", "d"}
-    found = {table["name"]: (table["state"], table["reason"]) for table in list_tables(stage.catalog, shop(stage))}
+    found = {
+        table["name"]: (table["state"], table["reason"]) for table in tables_of(stage.catalog, shop(stage), {}, {})
+    }
     assert found == {"public.orders": ("copy_held", reason), "public.small": ("streaming", "")}
     with pytest.raises(UsageError, match="is held, not paused") as refused:
         resume_table(stage.catalog, shop(stage), "public.orders")
