@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from millstream.capture.connection import translate_fields
 from millstream.capture.session_retries import SessionRetries
 from millstream.errors import DiskFull, MillstreamError, SourceError
 
@@ -52,3 +53,10 @@ def test_failures_without_an_end_are_given_up_after_their_time(error: Millstream
 def test_an_error_that_no_wait_mends_is_not_tried_again() -> None:
     refused = SourceError("the slot is lost", code="slot_lost")
     assert SessionRetries(None).wait_s(refused, connected_s=5.0, ever_connected=True) is None
+
+
+def test_a_deadlock_with_the_source_s_own_sessions_is_tried_again() -> None:
+    """A look that a DROP of a partition ran into ended capture."""
+    error = translate_fields("40P01", "deadlock detected")
+    assert error.code == "source_deadlock"
+    assert SessionRetries(None).wait_s(error, connected_s=0.1, ever_connected=True) is not None

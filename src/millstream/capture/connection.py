@@ -170,6 +170,7 @@ _BY_SQLSTATE: Final[dict[str, tuple[str, str | None]]] = {
     "42501": ("source_privilege_missing", "Run the GRANT statements that `millstream doctor --sql` prints."),
     "53400": ("no_free_slot", None),
     "53300": ("source_unreachable", "Close other connections to the server, or raise max_connections."),
+    "40P01": ("source_deadlock", "The other session goes on. Millstream asks again."),
     "55006": ("slot_active", "Stop the other connection that reads the slot, or wait for it to end."),
     "57P01": ("source_unreachable", None),
     "57P02": ("source_unreachable", None),

@@ -56,6 +56,9 @@ class SourceError(MillstreamError):
             Retry.OPERATOR,
             "Run `ALTER SYSTEM SET wal_level = 'logical'` and restart the server.",
         ),
+        "source_deadlock": Code(
+            "PostgreSQL ended a statement of Millstream's because of a deadlock with another session.", Retry.BACKOFF
+        ),
         "slot_active": Code("Another connection uses the slot; details: pid.", Retry.BACKOFF),
         "slot_lost": Code(
             "The slot that this stream followed is gone or invalidated: later changes are unavailable.", Retry.OPERATOR
