@@ -19,6 +19,7 @@ import psycopg
 from psycopg import sql
 
 from millstream.capture.connection import translated
+from millstream.capture.leaves.sent_by_leaves import MARK, leaves_published, others, reads_leaves
 from millstream.capture.source import Connection, SourceTable, list_tables, read_table
 from millstream.capture.streamed_publications import StreamedPublications
 from millstream.errors import SourceError
@@ -77,9 +78,10 @@ def sync_publications(
     usable = [t for t in tables if t.usable]
     others = [t for t in tables if not t.usable]
     refused: dict[int, str] = {}
+    by_leaves = reads_leaves(connection, (publication, inserts_name(publication)))
     # Create both together, before the slot: a running stream doesn't send what a later publication publishes.
     fresh = _find(connection, publication) is None
-    refused |= _sync_one(connection, publication, usable, others, inserts_only=False)
+    refused |= _sync_one(connection, publication, usable, others, inserts_only=False, by_leaves=by_leaves)
     alone = _sent_alone(connection, publication, others)
     apart = [t for t in others if t.oid not in alone]
     if fresh or apart or _find(connection, inserts_name(publication)) is not None:
@@ -87,7 +89,13 @@ def sync_publications(
         first = _find(connection, publication)
         generated = first is None or first.generated
         refused |= _sync_one(
-            connection, inserts_name(publication), apart, elsewhere, inserts_only=True, generated=generated
+            connection,
+            inserts_name(publication),
+            apart,
+            elsewhere,
+            inserts_only=True,
+            generated=generated,
+            by_leaves=by_leaves,
         )
     existing = tuple(n for n in (publication, inserts_name(publication)) if _find(connection, n) is not None)
     names = streamed.choose(existing)
@@ -192,6 +200,9 @@ def restriction(connection: Connection, publications: Sequence[str], table: Sour
             " AND tablename = %s ORDER BY pubname LIMIT 1",
             [list(publications), table.namespace, table.name],
         ).fetchone()
+    made = {column.name for column in table.layout if column.generated}
+    if row is None and made and table.partitioned and not any(_sends_made(connection, name) for name in publications):
+        return Restriction(tuple(c.name for c in table.relation.columns if c.name not in made))
     return Restriction() if row is None else Restriction(None if row[0] is None else tuple(row[0]), row[1] or "")
 
 
@@ -258,15 +269,17 @@ def decide_again(connection: Connection, publications: Iterable[str]) -> bool:
     """
     for name in publications:
         found = _find(connection, name)
-        if found is not None and found.owned and found.via_root:
-            _execute(connection, _via_root(name))
+        if found is not None and found.owned:
+            _execute(connection, _via_root(name) if found.via_root else leaves_published(name)[-1])
             return True
     return False
 
 
 def deciding_again(connection: Connection, publication: str) -> str:
     """Return the SQL with which a publication's owner does what `decide_again` does."""
-    return f"{_via_root(publication).as_string(connection)};"
+    found = _find(connection, publication)
+    change = _via_root(publication) if found is None or found.via_root else leaves_published(publication)[-1]
+    return f"{change.as_string(connection)};"
 
 
 def find_lacks(connection: Connection, publication: str, tables: Sequence[SourceTable]) -> list[Lack]:
@@ -289,10 +302,11 @@ def find_lacks(connection: Connection, publication: str, tables: Sequence[Source
         script = _create(connection, publication, tables, inserts_only=False).as_string(connection) + ";"
         return [Lack(f"the publication {publication} doesn't exist, and this role may not create it", script, None)]
     lacks = []
+    by_leaves = reads_leaves(connection, (publication, inserts_name(publication)))
     sent, members = _sent(connection, [publication]), _members(connection, [publication])
     named = _direct_members(connection, publication)
     for table in tables:
-        if found.sends_apart(table):
+        if not by_leaves and found.sends_apart(table):
             message = f"the publication {publication} sends partitions of {table.full_name} as tables of their own"
             lacks.append(Lack(message, _via_root(publication).as_string(connection) + ";", table))
             if found.all_tables or table.oid in named or any(part.oid in members for part in table.partitions):
@@ -381,20 +395,21 @@ class _Publication:
 
 
 def _find(connection: Connection, name: str) -> _Publication | None:
-    # Schema publications exist from PostgreSQL 15 on, `pubgencols` from 18 on.
     with translated():
         row = connection.execute(
-            "SELECT pg_has_role(pubowner, 'USAGE'), puballtables, pubviaroot AND NOT pg_is_in_recovery() AND"
-            " NOT EXISTS (SELECT FROM pg_publication_namespace s WHERE s.pnpubid = p.oid),"
-            " coalesce(to_jsonb(p) ->> 'pubgencols' = 's', false), pubviaroot FROM pg_publication p WHERE pubname = %s"
-            if connection.info.server_version >= 150000
-            else "SELECT pg_has_role(pubowner, 'USAGE'), puballtables, pubviaroot AND NOT pg_is_in_recovery(), false,"
-            " pubviaroot FROM pg_publication WHERE pubname = %s",
-            [name],
+            "SELECT pg_has_role(pubowner, 'USAGE'), puballtables, NOT pg_is_in_recovery() AND NOT"
+            f" {others(connection.info.server_version)}, coalesce(to_jsonb(p) ->> 'pubgencols' = 's', false), pubviaroot"
+            " FROM pg_publication p WHERE pubname = %(name)s",  # `pubgencols` exists from 18 on
+            {"mark": MARK, "name": name},
         ).fetchone()
     if row is None:
         return None
-    return _Publication(row[0], row[1], ours=row[0] and not row[1] and row[2], generated=row[3], via_root=row[4])
+    return _Publication(row[0], row[1], ours=row[0] and row[2], generated=row[3], via_root=row[4])
+
+
+def _sends_made(connection: Connection, name: str) -> bool:
+    found = _find(connection, name)
+    return found is not None and found.generated
 
 
 def _sent_alone(connection: Connection, publication: str, tables: Iterable[SourceTable]) -> set[int]:
@@ -411,12 +426,15 @@ def _sent_alone(connection: Connection, publication: str, tables: Iterable[Sourc
 
 
 def _members(connection: Connection, names: Iterable[str]) -> set[int]:
-    """Return the OIDs of the tables that the publications send under their own names."""
+    """Return the OIDs of the tables that the publications send, under their own names or as their leaf partitions."""
     with translated():
         rows = connection.execute(
             "SELECT c.oid FROM pg_publication_tables t JOIN pg_class c ON c.relname = t.tablename"
-            " JOIN pg_namespace n ON n.oid = c.relnamespace AND n.nspname = t.schemaname WHERE t.pubname = ANY(%s)",
-            [list(names)],
+            " JOIN pg_namespace n ON n.oid = c.relnamespace AND n.nspname = t.schemaname WHERE t.pubname = ANY(%(names)s)"
+            " UNION SELECT r.prrelid FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid"
+            f" JOIN pg_class c ON c.oid = r.prrelid WHERE c.relkind = 'p' AND NOT {others(connection.info.server_version)}"
+            " AND p.pubname = ANY(%(names)s)",
+            {"mark": MARK, "names": list(names)},
         ).fetchall()
     return {int(row[0]) for row in rows}
 
@@ -437,13 +455,14 @@ def _sync_one(
     elsewhere: Sequence[SourceTable],
     *,
     inserts_only: bool,
+    by_leaves: bool,
     generated: bool = True,
 ) -> dict[int, str]:
     found = _find(connection, name)
     if found is None:
         create = _create(connection, name, wanted, inserts_only=inserts_only, generated=generated)
         try:
-            _execute(connection, create)
+            _execute(connection, create, *(leaves_published(name) if by_leaves else ()))
         except SourceError as error:
             if error.code != "source_privilege_missing" and not _on_standby(error):
                 raise
@@ -459,7 +478,7 @@ def _sync_one(
                 sql=script,
             ) from error
         return {}
-    refused = {t.oid: _apart_reason(connection, name) for t in wanted if found.sends_apart(t)}
+    refused = {t.oid: _apart_reason(connection, name) for t in wanted if not by_leaves and found.sends_apart(t)}
     if found.all_tables:
         return refused
     members = _direct_members(connection, name)

@@ -100,24 +100,29 @@ class KnownLayouts:
         follows: bool = False,
         apart: bool = False,
         told: Collection[int] = (),
+        returned: Sequence[str] = (),
+        departures_told: bool = False,
+        truncates_told: bool = False,
     ) -> str | None:
         """Return what changed in the table, or in what is sent of it, that its rows in the log don't show.
 
         `members` are the table's memberships in publications. With `follows`, columns with the names of `renamed` are the same columns.
         With `apart`, rows of partitions that were attached are copied apart from the others.
-        `told` are the numbers of new columns whose defaults schemas tell.
+        `told` are the numbers of new columns whose defaults schemas tell, `returned` the names of partitions that came back.
+        With `departures_told` and `truncates_told`, records tell which partitions left or were truncated.
         """
         known = self._known.get(str(id_))
         if known is None:
             return None
         columns = list(_news_of_columns(known, table, self.renamed(table, id_) if follows else {}, told))
-        news = [*columns, *_news_of_key(known, table), *_news_of_partitions(known, table)]
+        news = [*columns, *_news_of_key(known, table)]
+        news += _news_of_partitions(known, table, returned, told=departures_told)
         news += [] if apart else _news_of_attached(known, table)
         news += [*_news_of_types(known, table), *_news_of_restriction(known, table, sent)]
         news += self._news_of_rules(known, table)
         news += _news_of_members(known, members)
         # A column's new type rewrites partitions as well.
-        news += [] if columns else _news_of_files(known, table)
+        news += [] if columns or truncates_told else _news_of_files(known, table)
         return "; ".join(news) or None
 
     def added_defaults(self, table: SourceTable, id_: TableId, sent: Restriction) -> dict[int, AddedDefault]:
@@ -454,17 +459,19 @@ def _news_of_key(known: dict[str, Any], table: SourceTable) -> Iterator[str]:
         yield "its primary key was dropped and added again"
 
 
-def _news_of_partitions(known: dict[str, Any], table: SourceTable) -> Iterator[str]:
+def _news_of_partitions(
+    known: dict[str, Any], table: SourceTable, returned: Sequence[str], *, told: bool
+) -> Iterator[str]:
     before = known["partitions"]
     if not table.partitioned:
         return
     live = {str(p.oid): p for p in table.partitions}
     # The rows that it lost in between aren't known, even if it is empty by now.
-    returned = [p.name for oid, p in live.items() if oid in before and before[oid][1] != p.attached_by]
-    if returned:
-        yield f"partition {_named(returned)} was detached and attached again"
+    back = [p.name for oid, p in live.items() if oid in before and before[oid][1] != p.attached_by]
+    if back := [*dict.fromkeys([*back, *returned])]:
+        yield f"partition {_named(back)} was detached and attached again"
     left = [name for oid, (name, _, _) in before.items() if oid not in live]
-    if left:
+    if left and not told:
         yield f"partition {_named(left)} was detached or dropped"
 
 

@@ -22,7 +22,6 @@ from millstream.capture.column_rules.binding import ColumnRules
 from millstream.capture.column_rules.enforcement import check_rules, rule_messages
 from millstream.capture.config import CaptureConfig, CaptureOutcome, CaptureProgress
 from millstream.capture.connection import connect_replication, pinned, take_bytes_as_they_are
-from millstream.capture.copying.definition_entries import DefinitionEntries
 from millstream.capture.copying.repair import CopiesAndRepairs, Repairs
 from millstream.capture.copying.table_copies import UNFINISHED, TableCopies
 from millstream.capture.publication import pgoutput_options
@@ -284,9 +283,7 @@ class _Capture:
             shared = (config, identity, self._catalog, directory, tables, self._stream, receiver.nudge)
             hold = StreamBarrier()
             copied = TableCopies(*shared, spill=self._spill, hold=hold, reads_backlog=chunks is not None)
-            copies = CopiesAndRepairs(
-                copied, Repairs(*shared), DefinitionEntries(self._catalog, directory, self._stream)
-            )
+            copies = CopiesAndRepairs(copied, Repairs(*shared), self._catalog, directory, self._stream)
             applier = Applier(
                 receiver,
                 self._log,

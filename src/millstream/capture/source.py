@@ -6,7 +6,7 @@ written are in the stream's relation messages only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
@@ -90,7 +90,7 @@ class PartitionFacts:
 
     oid: int
     name: str
-    """`schema.name`."""
+    """`schema.name` as PostgreSQL quotes it."""
     attached_by: int
     """The transaction that made the table a partition."""
     born: bool
@@ -103,6 +103,8 @@ class PartitionFacts:
     """Whether it may have another file than when it became a partition: it may have been truncated since."""
     readable: bool
     """Whether our role may read all of its rows under its own name, and not only as rows of its root."""
+    columns: tuple[str, ...]
+    """The names of its columns in their order, if they have another one than those of its root; empty if not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,12 +254,14 @@ SELECT c.oid, n.nspname, c.relname, c.relkind = 'p', c.relreplident::text,
           FROM pg_attribute a
          WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped),
        (SELECT k.oid::bigint FROM pg_constraint k WHERE k.conrelid = c.oid AND k.contype = 'p'),
-       (SELECT json_agg(json_build_array(p.relid::oid::bigint, ln.nspname || '.' || l.relname, h.xmin::text::bigint,
+       (SELECT json_agg(json_build_array(p.relid::oid::bigint, ln.nspname, l.relname, h.xmin::text::bigint,
                         EXISTS (SELECT FROM pg_attribute a JOIN pg_attribute b ON b.attrelid = a.attrelid AND b.attnum = -1
                                  WHERE a.attrelid = p.relid AND a.attnum > 0 AND NOT a.attisdropped
                                    AND (a.xmin::text, a.cmin::text) = (b.xmin::text, b.cmin::text)),
                         p.isleaf, coalesce(pg_relation_size(p.relid), 0), l.relfilenode::bigint,
-                        l.relfilenode NOT IN (0, l.oid) AND l.xmin <> h.xmin, coalesce(has_table_privilege(p.relid, 'SELECT'), false) AND NOT row_security_active(p.relid)) ORDER BY p.relid)
+                        l.relfilenode NOT IN (0, l.oid) AND l.xmin <> h.xmin, coalesce(has_table_privilege(p.relid, 'SELECT'), false) AND NOT row_security_active(p.relid),
+                        NULLIF(ARRAY(SELECT a.attname::text FROM pg_attribute a WHERE a.attrelid = p.relid AND a.attnum > 0 AND NOT a.attisdropped ORDER BY a.attnum),
+                               ARRAY(SELECT a.attname::text FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped ORDER BY a.attnum))) ORDER BY p.relid)
           FROM pg_partition_tree(CASE c.relkind WHEN 'p' THEN c.oid END) p JOIN pg_class l ON l.oid = p.relid
           JOIN pg_namespace ln ON ln.oid = l.relnamespace JOIN pg_inherits h ON h.inhrelid = p.relid
          WHERE p.relid <> c.oid),
@@ -429,6 +433,43 @@ def possible_ancestors(connection: Connection, oid: int) -> tuple[list[tuple[str
     return [(namespace, name) for namespace, name, _ in rows], any(exists for _, _, exists in rows)
 
 
+@dataclass(frozen=True, slots=True)
+class PartitionPlace:
+    """Where a relation of the stream stands among the source's tables now."""
+
+    exists: bool
+    is_published: bool
+    """Whether one of the publications names it, so that it may be sent as a table of its own."""
+    above: tuple[tuple[int, tuple[str, ...]], ...]
+    """The relation itself and the partitioned tables above it, from below, with their columns' names; empty if it is no
+    partition."""
+
+
+def partition_place(connection: Connection, oid: int, publications: Sequence[str]) -> PartitionPlace:
+    """Return where a relation stands, as the connection's transaction sees it."""
+    with translated():
+        row = connection.execute(
+            "SELECT EXISTS (SELECT FROM pg_class WHERE oid = %(oid)s), EXISTS (SELECT FROM pg_publication_rel r JOIN pg_publication p"
+            " ON p.oid = r.prpubid WHERE r.prrelid = %(oid)s AND p.pubname = ANY(%(names)s)),"
+            " (SELECT json_agg(json_build_array(relid::oid::bigint, ARRAY(SELECT a.attname::text FROM pg_attribute a"
+            " WHERE a.attrelid = relid AND a.attnum > 0 AND NOT a.attisdropped ORDER BY a.attnum)) ORDER BY place)"
+            " FROM pg_partition_ancestors(%(oid)s::oid::regclass) WITH ORDINALITY t (relid, place))",
+            {"oid": oid, "names": list(publications)},
+        ).fetchone()
+    assert row is not None
+    above = tuple((int(relid), tuple(columns)) for relid, columns in row[2] or ())
+    return PartitionPlace(bool(row[0]), bool(row[1]), above)
+
+
+def dropped(connection: Connection, oids: Collection[int]) -> set[int]:
+    """Return those of the OIDs that no relation has."""
+    if not oids:
+        return set()
+    with translated():
+        rows = connection.execute("SELECT oid::bigint FROM pg_class WHERE oid = ANY(%s)", [list(oids)]).fetchall()
+    return {*oids} - {int(row[0]) for row in rows}
+
+
 def name_of(connection: Connection, oid: int) -> tuple[str, str] | None:
     """Return a relation's schema and name, as the connection's transaction sees them; None if there is none."""
     with translated():
@@ -464,10 +505,14 @@ def _table(row: tuple[Any, ...]) -> SourceTable:
         relfilenode=int(row[10]),
         layout=tuple(AttributeFacts(*[*facts, _parts(parts)]) for *facts, parts in row[12] or ()),
         key_constraint=int(row[13] or 0),
-        partitions=tuple(PartitionFacts(*partition) for partition in row[14] or ()),
+        partitions=tuple(_partition(*partition) for partition in row[14] or ()),
         numbers_max=int(row[16]),
         ancestors=_ancestors(row),
     )
+
+
+def _partition(oid: int, namespace: str, name: str, *facts: Any) -> PartitionFacts:
+    return PartitionFacts(*[oid, qualified_name(namespace, name), *facts[:-1], tuple(facts[-1] or ())])
 
 
 def _ancestors(row: tuple[Any, ...]) -> tuple[tuple[str, str], ...]:

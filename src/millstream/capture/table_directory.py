@@ -19,8 +19,10 @@ from millstream.capture.column_rules.rows_before_rules import RawPast
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import connect
 from millstream.capture.copy_or_history_only import copy_or_history_only
+from millstream.capture.leaves.known_leaves import KnownLeaves
+from millstream.capture.leaves.leaf_relations import LeafRelations
 from millstream.capture.pending_column_renames import PendingDefinitions
-from millstream.capture.source import KeyColumn, SourceTable, possible_ancestors
+from millstream.capture.source import SourceTable, possible_ancestors
 from millstream.capture.transient_column_names import ShownColumns, form_of
 from millstream.catalog import COPY_HELD, Catalog, TableRow, TableState
 from millstream.catalog.unnumbered_columns import unnumbered_columns
@@ -42,7 +44,7 @@ logger = structlog.get_logger("millstream.capture")
 
 @dataclass(frozen=True, slots=True)
 class _CachedSchema:
-    asked: tuple[bytes, TableId | None, TableState | None, tuple[bool, tuple[KeyColumn, ...]] | None]
+    asked: tuple[bytes, TableId | None, TableState | None, object]
     """A relation that was given up comes back as another table."""
     schema: TableSchema | None
 
@@ -78,6 +80,10 @@ class TableDirectory:
         self._branches = {row.id for row in known if (row.system_identifier, row.database) in mine}
         """The sources that are this database, on any timeline."""
         self._answers: dict[int, _CachedSchema] = {}
+        self._met: set[int] = set()
+        self.leaves = LeafRelations(
+            KnownLeaves(catalog, stream), config, lambda: (self._rows, self._facts), self._copy_again_now
+        )
         self._messages: TableSchema | None = None
         self._keys = {
             schema.table_id: schema
@@ -133,21 +139,42 @@ class TableDirectory:
 
         A quarantined table with rules isn't captured: nothing of it is stored undecoded.
         """
+        root = self.leaves.root_of(relation)
         with self._lock:
             row, facts = self._rows.get(relation.oid), self._facts.get(relation.oid)
             known = self._answers.get(relation.oid)
+            if root is not None:
+                row, facts = self._rows.get(root.relation_oid, root), self._facts.get(root.relation_oid)
+        if root is None and self.leaves.is_left_out(relation.oid):
+            return None
         id_, state = (None, None) if row is None else (row.id, row.state)
-        asked = (relation.encoded, id_, state, None if facts is None else (facts.partitioned, facts.key))
+        seen = None if facts is None else (facts.partitioned, facts.key, root and facts.relation.columns)
+        asked = (relation.encoded, id_, state, seen)
         if known is not None and known.asked == asked and not self._gets_other_numbers(known.schema):
             schema = known.schema
         else:
-            schema = self._resolve(relation, row, facts)
+            as_table = relation if root is None or row is None else self._as_root(relation, row, facts)
+            schema = self._resolve(as_table, row, facts, is_leaf=root is not None)
             if row is not None:
                 with self._lock:
                     self._answers[relation.oid] = _CachedSchema(asked, schema)
+                    self._met.add(row.relation_oid)
         if schema is not None:
             self.note_form(schema)
+            if root is None and schema.partitioned:
+                self.leaves.known.note_rows_without(schema.table_id)
         return schema
+
+    def as_root(self, relation: Relation, row: TableRow) -> tuple[Relation, tuple[int, ...] | None]:
+        """Return a leaf partition's relation as its table's, as `LeafRelations.as_root` does."""
+        with self._lock:
+            facts = self._facts.get(row.relation_oid)
+        return self.leaves.as_root(relation, row, facts)
+
+    def _as_root(self, relation: Relation, row: TableRow, facts: SourceTable | None) -> Relation:
+        if row.state is TableState.QUARANTINED:
+            return replace(relation, oid=row.relation_oid, namespace=row.namespace, name=row.name)
+        return self.leaves.as_root(relation, row, facts)[0]
 
     def has_met(self, relation_oid: int) -> bool:
         """Return whether this session's stream has named a relation: records of it may be in the log.
@@ -155,7 +182,7 @@ class TableDirectory:
         Records of earlier sessions show in the catalog: a schema is there before a record with it.
         """
         with self._lock:
-            return relation_oid in self._answers
+            return relation_oid in self._met
 
     def _gets_other_numbers(self, schema: TableSchema | None) -> bool:
         """Whether a look has found the numbers of a schema's columns since, or others than it has.
@@ -201,6 +228,20 @@ class TableDirectory:
         schema = self._catalog.latest_schemas(self.stream).get(table)
         return schema is not None and schema.kind is TableKind.TABLE and schema.is_numbered
 
+    def _copy_again_now(self, row: TableRow, facts: SourceTable | None, news: str) -> None:
+        """Request another copy because of a record, and let capture see it before the record enters the log."""
+        self.request_copy_again(row, facts, news)
+        self.refresh()
+        self.look_wanted.set()
+
+    def request_copy_of(self, table: TableId, news: str) -> None:
+        """Request another copy of a table, as `request_copy_again` does."""
+        with self._lock:
+            row = next((row for row in self._rows.values() if row.id == table), None)
+            facts = None if row is None else self._facts.get(row.relation_oid)
+        if row is not None:
+            self._copy_again_now(row, facts, news)
+
     def request_copy_again(self, row: TableRow, facts: SourceTable | None, news: str) -> None:
         """Request another copy of a copied table, whose rows changed with its definition.
 
@@ -233,8 +274,17 @@ class TableDirectory:
         self.note_form(schema)
 
     def truncates_all(self, schema: TableSchema, leaves: frozenset[int]) -> bool:
-        """Return whether a truncate of these leaf partitions is one of their whole table: none is read so far."""
-        del schema, leaves
+        """Return whether a truncate of these leaf partitions leaves no row of their table that the log has.
+
+        If it leaves some and rows of the log don't name their leaf, another copy is requested: an `x` can't say which are gone.
+        """
+        known, id_ = self.leaves.known, schema.table_id
+        with self._lock:
+            row, facts = self._rows.get(schema.relation_oid), self._facts.get(schema.relation_oid)
+        if known.are_all(id_, leaves) and (known.is_whole(id_) or known.was_read_by_leaves(id_)):
+            return True
+        if not known.is_whole(id_) and row is not None:
+            self._copy_again_now(row, facts, "a partition was truncated, and rows don't name their partitions")
         return False
 
     def messages_schema(self) -> TableSchema:
@@ -255,15 +305,25 @@ class TableDirectory:
             self._messages = self._catalog.put_schema(self.stream, schema)
         return self._messages
 
-    def quarantine(self, relation_oid: int, reason: str) -> TableId | None:
-        """Set a table aside: from now on its changes enter the log undecoded, those of the messages being decoded too."""
-        with self._lock:
-            row = self._rows.get(relation_oid)
+    def quarantine(self, relation_oid: int, reason: str) -> TableRow | None:
+        """Set the table of a relation aside, and return it.
+
+        From now on its changes enter the log undecoded, those of the messages being decoded too.
+        """
+        row = self._row_of(relation_oid)
         if row is None:
             return None
         self._catalog.set_state(row.id, TableState.QUARANTINED, reason)
         self.refresh()
-        return row.id
+        return row
+
+    def _row_of(self, relation_oid: int) -> TableRow | None:
+        """Return the captured table that a relation is, or is a leaf partition of, as last refreshed."""
+        id_ = self.leaves.known.table_of(relation_oid)
+        with self._lock:
+            if relation_oid in self._facts or id_ is None:
+                return self._rows.get(relation_oid)
+            return next((row for row in self._rows.values() if row.id == id_), None)
 
     def refuse(self, oid: int, namespace: str, name: str, error: ConfigError | UnknownTable) -> None:
         """Quarantine a table whose rules can't be applied: none of its changes enter the log."""
@@ -280,10 +340,9 @@ class TableDirectory:
             self.refresh()
 
     def is_set_aside(self, oid: int) -> bool:
-        """Return whether a table is quarantined, as last refreshed."""
-        with self._lock:
-            row = self._rows.get(oid)
-        return row is not None and row.state is TableState.QUARANTINED
+        """Return whether nothing of a relation is captured: its table is quarantined, as last refreshed, or not certain."""
+        row = self._row_of(oid)
+        return self.leaves.is_left_out(oid) or (row is not None and row.state is TableState.QUARANTINED)
 
     def selects(self, relation: Relation) -> bool:
         """Return whether the configuration selects a relation's table, as far as the last look shows."""
@@ -322,7 +381,9 @@ class TableDirectory:
             self._shards[row.id] = row.shard
         return row
 
-    def _resolve(self, relation: Relation, row: TableRow | None, facts: SourceTable | None) -> TableSchema | None:
+    def _resolve(
+        self, relation: Relation, row: TableRow | None, facts: SourceTable | None, *, is_leaf: bool
+    ) -> TableSchema | None:
         identity = relation.replica_identity
         named = [c.name for c in relation.columns if c.in_identity]
         has_identity = bool(named) and identity is not ReplicaIdentity.NOTHING
@@ -343,7 +404,7 @@ class TableDirectory:
         if is_asked(f"capture.decode.{row.namespace}.{row.name}"):
             raise undecodable(relation, "a failpoint asks for it")
         key = self._key(relation, facts)
-        partitioned = facts is not None and facts.partitioned
+        partitioned = is_leaf or (facts is not None and facts.partitioned)
         if row.state is TableState.HISTORY_ONLY:
             key = ()
         schema = table_schema(relation, source=self._source, key=key, table_id=row.id)
@@ -401,9 +462,7 @@ class TableDirectory:
         before = self._keys.get(row.id, schema)
         if not before.has_key_of(schema):
             news = f"its key was {_spoken(before.key)} and is {_spoken(schema.key)}"
-            self.request_copy_again(row, facts, news)
-            self.refresh()
-            self.look_wanted.set()
+            self._copy_again_now(row, facts, news)
         self._keys[row.id] = schema
 
     @staticmethod

@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import structlog
@@ -27,6 +28,7 @@ from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import translated
 from millstream.capture.copy_or_history_only import after_identity_change, copy_or_history_only
 from millstream.capture.copying.attached_partitions import begin_copy_of, can_copy_apart
+from millstream.capture.leaves.sent_by_leaves import publish_leaves, reads_leaves, sent_by_leaves
 from millstream.capture.publication import (
     DECIDES_AGAIN_FROM,
     Coverage,
@@ -43,11 +45,11 @@ from millstream.capture.publication import (
 )
 from millstream.capture.rewrite_detection import KnownLayouts, shape_of
 from millstream.capture.slot import read_slot
-from millstream.capture.source import Connection, SourceIdentity, SourceTable, connect_same, insert_lsn
+from millstream.capture.source import Connection, SourceIdentity, SourceTable, connect_same, dropped, insert_lsn
 from millstream.capture.streamed_publications import StreamedPublications
 from millstream.capture.table_directory import TableDirectory
 from millstream.capture.transient_column_names import Expected, Form, Shape, Shown
-from millstream.catalog import Catalog, TableRow, TableState
+from millstream.catalog import Catalog, ChunkState, TableRow, TableState
 from millstream.codec.pgoutput import HEARTBEAT_PREFIX
 from millstream.errors import MillstreamError, SourceError
 from millstream.model.ids import TableId
@@ -103,6 +105,10 @@ class WatchedTables:
         self.seen_at = Lsn(0)
         """LSN at or above every change that led to `facts`."""
         self.coverage = Coverage((), frozenset(), {}, {})
+        self._leaves_published = False
+        """Whether publications of an older version were altered at the session's start."""
+        self._deferred = False
+        """Whether a partition that left waits for its `x` to be captured as a table of its own."""
         self._attached = frozenset[TableId]()
         """Tables with attached partitions whose rows wait for their copy, as of the last look."""
         self._decided = frozenset[tuple[int, int, bool]]()
@@ -116,6 +122,10 @@ class WatchedTables:
         Both wait while their table is being copied; with the copy, if that is paused.
         """
         attached, rows = self._attached, self._directory.rows()
+        leaves = self._directory.leaves.known
+        if leaves.late_leaves > leaves.looked_for or (self._deferred and not leaves.are_waiting):
+            self._directory.look_wanted.set()
+            return True
         waiting = self._directory.shown.waiting | attached
         if any(row.id in waiting and row.state is TableState.STREAMING for row in rows):
             self._directory.look_wanted.set()
@@ -139,20 +149,17 @@ class WatchedTables:
     def _look(self, connection: Connection, passed: Lsn) -> bool:
         """Look, unless a definition changes between two of the statements: return False then, and settle nothing."""
         shown = self._directory.shown.begin_look(passed)
-        try:
-            publish_generated(connection, self._config.publication)
-        except SourceError as error:
-            logger.warning("generated columns couldn't be published yet", code=error.code, error=error.message)
-        published = list_published(connection, self._patterns, self._config.publication)
-        if connection.info.server_version < DECIDES_AGAIN_FROM:
-            published = self._decided_again(connection, published)
-        tables = [self._rules.applied(table) for table in published]
+        known = self._directory.leaves.known
+        late_leaves, begun, by_leaves = known.late_leaves, known.begin_look(), self._by_leaves(connection)
+        self._alter_publications(connection)
+        published = self._published(connection)
+        tables = [self._rules.applied(table) for table in self._to_capture(published, by_leaves)]
         self.facts = {table.oid: table for table in tables}
         self.seen_at = insert_lsn(connection)
         self._directory.learn(self.facts)
-        known = {row.relation_oid: row for row in self._directory.refresh()}
+        rows = {row.relation_oid: row for row in self._directory.refresh()}
         before = covered_tables(connection, self._config.publication, tables)
-        for oid, row in known.items():
+        for oid, row in rows.items():
             # It left the publication and will rejoin: changes in between weren't sent. Record that first.
             if oid in self.facts and oid not in before and row.state in {TableState.STREAMING, TableState.COPYING}:
                 self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "it had left the publication")
@@ -161,7 +168,7 @@ class WatchedTables:
         except SourceError as error:
             if error.code == "publication_missing":
                 for table in tables:
-                    if table.oid in known and table.oid not in before:
+                    if table.oid in rows and table.oid not in before:
                         self._set_unsent_aside(table, self._directory.table_row(table), error.message, error.hint)
                 self._directory.refresh()
             raise
@@ -169,27 +176,77 @@ class WatchedTables:
         members = memberships(connection, self.coverage.publications, tables)
         if not self._is_whole(connection, published, sent):
             return False
+        # A copy that begins after this look has everything from before the publication's change.
+        requested = [o for o in self.facts if o not in rows or rows[o].state is TableState.COPY_REQUESTED]
+        by_leaves |= self._by_leaves(connection).intersection(requested)
+        gone = dropped(connection, known.detached)
+        take = partial(known.look, at=self.seen_at, begun=begun, own=rows, gone_for_good=gone)
         left, expected = dict[TableId, Sequence[Shown]](), dict[TableId, Expected]()
         numbers = dict[TableId, Mapping[Form, tuple[int, ...]]]()
         for table in tables:
-            row = self._directory.table_row(table)
+            row, is_by_leaves = self._directory.table_row(table), table.oid in by_leaves
             if table.refusal is not None:
                 self._directory.refuse(table.oid, table.namespace, table.name, table.refusal)
+                take(row.id, table, by_leaves=is_by_leaves)
                 continue
             restriction = sent.get((table.namespace, table.name)) or Restriction()
             now = shape_of(table, restriction, self.seen_at)
             forms = shown.get(row.id, ())
             numbers[row.id] = self._layouts.numbers(table, row.id, now, forms) if forms else {}
             member = members.get(table.oid, set())
-            left[row.id], expected[row.id] = self._settle_layout(table, row, restriction, member, now, forms)
+            left[row.id], expected[row.id] = self._settle_layout(
+                table, row, restriction, member, now, forms, by_leaves=is_by_leaves
+            )
+            take(row.id, table, by_leaves=is_by_leaves)
             self._settle(table, row)
+        known.looked_for = late_leaves
         self._directory.definitions.end_look(left)
-        self._notice_leaving(connection, known.values(), passed)
+        self._notice_leaving(connection, rows.values(), passed)
         self._directory.refresh()
-        self._attached = self._layouts.with_attached()
+        self._attached, self._deferred = self._layouts.with_attached(), len(tables) < len(published)
         # Last: capture ends only once every form is explained, and the table's state shows a copy that this requests.
         self._directory.shown.end_look({table: forms for table, forms in left.items() if forms}, expected, numbers)
         return True
+
+    def _alter_publications(self, connection: Connection) -> None:
+        """Let our publications send generated columns, and leaf partitions under their own OIDs, which the directory takes."""
+        try:
+            publish_generated(connection, self._config.publication)
+        except SourceError as error:
+            logger.warning("generated columns couldn't be published yet", code=error.code, error=error.message)
+        if not self._directory.leaves.takes_leaves or self._leaves_published:
+            return
+        self._leaves_published = True  # whoever alters that later decides
+        try:
+            publish_leaves(connection, (self._config.publication, inserts_name(self._config.publication)))
+        except SourceError as error:
+            logger.warning("partitions couldn't be published apart yet", code=error.code, error=error.message)
+
+    def _by_leaves(self, connection: Connection) -> set[int]:
+        """Let the directory take leaf partitions if the publications are ours; return the tables that are sent as theirs."""
+        names = (self._config.publication, inserts_name(self._config.publication))
+        self._directory.leaves.takes_leaves = reads_leaves(connection, names)
+        return sent_by_leaves(connection, names) if self._directory.leaves.takes_leaves else set()
+
+    def _published(self, connection: Connection) -> list[SourceTable]:
+        published = list_published(connection, self._patterns, self._config.publication)
+        if connection.info.server_version < DECIDES_AGAIN_FROM:
+            published = self._decided_again(connection, published)
+        return published
+
+    def _to_capture(self, published: Sequence[SourceTable], by_leaves: set[int]) -> list[SourceTable]:
+        """Return the source's tables, except leaf partitions that left and have no `x` in the log so far.
+
+        Until then their changes are their table's. Only after that they may be captured as tables of their own.
+        """
+        listed = {table.oid for table in published} & by_leaves
+        rows = {row.relation_oid: row.id for row in self._directory.rows()}
+        held = self._directory.leaves.known.holders(id_ for oid, id_ in rows.items() if oid in listed)
+
+        def is_held(table: SourceTable) -> bool:
+            return table.oid in held or any(partition.oid in held for partition in table.partitions)
+
+        return [table for table in published if table.oid in rows or not is_held(table)]
 
     def _decided_again(self, connection: Connection, published: list[SourceTable]) -> list[SourceTable]:
         """Let the stream decide again what it sends if partitions came or went; return the tables as they are after that.
@@ -265,6 +322,8 @@ class WatchedTables:
         members: set[str],
         now: Shape,
         shown: Sequence[Shown],
+        *,
+        by_leaves: bool,
     ) -> tuple[Sequence[Shown], Expected]:
         """Request a copy of a table if its existing rows, or the part that is sent, changed with its definition.
 
@@ -281,7 +340,20 @@ class WatchedTables:
         added = self._layouts.added_defaults(table, row.id, sent) if row.state is TableState.STREAMING else {}
         if added and not self._directory.follows_names(row.id):
             added = {}
-        news = self._layouts.news(table, row.id, sent, members, follows=follows, apart=apart, told=added)
+        leaves = self._directory.leaves.known
+        told_by_x = by_leaves and leaves.is_whole(row.id) and not self._copies_partition_that_left(table, row)
+        news = self._layouts.news(
+            table,
+            row.id,
+            sent,
+            members,
+            follows=follows,
+            apart=apart,
+            told=added,
+            returned=leaves.returned(row.id, table),
+            departures_told=told_by_x,
+            truncates_told=by_leaves and leaves.was_read_by_leaves(row.id),
+        )
         if news is None and row.state is TableState.STREAMING and self._directory.lacks_defaults(row.id):
             news = "records lack the numbers of its columns, of which one was added with a default"
         left: Sequence[Shown] = ()
@@ -330,6 +402,15 @@ class WatchedTables:
         )
         return left, expected
 
+    def _copies_partition_that_left(self, table: SourceTable, row: TableRow) -> bool:
+        """Return whether the rows of a partition that is gone are being copied apart."""
+        if row.state is not TableState.COPYING or not row.copy_id:
+            return False
+        live = {partition.oid for partition in table.partitions}
+        chunks = self._catalog.chunks(row.id, row.copy_id)
+        left = [c for c in chunks if "partition" in c.facts and c.facts["partition"] not in live]
+        return any(chunk.state is not ChunkState.DURABLE for chunk in left)
+
     def _settle_truncates(self, table: SourceTable, row: TableRow) -> None:
         """Record that truncates aren't sent; once they are, request a copy, since some may have been missed."""
         why = self.coverage.without_truncates.get(table.oid)
@@ -354,6 +435,7 @@ class WatchedTables:
                 reason = "it was dropped at the source, or the configuration leaves it out"
                 # The state comes last: if this is interrupted, the next look deletes what is left.
                 self._layouts.forget(row.id)
+                self._directory.leaves.known.forget(row.id)
                 self._directory.defaults.forget(row.id)
                 self._catalog.drop_chunks(row.id)
                 self._catalog.resume_copy(self._catalog.stream(self._config.stream).id, row.id)

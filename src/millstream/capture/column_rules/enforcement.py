@@ -15,8 +15,8 @@ from millstream.capture.source import Connection, SourceIdentity, SourceTable, c
 from millstream.capture.stream.apply_column_rules import RuleMessages, Rules
 from millstream.capture.table_directory import TableDirectory
 from millstream.codec.pgoutput import Relation
-from millstream.errors import ConfigError, UnknownTable
-from millstream.model.names import TablePatterns
+from millstream.errors import ConfigError, TableUndecodable, UnknownTable
+from millstream.model.names import TablePatterns, qualified_name
 
 _REUSE_S: Final = 5.0
 """Relation messages come in bursts; an older connection may have been ended by the server."""
@@ -67,6 +67,25 @@ def rule_messages(
         return found
 
     def rules_of(relation: Relation) -> Rules | None:
+        """Return the rules of a relation's columns; a leaf partition has those of the table that its changes belong to."""
+        root = directory.leaves.root_of(relation)
+        if root is None:
+            return () if directory.leaves.is_left_out(relation.oid) else rules_of_table(relation)
+        try:
+            as_root, order = directory.as_root(relation, root)
+        except TableUndecodable as error:
+            refused = ConfigError(error.message, code="layout_unclear", table=qualified_name(root.namespace, root.name))
+            set_aside(
+                root.relation_oid, lambda: directory.refuse(root.relation_oid, root.namespace, root.name, refused)
+            )
+            return ()
+        found = rules_of_table(as_root)
+        if not found or order is None:
+            return found
+        by_place = dict(zip(order, found, strict=True))
+        return tuple(by_place[place] for place in range(len(order)))
+
+    def rules_of_table(relation: Relation) -> Rules | None:
         refused: ConfigError | UnknownTable
         try:
             # Its rules went with it. The changes until its end come without them, and aren't stored.

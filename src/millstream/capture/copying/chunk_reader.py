@@ -145,6 +145,8 @@ class RowChunk:
     at_us: int
     last: bool
     """Whether the bounds hold no further rows."""
+    table: SourceTable
+    """The table as it was read."""
 
 
 class ChunkReader:
@@ -184,7 +186,7 @@ class ChunkReader:
     def read(self, table: SourceTable, table_id: TableId, bounds: ChunkBounds) -> RowChunk:
         """Read and decode all rows in the bounds; raises as `fetch`, and `TableUndecodable`."""
         found = self.fetch(table, table_id, bounds)
-        return RowChunk(found.decoded(found.schema), found.snapshot, found.lsn, found.at_us, found.last)
+        return RowChunk(found.decoded(found.schema), found.snapshot, found.lsn, found.at_us, found.last, found.table)
 
     def fetch(
         self,

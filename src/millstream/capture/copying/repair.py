@@ -37,6 +37,7 @@ from millstream.capture.copying.repair_request import RepairChunk, repair_chunks
 from millstream.capture.copying.standby import StandbySnapshots, reader_on
 from millstream.capture.copying.table_copies import TableCopies
 from millstream.capture.copying.touched_keys import touches_of, touches_of_spilled
+from millstream.capture.leaves.departure_entries import DepartureEntries
 from millstream.capture.source import SourceIdentity, SourceTable, connect_same
 from millstream.capture.table_directory import TableDirectory
 from millstream.capture.watcher import WatchedTables
@@ -163,6 +164,12 @@ class Repairs:
         """Whether every repair is done."""
         with self._lock:
             return self._seen and not self._repairs
+
+    @property
+    def busy(self) -> set[TableId]:
+        """Tables of which rows may have been read that haven't entered."""
+        with self._lock:
+            return set(self._repairs)
 
     @property
     def waits_for_stream(self) -> bool:
@@ -349,6 +356,7 @@ class Repairs:
                 raise TableChanged(f"the key of {table.full_name} changed: run `millstream diff` again")
             reader.not_before = repair.tracked_from
             read = reader.read(table, repair.row.id, ChunkBounds(keys=found.chunk.keys))
+            self._directory.leaves.known.note_copied(repair.row.id, read.table)
             read.rows.schema = self._catalog.put_schema(self._stream, read.rows.schema)
         except BaseException:
             with self._lock:
@@ -431,12 +439,15 @@ def _numbered(gone: pa.RecordBatch, rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 class CopiesAndRepairs:
-    """Table copies, repairs and definitions as one `applier.CopySink`, and the session's other calls to both."""
+    """Table copies, repairs, definitions and departures as one `applier.CopySink`, and the session's other calls."""
 
-    def __init__(self, copies: TableCopies, repairs: Repairs, definitions: DefinitionEntries) -> None:
+    def __init__(
+        self, copies: TableCopies, repairs: Repairs, catalog: Catalog, directory: TableDirectory, stream: StreamId
+    ) -> None:
         self._copies = copies
         self._repairs = repairs
-        self._definitions = definitions
+        self._definitions = DefinitionEntries(catalog, directory, stream)
+        self._departures = DepartureEntries(catalog, directory, stream)
 
     def start(self) -> None:
         """Start the workers."""
@@ -450,14 +461,15 @@ class CopiesAndRepairs:
 
     @property
     def all_done(self) -> bool:
-        """Whether nothing is left to copy or repair, and no definition waits."""
-        return self._copies.all_done and self._repairs.all_done and not self._definitions.are_waiting
+        """Whether nothing is left to copy or repair, and no definition or departure waits."""
+        waits = self._definitions.are_waiting or self._departures.are_waiting
+        return self._copies.all_done and self._repairs.all_done and not waits
 
     @property
     def waits_for_stream(self) -> bool:
-        """Whether a chunk or a definition waits for the stream."""
+        """Whether a chunk, a definition or a departure waits for the stream."""
         waits = self._copies.waits_for_stream or self._repairs.waits_for_stream
-        return waits or self._definitions.are_waiting
+        return waits or self._definitions.are_waiting or self._departures.wait_for_stream
 
     @property
     def keeps_session(self) -> bool:
@@ -483,10 +495,12 @@ class CopiesAndRepairs:
         self._copies.passed(lsn)
         self._repairs.passed(lsn)
         self._definitions.passed(lsn)
+        self._departures.passed(lsn)
 
     def ready(self) -> Iterable[Entry]:
         """Return the operations that may enter now."""
-        return [*self._definitions.ready(), *self._copies.ready(), *self._repairs.ready()]
+        departures = self._departures.ready(self._copies.busy | self._repairs.busy)
+        return [*self._definitions.ready(), *departures, *self._copies.ready(), *self._repairs.ready()]
 
     def discard(self, relation_oid: int) -> None:
         """End copy and repair of a table that was quarantined."""

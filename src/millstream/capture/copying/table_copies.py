@@ -92,6 +92,7 @@ class TableCopies:
         self._copies: dict[TableId, Copy] = {}
         self._rate = CopyRate()
         self._open_bytes = OpenBytes()
+        self._leaves = directory.leaves.known
         self._schemas = CopySchemas(catalog, directory, stream)
         self._passed = Lsn(0)
         self._seen = False
@@ -155,14 +156,16 @@ class TableCopies:
     def waits_for_stream(self) -> bool:
         """Whether a chunk waits for the stream to come as far as its snapshot, or a copy as far as its begin."""
         with self._lock:
-            waiting = (c for c in self._copies.values() if c.stage is Stage.WAITING and not c.paused)
-            if any(copy.begins_at > self._passed for copy in waiting):
-                return True
-            return any(
-                chunk.read.lsn > self._passed and not chunk.durable
-                for copy in self._copies.values()
-                for chunk in copy.open_chunks()
-            )
+            copies = self._copies.values()
+            begins = [c.begins_at for c in copies if c.stage is Stage.WAITING and not c.paused]
+            chunks = [chunk.read.lsn for copy in copies for chunk in copy.open_chunks() if not chunk.durable]
+            return any(lsn > self._passed for lsn in begins + chunks)
+
+    @property
+    def busy(self) -> set[TableId]:
+        """Tables of which rows may have been read that haven't entered."""
+        with self._lock:
+            return {id_ for id_, copy in self._copies.items() if copy.stage is not Stage.WAITING}
 
     @property
     def keeps_session(self) -> bool:
@@ -288,6 +291,8 @@ class TableCopies:
             copy.stage, copy.tracked_from = Stage.PREPARING, self._passed
             if copy.fresh:
                 self._catalog.drop_chunks(copy.row.id)
+                if copy.keyed:
+                    self._leaves.begin_copy(copy.row.id, copy.table, voids=copy.marked)
             self._catalog.set_state(copy.row.id, TableState.COPYING, copy.row.reason, copy_id=copy.copy_id)
             if copy.marked and copy.keyed:
                 # Once ranges are in the catalog, this record is in the log: a resumed copy doesn't repeat it.
@@ -453,6 +458,7 @@ class TableCopies:
             reader.not_before = copy.tracked_from
             self._config.on_moment("copy.fetch", {"bounds": bounds})
             read = reader.fetch(copy.table, copy.row.id, bounds, rows_max=rows_max, bytes_max=bytes_max)
+            self._leaves.note_copied(copy.row.id, read.table)
             schema = self._schemas.numbered(read.schema)
             upto = part.upto if read.last or bounds.keys else read.last_key()
             hit("capture.copy_chunk_read")

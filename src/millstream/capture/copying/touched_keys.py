@@ -64,7 +64,7 @@ def _by_operation(table: TableRows) -> Iterator[tuple[int, set[Key], set[Key], s
     truncated: set[int] = set()
     for number, operation in enumerate(operations):
         touched, incomplete, moved = found.setdefault(operation, (set(), set(), set()))
-        if ops[number] == Op.TRUNCATE or not key:
+        if ops[number] in {Op.TRUNCATE, Op.PARTITION_LEFT} or not key:
             truncated.add(operation)
             continue
         mine = keys[number]

@@ -162,6 +162,7 @@ class WholeTableReads:
         self._directory.note_key(file.schema)
         shard = self._directory.shard_of(copy.row.id)
         voids = copy.marked or self._directory.has_met(copy.row.relation_oid)
+        self._directory.leaves.known.begin_copy(copy.row.id, file.table, voids=voids)
         return file.operation(self._directory.source, f"{copy.copy_id}/{chunk.range.number}", shard, voids=voids)
 
     def _read_held(self, copy: Copy, part: Range, reader: ChunkReader) -> None:
@@ -225,6 +226,7 @@ class WholeTableReads:
         with self._lock:
             copy.tracker.take(reading.ticket, begun.snapshot)
         reading.begun = begun
+        self._directory.leaves.known.note_copied(copy.row.id, begun.table)
         path = self._spill.path_for(f"table-{copy.row.id}")
         copy.file = reading.file = CopiedFile(path, begun, self._numbered(begun.schema))
         self._look(reading)

@@ -280,9 +280,10 @@ class Applier:
 
     def _quarantined(self, error: TableUndecodable) -> None:
         oid = int(error.details["relation_oid"])
-        if self._directory.quarantine(oid, str(error.details.get("reason", error.message))) is None:
+        row = self._directory.quarantine(oid, str(error.details.get("reason", error.message)))
+        if row is None:
             raise error
-        self._copies.discard(oid)
+        self._copies.discard(row.relation_oid)
 
     def _on_shards(self, tables: tuple[TableRows, ...]) -> tuple[TableRows, ...]:
         return tuple(replace(t, shard=self._directory.shard_of(t.schema.table_id)) for t in tables)

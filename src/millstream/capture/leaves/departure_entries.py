@@ -1,0 +1,86 @@
+"""Leaf partitions that left, as operations: one record `x`, behind everything that the look which missed the leaf saw."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+
+from millstream.capture.copying.copy_text import chunk_operation
+from millstream.capture.copying.table_copies import Entry
+from millstream.capture.leaves.known_leaves import Departure
+from millstream.capture.table_directory import TableDirectory
+from millstream.catalog import Catalog
+from millstream.model.ids import StreamId, TableId
+from millstream.model.operations import TableRows, WriteOps
+from millstream.model.positions import Lsn
+from millstream.model.records import PARTITION_OID, Op, append_row_schema
+from millstream.model.schema import TableKind, TableSchema
+
+
+class DepartureEntries:
+    """The departures that enter the log. On the applier's thread."""
+
+    def __init__(self, catalog: Catalog, directory: TableDirectory, stream: StreamId) -> None:
+        self._catalog, self._directory, self._stream = catalog, directory, stream
+        self._known = directory.leaves.known
+        self._passed = Lsn(0)
+
+    @property
+    def are_waiting(self) -> bool:
+        """Whether a departure waits for the stream or a copy, or isn't durable."""
+        return self._known.are_waiting
+
+    @property
+    def wait_for_stream(self) -> bool:
+        """Whether a departure waits for the stream."""
+        return self._known.wait_beyond(self._passed)
+
+    def passed(self, lsn: Lsn) -> None:
+        """Note that everything that committed at or below `lsn` has been submitted."""
+        self._passed = lsn
+        self._known.passed(lsn)
+
+    def ready(self, busy: Collection[TableId]) -> Iterator[Entry]:
+        """Yield the operations that may enter now.
+
+        If rows of the log don't name their leaf, another copy of the table is requested: the record can't say which are gone.
+
+        Args:
+            busy: tables of which a copy or a repair may have read rows that haven't entered.
+        """
+        for one in self._known.ready(busy):
+            if not self._known.is_whole(one.table_id):
+                self._directory.request_copy_of(one.table_id, f"partition {one.name} was detached or dropped")
+            operation = self._operation(one)
+            if operation is None:
+                self._known.durable(one)
+            else:
+                yield operation, partial(self._known.durable, one)
+
+    def _operation(self, one: Departure) -> WriteOps | None:
+        """Return the operation of a departure; None if the log has no row of the table that names a leaf."""
+        schema = self._catalog.latest_schemas(self._stream).get(one.table_id)
+        if schema is None or schema.kind is not TableKind.TABLE or not schema.partitioned:
+            return None
+        name = f"left/{int(one.table_id)}/{one.oid}/{int(one.at)}"
+        operation = chunk_operation(self._directory.source, name, self._passed, time.time_ns() // 1000)
+        shard = self._directory.shard_of(one.table_id)
+        return WriteOps(operation, (TableRows(schema, departure_row(schema, one), shard),))
+
+
+def departure_row(schema: TableSchema, one: Departure) -> pa.RecordBatch:
+    """Return the one row of a departure."""
+    arrow = append_row_schema(schema)
+    own: dict[str, Any] = {
+        arrow.names[0]: pa.array([0], pa.int32()),
+        "__index": pa.array([0], pa.int64()),
+        "__op": pa.array([int(Op.PARTITION_LEFT)], pa.uint8()),
+        "__before": pa.array([[("partition", one.name)]], arrow.field("__before").type),
+        PARTITION_OID.name: pa.array([one.oid], PARTITION_OID.type),
+    }
+    arrays = [own[field.name] if field.name in own else pa.nulls(1, field.type) for field in arrow]
+    return pa.RecordBatch.from_arrays(arrays, schema=arrow)

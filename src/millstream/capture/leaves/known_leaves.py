@@ -1,0 +1,395 @@
+"""The leaf partitions that records of a stream's tables name: kept in the catalog until their `x` is durable.
+
+A leaf is noted before its first record enters the log, and before a copy brings rows of it. A look at the source finds
+leaves that are gone. Everything that they had as part of their table committed before that look, so their `x` enters
+behind it. At that LSN a leaf's changes turn from one table's to another's: from its table's to those of a table of its
+own or of another partitioned table, and from a table's of its own to those of the table that it was attached to.
+
+A leaf that comes back, or goes from one table to another, may have brought rows before its `x` entered: the table that
+has it now is copied again, whole.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from millstream.capture.source import SourceTable
+from millstream.catalog import Catalog
+from millstream.model.ids import StreamId, TableId
+from millstream.model.positions import Lsn
+
+_ORDERS_MAX: Final = 4
+"""Earlier looks whose names of a leaf's columns explain its changes from before a rename."""
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """A leaf partition that is gone, and whose `x` may enter."""
+
+    table_id: TableId
+    oid: int
+    name: str
+    """`schema.name`, as PostgreSQL quotes it."""
+    at: Lsn
+    """An LSN at or above the commit with which it left."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeafColumns:
+    """The names of a leaf's columns in its own order and in its table's, at one moment."""
+
+    own: tuple[str, ...]
+    table: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Leaves:
+    """The leaves of one table, as the catalog keeps them."""
+
+    live: dict[int, str] = field(default_factory=dict)
+    """Names by OID of leaves that records may name; also of some that are gone, which no look has found so far."""
+    waiting: dict[int, tuple[str, Lsn]] = field(default_factory=dict)
+    """Name and LSN of leaves that a look found gone, and whose `x` isn't durable."""
+    left: set[int] = field(default_factory=set)
+    """Leaves whose `x` is durable. Their tables may exist still, and come back."""
+    arrived: dict[int, Lsn] = field(default_factory=dict)
+    """Leaves that were captured as other tables' until an LSN."""
+    orders: dict[int, tuple[LeafColumns, ...]] = field(default_factory=dict)
+    """Leaves whose columns have another order than their table's: as the last looks found them, the newest first."""
+    is_whole: bool = False
+    """Whether every row that the log has of the table names its leaf."""
+    read_by_leaves: bool = False
+    """Whether the last look found that the source sends the table's changes under its leaves' OIDs."""
+
+    @classmethod
+    def loaded(cls, facts: Mapping[str, Any]) -> _Leaves:
+        def by_oid(key: str) -> list[tuple[int, Any]]:
+            return [(int(oid), value) for oid, value in facts.get(key, {}).items()]
+
+        return cls(
+            live=dict(by_oid("live")),
+            waiting={oid: (name, Lsn(at)) for oid, (name, at) in by_oid("waiting")},
+            left=set(facts.get("left", ())),
+            arrived={oid: Lsn(at) for oid, at in by_oid("arrived")},
+            orders={oid: tuple(LeafColumns(tuple(o), tuple(t)) for o, t in found) for oid, found in by_oid("orders")},
+            is_whole=facts["is_whole"],
+            read_by_leaves=facts["read_by_leaves"],
+        )
+
+    def stored(self) -> dict[str, Any]:
+        return {
+            "live": {str(oid): name for oid, name in sorted(self.live.items())},
+            "waiting": {str(oid): [name, int(at)] for oid, (name, at) in sorted(self.waiting.items())},
+            "left": sorted(self.left),
+            "arrived": {str(oid): int(at) for oid, at in sorted(self.arrived.items())},
+            "orders": {
+                str(oid): [[list(one.own), list(one.table)] for one in found]
+                for oid, found in sorted(self.orders.items())
+            },
+            "is_whole": self.is_whole,
+            "read_by_leaves": self.read_by_leaves,
+        }
+
+
+class KnownLeaves:
+    """The leaf partitions of one stream's tables. Any thread."""
+
+    def __init__(self, catalog: Catalog, stream: StreamId) -> None:
+        self._catalog = catalog
+        self._scope = f"capture/{stream}/leaves"
+        self._lock = threading.RLock()
+        facts = catalog.facts(self._scope)
+        self._tables = {TableId(int(id_)): _Leaves.loaded(value) for id_, value in facts.items()}
+        self._stored = {TableId(int(id_)): value for id_, value in facts.items()}
+        self._waiting = {id_ for id_, found in self._tables.items() if found.waiting}
+        self._passed = Lsn(0)
+        self._table_of: dict[int, TableId] = {}
+        self._turns: dict[int, Lsn] = {}
+        """By OID of a leaf, the LSN at which its changes become another table's."""
+        self._entered: set[int] = set()
+        """Leaves whose `x` was submitted, and isn't durable."""
+        self.late_leaves = 0
+        """How often records of a leaf came that the source no longer has, and that no look had found gone."""
+        self.looked_for = 0
+        """The same, up to the beginning of the last look."""
+        self._notes = 0
+        self._noted: dict[int, int] = {}
+        """By OID of a leaf that isn't of a look, how often leaves had been noted by then."""
+        self._via_root: set[TableId] = set()
+        """Tables of which records without a leaf may have entered the log in this session."""
+        self._assign({oid for found in self._tables.values() for oid in {**found.live, **found.waiting}})
+
+    def _assign(self, oids: Iterable[int]) -> None:
+        """Settle which table's changes those of some leaves are, now that the stream has passed an LSN."""
+        wanted = {*oids}
+        leaving: dict[int, list[tuple[TableId, Lsn]]] = {}
+        living: dict[int, list[tuple[TableId, Lsn]]] = {}
+        for id_, table in self._tables.items() if wanted else ():
+            for oid in table.waiting.keys() & wanted:
+                leaving.setdefault(oid, []).append((id_, table.waiting[oid][1]))
+            for oid in table.live.keys() & wanted:
+                living.setdefault(oid, []).append((id_, table.arrived.get(oid, Lsn(0))))
+        for oid in wanted:
+            until, since = leaving.get(oid, []), living.get(oid, [])
+            turns = [at for _, at in until + since if at > self._passed]
+            owners = [id_ for id_, at in until if at > self._passed]
+            owners += [id_ for id_, at in since if at <= self._passed]
+            if turns:
+                self._turns[oid] = min(turns)
+            else:
+                self._turns.pop(oid, None)
+            if owners:
+                self._table_of[oid] = owners[0]
+            else:
+                self._table_of.pop(oid, None)
+
+    def passed(self, lsn: Lsn) -> None:
+        """Note that everything that committed at or below `lsn` has been submitted."""
+        if not self._turns:
+            self._passed = lsn
+            return
+        with self._lock:
+            self._passed = lsn
+            self._assign([oid for oid, at in self._turns.items() if at <= lsn])
+
+    def table_of(self, oid: int) -> TableId | None:
+        """Return the table that a leaf's changes belong to; None if they belong to none, or to a table of its own."""
+        return self._table_of.get(oid)
+
+    def orders(self, oid: int) -> tuple[LeafColumns, ...]:
+        """Return the columns that a leaf had at the last looks, the newest first, if it has another order than its table."""
+        id_ = self._table_of.get(oid)
+        return () if id_ is None else self._tables[id_].orders.get(oid, ())
+
+    def note_record(self, id_: TableId, oid: int, name: str, order: LeafColumns | None, *, is_there: bool) -> None:
+        """Note a leaf whose changes are a table's from here on, whatever a look has found of it before.
+
+        Args:
+            id_: the table.
+            oid: the leaf.
+            name: its name.
+            order: its columns, if they have another order than the table's.
+            is_there: whether the source has the leaf still; if not, another look has to find it gone.
+        """
+        with self._lock:
+            found = self._tables.setdefault(id_, _Leaves())
+            # One that waits came back, or changes that began before it left are late: it needs another look, and another `x`.
+            found.live[oid] = name
+            self._notes += 1
+            self._noted[oid] = self._notes
+            if order is not None:
+                found.orders[oid] = (order,)
+            if not is_there:
+                self.late_leaves += 1
+            self._assign([oid])
+            self._store(id_)
+
+    def note_copied(self, id_: TableId, table: SourceTable) -> None:
+        """Note that rows of a table, as it was when they were read, are about to enter the log."""
+        if not table.partitioned:
+            return
+        with self._lock:
+            found = self._tables.setdefault(id_, _Leaves())
+            known = {*found.live, *found.waiting, *found.left}  # one that came back is the next look's
+            new = {oid: name for oid, name in live_leaves(table).items() if oid not in known}
+            if new:
+                found.live |= new
+                found.orders |= {oid: (order,) for oid, order in orders_of(table).items() if oid in new}
+                self._notes += 1
+                self._noted |= dict.fromkeys(new, self._notes)
+                self._assign(new)
+                self._store(id_)
+
+    def note_rows_without(self, id_: TableId) -> None:
+        """Note that rows which don't name their leaf are about to enter the log."""
+        if id_ in self._via_root and not self.is_whole(id_):
+            return
+        with self._lock:
+            self._via_root.add(id_)
+            if id_ in self._tables and self._tables[id_].is_whole:
+                self._tables[id_].is_whole = False
+                self._store(id_)
+
+    def begin_copy(self, id_: TableId, table: SourceTable, *, voids: bool) -> None:
+        """Note that a copy of the whole table begins, and whether the log's earlier records of it no longer count."""
+        if not table.partitioned:
+            return
+        with self._lock:
+            if voids:
+                self._via_root.discard(id_)
+            self._tables.setdefault(id_, _Leaves()).is_whole = id_ not in self._via_root
+            self._store(id_)
+
+    def is_whole(self, id_: TableId) -> bool:
+        """Return whether every row that the log has of a table names its leaf."""
+        found = self._tables.get(id_)
+        return found is not None and found.is_whole
+
+    def was_read_by_leaves(self, id_: TableId) -> bool:
+        """Return whether the last look found that a table's changes come under its leaves' OIDs."""
+        found = self._tables.get(id_)
+        return found is not None and found.read_by_leaves
+
+    def are_all(self, id_: TableId, leaves: Collection[int]) -> bool:
+        """Return whether these are all leaves that records of a table may name."""
+        with self._lock:
+            found = self._tables.get(id_)
+            return found is not None and {*found.live, *found.waiting} <= {*leaves}
+
+    def returned(self, id_: TableId, table: SourceTable) -> list[str]:
+        """Return the names of leaves that came back after they had left, or from another partitioned table."""
+        with self._lock:
+            found = self._tables.get(id_, _Leaves())
+            others = [one for other, one in self._tables.items() if other != id_]
+            return [
+                name
+                for oid, name in live_leaves(table).items()
+                if oid in found.left
+                or oid in found.waiting
+                or (oid not in found.live and any(oid in one.live or oid in one.waiting for one in others))
+            ]
+
+    def begin_look(self) -> int:
+        """Return what a look needs that begins now: leaves that are noted during it may be newer than its facts."""
+        return self._notes
+
+    def look(
+        self,
+        id_: TableId,
+        table: SourceTable,
+        *,
+        at: Lsn,
+        begun: int,
+        by_leaves: bool,
+        own: Collection[int],
+        gone_for_good: Collection[int],
+    ) -> None:
+        """Take a look's facts of a table; leaves that are gone wait for their `x`, if the source sends them apart.
+
+        Args:
+            id_: the table.
+            table: its facts.
+            at: an LSN at or above every change that they show.
+            begun: as `begin_look` returned it.
+            by_leaves: whether the source sends the table's changes under its leaves' OIDs.
+            own: OIDs of all captured tables.
+            gone_for_good: OIDs of which no table exists.
+        """
+        with self._lock:
+            if id_ not in self._tables and not table.partitioned:
+                return
+            found = self._tables.setdefault(id_, _Leaves())
+            live = live_leaves(table)
+            newer = {o: name for o, name in found.live.items() if o not in live and self._noted.get(o, 0) > begun}
+            gone = {oid: name for oid, name in found.live.items() if oid not in live and oid not in newer}
+            others = [one for other, one in self._tables.items() if other != id_]
+            for oid in live.keys() - found.live.keys():
+                if oid in own or any(oid in one.live or oid in one.waiting for one in others):
+                    found.arrived[oid] = at
+            found.arrived = {oid: lsn for oid, lsn in found.arrived.items() if oid in live}
+            if by_leaves:
+                found.waiting |= {oid: (name, at) for oid, name in gone.items()}
+                self._entered -= gone.keys()
+            found.waiting = {oid: one for oid, one in found.waiting.items() if oid not in live}
+            found.left -= {*live, *gone_for_good}
+            found.live = live | newer
+            for oid in (*live, *gone):
+                self._noted.pop(oid, None)
+            kept = {oid: one for oid, one in found.orders.items() if oid in found.waiting or oid in newer}
+            for oid, now in orders_of(table).items():
+                kept[oid] = (now, *(one for one in found.orders.get(oid, ()) if one != now))[:_ORDERS_MAX]
+            found.orders = kept
+            found.read_by_leaves = by_leaves
+            self._entered -= live.keys()
+            self._assign([*found.live, *gone, *found.waiting])
+            self._store(id_)
+
+    @property
+    def detached(self) -> frozenset[int]:
+        """OIDs of leaves whose `x` is durable, and whose tables may exist."""
+        with self._lock:
+            return frozenset().union(*(found.left for found in self._tables.values()))
+
+    @property
+    def are_waiting(self) -> bool:
+        """Whether the `x` of a leaf isn't durable."""
+        return bool(self._waiting)
+
+    def wait_beyond(self, lsn: Lsn) -> bool:
+        """Return whether the `x` of a leaf has to wait until the stream is beyond an LSN."""
+        if not self._waiting:
+            return False
+        with self._lock:
+            return any(at > lsn for id_ in self._waiting for _, at in self._tables[id_].waiting.values())
+
+    def holders(self, tables: Iterable[TableId]) -> dict[int, TableId]:
+        """Return the tables that leaves belong to, by OID; also those of leaves that left while their `x` isn't durable."""
+        with self._lock:
+            found = {id_: self._tables[id_] for id_ in tables if id_ in self._tables}
+            return {oid: id_ for id_, one in found.items() for oid in (*one.live, *one.waiting)}
+
+    def ready(self, busy: Collection[TableId]) -> list[Departure]:
+        """Return the departures that may enter now: the stream has passed them.
+
+        Args:
+            busy: tables of which rows may have been read at the source that haven't entered.
+        """
+        if not self._waiting and not self._turns:
+            return []
+        with self._lock:
+            self._assign([oid for oid, at in self._turns.items() if at <= self._passed])
+            found = [
+                Departure(id_, oid, name, at)
+                for id_ in self._waiting
+                if id_ not in busy
+                for oid, (name, at) in self._tables[id_].waiting.items()
+                if at <= self._passed and oid not in self._entered
+            ]
+            self._entered |= {one.oid for one in found}
+            return found
+
+    def durable(self, one: Departure) -> None:
+        """Note that the `x` of a leaf is durable in the log."""
+        with self._lock:
+            found = self._tables.get(one.table_id)
+            if found is not None and found.waiting.get(one.oid) == (one.name, one.at):
+                self._entered.discard(one.oid)
+                del found.waiting[one.oid]
+                found.left.add(one.oid)
+                found.orders.pop(one.oid, None)
+                self._assign([one.oid])
+                self._store(one.table_id)
+
+    def forget(self, id_: TableId) -> None:
+        """Delete what is recorded of a table that is gone."""
+        with self._lock:
+            found = self._tables.pop(id_, None)
+            if found is not None:
+                self._waiting.discard(id_)
+                self._assign({**found.live, **found.waiting})
+                self._stored.pop(id_, None)
+                self._catalog.drop_fact(self._scope, str(id_))
+
+    def _store(self, id_: TableId) -> None:
+        if self._tables[id_].waiting:
+            self._waiting.add(id_)
+        else:
+            self._waiting.discard(id_)
+        value = self._tables[id_].stored()
+        if self._stored.get(id_) != value:
+            self._catalog.put_fact(self._scope, str(id_), value)
+            self._stored[id_] = value
+
+
+def live_leaves(table: SourceTable) -> dict[int, str]:
+    """Return the names of a table's leaf partitions by OID."""
+    return {part.oid: part.name for part in table.partitions if part.leaf}
+
+
+def orders_of(table: SourceTable) -> dict[int, LeafColumns]:
+    """Return the columns of those leaf partitions that have them in another order than the table."""
+    names = tuple(column.name for column in table.layout)
+    return {p.oid: LeafColumns(p.columns, names) for p in table.partitions if p.leaf and p.columns}
