@@ -21,7 +21,8 @@ import pytest
 from pyiceberg.table import Table
 from tests.lake.test_scd2 import at
 
-from millstream.errors import LakeError, LakeTableForeign
+from millstream.errors import LakeError, LakeTableForeign, LakeUnavailable
+from millstream.lake import rebuild as rebuilding
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import fold_table
 from millstream.lake.folded.scd2 import fold_into_versions
@@ -238,6 +239,24 @@ def test_rows_of_another_program_in_an_emptied_table_are_set_aside_too(landed: L
     check(landed, orders)
     hurt(landed, "current", orders, "rows")
     assert (prepare_rebuild(landed, "current", orders) or "").startswith("the tag millstream-set-aside-2 of ")
+
+
+@both
+def test_a_table_that_only_cannot_be_read_now_keeps_its_rows(
+    landed: LakeLayout, orders: TableSchema, view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store answered again a moment later, and the table was emptied until the rebuild's end."""
+    before = rows(landed, view, orders)
+
+    def down(layout: LakeLayout, path: str, *_: Any) -> Any:
+        if path == layout.table_path(view, orders):
+            raise LakeUnavailable("the store doesn't answer", path=path)
+        return open_table(layout, path, *_)
+
+    monkeypatch.setattr(rebuilding, "open_table", down)
+    with pytest.raises(LakeUnavailable):
+        prepare_rebuild(landed, view, orders)
+    assert rows(landed, view, orders) == before
 
 
 def test_a_persons_data_is_erased_from_what_was_set_aside(landed: LakeLayout, orders: TableSchema) -> None:

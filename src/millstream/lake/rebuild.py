@@ -103,6 +103,7 @@ def prepare_rebuild(layout: LakeLayout, view: View, schema: TableSchema) -> str 
 
     Raises:
         LakeError (`lake_history_lost`): see `check_history`.
+        LakeUnavailable: a table in a catalog can't be read at present.
         Else as `set_aside`.
     """
     check_history(layout, schema)
@@ -111,7 +112,11 @@ def prepare_rebuild(layout: LakeLayout, view: View, schema: TableSchema) -> str 
         opened = open_table(layout, path, layout.app_id(view, schema.table_id))
         if opened is not None:
             opened.files()  # a format may read their list only now
-    except (LakeFilesGone, LakeTableForeign, LakeUnavailable):
+    except LakeUnavailable:
+        if layout.catalog:
+            raise  # the catalog or its store doesn't answer: the table may be intact
+        return set_aside(layout, path)
+    except (LakeFilesGone, LakeTableForeign):
         return set_aside(layout, path)
     return None
 
