@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pyarrow as pa
+import pytest
 from tests.spark.hand_made import Change, Home, insert
 from tests.spark.lake_run import config_of, drain, rows_in
 
@@ -12,6 +13,8 @@ from millstream.lake.layout import LakeLayout
 from millstream.lake.query.query_session import LakeSession
 from millstream.model.records import Op
 from millstream.spark.session import SparkOptions
+
+pytestmark = pytest.mark.usefixtures("spark")
 
 
 def test_a_pipeline_lands_a_partition_that_leaves(home: Home) -> None:
