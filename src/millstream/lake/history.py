@@ -21,7 +21,6 @@ import pyarrow.parquet as pq
 from millstream import failpoints
 from millstream.errors import LakeConflict, LakeError, LakeUnavailable
 from millstream.lake.column_conversion import conform, same_type, to_lake
-from millstream.lake.columns_apart import ColumnPlaces, columns_in_history
 from millstream.lake.commit_cuts import last_cut
 from millstream.lake.data_files import ROW_GROUP_ROWS, UNCOMMITTED_S_MAX, NewFile, TableFiles, new_name
 from millstream.lake.exactly_once import check_unmoved, reached
@@ -35,6 +34,7 @@ from millstream.lake.history_folder import (
 )
 from millstream.lake.history_scan import read_history
 from millstream.lake.layout import LakeLayout, TableCommit, folder_of
+from millstream.lake.reused_column_names import ColumnPlaces, columns_in_history
 from millstream.lake.schema_evolution import union_schema, widened
 from millstream.lake.schema_history import SINCE_PROPERTY, Eras, owned_since, schema_property
 from millstream.lake.table_format import Commit, OpenTable, Tail, create_table, format_of, open_table

@@ -17,7 +17,6 @@ from typing import Final
 import pyarrow as pa
 
 from millstream.errors import LakeError, LakeTableForeign, LakeUnavailable
-from millstream.lake.columns_apart import columns_in_history
 from millstream.lake.commit_cuts import Cut
 from millstream.lake.data_files import TableFiles, folders_in, new_name, table_in
 from millstream.lake.exactly_once import check_unmoved
@@ -30,6 +29,7 @@ from millstream.lake.history_folder import (
     reopened,
 )
 from millstream.lake.layout import BESIDE, MESSAGES, LakeLayout, has_current
+from millstream.lake.reused_column_names import columns_in_history
 from millstream.lake.schema_evolution import widened
 from millstream.lake.schema_history import Eras, has_eras
 from millstream.lake.table_format import Commit, OpenTable, format_of, open_table
