@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.codec.line_samples import bodies, changed_bodies, lines, same, texts
 from tests.seeds import examples
 
-from millstream.codec.line_protocol.columns_of_lines import ScanMemory, Walk
+from millstream.codec.line_protocol.line_parser import ScanMemory, Walk
 
 
 @settings(max_examples=examples(400), deadline=None)

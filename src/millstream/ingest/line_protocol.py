@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from millstream.codec.line_protocol.columns_of_lines import (
+from millstream.codec.line_protocol.grammar import REASONS, Fault, Refusal, ValueKind
+from millstream.codec.line_protocol.line_parser import (
     BODY_BYTES_MAX,
     FoundTable,
     RefusedLine,
@@ -26,7 +27,6 @@ from millstream.codec.line_protocol.columns_of_lines import (
     TooManyValuesError,
     Walk,
 )
-from millstream.codec.line_protocol.grammar import REASONS, Fault, Refusal, ValueKind
 from millstream.errors import UsageError
 from millstream.ingest.append_requests import TABLES_MAX
 from millstream.ingest.fit_to_schema import ColumnsOf, no_columns
@@ -195,7 +195,7 @@ def bytes_max_of(body_bytes: int) -> int:
 
 def warm() -> None:
     """Compile or load the machine code now; otherwise the first lines do, which takes seconds."""
-    from millstream.codec.line_protocol.columns_of_lines import warm
+    from millstream.codec.line_protocol.line_parser import warm
 
     warm()
 

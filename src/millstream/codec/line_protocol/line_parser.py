@@ -1,4 +1,4 @@
-"""Lines to columns in machine code: no Python for a line or a value, except numbers that Python has to read.
+"""Parses lines into columns in machine code: no Python for a line or a value, except numbers that Python has to read.
 
 `_line_scan.scan` scans the bytes once and records the places of values. `_arrange.settle` removes lines
 that disagree with their table or with lines before them, if there are any. `_arrange.spread` puts the rest into
