@@ -23,9 +23,11 @@ import millstream.aio
 from millstream.client.home_calls import HomeCalls
 from millstream.errors import (
     InvalidValue,
+    MillstreamError,
     UnknownStream,
     UsageError,
 )
+from millstream.testing.errors import coded
 
 WEB = '[streams.web]\n[streams.web.keys]\n"public.users" = ["id"]\n'
 
@@ -96,6 +98,15 @@ def test_rows_of_every_kind_are_read_as_they_were_appended(opened: Any) -> None:
     assert [row["id"] for row in latest.rows.to_pylist()] == [7]
     assert opened.streams() == ["web"]
     assert [stream["name"] for stream in opened.status()["streams"]] == ["web"]
+
+
+def test_merged_rows_are_asked_for_by_a_time_as_a_text_too(opened: Any) -> None:
+    opened.append("web", "users", [{"id": 1, "n": 7}])
+    for at in ("2026-03-01T12:30", "10m ago", "now", NOON):
+        assert opened.merged("web", "users", at=at).to_pylist() == [{"id": 1, "n": 7}]
+    for at, code in (("soon", "invalid_time"), (str(opened.token("web")), "invalid_time"), (5, "usage")):
+        with pytest.raises(MillstreamError, match=r"at is|soon", check=coded(code)):
+            opened.merged("web", "users", at=at)
 
 
 @pytest.mark.sampled

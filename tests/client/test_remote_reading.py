@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from pathlib import Path
 
 import httpx
@@ -82,8 +82,9 @@ def test_what_is_read_is_the_same_here_and_there(both: tuple[OpenHome, RemoteHom
     stretches = [list(home.read_latest("web", "users", rows_max=7)) for home in both]
     assert stretches[0] == stretches[1]
     assert len(stretches[0]) > 3
-    merged = [home.merged("web", "users", at=datetime(2020, 1, 1, tzinfo=UTC)) for home in both]
-    assert merged[0] == merged[1]
+    moment = datetime(2020, 1, 1, tzinfo=UTC)
+    merged = [home.merged("web", "users", at=at) for home in both for at in (moment, "2020-01-01", "9000d ago", "now")]
+    assert all(rows == merged[0] for rows in merged)
     assert [row["n"] for row in merged[0].to_pylist() if row["id"] < 5] == [15, 16, 17, 18, 19]
     assert [s.get("tokens") for s in there.status()["streams"]] == [s.get("tokens") for s in here.status()["streams"]]
 
@@ -98,6 +99,10 @@ def test_what_is_read_is_the_same_here_and_there(both: tuple[OpenHome, RemoteHom
         (lambda home: list(home.read("web", upto=f"{home.token('web').stream}.s99999")), "token_from_future"),
         (lambda home: list(home.read_latest("web", "clicks")), "usage"),
         (lambda home: home.merged("web", "nothing"), "unknown_table"),
+        (lambda home: home.merged("web", "users", at="soon"), "invalid_time"),
+        (lambda home: home.merged("web", "users", at=str(home.token("web"))), "invalid_time"),
+        (lambda home: home.merged("web", "users", at=1_790_000_000), "usage"),
+        (lambda home: home.merged("web", "users", at=date(2026, 3, 1)), "usage"),
         (lambda home: home.query("select 1", stream="shop"), "unknown_stream"),
         (lambda home: home.query("select * from nothing", stream="web"), "invalid_query"),
         (lambda home: home.query("select 1; select 2", stream="web"), "invalid_query"),

@@ -69,9 +69,9 @@ from millstream.errors import (
     UnsupportedFormat,
     UsageError,
 )
-from millstream.home.as_of_parsing import parse_as_of
 from millstream.ingest.arrow_stream_decoding import rows_of_arrow
 from millstream.ingest.json_rows import columns_of, rows_of_json, rows_of_lines, valid_columns_of
+from millstream.model.as_of_parsing import parse_as_of
 from millstream.model.durations import duration_s
 from millstream.model.ids import Epoch, RegionId, ShardId, SourceId
 from millstream.model.names import TablePattern, parse_qualified_name

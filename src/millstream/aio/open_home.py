@@ -153,7 +153,7 @@ class AsyncOpenHome(AsyncHomeAppends):
             async for stretch in stretches:
                 yield stretch
 
-    async def merged(self, stream: str, table: str, *, at: datetime | None = None) -> pa.Table:
+    async def merged(self, stream: str, table: str, *, at: datetime | str | None = None) -> pa.Table:
         """Return as `OpenHome.merged`."""
         return await self._read(lambda: self._reading.merged(stream, table, at=at))
 

@@ -155,7 +155,7 @@ class AsyncRemoteHome(AsyncHomeAppends):
             async for piece in pieces:
                 yield Latest(*latest_of(piece))
 
-    async def merged(self, stream: str, table: str, *, at: datetime | None = None) -> pa.Table:
+    async def merged(self, stream: str, table: str, *, at: datetime | str | None = None) -> pa.Table:
         """Return as `OpenHome.merged`."""
         return whole_table([piece async for piece in self._pieces(merged_call(stream, table, at))], self._url)
 

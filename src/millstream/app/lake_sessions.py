@@ -10,7 +10,7 @@ from millstream.app.log_readers import open_reader
 from millstream.app.merged_reads import FOLDED_TIMES, HomeMergedTables
 from millstream.app.query_log_tail import HomeLogTail
 from millstream.errors import CatalogError, LogError
-from millstream.home.as_of_parsing import parse_as_of
+from millstream.model.as_of_parsing import parse_as_of
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.query_reasons import Reason

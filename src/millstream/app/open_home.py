@@ -21,10 +21,10 @@ from millstream.client.write_session import Session, session_of
 from millstream.errors import WriterClosed
 from millstream.export.follow_log import FollowedTables, follow_steps, position_of
 from millstream.export.record_reading import read_records
-from millstream.home.as_of_parsing import microseconds
 from millstream.home.config_mapping import increments_of
 from millstream.home.home import Home
 from millstream.home.table_columns import column_types
+from millstream.model.as_of_parsing import microseconds, moment_of
 from millstream.model.positions import StreamToken
 from millstream.model.writes import SessionFacts
 
@@ -221,13 +221,14 @@ class OpenHome(HomeAppends):
         limits = rows_max, self._latest_bytes_max
         yield from latest_with_totals(self._home, stream, table, self.reader(stream), after, upto, *limits)
 
-    def merged(self, stream: str, table: str, *, at: datetime | None = None) -> pa.Table:
+    def merged(self, stream: str, table: str, *, at: datetime | str | None = None) -> pa.Table:
         """Return a table that several regions write: one row per key, merged as configured in `[streams.S.merge]`.
 
         Args:
             stream: the stream's name.
             table: `schema.table`, one with a key that applications write.
-            at: the moment up to which signals have decayed (without a zone: UTC). None: the newest record's.
+            at: the moment up to which signals have decayed (without a zone: UTC), also as a text: an ISO time, an age
+                (`10m ago`) or `now`. None: the newest record's.
 
         Returns:
             The table's own columns, in the order of its key, from the logs that this home has. The
@@ -235,6 +236,7 @@ class OpenHome(HomeAppends):
 
         Raises:
             UnknownTable: no region has records of it.
+            UsageError, PositionError (`invalid_time`): `at` is no moment.
             ReplicationError (`merge_unsuitable`): it can't merge as configured.
             ReplicationError (`other_region`), ReplicationError (`other_stream`): a log doesn't match its folder, or the earlier merged state.
             OffsetExpired: retention has dropped records that weren't merged yet (`millstream reconcile`).
@@ -244,8 +246,7 @@ class OpenHome(HomeAppends):
         """
         from millstream.app.merged_reads import merged_rows
 
-        moment = at if at is None or at.tzinfo is not None else at.replace(tzinfo=UTC)
-        at_ns = None if moment is None else microseconds(moment) * 1000
+        at_ns = None if at is None else microseconds(moment_of(at, now=datetime.now(UTC))) * 1000
         name = self._home.pick_stream(stream)
         try:
             return merged_rows(self._home, name, table, at_ns=at_ns, bytes_max=self._latest_bytes_max)

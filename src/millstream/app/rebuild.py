@@ -226,9 +226,9 @@ def replay_table(
 
 def _position(layout: LakeLayout, text: str) -> Seq:
     from millstream.errors import PositionError
-    from millstream.home.as_of_parsing import parse_as_of
     from millstream.lake.commit_cuts import cut_at_time
     from millstream.lake.operation_ends import whole_upto
+    from millstream.model.as_of_parsing import parse_as_of
 
     now = datetime.now(UTC)
     moment = parse_as_of(text, layout.stream_id, now=now)

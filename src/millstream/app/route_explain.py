@@ -12,13 +12,13 @@ import pyarrow as pa
 
 from millstream.catalog.hash_ring_history import RingEras
 from millstream.errors import UnknownTable, UsageError
-from millstream.home.as_of_parsing import parse_as_of, parse_moment
 from millstream.home.config_mapping import shard_of, write_rules
 from millstream.home.home import Home
 from millstream.ingest.fit_to_schema import fitted
 from millstream.ingest.python_rows import table_of
 from millstream.ingest.schema_on_write import grown
 from millstream.leadership.known_leaders import leader_facts, leaders_of
+from millstream.model.as_of_parsing import parse_as_of, parse_moment
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.operations import FIRST_SHARD, append_rows

@@ -96,7 +96,7 @@ def _leader(found: dict[str, Any]) -> str:
 
 def _moments(texts: tuple[str, ...]) -> dict[str, datetime]:
     from millstream.errors import UsageError
-    from millstream.home.as_of_parsing import parse_moment
+    from millstream.model.as_of_parsing import parse_moment
 
     found = {}
     now = datetime.now(UTC)

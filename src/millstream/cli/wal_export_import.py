@@ -198,7 +198,7 @@ def _bounds(reader: StreamReader, since: str | None, until: str | None) -> tuple
         PositionError (`invalid_time`), PositionError (`invalid_token`): as `parse_as_of`.
     """
     from millstream.errors import UsageError
-    from millstream.home.as_of_parsing import microseconds
+    from millstream.model.as_of_parsing import microseconds
     from millstream.model.positions import Seq
 
     begin = after = Seq(reader.first_seq() - 1)
@@ -233,7 +233,7 @@ def _bounds(reader: StreamReader, since: str | None, until: str | None) -> tuple
 
 def _asked(reader: StreamReader, text: str, upto: Seq) -> datetime | Seq:
     """Return the time or the number that a text names."""
-    from millstream.home.as_of_parsing import parse_as_of
+    from millstream.model.as_of_parsing import parse_as_of
     from millstream.model.positions import Seq
     from millstream.wal.readable_range import from_future
 

@@ -125,7 +125,7 @@ class HomeCalls(HomeAppends, Protocol):
         """Read the changes of a table's rows between two tokens, one range after the other."""
         ...
 
-    def merged(self, stream: str, table: str, *, at: datetime | None = None) -> pa.Table:
+    def merged(self, stream: str, table: str, *, at: datetime | str | None = None) -> pa.Table:
         """Return a table that several regions write, merged from all of them."""
         ...
 

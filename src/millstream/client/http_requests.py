@@ -20,6 +20,7 @@ import pyarrow as pa
 from millstream.client.batch_stream import ARROW_TYPE, PIECES_TYPE
 from millstream.errors import UnknownStream, UsageError
 from millstream.model.addresses import mask_address
+from millstream.model.as_of_parsing import moment_text
 from millstream.model.ids import check_stream_name
 from millstream.model.replication import AckLevel
 
@@ -169,9 +170,9 @@ def changes_call(stream: str, table: str | Sequence[str] | None, after: StreamTo
     return Call("GET", of_stream(stream, "changes"), params, in_pieces=True)
 
 
-def merged_call(stream: str, table: str, at: datetime | None) -> Call:
+def merged_call(stream: str, table: str, at: datetime | str | None) -> Call:
     """Return the request for a table merged from all regions."""
-    params = {"table": table} | ({} if at is None else {"at": at.isoformat()})
+    params = {"table": table} | ({} if at is None else {"at": moment_text(at)})
     return Call("GET", of_stream(stream, "merged"), params, {"Accept": PIECES_TYPE}, in_pieces=True)
 
 

@@ -165,7 +165,7 @@ class RemoteHome(HomeAppends):
         for piece in self._pieces(Call("GET", of_stream(stream, "latest"), params, in_pieces=True)):
             yield Latest(*latest_of(piece))
 
-    def merged(self, stream: str, table: str, *, at: datetime | None = None) -> pa.Table:
+    def merged(self, stream: str, table: str, *, at: datetime | str | None = None) -> pa.Table:
         """Return as `OpenHome.merged`."""
         return whole_table(self._pieces(merged_call(stream, table, at)), self._url)
 

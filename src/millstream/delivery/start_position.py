@@ -19,7 +19,7 @@ Moment = datetime | StreamToken
 
 
 class ParseMoment(Protocol):
-    """Reads a token or a time: `millstream.home.as_of_parsing.parse_as_of` with the present moment."""
+    """Reads a token or a time: `millstream.model.as_of_parsing.parse_as_of` with the present moment."""
 
     def __call__(self, text: str, stream: StreamId) -> Moment:
         """Return it; `PositionError` if it is neither."""

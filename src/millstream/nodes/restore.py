@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.errors import PositionError, ShipmentUnreadable, TokenFromFuture, UnknownStream, UsageError
-from millstream.home.as_of_parsing import is_token, microseconds, parse_as_of, parse_moment
 from millstream.home.home import Home
 from millstream.home.paths import FILE_NAME
 from millstream.leadership.node_roles import Roles
+from millstream.model.as_of_parsing import is_token, microseconds, parse_as_of, parse_moment
 from millstream.model.ids import Epoch, GroupNumber, RegionId, check_stream_name
 from millstream.model.positions import Seq
 from millstream.nodes.catalog_document import CATALOG, adopt_catalog

@@ -12,7 +12,6 @@ import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from datetime import datetime
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
@@ -231,7 +230,13 @@ class Reading:
             request: Request,
             stream: str,
             table: Annotated[str, Query(max_length=4096)],
-            at: Annotated[datetime | None, Query(description="As of which moment signals have decayed.")] = None,
+            at: Annotated[
+                str | None,
+                Query(
+                    max_length=4096,
+                    description="The moment up to which signals have decayed: an ISO time, an age (`10m ago`) or `now`.",
+                ),
+            ] = None,
         ) -> Response:
             wants_pieces = PIECES_TYPE in request.headers.get("accept", "")
 

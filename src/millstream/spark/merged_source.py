@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, Self
 
@@ -19,6 +19,7 @@ from pyspark.sql.types import StructType
 
 import millstream
 from millstream.errors import UsageError
+from millstream.model.as_of_parsing import moment_of
 from millstream.model.region_ages import as_line, regions_in
 from millstream.model.schema_conversion import conform
 from millstream.spark.columns import arrow_schema
@@ -52,6 +53,7 @@ class MergedTable:
 
         Raises:
             UsageError: an option is malformed or missing, or doesn't go with merged rows.
+            PositionError (`invalid_time`): the moment is no time.
         """
         asked = _BOOLEANS.get(given.get("merged", "false").lower())
         if asked is None:
@@ -65,10 +67,7 @@ class MergedTable:
                 raise UsageError(f"merged rows take no option {name!r}", hint="Records do: leave `merged` out.")
         if "table" not in given:
             raise UsageError("merged rows need the option table", hint='Name one: .option("table", "public.posts").')
-        try:
-            at = datetime.fromisoformat(given["at"]) if "at" in given else None
-        except ValueError as error:
-            raise UsageError(f"at is no time: {given['at']!r}", hint="Write it in ISO 8601.") from error
+        at = moment_of(given["at"], now=datetime.now(UTC)) if "at" in given else None
         return cls(Path(given["path"].removeprefix("file://")), stream, given["table"], at)
 
     def schema(self) -> pa.Schema:

@@ -27,9 +27,9 @@ from millstream.delivery.running_consumer import Waiter
 from millstream.delivery.service import Answer, StreamConsumers
 from millstream.delivery.state_repair import stored_names
 from millstream.errors import ConfigError, DeliveryError, HomeBusy, LakeBehind, LogError, MillstreamError, WriterClosed
-from millstream.home.as_of_parsing import parse_as_of
 from millstream.leadership.node_roles import LOOK_EVERY_S, Roles
 from millstream.libpq import database_of
+from millstream.model.as_of_parsing import parse_as_of
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.processes.control_socket import ControlServer, have_done

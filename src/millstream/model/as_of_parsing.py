@@ -6,7 +6,7 @@ import re
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
-from millstream.errors import PositionError
+from millstream.errors import PositionError, UsageError
 from millstream.model.ids import StreamId
 from millstream.model.positions import StreamToken
 
@@ -38,6 +38,39 @@ def parse_moment(text: str, *, now: datetime) -> datetime:
         return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
     except (ValueError, OverflowError) as error:
         raise PositionError(f"{text!r} is not a time", code="invalid_time") from error
+
+
+def moment_text(at: datetime | str) -> str:
+    """Return a caller's moment as a text for `parse_moment`.
+
+    Raises:
+        UsageError: it is neither a `datetime` nor a text.
+    """
+    if isinstance(at, str):
+        return at
+    if not isinstance(at, datetime):
+        raise UsageError(
+            f"at is {at!r}: {type(at).__name__} is no time",
+            hint="Pass a datetime, an ISO time (2026-03-01T12:30), an age (10m ago) or now.",
+        )
+    return at.isoformat()
+
+
+def moment_of(at: datetime | str, *, now: datetime) -> datetime:
+    """Return the moment that merged rows are asked for: a `datetime`, or a text as in `parse_moment`.
+
+    Raises:
+        UsageError: it is neither a `datetime` nor a text.
+        PositionError (`invalid_time`): the text names no moment. A token names none: merged rows are of several logs.
+    """
+    text = moment_text(at)
+    if is_token(text):
+        raise PositionError(
+            f"at is the token {text!r}, and merged rows have none",
+            code="invalid_time",
+            hint="Pass a time: 2026-03-01T12:30, 2026-03-01T12:30:00+01:00, 10m ago or now.",
+        )
+    return parse_moment(text, now=now)
 
 
 def is_token(text: str) -> bool:

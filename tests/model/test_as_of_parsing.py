@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.errors import PositionError
-from millstream.home.as_of_parsing import parse_as_of, parse_moment
+from millstream.model.as_of_parsing import parse_as_of, parse_moment
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq, StreamToken
 from millstream.testing.errors import coded
