@@ -46,3 +46,16 @@ def test_a_token_is_told_from_a_time_by_its_form() -> None:
         with pytest.raises(PositionError, check=coded("invalid_time")) as caught:
             parse_as_of(text, STREAM, now=NOW)
         assert "2026-03-01" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["0", "-1", "1.5", "1e9", "20260301", "20260301123", "1767225600", "1712120112345", "1767225600000000000"],
+)
+def test_a_bare_number_is_no_time_because_its_unit_would_be_a_guess(text: str) -> None:
+    with pytest.raises(PositionError, match="bare number", check=coded("invalid_time")):
+        parse_as_of(text, STREAM, now=NOW)
+
+
+def test_iso_times_without_separators_are_times_if_a_letter_marks_them() -> None:
+    assert parse_moment("20260301T123000Z", now=NOW) == datetime(2026, 3, 1, 12, 30, tzinfo=UTC)

@@ -88,3 +88,6 @@ def test_weights_are_events_or_refused_with_their_request_or_alone(server: Serve
             assert row["heat"] == pytest.approx(6.5 * left, rel=1e-2)
             assert (row["heat__1h"], row["heat__24h"], row["heat__7d"]) == (3 * left, 3 * left, 3 * left)
             assert (other["heat"], other["heat__7d"]) == (None, 0)
+        for at in ("4102444800", "4102444800000", "20260301", "1.5", "soon", "", "2100-01-01T00:00:00+01:00"):
+            answer = client.get(f"/v1/streams/shop/merged?table=visits&at={at}")
+            assert (answer.status_code, answer.json()["code"]) == (400, "invalid_time")

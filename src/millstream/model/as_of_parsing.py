@@ -11,6 +11,7 @@ from millstream.model.ids import StreamId
 from millstream.model.positions import StreamToken
 
 _TOKEN: Final = re.compile(r"[0-9a-f]{8}\.[sm]")
+_NUMBER: Final = re.compile(r"[+-]?\d+(\.\d*)?(e[+-]?\d+)?\Z", re.IGNORECASE)
 _AGE: Final = re.compile(r"(\d+)\s*(s|m|h|d|w|(?:sec|min|second|minute|hour|day|week)s?)\s+ago\Z", re.IGNORECASE)
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _UNITS: Final = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
@@ -25,11 +26,18 @@ def parse_moment(text: str, *, now: datetime) -> datetime:
         now: with a time zone; ages are counted from it.
 
     Raises:
-        PositionError (`invalid_time`): the text names no moment.
+        PositionError (`invalid_time`): the text names no moment, or is a bare number, whose unit would be a guess.
     """
     text = text.strip()
     if text.lower() == "now":
         return now
+    if _NUMBER.match(text):
+        # `fromisoformat` takes some: 20260301, and 1712120112345 as an hour of 1712.
+        raise PositionError(
+            f"{text!r} is not a time: a bare number may be seconds, milliseconds or a date",
+            code="invalid_time",
+            hint="Write an ISO time (2026-03-01T12:30, 2026-03-01T12:30:00+01:00), an age (10m ago) or now.",
+        )
     age = _AGE.match(text)
     try:
         if age is not None:
