@@ -71,13 +71,7 @@ class Durations:
 
 
 class Counter:
-    """A value that only grows. Any thread.
-
-    Args:
-        name: the metric's; it ends in `_total`.
-        text: what it counts.
-        labels: the names of its labels.
-    """
+    """A value that only grows. Any thread."""
 
     def __init__(self, name: str, text: str, *labels: str) -> None:
         self.name: Final = name

@@ -135,10 +135,6 @@ class Crew:
 
     Executors join their threads at the process's end, so a call that hangs keeps the process from ending.
 
-    Args:
-        name: the threads' name.
-        count_max: number of calls made at a time.
-
     Concurrency: any thread may call.
     """
 

@@ -339,12 +339,7 @@ def _of_silence(stream: Mapping[str, Any], bounds: Bounds, awaited_s: float, qui
 
 
 def _of_tables(stream: Mapping[str, Any], of: str) -> Iterator[Condition]:
-    """Yield the conditions of a stream's tables.
-
-    Args:
-        stream: its facts.
-        of: its name, if commands have to name it.
-    """
+    """Yield the conditions of a stream's tables."""
     name = stream["name"]
     for table in stream["tables"]:
         if table["state"] == "quarantined":

@@ -314,9 +314,6 @@ class OpenHome(HomeAppends):
 
         If another process of the home has the consumers, calls go through it. Otherwise this process has them until it
         closes the home.
-
-        Args:
-            stream: its name.
         """
         return Consumers(partial(self._carry_ask, stream))
 

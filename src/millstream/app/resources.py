@@ -17,10 +17,6 @@ def resources_of(data: Path, processes: Mapping[str, int | None]) -> dict[str, A
 
     A process's memory has that of its own children, such as Spark's; pages that they share count repeatedly. It is known on
     Linux alone.
-
-    Args:
-        data: the folder of the home's data.
-        processes: the numbers of its processes by role.
     """
     own = {pid: role for role, pid in processes.items() if pid is not None}
     memory = {role: size for pid, role in own.items() if (size := _memory_bytes(pid, own)) is not None}

@@ -301,12 +301,7 @@ def _ring(catalog: Catalog, stream: StreamId, problems: list[str]) -> list[dict[
 
 
 def _sinks(stream: str, processes: Iterable[Mapping[str, list[dict[str, Any]]]]) -> dict[str, dict[str, int]]:
-    """Return by sink its `rows` and `ignored_errors`, summed over the processes that run now.
-
-    Args:
-        stream: the stream's id.
-        processes: each one's series, as `measures_of` returns them.
-    """
+    """Return by sink its `rows` and `ignored_errors`, summed over the processes that run now."""
     found: dict[str, dict[str, int]] = {}
     for series in processes:
         for key, counter in (("rows", SINK_ROWS), ("ignored_errors", SINK_IGNORED_ERRORS)):

@@ -71,9 +71,6 @@ class KafkaOptions:
 class KafkaBuffer:
     """A client of a topic: `ports.WriteBuffer`.
 
-    Args:
-        options: the connection and the topic.
-
     Raises:
         BufferMissing: there is no such topic, and it isn't to be made.
         BufferUnavailable, BufferRefused: the brokers can't be reached, or refuse.

@@ -57,12 +57,6 @@ def describe_topic(
 ) -> TopicDescription:
     """Return a topic's description.
 
-    Args:
-        admin: a client.
-        topic: the topic's name.
-        timeout_s: bound of the request.
-        includes_rights: whether it has `authorized_operations`.
-
     Raises:
         BufferMissing: there is no such topic.
         BufferUnavailable, BufferRefused: the brokers can't be reached, or refuse.

@@ -105,9 +105,6 @@ class _PendingWrite:
 class RedisBuffer:
     """A client of a buffer in Redis: `ports.WriteBuffer`.
 
-    Args:
-        options: the connection and the buffer.
-
     Raises:
         BufferMissing: it doesn't exist, and isn't to be made.
         WriteBufferError (`buffer_not_durable`): the server doesn't promise to keep what it acknowledges.

@@ -173,12 +173,6 @@ class ShownColumns:
     ) -> tuple[int, ...]:
         """Wait for a look, and return the numbers of the columns of records of a form that come next in the stream.
 
-        Args:
-            table: the table.
-            form: the form.
-            look: requests a look; called repeatedly.
-            patience_s: how long to wait.
-
         Returns:
             Nothing if more than one reading is possible, or no look has explained the form in time.
         """

@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 class TableWords:
-    """A log's tables as people know them: `public.orders (3)`; only the number if no schema can be read.
-
-    Args:
-        folder: the stream's.
-    """
+    """A log's tables as people know them: `public.orders (3)`; only the number if no schema can be read."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder

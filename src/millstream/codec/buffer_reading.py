@@ -25,10 +25,6 @@ class PlacedReader(ABC):
 
     A subclass implements `next_op` and `extent`, and calls `seek_earliest` when it is
     constructed.
-
-    Args:
-        buffer: the buffer's name, for errors.
-        shard: the shard to read.
     """
 
     def __init__(self, buffer: str, shard: ShardId) -> None:

@@ -58,11 +58,6 @@ DIRECTORY: Final = Directory(OPERATION_SCHEMA, BATCH_SCHEMA)
 def decode_directory(directory: Directory, operations: Bytes, batches: Bytes) -> tuple[pa.RecordBatch, pa.RecordBatch]:
     """Decode a frame's operations and batches, and check each.
 
-    Args:
-        directory: the segment's.
-        operations: an Arrow message.
-        batches: an Arrow message.
-
     Raises:
         CorruptFrame: they are invalid.
     """
@@ -89,10 +84,6 @@ def decode_directories(
     """Decode the directories of several frames as one: (operations, batches, the frame index of each batch).
 
     See `decode_directory`.
-
-    Args:
-        of: decoders of the frames' segment.
-        messages: each frame's operations and batches.
 
     Raises:
         CorruptFrame: one of them is invalid. `decode_directory` identifies it.

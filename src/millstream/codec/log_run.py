@@ -56,10 +56,6 @@ class RunRecords:
 class FrameRun:
     """Frames of one segment.
 
-    Args:
-        heads: heads of records frames, in order.
-        schemas: the segment's schemas.
-
     Raises:
         CorruptFrame: the directory of one frame is invalid.
     """
@@ -84,12 +80,6 @@ class FrameRun:
         moments: bool = False,
     ) -> RunRecords:
         """Return the records of one table and schema version; see `RecordsFrame.records`.
-
-        Args:
-            parts: all of the run's parts of it, in order.
-            columns: as `records_of`.
-            offsets: likewise.
-            moments: likewise.
 
         Raises:
             CorruptFrame: a part fails its checksum, or rows and directory disagree.

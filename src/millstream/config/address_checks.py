@@ -14,12 +14,7 @@ _ENCODE: Final = "%-encode special characters in user and password (@ is %40, / 
 
 
 def clashes_of_addresses(at: KeyPath, stream: StreamConfig) -> Iterator[tuple[KeyPath, str]]:
-    """Yield the path of each mistake, and its description; never the address.
-
-    Args:
-        at: the stream's path.
-        stream: its configuration.
-    """
+    """Yield the path of each mistake, and its description; never the address."""
     location = stream.lake.location
     if stream.lake.format != "postgres" and not is_address(location) and mask_address(location) != location:
         yield (

@@ -10,12 +10,7 @@ from millstream.errors import DeliveryError
 
 
 def clashes_of_consumers(at: KeyPath, consumers: Mapping[str, ConsumerConfig]) -> Iterator[tuple[KeyPath, str]]:
-    """Yield the path of each mistake, and its description.
-
-    Args:
-        at: the stream's path.
-        consumers: its consumers, by name.
-    """
+    """Yield the path of each mistake, and its description."""
     if not consumers:
         return
     from millstream.delivery.definition import Definition

@@ -460,12 +460,7 @@ def _type_at(path: KeyPath) -> Any:
 
 
 def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
-    """Yield conflicts between valid settings, and mistakes that only other rooms can detect.
-
-    Args:
-        config: the configuration.
-        disk: bytes of the home's disk.
-    """
+    """Yield conflicts between valid settings, and mistakes that only other rooms can detect."""
     yield from _clashes_of_http(config.http)
     yield from clashes_of_alerts(config.alerts)
     slots: dict[tuple[str, str], str] = {}

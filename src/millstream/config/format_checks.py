@@ -17,13 +17,7 @@ _VIEWS: Final = {
 
 
 def clashes_of_format(at: KeyPath, lake: LakeConfig, *, is_local: bool) -> Iterator[tuple[KeyPath, str]]:
-    """Yield each setting of a stream's lake that doesn't go with its format.
-
-    Args:
-        at: the stream's path.
-        lake: its lake.
-        is_local: whether Spark runs on this machine.
-    """
+    """Yield each setting of a stream's lake that doesn't go with its format."""
     in_database = lake.format == "postgres"
     if in_database and not is_address(lake.location) and not lake.location.startswith("${"):
         yield (*at, "lake", "location"), "must be a PostgreSQL address such as postgresql://user@host/database"

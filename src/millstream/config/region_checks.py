@@ -12,13 +12,7 @@ from millstream.model.names import parse_qualified_name
 
 
 def clashes_of_regions(at: KeyPath, stream: StreamConfig, writer: str | None) -> Iterator[tuple[KeyPath, str]]:
-    """Yield the path of each mistake, and its description.
-
-    Args:
-        at: the stream's path.
-        stream: its configuration.
-        writer: this writer's name, if a stream has several.
-    """
+    """Yield the path of each mistake, and its description."""
     from millstream.crdt.declared import ColumnMerge
 
     if stream.region and writer is not None:

@@ -13,13 +13,7 @@ from millstream.model.names import TablePatterns, parse_qualified_name
 
 
 def clashes_of_routing(at: KeyPath, name: str, stream: StreamConfig) -> Iterator[tuple[KeyPath, str]]:
-    """Yield the path of each mistake, and its description.
-
-    Args:
-        at: the stream's path.
-        name: the stream's.
-        stream: its configuration.
-    """
+    """Yield the path of each mistake, and its description."""
     from millstream.routing.partitions import PartitionTemplate
 
     for table, text in stream.partitions.items():

@@ -29,12 +29,7 @@ OPTIONS: Final = {
 
 
 def clashes_of_storage(at: KeyPath, lake: LakeConfig) -> Iterator[Clash]:
-    """Yield each mistake of a stream's `lake.location` and `lake.storage_options`.
-
-    Args:
-        at: the stream's path.
-        lake: its lake.
-    """
+    """Yield each mistake of a stream's `lake.location` and `lake.storage_options`."""
     if lake.format == "postgres":
         return
     scheme, separator, _ = lake.location.partition("://")

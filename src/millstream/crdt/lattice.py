@@ -65,12 +65,7 @@ def seal(kind: StateKind, body: bytes) -> bytes:
 
 
 class Sealing:
-    """A frame written piece by piece: the same bytes as `seal`, but never all of them at once.
-
-    Args:
-        kind: kind of the state.
-        write: called with the bytes.
-    """
+    """A frame written piece by piece: the same bytes as `seal`, but never all of them at once."""
 
     def __init__(self, kind: StateKind, write: Callable[[bytes], object]) -> None:
         self._write = write

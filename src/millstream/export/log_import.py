@@ -91,11 +91,6 @@ class _Reservations:
 def import_log(home: Home, stream: str, folder: Path) -> int:
     """Import an export into a stream that has no records; return how many records it had.
 
-    Args:
-        home: the home.
-        stream: its name; created if it is new.
-        folder: written by `export_arrow`.
-
     Raises:
         LogError (`export_unusable`): the export is incomplete, or of another version. Nothing was changed.
         LogError (`stream_not_empty`): the stream has records.

@@ -57,10 +57,6 @@ Values: TypeAlias = tuple[float, ...]
 class FigureRing:
     """The samples of one file. Not for several threads at a time.
 
-    Args:
-        path: the file, which is made if it isn't there.
-        figures: the figures of a sample.
-
     Raises:
         OSError: the file can be neither read nor made.
     """

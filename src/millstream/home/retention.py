@@ -71,14 +71,6 @@ def sweep(
 ) -> Sweep:
     """Drop segments that are no longer needed and are too old or too many; cut off holders that keep too much.
 
-    Args:
-        catalog: has the holders.
-        name: the stream's.
-        stream: its id.
-        folder: of its log.
-        log: how much is kept.
-        merges: the additional needs of tables that regions merge.
-
     Raises:
         CorruptWal, CatalogError …: as `drop_segments` and the catalog.
 

@@ -24,10 +24,6 @@ def with_profile(options: Mapping[str, str], environ: Mapping[str, str]) -> dict
     A profile that the environment names is used if neither has keys; if it has none either, it is left to the store's client,
     which may get keys for it from elsewhere.
 
-    Args:
-        options: the configuration's.
-        environ: the variables of this process.
-
     Raises:
         LakeUnavailable (`lake_credentials`): the options name a profile without keys in its file.
     """

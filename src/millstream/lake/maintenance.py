@@ -248,12 +248,7 @@ def _merge(
 
 
 def _small_files(opened: OpenTable, together: Mapping[str, _Group]) -> dict[_Group, list[str]]:
-    """Return small files by their group, as many of each as make one file, ordered by `seq`.
-
-    Args:
-        opened: the table.
-        together: each live file's group, by path.
-    """
+    """Return small files by their group, as many of each as make one file, ordered by `seq`."""
     actions = opened.files()
     if "min.__seq" not in actions.column_names:
         return {}

@@ -35,10 +35,6 @@ def leaders_of(home: Home, name: str) -> LeaderMap:
 
     It comes from this node's role, and from the catalog if that knows more.
 
-    Args:
-        home: the node's home.
-        name: the stream's.
-
     Raises:
         RoleUnreadable: the role's file is damaged.
     """

@@ -44,13 +44,6 @@ def fill(
 
     The part of this node's log that the store's history doesn't have is set aside first.
 
-    Args:
-        home: the node's home.
-        stream: its name.
-        store: the store, for that stream.
-        stop: whether to interrupt it.
-        tell: called with the progress, now and then.
-
     Returns:
         The fetched part; None if the store has no more than this node: then nothing was changed.
 

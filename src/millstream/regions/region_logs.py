@@ -160,11 +160,6 @@ class RegionClocks:
     For one thread at a time.
 
     Readers are kept from look to look: a new one would read the last segment of its log from the beginning.
-
-    Args:
-        home: the home.
-        stream: the stream's name.
-        config: its configuration.
     """
 
     def __init__(self, home: Home, stream: str, config: StreamConfig) -> None:
@@ -261,11 +256,7 @@ def _hear_writes(reader: StreamReader, region: RegionId, log: LogWriter) -> None
 
 
 class RegionsHeard:
-    """Hears other regions before a write that may repeat one of theirs, at most every so often.
-
-    Args:
-        hear: hears them.
-    """
+    """Hears other regions before a write that may repeat one of theirs, at most every so often."""
 
     def __init__(self, hear: Callable[[], None]) -> None:
         self._hear = hear
@@ -296,12 +287,6 @@ class RegionTimes:
 
     A write has to be later than every row that its region has read before. A log that can't be read, or whose newest
     time is too far ahead, is left alone for a while. For one thread.
-
-    Args:
-        home: the home.
-        stream: the stream's name.
-        config: its configuration.
-        hear: observes a time.
     """
 
     def __init__(self, home: HomePaths, stream: str, config: StreamConfig, hear: HearTime) -> None:

@@ -37,15 +37,7 @@ logger = structlog.get_logger("millstream.retention")
 def expect_followers(
     catalog: Catalog, name: str, stream: StreamId, config: StreamConfig, replication: ReplicationConfig
 ) -> None:
-    """Make the configured regions hold the log before they first connect, and drop those that may no longer follow.
-
-    Args:
-        catalog: has the holders.
-        name: the stream's, for messages.
-        stream: its id.
-        config: its configuration.
-        replication: says who may follow.
-    """
+    """Make the configured regions hold the log before they first connect, and drop those that may no longer follow."""
     regions = {region_node(region) for region in replication.region_addresses}
     # This node itself followed before its promotion, and is in the catalog that came from the old leader.
     known = {NodeName(node) for node in replication.nodes if node != replication.node} | regions

@@ -36,14 +36,7 @@ BYTES_MAX: Final = 1 << 30
 
 
 class MergedFolds:
-    """The merged tables of one stream. For one thread.
-
-    Args:
-        home: the home that has the logs.
-        name: the stream's name.
-        config: its configuration.
-        kept: the positions of the kept states.
-    """
+    """The merged tables of one stream. For one thread."""
 
     def __init__(self, home: Home, name: str, config: StreamConfig, kept: KeptVectors) -> None:
         self._home = home

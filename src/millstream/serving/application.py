@@ -66,13 +66,7 @@ class Part(Protocol):
 
 
 class Application:
-    """The application that `serve` runs.
-
-    Args:
-        home: the home to serve.
-        access: the callers' rights.
-        parts: makers of more parts, such as the console.
-    """
+    """The application that `serve` runs."""
 
     def __init__(self, home: Home, access: Access, parts: Iterable[Callable[[Application], Part]] = ()) -> None:
         place_compiled_code(home)

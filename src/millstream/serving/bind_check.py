@@ -15,11 +15,6 @@ if TYPE_CHECKING:
 def check_protected(section: str, address: tuple[str, int], http: HttpConfig) -> None:
     """Refuse an address that other machines reach, if its protection is missing.
 
-    Args:
-        section: the section of the address: `http` or `flight`.
-        address: host and port.
-        http: the settings that protect it.
-
     Raises:
         AccessError (`unprotected`): protection is missing; details: listen, missing.
     """

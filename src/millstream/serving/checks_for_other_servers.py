@@ -35,9 +35,6 @@ class Guard:
     def check_origin(self, scope: Mapping[str, Any]) -> None:
         """Refuse a request that another site's page may have made.
 
-        Args:
-            scope: ASGI's.
-
         Raises:
             AccessError (`unknown_host`): it was sent to a name that isn't the server's.
             AccessError (`foreign_origin`): another server's page has made it.

@@ -24,11 +24,7 @@ _KEEP_S: Final = 1.0
 
 
 class Health:
-    """A home's status, and whether its server takes requests. Any number of threads.
-
-    Args:
-        home: the home to check.
-    """
+    """A home's status, and whether its server takes requests. Any number of threads."""
 
     def __init__(self, home: Home) -> None:
         self._home = home

@@ -409,13 +409,7 @@ class Reading:
 
 
 class _ConcurrencyLimit:
-    """A limit of concurrent uses; further callers are told to retry. For one event loop.
-
-    Args:
-        count: how many.
-        what: their name, as in `3 … `.
-        hint: what to do if none is free.
-    """
+    """A limit of concurrent uses; further callers are told to retry. For one event loop."""
 
     def __init__(self, count: int, what: str, hint: str) -> None:
         self._count = count

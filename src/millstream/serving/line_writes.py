@@ -75,13 +75,7 @@ class _RefusedLine:
 
 
 class LineWrites:
-    """Takes lines from requests.
-
-    Args:
-        writes: takes rows; its limits apply to all requests together.
-        dialect: the clients'.
-        parser: completes when the parser's machine code is ready.
-    """
+    """Takes lines from requests."""
 
     def __init__(self, writes: Writes, dialect: Dialect, parser: Future[None]) -> None:
         self._writes = writes

@@ -75,11 +75,7 @@ class _Queue:
 
 
 class Groups:
-    """Appends requests' rows in batches. For one event loop.
-
-    Args:
-        append: appends a batch.
-    """
+    """Appends requests' rows in batches. For one event loop."""
 
     def __init__(self, append: AppendBatches) -> None:
         self._append = append

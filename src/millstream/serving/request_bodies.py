@@ -32,12 +32,7 @@ class ClientGoneError(Exception):
 
 
 class Intake:
-    """The bytes that requests hold, all together, and their limit.
-
-    Args:
-        bytes_max: limit for all.
-        body_bytes_max: limit of one body, decompressed.
-    """
+    """The bytes that requests hold, all together, and their limit."""
 
     def __init__(self, bytes_max: int, body_bytes_max: int) -> None:
         self.bytes_max: Final = bytes_max

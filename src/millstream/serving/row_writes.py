@@ -101,14 +101,7 @@ def _not_looked_up(_tables: Collection[str]) -> TableColumns:
 
 
 class Writes:
-    """Takes rows from requests.
-
-    Args:
-        home: has the streams.
-        groups: appends the rows.
-        intake: limits the memory of all requests together.
-        access: the callers' rights.
-    """
+    """Takes rows from requests."""
 
     def __init__(self, home: Home, groups: Groups, intake: Intake, access: Access) -> None:
         self._access = access

@@ -43,11 +43,6 @@ _OBJECTS_A_COLLECTION: Final = 20_000
 def serve_home(home: Home, lifeline: Lifeline, parts: Iterable[Callable[[Application], Part]] = ()) -> None:
     """Serve until told to stop; then answer earlier requests, and end.
 
-    Args:
-        home: the home to serve.
-        lifeline: tells the end.
-        parts: as in `Application`.
-
     Raises:
         HomeBusy: the home is served already.
         MillstreamError (`address_in_use`): it can't listen there.

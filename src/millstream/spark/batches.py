@@ -227,11 +227,7 @@ class BatchLander:
         return name or (f"table {table_id}" if schema is None else schema.full_name)
 
     def report(self, durable: Seq) -> None:
-        """Report the state, once a batch has landed or is retried, or a replay has begun. Any thread.
-
-        Args:
-            durable: the log's durable position now.
-        """
+        """Report the state, once a batch has landed or is retried, or a replay has begun. Any thread."""
         with self._reporting:
             self._report(durable)
 

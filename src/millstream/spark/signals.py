@@ -24,12 +24,7 @@ _MICROSECONDS_MAX: Final = (2**63 - 1) // 1000
 
 
 class SignalColumns:
-    """The columns of a table that are signals.
-
-    Args:
-        columns: the table's own, as Arrow has them.
-        merge: how they merge.
-    """
+    """The columns of a table that are signals."""
 
     def __init__(self, columns: pa.Schema, merge: TableMerge) -> None:
         self.names: Final = tuple(merge.named(columns.names, MergeKind.SIGNAL))

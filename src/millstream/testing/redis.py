@@ -21,12 +21,7 @@ _STARTS_WITHIN_S: Final = 90.0
 
 
 class EmbeddedRedis(EmbeddedServer):
-    """A server.
-
-    Args:
-        folder: for its data and its log.
-        options: of its command line; durable by default.
-    """
+    """A server."""
 
     def __init__(self, folder: Path, options: Sequence[str] = DURABLE) -> None:
         super().__init__(folder)

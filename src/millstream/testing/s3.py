@@ -18,12 +18,7 @@ _STARTS_WITHIN_S: Final = 90.0
 
 
 class EmbeddedS3(EmbeddedServer):
-    """A server with one bucket, whose data is gone once it ends.
-
-    Args:
-        folder: for its log.
-        bucket: created at the start.
-    """
+    """A server with one bucket, whose data is gone once it ends."""
 
     def __init__(self, folder: Path, bucket: str = "millstream") -> None:
         super().__init__(folder)

@@ -106,13 +106,7 @@ class MemorySequenceStore:
 
 
 class UnreliableAnnouncements:
-    """`ports.Announcements` that loses, duplicates, reorders and delays received announcements.
-
-    Args:
-        wrapped: the real announcements.
-        chance: decides the fate of each.
-        lost: the share that is lost.
-    """
+    """`ports.Announcements` that loses, duplicates, reorders and delays received announcements."""
 
     def __init__(self, wrapped: Announcements, chance: random.Random, *, lost: float = 0.3) -> None:
         self._wrapped = wrapped

@@ -69,12 +69,7 @@ _STARTS_WITHIN_S: Final = 60.0
 
 
 class StoreProxy(EmbeddedServer):
-    """The proxy; a context manager.
-
-    Args:
-        folder: for its log.
-        endpoint: the store's address.
-    """
+    """The proxy; a context manager."""
 
     def __init__(self, folder: Path, endpoint: str) -> None:
         super().__init__(folder)

@@ -67,10 +67,6 @@ _OPEN_HERE: Final[weakref.WeakSet[HomeAppender]] = weakref.WeakSet()
 class HomeAppender:
     """Appends to a home's streams, in whichever process writes them. The first append of an `OpenHome` makes it.
 
-    Args:
-        home: the home whose streams take the rows.
-        open_other: opens the homes that its sinks are.
-
     Concurrency: any number of threads. A forked child starts with its own.
     """
 

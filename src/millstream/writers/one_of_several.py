@@ -227,11 +227,6 @@ class _Caller:
     """A thread that announces a writer's readable position, and receives the others'.
 
     Its waits hold up no other thread.
-
-    Args:
-        log: the writer.
-        registration: this incarnation's.
-        announcements: how writers notify each other; closed with the thread.
     """
 
     def __init__(self, log: LogWriter, registration: Registration, announcements: Announcements) -> None:

@@ -115,10 +115,6 @@ class BufferDestination:
     An ack's offsets are the buffer's: for each shard, the operation's offset and the one after it.
     Sequence numbers are assigned when a reader takes the operation into a log.
 
-    Args:
-        buffer: takes the operations.
-        name: what it is called.
-
     Concurrency: any number of threads and event loops.
     """
 

@@ -32,13 +32,6 @@ class CopiedFile:
     """
 
     def __init__(self, path: Path, begun: Begun, schema: TableSchema) -> None:
-        """See the class.
-
-        Args:
-            path: path of the file, which doesn't exist.
-            begun: the reading.
-            schema: its schema, with its version.
-        """
         self.table: Final = begun.table
         self.lsn: Final = begun.lsn
         self.at_us: Final = begun.at_us

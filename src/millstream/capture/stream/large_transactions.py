@@ -76,12 +76,7 @@ class _Streamed:
 
 
 class LargeTransactions:
-    """The open large transactions of one connection. One thread uses them.
-
-    Args:
-        spill: folder of their files.
-        put: takes the next item of the stream.
-    """
+    """The open large transactions of one connection. One thread uses them."""
 
     def __init__(self, spill: SpillFolder, put: Callable[[LargeItem], None]) -> None:
         self._spill = spill

@@ -105,9 +105,6 @@ class ScanMemory:
     """Memory for the results from bodies of up to a size, one at a time.
 
     It has nine bytes for each body byte, little of which is touched.
-
-    Args:
-        body_bytes_max: maximum size of one body.
     """
 
     __slots__ = ("body_bytes_max", "columns_of", "doubles", "kinds", "lines", "payload", "slow", "timed", "times")

@@ -14,7 +14,6 @@ class DeltaMove:
     """See `TablesMove`."""
 
     def __init__(self, old: LakeLayout, new: LakeLayout) -> None:
-        """See the class."""
         self._old, self._new = old, new
         self.is_done = old.root == new.root
 

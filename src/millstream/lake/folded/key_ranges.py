@@ -43,13 +43,6 @@ class Leaves:
     """A table's live files, in order of their lowest keys."""
 
     def __init__(self, opened: OpenTable, key: Sequence[str], *, partition: str | None = None) -> None:
-        """Read the files from the table's log.
-
-        Args:
-            opened: the table.
-            key: its key columns, in the key's order.
-            partition: `column=value`: only files of that folder.
-        """
         actions = opened.files()
         if partition is not None:
             column, _, value = partition.partition("=")

@@ -43,13 +43,7 @@ class LeftPartitions:
 
     @classmethod
     def of(cls, tail: pa.Table, ops: npt.NDArray[np.uint8], places: Indexes) -> Self:
-        """Return those of some records.
-
-        Args:
-            tail: the records in order.
-            ops: their ops.
-            places: the place of each record.
-        """
+        """Return those of some records."""
         at = np.flatnonzero(ops == Op.PARTITION_LEFT)
         oids, places = partitions_of(tail.take(pa.array(at))), places[at]
         order = np.lexsort((places, oids))

@@ -106,11 +106,6 @@ class MergedOutcome:
 class MergedFold:
     """One fold of a table. Open it, receive what follows `received` from the logs, and call `join` or `replace`.
 
-    Args:
-        place: the table's place.
-        engine: how it merges.
-        sizes: sizes of the files.
-
     Raises:
         LakeTableForeign: another program wrote into one of the tables.
         LakeUnavailable: they can't be reached.
@@ -154,9 +149,6 @@ class MergedFold:
         """Return whether keys without news may keep their rows.
 
         They may if the table has no new columns, merges as before, and `merged` isn't older than the state.
-
-        Args:
-            columns: the table's own columns now.
         """
         if self.head is None or self._regions is None or self._merged is None:
             return False

@@ -74,12 +74,6 @@ class VersionColumns:
 def version_columns(layout: LakeLayout, history: OpenTable, newest: TableSchema, n: Seq) -> VersionColumns:
     """Return the columns of a table's versions at a position.
 
-    Args:
-        layout: where the lake is.
-        history: the table's history.
-        newest: the newest schema in it.
-        n: the position.
-
     Raises:
         LakeError (`lake_schema_conflict`): a column has the name of a version column, or a type that doesn't hold the
             values that it had under another name.

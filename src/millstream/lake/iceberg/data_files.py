@@ -70,14 +70,7 @@ def _entries(manifest: ManifestFile, io: FileIO) -> list[ManifestEntry]:
 
 
 def data_file(file: NewFile, location: str, metadata: TableMetadata, schema: Schema) -> DataFile:
-    """Return a new file as a commit adds it.
-
-    Args:
-        file: the file.
-        location: of the table.
-        metadata: of the table.
-        schema: the table's columns from this commit on.
-    """
+    """Return a new file as a commit adds it."""
     # Decimals keep all digits.
     facts = json.loads(file.stats, parse_float=Decimal)
     fields = {field.name: field for field in schema.fields}
@@ -118,14 +111,7 @@ def _partition_value(value: str | None) -> int | bool | None:
 
 
 def flat_files(entries: Sequence[ManifestEntry], location: str, schema: Schema, partitions: Sequence[str]) -> pa.Table:
-    """Return files as `OpenTable.files` has them.
-
-    Args:
-        entries: live ones.
-        location: of the table.
-        schema: the table's columns.
-        partitions: names of the partition's values.
-    """
+    """Return files as `OpenTable.files` has them."""
     files = [entry.data_file for entry in entries]
     columns: dict[str, pa.Array] = {
         "path": pa.array([file.file_path.removeprefix(f"{location}/") for file in files], pa.string()),

@@ -71,15 +71,6 @@ class IcebergHandle:
     """See `OpenTable`: pyiceberg's handle, and this app's position when it was opened."""
 
     def __init__(self, layout: LakeLayout, table: Table, path: str, app: str, *, version: int | None) -> None:
-        """See the class.
-
-        Args:
-            layout: where the lake is.
-            table: as the catalog has it now.
-            path: the table's folder.
-            app: the app that commits.
-            version: an earlier version to read; None: the newest.
-        """
         self._layout, self._table = layout, table
         self.path: Final = path
         self.app: Final = app

@@ -50,10 +50,6 @@ class Engine:
     def __init__(self, scratch: str, bounds: QueryBounds | None = None) -> None:
         """Begin to connect, which takes as long as determining what to read: both run at once.
 
-        Args:
-            scratch: a folder of its own.
-            bounds: its bounds.
-
         Raises:
             UsageError (`missing_extra`): DuckDB, or fsspec, by which it reads the lake's files, isn't installed.
         """

@@ -83,11 +83,6 @@ class TailTables:
     def history(self, table_id: TableId, name: str, folder: str) -> OpenTable:
         """Open a table's history, with its records of the tail.
 
-        Args:
-            table_id: the table.
-            name: its name in the session.
-            folder: the folder of its name.
-
         Raises:
             LakeUnavailable, LakeTableForeign: it can't be read.
             OffsetExpired: retention has deleted records that haven't landed.

@@ -49,11 +49,6 @@ class Namesakes:
     """The tables of a session that currently have views, among those whose names differ only by case."""
 
     def __init__(self, engine: Engine) -> None:
-        """Start without views.
-
-        Args:
-            engine: has the views.
-        """
         self._engine = engine
         self._shown: dict[Name, str | None] = {}
 

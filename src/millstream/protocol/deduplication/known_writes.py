@@ -104,11 +104,7 @@ class _SessionState:
 
 
 class Sessions:
-    """The state; see the module. Not thread-safe: it belongs to the log's writer.
-
-    Args:
-        limits: when sessions and keys are forgotten.
-    """
+    """The state; see the module. Not thread-safe: it belongs to the log's writer."""
 
     def __init__(self, limits: SessionLimits | None = None) -> None:
         self.limits: Final = SessionLimits() if limits is None else limits

@@ -19,11 +19,7 @@ class Timer(NamedTuple):
 
 
 class Timers:
-    """A heap of timers. Those whose reason is gone are dropped once they may be most of it.
-
-    Args:
-        is_void: whether a timer has no reason any longer.
-    """
+    """A heap of timers. Those whose reason is gone are dropped once they may be most of it."""
 
     def __init__(self, is_void: Callable[[Timer], bool]) -> None:
         self._is_void = is_void

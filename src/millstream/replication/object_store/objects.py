@@ -120,13 +120,7 @@ def open_objects(url: str, options: Mapping[str, str] | None = None) -> Objects:
 
 
 class StoreObjects:
-    """See `Objects`: over obstore.
-
-    Args:
-        obstore: the module.
-        store: one of its stores.
-        url: for messages.
-    """
+    """See `Objects`: over obstore."""
 
     def __init__(self, obstore: ModuleType, store: Any, url: str) -> None:
         self._obstore = obstore

@@ -119,9 +119,6 @@ class Senders:
 
     A caller that sends nothing for too long while its next batch is awaited, or reads no answers, is cut
     off.
-
-    Args:
-        within_s: how long that is.
     """
 
     def __init__(self, within_s: float) -> None:

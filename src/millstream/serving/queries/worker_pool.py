@@ -56,12 +56,7 @@ class Asking:
 
 
 class QueryWorkers:
-    """The processes of one server. For several threads.
-
-    Args:
-        home: has the tables.
-        bounds: the limits of one query.
-    """
+    """The processes of one server. For several threads."""
 
     def __init__(self, home: Home, bounds: QueryBounds) -> None:
         self._home = home

@@ -32,13 +32,7 @@ class ServerStartError(MillstreamError):
 
 
 class ServerProcess:
-    """One server's process. Start it from a thread that lives on: on Linux the kernel ends it with that thread.
-
-    Args:
-        command: the program and its arguments.
-        log: the file for its output.
-        environ: of the process; by default this one's.
-    """
+    """One server's process. Start it from a thread that lives on: on Linux the kernel ends it with that thread."""
 
     def __init__(self, command: Sequence[str], *, log: Path, environ: Mapping[str, str] | None = None) -> None:
         self._log = log
@@ -89,9 +83,6 @@ class EmbeddedServer(ABC):
     """A server with a folder of its own, that can be killed, and restarted on its data.
 
     As a context manager it starts the server, and kills it at the end.
-
-    Args:
-        folder: for its data and its log.
     """
 
     def __init__(self, folder: Path) -> None:
