@@ -18,6 +18,7 @@ from typing import Final
 import structlog
 from psycopg import sql
 
+from millstream.capture.column_rules.apply_to_changes import RuleMessages
 from millstream.capture.column_rules.binding import ColumnRules
 from millstream.capture.column_rules.enforcement import check_rules, rule_messages
 from millstream.capture.config import CaptureConfig, CaptureOutcome, CaptureProgress
@@ -47,7 +48,6 @@ from millstream.capture.source import (
     insert_lsn,
 )
 from millstream.capture.stream.applier import Applier
-from millstream.capture.stream.apply_column_rules import RuleMessages
 from millstream.capture.stream.backlog_chunks import ChunkWire, open_chunks
 from millstream.capture.stream.barrier import StreamBarrier
 from millstream.capture.stream.receiver import Receiver

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Final
 
+from millstream.capture.column_rules.apply_to_changes import RuleMessages, Rules
 from millstream.capture.column_rules.binding import ColumnRules
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import translated
 from millstream.capture.publication import inserts_name, list_published, restriction
 from millstream.capture.source import Connection, SourceIdentity, SourceTable, connect_same, read_table
-from millstream.capture.stream.apply_column_rules import RuleMessages, Rules
 from millstream.capture.table_directory import TableDirectory
 from millstream.codec.pgoutput import Relation
 from millstream.errors import ConfigError, TableUndecodable, UnknownTable

@@ -20,8 +20,8 @@ from typing import Final
 
 import numpy as np
 
+from millstream.capture.column_rules.apply_to_changes import RuleMessages
 from millstream.capture.stream._turns import ask_for_short_turns
-from millstream.capture.stream.apply_column_rules import RuleMessages
 from millstream.capture.stream.frames import KEEPALIVE, Block
 from millstream.capture.stream.large_transactions import COMMIT_FIELDS, LargeItem, LargeTransactions
 from millstream.capture.stream.message_kinds import COMMIT, MARKS, MAY_END, NOT_ORDINARY, Marks, next_marked
