@@ -30,7 +30,7 @@ from millstream.lake.query.query_session import LakeSession
 from millstream.model.ids import SchemaVersion, ShardId, TableId
 from millstream.model.positions import Seq
 from millstream.model.records import Op
-from millstream.model.schema import Column, ReplicaIdentity
+from millstream.model.schema import Column, ReplicaIdentity, TableSchema
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.writer import LogWriter
 
@@ -247,6 +247,49 @@ def test_rows_of_a_partition_that_left_are_gone_and_others_name_their_partition(
         moved = [change(1, Op.CREATE, 5, 12)]
     moved += [left(6, 11), change(7, Op.CREATE, 6, 11)]
     expected = {0: 12, 4: 13, 6: 11} if kind != "records" else {2: 12, 3: None, 4: 13, 5: 12, 6: 11}
+    found = backfilled(tmp_path, leafy, [first, moved], LANDINGS[landed])
+    assert {one["row"]["id"]: one["partition_oid"] for one in found} == expected
+
+
+@pytest.mark.parametrize("landings", [(None, None, None), (True, False, None), (True, None, None), (True, True, None)])
+def test_a_row_without_a_key_is_deleted_in_its_own_partition(tmp_path: Path, landings: tuple[bool | None, ...]) -> None:
+    """A detached partition had an equal row, which went in its place. So the deleted one was left."""
+    columns = (Column("id", pa.int64(), pg(20, "bigint")), Column("half", pa.float64(), pg(701, "double precision")))
+    full = replace(schema(5, "orders", *columns), key=(), identity=("id", "half"), partitioned=True)
+    full = replace(full, replica_identity=ReplicaIdentity.FULL)
+
+    def change(index: int, op: Op, id_: int, leaf: int | None, **more: Any) -> dict[str, Any]:
+        return row(index, op, id=id_, half=0.5, __partition_oid=leaf, **more)
+
+    before = [change(n, Op.CREATE, id_, 11) for n, id_ in enumerate((1, 1, 2, 3))]
+    before += [change(4, Op.CREATE, 4, None)]
+    before += [change(5 + n, Op.CREATE, id_, 12) for n, id_ in enumerate((1, 2, 3, 3))]
+    deleted = [change(0, Op.DELETE, 1, 12), change(1, Op.DELETE, 3, 12), change(2, Op.DELETE, 4, 12)]
+    deleted += [change(3, Op.UPDATE, 5, 12, __before=[("id", "2"), ("half", "0.5")])]
+    left = [row(0, Op.PARTITION_LEFT, __partition_oid=11, __before=[("partition", "public.orders_1")])]
+    found = backfilled(tmp_path, full, [before, deleted, left], landings)
+    assert sorted((one["row"]["id"], one["partition_oid"]) for one in found) == [(3, 12), (5, 12)]
+
+
+LANDINGS = {
+    "nothing": (None, None),
+    "records": (False, None),
+    "rows": (True, None),
+    "everything": (None, False),
+}
+
+
+def backfilled(
+    tmp_path: Path, table: TableSchema, parts: list[list[dict[str, Any]]], landings: tuple[bool | None, ...]
+) -> list[Any]:
+    """Return the records of a backfill of a table.
+
+    Args:
+        tmp_path: a folder.
+        table: the table.
+        parts: its records, an operation each.
+        landings: for each part, whether the log up to it lands, folded or not. The log has what follows the last landing.
+    """
     reader, trimmed = StreamReader(str(tmp_path / "wal")), Trimmed(str(tmp_path / "wal"))
     with Catalog(tmp_path / "catalog.db") as catalog:
         stream = catalog.resolve_stream("web")
@@ -259,12 +302,10 @@ def test_rows_of_a_partition_that_left_are_gone_and_others_name_their_partition(
             epoch=epoch,
             reservations=catalog.reservations(stream),
         ) as log:
-            log.append(ops([operation(1, 0x1000)], (leafy, 0, first)))
-            if landed in {"records", "rows"}:
-                trimmed.first = Seq(land(layout, reader, fold=landed == "rows") + 1)
-            log.append(ops([operation(2, 0x1100)], (leafy, 0, moved)))
-            if landed == "everything":
-                trimmed.first = Seq(land(layout, reader, fold=False) + 1)
+            for number, (part, fold) in enumerate(zip(parts, landings, strict=True), 1):
+                log.append(ops([operation(number, 0x1000 * number)], (table, 0, part)))
+                if fold is not None:
+                    trimmed.first = Seq(land(layout, reader, fold=fold) + 1)
     definition = Definition.parse({"name": "search"})
     wanted = Wanted("web", definition, None, tables_of(reader, definition), reader.persisted_upto())
 
@@ -276,4 +317,4 @@ def test_rows_of_a_partition_that_left_are_gone_and_others_name_their_partition(
     total = write_rows(tmp_path / "rows", wanted, trimmed, lake, lambda: False)
     found = [json.loads(one.record) for one in Rows(tmp_path / "rows", definition).read(0, 20)]
     assert total == len(found)
-    assert {one["row"]["id"]: one["partition_oid"] for one in found} == expected
+    return found

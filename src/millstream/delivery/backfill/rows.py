@@ -338,9 +338,12 @@ class _Newest:
             for key in record.keys:
                 self._file.execute("DELETE FROM newest WHERE row_key = ?", (key,))
         else:
+            # An equal row may be in another partition that is detached, and whose `x` comes later.
+            leaf = record.facts.get("partition_oid")
             self._file.execute(
-                "DELETE FROM newest WHERE id = (SELECT min(id) FROM newest WHERE row_key IS NULL AND source = ? AND row_text = ?)",
-                (int(record.schema.table_id), _text(row)),
+                "DELETE FROM newest WHERE id = (SELECT id FROM newest WHERE row_key IS NULL AND source = ? AND row_text = ?"
+                " AND (leaf IS ? OR leaf IS NULL OR ? IS NULL) ORDER BY leaf IS NOT ?, leaf IS NOT NULL, id LIMIT 1)",
+                (int(record.schema.table_id), _text(row), leaf, leaf, leaf),
             )
 
 

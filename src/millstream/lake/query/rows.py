@@ -324,7 +324,8 @@ def _nothing(keys: Keys) -> pa.Table:
 def _without(kept: str, gone: str, shown: list[str], columns: pa.Schema) -> str:
     """Return a bag's rows without as many equal ones as `gone` has.
 
-    The texts distinguish 0 and -0, which are equal in SQL. Equal rows are in the same partition, if it is known.
+    The texts distinguish 0 and -0, which are equal in SQL. Each row that goes is one of its partition. If there is none, it
+    is one of an unknown partition; if its own partition isn't known, it is any.
     """
     signs = "".join(f", CAST({quote(f.name)} AS VARCHAR)" for f in columns if pa.types.is_floating(f.type))
     own = f"{names([name for name in shown if name != PARTITION_OID.name])}{signs}"
@@ -332,10 +333,15 @@ def _without(kept: str, gone: str, shown: list[str], columns: pa.Schema) -> str:
         both = " EXCEPT ALL ".join(f"SELECT {own} FROM ({rows})" for rows in (kept, gone))
         return f"SELECT {names(shown)} FROM ({both})"
     both = f"SELECT *, false AS __is_gone FROM ({kept}) UNION ALL SELECT *, true FROM ({gone})"
+    equal = f"PARTITION BY {own}, {PARTITION_OID.name}"
+    others = "CASE WHEN __is_gone THEN __has ELSE __loses END"
+    counts = f"count(*) FILTER (NOT __is_gone) OVER ({equal}) AS __has, count(*) FILTER (__is_gone) OVER ({equal}) AS __loses"
+    paired = f"SELECT *, row_number() OVER ({equal}, __is_gone) AS __number, {counts} FROM ({both})"
+    rest = f"SELECT * EXCLUDE (__number) FROM ({paired}) WHERE __number > {others}"
     fewer = f"count(*) FILTER (__is_gone) OVER (PARTITION BY {own}) AS __fewer"
     order = f"ORDER BY {PARTITION_OID.name} NULLS FIRST"
     number = f"row_number() OVER (PARTITION BY __is_gone, {own} {order}) AS __number"
-    counted = f"SELECT *, {fewer}, {number} FROM ({both})"
+    counted = f"SELECT *, {fewer}, {number} FROM ({rest})"
     return f"SELECT {names(shown)} FROM ({counted}) WHERE NOT __is_gone AND __number > __fewer"
 
 
