@@ -15,7 +15,7 @@ from typing import Final
 
 import pyarrow as pa
 
-from millstream.capture.copying.copy_column_rules import NULL, plain_text
+from millstream.capture.column_rules.apply_to_copies import NULL, plain_text
 from millstream.capture.copying.copy_output import CopyText
 from millstream.diff.columns import HASH_DIGITS, RowTexts
 

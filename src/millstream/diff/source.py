@@ -14,8 +14,8 @@ from typing import Final
 import psycopg
 from psycopg import sql
 
+from millstream.capture.column_rules.apply_to_copies import check_numbers, read_columns
 from millstream.capture.connection import translated
-from millstream.capture.copying.copy_column_rules import check_numbers, read_columns
 from millstream.capture.copying.copy_output import CopyText, copy_pieces
 from millstream.capture.publication import Restriction, inserts_name, list_published, restrictions
 from millstream.capture.source import Connection, SourceTable, read_table

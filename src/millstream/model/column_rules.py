@@ -19,7 +19,7 @@ REDACTED: Final = "[redacted]"
 class Rule(StrEnum):
     """The change to a column's values before anything is stored.
 
-    `capture.column_rules.apply_to_changes` applies it to changes, `capture.copying.copy_column_rules` to copied rows.
+    `capture.column_rules.apply_to_changes` applies it to changes, `capture.column_rules.apply_to_copies` to copied rows.
     """
 
     EXCLUDE = "exclude"

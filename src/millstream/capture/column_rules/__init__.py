@@ -1,5 +1,5 @@
 """Rules of columns in a stream's tables: bound to columns, put to use in a session, and the rows from before a rule.
 
 Start at `binding`: it tells which column of a row is left out, hashed or redacted. `apply_to_changes` then applies that
-to changes, `copying.copy_column_rules` to copied rows.
+to changes, `apply_to_copies` to copied rows.
 """

@@ -17,9 +17,15 @@ import numpy as np
 import psycopg
 from psycopg import pq, sql
 
+from millstream.capture.column_rules.apply_to_copies import (
+    check_numbers,
+    hashed_places,
+    hasher,
+    read_columns,
+    rows_with,
+)
 from millstream.capture.column_rules.binding import ColumnRules
 from millstream.capture.connection import translate_result, translated
-from millstream.capture.copying.copy_column_rules import check_numbers, hashed_places, hasher, read_columns, rows_with
 from millstream.capture.copying.copy_output import CopyText, Text, copy_out, copy_pieces
 from millstream.capture.copying.copy_text import CopiedRows, last_key, read_copied
 from millstream.capture.copying.source_snapshot import SourceSnapshot
