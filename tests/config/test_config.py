@@ -238,7 +238,6 @@ def test_a_mistake_never_shows_the_value_of_a_variable(tmp_path: Path) -> None:
         ("views = ['changes']", "'changes' isn't a view of 'delta'"),
         ("schema_prefix = 'a_'", 'schema_prefix: is for format = "postgres" alone'),
         ("format = 'parquet'", "files alone can't be committed together. The data files of 'delta'"),
-        ("format = 'iceberg'\nviews = ['merged']", "'merged' isn't a view of 'iceberg'"),
         ("format = 'iceberg'\ncatalog = {type = 'hive'}", 'catalog.type: must be "sql" or "rest"'),
         ("format = 'iceberg'\ncatalog = {type = 'rest'}", 'catalog.type: is "rest", which needs `uri`'),
         ("format = 'iceberg'\n[spark]\nmaster = 'spark://h:7077'", 'catalog.type: can\'t be "sql" with a Spark master'),

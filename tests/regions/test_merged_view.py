@@ -204,7 +204,10 @@ def test_tables_that_fail_are_named_and_others_go_on(tmp_path: Path) -> None:
                 opened.append("shop", "posts", [{"id": 9, column: "x"}])
         follow(one, two, 2)
         views.fold_all()
-        assert views.failed["public.posts"] == "public.posts: columns size and Size have one name in a Delta table"
+        assert (
+            views.failed["public.posts"]
+            == "public.posts: columns size and Size differ by case alone, and have one name in the lake"
+        )
         assert landed(one).num_rows == 3
 
 

@@ -11,7 +11,7 @@ from millstream.libpq import is_address
 
 _VIEWS: Final = {
     "delta": {"current", "history", "scd2", "merged"},
-    "iceberg": {"current", "history", "scd2"},
+    "iceberg": {"current", "history", "scd2", "merged"},
     "postgres": {"changes", "current"},
 }
 

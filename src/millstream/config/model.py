@@ -153,7 +153,7 @@ class LakeConfig(Section):
         min_length=1,
         description="Views that readers get. With `delta`: `current` has one row per key, `history` every record, `scd2` "
         "every version of each row with the times at which it began and ended, `merged` the rows of all regions. "
-        "History is always written; `current` and `scd2` are folded from it, `merged` from the regions' logs. With `iceberg`: all but `merged`. With `postgres`: `changes` has an event table per table, `current` its "
+        "History is always written; `current` and `scd2` are folded from it, `merged` from the regions' logs. With `iceberg`: the same. With `postgres`: `changes` has an event table per table, `current` its "
         "rows. Unset: `current`, with `history` or `changes`.",
     )
     schema_prefix: text.SchemaPrefix = Field(

@@ -49,7 +49,9 @@ def landed_state(home: Home, stream: str, table: RegionTable) -> RegionState | N
     from millstream.lake.folded.merged import MergedFold
 
     try:
-        fold = MergedFold(place_of(lake_layout(home, stream, config, table.stream_id), table), table.engine)
+        fold = MergedFold(
+            place_of(lake_layout(home, stream, config, table.stream_id), table), table.engine, table.columns
+        )
         received = fold.received
         if received is None or (table.bytes_max is not None and fold.state_bytes > table.bytes_max):
             return None
@@ -86,11 +88,11 @@ def rebuild_landed(home: Home, stream: str, layout: LakeLayout, name: str) -> tu
         table = RegionTable(home, stream, name)
         place = place_of(layout, table)
         try:
-            fold = MergedFold(place, table.engine)
+            fold = MergedFold(place, table.engine, table.columns)
         except (LakeFilesGone, LakeTableForeign, LakeUnavailable):
             set_aside(place.layout, place.path(REGIONS))
             aside = set_aside(place.layout, place.path(MERGED)) or aside
-            fold = MergedFold(place, table.engine)
+            fold = MergedFold(place, table.engine, table.columns)
         try:
             return fold.replace(table.merged_state()).keys, aside
         except LakeConflict:

@@ -7,6 +7,7 @@ again; others go on.
 
 from __future__ import annotations
 
+import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -180,11 +181,8 @@ class MergedViews:
                 ended_s = table.head_s = time.monotonic()
                 table.fold = FoldHistory(ended_s, ended_s - begun_s, outcome.live_bytes, outcome.removed_bytes)
         except LakeTableForeign as foreign:
-            assert table.place is not None, "its tables were opened"
-            folders = " and ".join(table.place.path(view) for view in (MERGED, REGIONS))
-            error = LakeTableForeign(
-                foreign.message, hint=f"Move {folders} away: the next fold builds both again.", **foreign.details
-            )
+            words = f"millstream pipeline rebuild {shlex.quote(name)} --view merged"
+            error = LakeTableForeign(foreign.message, hint=f"Build the view again: {words}.", **foreign.details)
         except MillstreamError as failure:
             error = failure
         if error is not None:
@@ -206,7 +204,7 @@ class MergedViews:
         """Fold one table; None if there was nothing to write."""
         rows = RegionTable(self._home, self._stream, name, with_kept=False, repeated=self._repeated)
         table.place = place_of(self._layout, rows)
-        fold = MergedFold(table.place, rows.engine, sizes=self._rules.sizes)
+        fold = MergedFold(table.place, rows.engine, rows.columns, sizes=self._rules.sizes)
         received = fold.received
         if received is None or fold.head is None:
             return self._replaced(name, fold)

@@ -1,6 +1,6 @@
 """`merged`: one row a key, as all regions that write a table have it together; folded from the regions' logs.
 
-Two Delta tables: `merged` has the rows that readers see, `regions` the state that they are computed from: each region's
+Two tables: `merged` has the rows that readers see, `regions` the state that they are computed from: each region's
 row of each key (`crdt.row_merge`), and the *head*, one row in a partition of its own, which records what was received.
 A fold joins new region rows into those of the same keys, and rewrites only the files that may hold these keys.
 
@@ -11,6 +11,8 @@ records again, and joins them to the same state: the same keys get the same rows
 from __future__ import annotations
 
 import json
+import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Self
@@ -32,7 +34,7 @@ from millstream.lake.folded.key_ranges import Leaf, Leaves
 from millstream.lake.folded.rewrite import Change, LeafWriter, placed, touched
 from millstream.lake.layout import LakeLayout
 from millstream.lake.row_identity import Keys, having, key_codes
-from millstream.lake.table_format import Commit, OpenTable, create_table, open_table
+from millstream.lake.table_format import Commit, OpenTable, create_table, format_of, open_table
 from millstream.model.positions import Seq
 
 MERGED: Final = "merged"
@@ -106,14 +108,24 @@ class MergedOutcome:
 class MergedFold:
     """One fold of a table. Open it, receive what follows `received` from the logs, and call `join` or `replace`.
 
+    `columns` are the table's own now: a format may store a column in a wider type than the logs.
+
     Raises:
         LakeTableForeign: another program wrote into one of the tables.
         LakeUnavailable: they can't be reached.
     """
 
-    def __init__(self, place: MergedPlace, engine: ReconciliationEngine, *, sizes: FoldSizes = DEFAULT_SIZES) -> None:
+    def __init__(
+        self,
+        place: MergedPlace,
+        engine: ReconciliationEngine,
+        columns: pa.Schema,
+        *,
+        sizes: FoldSizes = DEFAULT_SIZES,
+    ) -> None:
         self._place = place
         self._engine = engine
+        self._columns = columns
         self._sizes = sizes
         self._merged = place.open(MERGED)
         self._regions = place.open(REGIONS)
@@ -215,7 +227,7 @@ class MergedFold:
             The size in bytes of the table's files now, and of those that were replaced.
         """
         layout = self._place.layout
-        target = pa.schema([pa.field(f.name, f.type) for f in rows.schema])
+        target = self._stored([pa.field(f.name, f.type) for f in rows.schema])
         columns = target if head is None else pa.schema([*target, _HEAD, _PART])
         opened = self._opened(view, columns, target)
         leaves = Leaves(opened, self._key, partition=None if head is None else _ROWS)
@@ -297,8 +309,19 @@ class MergedFold:
         return pa.concat_tables([shape.empty_table(), *found])
 
     def _shape(self, regions: OpenTable) -> pa.Schema:
-        """Return the columns of the region rows in the lake."""
-        return pa.schema([field for field in regions.schema() if field.name not in {_PART.name, _HEAD.name}])
+        """Return the columns of the region rows in the lake, in the logs' types."""
+        stored = {field.name: field.type for field in self._stored(self._columns)}
+        return pa.schema(
+            [
+                self._columns.field(field.name) if same_type(field.type, stored.get(field.name, pa.null())) else field
+                for field in regions.schema()
+                if field.name not in {_PART.name, _HEAD.name}
+            ]
+        )
+
+    def _stored(self, columns: Iterable[pa.Field]) -> pa.Schema:
+        """Return columns in the types of the lake's format."""
+        return format_of(self._place.layout).stored_schema(pa.schema(columns))
 
     def _read_head(self) -> Head | None:
         if self._regions is None or self._regions.n is None:
@@ -308,7 +331,7 @@ class MergedFold:
             path = self._regions.path
             raise LakeTableForeign(
                 f"{path} has {len(paths)} heads instead of one",
-                hint=f"Move {path} and {self._place.path(MERGED)} away: the next fold builds both again.",
+                hint=f"Build the view again: millstream pipeline rebuild {shlex.quote(self._place.name)} --view merged.",
                 path=path,
             )
         files = TableFiles(self._place.layout, self._regions.path)
@@ -322,7 +345,7 @@ def _check_names(table: str, columns: pa.Schema) -> None:
         other = seen.setdefault(name.lower(), name)
         if other != name:
             raise LakeError(
-                f"{table}: columns {other} and {name} have one name in a Delta table",
+                f"{table}: columns {other} and {name} differ by case alone, and have one name in the lake",
                 code="lake_schema_conflict",
                 hint="Let all regions write the column under one name, or read the table by `home.merged`.",
                 table=table,

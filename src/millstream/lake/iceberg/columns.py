@@ -28,6 +28,7 @@ from pyiceberg.types import (
     MapType,
     NestedField,
     StringType,
+    StructType,
     TimestampType,
     TimestamptzType,
 )
@@ -66,6 +67,8 @@ def iceberg_type(kind: pa.DataType) -> IcebergType:
     if pa.types.is_map(kind):
         key, value = iceberg_type(kind.key_type), iceberg_type(kind.item_type)
         return MapType(key_id=0, key_type=key, value_id=0, value_type=value, value_required=False)
+    if pa.types.is_struct(kind):
+        return StructType(*(NestedField(0, field.name, iceberg_type(field.type), required=False) for field in kind))
     return _PLAIN[kind]
 
 
@@ -86,6 +89,8 @@ def arrow_type(kind: IcebergType, *, with_ids: bool = False) -> pa.DataType:
                 nested("key", kind.key_id, kind.key_type, nullable=False),
                 nested("value", kind.value_id, kind.value_type),
             )
+        case StructType():
+            return pa.struct([nested(field.name, field.field_id, field.field_type) for field in kind.fields])
         case _:
             return _ARROW_OF[type(kind)]
 

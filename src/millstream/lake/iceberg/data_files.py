@@ -103,11 +103,13 @@ def data_file(file: NewFile, location: str, metadata: TableMetadata, schema: Sch
     return made
 
 
-def _partition_value(value: str | None) -> int | bool | None:
-    """Return a day or a truth value as a manifest has it; these alone partition tables here."""
+def _partition_value(value: str | None) -> int | bool | str | None:
+    """Return a day, a truth value or a word as a manifest has it; these alone partition tables here."""
     if value in _TRUTHS:
         return value == "true"
-    return None if value is None else (date.fromisoformat(value) - _EPOCH).days
+    if value is None or value.isalpha():
+        return value
+    return (date.fromisoformat(value) - _EPOCH).days
 
 
 def flat_files(entries: Sequence[ManifestEntry], location: str, schema: Schema, partitions: Sequence[str]) -> pa.Table:
@@ -150,6 +152,8 @@ def _shown(value: Any) -> str | None:
         return None
     if isinstance(value, bool):
         return _TRUTHS[value]
+    if isinstance(value, str):
+        return value
     return (value if isinstance(value, date) else _EPOCH + timedelta(days=value)).isoformat()
 
 

@@ -13,6 +13,8 @@ from typing import Final
 from millstream.lake.layout import BESIDE, MESSAGES, VIEWS, LakeLayout, is_plain_folder, name_in_folder
 
 _OTHER: Final = re.compile(r"[^a-z0-9_]")
+_VIEWS: Final = VIEWS | {"regions"}
+"""The views, and the state of `merged`."""
 
 
 def identifier_of(layout: LakeLayout, path: str) -> tuple[str, str]:
@@ -34,13 +36,13 @@ def namespace_of(layout: LakeLayout, path: str) -> tuple[str, str]:
     view, slash, folder = within.removeprefix("/").partition("/")
     if folder.endswith(BESIDE):
         return f"{stream}_building", slash + folder
-    return (f"{stream}_{view}", slash + folder) if view in VIEWS else (stream, within)
+    return (f"{stream}_{view}", slash + folder) if view in _VIEWS else (stream, within)
 
 
 def namespaces_of(layout: LakeLayout) -> tuple[str, ...]:
     """Return the namespaces of a stream's tables: its own first, then those of the views and of rebuilds."""
     stream = _OTHER.sub("_", layout.stream_name)
-    return (stream, *(f"{stream}_{view}" for view in sorted(VIEWS)), f"{stream}_building")
+    return (stream, *(f"{stream}_{view}" for view in sorted(_VIEWS)), f"{stream}_building")
 
 
 def view_of(layout: LakeLayout, path: str) -> str:
