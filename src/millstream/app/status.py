@@ -16,9 +16,11 @@ from millstream.app.alerts.alert_file import delivery_facts, found_conditions
 from millstream.app.lag import backlog_counter, capture_lag, held_log, lake_lag
 from millstream.app.open_home import home_consumers
 from millstream.app.resources import resources_of
+from millstream.app.status_cache import StatusCache
 from millstream.app.status_words import TRIED_AGAIN
 from millstream.catalog.lake_state import lake_state
 from millstream.catalog.quarantined_tables import FoldFailures, LastChanges, QuarantineFacts
+from millstream.catalog.snapshot import CatalogSnapshot
 from millstream.errors import ConfigError, Fenced, LogError, MillstreamError, ReadOnly
 from millstream.home.home import Home
 from millstream.home.paths import PIPELINE, HomePaths
@@ -43,20 +45,16 @@ if TYPE_CHECKING:
     """Returns the path of each of a table's views in the lake, by the view's name."""
 
 
-def collect_status(
-    home: Home, backlogs: dict[str, Backlogs] | None = None, readers: dict[str, StreamReader] | None = None
-) -> dict[str, Any]:
+def collect_status(home: Home, cache: StatusCache | None = None) -> dict[str, Any]:
     """Return a home's status, JSON-able.
 
     It has `home`, `processes`, `streams`, `conditions`, `alerts`, `problems`, `measures` and `resources`.
 
     Args:
         home: the home.
-        backlogs: counts of the logs by their folders, which a caller that asks repeatedly keeps: the open segment isn't read from
-            its beginning each time. Use them from one thread at a time.
-        readers: likewise readers of the logs of streams that the catalog lacks.
+        cache: kept by a caller that asks repeatedly; None: everything is read.
     """
-    backlogs, readers = {} if backlogs is None else backlogs, {} if readers is None else readers
+    cache = StatusCache() if cache is None else cache
     problems: list[str] = []
     nodes = _nodes(home, problems)
     owner, pipeline = ask(home, "owner", "status") or {}, ask(home, "pipeline", "status") or {}
@@ -69,18 +67,19 @@ def collect_status(
         problems.append(f"configuration: {error.message}")
     try:
         if home.has_catalog():
-            with home.open_catalog() as catalog:
+            with home.open_catalog() as opened:
+                catalog = CatalogSnapshot(opened, pipeline=PIPELINE, names=names, known_names=cache.table_names)
                 known = {row.name: row.id for row in catalog.streams()}
                 for name in sorted(names | set(known)):
                     live = (owner.get("streams", {}).get(name), pipeline.get("streams", {}).get(name))
                     errors = _part_errors(home, catalog, name, live)
                     if name in known:
-                        found = _stream(home, catalog, name, known[name], live, backlogs, problems)
+                        found = _stream(home, catalog, name, known[name], live, cache.backlogs, problems)
                         streams.append(found | {"errors": errors, "sinks": _sinks(found["id"], counted.values())})
                     else:
-                        streams.append(_followed(home, name, readers, problems) | {"errors": errors})
+                        streams.append(_followed(home, name, cache.readers, problems) | {"errors": errors})
         else:
-            streams = [_followed(home, name, readers, problems) for name in sorted(names)]
+            streams = [_followed(home, name, cache.readers, problems) for name in sorted(names)]
     except MillstreamError as error:
         problems.append(error.message)
     for one in streams:
@@ -476,7 +475,7 @@ def lake_paths(home: Home, catalog: Catalog, name: str, stream: StreamId) -> Pat
     stream.
     """
     from millstream.home.config_mapping import lake_layout
-    from millstream.lake.layout import folder_name, folder_of
+    from millstream.lake.layout import folder_name
 
     try:
         config = home.config.streams.get(name)
@@ -486,10 +485,13 @@ def lake_paths(home: Home, catalog: Catalog, name: str, stream: StreamId) -> Pat
         return lambda _row: {}
     root, views = lake_layout(home, name, config, stream).root, config.lake.shown
 
-    schemas = catalog.latest_schemas(stream)
+    names = catalog.newest_names(stream)
 
     def paths(row: TableRow) -> dict[str, str]:
-        folder = folder_of(schemas[row.id]) if row.id in schemas else folder_name(row.namespace, row.name)
+        named = names.get(row.id)
+        folder = (
+            folder_name(named.namespace, named.name, named.folder_id) if named else folder_name(row.namespace, row.name)
+        )
         found = {view: f"{root}/{view}/{folder}" for view in views}
         return {view: path for view, path in found.items() if "://" in path or Path(path).is_dir()}
 

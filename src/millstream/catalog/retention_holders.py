@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from typing import Any
+from uuid import UUID
 
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import Row, delete, func, select, update
 
 import millstream.catalog.sql_tables as t
 from millstream.catalog.catalog_part import CatalogPart, greater, lock_stream, now_us
@@ -83,19 +85,7 @@ class Holders(CatalogPart):
         query = select(t.pipelines).where(t.pipelines.c.stream == str(stream))
         with self._database.read() as connection:
             rows = sorted(connection.execute(query).all(), key=lambda row: str(row.name))
-        return [
-            PipelinePosition(
-                stream,
-                r.name,
-                None if r.needed_from is None else Seq(r.needed_from),
-                Seq(r.landed),
-                r.changed_us,
-                HolderKind(r.kind),
-                None if r.cut_off_at is None else Seq(r.cut_off_at),
-                _position_of(r.position),
-            )
-            for r in rows
-        ]
+        return [pipeline_position(row) for row in rows]
 
     def _move_pipeline(
         self,
@@ -124,6 +114,20 @@ class Holders(CatalogPart):
                     CutOff(gone.name, HolderKind(gone.kind), Seq(gone.needed_from), Seq(gone.cut_off_at))
                 )
             connection.execute(change)
+
+
+def pipeline_position(row: Row[Any]) -> PipelinePosition:
+    """Return a row of `pipelines` as a value."""
+    return PipelinePosition(
+        StreamId(UUID(row.stream)),
+        row.name,
+        None if row.needed_from is None else Seq(row.needed_from),
+        Seq(row.landed),
+        row.changed_us,
+        HolderKind(row.kind),
+        None if row.cut_off_at is None else Seq(row.cut_off_at),
+        _position_of(row.position),
+    )
 
 
 def _text_of(position: ReplicaPosition) -> str:

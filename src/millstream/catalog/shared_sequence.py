@@ -150,9 +150,14 @@ class PostgresSequenceStore:
 
     def view(self) -> LedgerView:
         """Implement the port."""
+        ledger, now = self.look()
+        return ledger.view(now)
+
+    def look(self) -> tuple[Ledger, int]:
+        """Return the writers and their numbers, and the server's time in microseconds since 1970."""
         with self._database.read() as connection:
-            now = connection.execute(_CLOCK).scalar_one()
-            return self._seen(connection).view(now)
+            now = server_time_us(connection)
+            return self._seen(connection), now
 
     def writers(self) -> Sequence[WriterEntry]:
         """Implement the port."""
@@ -194,8 +199,7 @@ class PostgresSequenceStore:
     def _seen(self, connection: Connection) -> Ledger:
         """Return the ledger in an open snapshot: the sequence, which isn't part of snapshots, may be ahead of it."""
         ledger = self._load(connection, with_newest=False)
-        newest = max((max(entry.given_to, entry.position) for entry in ledger.writers), default=Seq(0))
-        return replace(ledger, newest=newest)
+        return with_newest_known(ledger)
 
     def _load(self, connection: Connection, *, with_newest: bool = True) -> Ledger:
         """Load the newest number first, then the writers: a writer that registers between is given numbers above it."""
@@ -208,7 +212,7 @@ class PostgresSequenceStore:
             newest = connection.execute(value, {"name": self._named}).scalar_one()
         epoch = connection.execute(select(t.streams.c.epoch).where(t.streams.c.id == str(self._stream))).scalar_one()
         query = select(t.writers).where(t.writers.c.stream == str(self._stream)).order_by(t.writers.c.id)
-        return Ledger(Seq(newest), Epoch(epoch), tuple(_entry(row) for row in connection.execute(query)))
+        return Ledger(Seq(newest), Epoch(epoch), tuple(writer_entry(row) for row in connection.execute(query)))
 
     def _store(self, connection: Connection, before: Ledger, after: Ledger) -> None:
         if after.epoch != before.epoch:
@@ -320,7 +324,19 @@ class PostgresSequenceStore:
 _DRAW: Final = f"SELECT * FROM {CATALOG_SCHEMA}.draw_numbers({{}}::text, {{}}::integer, {{}}::bigint, {{}}::bigint, {{}}::bigint, {{}}::bigint)"
 
 
-def _entry(row: Any) -> WriterEntry:
+def server_time_us(connection: Connection) -> int:
+    """Return the server's time in microseconds since 1970."""
+    return int(connection.execute(_CLOCK).scalar_one())
+
+
+def with_newest_known(ledger: Ledger) -> Ledger:
+    """Return the ledger with the newest number that a writer has: the sequence itself may be ahead."""
+    newest = max((max(entry.given_to, entry.position) for entry in ledger.writers), default=Seq(0))
+    return replace(ledger, newest=newest)
+
+
+def writer_entry(row: Any) -> WriterEntry:
+    """Return a row of `writers` as the entry of a writer that shares its stream's numbers."""
     return WriterEntry(
         WriterId(row.id),
         row.name,

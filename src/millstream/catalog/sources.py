@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
+from uuid import UUID
 
 from sqlalchemy import Connection, Row, delete, select, update
 
@@ -126,7 +127,7 @@ class Sources(CatalogPart):
     def current_source(self, stream: StreamId) -> SourceRow | None:
         """Return the source that the stream follows; None if it has none so far."""
         known = self.sources(stream)
-        followed = self._followed(stream).get("id")
+        followed = self.followed_source(stream).get("id")
         return next((row for row in known if row.id == followed), known[-1] if known else None)
 
     def source_history(self, stream: StreamId) -> tuple[tuple[int, Lsn], ...] | None:
@@ -134,12 +135,13 @@ class Sources(CatalogPart):
 
         None: unknown.
         """
-        history = self._followed(stream).get("history")
+        history = self.followed_source(stream).get("history")
         return None if history is None else tuple((int(timeline), Lsn(lsn)) for timeline, lsn in history)
 
-    def _followed(self, stream: StreamId) -> dict[str, Any]:
+    def followed_source(self, stream: StreamId) -> dict[str, Any]:
+        """Return the facts of the followed source, `id` and `history`; empty if the stream has none so far."""
         with self._database.read() as connection:
-            return dict(self._fact(connection, _scope(stream), _CURRENT) or {})
+            return dict(self._fact(connection, *followed_fact(stream)) or {})
 
     def sources(self, stream: StreamId) -> list[SourceRow]:
         """Return the stream's sources that are databases, oldest first."""
@@ -150,10 +152,7 @@ class Sources(CatalogPart):
         with self._database.read() as connection:
             query = select(t.sources).where(t.sources.c.stream == str(stream)).order_by(t.sources.c.id)
             rows = connection.execute(query).all()
-        return [
-            SourceRow(SourceId(r.id), stream, int(r.system_identifier), r.database, r.timeline, Lsn(r.reached))
-            for r in rows
-        ]
+        return [source_row(row) for row in rows]
 
     def reached(self, source: SourceId) -> Lsn:
         """Return the position that capture of the source last stored; the log's own group headers may be ahead."""
@@ -222,6 +221,17 @@ class Sources(CatalogPart):
         if row is None:
             raise CatalogError(f"the catalog has no source {source}", source=source)
         return row
+
+
+def followed_fact(stream: StreamId) -> tuple[str, str]:
+    """Return scope and name of the fact that names the followed source."""
+    return _scope(stream), _CURRENT
+
+
+def source_row(row: Row[Any]) -> SourceRow:
+    """Return a row of `sources` as a value."""
+    system, stream = int(row.system_identifier), StreamId(UUID(row.stream))
+    return SourceRow(SourceId(row.id), stream, system, row.database, row.timeline, Lsn(row.reached))
 
 
 def _facts(stream: StreamId, system_identifier: int, database: str, timeline: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from millstream.catalog.access_tokens import Tokens
 from millstream.catalog.adopt_from_log import Adoption
@@ -15,6 +15,10 @@ from millstream.catalog.sources import Sources
 from millstream.catalog.streams import Streams
 from millstream.catalog.table_copies import Copies
 from millstream.catalog.tables import Tables
+
+if TYPE_CHECKING:
+    from millstream.model.ids import StreamId
+    from millstream.protocol.sequencer import Ledger
 
 
 class Catalog(Streams, Sources, Tables, Adoption, Copies, Holders, Tokens, Facts):
@@ -52,9 +56,25 @@ class Catalog(Streams, Sources, Tables, Adoption, Copies, Holders, Tokens, Facts
         self.close()
 
     @property
+    def home(self) -> HomeIdentity | None:
+        """The home whose streams it returns; None: those of all."""
+        return self._home
+
+    @property
     def database(self) -> CatalogDatabase:
         """The database below, for components that keep tables of their own next to the catalog's."""
         return self._database
+
+    def shared_ledger(self, stream: StreamId) -> tuple[Ledger, int] | None:
+        """Return the writers of a stream and their numbers, and the server's time in microseconds since 1970.
+
+        An entry without a location is a writer that owned the stream. None if writers can't share the catalog.
+        """
+        if self._database.address is None:
+            return None
+        from millstream.catalog.shared_sequence import PostgresSequenceStore
+
+        return PostgresSequenceStore(self._database, stream).look()
 
     def close(self) -> None:
         """Close the connections; completed calls are durable already."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from typing import Any
 from uuid import UUID, uuid4
 
-from sqlalchemy import Connection, func, literal, select, update
+from sqlalchemy import Connection, Row, Select, func, literal, select, update
 
 import millstream.catalog.sql_tables as t
 from millstream.catalog.catalog_part import CatalogPart, greater, lock_stream, now_us
@@ -102,14 +103,18 @@ class Streams(CatalogPart):
 
     def streams(self) -> list[StreamRow]:
         """Return all streams, by name; only the home's, if the catalog was opened for one."""
-        query = select(t.streams)
-        if self._home is not None:
-            here = (t.facts.c.scope == literal("homes/").concat(t.streams.c.id)) & (t.facts.c.name == self._home.id)
-            query = query.join(t.facts, here)
         with self._database.read() as connection:
-            rows = connection.execute(query).all()
+            rows = connection.execute(self._own_streams()).all()
         # Sorted here: the order of text in a database is the database's choice.
-        return sorted((StreamRow(StreamId(UUID(r.id)), r.name, r.created_us) for r in rows), key=lambda s: s.name)
+        return sorted((stream_row(row) for row in rows), key=lambda stream: stream.name)
+
+    def _own_streams(self) -> Select[Any]:
+        """Return a query for the streams; only the home's, if the catalog was opened for one."""
+        query = select(t.streams)
+        if self._home is None:
+            return query
+        here = (t.facts.c.scope == literal("homes/").concat(t.streams.c.id)) & (t.facts.c.name == self._home.id)
+        return query.join(t.facts, here)
 
     # --- writers and numbers -----------------------------------------------------------------------------------
 
@@ -152,8 +157,19 @@ class Streams(CatalogPart):
         with self._database.read() as connection:
             query = select(t.writers).where(t.writers.c.stream == str(stream)).order_by(t.writers.c.id)
             rows = connection.execute(query).all()
-        return [WriterRow(stream, WriterId(r.id), r.name, Epoch(r.epoch), r.pid, r.registered_us) for r in rows]
+        return [writer_row(row) for row in rows]
 
     def reservations(self, stream: StreamId) -> StreamReservations:
         """Return the stream's number reservations, as `ports.SeqReservations`."""
         return StreamReservations(self._database, stream)
+
+
+def stream_row(row: Row[Any]) -> StreamRow:
+    """Return a row of `streams` as a value."""
+    return StreamRow(StreamId(UUID(row.id)), row.name, row.created_us)
+
+
+def writer_row(row: Row[Any]) -> WriterRow:
+    """Return a row of `writers` as a value."""
+    stream = StreamId(UUID(row.stream))
+    return WriterRow(stream, WriterId(row.id), row.name, Epoch(row.epoch), row.pid, row.registered_us)

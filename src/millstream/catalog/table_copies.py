@@ -21,7 +21,7 @@ class Copies(CatalogPart):
 
     def pause_copy(self, stream: StreamId, table: TableId) -> bool:
         """Pause a table's copy until `resume_copy`; return whether there is one. The table's state doesn't change."""
-        pause = insert(t.facts).values(scope=_pauses(stream), name=str(int(table)), value="true")
+        pause = insert(t.facts).values(scope=pauses_scope(stream), name=str(int(table)), value="true")
         with self._database.write() as connection:
             # Locked: either a copy that ends at this moment is seen as ended, or it removes the pause.
             row = select(t.tables.c.state).where(t.tables.c.id == table).with_for_update()
@@ -38,7 +38,7 @@ class Copies(CatalogPart):
 
     def paused_copies(self, stream: StreamId) -> frozenset[TableId]:
         """Return the tables whose copies are paused."""
-        query = select(t.facts.c.name).where(t.facts.c.scope == _pauses(stream))
+        query = select(t.facts.c.name).where(t.facts.c.scope == pauses_scope(stream))
         with self._database.read() as connection:
             return frozenset(TableId(int(name)) for name in connection.execute(query).scalars())
 
@@ -98,9 +98,10 @@ class Copies(CatalogPart):
             connection.execute(delete(t.copy_chunks).where(t.copy_chunks.c.table_id == table))
 
 
-def _pauses(stream: StreamId) -> str:
+def pauses_scope(stream: StreamId) -> str:
+    """Return the scope of the facts that name the tables whose copies are paused."""
     return f"copy pauses/{stream}"
 
 
 def _no_pause(stream: StreamId, table: TableId) -> Delete:
-    return delete(t.facts).where(t.facts.c.scope == _pauses(stream), t.facts.c.name == str(int(table)))
+    return delete(t.facts).where(t.facts.c.scope == pauses_scope(stream), t.facts.c.name == str(int(table)))

@@ -80,7 +80,7 @@ class Tables(CatalogPart):
                 query = query.where(t.tables.c.source.in_(branches))
             row = connection.execute(query).first()
             if row is not None and (row.namespace, row.name) == (namespace, name):
-                return _table_row(row)
+                return table_row(row)
             taken = (
                 source != 0 and kind is TableKind.TABLE and _written(connection, stream, namespace, name) is not None
             )
@@ -94,7 +94,7 @@ class Tables(CatalogPart):
             else:
                 renamed = update(t.tables).where(t.tables.c.id == row.id).values({**named, **(stands if taken else {})})
                 row = connection.execute(renamed.returning(t.tables)).one()
-        return _table_row(row)
+        return table_row(row)
 
     def table(self, table: TableId) -> TableRow:
         """Return one table by its id; raise `UnknownTable` if there is none."""
@@ -102,7 +102,7 @@ class Tables(CatalogPart):
             row = connection.execute(select(t.tables).where(t.tables.c.id == table)).first()
         if row is None:
             raise UnknownTable(f"the catalog has no table {table}", table=table)
-        return _table_row(row)
+        return table_row(row)
 
     def tables(self, stream: StreamId, *, gone: bool = False) -> list[TableRow]:
         """Return the stream's tables by name; with `gone`, those that have left too."""
@@ -111,7 +111,7 @@ class Tables(CatalogPart):
             query = query.where(t.tables.c.state != TableState.GONE.value)
         with self._database.read() as connection:
             rows = connection.execute(query).all()
-        return sorted((_table_row(row) for row in rows), key=lambda table: (table.namespace, table.name, table.id))
+        return sorted((table_row(row) for row in rows), key=lambda table: (table.namespace, table.name, table.id))
 
     def states(self, stream: StreamId) -> dict[TableId, TableState]:
         """Return the states of the stream's tables, except those that have left: of 1,000 tables in a millisecond."""
@@ -304,10 +304,8 @@ class Tables(CatalogPart):
         lacking = {table_id for table_id, _ in there - self._known_names.keys()}
         if lacking:
             blobs = select(t.schema_versions.c.arrow).where(t.schema_versions.c.table_id.in_(lacking))
-            for known in map(schema_of, connection.execute(blobs).scalars()):
-                self._known_names[known.table_id, known.version] = NameOfTable(
-                    known.table_id, known.version, known.namespace, known.name, known.folder_id
-                )
+            for known in map(name_of, connection.execute(blobs).scalars()):
+                self._known_names[known.table_id, known.version] = known
         return [self._known_names[key] for key in there]
 
     def schemas(self, stream: StreamId) -> dict[tuple[TableId, SchemaVersion], TableSchema]:
@@ -339,6 +337,10 @@ class Tables(CatalogPart):
         newest = query.where(t.schema_versions.c.version == t.tables.c.schema_version)
         return {schema.table_id: schema for schema in self._schemas(newest)}
 
+    def newest_names(self, stream: StreamId) -> dict[TableId, NameOfTable]:
+        """Return the name in the newest schema of every table that has one."""
+        return {table: _named(schema) for table, schema in self.latest_schemas(stream).items()}
+
     def _schemas(self, query: Select[Any]) -> list[TableSchema]:
         with self._database.read() as connection:
             blobs = connection.execute(query).scalars().all()
@@ -353,6 +355,15 @@ def _without_case(name: tuple[str, str]) -> tuple[str, ...]:
 def schema_of(blob: bytes) -> TableSchema:
     """Return a schema from its bytes in `schema_versions`."""
     return TableSchema.from_arrow(pa.ipc.read_schema(pa.py_buffer(blob)))
+
+
+def name_of(blob: bytes) -> NameOfTable:
+    """Return the name in a schema, from its bytes in `schema_versions`."""
+    return _named(schema_of(blob))
+
+
+def _named(schema: TableSchema) -> NameOfTable:
+    return NameOfTable(schema.table_id, schema.version, schema.namespace, schema.name, schema.folder_id)
 
 
 def _present(stream: StreamId) -> Select[Any]:
@@ -385,7 +396,8 @@ def _check_free(connection: Connection, stream: StreamId, namespace: str, name: 
             )
 
 
-def _table_row(row: Row[Any]) -> TableRow:
+def table_row(row: Row[Any]) -> TableRow:
+    """Return a row of `tables` as a value."""
     return TableRow(
         id=TableId(row.id),
         stream=StreamId(UUID(row.stream)),

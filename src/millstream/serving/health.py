@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.app.status import collect_status
+from millstream.app.status_cache import StatusCache
 from millstream.leadership.node_roles import Roles
 from millstream.model.replication import LOCAL
 from millstream.nodes.replicas import list_replicas
@@ -16,8 +17,6 @@ from millstream.writers.stall_reasons import troubles
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
-    from millstream.wal.backlog import Backlogs
-    from millstream.wal.reader import StreamReader
 
 _KEEP_S: Final = 1.0
 """More frequent requests than this get the same answer: a status reads the lake's last cut."""
@@ -32,8 +31,7 @@ class Health:
         self._lock = threading.Lock()
         self._status: dict[str, Any] = {}
         self._status_s = -_KEEP_S
-        self._backlogs: dict[str, Backlogs] = {}
-        self._readers: dict[str, StreamReader] = {}
+        self._cache = StatusCache()
         self.draining = False
         """Whether the server was told to end."""
 
@@ -41,7 +39,7 @@ class Health:
         """Return the status that `millstream status --json` prints."""
         with self._lock:
             if time.monotonic() - self._status_s >= _KEEP_S:
-                self._status = collect_status(self._home, self._backlogs, self._readers)
+                self._status = collect_status(self._home, self._cache)
                 self._status_s = time.monotonic()
             return self._status
 

@@ -34,11 +34,11 @@ def writer_facts(home: Home, catalog: Catalog, stream: StreamId) -> dict[str, An
         The states are `alive`, `recovering`, `expired` (its lease has expired and its log isn't
         recovered), `stopped`, `forgotten`. Empty if one writer owns the stream.
     """
-    here = home.identity().id
-    entries = writers_of(catalog, stream)
-    if not entries:
+    ledger, now_us = catalog.shared_ledger(stream) or (None, 0)
+    entries = [] if ledger is None else [entry for entry in ledger.writers if entry.location]
+    if ledger is None or not entries:
         return {"newest": None, "persisted_upto": None, "writers": []}
-    view = store_of(catalog, stream, 0.0).view()
+    here, view = home.identity().id, ledger.view(now_us)
     return {
         "newest": int(view.newest),
         "persisted_upto": int(view.persisted_upto),
