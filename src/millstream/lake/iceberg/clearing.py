@@ -19,9 +19,9 @@ from pyiceberg.typedef import EMPTY_DICT
 from millstream import failpoints
 from millstream.errors import LakeFilesGone
 from millstream.lake.iceberg.catalog import files_read
+from millstream.lake.iceberg.commits import take_columns
 from millstream.lake.iceberg.data_files import entries_of
 from millstream.lake.iceberg.facts import STREAM, id_of, kept_by_refs
-from millstream.lake.iceberg.handle import take_columns
 from millstream.lake.layout import LakeLayout
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from millstream.lake.iceberg import erasure
 from millstream.lake.iceberg.catalog import catalog_errors, catalog_of, files_read, make_namespace, metadata_addresses
 from millstream.lake.iceberg.clearing import clear, is_cleared, renew
 from millstream.lake.iceberg.columns import arrow_columns, evolve, new_schema, sort_fields, stored_columns, with_ids
+from millstream.lake.iceberg.commits import IcebergHandle
 from millstream.lake.iceberg.facts import (
     BOUNDED,
     PARTITION,
@@ -34,7 +35,6 @@ from millstream.lake.iceberg.facts import (
     version_of,
 )
 from millstream.lake.iceberg.files import address_of, check_location, storage_of
-from millstream.lake.iceberg.handle import IcebergHandle
 from millstream.lake.iceberg.moving import IcebergMove
 from millstream.lake.iceberg.names import identifier_of, view_of
 from millstream.lake.layout import LakeLayout

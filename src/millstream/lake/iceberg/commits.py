@@ -1,4 +1,4 @@
-"""Iceberg tables as this lake uses them: opened again for every write, owned, and committed exactly once.
+"""Commits to Iceberg tables, through a handle that is opened again for every write: owned, and committed exactly once.
 
 The position of a table is a property that is set in the commit of its rows. pyiceberg (0.12) repeats a stale append,
 and the rows double; with `commit.retry.num-retries = 0` it is refused, but only if the snapshot moved. So a
