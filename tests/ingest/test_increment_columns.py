@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -77,6 +78,28 @@ def test_a_column_of_whole_numbers_takes_nothing_else(home: OpenHome) -> None:
         appended = home.append("shop", "posts", rows, keep_valid_rows=True)
         assert [(row.row, row.code, row.column) for row in appended.rejected] == [(1, "increment_unsuitable", "likes")]
     assert [row["likes"] for row in records(home)] == [1, *[2] * 9]
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ({"by": 1}, 'the object {"by":1} is no'),
+        ([[1]], "the list [[1]] is no"),
+        ("many", "the text 'many' is no"),
+        ("x" * 99, f"the text '{'x' * 40}…' is no"),
+        (float("nan"), "NaN and infinities can't be added"),
+        (Decimal("NaN"), "NaN is no decimal number"),
+        (Decimal("-Infinity"), "-Infinity is no decimal number"),
+    ],
+)
+@pytest.mark.parametrize("first", [1, 0.5, Decimal("0.5")])
+def test_a_refusal_names_the_value_that_came(home: OpenHome, first: object, value: object, reason: str) -> None:
+    home.append("shop", "posts", {"id": 1, "score": first})
+    with pytest.raises(InvalidValue, check=coded("increment_unsuitable"), match=re.escape(reason)):
+        home.append("shop", "posts", {"id": 1, "score": value})
+    if isinstance(value, Decimal):
+        with pytest.raises(InvalidValue, check=coded("invalid_value"), match=re.escape(reason)):
+            home.append("shop", "notes", {"id": 1, "sizes": [value, value]})
 
 
 @pytest.mark.parametrize("first", [0.5, "0.5", Decimal("0.5")])

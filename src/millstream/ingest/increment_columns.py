@@ -31,6 +31,8 @@ _UNSUITABLE: Final = "increment_unsuitable"
 """The code of a value that can't be added to a column."""
 _SCALE: Final = 9
 """Digits after the point in a column that begins with decimals, as for decimals in any column."""
+_SHOWN_MAX: Final = 40
+"""Characters of a value in an error."""
 _DECIMAL: Final = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 
 
@@ -61,6 +63,7 @@ def checked_increments(table: str, column: Column, values: pa.ChunkedArray) -> p
     """
     word = column.accumulates
     found = values
+    _check_finite(table, column.name, word, values)
     try:
         if pa.types.is_floating(values.type) and pa.types.is_decimal(column.arrow):
             found = _of_text(column, values.cast(pa.string()))  # the shortest text of a number is what was meant
@@ -72,8 +75,7 @@ def checked_increments(table: str, column: Column, values: pa.ChunkedArray) -> p
             found = values.cast(column.arrow)
     except pa.ArrowException as error:
         raise _unsuitable(table, column.name, word, str(error)) from error
-    if pa.types.is_floating(found.type) and pc.all(pc.is_finite(found)).as_py() is False:
-        raise _unsuitable(table, column.name, word, "NaN and infinities can't be added")
+    _check_finite(table, column.name, word, found)
     if ColumnMerge.parse(word).kind is MergeKind.G_COUNTER and pc.any(pc.less(found, _zero(found.type))).as_py():
         raise InvalidValue(
             f"column {column.name} of {table} is a counter that only grows, and an increment is negative",
@@ -116,13 +118,24 @@ def rejected_as_increments(rejected: Sequence[RejectedRow], accumulates: Mapping
 
 def _of_text(column: Column, values: pa.ChunkedArray) -> pa.ChunkedArray:
     """Return decimal text as numbers."""
-    if pa.types.is_integer(column.arrow):
-        raise pa.ArrowInvalid("text isn't a whole number")
-    if pa.types.is_floating(column.arrow):
-        if pc.all(pc.match_substring_regex(values, _DECIMAL)).as_py() is False:
-            raise pa.ArrowInvalid("text isn't a decimal number")
-        return values.cast(column.arrow)
+    is_whole = pa.types.is_integer(column.arrow)
+    fits = pc.match_substring_regex(values, _DECIMAL)
+    refused = values.drop_null() if is_whole else values.filter(pc.invert(fits))
+    if len(refused):
+        raise pa.ArrowInvalid(f"{_named(refused[0].as_py())} is no {'whole' if is_whole else 'decimal'} number")
     return values.cast(column.arrow)
+
+
+def _named(text: str) -> str:
+    """Return the text of a value for an error. An object or a list of lists has become JSON before it comes here."""
+    shown = text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}…"
+    kind = {"{}": "the object", "[]": "the list"}.get(text[:1] + text[-1:])
+    return f"the text {shown!r}" if kind is None else f"{kind} {shown}"
+
+
+def _check_finite(table: str, column: str, word: str, values: pa.ChunkedArray) -> None:
+    if pa.types.is_floating(values.type) and pc.all(pc.is_finite(values)).as_py() is False:
+        raise _unsuitable(table, column, word, "NaN and infinities can't be added")
 
 
 def _zero(kind: pa.DataType) -> pa.Scalar:

@@ -189,6 +189,9 @@ def column_of(name: str, values: list[Any]) -> pa.Array:
         if kinds_inside & _TEXTS:
             lists = [value and [None if item is None else text_of(item) for item in value] for value in values]
             return pa.array(lists, pa.list_(pa.string()))
+        for value in (*values, *inner):
+            if isinstance(value, Decimal) and not value.is_finite():
+                raise no_value(name, f"{value} is no decimal number: the log's decimals are finite")
         found = pa.array(values)
         if Decimal in kinds:
             return found.cast(_roomy(found.type))
