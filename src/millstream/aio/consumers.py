@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 from millstream.client.consumers import Ask, Flow, definition_of, ids_of, milliseconds, page_of, rows_of, status_of
@@ -64,9 +63,7 @@ class AsyncConsumption:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, *_: object) -> None:
         # As `Consumption.__exit__`: the block's own exception isn't replaced.
         with suppress(*(() if kind is None else (MillstreamError,))):
             await run_async(self._flow.leave(has_failed=kind is not None), self._do)

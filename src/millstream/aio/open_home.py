@@ -10,8 +10,7 @@ from contextlib import aclosing
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from millstream.aio.appends import AsyncHomeAppends
 from millstream.aio.consumers import AsyncConsumers, AsyncConsumption
@@ -29,6 +28,7 @@ from millstream.client.consumers import Ask, Flow, with_records
 from millstream.client.following import LOCAL_POLL_S, AsyncFollowing, Step
 from millstream.client.home_calls import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
 from millstream.client.write_session import session_of
+from millstream.closing import AsyncClosing
 from millstream.delivery.running_consumer import Waiter
 from millstream.errors import WriterClosed
 from millstream.export.follow_log import FollowedTables, follow_steps, position_of
@@ -54,7 +54,7 @@ _QUERIES_AT_ONCE: Final = 4
 _Found = TypeVar("_Found")
 
 
-class AsyncOpenHome(AsyncHomeAppends):
+class AsyncOpenHome(AsyncHomeAppends, AsyncClosing):
     """A `millstream.OpenHome` for any number of tasks of one event loop, with the same promises and errors."""
 
     def __init__(self, home: Home) -> None:
@@ -76,14 +76,6 @@ class AsyncOpenHome(AsyncHomeAppends):
     def path(self) -> Path:
         """Return the home's folder."""
         return self._home.path
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     async def close(self) -> None:
         """Close everything that was opened. If this process writes the home's streams, others may from here on."""

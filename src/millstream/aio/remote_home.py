@@ -9,8 +9,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from datetime import datetime
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pyarrow as pa
@@ -47,6 +46,7 @@ from millstream.client.remote_home import (
     tls_of,
 )
 from millstream.client.write_session import session_of
+from millstream.closing import AsyncClosing
 from millstream.model.operations import Appended, AppendedTables
 from millstream.model.positions import StreamToken
 from millstream.model.steps import run_async
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     import ssl
 
 
-class AsyncRemoteHome(AsyncHomeAppends):
+class AsyncRemoteHome(AsyncHomeAppends, AsyncClosing):
     """A `millstream.RemoteHome` for any number of tasks of one event loop, with the same promises and errors."""
 
     def __init__(self, url: str, *, token: str | None, tls: ssl.SSLContext | bool, timeout_s: float) -> None:
@@ -72,14 +72,6 @@ class AsyncRemoteHome(AsyncHomeAppends):
     def url(self) -> str:
         """Return its address."""
         return self._url
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     async def close(self) -> None:
         """Close the connections."""

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from millstream.app.log_readers import check_age_of_copy, needs_run, open_reader, tables_named
 from millstream.app.merged_reads import latest_with_totals
@@ -18,6 +17,7 @@ from millstream.client.consumers import Ask, Consumers, Consumption, Flow, with_
 from millstream.client.following import LOCAL_POLL_S, Following
 from millstream.client.home_calls import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
 from millstream.client.write_session import Session, session_of
+from millstream.closing import Closing
 from millstream.errors import WriterClosed
 from millstream.export.follow_log import FollowedTables, follow_steps, position_of
 from millstream.export.record_reading import read_records
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from millstream.writers.home_consumers import HomeConsumers
 
 
-class OpenHome(HomeAppends):
+class OpenHome(HomeAppends, Closing):
     """An open home. Read from one thread, append from any number; any number of processes may have it open."""
 
     def __init__(self, home: Home, *, latest_bytes_max: int | None = None) -> None:
@@ -67,14 +67,6 @@ class OpenHome(HomeAppends):
     def path(self) -> Path:
         """Return the home's folder."""
         return self._home.path
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close everything that was opened. If this process writes the home's streams, others may from here on."""

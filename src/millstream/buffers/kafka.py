@@ -17,12 +17,13 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 from millstream.buffers.kafka_errors import error_of_kafka, nothing_stored
 from millstream.buffers.kafka_reader import KafkaReader
 from millstream.buffers.kafka_server import client_settings, describe_topic, make_topic
 from millstream.buffers.waiting_for_answers import answered, no_answer
+from millstream.closing import Closing
 from millstream.codec.buffer_reading import unknown_shard
 from millstream.codec.buffered_op import encode_op
 from millstream.errors import IngestError, MillstreamError, Overloaded, WriterClosed
@@ -68,7 +69,7 @@ class KafkaOptions:
     """Bytes of operations in flight, at most; beyond it their senders wait."""
 
 
-class KafkaBuffer:
+class KafkaBuffer(Closing):
     """A client of a topic: `ports.WriteBuffer`.
 
     Raises:
@@ -141,12 +142,6 @@ class KafkaBuffer:
             sender.close(self._options.timeout_s)
         for reader in readers:
             reader.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _sending(self) -> _Sender:
         """Return the producer; a new one if a fatal error has ended it."""

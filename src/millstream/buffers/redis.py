@@ -19,12 +19,13 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Final, Self
+from typing import Any, Final
 from uuid import uuid4
 
 from millstream.buffers.redis_reader import RedisReader
 from millstream.buffers.redis_server import RedisKeys, check_durable, connect, error_of_redis, translated
 from millstream.buffers.waiting_for_answers import answered, no_answer
+from millstream.closing import Closing
 from millstream.codec.buffer_reading import unknown_shard
 from millstream.codec.buffered_op import encode_op
 from millstream.errors import BufferMissing, BufferUnavailable, IngestError, MillstreamError, Overloaded, WriterClosed
@@ -102,7 +103,7 @@ class _PendingWrite:
         return len(self.data) + _ITEM_BYTES
 
 
-class RedisBuffer:
+class RedisBuffer(Closing):
     """A client of a buffer in Redis: `ports.WriteBuffer`.
 
     Raises:
@@ -205,12 +206,6 @@ class RedisBuffer:
             for shard in self._shards:
                 self._client.hdel(self._keys.senders(shard), self._sender)
         self._client.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _create(self, shards: int) -> None:
         """Make the buffer if it doesn't exist: in one step, so that any number of processes may do so at a time."""

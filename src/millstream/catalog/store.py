@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from millstream.catalog.access_tokens import Tokens
 from millstream.catalog.adopt_from_log import Adoption
@@ -15,13 +15,14 @@ from millstream.catalog.sources import Sources
 from millstream.catalog.streams import Streams
 from millstream.catalog.table_copies import Copies
 from millstream.catalog.tables import Tables
+from millstream.closing import Closing
 
 if TYPE_CHECKING:
     from millstream.model.ids import StreamId
     from millstream.protocol.sequencer import Ledger
 
 
-class Catalog(Streams, Sources, Tables, Adoption, Copies, Holders, Tokens, Facts):
+class Catalog(Streams, Sources, Tables, Adoption, Copies, Holders, Tokens, Facts, Closing):
     """A home's catalog. Opening it creates it, or upgrades it to this version's schema.
 
     Args:
@@ -48,12 +49,6 @@ class Catalog(Streams, Sources, Tables, Adoption, Copies, Holders, Tokens, Facts
         self._home = home
         self._database = CatalogDatabase(where, busy_timeout_s=busy_timeout_s)
         self._known_names = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def home(self) -> HomeIdentity | None:

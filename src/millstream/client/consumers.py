@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Final, NamedTuple, Self, TypeAlias, TypeVar
 from urllib.parse import quote
 
@@ -203,9 +202,7 @@ class Consumption:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         # The block's own exception isn't replaced: messages that can't be returned come back by their expiry.
         with suppress(*(() if kind is None else (MillstreamError,))):
             run(self._flow.leave(has_failed=kind is not None), self._do)

@@ -6,10 +6,10 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import suppress
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self, TypeAlias
 
 from millstream.backoff import Backoff
+from millstream.closing import AsyncClosing, Closing
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -26,7 +26,7 @@ REMOTE_POLL_S: Final = (0.02, 0.25)
 """The same for a server."""
 
 
-class Following:
+class Following(Closing):
     """A blocking iterator of `(batch, token)`, made by `home.follow`.
 
     It waits for records that aren't there yet, and ends when it or its home is closed. It is a context manager that
@@ -80,16 +80,8 @@ class Following:
         with suppress(ValueError):  # another thread is in it, and closes it at its next turn
             self._steps.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class AsyncFollowing:
+class AsyncFollowing(AsyncClosing):
     """A `millstream.Following` for a task: `async for batch, token in home.follow(…)`, and `async with`."""
 
     def __init__(self, begin: Callable[[], AsyncGenerator[Step, None]], poll_s: tuple[float, float]) -> None:
@@ -129,11 +121,3 @@ class AsyncFollowing:
         self._closed.set()
         with suppress(RuntimeError):  # another task is in it, and closes it at its next turn
             await self._steps.aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()

@@ -9,8 +9,7 @@ import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 import pyarrow as pa
@@ -35,6 +34,7 @@ from millstream.client.http_requests import (
 )
 from millstream.client.http_retries import HttpAnswer, Lost, Nap, appended, asked, json_of, whole_table
 from millstream.client.write_session import Session, session_of
+from millstream.closing import Closing
 from millstream.errors import RemoteError, UsageError
 from millstream.model.operations import Appended, AppendedTables
 from millstream.model.positions import StreamToken
@@ -61,7 +61,7 @@ _CONNECTIONS_MAX: Final = 64
 _HANDSHAKE_S: Final = 2.0
 
 
-class RemoteHome(HomeAppends):
+class RemoteHome(HomeAppends, Closing):
     """A home behind an address. Made by `connect`.
 
     It raises the errors of an `OpenHome`, rebuilt from the server's answer, and in addition:
@@ -85,14 +85,6 @@ class RemoteHome(HomeAppends):
     def url(self) -> str:
         """Return its address."""
         return self._url
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the connections."""

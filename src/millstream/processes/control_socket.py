@@ -13,11 +13,12 @@ import socket
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self, TypeAlias, get_args
+from typing import Any, Final, TypeAlias, get_args
 
 import structlog
 
 from millstream import process_metrics
+from millstream.closing import Closing
 from millstream.errors import MillstreamError, error_of
 from millstream.home.home import Home
 from millstream.processes.role_locks import Role, WriterRole, holder, writer_roles
@@ -32,7 +33,7 @@ _ANSWER_BYTES_MAX: Final = 1 << 28
 _TIMEOUT_S: Final = 2.0  # an answer is in memory; a part that is stopped must not hold `status` up
 
 
-class ControlServer:
+class ControlServer(Closing):
     """Answers calls on `<role>.sock` until it is closed; calls run one at a time, on its own thread.
 
     Args:
@@ -60,12 +61,6 @@ class ControlServer:
         self._socket.bind(str(self._path))
         self._socket.listen(8)
         Worker(f"control-{role}", self._serve).start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Remove the socket."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from types import TracebackType
 from typing import Any, Final, Self
 
 from millstream.errors import HttpError, UsageError
@@ -70,9 +69,7 @@ class Held:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._intake.held_bytes -= self.size_bytes
         self.size_bytes = 0
 

@@ -11,10 +11,11 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Final, Self
+from typing import Final
 from uuid import uuid4
 
 from millstream.buffers.waiting_for_answers import answered, no_answer
+from millstream.closing import Closing
 from millstream.codec.buffer_reading import PlacedReader, replaced, unknown_shard
 from millstream.codec.buffered_op import encode_op
 from millstream.errors import BufferMissing, BufferUnavailable, IngestError, MillstreamError, WriterClosed
@@ -161,7 +162,7 @@ class MemoryServer:
         return shards[shard]
 
 
-class MemoryBuffer:
+class MemoryBuffer(Closing):
     """A client of a `MemoryServer`: `ports.WriteBuffer`.
 
     Args:
@@ -232,12 +233,6 @@ class MemoryBuffer:
     def close(self) -> None:
         """Take no more."""
         self._closed = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class MemoryReader(PlacedReader):

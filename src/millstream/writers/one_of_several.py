@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 import structlog
 
+from millstream.closing import Closing
 from millstream.errors import CatalogError, ConfigError, MillstreamError, SequencingError, ShardLocked, StaleEpoch
 from millstream.model.ids import Epoch, ShardId, StreamId, WriterId
 from millstream.model.positions import Seq
@@ -71,7 +72,7 @@ class WriterPlace:
     lease_s: float
 
 
-class OneOfSeveral:
+class OneOfSeveral(Closing):
     """A writer among several, and the thread that keeps it so. Made by `open`.
 
     Attributes:
@@ -167,12 +168,6 @@ class OneOfSeveral:
         self._keeper.stop()
         self.log.close()
         self._store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class OwnIncarnations:

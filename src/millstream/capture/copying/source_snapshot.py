@@ -19,11 +19,12 @@ from psycopg import sql
 from millstream.capture.connection import connect, connect_replication, pinned, translated
 from millstream.capture.slot import ask_for_slot, who_is_waited_for
 from millstream.capture.source import Connection, SourceIdentity, identify_replication
+from millstream.closing import Closing
 from millstream.errors import SourceError
 from millstream.model.positions import Lsn
 
 
-class SourceSnapshot:
+class SourceSnapshot(Closing):
     """A snapshot that any number of connections can read under, until it is closed.
 
     Concurrency: `reading` may be called from any thread.
@@ -77,12 +78,6 @@ class SourceSnapshot:
                 raise
             assert row is not None
         return cls(dsn, anchor, str(row[0]), lsn)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def set_statement(self) -> sql.Composed:
         """Return the statement that sets it in a REPEATABLE READ transaction that has done nothing so far."""

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cache
-from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import pyarrow as pa
 
+from millstream.closing import Closing
 from millstream.errors import (
     InvalidQuery,
     LakeBehind,
@@ -69,7 +69,7 @@ SCD2: Final = "scd2"
 _STREAM_ROWS: Final = 1 << 16
 
 
-class LakeSession:
+class LakeSession(Closing):
     """A stream's tables at one token, as views of a private DuckDB connection.
 
     Use it from one thread. It stands at the last cut when it was opened, or at an earlier one. Files that folds
@@ -154,14 +154,6 @@ class LakeSession:
         self._behind: dict[str, Seq] = {}
         """Tables that queries may have named and whose history ends below the token, with its end."""
         self._failures: dict[str, MillstreamError] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the session; its results stay."""
