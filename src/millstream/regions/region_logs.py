@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from millstream.config.model import StreamConfig
     from millstream.home.home import Home
     from millstream.home.paths import HomePaths
-    from millstream.model.ids import ShardId
-    from millstream.model.marks import DurableMark
     from millstream.model.operations import Ack
     from millstream.model.writes import WriteId
     from millstream.wal.writing.writer import LogWriter
@@ -154,21 +153,59 @@ class _ReadTo:
     end: HeardEnd | None
 
 
-class RegionClocks:
-    """The clocks of the regions that a home follows, and the writes with sessions or keys that their logs have.
-
-    For one thread at a time.
+class _OtherRegions(ABC):
+    """The logs of the other regions that a home follows; each is observed once it has more. For one thread at a time.
 
     Readers are kept from look to look: a new one would read the last segment of its log from the beginning.
     """
 
-    def __init__(self, home: Home, stream: str, config: StreamConfig) -> None:
+    def __init__(self, home: HomePaths, stream: str, config: StreamConfig) -> None:
         self._home = home
         self._stream = stream
         self._config = config
         self._readers: dict[str, StreamReader] = {}
-        self._heard: dict[str, Seq] = {}
-        """By folder, the end of the log whose time was received last."""
+        self._heard: dict[str, object] = {}
+        """By folder, `_end` of the log when it was observed last."""
+
+    @abstractmethod
+    def _end(self, reader: StreamReader) -> object:
+        """Return a value that changes with the log's end."""
+
+    @abstractmethod
+    def _observe(self, reader: StreamReader, region: RegionId, newest: HLC) -> None:
+        """Observe a log, and the time of its newest commit group."""
+
+    def _folders(self) -> dict[RegionId, str]:
+        logs = region_logs(self._home, self._stream, self._config)
+        return {region: folder for region, folder in logs.items() if region != self._config.region}
+
+    def _look(self, region: RegionId, folder: str) -> None:
+        reader = self._readers.pop(folder, None)
+        if reader is not None:
+            # A log that was cut or recreated since needs a new reader.
+            with contextlib.suppress(LogError, PositionError, OSError):
+                self._look_by(reader, region, folder)
+                return
+        self._heard.pop(folder, None)
+        self._look_by(StreamReader(folder), region, folder)
+
+    def _look_by(self, reader: StreamReader, region: RegionId, folder: str) -> None:
+        end = self._end(reader)
+        if end != self._heard.get(folder):
+            newest = newest_time(reader, region)
+            self._readers[folder] = reader
+            if newest is not None:
+                self._observe(reader, region, newest)
+            self._heard[folder] = end
+        self._readers[folder] = reader
+
+
+class RegionClocks(_OtherRegions):
+    """The clocks of the regions that a home follows, and the writes with sessions or keys that their logs have."""
+
+    def __init__(self, home: HomePaths, stream: str, config: StreamConfig) -> None:
+        super().__init__(home, stream, config)
+        self._log: LogWriter
 
     def hear(self, log: LogWriter) -> None:
         """Advance a writer's clock past the regions that its home follows, and note the writes that they have.
@@ -180,38 +217,23 @@ class RegionClocks:
         """
         if not self._home.regions_on_disk(self._stream):
             return
+        self._log = log
         failed: MillstreamError | None = None
-        for region, folder in region_logs(self._home, self._stream, self._config).items():
-            if region == self._config.region:
-                continue
+        for region, folder in self._folders().items():
             try:
-                self._hear(log, region, folder)
+                self._look(region, folder)
             except MillstreamError as error:
                 failed = error
         if failed is not None:
             raise failed
 
-    def _hear(self, log: LogWriter, region: RegionId, folder: str) -> None:
-        reader = self._readers.pop(folder, None)
-        if reader is not None:
-            # A log that was cut or recreated since needs a new reader.
-            with contextlib.suppress(LogError, PositionError):
-                self._hear_by(reader, log, region, folder)
-                return
-        self._heard.pop(folder, None)
-        self._hear_by(StreamReader(folder), log, region, folder)
+    def _end(self, reader: StreamReader) -> object:
+        return reader.persisted_upto()
 
-    def _hear_by(self, reader: StreamReader, log: LogWriter, region: RegionId, folder: str) -> None:
-        upto = reader.persisted_upto()
-        if upto != self._heard.get(folder):
-            newest = newest_time(reader, region)
-            if newest is not None:
-                self._readers[folder] = reader
-                # First: a repeated write is one whatever the clocks show.
-                _hear_writes(reader, region, log)
-                _hear_time(reader, region, newest, log.hear)
-                self._heard[folder] = upto
-        self._readers[folder] = reader
+    def _observe(self, reader: StreamReader, region: RegionId, newest: HLC) -> None:
+        # First: a repeated write is one whatever the clocks show.
+        _hear_writes(reader, region, self._log)
+        _hear_time(reader, region, newest, self._log.hear)
 
 
 def _hear_time(reader: StreamReader, region: RegionId, newest: HLC, hear: HearTime) -> None:
@@ -282,25 +304,20 @@ class HearTime(Protocol):
         """Observe it. Raises `ReplicationError` (`clock_skew`) if it is too far ahead."""
 
 
-class RegionTimes:
+class RegionTimes(_OtherRegions):
     """The newest times of other regions' logs, for a writer that is about to take a commit group's time.
 
     A write has to be later than every row that its region has read before. A log that can't be read, or whose newest
-    time is too far ahead, is left alone for a while. For one thread.
+    time is too far ahead, is left alone for a while.
     """
 
     def __init__(self, home: HomePaths, stream: str, config: StreamConfig, hear: HearTime) -> None:
-        self._home = home
-        self._stream = stream
-        self._config = config
+        super().__init__(home, stream, config)
         self._hear = hear
-        self._folders: dict[RegionId, str] = {}
+        self._known: dict[RegionId, str] = {}
         self._next_look_s = 0.0
         self._asked_from_s: dict[str, float] = {}
         """By folder, the moment from which a log that failed is asked again."""
-        self._readers: dict[str, StreamReader] = {}
-        self._heard: dict[str, Mapping[ShardId, DurableMark]] = {}
-        """By folder, the log's marks when its time was observed last."""
 
     def __call__(self) -> None:
         """Observe what is new. Errors stop no write here: the stream's owner reports them."""
@@ -308,33 +325,19 @@ class RegionTimes:
         if now_s >= self._next_look_s:
             self._next_look_s = now_s + _HEARD_EVERY_S
             with contextlib.suppress(MillstreamError, OSError):
-                logs = region_logs(self._home, self._stream, self._config)
-                self._folders = {region: logs[region] for region in logs if region != self._config.region}
-        for region, folder in self._folders.items():
+                self._known = self._folders()
+        for region, folder in self._known.items():
             if now_s >= self._asked_from_s.get(folder, 0.0):
                 try:
-                    self._ask(region, folder)
+                    self._look(region, folder)
                 except (MillstreamError, OSError):
                     self._asked_from_s[folder] = time.monotonic() + _HEARD_EVERY_S
 
-    def _ask(self, region: RegionId, folder: str) -> None:
-        reader = self._readers.pop(folder, None)
-        if reader is not None:
-            # A log that was cut or recreated since needs a new reader.
-            with contextlib.suppress(LogError, PositionError, OSError):
-                self._ask_by(reader, region, folder)
-                return
-        self._ask_by(StreamReader(folder), region, folder)
+    def _end(self, reader: StreamReader) -> object:
+        return reader.extent.marks()[0]
 
-    def _ask_by(self, reader: StreamReader, region: RegionId, folder: str) -> None:
-        marks, _ = reader.extent.marks()
-        if marks != self._heard.get(folder):
-            newest = newest_time(reader, region)
-            self._readers[folder] = reader
-            if newest is not None:
-                _hear_time(reader, region, newest, self._hear)
-            self._heard[folder] = marks
-        self._readers[folder] = reader
+    def _observe(self, reader: StreamReader, region: RegionId, newest: HLC) -> None:
+        _hear_time(reader, region, newest, self._hear)
 
 
 def newest_time(reader: StreamReader, region: RegionId) -> HLC | None:
