@@ -60,3 +60,11 @@ def test_a_deadlock_with_the_source_s_own_sessions_is_tried_again() -> None:
     error = translate_fields("40P01", "deadlock detected")
     assert error.code == "source_deadlock"
     assert SessionRetries(None).wait_s(error, connected_s=0.1, ever_connected=True) is not None
+
+
+def test_a_partition_that_is_dropped_during_a_statement_is_no_reason_to_end() -> None:
+    """PostgreSQL opens each published partition to list a publication's tables."""
+    error = translate_fields("XX000", "could not open relation with OID 16401")
+    assert error.code == "source_relation_gone"
+    assert SessionRetries(None).wait_s(error, connected_s=0.1, ever_connected=True) is not None
+    assert translate_fields("XX000", "unexpected chunk number 1").code == "source"

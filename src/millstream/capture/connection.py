@@ -181,6 +181,8 @@ _BY_SQLSTATE: Final[dict[str, tuple[str, str | None]]] = {
 }
 
 
+_RELATION_GONE: Final = ("could not open relation with oid", "cache lookup failed for")
+"""Beginnings of PostgreSQL's messages, which it doesn't translate, about what was dropped during a statement."""
 _DATA_EXCEPTION: Final = "22"
 """Class of SQLSTATEs for values that don't fit an operation."""
 _QUOTED_HINT: Final = "Look for the whole message in the server's own log: it may quote the value."
@@ -243,6 +245,8 @@ def _of_sqlstate(state: str | None, text: str, *, lost: bool) -> MillstreamError
         return SourceError(f"the slot is gone: {text}", code="slot_lost", hint=RECOPY_HINT)
     if state == "53400" and "temporary file" in lower:
         return SourceError(text, hint="Raise temp_file_limit at the source.", sqlstate=state)
+    if state == "XX000" and lower.startswith(_RELATION_GONE):
+        return SourceError(text, code="source_relation_gone", hint="Millstream asks again.", sqlstate=state)
     if state in _BY_SQLSTATE:
         code, hint = _BY_SQLSTATE[state]
         return SourceError(text, code=code, hint=hint, sqlstate=state)

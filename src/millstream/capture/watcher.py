@@ -71,7 +71,9 @@ NO_TRUNCATES: Final = "truncates"
 """Cause in a captured table's details: no publication sends its truncates."""
 
 _TORN_MAX: Final = 5
-"""How often a look begins again because definitions change while it reads them."""
+"""How often a look begins because definitions change while it reads them."""
+_TORN: Final = frozenset({"source_deadlock", "source_relation_gone"})
+"""Errors of a look that a DROP or DETACH of the application's met."""
 
 logger = structlog.get_logger("millstream.capture")
 
@@ -143,8 +145,14 @@ class WatchedTables:
         Raises:
             SourceError: as their messages say; changes made before the error persist.
         """
-        if not any(self._look(connection, passed) for _ in range(_TORN_MAX)):
-            self._directory.look_wanted.set()
+        for left in reversed(range(_TORN_MAX)):
+            try:
+                if self._look(connection, passed):
+                    return
+            except SourceError as error:
+                if error.code not in _TORN or not left:
+                    raise
+        self._directory.look_wanted.set()
 
     def _look(self, connection: Connection, passed: Lsn) -> bool:
         """Look, unless a definition changes between two of the statements: return False then, and settle nothing."""

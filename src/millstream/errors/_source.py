@@ -59,6 +59,9 @@ class SourceError(MillstreamError):
         "source_deadlock": Code(
             "PostgreSQL ended a statement of Millstream's because of a deadlock with another session.", Retry.BACKOFF
         ),
+        "source_relation_gone": Code(
+            "A table or partition was dropped while a statement of Millstream's read the catalogs.", Retry.BACKOFF
+        ),
         "slot_active": Code("Another connection uses the slot; details: pid.", Retry.BACKOFF),
         "slot_lost": Code(
             "The slot that this stream followed is gone or invalidated: later changes are unavailable.", Retry.OPERATOR
