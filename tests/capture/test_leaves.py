@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage
 
+from millstream.capture.connection import translate_fields
+from millstream.capture.publication import restrictions
 from millstream.catalog import TableState
 from millstream.model.column_rules import Rule, SourceRules
 from millstream.model.records import PARTITION_OID
@@ -209,6 +212,72 @@ def test_a_leaf_that_is_detached_is_then_captured_by_itself(stage: Stage) -> Non
     # PostgreSQL 14 may send a detached partition's changes until the publication is altered; they go with the `x`.
     assert found["c"] in {1, 2}
     assert {op: n for op, n in found.items() if op != "c"} == {"x public.loose": 1}
+
+
+def test_a_leaf_whose_table_is_dropped_is_then_captured_by_itself(stage: Stage) -> None:
+    """Its changes from after it was detached aren't sent, and those from before are its table's."""
+    stage.sql(*PARTS)
+    stage.catch_up()
+    stage.sql(
+        "UPDATE parts SET item = 'of parts' WHERE day = 2",
+        "ALTER TABLE parts DETACH PARTITION loose",
+        "DROP TABLE parts",
+        "DELETE FROM loose WHERE id < 10",
+    )
+    stage.catch_up()
+    assert stage.log.replay()["public.loose"] == stage.source_rows("loose", ["day", "id"])
+    assert stage.state("public.loose") is TableState.STREAMING
+
+
+def test_a_captured_table_that_is_a_partition_for_a_while(stage: Stage) -> None:
+    """The changes of that time are those of the other table."""
+    stage.sql(*PARTS, "CREATE TABLE apart (LIKE parts INCLUDING ALL)")
+    stage.catch_up()
+    stage.config = replace(stage.config, look_s=3600)  # one look each time: a second one gives the table up
+    stage.sql("ALTER TABLE parts ATTACH PARTITION apart FOR VALUES FROM (5) TO (6)")
+    stage.catch_up()
+    stage.sql("INSERT INTO parts SELECT i, 5, 'of parts' FROM generate_series(1, 5) i")
+    stage.catch_up()
+    stage.sql("ALTER TABLE parts DETACH PARTITION apart", "DELETE FROM apart WHERE id = 1")
+    stage.catch_up()
+    check(stage)
+    check(stage, "apart")
+
+
+def test_a_publication_that_is_set_back_for_a_while(stage: Stage) -> None:
+    """PostgreSQL doesn't send that a partition is truncated while it sends its changes as those of its table."""
+    made(stage)
+    stage.sql(
+        "ALTER PUBLICATION millstream_shop SET (publish_via_partition_root = true)",
+        "TRUNCATE day_1",
+        "ALTER PUBLICATION millstream_shop SET (publish_via_partition_root = false)",
+        "INSERT INTO parts VALUES (100, 1, 'new')",
+    )
+    stage.catch_up()
+    check(stage)
+    assert seen(stage)["t"] == 1
+    stage.sql("TRUNCATE loose")
+    stage.catch_up()
+    check(stage)
+    assert seen(stage)["t"] == 1
+
+
+def test_a_partition_is_dropped_while_capture_looks_at_it(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = [
+        translate_fields("XX000", "could not open relation with OID 16401"),
+        translate_fields("40P01", "deadlock"),
+    ]
+
+    def met(*arguments: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return restrictions(*arguments)
+
+    stage.sql(*PARTS)
+    monkeypatch.setattr("millstream.capture.watcher.restrictions", met)
+    stage.config = replace(stage.config, tables=("public.parts",))
+    stage.catch_up()
+    check(stage)
 
 
 @pytest.mark.parametrize("looks", [True, False], ids=["a look between", "in a backlog"])

@@ -238,7 +238,7 @@ class _Capture:
                 StreamedPublications(self._catalog, self._scope, None if slot is None else reached or slot.confirmed),
             )
             tables.look(control, Lsn(0))
-            if not tables.facts:
+            if not tables.facts and not tables.are_deferred:
                 raise SourceError(
                     f"no table of the source matches {', '.join(config.tables)}",
                     code="no_tables_match",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -109,8 +109,8 @@ class WatchedTables:
         self.coverage = Coverage((), frozenset(), {}, {})
         self._leaves_published = False
         """Whether publications of an older version were altered at the session's start."""
-        self._deferred = False
-        """Whether a partition that left waits for its `x` to be captured as a table of its own."""
+        self.are_deferred = False
+        """Whether a partition that left waits to be captured as a table of its own."""
         self._attached = frozenset[TableId]()
         """Tables with attached partitions whose rows wait for their copy, as of the last look."""
         self._decided = frozenset[tuple[int, int, bool]]()
@@ -125,7 +125,7 @@ class WatchedTables:
         """
         attached, rows = self._attached, self._directory.rows()
         leaves = self._directory.leaves.known
-        if leaves.late_leaves > leaves.looked_for or (self._deferred and not leaves.are_waiting):
+        if leaves.late_leaves > leaves.looked_for or (self.are_deferred and not leaves.are_waiting):
             self._directory.look_wanted.set()
             return True
         waiting = self._directory.shown.waiting | attached
@@ -161,16 +161,13 @@ class WatchedTables:
         late_leaves, begun, by_leaves = known.late_leaves, known.begin_look(), self._by_leaves(connection)
         self._alter_publications(connection)
         published = self._published(connection)
-        tables = [self._rules.applied(table) for table in self._to_capture(published, by_leaves)]
+        tables = [self._rules.applied(table) for table in self._to_capture(published)]
         self.facts = {table.oid: table for table in tables}
         self.seen_at = insert_lsn(connection)
         self._directory.learn(self.facts)
         rows = {row.relation_oid: row for row in self._directory.refresh()}
         before = covered_tables(connection, self._config.publication, tables)
-        for oid, row in rows.items():
-            # It left the publication and will rejoin: changes in between weren't sent. Record that first.
-            if oid in self.facts and oid not in before and row.state in {TableState.STREAMING, TableState.COPYING}:
-                self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "it had left the publication")
+        self._request_missed(rows, before)
         try:
             self.coverage = sync_publications(connection, self._config.publication, tables, self.streamed)
         except SourceError as error:
@@ -186,16 +183,17 @@ class WatchedTables:
             return False
         # A copy that begins after this look has everything from before the publication's change.
         requested = [o for o in self.facts if o not in rows or rows[o].state is TableState.COPY_REQUESTED]
-        by_leaves |= self._by_leaves(connection).intersection(requested)
+        settings = self._by_leaves(connection)
+        are_by_leaves = by_leaves.keys() | settings.keys() & {*requested}
         gone = dropped(connection, known.detached)
         take = partial(known.look, at=self.seen_at, begun=begun, own=rows, gone_for_good=gone)
         left, expected = dict[TableId, Sequence[Shown]](), dict[TableId, Expected]()
         numbers = dict[TableId, Mapping[Form, tuple[int, ...]]]()
         for table in tables:
-            row, is_by_leaves = self._directory.table_row(table), table.oid in by_leaves
+            row, is_by_leaves = self._directory.table_row(table), table.oid in are_by_leaves
             if table.refusal is not None:
                 self._directory.refuse(table.oid, table.namespace, table.name, table.refusal)
-                take(row.id, table, by_leaves=is_by_leaves)
+                take(row.id, table, by_leaves=is_by_leaves, setting=settings.get(table.oid, ""))
                 continue
             restriction = sent.get((table.namespace, table.name)) or Restriction()
             now = shape_of(table, restriction, self.seen_at)
@@ -203,18 +201,28 @@ class WatchedTables:
             numbers[row.id] = self._layouts.numbers(table, row.id, now, forms) if forms else {}
             member = members.get(table.oid, set())
             left[row.id], expected[row.id] = self._settle_layout(
-                table, row, restriction, member, now, forms, by_leaves=is_by_leaves
+                table, row, restriction, member, now, forms, by_leaves=is_by_leaves, setting=by_leaves.get(table.oid)
             )
-            take(row.id, table, by_leaves=is_by_leaves)
+            take(row.id, table, by_leaves=is_by_leaves, setting=settings.get(table.oid, ""))
             self._settle(table, row)
         known.looked_for = late_leaves
         self._directory.definitions.end_look(left)
         self._notice_leaving(connection, rows.values(), passed)
         self._directory.refresh()
-        self._attached, self._deferred = self._layouts.with_attached(), len(tables) < len(published)
+        self._attached, self.are_deferred = self._layouts.with_attached(), len(tables) < len(published)
         # Last: capture ends only once every form is explained, and the table's state shows a copy that this requests.
         self._directory.shown.end_look({table: forms for table, forms in left.items() if forms}, expected, numbers)
         return True
+
+    def _request_missed(self, rows: Mapping[int, TableRow], before: Collection[int]) -> None:
+        """Request another copy of captured tables some of whose changes aren't in the log as theirs."""
+        own = self._directory.leaves.known.live.intersection(self.facts)
+        for oid, row in rows.items():
+            # It left the publication and will rejoin: changes in between weren't sent. Record that first.
+            if oid in self.facts and oid not in before and row.state in {TableState.STREAMING, TableState.COPYING}:
+                self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "it had left the publication")
+            elif oid in own:
+                self._directory.request_copy_again(row, self.facts[oid], "it was a partition for a while")
 
     def _alter_publications(self, connection: Connection) -> None:
         """Let our publications send generated columns, and leaf partitions under their own OIDs, which the directory takes."""
@@ -230,11 +238,11 @@ class WatchedTables:
         except SourceError as error:
             logger.warning("partitions couldn't be published apart yet", code=error.code, error=error.message)
 
-    def _by_leaves(self, connection: Connection) -> set[int]:
-        """Let the directory take leaf partitions if the publications are ours; return the tables that are sent as theirs."""
+    def _by_leaves(self, connection: Connection) -> dict[int, str]:
+        """Let the directory take leaf partitions if the publications are ours; return the tables as `sent_by_leaves` does."""
         names = (self._config.publication, inserts_name(self._config.publication))
         self._directory.leaves.takes_leaves = reads_leaves(connection, names)
-        return sent_by_leaves(connection, names) if self._directory.leaves.takes_leaves else set()
+        return sent_by_leaves(connection, names) if self._directory.leaves.takes_leaves else {}
 
     def _published(self, connection: Connection) -> list[SourceTable]:
         published = list_published(connection, self._patterns, self._config.publication)
@@ -242,19 +250,18 @@ class WatchedTables:
             published = self._decided_again(connection, published)
         return published
 
-    def _to_capture(self, published: Sequence[SourceTable], by_leaves: set[int]) -> list[SourceTable]:
+    def _to_capture(self, published: Sequence[SourceTable]) -> list[SourceTable]:
         """Return the source's tables, except leaf partitions that left and have no `x` in the log so far.
 
-        Until then their changes are their table's. Only after that they may be captured as tables of their own.
+        Until then their changes are their table's. Only after that they may be captured as tables of their own. If their table
+        is gone as well, they wait until it is given up.
         """
-        listed = {table.oid for table in published} & by_leaves
-        rows = {row.relation_oid: row.id for row in self._directory.rows()}
-        held = self._directory.leaves.known.holders(id_ for oid, id_ in rows.items() if oid in listed)
+        held, known = self._directory.leaves.known.held, {row.relation_oid for row in self._directory.rows()}
 
         def is_held(table: SourceTable) -> bool:
             return table.oid in held or any(partition.oid in held for partition in table.partitions)
 
-        return [table for table in published if table.oid in rows or not is_held(table)]
+        return [table for table in published if table.oid in known or not is_held(table)]
 
     def _decided_again(self, connection: Connection, published: list[SourceTable]) -> list[SourceTable]:
         """Let the stream decide again what it sends if partitions came or went; return the tables as they are after that.
@@ -332,6 +339,7 @@ class WatchedTables:
         shown: Sequence[Shown],
         *,
         by_leaves: bool,
+        setting: str | None,
     ) -> tuple[Sequence[Shown], Expected]:
         """Request a copy of a table if its existing rows, or the part that is sent, changed with its definition.
 
@@ -360,7 +368,7 @@ class WatchedTables:
             told=added,
             returned=leaves.returned(row.id, table),
             departures_told=told_by_x,
-            truncates_told=by_leaves and leaves.was_read_by_leaves(row.id),
+            truncates_told=by_leaves and leaves.was_always_read_by_leaves(row.id, setting),
         )
         if news is None and row.state is TableState.STREAMING and self._directory.lacks_defaults(row.id):
             news = "records lack the numbers of its columns, of which one was added with a default"

@@ -63,6 +63,8 @@ class _Leaves:
     """Whether every row that the log has of the table names its leaf."""
     read_by_leaves: bool = False
     """Whether the last look found that the source sends the table's changes under its leaves' OIDs."""
+    setting: str = ""
+    """The text of `sent_by_leaves` for the table at the last look; empty if it had none."""
 
     @classmethod
     def loaded(cls, facts: Mapping[str, Any]) -> _Leaves:
@@ -77,6 +79,7 @@ class _Leaves:
             orders={oid: tuple(LeafColumns(tuple(o), tuple(t)) for o, t in found) for oid, found in by_oid("orders")},
             is_whole=facts["is_whole"],
             read_by_leaves=facts["read_by_leaves"],
+            setting=facts.get("setting", ""),
         )
 
     def stored(self) -> dict[str, Any]:
@@ -91,6 +94,7 @@ class _Leaves:
             },
             "is_whole": self.is_whole,
             "read_by_leaves": self.read_by_leaves,
+            "setting": self.setting,
         }
 
 
@@ -233,6 +237,16 @@ class KnownLeaves:
         found = self._tables.get(id_)
         return found is not None and found.read_by_leaves
 
+    def was_always_read_by_leaves(self, id_: TableId, setting: str | None) -> bool:
+        """Return whether a table's changes have come under its leaves' OIDs since before the last look.
+
+        Args:
+            id_: the table.
+            setting: the text of `sent_by_leaves` for the table now; None if it has none.
+        """
+        found = self._tables.get(id_)
+        return found is not None and found.read_by_leaves and found.setting == setting
+
     def are_all(self, id_: TableId, leaves: Collection[int]) -> bool:
         """Return whether these are all leaves that records of a table may name."""
         with self._lock:
@@ -264,6 +278,7 @@ class KnownLeaves:
         at: Lsn,
         begun: int,
         by_leaves: bool,
+        setting: str = "",
         own: Collection[int],
         gone_for_good: Collection[int],
     ) -> None:
@@ -275,6 +290,7 @@ class KnownLeaves:
             at: an LSN at or above every change that they show.
             begun: as `begin_look` returned it.
             by_leaves: whether the source sends the table's changes under its leaves' OIDs.
+            setting: the text of `sent_by_leaves` for the table; empty if it has none.
             own: OIDs of all captured tables.
             gone_for_good: OIDs of which no table exists.
         """
@@ -290,7 +306,7 @@ class KnownLeaves:
                 if oid in own or any(oid in one.live or oid in one.waiting for one in others):
                     found.arrived[oid] = at
             found.arrived = {oid: lsn for oid, lsn in found.arrived.items() if oid in live}
-            if by_leaves:
+            if by_leaves or found.read_by_leaves:  # the stream may still have changes of them under their own OIDs
                 found.waiting |= {oid: (name, at) for oid, name in gone.items()}
                 self._entered -= gone.keys()
             found.waiting = {oid: one for oid, one in found.waiting.items() if oid not in live}
@@ -302,7 +318,7 @@ class KnownLeaves:
             for oid, now in orders_of(table).items():
                 kept[oid] = (now, *(one for one in found.orders.get(oid, ()) if one != now))[:_ORDERS_MAX]
             found.orders = kept
-            found.read_by_leaves = by_leaves
+            found.read_by_leaves, found.setting = by_leaves, setting
             self._entered -= live.keys()
             self._assign([*found.live, *gone, *found.waiting])
             self._store(id_)
@@ -325,11 +341,17 @@ class KnownLeaves:
         with self._lock:
             return any(at > lsn for id_ in self._waiting for _, at in self._tables[id_].waiting.values())
 
-    def holders(self, tables: Iterable[TableId]) -> dict[int, TableId]:
-        """Return the tables that leaves belong to, by OID; also those of leaves that left while their `x` isn't durable."""
+    @property
+    def live(self) -> frozenset[int]:
+        """OIDs of leaves that were in their tables at the last look, or whose records have come since."""
         with self._lock:
-            found = {id_: self._tables[id_] for id_ in tables if id_ in self._tables}
-            return {oid: id_ for id_, one in found.items() for oid in (*one.live, *one.waiting)}
+            return frozenset().union(*(found.live for found in self._tables.values()))
+
+    @property
+    def held(self) -> frozenset[int]:
+        """OIDs of leaves whose changes may be those of their tables, also of leaves that left while their `x` isn't durable."""
+        with self._lock:
+            return frozenset().union(*({*found.live, *found.waiting} for found in self._tables.values()))
 
     def ready(self, busy: Collection[TableId]) -> list[Departure]:
         """Return the departures that may enter now: the stream has passed them.

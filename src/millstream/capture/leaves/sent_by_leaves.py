@@ -50,16 +50,19 @@ def leaves_published(name: str) -> list[sql.Composed]:
     ]
 
 
-def sent_by_leaves(connection: Connection, publications: Sequence[str]) -> set[int]:
-    """Return the OIDs of partitioned tables that publications which are ours send as their leaf partitions."""
+def sent_by_leaves(connection: Connection, publications: Sequence[str]) -> dict[int, str]:
+    """Return the partitioned tables that publications which are ours send as their leaf partitions, by OID.
+
+    Each has a text that another `ALTER PUBLICATION … SET` changes, even if it sets what is set already.
+    """
     with translated():
         rows = connection.execute(
-            "SELECT r.prrelid::bigint FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid"
-            " JOIN pg_class c ON c.oid = r.prrelid WHERE c.relkind = 'p' AND p.pubname = ANY(%s)"
-            " GROUP BY r.prrelid HAVING NOT bool_or(p.pubviaroot)",
+            "SELECT r.prrelid::bigint, string_agg(p.oid || ' ' || p.xmin, ', ' ORDER BY p.oid) FROM pg_publication_rel r"
+            " JOIN pg_publication p ON p.oid = r.prpubid JOIN pg_class c ON c.oid = r.prrelid WHERE c.relkind = 'p'"
+            " AND p.pubname = ANY(%s) GROUP BY r.prrelid HAVING NOT bool_or(p.pubviaroot)",
             [list(publications)],
         ).fetchall()
-    return {int(row[0]) for row in rows}
+    return {int(oid): str(setting) for oid, setting in rows}
 
 
 def publish_leaves(connection: Connection, publications: Sequence[str]) -> None:
