@@ -12,7 +12,7 @@ from deltalake import DeltaTable
 
 from millstream.errors import LakeUnavailable, Retry
 from millstream.lake.commit_cuts import commit_cut, last_cut
-from millstream.lake.delta import format as delta
+from millstream.lake.delta import commits as delta
 from millstream.lake.layout import LakeLayout
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq

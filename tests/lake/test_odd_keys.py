@@ -17,7 +17,7 @@ from deltalake import DeltaTable
 
 from millstream.errors import LakeConflict
 from millstream.lake.commit_cuts import commit_cut, first_cut
-from millstream.lake.delta.format import DeltaHandle
+from millstream.lake.delta.commits import DeltaHandle
 from millstream.lake.file_statistics import bound_of
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes, fold_table
 from millstream.lake.folded.scd2 import fold_into_versions

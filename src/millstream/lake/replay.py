@@ -20,7 +20,8 @@ from deltalake import write_deltalake
 from millstream import failpoints
 from millstream.errors import LakeError, LakeTableForeign, PositionError, TokenFromFuture, UnknownTable, UsageError
 from millstream.lake.commit_cuts import Cut, CutTable
-from millstream.lake.delta.format import WRITER, DeltaFormat, DeltaHandle
+from millstream.lake.delta.commits import WRITER, DeltaHandle
+from millstream.lake.delta.format import DeltaFormat
 from millstream.lake.history_folder import BOUNDED, history_from
 from millstream.lake.history_scan import scan_history
 from millstream.lake.layout import MESSAGES, LakeLayout, is_folder_of

@@ -15,7 +15,8 @@ import pyarrow.fs as pafs
 
 from millstream import failpoints
 from millstream.lake.data_files import storage_of
-from millstream.lake.delta.format import DeltaHandle, log_properties
+from millstream.lake.delta.commits import DeltaHandle
+from millstream.lake.delta.format import log_properties
 from millstream.lake.layout import LakeLayout
 from millstream.lake.store_errors import lake_errors
 
