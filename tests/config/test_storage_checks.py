@@ -8,7 +8,7 @@ import pytest
 
 from millstream.app.initialize import make_home
 from millstream.config.file import load_config
-from millstream.config.storage_checks import OPTIONS
+from millstream.config.stream_checks import OPTIONS
 from millstream.errors import ConfigError, UsageError
 
 

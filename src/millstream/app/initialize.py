@@ -12,7 +12,7 @@ from typing import Final
 from urllib.parse import unquote
 
 from millstream.config.file import FILE_NAME
-from millstream.config.storage_checks import OPTIONS, unsupported
+from millstream.config.stream_checks import OPTIONS, unsupported
 from millstream.errors import ConfigError, MillstreamError, UsageError
 from millstream.libpq import ADDRESS_HINT, is_address
 from millstream.model.addresses import (

@@ -19,12 +19,9 @@ from typing import Any, Final, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from millstream.config.address_checks import clashes_of_addresses
 from millstream.config.alerts_model import clashes_of_alerts
 from millstream.config.commented_sections import section_meant
-from millstream.config.consumer_checks import clashes_of_consumers
 from millstream.config.environment import UnreadableVariable, environment_values
-from millstream.config.format_checks import clashes_of_format
 from millstream.config.interpolation import (
     MissingVariable,
     interpolate,
@@ -40,12 +37,17 @@ from millstream.config.model import (
     StreamConfig,
 )
 from millstream.config.quantities import disk_bytes
-from millstream.config.region_checks import clashes_of_regions
-from millstream.config.replication_checks import clashes_of_level
-from millstream.config.routing_checks import clashes_of_routing
 from millstream.config.rule_checks import clashes_of_rules
 from millstream.config.serving_model import HttpConfig
-from millstream.config.storage_checks import clashes_of_storage
+from millstream.config.stream_checks import (
+    clashes_of_addresses,
+    clashes_of_consumers,
+    clashes_of_format,
+    clashes_of_level,
+    clashes_of_regions,
+    clashes_of_routing,
+    clashes_of_storage,
+)
 from millstream.config.toml_lines import KeyPath, key_lines
 from millstream.errors import ConfigError, MillstreamError, UsageError
 from millstream.libpq import is_address

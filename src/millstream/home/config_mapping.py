@@ -124,7 +124,7 @@ def increments_of(home: Home, stream: str, table: str) -> Mapping[str, str]:
 
 def log_options(stream: StreamConfig, replication: ReplicationConfig) -> LogOptions:
     """Return the options for writing a stream's log."""
-    from millstream.config.replication_checks import reach_of
+    from millstream.config.stream_checks import reach_of
     from millstream.model.replication import AckLevel
     from millstream.wal.writing.writer import LogOptions
 

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.config.region_checks import key_of
+from millstream.config.stream_checks import key_of
 from millstream.crdt.columns import whole_column
 from millstream.crdt.declared import union_of
 from millstream.crdt.reconcile import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from millstream.config.region_checks import key_of
+from millstream.config.stream_checks import key_of
 from millstream.crdt.reconcile import Missing, ReconciliationEngine, RegionState
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.regions.landed_state import landed_state

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from millstream.config.region_checks import key_of
+from millstream.config.stream_checks import key_of
 from millstream.crdt.reconcile import Ends, Vector, heard_in
 from millstream.errors import MergeStateUnreadable, MillstreamError
 from millstream.model.ids import RegionId, region_log_name

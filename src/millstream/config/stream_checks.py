@@ -1,0 +1,312 @@
+"""Mistakes in a stream's settings that are each valid, or that only other rooms detect: `clashes_of_…` yield paths and descriptions."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Final
+
+from millstream.config.consumer_model import ConsumerConfig
+from millstream.config.model import LakeConfig, StreamConfig
+from millstream.config.replication_model import ReplicationConfig
+from millstream.config.routing_model import RoutingSection
+from millstream.config.rule_checks import Clash
+from millstream.config.toml_lines import KeyPath
+from millstream.errors import DeliveryError, MillstreamError, UsageError
+from millstream.libpq import is_address
+from millstream.model.addresses import MASK, is_brokers, mask_address, split_url
+from millstream.model.names import TablePatterns, parse_qualified_name
+from millstream.model.replication import AckLevel, Reach
+
+
+def clashes_of_routing(at: KeyPath, name: str, stream: StreamConfig) -> Iterator[tuple[KeyPath, str]]:
+    """Yield the path of each mistake, and its description."""
+    from millstream.routing.partitions import PartitionTemplate
+
+    for table, text in stream.partitions.items():
+        where: KeyPath = (*at, "partitions", table)
+        yield from clashes_of_table(where, table, stream)
+        try:
+            PartitionTemplate.parse(text)
+        except UsageError as error:
+            yield where, _said(error)
+    if stream.routing is not None:
+        yield from _clashes_of_section((*at, "routing"), name, stream, stream.routing)
+
+
+def clashes_of_table(at: KeyPath, table: str, stream: StreamConfig) -> Iterator[tuple[KeyPath, str]]:
+    """Yield the faults in the name of a table that applications write."""
+    try:
+        namespace, name = parse_qualified_name(table)
+    except UsageError as error:
+        yield at, _said(error)
+        return
+    if stream.source is not None:
+        # Mistakes in the patterns are reported at the patterns.
+        with suppress(MillstreamError):
+            named = [
+                pattern
+                for pattern in TablePatterns.parse(stream.source.tables).patterns
+                if not set(pattern.text) & set("!*?")
+            ]
+            if any(pattern.matches(namespace, name) for pattern in named):
+                yield (
+                    at,
+                    "is captured ([streams.S.source] tables): a captured table lies whole on one shard, as [streams.S.shards] says",
+                )
+
+
+def _clashes_of_section(
+    at: KeyPath, name: str, stream: StreamConfig, routing: RoutingSection
+) -> Iterator[tuple[KeyPath, str]]:
+    from millstream.routing.rules import DEVNULL, Matcher
+
+    for sink in routing.sinks:
+        if sink in {DEVNULL, "ring", "log"} or ":" in sink:
+            yield (*at, "sinks", sink), "is the name of something else: take another"
+    for number, sink in enumerate(routing.ignore_errors):
+        if sink not in routing.sinks:
+            yield (*at, "ignore_errors", number), f"there is no sink {sink}"
+    if routing.to is not None:
+        if routing.rules or routing.hash_ring is not None:
+            yield (*at, "to"), "takes all rows: rules and hash_ring would never be asked"
+        words = (routing.to,) if isinstance(routing.to, str) else tuple(routing.to)
+        yield from _clashes_of_target((*at, "to"), name, stream, words)
+    elif not routing.rules and routing.hash_ring is None:
+        yield at, "needs rules, a hash_ring or `to`: without them no row would have a place"
+    for number, rule in enumerate(routing.rules):
+        where = (*at, "rules", number)
+        try:
+            Matcher.parse(rule.table, rule.where)
+        except UsageError as error:
+            yield (*where, "table" if "regular expression" in error.message else "where"), _said(error)
+        yield from _clashes_of_target((*where, "to"), name, stream, rule.targets)
+    if routing.hash_ring is not None:
+        ring = (*at, "hash_ring")
+        if len(set(routing.hash_ring.columns)) < len(routing.hash_ring.columns):
+            yield (*ring, "columns"), "must name each column once"
+        for table, columns in routing.hash_ring.columns_of.items():
+            yield from clashes_of_table((*ring, "columns_of", table), table, stream)
+            if not columns or len(set(columns)) < len(columns):
+                yield (*ring, "columns_of", table), "must name one column or more, each once"
+
+
+def _clashes_of_target(
+    at: KeyPath, name: str, stream: StreamConfig, words: tuple[str, ...]
+) -> Iterator[tuple[KeyPath, str]]:
+    from millstream.routing.rules import DEVNULL, RuleTarget
+
+    try:
+        target = RuleTarget.parse(*words)
+    except UsageError as error:
+        yield at, _said(error)
+        return
+    if target.shard is not None and target.shard >= stream.log.shards:
+        yield at, f"the stream has shards 0 to {stream.log.shards - 1} ([streams.{name}.log] shards)"
+    if target.ring and (stream.routing is None or stream.routing.hash_ring is None):
+        yield at, f"there is no ring: configure [streams.{name}.routing.hash_ring]"
+    known = {} if stream.routing is None else stream.routing.sinks
+    for sink in target.sinks:
+        if sink != DEVNULL and sink not in known:
+            configured = "".join(f", {one}" for one in sorted(known))
+            yield (
+                at,
+                f"there is no sink {sink} ([streams.{name}.routing.sinks.{sink}]): `shard:N`, `ring`, `{DEVNULL}`{configured} are",
+            )
+        elif sink != DEVNULL and stream.buffer is not None:
+            yield (
+                at,
+                f"a stream that {stream.buffer.role} a write buffer has no sinks beside it: who takes the operations sends them on",
+            )
+
+
+def _said(error: MillstreamError) -> str:
+    return f"{error.message}. {error.hint}" if error.hint else error.message
+
+
+def clashes_of_regions(at: KeyPath, stream: StreamConfig, writer: str | None) -> Iterator[tuple[KeyPath, str]]:
+    """Yield the path of each mistake, and its description."""
+    from millstream.crdt.declared import ColumnMerge
+
+    if stream.region and writer is not None:
+        yield (*at, "region"), "a stream that several regions write has one writer in each: take `name` out of [writer]"
+    for table, words in stream.merge.items():
+        where: KeyPath = (*at, "merge", table)
+        found = False
+        for one in clashes_of_table(where, table, stream):
+            found = True
+            yield one
+        if found:
+            continue
+        key = key_of(stream, table)
+        if not key:
+            yield where, f'has no key to tell its rows by: give it one in [streams.{at[-1]}.keys], such as ["id"]'
+        for column, word in words.items():
+            if column in key:
+                yield (*where, column), "is of the key: rows that differ in it are different rows"
+            try:
+                ColumnMerge.parse(word)
+            except UsageError as error:
+                yield (*where, column), _said(error)
+
+
+def key_of(stream: StreamConfig, table: str) -> tuple[str, ...]:
+    """Return the key of a table that applications write, however its name is written; empty if it has none."""
+    wanted = parse_qualified_name(table)
+    return next((tuple(key) for name, key in stream.keys.items() if parse_qualified_name(name) == wanted), ())
+
+
+def reach_of(replication: ReplicationConfig) -> Reach:
+    """Return which machines can ever hold what this node writes."""
+    return Reach(len(replication.nodes.keys() - {replication.node}), replication.object_store is not None)
+
+
+def clashes_of_level(at: KeyPath, acks: str, replication: ReplicationConfig) -> Iterator[tuple[KeyPath, str]]:
+    """Yield a stream's level that can never be reached: no append would be answered."""
+    lacking = reach_of(replication).lacks(AckLevel.parse(acks))
+    if lacking is not None:
+        yield (*at, "acks"), lacking
+
+
+def clashes_of_consumers(at: KeyPath, consumers: Mapping[str, ConsumerConfig]) -> Iterator[tuple[KeyPath, str]]:
+    """Yield the path of each mistake, and its description."""
+    if not consumers:
+        return
+    from millstream.delivery.definition import Definition
+
+    for name, consumer in consumers.items():
+        where: KeyPath = (*at, "consumers", name)
+        try:
+            Definition.parse(consumer.body(name), is_trusted=True)
+        except DeliveryError as error:
+            field = str(error.details.get("field") or "name")
+            place = where if field == "name" else (*where, *field.split("."))
+            yield place, _said(error)
+
+
+_ENCODE: Final = "%-encode special characters in user and password (@ is %40, / is %2F)"
+
+
+def clashes_of_addresses(at: KeyPath, stream: StreamConfig) -> Iterator[tuple[KeyPath, str]]:
+    """Yield the path of each mistake, and its description; never the address."""
+    location = stream.lake.location
+    if stream.lake.format != "postgres" and not is_address(location) and mask_address(location) != location:
+        yield (
+            (*at, "lake", "location"),
+            "is neither a folder nor the URL of an object store, or has a user, a password or a key in it: those belong into storage_options",
+        )
+    places: list[tuple[KeyPath, str, str]] = []
+    if stream.buffer is not None:
+        places.append(((*at, "buffer", "location"), stream.buffer.kind, stream.buffer.location))
+    if stream.routing is not None:
+        for name, sink in stream.routing.sinks.items():
+            places.append(((*at, "routing", "sinks", name, "location"), sink.kind, sink.location))
+    for path, kind, place in places:
+        if (fault := _address_fault(kind, place)) is not None:
+            yield path, fault
+
+
+def _address_fault(kind: str, place: str) -> str | None:
+    """The fault in the place of a buffer or a sink; None if nothing is, or its kind is another package's."""
+    shown = mask_address(place)
+    if kind == "kafka" and not is_brokers(place):
+        return "isn't a list of brokers, host:9092,host:9092; user and password belong into client (`sasl.username`, `sasl.password`)"
+    if kind == "redis" and (split_url(place) is None or shown == MASK):
+        return f"isn't an address such as redis://host:6379/0, or can be read in two ways: {_ENCODE}"
+    if kind == "log" and (shown != place or "://" in place):
+        return 'isn\'t a folder: set kind = "redis" or "kafka" if it is a server\'s address'
+    if kind == "millstream" and shown != place:
+        return "is neither https://host:8787 nor a folder, or has a user or a password in it: an access token belongs into token"
+    return None
+
+
+_VIEWS: Final = {
+    "delta": {"current", "history", "scd2", "merged"},
+    "iceberg": {"current", "history", "scd2", "merged"},
+    "postgres": {"changes", "current"},
+}
+
+
+def clashes_of_format(at: KeyPath, lake: LakeConfig, *, is_local: bool) -> Iterator[tuple[KeyPath, str]]:
+    """Yield each setting of a stream's lake that doesn't go with its format."""
+    in_database = lake.format == "postgres"
+    if in_database and not is_address(lake.location) and not lake.location.startswith("${"):
+        yield (*at, "lake", "location"), "must be a PostgreSQL address such as postgresql://user@host/database"
+    if not in_database and is_address(lake.location):
+        yield (*at, "lake", "location"), 'is a PostgreSQL address: set format = "postgres", or name a folder'
+    possible = _VIEWS[lake.format]
+    for view in sorted(set(lake.shown) - possible):
+        yield (
+            (*at, "lake", "views"),
+            f"{view!r} isn't a view of {lake.format!r}, which has {', '.join(sorted(possible))}",
+        )
+    if not in_database and lake.schema_prefix:
+        yield (*at, "lake", "schema_prefix"), 'is for format = "postgres" alone'
+    if lake.format == "iceberg":
+        yield from _clashes_of_iceberg(at, lake, is_local=is_local)
+    elif lake.catalog:
+        yield (*at, "lake", "catalog"), 'is for format = "iceberg" alone'
+
+
+def _clashes_of_iceberg(at: KeyPath, lake: LakeConfig, *, is_local: bool) -> Iterator[tuple[KeyPath, str]]:
+    """Yield what isn't supported yet with Iceberg: other catalogs, and an SQL catalog with executors elsewhere."""
+    if lake.catalog_type not in {"sql", "rest"}:
+        yield (
+            (*at, "lake", "catalog", "type"),
+            f'must be "sql" or "rest": a catalog of type {lake.catalog_type!r} isn\'t supported',
+        )
+    if lake.catalog_type == "rest" and "uri" not in lake.catalog:
+        yield (*at, "lake", "catalog", "type"), 'is "rest", which needs `uri`: the address of the catalog\'s server'
+    if lake.catalog_type == "sql" and not is_local:
+        yield (
+            (*at, "lake", "catalog", "type"),
+            'can\'t be "sql" with a Spark master elsewhere: executors don\'t reach the catalog in the home; set "rest"',
+        )
+
+
+OPTIONS: Final = {
+    "s3": (
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_SESSION_TOKEN",
+        "AWS_REGION",
+        "AWS_ENDPOINT_URL",
+        "AWS_ALLOW_HTTP",
+        "AWS_VIRTUAL_HOSTED_STYLE_REQUEST",
+        "AWS_PROFILE",
+    ),
+}
+"""The options of each store in which tests put a lake, by the scheme of its addresses. A library would ignore a misspelt one."""
+
+
+def clashes_of_storage(at: KeyPath, lake: LakeConfig) -> Iterator[Clash]:
+    """Yield each mistake of a stream's `lake.location` and `lake.storage_options`."""
+    if lake.format == "postgres":
+        return
+    scheme, separator, _ = lake.location.partition("://")
+    if separator and scheme not in OPTIONS:
+        yield (*at, "lake", "location"), "lake_scheme_unsupported", unsupported(scheme)
+        return
+    # The options may stay while a lake lies in a folder.
+    allowed = OPTIONS[scheme] if separator else [name for names in OPTIONS.values() for name in names]
+    for name in lake.storage_options:
+        if name not in allowed:
+            (nearest,) = difflib.get_close_matches(_spelled(name), allowed, n=1, cutoff=0.0)
+            yield (
+                (*at, "lake", "storage_options", name),
+                "storage_option_unknown",
+                f"unknown option; did you mean {nearest}? allowed here: {', '.join(allowed)}",
+            )
+
+
+def unsupported(scheme: str) -> str:
+    """Return why a lake can't lie at addresses with a scheme."""
+    stores = " or ".join(f"{name}://bucket/folder" for name in OPTIONS)
+    return f"a lake can't lie at {scheme}://…, in which it isn't tested: name a folder, or {stores}"
+
+
+def _spelled(name: str) -> str:
+    """Return an option's name as this file spells them, for names of other libraries."""
+    name = name.upper().replace("-", "_").replace(".", "_")
+    return name if name.startswith(("AWS_", "AZURE_", "GOOGLE_")) else f"AWS_{name}"
