@@ -42,28 +42,25 @@ from millstream.model.replication import (
     SegmentPart,
     Shipment,
 )
-from millstream.protocol.replication import (
+from millstream.protocol.replication import follower_machine as following
+from millstream.protocol.replication import leader_events
+from millstream.protocol.replication.follower_machine import Follower, OwnHolding
+from millstream.protocol.replication.high_water_mark import Holding as HeldBy
+from millstream.protocol.replication.high_water_mark import Holdings
+from millstream.protocol.replication.leader_events import LinkId, ShipOptions
+from millstream.protocol.replication.leader_machine import Leader
+from millstream.protocol.replication.promises_and_fencing import (
     LINEAGE,
     UNPROMISED,
-    Follower,
     Greeting,
-    Leader,
     Lineage,
-    LinkId,
-    OwnHolding,
     Promise,
     Rank,
     Role,
     RoleFact,
-    ShipOptions,
     Term,
-    leader_events,
-    level_kept,
-    promises_wanted,
 )
-from millstream.protocol.replication import follower_machine as following
-from millstream.protocol.replication.high_water_mark import Holding as HeldBy
-from millstream.protocol.replication.high_water_mark import Holdings
+from millstream.protocol.replication.promotion_quorum import level_kept, promises_wanted
 from millstream.testing.errors import code_of
 
 STREAM, OTHER = StreamId(UUID(int=1)), StreamId(UUID(int=2))

@@ -27,23 +27,14 @@ from millstream.errors import Diverged, FollowerBehindRetention, LinkLost, Mills
 from millstream.model.ids import Epoch, GroupNumber, RegionId
 from millstream.model.positions import Seq
 from millstream.model.replication import LOCAL, AckLevel, Acknowledgement, Document, Hello, NodeName, Shipment
-from millstream.protocol.replication import (
-    LINEAGE,
-    Follower,
-    Greeting,
-    Leader,
-    LinkId,
-    NodeReport,
-    OwnHolding,
-    Promise,
-    Promotion,
-    Role,
-    RoleFact,
-    ShipOptions,
-    leader_events,
-)
 from millstream.protocol.replication import follower_machine as following
+from millstream.protocol.replication import leader_events
 from millstream.protocol.replication import promotion_machine as promoting
+from millstream.protocol.replication.follower_machine import Follower, OwnHolding
+from millstream.protocol.replication.leader_events import LinkId, ShipOptions
+from millstream.protocol.replication.leader_machine import Leader
+from millstream.protocol.replication.promises_and_fencing import LINEAGE, Greeting, Promise, Role, RoleFact
+from millstream.protocol.replication.promotion_machine import NodeReport, Promotion
 from millstream.testing.files import Crash
 from millstream.wal.reader import StreamReader
 from millstream.wal.replica.replica_log import ReplicaLog

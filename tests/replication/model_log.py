@@ -18,7 +18,7 @@ from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId, WriterId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd, ReplicaPosition, SegmentPart
-from millstream.protocol.replication import OwnHolding
+from millstream.protocol.replication.follower_machine import OwnHolding
 
 HEADER = b"SEGMENT."
 _FOOTER = struct.Struct("<4sI")

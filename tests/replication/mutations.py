@@ -17,10 +17,14 @@ from tests.replication.simulation import Node, World
 
 from millstream.model.ids import Epoch, GroupNumber
 from millstream.model.replication import AckLevel, Acknowledgement
-from millstream.protocol.replication import NOBODY, Follower, Leader, Promise, Promotion, Rank, RoleFact, leader_events
 from millstream.protocol.replication import follower_machine as following
+from millstream.protocol.replication import leader_events
+from millstream.protocol.replication.follower_machine import Follower
 from millstream.protocol.replication.high_water_mark import Holding, Holdings
 from millstream.protocol.replication.leader_machine import FollowerProgress as Followed
+from millstream.protocol.replication.leader_machine import Leader
+from millstream.protocol.replication.promises_and_fencing import NOBODY, Promise, Rank, RoleFact
+from millstream.protocol.replication.promotion_machine import Promotion
 
 SEEDS_MAX = 3000
 SCRIPT_SEED = 17

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from millstream.errors import LinkLost, MillstreamError
 from millstream.model.replication import ReplicaPosition
-from millstream.protocol.replication import Leader, LinkId
+from millstream.protocol.replication.leader_events import LinkId
+from millstream.protocol.replication.leader_machine import Leader
 
 if TYPE_CHECKING:
     from tests.replication.simulation import Node

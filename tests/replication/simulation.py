@@ -48,22 +48,14 @@ from millstream.model.replication import (
     ReplicaPosition,
     Shipment,
 )
-from millstream.protocol.replication import (
-    LINEAGE,
-    Follower,
-    Greeting,
-    Leader,
-    LinkId,
-    NodeReport,
-    Promise,
-    Promotion,
-    Role,
-    RoleFact,
-    ShipOptions,
-    leader_events,
-)
 from millstream.protocol.replication import follower_machine as following
+from millstream.protocol.replication import leader_events
 from millstream.protocol.replication import promotion_machine as promoting
+from millstream.protocol.replication.follower_machine import Follower
+from millstream.protocol.replication.leader_events import LinkId, ShipOptions
+from millstream.protocol.replication.leader_machine import Leader
+from millstream.protocol.replication.promises_and_fencing import LINEAGE, Greeting, Promise, Role, RoleFact
+from millstream.protocol.replication.promotion_machine import NodeReport, Promotion
 
 STREAM = StreamId(UUID(int=7))
 NAMES = tuple(NodeName(name) for name in "abcd")
