@@ -160,6 +160,11 @@ class KnownLayouts:
         now = {(p.oid, p.attached_by) for p in table.partitions}
         return frozenset((oid, by, (oid, by) in now) for oid, by in now ^ before)
 
+    def partitions_that_came(self, table: SourceTable, id_: TableId) -> list[str]:
+        """Return the names of partitions that came, or came back, since the table was last remembered."""
+        came = {oid for oid, _, came in self.partitions_since(table, id_) if came}
+        return [part.name for part in table.partitions if part.oid in came]
+
     def attached(self, table: SourceTable, id_: TableId) -> list[PartitionFacts]:
         """Return the partitions without partitions below them that were attached with rows, which the stream doesn't send."""
         known = self._known.get(str(id_))

@@ -26,6 +26,7 @@ from millstream.capture.rewrite_detection import KnownLayouts
 from millstream.capture.source import check_same
 from millstream.catalog import TableState
 from millstream.diff.columns import HASH, ComparedColumn, HashName, RowTexts, ranges_for
+from millstream.diff.departures import Departures
 from millstream.diff.lake import LakeTable, row_texts
 from millstream.diff.position import PositionWait, wait_for_lake
 from millstream.diff.source import PublishedTable, Sums, TableSide, pick_hash, published_tables
@@ -245,12 +246,21 @@ def diff_stream(
                 ]
                 hash_name = pick_hash(connection)
             by_oid = {found.table.oid: found for found in published}
-            comparison = _Comparison(snapshot, hash_name, limit, on_progress, layouts, capture.rules.hashed, layout)
-            with _session_at(layout, n) as session:
+            departures = Departures(catalog, stream_id, StreamReader(str(home.wal_folder(name))), n)
+            left = {
+                row.id: departures.left(row.id, by_oid[row.relation_oid].table)
+                for row in first.rows.values()
+                if row.relation_oid in by_oid
+            }
+            comparison = _Comparison(
+                snapshot, hash_name, limit, on_progress, layouts, capture.rules.hashed, layout, left
+            )
+            with _session_at(layout, n, partitions=any(left.values())) as session:
                 for row in sorted(asked or first.rows.values(), key=lambda row: _size(row, by_oid)):
                     done = _compare_one(comparison, session, row, first, by_oid)
                     if done.state in {Compared.EQUAL, Compared.DIFFERENT}:
-                        _check_again(catalog, stream_id, row, first, done)
+                        came = layouts.partitions_that_came(by_oid[row.relation_oid].table, row.id)
+                        _check_again(catalog, stream_id, row, first, done, came)
                     report.tables.append(done)
                     on_table(done)
             if not asked:
@@ -299,23 +309,32 @@ class _States:
         )
 
 
-def _session_at(layout: Any, n: Seq) -> LakeSession:
+def _session_at(layout: Any, n: Seq, *, partitions: bool) -> LakeSession:
     """Return the lake at `n`; from `current` if the last cut is exactly there."""
-    session = LakeSession(layout)
+    session = LakeSession(layout, partitions=partitions)
     if session.cut is None or session.cut.n == n:
         return session
     session.close()
-    return LakeSession(layout, as_of=n)
+    return LakeSession(layout, as_of=n, partitions=partitions)
 
 
-def _check_again(catalog: Catalog, stream: StreamId, row: TableRow, first: _States, done: TableDiff) -> None:
-    """Check again: a copy that began in the meantime may have invalidated the compared rows."""
+def _check_again(
+    catalog: Catalog, stream: StreamId, row: TableRow, first: _States, done: TableDiff, came: Sequence[str]
+) -> None:
+    """Check again: a copy that began in the meantime may have invalidated the compared rows.
+
+    So may one that begins soon, of the rows of partitions that `came` and that capture hadn't noticed before.
+    """
     now = _States.look(catalog, stream)
     had, have = first.rows[int(row.id)], now.rows.get(int(row.id))
-    if done.state is Compared.DIFFERENT and (have is None or now.obstacle(have) or have.copy_id != had.copy_id):
-        reason = (
-            "it left the stream meanwhile" if have is None else now.obstacle(have) or "it was copied again meanwhile"
-        )
+    if done.state is not Compared.DIFFERENT:
+        return
+    reason = "" if have is not None else "it left the stream meanwhile"
+    if have is not None:
+        reason = now.obstacle(have) or ("it was copied again meanwhile" if have.copy_id != had.copy_id else "")
+    if not reason and came:
+        reason = f"it got the partition {', '.join(came)}: capture copies the rows that came with it"
+    if reason:
         done.state, done.reason = Compared.NOT_COMPARED, reason
         done.differences, done.different = [], 0
 
@@ -376,6 +395,8 @@ class _Comparison:
     hashed: Callable[[bytes], bytes]
     """Returns what stands for a text in a hashed column."""
     layout: LakeLayout
+    left: Mapping[TableId, frozenset[int]]
+    """Partitions that the source no longer has, and whose rows the lake may have."""
 
     def compare(self, session: LakeSession, row: TableRow, published: PublishedTable, done: TableDiff) -> None:
         """Fill in the outcome for a table."""
@@ -419,12 +440,12 @@ class _Comparison:
             if differing:
                 self._read_differing(side, lake, texts, differing, done, tell)
 
-    @staticmethod
-    def _lake_table(session: LakeSession, row: TableRow) -> LakeTable | None:
+    def _lake_table(self, session: LakeSession, row: TableRow) -> LakeTable | None:
         """Return the table in the lake; None if no record of it has ever landed, for example of an always empty one."""
         # By its id: a new name reaches the lake with the table's next record.
         name = session.name_of(row.id)
-        return None if name is None else LakeTable(session, *parse_qualified_name(name))
+        left = self.left.get(row.id, ())
+        return None if name is None else LakeTable(session, *parse_qualified_name(name), left=left)
 
     def _read_differing(
         self,

@@ -15,6 +15,7 @@ from millstream.diff.columns import HASH, RANGE, ComparedColumn, RowTexts, duck_
 from millstream.diff.source import Sums
 from millstream.errors import InvalidQuery, LakeError
 from millstream.lake.column_conversion import texts_of, to_text
+from millstream.model.records import PARTITION_OID
 
 if TYPE_CHECKING:
     from millstream.lake.query.query_session import LakeSession
@@ -25,19 +26,28 @@ EXACT: Final = "__exact"
 class LakeTable:
     """A table's rows in the lake, at the session's token. For one thread, with the session.
 
+    Args:
+        session: the session; with `partitions` if there are `left` ones.
+        namespace: the table's schema.
+        name: its name.
+        left: OIDs of partitions that left, whose rows are left out.
+
     Raises (any call):
         LakeError: the table can't be read.
     """
 
-    def __init__(self, session: LakeSession, namespace: str, name: str) -> None:
+    def __init__(self, session: LakeSession, namespace: str, name: str, *, left: Collection[int] = ()) -> None:
         self._session = session
         self._view = f"{duck_name(namespace)}.{duck_name(name)}"
         self._schema = self._query(f"SELECT * FROM {self._view} LIMIT 0").schema
+        if left and PARTITION_OID.name in self._schema.names:
+            oids = ", ".join(map(str, sorted(left)))
+            self._view = f"(FROM {self._view} WHERE coalesce({PARTITION_OID.name} NOT IN ({oids}), true))"
         self.with_exact: Final = EXACT in self._schema.names
 
     def types(self) -> dict[str, pa.DataType]:
         """Return the columns' types."""
-        return {field.name: field.type for field in self._schema if field.name != EXACT}
+        return {field.name: field.type for field in self._schema if field.name not in {EXACT, PARTITION_OID.name}}
 
     def count(self) -> int:
         """Return the number of rows."""

@@ -62,6 +62,16 @@ def pick_hash(connection: Connection) -> HashName:
     return "md5"
 
 
+# Rows are read of the present partitions, those of the snapshot are in the catalog's rows.
+_MOVED_PARTITIONS: Final = """
+WITH RECURSIVE tree (oid) AS (
+    SELECT %(oid)s::oid
+    UNION ALL SELECT h.inhrelid FROM tree t JOIN pg_inherits h ON h.inhparent = t.oid WHERE NOT h.inhdetachpending),
+present AS (SELECT p.relid::oid AS oid FROM pg_partition_tree(%(oid)s) p)
+(SELECT oid FROM tree EXCEPT SELECT oid FROM present) UNION ALL (SELECT oid FROM present EXCEPT SELECT oid FROM tree) LIMIT 1
+"""
+
+
 class TableSide:
     """One table at the source, read over a connection in a transaction under the snapshot.
 
@@ -89,7 +99,7 @@ class TableSide:
         name = sql.Identifier(table.namespace, table.name)
         connection = self._connection
         moved = SourceError(
-            f"{table.full_name} was rewritten, renamed or dropped while `diff` ran",
+            f"{table.full_name} was rewritten, renamed or dropped, or got or lost a partition, while `diff` ran",
             code="table_moved",
             hint="Run `diff` again for this table.",
             table=table.full_name,
@@ -109,6 +119,8 @@ class TableSide:
                 [table.oid, table.oid],
             ).fetchone()
             if same is None or not same[0] or read_table(connection, table.oid) is None:
+                raise moved
+            if table.partitioned and connection.execute(_MOVED_PARTITIONS, {"oid": table.oid}).fetchone() is not None:
                 raise moved
             spaces = ["pg_catalog", *sorted({k.operator_namespace for k in table.key} - {"pg_catalog"})]
             if table.rules:

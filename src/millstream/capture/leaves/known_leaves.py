@@ -247,11 +247,15 @@ class KnownLeaves:
         found = self._tables.get(id_)
         return found is not None and found.read_by_leaves and found.setting == setting
 
+    def leaves(self, id_: TableId) -> frozenset[int]:
+        """Return the OIDs of the leaves that a table has, and of those that left and whose `x` isn't durable."""
+        with self._lock:
+            found = self._tables.get(id_, _Leaves())
+            return frozenset({*found.live, *found.waiting})
+
     def are_all(self, id_: TableId, leaves: Collection[int]) -> bool:
         """Return whether these are all leaves that records of a table may name."""
-        with self._lock:
-            found = self._tables.get(id_)
-            return found is not None and {*found.live, *found.waiting} <= {*leaves}
+        return id_ in self._tables and self.leaves(id_) <= {*leaves}
 
     def returned(self, id_: TableId, table: SourceTable) -> list[str]:
         """Return the names of leaves that came back after they had left, or from another partitioned table."""
