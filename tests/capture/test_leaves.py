@@ -466,6 +466,28 @@ def test_a_publication_of_somebody_else_is_read_via_the_root(stage: Stage) -> No
     assert "x public.day_1" not in seen(stage)
 
 
+@pytest.mark.parametrize("of", ["another role", "the same superuser"])
+def test_a_superuser_leaves_publications_of_others_alone(stage: Stage, of: str) -> None:
+    """A subscriber of theirs may not have the partitions."""
+    comment, owner = "for the warehouse", f"of_{stage.config.slot}"
+    stage.sql(*PARTS, "CREATE PUBLICATION millstream_shop FOR TABLE parts WITH (publish_via_partition_root = true)")
+    if of == "another role":
+        stage.sql(f"CREATE ROLE {owner} SUPERUSER", f"ALTER PUBLICATION millstream_shop OWNER TO {owner}")
+    else:
+        stage.sql(f"COMMENT ON PUBLICATION millstream_shop IS '{comment}'")
+    stage.config = replace(stage.config, tables=("public.parts",))
+    stage.catch_up()
+    stage.sql("DROP TABLE day_1")
+    stage.catch_up()
+    check(stage)
+    with stage.connect() as connection:
+        row = connection.execute(
+            "SELECT pubviaroot, obj_description(oid, 'pg_publication') FROM pg_publication"
+        ).fetchone()
+    stage.sql("DROP PUBLICATION millstream_shop", f"DROP ROLE IF EXISTS {owner}")
+    assert row == (True, None if of == "another role" else comment)
+
+
 def test_a_row_filter_keeps_the_publication_via_the_root(stage: Stage) -> None:
     with stage.connect() as connection:
         if connection.info.server_version < 150000:

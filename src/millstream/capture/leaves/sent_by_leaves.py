@@ -1,7 +1,8 @@
 """The publications' side: whether leaf partitions are sent under their own OIDs, and the change that makes them so.
 
 Only publications that are ours are read by leaves: they name their tables, and they have the comment that capture gave
-them with the change, or our role owns them and they have `publish_via_partition_root`, as those of earlier versions. A
+them with the change, or our role owns them and they have `publish_via_partition_root` and no comment, as those of earlier
+versions. A superuser counts as the owner of those alone that it made. A
 row filter or a column list of a partitioned table needs that option; such a publication stays as it is.
 """
 
@@ -19,14 +20,20 @@ MARK: Final = "made for Millstream, which reads partitions under their own names
 """The comment of a publication that is ours."""
 # Publications of schemas exist from PostgreSQL 15 on.
 _SCHEMAS: Final = "OR EXISTS (SELECT FROM pg_publication_namespace s WHERE s.pnpubid = p.oid)"
+# A superuser has the privileges of every role.
+_OWNED: Final = (
+    "CASE WHEN current_setting('is_superuser') = 'on' THEN pg_get_userbyid(p.pubowner) = current_user"
+    " ELSE pg_has_role(p.pubowner, 'USAGE') END"
+)
 _LIMITS: Final = "coalesce(to_jsonb(r) ->> 'prqual', to_jsonb(r) ->> 'prattrs') IS NOT NULL"  # from 15 on
 
 
 def others(server_version: int) -> str:
     """Return the SQL condition that a publication `p` isn't ours; its parameter `mark` is `MARK`."""
     schemas = _SCHEMAS if server_version >= 150000 else ""
-    made = "obj_description(p.oid, 'pg_publication') IS NOT DISTINCT FROM %(mark)s"
-    return f"(p.puballtables {schemas} OR NOT ({made} OR (p.pubviaroot AND pg_has_role(p.pubowner, 'USAGE'))))"
+    comment = "obj_description(p.oid, 'pg_publication')"
+    earlier = f"p.pubviaroot AND {comment} IS NULL AND {_OWNED}"
+    return f"(p.puballtables {schemas} OR NOT ({comment} IS NOT DISTINCT FROM %(mark)s OR ({earlier})))"
 
 
 def reads_leaves(connection: Connection, publications: Sequence[str]) -> bool:
