@@ -1,22 +1,26 @@
 """Records of the log as the Kafka messages that Debezium's PostgreSQL connector 3.4 sends.
 
-The encoder is pure: it takes batches of records and the time, and returns bytes. It works column by
-column, and row by row only where it joins their JSON.
+The encoder is pure: it takes batches of records and the time, and returns bytes. It works column by column, and row by row
+only for records that are more than a new row: deletes, truncates, updates that have values before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import groupby, repeat
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from millstream.delivery.kafka.debezium_options import DebeziumOptions
 from millstream.delivery.kafka.debezium_tables import SentTable, message_blocks, sent_table
 from millstream.delivery.kafka.debezium_types import binary_json
 from millstream.delivery.kafka.debezium_values import NULL, quoted
+from millstream.delivery.kafka.json_columns import TEXTS, joined
 from millstream.delivery.kafka.topic_names import MESSAGES_TOPIC, TOPIC, topic_name
 from millstream.model.ids import Epoch, ShardId
 from millstream.model.names import parse_qualified_name
@@ -34,6 +38,7 @@ OLD_KEY: Final = "__debezium.oldkey"
 
 _CREATE, _UPDATE, _DELETE = Op.CREATE.letter, Op.UPDATE.letter, Op.DELETE.letter
 _TRUNCATE, _COPY, _LEFT = Op.TRUNCATE.letter, Op.COPY.letter, Op.PARTITION_LEFT.letter
+_NEW: Final = frozenset({_CREATE, _UPDATE, _COPY})
 
 Headers = tuple[tuple[str, bytes], ...]
 _Texts = dict[str, str | None]
@@ -50,6 +55,10 @@ class KafkaMessage(NamedTuple):
     value: bytes | None
     """None: a tombstone."""
     headers: Headers = ()
+
+
+_as_message: Final[Callable[[Iterable[Any]], KafkaMessage]] = partial(tuple.__new__, KafkaMessage)
+"""Return a message of all its fields; `_make` takes twice the time."""
 
 
 @dataclass(slots=True)
@@ -102,7 +111,7 @@ class DebeziumEncoder:
             return []  # changes of a quarantined table: nothing of Debezium's has their form
         if schema.kind is TableKind.MESSAGES:
             return list(self._messages(schema, batch, now_ns))
-        return list(self._rows(schema, batch, now_ns))
+        return self._rows(schema, batch, now_ns)
 
     def _topic_of(self, table: str | None) -> str:
         """Return the topic of a table; None: of logical messages."""
@@ -161,24 +170,52 @@ class DebeziumEncoder:
 
     # --- rows of tables
 
-    def _rows(self, schema: TableSchema, batch: pa.RecordBatch, now_ns: int) -> Iterator[KafkaMessage]:
-        table = self._table(schema)
+    def _rows(self, schema: TableSchema, batch: pa.RecordBatch, now_ns: int) -> list[KafkaMessage]:
+        table, skipped = self._table(schema), self.options.skipped()
         befores = _maps(batch.column("__before"))
         sources = self._sources(schema, batch, now_ns, is_captured=table.is_captured)
-        writer = _RowWriter(table, self.options, self.options.skipped(), sources, _tail(now_ns))
-        rows = _row_values(table, schema, batch, befores)
-        for row, op in enumerate(batch.column("__op").to_pylist()):
+        columns = _sent_columns(table, schema, batch, befores)
+        ops = batch.column("__op").to_pylist()
+        new = self._new_rows(table, columns, sources, ops, now_ns)
+        if batch.column("__before").null_count == len(ops) and _NEW.issuperset(ops) and skipped.isdisjoint(ops):
+            return new
+        writer = _RowWriter(table, self.options, skipped, sources, _tail(now_ns))
+        rows = list(zip(*(column.to_pylist() for column in columns), strict=True)) or [()] * len(ops)
+        found: list[KafkaMessage] = []
+        for row, op in enumerate(ops):
             if op == _UPDATE and befores[row] is not None:
-                yield from writer.update(row, rows[row], befores[row] or {})
+                found += writer.update(row, rows[row], befores[row] or {})
             elif op == _DELETE:
-                yield from writer.delete(row, _key(table, rows[row]), table.row % tuple(rows[row]))
+                found += writer.delete(row, new[row].key, table.row.text(rows[row]))
             elif op == _TRUNCATE:
-                yield from writer.truncate(row)
+                found += writer.truncate(row)
             elif op == _LEFT:
                 continue  # Debezium sends nothing when a partition leaves, and no letter of its own stands for it
-            elif op not in writer.skipped:
-                after = table.row % tuple(rows[row])
-                yield writer.message(row, op, _key(table, rows[row]), NULL, after)
+            elif op not in skipped:
+                found.append(new[row])
+        return found
+
+    def _new_rows(
+        self, table: SentTable, columns: Sequence[pa.Array], sources: Sequence[str], ops: Sequence[str], now_ns: int
+    ) -> list[KafkaMessage]:
+        """Return the message of each row as that of a new one: without a row before."""
+        row = table.row.parts(columns)
+        if self.options.format == "debezium-flat":
+            block, value = table.row_block, row
+        else:
+            block = table.envelope_block
+            letters: Any = ops[0] if len(set(ops)) == 1 else pa.array(ops, TEXTS)
+            value = [
+                *('{"before":null,"after":', *row, ',"source":', _texts_of(sources), ',"transaction":null,"op":"'),
+                *(letters, '",', _tail(now_ns)),
+            ]
+        values = _bytes_of([block.before, *value, block.behind], len(ops))
+        keys: Iterable[bytes | None] = repeat(None)
+        if table.key:
+            key = table.key_row.parts([columns[index] for index in table.key])
+            keys = _bytes_of([table.key_block.before, *key, table.key_block.behind], len(ops))
+        fields = zip(range(len(ops)), repeat(table.topic), keys, values, repeat(()), strict=False)
+        return list(map(_as_message, fields))
 
     def _sources(self, schema: TableSchema, batch: pa.RecordBatch, now_ns: int, *, is_captured: bool) -> list[str]:
         """Return each record's `source` as JSON. A record without a commit time has the time of its sending."""
@@ -191,20 +228,17 @@ class DebeziumEncoder:
         times = batch.column("__commit_ts").cast(pa.int64()).to_pylist()
         lsns, xids = batch.column("__commit_lsn").to_pylist(), batch.column("__xid").to_pylist()
         made: list[str] = []
-        last: tuple[Any, ...] | None = None
-        for op, time, lsn, xid in zip(batch.column("__op").to_pylist(), times, lsns, xids, strict=True):
-            if (op == _COPY, time, lsn, xid) == last:  # most are of the operation before
-                made.append(made[-1])
-                continue
-            last = op == _COPY, time, lsn, xid
+        is_copy = map(_COPY.__eq__, batch.column("__op").to_pylist())
+        for (is_copied, time, lsn, xid), same in groupby(zip(is_copy, times, lsns, xids, strict=True)):
             micros = now_ns // 1000 if time is None else time
-            snapshot = "incremental" if op == _COPY else "false"
+            snapshot = "incremental" if is_copied else "false"
             sequence = NULL if lsn is None else f'"[null,\\"{lsn}\\"]"'
-            made.append(
+            source = (
                 f'{head}{micros // 1000},"snapshot":"{snapshot}","db":{database},"sequence":{sequence},'
                 f'"ts_us":{micros},"ts_ns":{micros * 1000},{place},'
                 f'"txId":{NULL if xid is None else xid},"lsn":{NULL if lsn is None else lsn},"xmin":null}}'
             )
+            made += repeat(source, len(list(same)))
         return made
 
 
@@ -251,7 +285,7 @@ class _RowWriter:
         table = self.table
         old_row = _old_row(table, values, old)
         key, old_key = _key(table, values), _key(table, old_row)
-        before, after = table.row % tuple(_old_values(table, old)), table.row % tuple(values)
+        before, after = table.row.text(_old_values(table, old)), table.row.text(values)
         if old_key == key:
             if _UPDATE not in self.skipped:
                 yield self.message(row, _UPDATE, key, before, after)
@@ -265,37 +299,62 @@ def _tail(now_ns: int) -> str:
     return f'"ts_ms":{now_ns // 1_000_000},"ts_us":{now_ns // 1000},"ts_ns":{now_ns}}}'
 
 
-def _maps(array: pa.Array) -> list[_Texts | None]:
+def _maps(array: pa.Array) -> Sequence[_Texts | None]:
+    if array.null_count == len(array):
+        return (None,) * len(array)
     return [None if pairs is None else dict(pairs) for pairs in array.to_pylist()]
 
 
-def _row_values(
+def _sent_columns(
     table: SentTable, schema: TableSchema, batch: pa.RecordBatch, befores: Sequence[_Texts | None]
-) -> list[Any]:
-    """Return each row's values as JSON, in the order of the table's sent columns.
+) -> list[pa.Array]:
+    """Return the values of the table's sent columns as JSON.
 
     A value that an update left unchanged is taken from the row before, if the replica identity sends it.
     """
     first = batch.num_columns - len(schema.columns)
     columns = [sent.converter.column(batch.column(first + sent.number), sent.column) for sent in table.columns]
-    rows: list[Any] = list(zip(*columns, strict=True)) if columns else [()] * batch.num_rows
-    for row, exact in enumerate(_maps(batch.column("__exact"))):
-        if exact is not None:
-            rows[row] = [
-                rows[row][index] if text is None else sent.converter.text(text)
-                for index, sent in enumerate(table.columns)
-                for text in (exact.get(sent.column.name),)
-            ]
-    for row, names in enumerate(batch.column("__unchanged").to_pylist()):
-        if names:
-            rows[row] = list(rows[row])
-            before = befores[row] or {}
-            for name in names:
-                index = table.position.get(name)
-                if index is not None:
-                    found, text = table.columns[index].converter, before.get(name)
-                    rows[row][index] = found.unavailable if text is None else found.text(text)
-    return rows
+    others: dict[int, dict[int, str]] = {}
+    """By column and row, the values that the columns don't have."""
+    for row, exact in _given(batch.column("__exact")):
+        for name, text in exact:
+            index = table.position.get(name)
+            if index is not None and text is not None:
+                others.setdefault(index, {})[row] = table.columns[index].converter.text(text)
+    for row, names in _given(batch.column("__unchanged")):
+        for name in names:
+            index = table.position.get(name)
+            if index is not None:
+                found, text = table.columns[index].converter, (befores[row] or {}).get(name)
+                others.setdefault(index, {})[row] = found.unavailable if text is None else found.text(text)
+    for index, values in others.items():
+        rows = np.zeros(batch.num_rows, dtype=bool)
+        rows[list(values)] = True
+        in_order = [values[row] for row in sorted(values)]
+        columns[index] = pc.replace_with_mask(columns[index], pa.array(rows), pa.array(in_order, TEXTS))
+    return columns
+
+
+def _given(array: pa.Array) -> Iterable[tuple[int, Any]]:
+    """Return the rows and values of a column that aren't null: mostly none."""
+    rows = np.flatnonzero(array.is_valid().to_numpy(zero_copy_only=False)).tolist()
+    return zip(rows, array.drop_null().to_pylist(), strict=True) if rows else ()
+
+
+def _texts_of(texts: Sequence[str]) -> pa.Array:
+    """Return texts, most of which repeat the one before, as an array."""
+    places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
+    if len(places) == len(texts):
+        return pa.array(texts, TEXTS)
+    return pa.array(places, TEXTS).take(pa.array(map(places.__getitem__, texts), pa.int32()))
+
+
+def _bytes_of(parts: Sequence[str | pa.Array], count: int) -> list[bytes]:
+    """Return so many texts as UTF-8, each of an array's value or the same text for each part."""
+    if not all(isinstance(part, str) for part in parts):
+        found: list[bytes] = joined(*parts).cast(pa.large_binary()).to_pylist()
+        return found
+    return ["".join(map(str, parts)).encode()] * count
 
 
 def _old_values(table: SentTable, old: _Texts) -> list[str]:
@@ -312,7 +371,7 @@ def _header(name: str, table: SentTable, values: Sequence[str]) -> Headers:
     """
     if not table.key:
         return ()
-    row = table.key_row % tuple(table.columns[index].converter.in_header(values[index]) for index in table.key)
+    row = table.key_row.text(table.columns[index].converter.in_header(values[index]) for index in table.key)
     return ((name, row.encode()),)
 
 
@@ -330,7 +389,7 @@ def _old_row(table: SentTable, values: Sequence[str], old: _Texts) -> list[str]:
 def _key(table: SentTable, values: Sequence[str]) -> bytes | None:
     if not table.key:
         return None
-    return table.key_block(table.key_row % table.key_of(values))
+    return table.key_block(table.key_row.text(values[index] for index in table.key))
 
 
 def _json_key(key: Sequence[str], row: Mapping[str, Any] | None) -> bytes | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any, Final
 
 from millstream.delivery.kafka.debezium_options import DebeziumOptions
 from millstream.delivery.kafka.debezium_types import TEXT, Converter, converter
-from millstream.delivery.kafka.debezium_values import quoted
+from millstream.delivery.kafka.json_columns import Template
 from millstream.delivery.kafka.topic_names import topic_name
 from millstream.model.record_json import to_json
 from millstream.model.schema import Column, TableKind, TableSchema
@@ -60,26 +59,27 @@ _TRANSACTION_FIELD: Final[dict[str, Any]] = {
     "field": "transaction",
 }
 
-Block = Callable[[str], bytes]
-"""Return a payload as bytes, in its schema block if there is one."""
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The text around a payload: its schema block, if there is one."""
+
+    before: str
+    behind: str
+
+    def __call__(self, payload: str) -> bytes:
+        """Return a payload as bytes, in its block."""
+        return f"{self.before}{payload}{self.behind}".encode()
 
 
 def block(schema: dict[str, Any], options: DebeziumOptions) -> Block:
-    """Return what puts payloads of a schema into their block."""
-    if not options.schemas_enable:
-        return str.encode
-    before = f'{{"schema":{to_json(schema)},"payload":'
-    return lambda payload: f"{before}{payload}}}".encode()
+    """Return the block of payloads of a schema."""
+    return Block(f'{{"schema":{to_json(schema)},"payload":', "}") if options.schemas_enable else Block("", "")
 
 
 def _struct(name: str, fields: Sequence[dict[str, Any]], *, version: int | None = None) -> dict[str, Any]:
     schema = {"type": "struct", "fields": list(fields), "optional": False, "name": name}
     return schema if version is None else {**schema, "version": version}
-
-
-def _template(names: Sequence[str]) -> str:
-    """Return a JSON object with a `%s` for each value."""
-    return "{" + ",".join(quoted(name).replace("%", "%%") + ":%s" for name in names) + "}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +100,11 @@ class SentTable:
 
     topic: str
     columns: tuple[SentColumn, ...]
-    row: str
-    """Template of a row's JSON, with a `%s` for each column's."""
+    row: Template
+    """Template of a row's JSON."""
     key: tuple[int, ...]
     """Indexes of the key's columns within `columns`; empty if the table has no key."""
-    key_of: Callable[[Sequence[str]], Any]
-    """Returns the key's values of a row: a value if the key is one column, else a tuple."""
-    key_row: str
+    key_row: Template
     """Template of a key's JSON."""
     key_block: Block
     envelope_block: Block
@@ -161,10 +159,9 @@ def sent_table(
     return SentTable(
         topic,
         tuple(columns),
-        _template([sent.name for sent in columns]),
+        Template.of(sent.name for sent in columns),
         key,
-        itemgetter(*key) if key else tuple,
-        _template([columns[index].name for index in key]),
+        Template.of(columns[index].name for index in key),
         block(_struct(f"{topic}.Key", [fields[index] for index in key]), options),
         block(_struct(f"{topic}.Envelope", envelope, version=2), options),
         block({**row, "optional": False}, options),

@@ -10,12 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.delivery.kafka import debezium_values as values
 from millstream.delivery.kafka.debezium_options import DebeziumOptions
 from millstream.delivery.kafka.debezium_values import NULL, PLACEHOLDER, Fragment
+from millstream.delivery.kafka.json_columns import TEXTS, joined, quoted_column
 from millstream.model.column_texts import render_column
 from millstream.model.pgtext import array_elements
 from millstream.model.pgtypes import DECIMAL_DIGITS_MAX, element_oid
@@ -28,6 +30,9 @@ _PLACEHOLDER_UUID: Final = '["b68a35a7-17ad-35b3-af2a-ae46edb4545a"]'
 _DECIMAL: Final = "org.apache.kafka.connect.data.Decimal"
 _FIRST_USER_OID: Final = 16384
 _BITS_WITHOUT_LENGTH: Final = 2147483647
+_FIXED_MIN: Final = 1e-4
+"""From here on, below `_FIXED_MAX`, neither Python nor Arrow writes a float with an exponent."""
+_FIXED_MAX: Final = 1e9
 
 _OID_BY_ARROW: Final[dict[pa.DataType, int]] = {
     pa.bool_(): 16,
@@ -53,8 +58,8 @@ class Converter:
     """Return PostgreSQL's text of a value as JSON."""
     unavailable: str = NULL
     """JSON in the place of a value that an update left unchanged and PostgreSQL didn't send."""
-    fast: Callable[[pa.Array], list[str | None]] | None = None
-    """Return a column's values as JSON, None for NULL; the same as `text` of each."""
+    fast: Callable[[pa.Array], pa.Array] | None = None
+    """Return a column's values as JSON in a `TEXTS` array, null for NULL; the same as `text` of each."""
 
     def field(self, name: str | None, *, optional: bool) -> dict[str, Any]:
         """Return the schema of a field of this type, in Connect's order; without a name, of an array's items."""
@@ -62,12 +67,12 @@ class Converter:
         rest = {key: value for key, value in self.schema.items() if key not in head}
         return {**head, "optional": optional, **rest, **({} if name is None else {"field": name})}
 
-    def column(self, array: pa.Array, column: Column) -> list[str]:
-        """Return a log column's values as JSON; `null` for NULL and for values in `__exact`."""
+    def column(self, array: pa.Array, column: Column) -> pa.Array:
+        """Return a log column's values as JSON in a `TEXTS` array; `null` for NULL and for values in `__exact`."""
         if self.fast is not None:
-            return [NULL if value is None else value for value in self.fast(array)]
+            return pc.fill_null(self.fast(array), NULL)
         text = self.text
-        return [NULL if value is None else text(value) for value in render_column(array, column)]
+        return pa.array([NULL if value is None else text(value) for value in render_column(array, column)], TEXTS)
 
     def in_header(self, value: str) -> str:
         """Return a value's JSON as it stands in a header: a decimal by its digits."""
@@ -163,39 +168,38 @@ TEXT: Final = Converter({"type": "string"}, values.quoted, _PLACEHOLDER_TEXT)
 """PostgreSQL's text of any type."""
 
 
-def _string_column(array: pa.Array) -> list[str | None]:
-    quote = values.quoted
-    return [None if value is None else quote(value) for value in array.to_pylist()]
-
-
 def _logical_string(name: str) -> Converter:
-    return Converter(_named("string", f"io.debezium.data.{name}"), values.quoted, _PLACEHOLDER_TEXT, _string_column)
+    return Converter(_named("string", f"io.debezium.data.{name}"), values.quoted, _PLACEHOLDER_TEXT, quoted_column)
 
 
-def _cast_column(array: pa.Array) -> list[str | None]:
-    texts: list[str | None] = array.cast(pa.string()).to_pylist()
-    return texts
+def _cast_column(array: pa.Array) -> pa.Array:
+    return array.cast(TEXTS)
 
 
-def _bool_column(array: pa.Array) -> list[str | None]:
-    texts: list[str | None] = pc.if_else(array, "true", "false").to_pylist()
-    return texts
+def _bool_column(array: pa.Array) -> pa.Array:
+    return pc.if_else(array, pa.scalar("true", TEXTS), pa.scalar("false", TEXTS))
 
 
-def _double_column(array: pa.Array) -> list[str | None]:
+def _double_column(array: pa.Array) -> pa.Array:
+    numbers = pc.fill_null(array, 0.0).to_numpy(zero_copy_only=False)
+    sizes = np.abs(numbers)
+    if np.all((sizes == 0.0) | ((sizes >= _FIXED_MIN) & (sizes < _FIXED_MAX))):
+        # Without an exponent, Arrow writes the digits that Python writes, but a whole number without a point.
+        ends = pc.if_else(pa.array(numbers == np.floor(numbers)), pa.scalar(".0", TEXTS), pa.scalar("", TEXTS))
+        return joined(array.cast(TEXTS), ends)
     number = values.number
-    return [None if value is None else number(value) for value in array.to_pylist()]
+    return pa.array([None if value is None else number(value) for value in array.to_pylist()], TEXTS)
 
 
 _PLAIN: Final[dict[int, Converter]] = {
     16: Converter({"type": "boolean"}, values.boolean, fast=_bool_column),
     18: TEXT,
-    19: Converter({"type": "string"}, values.quoted, _PLACEHOLDER_TEXT, _string_column),
+    19: Converter({"type": "string"}, values.quoted, _PLACEHOLDER_TEXT, quoted_column),
     20: Converter({"type": "int64"}, values.same, fast=_cast_column),
     21: Converter({"type": "int16"}, values.same, fast=_cast_column),
     22: Converter({"type": "array", "items": {"type": "int16", "optional": False}}, values.numbers),
     23: Converter({"type": "int32"}, values.same, fast=_cast_column),
-    25: Converter({"type": "string"}, values.quoted, _PLACEHOLDER_TEXT, _string_column),
+    25: Converter({"type": "string"}, values.quoted, _PLACEHOLDER_TEXT, quoted_column),
     26: Converter({"type": "int64"}, values.same),
     30: Converter({"type": "array", "items": {"type": "int64", "optional": False}}, values.numbers),
     114: _logical_string("Json"),
@@ -217,8 +221,8 @@ _PLAIN: Final[dict[int, Converter]] = {
     ),
     700: Converter({"type": "float"}, values.floating),
     701: Converter({"type": "double"}, values.floating, fast=_double_column),
-    1042: Converter({"type": "string"}, values.quoted, _PLACEHOLDER_TEXT, _string_column),
-    1043: Converter({"type": "string"}, values.quoted, _PLACEHOLDER_TEXT, _string_column),
+    1042: Converter({"type": "string"}, values.quoted, _PLACEHOLDER_TEXT, quoted_column),
+    1043: Converter({"type": "string"}, values.quoted, _PLACEHOLDER_TEXT, quoted_column),
     1266: Converter(_named("string", "io.debezium.time.ZonedTime"), values.zoned_time),
     2950: _logical_string("Uuid"),
     3614: _logical_string("Tsvector"),
@@ -245,8 +249,8 @@ def binary_json(options: DebeziumOptions) -> Callable[[bytes], str]:
 def _binary(options: DebeziumOptions) -> Converter:
     encode = _BINARY[options.binary_handling_mode]
 
-    def fast(array: pa.Array) -> list[str | None]:
-        return [None if value is None else encode(value) for value in array.to_pylist()]
+    def fast(array: pa.Array) -> pa.Array:
+        return pa.array([None if value is None else encode(value) for value in array.to_pylist()], TEXTS)
 
     schema = {"type": "bytes" if options.binary_handling_mode == "bytes" else "string"}
     # Hexadecimal digits are no reason for Debezium to encode the placeholder.
@@ -292,20 +296,22 @@ def _numeric(oid: int, modifier: int, mode: str) -> Converter:
     return Converter(schema, lambda text: write(plain(text)), fast=None if is_money else _decimal_column(scale))
 
 
-def _decimal_column(scale: int) -> Callable[[pa.Array], list[str | None]] | None:
+def _decimal_column(scale: int) -> Callable[[pa.Array], pa.Array] | None:
     """Return the conversion of a column of decimals by their unscaled integers."""
     if scale > DECIMAL_DIGITS_MAX:  # a negative scale, or a column that is text
         return None
 
-    def convert(array: pa.Array) -> list[str | None]:
+    def convert(array: pa.Array) -> pa.Array:
         if not pa.types.is_decimal128(array.type) or array.type.scale != scale:
             write = values.decimal(scale)
-            return [None if text is None else write(text) for text in array.cast(pa.string()).to_pylist()]
+            texts = array.cast(pa.string()).to_pylist()
+            return pa.array([None if text is None else write(text) for text in texts], TEXTS)
         data, start = memoryview(array.buffers()[1] or b""), array.offset
-        return [
+        numbers = [
             values.unscaled(int.from_bytes(data[i * 16 : i * 16 + 16], "little", signed=True)) if valid else None
             for i, valid in enumerate(array.is_valid().to_pylist(), start)
         ]
+        return pa.array(numbers, TEXTS)
 
     return convert
 
@@ -315,7 +321,7 @@ def _date(mode: str) -> Converter:
         schema = _named("string", "io.debezium.time.IsoDate")
         return Converter(schema, lambda text: f'"{values.iso_date(values.date_days(text))}Z"')
 
-    def fast(array: pa.Array) -> list[str | None]:
+    def fast(array: pa.Array) -> pa.Array:
         return _cast_column(array.cast(pa.int32()))
 
     schema = _connect("int32", "Date") if mode == "connect" else _named("int32", "io.debezium.time.Date")
@@ -349,24 +355,23 @@ def _timestamp(modifier: int, mode: str) -> Converter:
     return Converter(schema, lambda text: values.wrapped(values.timestamp_us(text)), fast=_microseconds)
 
 
-def _microseconds(array: pa.Array) -> list[str | None]:
+def _microseconds(array: pa.Array) -> pa.Array:
     return _cast_column(array.cast(pa.int64()))
 
 
-def _milliseconds(array: pa.Array) -> list[str | None]:
-    return [None if value is None else str(value // 1000) for value in array.cast(pa.int64()).to_pylist()]
+def _milliseconds(array: pa.Array) -> pa.Array:
+    micros = array.cast(pa.int64()).to_pylist()  # Arrow's division rounds towards zero
+    return pa.array([None if value is None else str(value // 1000) for value in micros], TEXTS)
 
 
 def _zoned_timestamp(modifier: int, options: DebeziumOptions) -> Converter:  # noqa: ARG001 — as all of `_MADE`
     schema = _named("string", "io.debezium.time.ZonedTimestamp")
     digits = 6 if modifier < 0 else modifier
 
-    def fast(array: pa.Array) -> list[str | None]:
-        texts = array.cast(pa.timestamp("us")).cast(pa.string())  # always six digits behind the point
+    def fast(array: pa.Array) -> pa.Array:
+        texts = array.cast(pa.timestamp("us")).cast(TEXTS)  # always six digits behind the point
         texts = pc.utf8_slice_codeunits(texts, 0, 20 + digits if digits else 19)
-        texts = pc.replace_substring(texts, " ", "T")
-        quoted: list[str | None] = pc.binary_join_element_wise('"', texts, 'Z"', "").to_pylist()
-        return quoted
+        return joined('"', pc.replace_substring(texts, " ", "T"), 'Z"')
 
     return Converter(schema, values.zoned_timestamp(digits), fast=fast)
 
