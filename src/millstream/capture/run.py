@@ -20,7 +20,7 @@ from psycopg import sql
 
 from millstream.capture.column_rules.apply_to_changes import RuleMessages
 from millstream.capture.column_rules.binding import ColumnRules
-from millstream.capture.column_rules.enforcement import check_rules, rule_messages
+from millstream.capture.column_rules.session_rules import check_rules, rule_messages
 from millstream.capture.config import CaptureConfig, CaptureOutcome, CaptureProgress
 from millstream.capture.connection import connect_replication, pinned, take_bytes_as_they_are
 from millstream.capture.copying.repair import CopiesAndRepairs, Repairs

@@ -1,4 +1,4 @@
-"""Rules of columns put to use in a session: checked at the start, and applied to the stream's messages."""
+"""The rules of columns in one session of capture: checked at the start, and applied to the messages that come."""
 
 from __future__ import annotations
 
