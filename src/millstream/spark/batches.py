@@ -38,7 +38,7 @@ from millstream.spark.complete_copies import CompleteCopies
 from millstream.spark.executor_access import ExecutorLog
 from millstream.spark.executor_tasks import Around, TableError
 from millstream.spark.initial_replay import ReplayWatch
-from millstream.spark.lake_patience import LAKE_PATIENCE_S, pauses
+from millstream.spark.lake_retries import LAKE_PATIENCE_S, pauses
 from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineProgress
 from millstream.spark.pipeline_tables import PipelineTables, written_us
 from millstream.spark.quarantine import failure_of_lake

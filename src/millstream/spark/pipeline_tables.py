@@ -32,7 +32,7 @@ from millstream.protocol.retention import HolderKind
 from millstream.spark.batch_targets import LakeOfFiles
 from millstream.spark.executor_tasks import TableError, TendAnswer
 from millstream.spark.fold_schedule import FoldHistory
-from millstream.spark.lake_patience import patiently
+from millstream.spark.lake_retries import patiently
 from millstream.spark.pipeline import PipelineConfig, TableProgress
 from millstream.spark.quarantine import Quarantine
 from millstream.wal.reader import StreamReader

@@ -1,6 +1,6 @@
-"""Patience with a lake that can't be reached: the same step again, with growing pauses, for a bounded time.
+"""Retries of a step while the lake can't be reached: with growing pauses, for a bounded time.
 
-Requests to an object store are patient for seconds alone (`LakeLayout.patience_s`): delta-rs holds the interpreter's
+Requests to an object store are retried for seconds alone (`LakeLayout.patience_s`): delta-rs holds the interpreter's
 lock during some of them, and the process couldn't report or end.
 """
 
