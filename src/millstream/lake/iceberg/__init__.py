@@ -2,5 +2,5 @@
 
 `format` opens and creates tables, `commits` has the handle that commits to them, `columns` keeps the ids of their columns,
 `data_files` their files' facts, and `facts` Millstream's own. `catalog` finds them, `rest` bounds requests to a server, `files`
-knows where they lie, `names` names them, and `upkeep` bounds their metadata.
+knows where they lie, `names` names them, and `maintenance` bounds their metadata.
 """

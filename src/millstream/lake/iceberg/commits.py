@@ -26,7 +26,7 @@ from pyiceberg.table.update import AddSortOrderUpdate, AssertRefSnapshotId, SetD
 from pyiceberg.transforms import IdentityTransform
 
 from millstream.errors import LakeConflict
-from millstream.lake.iceberg import upkeep
+from millstream.lake.iceberg import maintenance
 from millstream.lake.iceberg.catalog import ANSWER_LOST, catalog_errors, files_read
 from millstream.lake.iceberg.columns import (
     arrow_columns,
@@ -350,8 +350,8 @@ class IcebergHandle:
         """See `OpenTable`."""
         with catalog_errors(self.path):
             # A snapshot remembers which files it removed, until they are deleted.
-            upkeep.expire(self._table, before_ms=now_ms - max(retention_s, 2 * keep_s) * 1000, spared=spared)
-            upkeep.delete_orphans(self._layout, self.path, self._table, now_ms=now_ms)
+            maintenance.expire(self._table, before_ms=now_ms - max(retention_s, 2 * keep_s) * 1000, spared=spared)
+            maintenance.delete_orphans(self._layout, self.path, self._table, now_ms=now_ms)
 
 
 def take_columns(transaction: Transaction, columns: pa.Schema, key: Sequence[str], renamed: FilledNames | None) -> None:

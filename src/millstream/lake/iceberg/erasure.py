@@ -15,7 +15,7 @@ from pyiceberg.table.update import RemoveSnapshotRefUpdate
 
 from millstream.errors import LakeError
 from millstream.lake.data_files import TableFiles
-from millstream.lake.iceberg import upkeep
+from millstream.lake.iceberg import maintenance
 from millstream.lake.iceberg.clearing import own_tags, stage_no_files
 from millstream.lake.iceberg.facts import NUMBER, STREAM, N, forget_snapshots, is_position
 from millstream.lake.layout import LakeLayout
@@ -57,8 +57,8 @@ def forget_versions(layout: LakeLayout, path: str, table: Table) -> None:
     with update.fast_append():
         pass
     transaction.commit_transaction()
-    upkeep.expire(table, before_ms=float("inf"), spared=None)
-    upkeep.delete_orphans(layout, path, table, now_ms=None)
+    maintenance.expire(table, before_ms=float("inf"), spared=None)
+    maintenance.delete_orphans(layout, path, table, now_ms=None)
     forget_snapshots(path)
 
 

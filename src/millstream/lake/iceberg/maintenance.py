@@ -1,4 +1,4 @@
-"""Upkeep of an Iceberg table's metadata: old snapshots expire, and files in `metadata/` that nothing names are deleted."""
+"""Maintenance of an Iceberg table's metadata: expire old snapshots, delete files in `metadata/` that nothing names."""
 
 from __future__ import annotations
 
