@@ -365,6 +365,7 @@ def write_stream(
 
 def _catalog_facts(home: Home, name: str) -> dict[str, Any]:
     """Return the catalog's facts of the stream's sources and tables; empty if there are none."""
+    from millstream.capture.facts_of_tables import facts_of_tables
     from millstream.errors import MillstreamError
 
     with contextlib.suppress(ImportError, MillstreamError):
@@ -380,8 +381,10 @@ def _catalog_facts(home: Home, name: str) -> dict[str, Any]:
                     }
                     for s in catalog.sources(stream)
                 ]
+                captured = facts_of_tables(catalog, stream)
                 tables = [
-                    {"id": t.id, "state": t.state.value, "reason": t.reason} for t in catalog.tables(stream, gone=True)
+                    {"id": t.id, "state": t.state.value, "reason": t.reason, "captured": captured.get(t.id, {})}
+                    for t in catalog.tables(stream, gone=True)
                 ]
                 return {"sources": sources, "tables": tables}
     return {}

@@ -218,9 +218,11 @@ def _tables(
     sources: Mapping[int, SourceId],
 ) -> dict[TableId, TableId]:
     """Return this home's id for each table of the export, in the order of its own."""
+    from millstream.capture.facts_of_tables import put_facts_of_table
     from millstream.catalog import TableState
 
     known = {table["id"]: table for table in facts["catalog"].get("tables", ())}
+    is_whole = bool(facts["reached"])
     newest = {schema.table_id: (shard, schema) for shard, schema in sorted(schemas, key=lambda found: found[1].version)}
     found: dict[TableId, TableId] = {}
     last_of = {
@@ -248,6 +250,8 @@ def _tables(
             )
         if state is TableState.GONE:
             catalog.set_state(row.id, state, reason)
+        if is_whole:
+            put_facts_of_table(catalog, stream, row.id, known.get(table, {}).get("captured") or {})
         found[table] = row.id
     return found
 
