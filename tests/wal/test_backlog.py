@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import pytest
+
 from millstream.model.positions import Seq
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
+from millstream.wal import backlog
 from millstream.wal.backlog import Backlogs, log_size
 from millstream.wal.files import RealFiles
+from millstream.wal.segment_scan import read_frame
 from millstream.wal.writing.writer import LogOptions, LogWriter
 
 TABLE = plain_table(1)
@@ -67,6 +71,27 @@ def test_another_count_reads_only_what_has_come_since(tmp_path: Path):
         log.append(plain_ops({1000: [(TABLE, 1, "x")]}))
         assert backlogs.between(before, log.persisted_upto()).records == 1
         assert files.bytes_read < first / 10
+
+
+def test_the_same_count_again_reads_no_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The oldest commit time of a count is in its first frame, which was read and decoded each time."""
+    read: list[int] = []
+
+    def counted(window: object, position: int, **named: bool) -> object:
+        read.append(position)
+        return read_frame(window, position, **named)
+
+    monkeypatch.setattr(backlog, "read_frame", counted)
+    with opened(tmp_path) as log:
+        ends = [log.append(plain_ops({xid: [(TABLE, 1, "x")]})).seqs.last for xid in range(1, 11)]
+        backlogs = Backlogs(str(tmp_path))
+        first = backlogs.between(Seq(0), ends[-1])
+        later = backlogs.between(ends[4], ends[-1])
+        assert len(read) == 2
+        assert backlogs.between(Seq(0), ends[-1]) == first
+        assert backlogs.between(ends[4], ends[-1]) == later
+        assert len(read) == 2
+        assert first.oldest_commit_us <= later.oldest_commit_us
 
 
 def test_whatever_the_bounds_a_count_is_the_sum_of_its_frames_and_segments(tmp_path: Path):

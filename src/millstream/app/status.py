@@ -54,7 +54,9 @@ def collect_status(home: Home, cache: StatusCache | None = None) -> dict[str, An
         home: the home.
         cache: kept by a caller that asks repeatedly; None: everything is read.
     """
-    cache = StatusCache() if cache is None else cache
+    if cache is None:
+        with contextlib.closing(StatusCache()) as own:
+            return collect_status(home, own)
     problems: list[str] = []
     nodes = _nodes(home, problems)
     owner, pipeline = ask(home, "owner", "status") or {}, ask(home, "pipeline", "status") or {}
@@ -67,7 +69,7 @@ def collect_status(home: Home, cache: StatusCache | None = None) -> dict[str, An
         problems.append(f"configuration: {error.message}")
     try:
         if home.has_catalog():
-            with home.open_catalog() as opened:
+            with cache.catalog(home) as opened:
                 catalog = CatalogSnapshot(opened, pipeline=PIPELINE, names=names, known_names=cache.table_names)
                 known = {row.name: row.id for row in catalog.streams()}
                 for name in sorted(names | set(known)):

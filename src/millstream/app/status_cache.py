@@ -2,22 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+import contextlib
+from typing import TYPE_CHECKING, Final
+
+from millstream.errors import MillstreamError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from millstream.catalog import Catalog
     from millstream.catalog.snapshot import NamesByFingerprint
+    from millstream.home.home import Home
     from millstream.wal.backlog import Backlogs
     from millstream.wal.reader import StreamReader
 
 
-@dataclass(frozen=True, slots=True)
 class StatusCache:
-    """Parts of a status that take long to read and seldom change. For one thread at a time."""
+    """Parts of a status that take long to read and seldom change, and the open catalog. For one thread at a time."""
 
-    backlogs: dict[str, Backlogs] = field(default_factory=dict)
-    """Counts of the logs by their folders: the open segment isn't read from its beginning each time."""
-    readers: dict[str, StreamReader] = field(default_factory=dict)
-    """Readers of the logs of streams that the catalog lacks."""
-    table_names: NamesByFingerprint = field(default_factory=dict)
-    """Names in the catalog's schemas, which take long to decode."""
+    def __init__(self) -> None:
+        self.backlogs: Final[dict[str, Backlogs]] = {}
+        """Counts of the logs by their folders: the open segment isn't read from its beginning each time."""
+        self.readers: Final[dict[str, StreamReader]] = {}
+        """Readers of the logs of streams that the catalog lacks."""
+        self.table_names: Final[NamesByFingerprint] = {}
+        """Names in the catalog's schemas, which take long to decode."""
+        self._catalog: tuple[Path | str, Catalog] | None = None
+
+    @contextlib.contextmanager
+    def catalog(self, home: Home) -> Iterator[Catalog]:
+        """Yield the home's catalog. It stays open, with its compiled statements, until an error or `close`.
+
+        Raises:
+            ConfigError, CatalogError: as `Home.open_catalog`; or as the block.
+        """
+        try:
+            place = home.catalog_place()
+            if self._catalog is not None and self._catalog[0] != place:
+                self.close()
+            if self._catalog is None:
+                self._catalog = place, home.open_catalog()
+            yield self._catalog[1]
+        except MillstreamError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the catalog; the next use opens it again."""
+        if self._catalog is not None:
+            self._catalog[1].close()
+            self._catalog = None

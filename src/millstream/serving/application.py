@@ -106,6 +106,7 @@ class Application:
         self.reading.close()
         self.tails.close()
         self.appender.close()
+        self.health.close()
         self._sessions.shutdown(wait=False, cancel_futures=True)
 
     async def _may_read(self, scope: Scope) -> bool:

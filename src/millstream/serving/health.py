@@ -35,13 +35,25 @@ class Health:
         self.draining = False
         """Whether the server was told to end."""
 
+    def close(self) -> None:
+        """Close what the status keeps open."""
+        with self._lock:
+            self._cache.close()
+
     def status(self) -> dict[str, Any]:
         """Return the status that `millstream status --json` prints."""
         with self._lock:
-            if time.monotonic() - self._status_s >= _KEEP_S:
-                self._status = collect_status(self._home, self._cache)
-                self._status_s = time.monotonic()
-            return self._status
+            return self._status if time.monotonic() - self._status_s < _KEEP_S else self._renewed()
+
+    def renewed(self) -> dict[str, Any]:
+        """Return the status as of now."""
+        with self._lock:
+            return self._renewed()
+
+    def _renewed(self) -> dict[str, Any]:
+        self._status = collect_status(self._home, self._cache)
+        self._status_s = time.monotonic()
+        return self._status
 
     def healthy(self) -> tuple[bool, dict[str, Any]]:
         """Return whether capture and pipeline run and everything is readable; and what isn't."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from millstream.codec.log_frame import FrameKind
 from millstream.codec.log_segment import FrameEntries
-from millstream.model.ids import ShardId
+from millstream.model.ids import Epoch, ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.schema import is_definition
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 _CACHED_FRAMES_MAX: Final = 50_000
 """Number of frames cached for segments that a bound splits; others aren't cached. About 8 MiB."""
+
+
+_COMMIT_TIMES_MAX: Final = 1_000
+"""Number of frames whose commit time is cached: those at which a count began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,8 @@ class Backlogs:
         self._folder = folder
         self._files = RealFiles() if files is None else files
         self._indexes: dict[ShardId, ShardIndex] = {}
+        self._commit_times_us: dict[tuple[str, Epoch, int], int | None] = {}
+        """Commit times of frames that no footer lists, by file, the mark's epoch and position: each is decoded once."""
 
     def between(self, after: Seq, upto: Seq) -> Backlog:
         """Count the range `(after, upto]`; a frame that straddles a bound counts whole.
@@ -113,10 +119,19 @@ class Backlogs:
             size += entry.length
             time_us = entry.commit_ts_min_us
             if heads and time_us is None and oldest is None:
-                time_us = _commit_us(self._files, segment, entry.position)
+                time_us = self._commit_us(segment, mark.epoch, entry.position)
             if time_us is not None:
                 oldest = time_us if oldest is None else min(oldest, time_us)
         return Backlog(records, size, oldest, int(records > 0))
+
+    def _commit_us(self, segment: SegmentFile, epoch: Epoch, position: int) -> int | None:
+        """Return as the function of this name; a log that was cut back goes on with a higher epoch."""
+        key = segment.path, epoch, position
+        if key not in self._commit_times_us:
+            if len(self._commit_times_us) >= _COMMIT_TIMES_MAX:
+                self._commit_times_us.clear()
+            self._commit_times_us[key] = _commit_us(self._files, segment, position)
+        return self._commit_times_us[key]
 
 
 def backlog_of_tables(reader: StreamReader, after: Seq, upto: Seq, takes: Callable[[FrameTable], bool]) -> Backlog:
