@@ -30,9 +30,9 @@ from apps.forage.tests.chromium import NAMES, Chromium, browser_path
 from tests.app.homes import wait_for
 
 import millstream
-from millstream.console.figures import OF_HOME, OF_STREAM
 from millstream.home.figure_ring import PERIODS, FigureRing
 from millstream.home.home import Home
+from millstream.serving.figures import OF_HOME, OF_STREAM
 from millstream.testing._servers.ports import free_port
 from millstream.testing.postgres import EmbeddedPostgres
 from millstream.testing.workloads.shop import ShopWorkload

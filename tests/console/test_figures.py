@@ -17,9 +17,9 @@ from tests.console.homes import Site, filled_home, site_of
 
 from millstream.app.status import collect_status
 from millstream.console import charts_page
-from millstream.console.figures import OF_STREAM, Figures
 from millstream.console.html import Rendered
 from millstream.home.figure_ring import PERIODS, Figure, FigureRing, Period
+from millstream.serving.figures import OF_STREAM, Figures
 
 START_S: Final = 1_800_000_000
 FIGURES: Final = (Figure("a", "A", "records", "mean"), Figure("b", "B", "bytes"), Figure("c", "C", "bytes", "least"))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.console.actions import Order, order_form
-from millstream.console.html import Content, Html, tag
+from millstream.console.html import Html, shortened, tag
 from millstream.console.page_frame import error_content
 from millstream.errors import MillstreamError
 
@@ -34,9 +34,7 @@ def letters(consumers: HomeConsumers, stream: str, name: str, *, may_act: bool) 
 
 def _letter(stream: str, name: str, letter: Mapping[str, Any], *, may_act: bool) -> Html:
     record = json.dumps(json.loads(letter["record"]), ensure_ascii=False, indent=1)
-    if len(record) > _RECORD_MAX:
-        record = f"{record[:_RECORD_MAX]}… ({len(record):,} characters)"
-    lines: list[Content] = [tag("code", line, tag("br")) for line in record.split("\n")]
+    lines = [tag("code", line, tag("br")) for line in shortened(record, _RECORD_MAX).split("\n")]
     deliveries = letter["deliveries"]
     summary = f", {letter['died']}, after {deliveries:,} {'delivery' if deliveries == 1 else 'deliveries'}"
     asked = [Order("", each, stream, name, letter["id"]) for each in ("retry_letter", "drop_letter")] if may_act else []

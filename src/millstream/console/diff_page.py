@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
-from millstream.console.html import Content, Html, Part, Piece, tag, with_code
+from millstream.console.html import Content, Html, Part, Piece, grid, shortened, tag, with_code
 from millstream.console.page_frame import link
 from millstream.errors import UsageError
 from millstream.workers import Worker
@@ -232,15 +232,14 @@ def _outcome(stream: str, table: Mapping[str, Any]) -> Html:
     notes = [tag("p", note, class_="note") for note in table["notes"]]
     listed = None
     if table["differences"]:
-        heads = tag("tr", *(tag("th", head, scope="col") for head in ("Key", "Difference", "Lake", "Source")))
-        body = tag("tbody", *(row for one in table["differences"] for row in _rows(one)))
+        body = (row for one in table["differences"] for row in _rows(one))
         left = different - table["listed"]
         more = (
             tag("p", *with_code(f"{left:,} more keys differ. `millstream diff --json` lists them."), class_="note")
             if left
             else None
         )
-        listed = [tag("div", tag("table", tag("thead", heads), body), class_="scroll", tabindex=0), more]
+        listed = [grid(("Key", "Difference", "Lake", "Source"), body, tabindex=0), more]
     name = tag("h3", link(table["table"], "tables", stream, table["table"]))
     return tag("article", name, tag("p", tag("span", f"{mark}{words}", class_=f"state {level}".strip())), notes, listed)
 
@@ -259,6 +258,4 @@ def _rows(one: Mapping[str, Any]) -> Iterator[Html]:
 
 
 def _text(value: str | None) -> str:
-    if value is None:
-        return "NULL"
-    return value if len(value) <= _VALUE_MAX else f"{value[:_VALUE_MAX]}… ({len(value):,} characters)"
+    return "NULL" if value is None else shortened(value, _VALUE_MAX)

@@ -65,6 +65,28 @@ def with_code(text: str) -> list[str]:
     return [tag("code", piece) if number % 2 else piece for number, piece in enumerate(pieces)]
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with what it counts."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def shortened(text: str, chars_max: int) -> str:
+    """Return a text, or its start and its length."""
+    return text if len(text) <= chars_max else f"{text[:chars_max]}… ({len(text):,} characters)"
+
+
+def described(facts: Iterable[tuple[str, Content]]) -> Part:
+    """Return a page's facts with their titles, without those that are empty."""
+    pairs = [tag("div", tag("dt", title), tag("dd", text)) for title, value in facts if (text := Html(escaped(value)))]
+    return Part("facts", tag("dl", *pairs, id="facts", class_="facts"))
+
+
+def grid(heads: Iterable[Content], rows: Iterable[Content], **attributes: str | int | bool | None) -> Html:
+    """Return a table that scrolls on its own; the attributes are those of its frame."""
+    titles = tag("thead", tag("tr", *(tag("th", head, scope="col") for head in heads)))
+    return tag("div", tag("table", titles, tag("tbody", *rows)), class_="scroll", **attributes)
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """An element that changes alone."""

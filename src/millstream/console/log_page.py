@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.app.status_words import holder_words, retention_waits
-from millstream.console.html import Content, Html, Part, Piece, tag
+from millstream.console.html import Content, Html, Part, Piece, counted, described, grid, tag
 from millstream.console.page_frame import link
 from millstream.console.pages import listed, state_mark
 from millstream.model.human_text import human_bytes, human_seconds
@@ -57,10 +57,7 @@ def area(status: Status, name: str) -> Iterator[Piece]:
     bounds, oldest = log["retention"], log["oldest"]
     facts: list[tuple[str, Content]] = [
         ("Durable up to", tag("code", stream["tokens"]["durable"])),
-        (
-            "Size",
-            f"{human_bytes(log['bytes'])} in {log['segments']} {'segment' if log['segments'] == 1 else 'segments'}",
-        ),
+        ("Size", f"{human_bytes(log['bytes'])} in {counted(log['segments'], 'segment')}"),
         ("Begins at number", None if log["first_seq"] is None else f"{log['first_seq']:,}"),
         (
             "Retention keeps",
@@ -72,7 +69,7 @@ def area(status: Status, name: str) -> Iterator[Piece]:
         ),
         ("Retention waits", retention_waits(stream) or "for nothing"),
     ]
-    yield Part("facts", tag("dl", *(_fact(*fact) for fact in facts if fact[1] is not None), id="facts", class_="facts"))
+    yield described(facts)
     yield tag("h2", "Who holds it")
     yield from listed(
         ("Holder", "Kind", "From number", "Holds", "Oldest record"),
@@ -101,10 +98,6 @@ def area(status: Status, name: str) -> Iterator[Piece]:
         numbers=frozenset({2, 3, 4}),
         caption="Writers",
     )
-
-
-def _fact(title: str, value: Content) -> Html:
-    return tag("div", tag("dt", title), tag("dd", value))
 
 
 def _writers(stream: Mapping[str, Any]) -> Iterator[tuple[str, list[Content]]]:
@@ -147,10 +140,9 @@ def _segments(home: Home, name: str) -> Html:
             written = datetime.fromtimestamp(facts.st_mtime, UTC).isoformat(" ", "seconds")
             size = tag("td", human_bytes(facts.st_size), class_="number")
             rows.append(tag("tr", tag("th", f"{segment.base_offset:,}", scope="row"), size, tag("td", written)))
-        heads = tag("tr", *(tag("th", head, scope="col") for head in ("First offset", "Size", "Last written (UTC)")))
         shown = f", the newest {_SEGMENTS_SHOWN}" if len(segments) > _SEGMENTS_SHOWN else ""
-        summary = f"Shard {shard}: {len(segments):,} {'segment' if len(segments) == 1 else 'segments'}{shown}"
-        table = tag("div", tag("table", tag("thead", heads), tag("tbody", *rows)), class_="scroll")
+        summary = f"Shard {shard}: {counted(len(segments), 'segment')}{shown}"
+        table = grid(("First offset", "Size", "Last written (UTC)"), rows)
         parts.append(tag("details", tag("summary", summary), table))
     return tag("section", *parts)
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from millstream.app.conditions import what_to_run
 from millstream.app.record_rates import Status, consumer_key
-from millstream.console.html import Content, Html, Part, Piece, escaped, opened, tag, with_code
+from millstream.console.html import Content, Html, Part, Piece, counted, described, escaped, opened, tag, with_code
 from millstream.console.page_frame import link
 from millstream.console.troubles import Trouble, troubles_of
 from millstream.model.human_text import copy_words, human_bytes, human_seconds, lag_words
@@ -76,7 +76,7 @@ def _troubles(troubles: Sequence[Trouble], *, at_rest: bool) -> Html:
     ]
     return tag(
         "section",
-        tag("h2", _count(len(troubles), "trouble")),
+        tag("h2", counted(len(troubles), "trouble")),
         tag("ul", *items),
         id="troubles",
         data_count=len(troubles),
@@ -133,7 +133,7 @@ def _log(stream: Mapping[str, Any], rate: float | None) -> Html:
     size = (
         "can't be read"
         if log["segments"] is None
-        else f"{human_bytes(log['bytes'])} in {_count(log['segments'], 'segment')}"
+        else f"{human_bytes(log['bytes'])} in {counted(log['segments'], 'segment')}"
     )
     return _step(
         "Log",
@@ -161,7 +161,7 @@ def _lake(stream: Mapping[str, Any]) -> Html | None:
         *(_lag_lines(lag) if lag["records"] is not None else ["unknown"]),
         f"{sum(rates):,.0f} rows/s" if rates else None,
         None if fold["seconds"] is None else f"folds {human_seconds(fold['seconds'])} behind",
-        _count(len(states), "table") + (f", {held} quarantined" if held else ""),
+        counted(len(states), "table") + (f", {held} quarantined" if held else ""),
         level="error" if held or "pipeline" in stream["errors"] else "",
     )
 
@@ -172,7 +172,7 @@ def _consumers_step(stream: Mapping[str, Any]) -> Iterator[Html]:
         dead = sum(one["dead"] for one in consumers)
         lags = [one["lag"]["records"] for one in consumers if one["lag"]["records"] is not None]
         yield _step(
-            tag("a", _count(len(consumers), "consumer"), href="/consumers"),
+            tag("a", counted(len(consumers), "consumer"), href="/consumers"),
             f"{max(lags):,} records behind" if lags and max(lags) else "nothing waits" if lags else "unknown",
             "the last of them" if len(consumers) > 1 and lags and max(lags) else None,
             f"{sum(one['in_flight'] for one in consumers):,} in flight",
@@ -197,10 +197,6 @@ def _lag_lines(lag: Mapping[str, Any]) -> list[str]:
     """Return a stage's lag in words: the figure that says most, and the others."""
     first, _, rest = lag_words(lag).partition(", ")
     return [f"{first} behind", rest.removesuffix(" behind")] if rest else [first]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _behind(lag: Mapping[str, Any]) -> str:
@@ -299,15 +295,7 @@ def consumers(status: Status, rates: Mapping[str, float]) -> Iterator[Piece]:
                 ],
             )
         )
-    heads = (
-        "Consumer",
-        "Stream",
-        "State",
-        "Lag",
-        *_COUNTS.values(),
-        "Messages/s",
-        "Error, and what to do",
-    )
+    heads = ("Consumer", "Stream", "State", "Lag", *_COUNTS.values(), "Messages/s", "Error, and what to do")
     empty = "There are no consumers. `millstream consumer create` makes one."
     yield from listed(heads, rows, empty=empty, numbers=frozenset(range(4, 10)), caption="Consumers")
 
@@ -335,8 +323,7 @@ def consumer(status: Status, stream: str, name: str, rates: Mapping[str, float])
         ("Cursor", tag("code", one["cursor"])),
         ("Error", one["error"]),
     ]
-    pairs = [tag("div", tag("dt", title), tag("dd", value)) for title, value in facts if escaped(value)]
-    yield Part("facts", tag("dl", *pairs, id="facts", class_="facts"))
+    yield described(facts)
 
 
 def nodes(status: Status) -> Iterator[Piece]:

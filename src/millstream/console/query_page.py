@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
-from millstream.console.html import Content, Html, opened, tag
+from millstream.console.html import Content, Html, counted, grid, opened, tag
 from millstream.model.arrow_texts import csv_field, rows_of_texts
 from millstream.model.human_text import human_bytes
 from millstream.model.schema import TableKind
@@ -41,7 +41,6 @@ class Asked:
     stream: str = ""
     sql: str = ""
     as_of: str = ""
-    wants_csv: bool = False
 
 
 def form(asked: Asked, streams: Sequence[str], limits: str) -> Html:
@@ -130,7 +129,7 @@ def as_page(
         headers: the answer's headers.
     """
     with contextlib.closing(parts), pa.ipc.open_stream(io.BufferedReader(_Parts(parts))) as reader:
-        heads = tag("tr", *(tag("th", name, scope="col") for name in reader.schema.names))
+        heads = reader.schema.names
         rows = (row for batch in _some_rows(reader) for row in rows_of_texts(batch))
         body, size = list[Html](), 0
         for row in islice(rows, ROWS_SHOWN):
@@ -139,12 +138,11 @@ def as_page(
             if size > _PAGE_MAX:
                 break
         has_more = next(rows, None) is not None
-    count = "1 row" if len(body) == 1 else f"{len(body):,} rows"
+    count = counted(len(body), "row")
     words = f"The first {count}; there are more." if has_more else f"{count}."
     token = headers.get(POSITION_HEADER)
     note = tag("p", words, *([] if token is None else [" As of ", tag("code", token)]), class_="note")
-    table = tag("table", tag("thead", heads), tag("tbody", *body))
-    scroll = tag("div", table, class_="scroll", tabindex=0, role="region", aria_label="Rows")
+    scroll = grid(heads, body, tabindex=0, role="region", aria_label="Rows")
     yield show(tag("section", tag("h2", "Answer"), note, scroll, id="answer"))
 
 

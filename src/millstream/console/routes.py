@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from importlib.resources import files
-from typing import Final, TypeAlias
+from typing import Final, ParamSpec, TypeAlias, TypeVar
 from urllib.parse import parse_qs, quote, unquote
 
 from fastapi import APIRouter, Request, Response
@@ -29,8 +29,7 @@ from millstream.console import (
     query_page,
     table_page,
 )
-from millstream.console.figures import Figures
-from millstream.console.html import Content, Html, Piece, Rendered, tag
+from millstream.console.html import Content, Piece, Rendered, tag
 from millstream.console.live_status import Live, Snapshot, View
 from millstream.console.page_frame import PAGES, address, error_content, link, login_content, page
 from millstream.console.sight import Sight
@@ -49,12 +48,15 @@ from millstream.model.access import Right
 from millstream.serving.access import Caller, Credentials
 from millstream.serving.application import Application
 from millstream.serving.browser_sessions import cookie_name
+from millstream.serving.figures import Figures
 from millstream.serving.http_reads import Question
 from millstream.serving.problem_documents import encoded, problem_of, status_of
 from millstream.serving.request_bodies import ClientGoneError, Held, Intake, read_body
 from millstream.serving.requests import ENDING, ClientStalledError, headers_said
 
 Answer: TypeAlias = Callable[[Request], Awaitable[Response]]
+_Arguments = ParamSpec("_Arguments")
+_Answer = TypeVar("_Answer")
 _FILES: Final = {"console.css": "text/css", "console.js": "text/javascript", "icon.svg": "image/svg+xml"}
 _HEADERS: Final = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
@@ -127,6 +129,16 @@ class Console:
         self.live.close()
         self._threads.shutdown(wait=False)
 
+    async def _apart(
+        self, work: Callable[_Arguments, _Answer], *args: _Arguments.args, **named: _Arguments.kwargs
+    ) -> _Answer:
+        """Return the result of work that blocks, which a thread does."""
+        return await asyncio.wrap_future(self._threads.submit(work, *args, **named))
+
+    def _still(self, path: str, title: str, *content: Content, user: str | None = None) -> bytes:
+        """Return a page without a live area."""
+        return page(path, title, self._name, None, *content, versions=self._versions, user=user)
+
     def _add(self, path: str, answer: Answer, method: str = "GET") -> None:
         async def answered(request: Request) -> Response:
             try:
@@ -136,14 +148,7 @@ class Console:
                 back = "/" if path.startswith("/console/") else request.scope["raw_path"].decode("latin-1")
                 return RedirectResponse(f"/console/login?next={quote(back, safe='/')}", 303, _HEADERS)
             except MillstreamError as error:
-                content = page(
-                    request.scope["path"],
-                    "This can't be shown",
-                    self._name,
-                    None,
-                    error_content(error),
-                    versions=self._versions,
-                )
+                content = self._still(request.scope["path"], "This can't be shown", error_content(error))
                 return _html(content, int(status_of(error)))
 
         self.router.add_route(path, answered, [method], include_in_schema=False)
@@ -164,8 +169,7 @@ class Console:
         table = table_page.find_table(sight.part_of(snapshot.status), stream, name)
         if table is None:
             raise UnknownTable(f"there is no table {name[:200]} in stream {stream[:64]}", hint="`/tables` lists all.")
-        work = partial(table_page.details, self._home, stream, table["id"])
-        details = await asyncio.wrap_future(self._threads.submit(work))
+        details = await self._apart(table_page.details, self._home, stream, table["id"])
         view = View(address("tables", stream, name), sight)
         offered = actions.offered_on_table(table) if self._may_act(caller, stream) else []
         return await self._page(view, caller, name, actions.buttons(offered, stream, name), *details)
@@ -184,9 +188,8 @@ class Console:
         view = View(address("consumers", stream, name), sight)
         letters = None
         if found["dead"] and caller.may(Right.ADMIN, stream):
-            may_act = self._access.is_asked
-            work = partial(dead_letters.letters, self._consumers, stream, name, may_act=may_act)
-            letters = await asyncio.wrap_future(self._threads.submit(work))
+            work = partial(dead_letters.letters, may_act=self._access.is_asked)
+            letters = await self._apart(work, self._consumers, stream, name)
         return await self._page(view, caller, f"Consumer {name}", actions.buttons(offered, stream, name), letters)
 
     def _area(self, view: View, snapshot: Snapshot) -> Rendered:
@@ -245,13 +248,11 @@ class Console:
         if order.action.warning and fields.get("confirmed") != "yes":
             title, content = "Are you sure?", actions.question(order)
         else:
-            work = partial(actions.carry_out, self._home, self._consumers, order)
-            outcome = await asyncio.wrap_future(self._threads.submit(work))
+            outcome = await self._apart(actions.carry_out, self._home, self._consumers, order)
             title, content = "Done", [tag("p", outcome)]
         kind = "consumers" if order.action.on_table is None else "tables"
         back = tag("p", link(f"Back to {order.subject}", kind, order.stream, order.subject))
-        data = page(f"/{kind}", title, self._name, None, content, back, versions=self._versions, user=caller.name)
-        return _html(data)
+        return _html(self._still(f"/{kind}", title, content, back, user=caller.name))
 
     async def _log(self, request: Request) -> Response:
         caller, sight = await self._viewer(request)
@@ -259,8 +260,7 @@ class Console:
         status = sight.part_of((await self.live.snapshot()).status)
         if not any(one["name"] == name and one.get("id") for one in status["streams"]):
             raise UnknownStream(f"no stream {name[:64]} has a log here", hint="`/log` lists all.")
-        work = partial(log_page.details, self._home, status, name)
-        details = await asyncio.wrap_future(self._threads.submit(work))
+        details = await self._apart(log_page.details, self._home, status, name)
         return await self._page(View(address("log", name), sight), caller, f"Log of {name}", *details)
 
     async def _diff_form(self, request: Request) -> Response:
@@ -282,8 +282,7 @@ class Console:
             self.diffs.stop()
         else:
             order = actions.Order(caller.name or "", "diff", stream, fields.get("table", "").strip())
-            work = partial(actions.start_diff, self._home, self.diffs, order)
-            await asyncio.wrap_future(self._threads.submit(work))
+            await self._apart(actions.start_diff, self._home, self.diffs, order)
         return RedirectResponse("/diff", 303, _HEADERS)
 
     async def _charts(self, request: Request) -> Response:
@@ -295,16 +294,13 @@ class Console:
 
     async def _paths(self, request: Request) -> Response:
         content = paths_page.paths(request.app.openapi())
-        return _html(page("/docs", "Paths of this server", self._name, None, content, versions=self._versions))
+        return _html(self._still("/docs", "Paths of this server", content))
 
     async def _query_form(self, request: Request) -> Response:
         caller, sight = await self._viewer(request)
         streams = self._streams(sight)
         asked = query_page.Asked(request.query_params.get("stream", ""), request.query_params.get("sql", ""))
-        return _html(self._query_page(caller, asked, streams, await self._names(streams)))
-
-    async def _names(self, streams: list[str]) -> Html:
-        return await asyncio.wrap_future(self._threads.submit(query_page.names, self._home, streams))
+        return _html(self._query_page(caller, asked, streams, await self._apart(query_page.names, self._home, streams)))
 
     async def _query(self, request: Request) -> Response:
         caller, sight = await self._viewer(request)
@@ -315,7 +311,7 @@ class Console:
         )
         caller.check(Right.READ, asked.stream)
         streams = self._streams(sight)
-        names = None if wants_csv else await self._names(streams)
+        names = None if wants_csv else await self._apart(query_page.names, self._home, streams)
 
         def shown(answer: Content) -> bytes:
             return self._query_page(caller, asked, streams, [answer, names])
@@ -334,7 +330,7 @@ class Console:
 
     def _query_page(self, caller: Caller, asked: query_page.Asked, streams: list[str], rest: Content) -> bytes:
         form = query_page.form(asked, streams, query_page.limits_in_words(self._home.config.http))
-        return page("/query", PAGES["/query"], self._name, None, form, rest, versions=self._versions, user=caller.name)
+        return self._still("/query", PAGES["/query"], form, rest, user=caller.name)
 
     def _streams(self, sight: Sight) -> list[str]:
         return [name for name in sorted(self._home.streams_on_disk()) if sight.has(name)]
@@ -359,8 +355,7 @@ class Console:
         return self._login_page(back) if self._access.is_asked else RedirectResponse(back, 303, _HEADERS)
 
     def _login_page(self, back: str, error: MillstreamError | None = None) -> Response:
-        content = login_content(back, error)
-        data = page("/console/login", "Log in", self._name, None, *content, versions=self._versions)
+        data = self._still("/console/login", "Log in", *login_content(back, error))
         return _html(data, 200 if error is None else int(status_of(error)))
 
     async def _login(self, request: Request) -> Response:

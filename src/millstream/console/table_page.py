@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.console.html import Content, Html, Part, Piece, escaped, tag, with_code
+from millstream.console.html import Content, Html, Part, Piece, described, grid, shortened, tag, with_code
 from millstream.console.pages import TABLE_HEADS, table_cells
 from millstream.errors import MillstreamError, UnknownStream
 from millstream.model.human_text import human_bytes
@@ -52,8 +52,7 @@ def area(status: Status, stream: str, name: str) -> Iterator[Piece]:
         *((f"Folder of {view}", tag("code", path)) for view, path in table["paths"].items()),
         (TABLE_HEADS[-1], values[-1]),
     ]
-    pairs = [tag("div", tag("dt", title), tag("dd", value)) for title, value in facts if escaped(value)]
-    yield Part("facts", tag("dl", *pairs, id="facts", class_="facts"))
+    yield described(facts)
 
 
 def details(home: Home, stream: str, table_id: int) -> list[Content]:
@@ -86,12 +85,10 @@ def _versions(schemas: Sequence[TableSchema], times: Mapping[SchemaVersion, int]
             )
             for column in schema.columns
         ]
-        heads = tag("tr", *(tag("th", head, scope="col") for head in ("Column", "Type", "Key")))
         title = f"Version {schema.version}: {schema.full_name}, {len(rows)} columns" + _changes(before, schema)
         us = times.get(schema.version)
         since = "" if us is None else f", since {datetime.fromtimestamp(us // 1_000_000, UTC).isoformat(' ')}"
-        body = tag("div", tag("table", tag("thead", heads), tag("tbody", *rows)), class_="scroll")
-        yield tag("details", tag("summary", title, since), body, open=number == 0)
+        yield tag("details", tag("summary", title, since), grid(("Column", "Type", "Key"), rows), open=number == 0)
 
 
 def _changes(before: TableSchema | None, after: TableSchema) -> str:
@@ -161,7 +158,6 @@ def record(facts: Mapping[str, Any]) -> Html:
         )
         for name in names
     ]
-    heads = tag("tr", *(tag("th", head, scope="col") for head in ("Column", "Before", "After")))
     rest = {name: value for name, value in facts.items() if name not in {"row", "before", "stream", "table"} and value}
     summary = f"{_OPS.get(facts['op'], facts['op'])} {facts['table'] or 'message'}"
     return tag(
@@ -169,7 +165,7 @@ def record(facts: Mapping[str, Any]) -> Html:
         tag(
             "details",
             tag("summary", tag("strong", summary), f" number {facts['seq']:,}", f", {facts['commit_ts'] or ''}"),
-            tag("div", tag("table", tag("thead", heads), tag("tbody", *rows)), class_="scroll"),
+            grid(("Column", "Before", "After"), rows),
             tag("p", tag("code", json.dumps(rest, ensure_ascii=False)), class_="note"),
         ),
     )
@@ -192,4 +188,4 @@ def _value(row: Mapping[str, Any], name: str) -> Content:
         return ""
     value = row[name]
     text = "NULL" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _VALUE_MAX else f"{text[:_VALUE_MAX]}… ({len(text):,} characters)"
+    return shortened(text, _VALUE_MAX)

@@ -35,10 +35,7 @@ OF_STREAM: Final = (
     Figure("log_bytes", "log", "bytes"),
     Figure("lake_bytes", "files of current in the lake", "bytes"),
 )
-OF_HOME: Final = (
-    Figure("memory_bytes", "all processes", "bytes"),
-    Figure("disk_free_bytes", "free", "bytes", "least"),
-)
+OF_HOME: Final = (Figure("memory_bytes", "all processes", "bytes"), Figure("disk_free_bytes", "free", "bytes", "least"))
 _SHARE: Final = 0.005
 """The part of a core that taking samples may cost: a large home is sampled less often."""
 _OLD_S: Final = max(period.step_s * period.samples for period in PERIODS.values())
@@ -61,7 +58,7 @@ class Figures:
         self._rings: dict[str, FigureRing] = {}
         """By stream; the home's own under an empty name."""
         self._before: tuple[float, dict[str, int], dict[str, list[float]]] | None = None
-        self._worker = Worker("console-figures", self._step)
+        self._worker = Worker("figures", self._step)
         self.version = 0
         """Number of samples taken: the figures are the same while it is."""
 
