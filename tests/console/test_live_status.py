@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from collections.abc import Awaitable, Callable, Hashable
 from typing import Any
 
+import pytest
+from structlog.testing import capture_logs
+
+from millstream.app import record_rates
 from millstream.app.record_rates import Rates
 from millstream.console import live_status as module
 from millstream.console.html import Part, Rendered, tag
@@ -15,6 +21,7 @@ from millstream.process_metrics import LOG_RECORDS
 
 EMPTY: dict[str, Any] = {"streams": [], "measures": {}}
 VIEW = View("/", Sight(None))
+PAUSE = threading.Event()
 
 
 class Home:
@@ -25,14 +32,27 @@ class Home:
         self.may = threading.Event()
         self.may.set()
 
+        self.seen: Hashable | None = None
+        """The value of a look; None: it is unknown."""
+
     def collect(self) -> dict[str, Any]:
         assert self.may.wait(60)
         self.taken += 1
         return EMPTY | {"number": self.taken}
 
+    def look(self) -> Hashable | None:
+        return self.seen
+
 
 def render(view: View, snapshot: Snapshot) -> Rendered:
     return Rendered([Part("n", tag("p", f"{view.path} {snapshot.status['number']}", id="n"))])
+
+
+async def until(read: Callable[[], Awaitable[Snapshot]], wanted: Callable[[Snapshot], bool]) -> Snapshot:
+    async with asyncio.timeout(60):
+        while not wanted(found := await read()):
+            await asyncio.to_thread(PAUSE.wait, 0.01)
+    return found
 
 
 async def until_newer(live: Live, than: int) -> None:
@@ -45,7 +65,7 @@ def test_many_callers_at_once_get_one_status() -> None:
     home = Home()
 
     async def look() -> None:
-        live = Live(home.collect, render)
+        live = Live(home.collect, render, home.look)
         found = await asyncio.gather(*(live.area(VIEW) for _ in range(50)))
         assert home.taken == 1
         assert len({id(area) for _, area in found}) == 1
@@ -59,7 +79,7 @@ def test_it_is_taken_again_while_there_are_viewers_and_no_longer_afterwards(monk
     monkeypatch.setattr(module, "_EVERY_S", 0.01)
 
     async def watch() -> None:
-        live = Live(home.collect, render)
+        live = Live(home.collect, render, home.look)
         with live.watched(VIEW), live.watched(VIEW):
             await until_newer(live, 3)
         running = live._running
@@ -78,20 +98,25 @@ def test_it_is_taken_again_while_there_are_viewers_and_no_longer_afterwards(monk
 def test_a_status_that_hangs_leaves_the_last_one_with_its_age(monkeypatch: Any) -> None:
     home = Home()
     monkeypatch.setattr(module, "_EVERY_S", 0.01)
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.05)
 
     async def watch() -> None:
-        live = Live(home.collect, render)
+        live = Live(home.collect, render, home.look)
         with live.watched(VIEW):
             await until_newer(live, 0)
             home.may.clear()
-            found = live.current(VIEW)
-            await live.next(within_s=0.05)
-            assert found is not None
-            later = live.current(VIEW)
-            assert later is not None
-            assert later[0].taken_s >= found[0].taken_s
+            await asyncio.sleep(0)
+            found, _ = await live.area(VIEW)
+            # A page that no viewer has open yet is made of it, too, and has its age.
+            for view in (VIEW, View("/tables", Sight(None))):
+                async with asyncio.timeout(60):
+                    while time.monotonic() - (shown := (await live.area(view))[0]).taken_s < 0.3:
+                        continue
+                assert shown.taken_s >= found.taken_s
+                assert view in shown.areas
+            taken = shown.status["number"]
             home.may.set()
-            await until_newer(live, later[0].status["number"])
+            await until_newer(live, taken)
         live.close()
 
     asyncio.run(watch())
@@ -108,13 +133,129 @@ def test_a_status_that_fails_is_taken_again(monkeypatch: Any) -> None:
         return home.collect()
 
     async def watch() -> None:
-        live = Live(collect, render)
+        live = Live(collect, render, home.look)
         with live.watched(VIEW):
             await until_newer(live, 3)
         assert not failures
         live.close()
 
     asyncio.run(watch())
+
+
+def test_a_status_that_fails_leaves_the_last_one_with_its_age_and_is_logged_once(monkeypatch: Any) -> None:
+    monkeypatch.setattr(module, "_EVERY_S", 0.01)
+    home, failing = Home(), [False]
+
+    def collect() -> dict[str, Any]:
+        if failing[0]:
+            raise OSError("the disk is gone")
+        return home.collect()
+
+    async def look() -> None:
+        live = Live(collect, render, home.look)
+        first = await live.snapshot()
+        failing[0] = True
+        with capture_logs() as logs:
+            await until(live.snapshot, lambda found: time.monotonic() - found.taken_s > 0.2)
+        assert await live.snapshot() is first
+        assert len(logs) == 1
+        failing[0] = False
+        await until(live.snapshot, lambda found: found.status["number"] == 2)
+        live.close()
+
+    asyncio.run(look())
+
+
+def test_without_any_status_the_error_is_the_viewer_s() -> None:
+    def collect() -> dict[str, Any]:
+        raise OSError("the disk is gone")
+
+    async def look() -> None:
+        live = Live(collect, render, lambda: None)
+        for _ in range(2):
+            with pytest.raises(OSError, match="gone"):
+                await live.area(VIEW)
+        live.close()
+
+    asyncio.run(look())
+
+
+def test_it_is_taken_only_if_something_has_changed_and_stays_current_meanwhile(monkeypatch: Any) -> None:
+    monkeypatch.setattr(module, "_EVERY_S", 0.01)
+    monkeypatch.setattr(module, "_UNCHANGED_S", 60.0)
+    home = Home()
+    home.seen = "idle"
+
+    async def look() -> None:
+        live = Live(home.collect, render, home.look)
+        diff = View("/diff", Sight(None))
+        first, area = await live.area(VIEW)
+        _, compared = await live.area(diff)
+        await until(live.snapshot, lambda found: found.taken_s > first.taken_s + 0.1)
+        assert home.taken == 1
+        assert (await live.area(VIEW))[1] is area, "nothing is drawn again"
+        assert (await live.area(diff))[1] is not compared, "a comparison goes on in the server"
+        home.seen = "written"
+        await until(live.snapshot, lambda found: found.status["number"] == 2)
+        # A change that a look misses is shown later.
+        monkeypatch.setattr(module, "_UNCHANGED_S", 0.05)
+        await until(live.snapshot, lambda found: found.status["number"] == 3)
+        live.close()
+
+    asyncio.run(look())
+
+
+def test_a_rate_falls_to_zero_though_nothing_changes_any_longer(monkeypatch: Any) -> None:
+    monkeypatch.setattr(module, "_EVERY_S", 0.01)
+    monkeypatch.setattr(module, "_UNCHANGED_S", 60.0)
+    monkeypatch.setattr(record_rates, "_WINDOW_S", 0.1)
+    home = Home()
+    home.seen = 0
+    records = [0]
+
+    def collect() -> dict[str, Any]:
+        home.taken += 1
+        return status(0, records[0]) | {"number": home.taken}
+
+    async def look() -> None:
+        live = Live(collect, render, home.look)
+        await live.area(VIEW)
+        records[0], home.seen = 1000, 1
+        fast = await until(live.snapshot, lambda found: found.rates.get("shop", 0) > 0)
+        _, area = await live.area(VIEW)
+        slow = await until(live.snapshot, lambda found: found.rates.get("shop") == 0)
+        assert fast.status is slow.status
+        assert (await live.area(VIEW))[1] is not area, "the page with the rate is drawn again"
+        live.close()
+
+    asyncio.run(look())
+
+
+def test_a_large_home_that_changes_all_the_time_is_taken_seldom_and_shows_its_age(monkeypatch: Any) -> None:
+    monkeypatch.setattr(module, "_EVERY_S", 0.01)
+    monkeypatch.setattr(module, "_EVERY_S_MAX", 0.5)
+    home = Home()
+
+    def collect() -> dict[str, Any]:
+        end_s = time.thread_time() + 0.02
+        while time.thread_time() < end_s:
+            continue
+        return home.collect()
+
+    async def look() -> None:
+        live = Live(collect, render, home.look)
+        await until(live.snapshot, lambda found: found.status["number"] >= 3)
+        taken, began_s = home.taken, time.monotonic()
+        oldest_s = 0.0
+        while time.monotonic() < began_s + 1:
+            found = await live.snapshot()
+            oldest_s = max(oldest_s, time.monotonic() - found.taken_s)
+            await asyncio.sleep(0.01)
+        assert home.taken - taken <= 3
+        assert oldest_s > 0.3
+        live.close()
+
+    asyncio.run(look())
 
 
 def status(token: int, records: int | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The status that all viewers share, taken at most once a second while there are any, and each viewer's differences.
+"""The status that all viewers share, taken at most once a second while there are any and the home changes, and each viewer's differences.
 
 A viewer has the last area that was sent to it. So a slow one gets fewer and larger differences, and none waits in memory.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
@@ -26,6 +27,10 @@ _EVERY_S: Final = 1.0
 _SHARE: Final = 0.015
 """The part of a core that taking the status may cost: of a large home it is taken less often."""
 _EVERY_S_MAX: Final = 10.0
+_UNCHANGED_S: Final = 5.0
+"""How long a status is shown while nothing seems to have changed: lags in seconds grow, and a look doesn't see everything."""
+_PATIENCE_S: Final = 2.0
+"""How long a page waits for the next status before it shows the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +40,7 @@ class Snapshot:
     status: Status
     rates: Mapping[str, float]
     taken_s: float
-    """On the monotonic clock."""
+    """When it was current, on the monotonic clock."""
     areas: dict[View, Rendered] = field(default_factory=dict)
 
 
@@ -56,38 +61,54 @@ class Live:
     Args:
         collect: returns the status; it may block.
         render: makes a view's area.
+        look: returns a value that differs if a new status would; None if that isn't known.
     """
 
-    def __init__(self, collect: Callable[[], Status], render: Render) -> None:
+    def __init__(self, collect: Callable[[], Status], render: Render, look: Callable[[], Hashable | None]) -> None:
         self._collect = collect
         self._render = render
+        self._look = look
         self._rates = Rates()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="console")
+        # Two threads: areas of the last status are made while the next one hangs.
+        self._taker, self._drawer = (
+            ThreadPoolExecutor(1, thread_name_prefix=f"console-{of}") for of in ("home", "area")
+        )
         self._views: dict[View, int] = {}
         """Numbers of viewers."""
         self._running: asyncio.Task[None] | None = None
         self._current: Snapshot | None = None
+        self._taking: asyncio.Future[Snapshot] | None = None
+        self._began_s = self._looked_s = self._collected_s = -math.inf
+        self._seen: Hashable | None = None
+        """The value that `look` returned before the last status was collected."""
+        self._is_failing = False
         self._costs_s: deque[float] = deque(maxlen=3)
         """CPU time of the last statuses and their areas; the first two take long, for imports and indexes."""
         self._changed = asyncio.Event()
 
     def close(self) -> None:
-        """Close the thread."""
-        self._thread.shutdown(wait=False)
+        """Close the threads."""
+        self._taker.shutdown(wait=False)
+        self._drawer.shutdown(wait=False)
 
     async def snapshot(self) -> Snapshot:
-        """Return a status that isn't older than the interval."""
-        current = self._current
-        if current is None or time.monotonic() - current.taken_s >= self._every_s:
-            current = await asyncio.get_running_loop().run_in_executor(self._thread, self._take)
-        return current
+        """Return the current status; the last one, with its age, if the next can't be taken or takes too long."""
+        now_s = time.monotonic()
+        if self._current is not None and now_s - self._looked_s < _EVERY_S:
+            return self._current
+        if self._taking is None or self._taking.done():
+            self._began_s = now_s
+            self._taking = asyncio.get_running_loop().run_in_executor(self._taker, self._take)
+        taking, patience_s = self._taking, max(0.0, self._began_s + _PATIENCE_S - now_s)
+        await asyncio.wait([taking], timeout=None if self._current is None else patience_s)
+        return self._current or taking.result()
 
     async def area(self, view: View) -> tuple[Snapshot, Rendered]:
         """Return a view's area, and the status that it shows."""
         snapshot = await self.snapshot()
         area = snapshot.areas.get(view)
         if area is None:
-            area = await asyncio.get_running_loop().run_in_executor(self._thread, self._area, snapshot, view)
+            area = await asyncio.get_running_loop().run_in_executor(self._drawer, self._area, snapshot, view)
         return snapshot, area
 
     def current(self, view: View) -> tuple[Snapshot, Rendered] | None:
@@ -126,23 +147,43 @@ class Live:
                 snapshot = await self.snapshot()
                 for view in list(self._views):
                     if view not in snapshot.areas:
-                        await asyncio.get_running_loop().run_in_executor(self._thread, self._area, snapshot, view)
+                        await asyncio.get_running_loop().run_in_executor(self._drawer, self._area, snapshot, view)
             except Exception:
-                logger.exception("the console's status can't be taken")
+                logger.exception("the console's first status can't be taken, or an area can't be made")
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()
-            await asyncio.sleep(self._every_s)
+            await asyncio.sleep(_EVERY_S)
 
     def _take(self) -> Snapshot:
-        current = self._current
-        if current is not None and time.monotonic() - current.taken_s < self._every_s:
-            return current  # another caller's
+        current, self._looked_s = self._current, time.monotonic()
+        try:
+            self._current = self._next(current, self._looked_s)
+        except Exception:
+            if current is None:
+                raise
+            if not self._is_failing:
+                logger.exception("the console's status can't be taken: it shows the last one")
+            self._is_failing = True
+            return current
+        self._is_failing = False
+        return self._current
+
+    def _next(self, current: Snapshot | None, now_s: float) -> Snapshot:
+        seen, age_s = self._look(), now_s - self._collected_s
+        if current is not None and seen is not None and seen == self._seen and age_s < max(_UNCHANGED_S, self._every_s):
+            rates = self._rates.take(current.status, now_s)
+            # A comparison goes on in this process, whatever the home does.
+            is_same = rates == current.rates
+            drawn = list(current.areas.items()) if is_same else []
+            areas = {view: area for view, area in drawn if view.path != "/diff"}
+            return Snapshot(current.status, rates, now_s, areas)
+        if current is not None and age_s < self._every_s:
+            return current
         start_s = time.thread_time()
         status = self._collect()
-        now_s = time.monotonic()
         self._costs_s.append(time.thread_time() - start_s)
-        self._current = Snapshot(status, self._rates.take(status, now_s), now_s)
-        return self._current
+        self._seen, self._collected_s = seen, now_s
+        return Snapshot(status, self._rates.take(status, now_s), now_s)
 
     def _area(self, snapshot: Snapshot, view: View) -> Rendered:
         if view not in snapshot.areas:

@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 from millstream.console.html import Content, Html, Rendered, opened, tag, with_code
 from millstream.errors import MillstreamError
+from millstream.model.human_text import human_seconds
 
 PAGES: Final = {
     "/": "Overview",
@@ -20,6 +21,10 @@ PAGES: Final = {
     "/charts": "Charts",
 }
 """Titles of the pages in the navigation, by path."""
+
+
+FRESH_S: Final = 3.0
+"""Older data shows its age; so it does in `console.js`."""
 
 
 def link(text: str, *path: str, parameters: str = "") -> Html:
@@ -83,7 +88,7 @@ def page(
         tag("a", "Skip to the content", href="#main", class_="skip"),
         tag("p", tag("strong", "Millstream"), " ", tag("span", home, class_="home"), class_="name"),
         tag("nav", tag("ul", *links), aria_label="Pages"),
-        tag("p", "" if area is None else "as of this moment", id="age", class_="age", data_age=f"{age_s:.3f}"),
+        tag("p", "" if area is None else _age_words(age_s), id="age", class_="age", data_age=f"{age_s:.3f}"),
         None if user is None else logout,
     )
     live = None
@@ -130,6 +135,11 @@ def login_content(back: str, error: MillstreamError | None) -> list[Content]:
             class_="login",
         ),
     ]
+
+
+def _age_words(age_s: float) -> str:
+    """Return the age of a page's data, as its script shows it once it runs."""
+    return "as of this moment" if age_s < FRESH_S else f"data of {human_seconds(age_s)} ago"
 
 
 def _is_under(path: str, page: str) -> bool:

@@ -18,6 +18,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import RedirectResponse
 from starlette.types import Receive, Scope, Send
 
+from millstream.app.home_changes import look
 from millstream.console import (
     actions,
     charts_page,
@@ -93,7 +94,7 @@ class Console:
         self._threads = ThreadPoolExecutor(_DETAILS_AT_ONCE, thread_name_prefix="console-details")
         self.figures: Final = Figures(application.home, application.health.status)
         self.diffs: Final = diff_page.Diffs(application.home)
-        self.live: Final = Live(application.health.status, self._area)
+        self.live: Final = Live(application.health.renewed, self._area, partial(look, self._home))
         self._drawn = lru_cache(_CHARTS_KEPT)(self._draw)
         self._name = self._home.path.name
         folder = files("millstream.console").joinpath("static")
