@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-import millstream.codec.pgoutput._values as machine
+import millstream.codec.pgoutput._value_parsers as machine
 from millstream.codec.pgoutput.message_parser import Relation
 from millstream.codec.pgoutput.record_rows import decode_text, parse_column, undecodable
 from millstream.model.floats import FIXED_BELOW_4, FIXED_BELOW_8, HALF_WAY_4, HALF_WAY_8

@@ -1,4 +1,4 @@
-"""Machine code that reads columns of texts: each value OK, NULL, or BAD.
+"""Parsers of values in machine code, a column of texts at a time: each value OK, NULL, or BAD.
 
 A value is OK only if its text is exactly what PostgreSQL prints for the number read. Every doubtful
 value is BAD and goes through `millstream.model.pgtext`, which decides. `value_at` and `size` are
