@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pyarrow as pa
 import pytest
 
+from millstream.console import table_page
 from millstream.console.table_page import _changes
 from millstream.model.ids import SchemaVersion, SourceId, TableId
 from millstream.model.schema import Column, TableSchema
@@ -33,3 +37,10 @@ A, B = Column("a", pa.int64(), number=1), Column("b", pa.int64(), number=2)
 )
 def test_a_definition_says_what_changed(after: list[Column], told: str) -> None:
     assert _changes(schema(A, B), schema(*after)) == told
+
+
+def test_the_live_tail_names_each_kind_of_record_as_the_table_page_does() -> None:
+    """A partition that left was shown as `x`."""
+    script = (Path(table_page.__file__).parent / "static" / "console.js").read_text()
+    (words,) = re.findall(r"const OPS = \{(.*)\};", script)
+    assert dict(re.findall(r'(\w): "([^"]*)"', words)) == table_page._OPS

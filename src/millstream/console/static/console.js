@@ -105,7 +105,7 @@ function element(name, properties, ...children) {
   return node;
 }
 
-const OPS = { c: "insert into", u: "update of", d: "delete from", r: "copied row of", t: "truncate of", m: "message", s: "definition of" };
+const OPS = { c: "insert into", u: "update of", d: "delete from", r: "copied row of", t: "truncate of", x: "partition left", m: "message", s: "definition of" };
 
 function text(row, name) {
   if (!row || !Object.hasOwn(row, name)) return "";
