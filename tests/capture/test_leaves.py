@@ -229,6 +229,24 @@ def test_a_leaf_whose_table_is_dropped_is_then_captured_by_itself(stage: Stage) 
     assert stage.state("public.loose") is TableState.STREAMING
 
 
+def test_a_table_that_was_a_partition_before_a_look_saw_it(stage: Stage) -> None:
+    """Its changes of that time are in the backlog, and deletions after it aren't sent."""
+    stage.sql(*PARTS)
+    stage.catch_up()
+    stage.sql(
+        "CREATE TABLE day_5 PARTITION OF parts FOR VALUES FROM (5) TO (6)",
+        "INSERT INTO parts SELECT i, 5, 'of parts' FROM generate_series(51, 60) i",
+        "UPDATE parts SET day = 5 WHERE id = 4",
+        "ALTER TABLE parts DETACH PARTITION day_5",
+        "DELETE FROM day_5 WHERE id % 2 = 0",
+    )
+    stage.catch_up()
+    check(stage)
+    check(stage, "day_5")
+    assert seen(stage)["x public.day_5"] == 1
+    assert seen(stage, "day_5") == Counter(r=5)
+
+
 def test_a_captured_table_that_is_a_partition_for_a_while(stage: Stage) -> None:
     """The changes of that time are those of the other table."""
     stage.sql(*PARTS, "CREATE TABLE apart (LIKE parts INCLUDING ALL)")

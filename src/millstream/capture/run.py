@@ -341,7 +341,8 @@ class _Capture:
                 if self._target is not None:
                     if self._caught_up(session):
                         break
-                    if now - asked_at >= 0.2 and (applier.passed < self._target or session.copies.waits_for_stream):
+                    waits = session.copies.waits_for_stream or session.tables.are_deferred
+                    if now - asked_at >= 0.2 and (applier.passed < self._target or waits):
                         asked_at = now
                         self._hurry(session)
                 elif (session.copies.waits_for_stream or renew_at is not None) and now - asked_at >= 0.2:

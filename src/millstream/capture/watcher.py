@@ -28,6 +28,7 @@ from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import translated
 from millstream.capture.copy_or_history_only import after_identity_change, copy_or_history_only
 from millstream.capture.copying.attached_partitions import begin_copy_of, can_copy_apart
+from millstream.capture.leaves.held_tables import HeldTables
 from millstream.capture.leaves.sent_by_leaves import publish_leaves, reads_leaves, sent_by_leaves
 from millstream.capture.publication import (
     DECIDES_AGAIN_FROM,
@@ -109,8 +110,9 @@ class WatchedTables:
         self.coverage = Coverage((), frozenset(), {}, {})
         self._leaves_published = False
         """Whether publications of an older version were altered at the session's start."""
+        self._held = HeldTables(directory.leaves)
         self.are_deferred = False
-        """Whether a partition that left waits to be captured as a table of its own."""
+        """Whether a table waits to be captured, because it may be a partition that left."""
         self._attached = frozenset[TableId]()
         """Tables with attached partitions whose rows wait for their copy, as of the last look."""
         self._decided = frozenset[tuple[int, int, bool]]()
@@ -161,7 +163,7 @@ class WatchedTables:
         late_leaves, begun, by_leaves = known.late_leaves, known.begin_look(), self._by_leaves(connection)
         self._alter_publications(connection)
         published = self._published(connection)
-        tables = [self._rules.applied(table) for table in self._to_capture(published)]
+        tables = [self._rules.applied(table) for table in self._held.without(connection, published, passed)]
         self.facts = {table.oid: table for table in tables}
         self.seen_at = insert_lsn(connection)
         self._directory.learn(self.facts)
@@ -249,19 +251,6 @@ class WatchedTables:
         if connection.info.server_version < DECIDES_AGAIN_FROM:
             published = self._decided_again(connection, published)
         return published
-
-    def _to_capture(self, published: Sequence[SourceTable]) -> list[SourceTable]:
-        """Return the source's tables, except leaf partitions that left and have no `x` in the log so far.
-
-        Until then their changes are their table's. Only after that they may be captured as tables of their own. If their table
-        is gone as well, they wait until it is given up.
-        """
-        held, known = self._directory.leaves.known.held, {row.relation_oid for row in self._directory.rows()}
-
-        def is_held(table: SourceTable) -> bool:
-            return table.oid in held or any(partition.oid in held for partition in table.partitions)
-
-        return [table for table in published if table.oid in known or not is_held(table)]
 
     def _decided_again(self, connection: Connection, published: list[SourceTable]) -> list[SourceTable]:
         """Let the stream decide again what it sends if partitions came or went; return the tables as they are after that.

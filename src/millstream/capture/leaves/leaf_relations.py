@@ -61,6 +61,11 @@ class LeafRelations:
         self.takes_leaves = False
         """Whether the stream's publications are ours: then every relation that they don't name is a leaf."""
 
+    @property
+    def captured(self) -> frozenset[int]:
+        """OIDs of the captured tables."""
+        return frozenset(self._captured()[0])
+
     def root_of(self, relation: Relation) -> TableRow | None:
         """Return the captured table that a relation is a leaf partition of; None if it is none, or if `is_left_out`.
 
@@ -97,7 +102,7 @@ class LeafRelations:
         if place.is_published:
             self._own[relation.oid] = relation.encoded
             return None
-        fitting = [t for t in facts.values() if t.partitioned and t.oid in rows and _may_be_leaf_of(relation, t)]
+        fitting = [t for t in facts.values() if t.partitioned and t.oid in rows and may_be_leaf_of(relation, t)]
         if len(fitting) == 1:
             id_ = rows[fitting[0].oid].id
             self.known.note_record(id_, relation.oid, relation.qualified_name, None, is_there=False)
@@ -172,7 +177,7 @@ class LeafRelations:
             )
 
 
-def _may_be_leaf_of(relation: Relation, table: SourceTable) -> bool:
+def may_be_leaf_of(relation: Relation, table: SourceTable) -> bool:
     """Return whether a relation's columns are those of a table, with those that it excludes or without."""
     types = {column.name: column.type_oid for column in table.layout}
     names = {column.name for column in relation.columns}
