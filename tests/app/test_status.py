@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from millstream.app.open_home import open_other
 from millstream.app.status import collect_status, fold_failures_of, quarantine_of, tables_of
 from millstream.app.table_requests import copy_table, retry_table
 from millstream.catalog import TableState
-from millstream.catalog.quarantined_tables import LastChanges, QuarantinedTable
+from millstream.catalog.quarantined_tables import LastChanges, LastFigures, QuarantinedTable, TableFigures
 from millstream.cli.main import cli
 from millstream.cli.status_and_tables import _consumer_row
 from millstream.errors import CursorExpired, UnknownTable, UsageError
@@ -277,6 +278,29 @@ def test_the_last_change_of_a_table_is_shown_without_a_running_pipeline(home: Ho
         shown = {table["name"]: table["last_change"] for table in tables_of(catalog, stream, {}, {})}
     assert shown["public.log"] == "1970-01-01T00:00:01.000+00:00"
     assert shown["public.orders"] is None
+
+
+def test_a_tables_last_figures_are_shown_without_a_running_pipeline(home: Home) -> None:
+    with home.open_catalog() as catalog:
+        stream = catalog.stream("shop").id
+        log = catalog.find_table(stream, "public", "log").id
+        LastFigures(catalog, stream, "lake").put({log: TableFigures(9, 100, None)})
+        shown = {table["name"]: table["last_figures"] for table in tables_of(catalog, stream, {}, {})}
+        facts = {
+            "fold_lag_s": 0.0,
+            "fold_lag_records": 0,
+            "rows": 1,
+            "rows_per_s": 1.0,
+            "live_bytes": 5,
+            "disk_bytes": 6,
+        }
+        landing = {"tables": [{"table_id": int(log), **facts}]}
+        live = {table["name"]: table for table in tables_of(catalog, stream, {}, landing)}
+    assert shown["public.orders"] is None
+    as_of = datetime.fromisoformat(shown["public.log"].pop("as_of"))
+    assert abs((datetime.now(UTC) - as_of).total_seconds()) < 600
+    assert shown["public.log"] == {"landed_rows": 9, "live_bytes": 100, "disk_bytes": None}
+    assert (live["public.log"]["last_figures"], live["public.log"]["live_bytes"]) == (None, 5)
 
 
 def test_a_consumers_row_has_its_redeliveries() -> None:

@@ -16,17 +16,18 @@ from pyspark import SparkContext
 from tests.spark.hand_made import Home, insert
 from tests.spark.lake_run import config_of
 
-from millstream.catalog.quarantined_tables import FoldFailures, LastChanges, QuarantinedTable
+from millstream.catalog.quarantined_tables import FoldFailures, LastChanges, LastFigures, QuarantinedTable, TableFigures
 from millstream.errors import CatalogError, LakeError, Retry, TokenFromFuture
 from millstream.lake.commit_cuts import Cut, CutTable
 from millstream.lake.layout import LakeLayout, TableCommit
+from millstream.lake.maintenance import Upkeep
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.spark.batch_parts import BatchPart
 from millstream.spark.batch_targets import LakeOfFiles
 from millstream.spark.driver import take_up
-from millstream.spark.executor_tasks import Around, TableAnswer, TableError
+from millstream.spark.executor_tasks import Around, TableAnswer, TableError, TendAnswer
 from millstream.spark.fold_schedule import FoldHistory
 from millstream.spark.pipeline_tables import PipelineTables, written_us
 from millstream.spark.session import SparkOptions
@@ -165,6 +166,27 @@ def test_the_last_change_of_a_table_is_known_to_the_next_run(home: Home, sink: S
     first.keep_changes()
     assert tables_of(home, sink).progress()[0].changed_us == 1000
     assert LastChanges(home.catalog, home.stream, "lake").all() == {posts: 1000}
+
+
+def test_the_figures_of_a_table_are_known_to_the_next_run_and_to_a_status_without_one(
+    home: Home, sink: SinkInMemory
+) -> None:
+    posts = TableId(7)
+    sink.cut = Cut(1, Seq(4), datetime.now(UTC), None, tables={"public.posts": CutTable(posts, "public.posts", 1)})
+    first = tables_of(home, sink)
+    assert first.progress()[0].live_bytes is None
+    first.appended(
+        [TableCommit(posts, "public.posts", "public.posts", "history", 2, 9, Seq(5))], {posts: SchemaVersion(1)}
+    )
+    first.tended(TendAnswer(posts, {"current": Upkeep(live_bytes=100, disk_bytes=250)}))
+    first.keep_changes()
+    recorded_us, figures = LastFigures(home.catalog, home.stream, "lake").all()
+    assert figures == {posts: TableFigures(9, 100, 250)}
+    assert 0 <= time.time() - recorded_us / 1e6 < 600
+    again = tables_of(home, sink)
+    assert (again.progress()[0].live_bytes, again.progress()[0].disk_bytes) == (100, 250)
+    again.keep_changes()
+    assert LastFigures(home.catalog, home.stream, "lake").all()[1] == {posts: TableFigures(0, 100, 250)}
 
 
 def test_a_sink_restored_from_a_backup_of_then_has_the_table_caught_up_again(home: Home, sink: SinkInMemory) -> None:

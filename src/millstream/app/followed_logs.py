@@ -72,6 +72,7 @@ def _table(schema: TableSchema) -> dict[str, Any]:
         "copy": None,
         **dict.fromkeys(figures),
         "last_change": None,
+        "last_figures": None,
         "paths": {},
         "raw_values": None,
     }

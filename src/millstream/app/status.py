@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
@@ -19,7 +20,7 @@ from millstream.app.resources import resources_of
 from millstream.app.status_cache import StatusCache
 from millstream.app.status_words import TRIED_AGAIN
 from millstream.catalog.lake_state import lake_state
-from millstream.catalog.quarantined_tables import FoldFailures, LastChanges, QuarantineFacts
+from millstream.catalog.quarantined_tables import FoldFailures, LastChanges, LastFigures, QuarantineFacts, TableFigures
 from millstream.catalog.snapshot import CatalogSnapshot
 from millstream.errors import ConfigError, Fenced, LogError, MillstreamError, ReadOnly
 from millstream.home.home import Home
@@ -511,6 +512,7 @@ def tables_of(
     held = quarantine_of(catalog, stream).all()
     landed = {facts["table_id"]: facts for facts in landing.get("tables", ())}
     changed = {table_id: facts.get("changed_us") for table_id, facts in landed.items()}
+    figures_us, figures = LastFigures(catalog, stream, PIPELINE).all()
     if not landed:
         changed = {int(table_id): us for table_id, us in LastChanges(catalog, stream, PIPELINE).all().items()}
     # A fold that fails quarantines a table too.
@@ -519,7 +521,11 @@ def tables_of(
     paused = catalog.paused_copies(stream)
     return [
         table_facts(row, captured, landed.get(int(row.id)), aside.get(row.id), failed, trying, paused=row.id in paused)
-        | {"last_change": _moment(changed.get(int(row.id))), "paths": paths(row)}
+        | {
+            "last_change": _moment(changed.get(int(row.id))),
+            "paths": paths(row),
+            "last_figures": None if landed else _last(figures.get(row.id), figures_us),
+        }
         for row in shown_tables(catalog, stream, held)
         if row.kind is TableKind.TABLE
     ]
@@ -581,6 +587,10 @@ def _moment(us: int | None) -> str | None:
         if us is None
         else (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=us)).isoformat(timespec="milliseconds")
     )
+
+
+def _last(figures: TableFigures | None, us: int) -> dict[str, Any] | None:
+    return None if figures is None else {"as_of": _moment(us), **asdict(figures)}
 
 
 def _disk_factor(landed: dict[str, Any]) -> float | None:

@@ -1,4 +1,4 @@
-"""A pipeline's tables, as facts of the catalog: those quarantined, those that it fails to fold, and their last changes.
+"""A pipeline's tables, as facts of the catalog: those quarantined, those that it fails to fold, their last changes and figures.
 
 Nothing lands of a table that is quarantined, and a retry may be requested. A table whose fold fails lands in history, and
 the pipeline repeats the fold on its own.
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from millstream.catalog.catalog_part import now_us
 from millstream.catalog.store import Catalog
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq
@@ -113,3 +114,33 @@ class LastChanges:
     def put(self, times_us: Mapping[TableId, int]) -> None:
         """Record the times of all tables."""
         self._catalog.put_fact(self._scope, "us", {str(table_id): us for table_id, us in times_us.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class TableFigures:
+    """A table's figures as a run of the pipeline left them."""
+
+    landed_rows: int
+    """Records appended to its history by that run."""
+    live_bytes: int | None
+    """Size in bytes of `current`'s files; None if it isn't known."""
+    disk_bytes: int | None
+    """Size in bytes of everything in `current`'s folder; None if it isn't known."""
+
+
+class LastFigures:
+    """The last figures of each table, for one pipeline of a stream. From any thread."""
+
+    def __init__(self, catalog: Catalog, stream: StreamId, pipeline: str) -> None:
+        self._catalog = catalog
+        self._scope = f"changed/{stream}/{pipeline}"
+
+    def all(self) -> tuple[int, dict[TableId, TableFigures]]:
+        """Return when they were recorded, µs since 1970, and the figures by table; 0 and none if they never were."""
+        found = self._catalog.fact(self._scope, "figures") or {"us": 0, "tables": {}}
+        return int(found["us"]), {TableId(int(id_)): TableFigures(*each) for id_, each in found["tables"].items()}
+
+    def put(self, figures: Mapping[TableId, TableFigures]) -> None:
+        """Record the figures of all tables as of now."""
+        tables = {str(id_): [each.landed_rows, each.live_bytes, each.disk_bytes] for id_, each in figures.items()}
+        self._catalog.put_fact(self._scope, "figures", {"us": now_us(), "tables": tables})

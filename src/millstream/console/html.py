@@ -65,11 +65,6 @@ def with_code(text: str) -> list[str]:
     return [tag("code", piece) if number % 2 else piece for number, piece in enumerate(pieces)]
 
 
-def counted(number: int, noun: str) -> str:
-    """Return a number with what it counts."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def shortened(text: str, chars_max: int) -> str:
     """Return a text, or its start and its length."""
     return text if len(text) <= chars_max else f"{text[:chars_max]}… ({len(text):,} characters)"

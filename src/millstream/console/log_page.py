@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.app.status_words import holder_words, retention_waits
-from millstream.console.html import Content, Html, Part, Piece, counted, described, grid, tag
+from millstream.console.html import Content, Html, Part, Piece, described, grid, tag
 from millstream.console.page_frame import link
 from millstream.console.pages import listed, state_mark
-from millstream.model.human_text import human_bytes, human_seconds
+from millstream.model.human_text import counted, human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from millstream.app.record_rates import Status

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Final
 
 from millstream.app.conditions import what_to_run
 from millstream.app.record_rates import Status, consumer_key
-from millstream.console.html import Content, Html, Part, Piece, counted, described, escaped, opened, tag, with_code
+from millstream.console.html import Content, Html, Part, Piece, described, escaped, opened, tag, with_code
 from millstream.console.page_frame import link
 from millstream.console.troubles import Trouble, troubles_of
-from millstream.model.human_text import copy_words, human_bytes, human_seconds, lag_words
+from millstream.model.human_text import copy_words, counted, human_bytes, human_seconds, lag_words
 
 _LEVELS: Final = {
     "quarantined": "error",
@@ -38,7 +39,7 @@ def overview(status: Status, rates: Mapping[str, float]) -> Iterator[Piece]:
     """Yield the overview: what is wrong, then each stream as its way from source to readers."""
     yield Part("troubles", _troubles(troubles_of(status), at_rest=_is_at_rest(status)))
     for number, stream in enumerate(status["streams"]):
-        yield Part(f"stream-{number}", _stream(f"stream-{number}", stream, rates.get(stream["name"])))
+        yield Part(f"stream-{number}", _stream(f"stream-{number}", stream, rates))
     if not status["streams"]:
         yield tag("p", "This home has no streams. Add one to millstream.toml: ", tag("code", "[streams.NAME]"))
     yield Part("processes", _processes(status["processes"]))
@@ -83,12 +84,14 @@ def _troubles(troubles: Sequence[Trouble], *, at_rest: bool) -> Html:
     )
 
 
-def _stream(key: str, stream: Mapping[str, Any], rate: float | None) -> Html:
+def _stream(key: str, stream: Mapping[str, Any], rates: Mapping[str, float]) -> Html:
     heading = tag("h2", "Stream ", stream["name"], " ", state_mark(stream["state"]), id=f"{key}-name")
     if not stream.get("id"):
         return tag("section", heading, id=key, aria_labelledby=f"{key}-name")
-    steps = [step for step in (_source(stream), _log(stream, rate), _lake(stream)) if step is not None]
-    readers = [*_consumers_step(stream), *_nodes_steps(stream)]
+    steps = [
+        step for step in (_source(stream), _log(stream, rates.get(stream["name"])), _lake(stream)) if step is not None
+    ]
+    readers = [*_consumers_step(stream, rates), *_nodes_steps(stream)]
     return tag(
         "section",
         heading,
@@ -166,15 +169,19 @@ def _lake(stream: Mapping[str, Any]) -> Html | None:
     )
 
 
-def _consumers_step(stream: Mapping[str, Any]) -> Iterator[Html]:
+def _consumers_step(stream: Mapping[str, Any], rates: Mapping[str, float]) -> Iterator[Html]:
     consumers = stream["consumers"]
     if consumers:
         dead = sum(one["dead"] for one in consumers)
-        lags = [one["lag"]["records"] for one in consumers if one["lag"]["records"] is not None]
+        lags = [one["lag"] for one in consumers if one["lag"]["records"] is not None]
+        last = max(lags, key=lambda lag: lag["records"], default=None)
+        keys = [consumer_key(stream["name"], one["name"]) for one in consumers]
+        per_s = [rates[key] for key in keys if key in rates]
         yield _step(
             tag("a", counted(len(consumers), "consumer"), href="/consumers"),
-            f"{max(lags):,} records behind" if lags and max(lags) else "nothing waits" if lags else "unknown",
-            "the last of them" if len(consumers) > 1 and lags and max(lags) else None,
+            *(["unknown"] if last is None else _lag_lines(last) if last["records"] else ["nothing waits"]),
+            "the last of them" if len(consumers) > 1 and last is not None and last["records"] else None,
+            f"{sum(per_s):,.0f} messages/s" if per_s else None,
             f"{sum(one['in_flight'] for one in consumers):,} in flight",
             f"{dead:,} dead letters" if dead else None,
             level="error" if dead or any(one["state"] == "cut_off" for one in consumers) else "",
@@ -241,21 +248,34 @@ def tables(status: Status) -> Iterator[Piece]:
 def table_cells(stream: str, table: Mapping[str, Any], *, several: bool) -> list[Content]:
     """Return the row of a table, as in `TABLE_HEADS`."""
     lag, rate, copy = table["fold_lag_s"], table["rows_per_s"], table["copy"] or {}
+    landed, size, last = known_figure(table, "landed_rows"), known_figure(table, "live_bytes"), table["last_figures"]
+    age = tag("p", f"{_about(last['as_of'])} ago", class_="note") if last else None
     hint = what_to_run(table, stream if several else "")
     is_copied = table["state"] in {"copying", "paused"} and copy.get("rows") is not None
     return [
         link(f"{stream}: {table['name']}" if several else table["name"], "tables", stream, table["name"]),
         state_mark(table["state"]),
         "" if lag is None else "none" if lag == 0 else f"{human_seconds(lag)}, {table['fold_lag_records']:,} records",
-        "" if table["landed_rows"] is None else f"{table['landed_rows']:,}",
+        "" if landed is None else [f"{landed:,}", age],
         "" if rate is None else f"{rate:,.0f}",
-        "" if table["live_bytes"] is None else human_bytes(table["live_bytes"]),
+        "" if size is None else [human_bytes(size), age],
         (table["last_change"] or "")[:19].replace("T", " "),
         [
             copy_words(copy) if is_copied else table["reason"],
             tag("p", with_code(hint), class_="hint") if hint else None,
         ],
     ]
+
+
+def known_figure(table: Mapping[str, Any], name: str) -> Any:
+    """Return a table's figure; the one that the last run of the pipeline left if none runs, None if there is none."""
+    return table[name] if table[name] is not None else (table["last_figures"] or {}).get(name)
+
+
+def _about(moment: str) -> str:
+    """Return the age of a moment in whole minutes, so that a list of tables doesn't change each second."""
+    minutes = int((datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds() // 60)
+    return human_seconds(60 * minutes) if minutes > 0 else "less than a minute"
 
 
 _COUNTS: Final = {

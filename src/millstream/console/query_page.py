@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
-from millstream.console.html import Content, Html, counted, grid, opened, tag
+from millstream.console.html import Content, Html, grid, opened, tag
 from millstream.model.arrow_texts import csv_field, rows_of_texts
-from millstream.model.human_text import human_bytes
+from millstream.model.human_text import counted, human_bytes
 from millstream.model.schema import TableKind
 from millstream.serving.queries.frames import POSITION_HEADER
 

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.console.html import Content, Html, Part, Piece, described, grid, shortened, tag, with_code
-from millstream.console.pages import TABLE_HEADS, table_cells
+from millstream.console.pages import TABLE_HEADS, known_figure, table_cells
 from millstream.errors import MillstreamError, UnknownStream
 from millstream.model.human_text import human_bytes
 from millstream.model.ids import TableId
@@ -47,7 +47,7 @@ def area(status: Status, stream: str, name: str) -> Iterator[Piece]:
     facts: list[tuple[str, Content]] = [
         ("Stream", stream),
         *zip(TABLE_HEADS[1:-1], values[1:-1], strict=True),
-        ("On disk", None if table["disk_bytes"] is None else human_bytes(table["disk_bytes"])),
+        ("On disk", None if (size := known_figure(table, "disk_bytes")) is None else human_bytes(size)),
         ("Shard", "" if table["shard"] is None else str(table["shard"])),
         *((f"Folder of {view}", tag("code", path)) for view, path in table["paths"].items()),
         (TABLE_HEADS[-1], values[-1]),

@@ -90,7 +90,7 @@ class TableProgress:
     rows_per_s: float = 0.0
     """Records landed in its history, over the last half minute."""
     live_bytes: int | None = None
-    """Size in bytes of `current`'s files; None until its files were first tended, once a minute."""
+    """Size in bytes of `current`'s files when they were last tended, once a minute; None if they never were."""
     disk_bytes: int | None = None
     """Size in bytes of everything in `current`'s folder, including replaced files kept for their
     readers; None as above."""
