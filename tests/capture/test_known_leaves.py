@@ -83,7 +83,7 @@ class Looks:
     ) -> None:
         id_ = {"parts": PARTS, "tree": TREE}[name]
         facts = table(100 + id_, *leaves)
-        self.known.look(id_, facts, at=Lsn(at), begun=begun, by_leaves=True, own=own, gone_for_good=gone)
+        self.known.look(id_, facts, at=Lsn(at), at_us=at, begun=begun, by_leaves=True, own=own, gone_for_good=gone)
 
     def restart(self) -> None:
         self.known = KnownLeaves(self.catalog, self.stream)

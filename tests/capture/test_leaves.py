@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -91,6 +92,19 @@ def test_partitions_that_leave_cost_one_record_each(stage: Stage, *, live: bool)
         'x public."Day 3"': 1,
     }
     assert stage.state("public.parts") is TableState.STREAMING
+
+
+def test_a_partition_leaves_by_the_sources_clock(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It left by the clock of capture's machine. If that was ahead, all later changes seemed as late, and `--as-of` lacked them."""
+    made(stage)
+    real = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: real() + 3600 * 10**9)
+    stage.sql("DROP TABLE day_1")
+    stage.catch_up()
+    (left,) = [operation["commit_ts"] for _, operation, row in stage.log.records() if chr(row["__op"]) == "x"]
+    with stage.connect() as connection:
+        (later,) = connection.execute("SELECT clock_timestamp()").fetchone() or ()
+    assert left < later
 
 
 def test_a_truncate_of_the_whole_table_is_one_t(stage: Stage) -> None:

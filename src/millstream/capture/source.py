@@ -537,6 +537,14 @@ def insert_lsn(connection: Connection) -> Lsn:
     return as_record_end(parse_lsn(row[0]))
 
 
+def source_time_us(connection: Connection) -> int:
+    """Return the time by the source's clock, in microseconds since 1970."""
+    with translated():
+        row = connection.execute("SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint").fetchone()
+    assert row is not None
+    return int(row[0])
+
+
 def current_snapshot(connection: Connection) -> Snapshot:
     """Return a snapshot that shows which transactions have ended by now."""
     with translated():

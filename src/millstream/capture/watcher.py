@@ -46,7 +46,15 @@ from millstream.capture.publication import (
 )
 from millstream.capture.rewrite_detection import KnownLayouts, shape_of
 from millstream.capture.slot import read_slot
-from millstream.capture.source import Connection, SourceIdentity, SourceTable, connect_same, dropped, insert_lsn
+from millstream.capture.source import (
+    Connection,
+    SourceIdentity,
+    SourceTable,
+    connect_same,
+    dropped,
+    insert_lsn,
+    source_time_us,
+)
 from millstream.capture.streamed_publications import StreamedPublications
 from millstream.capture.table_directory import TableDirectory
 from millstream.capture.transient_column_names import Expected, Form, Shape, Shown
@@ -188,7 +196,9 @@ class WatchedTables:
         settings = self._by_leaves(connection)
         are_by_leaves = by_leaves.keys() | settings.keys() & {*requested}
         gone = dropped(connection, known.detached)
-        take = partial(known.look, at=self.seen_at, begun=begun, own=rows, gone_for_good=gone)
+        take = partial(
+            known.look, at=self.seen_at, at_us=source_time_us(connection), begun=begun, own=rows, gone_for_good=gone
+        )
         left, expected = dict[TableId, Sequence[Shown]](), dict[TableId, Expected]()
         numbers = dict[TableId, Mapping[Form, tuple[int, ...]]]()
         for table in tables:

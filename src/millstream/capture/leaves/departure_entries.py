@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any
@@ -67,7 +66,7 @@ class DepartureEntries:
         if schema is None or schema.kind is not TableKind.TABLE or not schema.partitioned:
             return None
         name = f"left/{int(one.table_id)}/{one.oid}/{int(one.at)}"
-        operation = chunk_operation(self._directory.source, name, self._passed, time.time_ns() // 1000)
+        operation = chunk_operation(self._directory.source, name, self._passed, one.at_us)
         shard = self._directory.shard_of(one.table_id)
         return WriteOps(operation, (TableRows(schema, departure_row(schema, one), shard),))
 

@@ -35,6 +35,8 @@ class Departure:
     """`schema.name`, as PostgreSQL quotes it."""
     at: Lsn
     """An LSN at or above the commit with which it left."""
+    at_us: int
+    """When a look found that it was gone, by the source's clock, in microseconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,8 @@ class _Leaves:
 
     live: dict[int, str] = field(default_factory=dict)
     """Names by OID of leaves that records may name; also of some that are gone, which no look has found so far."""
-    waiting: dict[int, tuple[str, Lsn]] = field(default_factory=dict)
-    """Name and LSN of leaves that a look found gone, and whose `x` isn't durable."""
+    waiting: dict[int, tuple[str, Lsn, int]] = field(default_factory=dict)
+    """Name, LSN and time of leaves that a look found gone, and whose `x` isn't durable."""
     left: set[int] = field(default_factory=set)
     """Leaves whose `x` is durable. Their tables may exist still, and come back."""
     arrived: dict[int, Lsn] = field(default_factory=dict)
@@ -73,7 +75,7 @@ class _Leaves:
 
         return cls(
             live=dict(by_oid("live")),
-            waiting={oid: (name, Lsn(at)) for oid, (name, at) in by_oid("waiting")},
+            waiting={oid: (name, Lsn(at), at_us) for oid, (name, at, at_us) in by_oid("waiting")},
             left=set(facts.get("left", ())),
             arrived={oid: Lsn(at) for oid, at in by_oid("arrived")},
             orders={oid: tuple(LeafColumns(tuple(o), tuple(t)) for o, t in found) for oid, found in by_oid("orders")},
@@ -85,7 +87,7 @@ class _Leaves:
     def stored(self) -> dict[str, Any]:
         return {
             "live": {str(oid): name for oid, name in sorted(self.live.items())},
-            "waiting": {str(oid): [name, int(at)] for oid, (name, at) in sorted(self.waiting.items())},
+            "waiting": {str(oid): [name, int(at), at_us] for oid, (name, at, at_us) in sorted(self.waiting.items())},
             "left": sorted(self.left),
             "arrived": {str(oid): int(at) for oid, at in sorted(self.arrived.items())},
             "orders": {
@@ -280,6 +282,7 @@ class KnownLeaves:
         table: SourceTable,
         *,
         at: Lsn,
+        at_us: int,
         begun: int,
         by_leaves: bool,
         setting: str = "",
@@ -292,6 +295,7 @@ class KnownLeaves:
             id_: the table.
             table: its facts.
             at: an LSN at or above every change that they show.
+            at_us: the time then, by the source's clock, in microseconds since 1970.
             begun: as `begin_look` returned it.
             by_leaves: whether the source sends the table's changes under its leaves' OIDs.
             setting: the text of `sent_by_leaves` for the table; empty if it has none.
@@ -311,7 +315,7 @@ class KnownLeaves:
                     found.arrived[oid] = at
             found.arrived = {oid: lsn for oid, lsn in found.arrived.items() if oid in live}
             if by_leaves or found.read_by_leaves:  # the stream may still have changes of them under their own OIDs
-                found.waiting |= {oid: (name, at) for oid, name in gone.items()}
+                found.waiting |= {oid: (name, at, at_us) for oid, name in gone.items()}
                 self._entered -= gone.keys()
             found.waiting = {oid: one for oid, one in found.waiting.items() if oid not in live}
             found.left -= {*live, *gone_for_good}
@@ -343,7 +347,7 @@ class KnownLeaves:
         if not self._waiting:
             return False
         with self._lock:
-            return any(at > lsn for id_ in self._waiting for _, at in self._tables[id_].waiting.values())
+            return any(at > lsn for id_ in self._waiting for _, at, _ in self._tables[id_].waiting.values())
 
     @property
     def live(self) -> frozenset[int]:
@@ -368,10 +372,10 @@ class KnownLeaves:
         with self._lock:
             self._assign([oid for oid, at in self._turns.items() if at <= self._passed])
             found = [
-                Departure(id_, oid, name, at)
+                Departure(id_, oid, name, at, at_us)
                 for id_ in self._waiting
                 if id_ not in busy
-                for oid, (name, at) in self._tables[id_].waiting.items()
+                for oid, (name, at, at_us) in self._tables[id_].waiting.items()
                 if at <= self._passed and oid not in self._entered
             ]
             self._entered |= {one.oid for one in found}
@@ -381,7 +385,7 @@ class KnownLeaves:
         """Note that the `x` of a leaf is durable in the log."""
         with self._lock:
             found = self._tables.get(one.table_id)
-            if found is not None and found.waiting.get(one.oid) == (one.name, one.at):
+            if found is not None and found.waiting.get(one.oid) == (one.name, one.at, one.at_us):
                 self._entered.discard(one.oid)
                 del found.waiting[one.oid]
                 found.left.add(one.oid)

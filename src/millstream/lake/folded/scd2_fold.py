@@ -245,8 +245,7 @@ def _times(tail: pa.Table, marker: npt.NDArray[np.bool_], clock_us: int | None) 
     committed = tail.column("__commit_ts").combine_chunks()
     moments = pc.coalesce(committed.cast(INSTANT).cast(pa.int64()), pa.scalar(_UNKNOWN, pa.int64()))
     times = np.array(moments.to_numpy(zero_copy_only=False), np.int64)
-    # A marker's own time is from this machine's clock, not the source's: it gets the time before it, if there is
-    # one. So is that of a partition that a look found to be gone, but it may be long after the time before it.
+    # A marker's own time is from this machine's clock, not the source's: it gets the time before it, if there is one.
     judged = np.where(marker, _UNKNOWN, times)
     judged[0] = max(int(judged[0]), _UNKNOWN if clock_us is None else clock_us)
     running = np.maximum.accumulate(judged)
