@@ -17,6 +17,7 @@ from bench.figures import Figure, asked, compared, measures, say
 from bench.places import folder
 from bench.wal import BATCH_ROWS, EVENTS, ROW_BYTES, log_in, operation
 from millstream.model.ids import TableId
+from millstream.model.operations import one_after_another
 from millstream.model.positions import Seq
 from millstream.wal.reader import StreamReader
 
@@ -88,7 +89,7 @@ def one_of_many_tables() -> Iterator[Figure]:
                 for _ in range(rows // BATCH_ROWS):
                     values = [os.urandom(ROW_BYTES) for _ in range(BATCH_ROWS)]
                     parts = [operation(values, table=table) for table in kept]
-                    writer.append(replace(parts[0], tables=tuple(part.tables[0] for part in parts)))
+                    writer.append(replace(parts[0], tables=one_after_another([part.tables for part in parts], 1)))
 
         def read_s(path: Path) -> float:
             reader = StreamReader(str(path / "wal"))

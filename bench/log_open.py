@@ -23,6 +23,7 @@ from bench.figures import Figure, asked, compared, measures, say
 from bench.places import folder
 from bench.wal import BATCH_ROWS, EVENTS, ROW_BYTES, ReservationsInMemory, log_in, operation
 from millstream.codec.log_frame import RecordsFrame, decode_frame, encode_records_frame
+from millstream.codec.log_parts import NUMBERS, part_schema
 from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import NO_HASH, SEGMENT_HEADER_SIZE, FrameEntry, SegmentFooter, SegmentHeader
 from millstream.model.ids import Epoch, GroupNumber, StreamId
@@ -151,9 +152,9 @@ def _frame_at(frame: RecordsFrame, entry: FrameEntry, rows: int) -> bytes:
         group=entry.group,
         reserved_to=Seq(frame.header.reserved_to + rows),
     )
-    table = frame.log_rows(EVENTS.table_id, EVENTS.version)
-    offsets = pc.add(table.column("__offset"), pa.scalar(rows, pa.int64()))
-    payload = table.set_column(0, table.schema.field(0), offsets)
+    (part,) = frame.header.parts
+    assert part.flags & NUMBERS, "the rows of one append don't depend on their numbers"
+    payload = frame.log_rows(EVENTS.table_id, EVENTS.version).select(part_schema(EVENTS, part.flags).names)
     return b"".join(map(bytes, encode_records_frame(told, frame.operations, batches, [(EVENTS, payload)])))
 
 

@@ -39,7 +39,7 @@ Head = namedtuple(
     "length crc head_length version kind flags offset count first_seq last_seq group_last_seq reserved group epoch hybrid"
     " region shard writer shards sources parts ops batches",
 )
-Part = namedtuple("Part", "table version rows length crc")
+Part = namedtuple("Part", "table version rows length crc flags", defaults=(0,))
 Mark = namedtuple(
     "Mark",
     "magic crc version zero counter stream writer epoch base byte_end end_offset group upto reserved elsewhere gone",
@@ -55,12 +55,14 @@ HEADER, TRAILER, HEAD = (
     struct.Struct("<IIqq32s8s"),
     struct.Struct("<IIIBBH9q3I2H3I"),
 )
-HEAD_V1 = struct.Struct("<IIIBBH9qI2H3I")  # without region and shard
-PART, MARK, DROPPED = struct.Struct("<q4I"), struct.Struct("<8sIHHQ16si7q"), struct.Struct("<8sIHHQqq")
+HEAD_V1, PART_V1 = struct.Struct("<IIIBBH9qI2H3I"), struct.Struct("<q4I")  # without region and shard, without flags
+PART, MARK, DROPPED = struct.Struct("<q5I"), struct.Struct("<8sIHHQ16si7q"), struct.Struct("<8sIHHQqq")
 SHARED_MARK = struct.Struct(f"{MARK.format}q?")  # of a writer that shares its stream with others
 SHOWN = struct.Struct(f"{MARK.format}q??")
 PREFIX = ["__offset", "__index", "__op", "__unchanged", "__exact", "__before"]  # and of a partitioned table:
 PARTITION = "__partition_oid"
+NUMBERS = 1  # a flag of parts
+LEFT_OUT = {NUMBERS: PREFIX[:2], 2: PREFIX[3:5], 4: PREFIX[5:]}  # the columns that parts with a flag don't have
 SCHEMA, RECORDS, LOSS = 1, 2, 3  # kinds of frames
 MORE = 1  # a flag of frames
 COPY_CHUNK, MESSAGE = 2, 4  # kinds of operations
@@ -165,7 +167,9 @@ class Segment:
         check((head.region, head.shard, head.epoch, head.offset) == own, f"{where}: it doesn't follow on")
         parts, behind = [], position + head.head_length
         first = layout.size + 4 * head.shards + 12 * head.sources
-        for part in map(Part._make, PART.iter_unpack(data[first : first + PART.size * head.parts])):
+        of_part = PART_V1 if layout is HEAD_V1 else PART
+        for part in (Part(*p) for p in of_part.iter_unpack(data[first : first + of_part.size * head.parts])):
+            check(part.flags <= sum(LEFT_OUT), f"{where}: unknown flags of a part")
             parts.append((part, self.read(behind, part.length)))
             check(part.crc == crc32c(parts[-1][1]), f"{where}: the rows of table {part.table} fail their checksum")
             behind += part.length
@@ -316,7 +320,9 @@ def lines_of_frame(
     for part, data in frame.parts:
         schema = schemas[part.table, part.version]
         facts = json.loads(schema.metadata[b"millstream.table"])
-        rows = ipc.read_record_batch(pa.py_buffer(data), schema)
+        left_out = {name for flag, names in LEFT_OUT.items() if part.flags & flag for name in names}
+        there = pa.schema([field for field in schema if field.name not in left_out])
+        rows = ipc.read_record_batch(pa.py_buffer(data), there)
         mine = [b for b in batches if (b["table_id"], b["schema_version"]) == (part.table, part.version)]
         numbers = [(b["operation"], b["first_seq"] + i) for b in mine for i in range(b["count"])]
         check(len(numbers) == rows.num_rows == part.rows, f"{segment.path}: rows of table {part.table} are missing")
@@ -328,9 +334,17 @@ def lines_of_frame(
         name = None if is_message else f"{quoted(facts['namespace'])}.{quoted(facts['name'])}"
         is_partitioned = facts.get("partitioned", False)
         leaves = rows.column(PARTITION).to_pylist() if is_partitioned else None
-        own = rows.columns[len(PREFIX) + is_partitioned :]
+        own = rows.columns[len(PREFIX) - len(left_out) + is_partitioned :]
         values = list(zip(*(texts(column, utf8=is_message) for column in own), strict=True))
-        prefixes = zip(*(rows.column(column).to_pylist() for column in PREFIX), strict=True)
+        made = {name: [None] * part.rows for name in left_out}
+        if part.flags & NUMBERS:
+            of_mine = {b["operation"] for b in mine}
+            is_numbered = all(b["first_index"] is not None for b in batches if b["operation"] in of_mine)
+            check(is_numbered, f"{segment.path}: rows of table {part.table} have no numbers")
+            firsts = first_offsets(batches, frame.head.offset)
+            made["__index"] = [b["first_index"] + i for b in mine for i in range(b["count"])]
+            made["__offset"] = [firsts[id(b)] + i for b in mine for i in range(b["count"])]
+        prefixes = zip(*(made.get(name) or rows.column(name).to_pylist() for name in PREFIX), strict=True)
         for at, ((of, seq), (offset, index, code, unchanged, exact, before)) in enumerate(
             zip(numbers, prefixes, strict=True)
         ):
@@ -361,6 +375,14 @@ def lines_of_frame(
             first = min(b["first_seq"] for b in batches if b["operation"] == of)
             operation = (segment.header.shard, first) if xid is None else (source, lsn, xid)
             yield Line(operation, first, -1 if number is None else number, line)
+
+
+def first_offsets(batches: list[dict[str, Any]], offset: int) -> dict[int, int]:
+    """Return the offset of each batch's first record, by the batch's `id`: offsets go by operation, then by index."""
+    firsts = {}
+    for batch in sorted(batches, key=lambda batch: (batch["operation"], batch["first_index"] or 0)):
+        firsts[id(batch)], offset = offset, offset + batch["count"]
+    return firsts
 
 
 def merged(shards: list[Iterator[Line]]) -> Iterator[Line]:

@@ -21,6 +21,7 @@ from millstream.codec.log_frame import (
     encode_records_frame,
     encode_schema_frame,
 )
+from millstream.codec.log_parts import BEFORE, NUMBERS, PART_FLAGS, VALUES, part_schema
 from millstream.model.ids import Epoch, GroupNumber, RegionId, SchemaVersion, ShardId, SourceId, TableId, WriterId
 from millstream.model.operations import OPERATION_SCHEMA, OperationKind
 from millstream.model.positions import Lsn, Offset, Seq
@@ -56,6 +57,7 @@ MAYBE_VALUE = {arrow: st.none() | values for arrow, values in ARROW_TYPES.items(
 MAYBE_NAMES = st.none() | st.lists(NAMES, max_size=2)
 TEXT_MAP = st.dictionaries(NAMES, st.text(max_size=8) | st.none(), max_size=3).map(lambda d: list(d.items()))
 MAYBE_MAP = st.none() | TEXT_MAP
+FLAGS = st.integers(0, PART_FLAGS)
 
 
 @st.composite
@@ -88,11 +90,18 @@ class Sample:
     operations: pa.RecordBatch
     batches: pa.RecordBatch
     payload: tuple[tuple[TableSchema, pa.RecordBatch], ...]
+    """Whole rows."""
     seqs: dict[int, list[int]]
     """The numbers that readers must give to each table's rows, in the rows' order."""
+    flags: dict[int, int]
+    """The flags of each table's part. Under batch header version 1 parts have none."""
+
+    def flags_of(self, table: TableSchema) -> int:
+        return self.flags[table.table_id] if self.header.version > 1 else 0
 
     def buffers(self) -> list[Bytes]:
-        return encode_records_frame(self.header, self.operations, self.batches, self.payload)
+        payload = [(table, rows.select(part_schema(table, self.flags_of(table)).names)) for table, rows in self.payload]
+        return encode_records_frame(self.header, self.operations, self.batches, payload)
 
     def schema_frames(self) -> list[list[Bytes]]:
         return [encode_schema_frame(schema_header(self.header), table) for table in self.tables]
@@ -120,10 +129,14 @@ def samples(draw: st.DrawFn) -> Sample:
     entries: list[dict[str, Any]] = []
     rows: dict[int, list[dict[str, Any]]] = {t.table_id: [] for t in tables}
     seqs: dict[int, list[int]] = {t.table_id: [] for t in tables}
+    flags = {t.table_id: draw(FLAGS) for t in tables}
+    scattered: set[int] = set()  # tables of operations whose indexes aren't consecutive in each table
     for ordinal in range(n_ops):
         number = seq
         made: list[tuple[int, dict[str, Any]]] = []
         touched = draw(batches)
+        is_scattered = draw(st.booleans())
+        first_entry = len(entries)
         for table, partition in sorted(touched, key=lambda t: t[0].table_id):
             count = draw(st.integers(1, 3))
             entries.append(
@@ -134,19 +147,31 @@ def samples(draw: st.DrawFn) -> Sample:
                 row = {c.name: draw(MAYBE_VALUE[c.arrow]) for c in table.columns}
                 if table.partitioned:
                     row[PARTITION_OID.name] = draw(st.none() | INT32)
+                has_values, has_before = (not flags[table.table_id] & flag for flag in (VALUES, BEFORE))
                 row |= {
-                    "__offset": offset,
                     "__op": int(draw(st.sampled_from(Op))),
-                    "__unchanged": draw(MAYBE_NAMES),
-                    "__exact": draw(MAYBE_MAP),
-                    "__before": draw(MAYBE_MAP),
+                    "__unchanged": draw(MAYBE_NAMES) if has_values else None,
+                    "__exact": draw(MAYBE_MAP) if has_values else None,
+                    "__before": draw(MAYBE_MAP) if has_before else None,
                 }
                 made.append((table.table_id, row))
-                seq, offset = seq + 1, offset + 1
-        indexes = draw(st.permutations(range(len(made))))
+                seq += 1
+        own = entries[first_entry:]
+        if is_scattered:
+            indexes = list(draw(st.permutations(range(len(made)))))
+            scattered |= {entry["table_id"] for entry in own}
+        else:
+            gap = draw(st.integers(0, 2))  # rows that lie on other shards
+            place = gap
+            for entry in draw(st.permutations(own)):
+                entry["first_index"] = place
+                place += entry["count"] + gap
+            indexes = [entry["first_index"] + n for entry in own for n in range(entry["count"])]
+        rank = {index: n for n, index in enumerate(sorted(indexes))}
         for place, (index, (table_id, row)) in enumerate(zip(indexes, made, strict=True)):
-            rows[table_id].append(row | {"__index": index})
+            rows[table_id].append(row | {"__index": index, "__offset": offset + rank[index]})
             seqs[table_id].append(number + place)
+        offset += len(made)
     payload = tuple(
         (table, pa.RecordBatch.from_pylist(rows[table.table_id], schema=log_row_schema(table)))
         for table in tables
@@ -182,6 +207,7 @@ def samples(draw: st.DrawFn) -> Sample:
         pa.RecordBatch.from_pylist(entries, schema=BATCH_SCHEMA),
         payload,
         seqs,
+        {table: own & ~NUMBERS if table in scattered else own for table, own in flags.items()},
     )
 
 

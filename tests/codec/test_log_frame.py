@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,17 +16,20 @@ from tests.codec.log_samples import Sample, kept_samples
 
 from millstream.codec.arrow_ipc import ColumnPicker, encode_batch
 from millstream.codec.checksums import crc32c
+from millstream.codec.log_directory import BATCH_SCHEMA
 from millstream.codec.log_frame import (
     FRAME_HEADER_MIN,
     RecordsFrame,
     SchemaFrame,
     decode_frame,
     decode_frame_header,
+    encode_records_frame,
     frame_extent,
 )
+from millstream.codec.log_parts import PART_FLAGS, PART_SIZES, part_schema
 from millstream.codec.log_schemas import SchemaSet
 from millstream.errors import CodecError, CorruptFrame, LogError, UnsupportedFormat
-from millstream.model.ids import RegionId, ShardId
+from millstream.model.ids import RegionId, ShardId, TableId
 from millstream.model.operations import OperationKind
 from millstream.model.records import Op, record_schema
 from millstream.testing.errors import coded
@@ -103,6 +108,96 @@ def test_records_spread_the_directory_over_the_rows(sample: Sample) -> None:
             assert got["__xid"] == operation["xid"]
             for name in ("__unchanged", "__exact", "__before", *(c.name for c in table.columns)):
                 assert got[name] == row[name]
+
+
+@given(kept_samples())
+def test_a_part_has_only_the_columns_that_its_flags_dont_leave_out(sample: Sample) -> None:
+    frame = decode_frame(joined(sample), schemas_of(sample))
+    assert isinstance(frame, RecordsFrame)
+    flags = {part.table_id: part.flags for part in frame.header.parts}
+    assert flags == {table.table_id: sample.flags_of(table) for table, _ in sample.payload}
+    for (table, rows), message in zip(sample.payload, sample.buffers()[1:], strict=True):
+        own = rows.select(part_schema(table, flags[table.table_id]).names)
+        assert bytes(message) == bytes(encode_batch(own))
+
+
+@given(kept_samples(), st.data())
+def test_a_part_whose_count_flag_or_first_index_lies_is_refused_or_read_the_same(
+    sample: Sample, data: st.DataObject
+) -> None:
+    """A lie has the right checksums. An index that could be true can't be told: then only indexes and offsets differ."""
+    known = schemas_of(sample)
+    true = records_in(joined(sample), known)
+    kind = data.draw(st.sampled_from(["flags", "rows", "count", "first_index"]))
+    if kind in {"flags", "rows"}:
+        lie = lie_about_a_part(sample, kind, data.draw)
+    else:
+        lie = joined(lie_in_the_directory(sample, kind, data.draw))
+    try:
+        found = records_in(lie, known)
+    except DAMAGE:
+        return
+    if kind != "first_index":
+        assert found == true
+        return
+    assert list(found) == list(true)
+    offsets = [row["__offset"] for rows in found.values() for row in rows]
+    assert sorted(offsets) == sorted(row["__offset"] for rows in true.values() for row in rows)
+    for table, rows in found.items():
+        for one, other in zip(rows, true[table], strict=True):
+            assert one | {"__offset": 0, "__commit_index": 0} == other | {"__offset": 0, "__commit_index": 0}
+
+
+@given(kept_samples())
+def test_a_part_without_rows_yields_none(sample: Sample) -> None:
+    table, rows = sample.payload[0]
+    empty = replace(table, table_id=TableId(99))
+    none = rows.slice(0, 0).select(part_schema(empty, PART_FLAGS).names)
+    header = replace(sample.header, version=2)
+    buffers = encode_records_frame(header, sample.operations, sample.batches, [(empty, none)])
+    frame = decode_frame(b"".join(map(bytes, buffers)), SchemaSet(tables={(empty.table_id, empty.version): empty}))
+    assert isinstance(frame, RecordsFrame)
+    ((_, found),) = frame.records(empty.table_id, offsets=True)
+    assert found.num_rows == frame.log_rows(empty.table_id, empty.version).num_rows == 0
+
+
+def records_in(data: bytes, known: SchemaSet) -> dict[int, list[dict[str, Any]]]:
+    frame = decode_frame(data, known)
+    assert isinstance(frame, RecordsFrame)
+    return {
+        table: [row for _, records in frame.records(table, offsets=True) for row in records.to_pylist()]
+        for table in frame.table_ids()
+    }
+
+
+def lie_about_a_part(sample: Sample, kind: str, draw: Callable[[st.SearchStrategy[int]], int]) -> bytes:
+    """Return a frame whose head has other flags, or another count of rows, in one of its parts."""
+    frame = bytearray(joined(sample))
+    header, _ = decode_frame_header(bytes(frame))
+    size = PART_SIZES[header.version]
+    fixed = 116 if header.version > 1 else 108
+    place = draw(st.integers(0, len(header.parts) - 1))
+    at = fixed + 4 * len(header.other_shards) + 12 * len(header.reached) + place * size
+    if kind == "rows":
+        struct.pack_into("<I", frame, at + 12, draw(st.integers(0, 2 * header.parts[place].rows)))
+    elif header.version > 1:
+        struct.pack_into("<I", frame, at + 24, draw(st.integers(0, 2 * PART_FLAGS + 1)))
+    head = bytes(frame[: frame_extent(frame).head_length])
+    struct.pack_into("<I", frame, 4, crc32c(head[:4], head[8:]))
+    return bytes(frame)
+
+
+def lie_in_the_directory(sample: Sample, kind: str, draw: Callable[[st.SearchStrategy[int]], int]) -> Sample:
+    """Return a frame whose directory has another count, or another first index, in one or two entries."""
+    entries = sample.batches.to_pylist()
+    one, other = (draw(st.integers(0, len(entries) - 1)) for _ in range(2))
+    by = draw(st.integers(1, 3))
+    if kind == "count":
+        entries[one]["count"] += by
+        entries[other]["count"] -= by
+    else:
+        entries[one]["first_index"] = draw(st.none() | st.integers(-2, 9) | st.just(2**63 - 1))
+    return replace(sample, batches=pa.RecordBatch.from_pylist(entries, schema=BATCH_SCHEMA))
 
 
 @given(kept_samples(), st.data())
@@ -207,8 +302,12 @@ def test_a_head_of_version_1_lacks_region_and_shard_and_reads_as_0(sample: Sampl
     frames = [decode_frame(joined(each), schemas_of(sample)) for each in (newer, older)]
     assert isinstance(frames[0], RecordsFrame)
     assert isinstance(frames[1], RecordsFrame)
-    assert replace(frames[1].header, version=2) == frames[0].header
-    assert 0 <= len(joined(newer)) - len(joined(older)) <= 8
+    parts = [(part.table_id, part.schema_version, part.rows) for part in frames[1].header.parts]
+    assert parts == [(part.table_id, part.schema_version, part.rows) for part in frames[0].header.parts]
+    assert replace(frames[1].header, version=2, parts=frames[0].header.parts) == frames[0].header
+    flags = [newer.flags_of(table) for table, _ in newer.payload]
+    if not any(flags):  # version 2 also has the flags
+        assert 0 <= len(joined(newer)) - len(joined(older)) - 4 * len(flags) <= 12
     for table, _ in sample.payload:
         for one, other in zip(frames[0].records(table.table_id), frames[1].records(table.table_id), strict=True):
             assert one[1].equals(other[1])

@@ -26,12 +26,13 @@ def of_frames(data: bytes, start: int = 0) -> bytes:
             break
         shards, sources, parts = struct.unpack_from("<HHI", found, at + fixed - 16)
         place, payload = at + fixed + 4 * shards + 12 * sources, at + head_length
+        of_part = 24 if found[at + 12] == 1 else 28
         for _ in range(min(parts, 1000)):
-            if place + 24 > at + head_length:
+            if place + of_part > at + head_length:
                 break
             (size,) = struct.unpack_from("<I", found, place + 16)
             struct.pack_into("<I", found, place + 20, crc32c(bytes(found[payload : min(payload + size, at + length)])))
-            place, payload = place + 24, payload + size
+            place, payload = place + of_part, payload + size
         head = bytes(found[at : at + head_length])
         struct.pack_into("<I", found, at + 4, crc32c(head[:4], head[8:]))
         at += length

@@ -8,7 +8,7 @@ from __future__ import annotations
 from uuid import UUID
 
 import pyarrow as pa
-from tests.golden.make_segment_v2 import ORDERS
+from tests.golden.make_segment_v2 import ITEMS, ORDERS
 from tests.golden.sealed import MOMENT, write_golden
 
 from millstream.codec.checksums import Bytes
@@ -24,30 +24,16 @@ from millstream.model.ids import (
     Epoch,
     GroupNumber,
     RegionId,
-    SchemaVersion,
     ShardId,
     SourceId,
     StreamId,
-    TableId,
     WriterId,
 )
 from millstream.model.operations import OPERATION_SCHEMA, OperationKind
 from millstream.model.positions import Lsn, Offset, Seq
 from millstream.model.records import Op, log_row_schema
-from millstream.model.schema import Column, PgType, TableSchema
 
 BASE = 1000
-ITEMS = TableSchema(
-    table_id=TableId(4),
-    version=SchemaVersion(1),
-    source=SourceId(1),
-    namespace="public",
-    name="items",
-    columns=(Column("id", pa.int64(), PgType(20, -1, "bigint")),),
-    identity=("id",),
-    key=("id",),
-    relation_oid=16390,
-)
 OPERATIONS = [
     {"kind": OperationKind.TRANSACTION, "source": 1, "commit_lsn": 0x16B374D848, "commit_end_lsn": 0x16B374D900, "xid": 771,
      "commit_ts": MOMENT},

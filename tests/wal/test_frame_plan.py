@@ -7,8 +7,21 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId
+from millstream.codec.log_frame import FrameHeader, FrameKind, RecordsFrame, decode_frame, encode_records_frame
+from millstream.codec.log_parts import PART_FLAGS, flags_of, part_schema
+from millstream.codec.log_schemas import SchemaSet
+from millstream.model.ids import (
+    Epoch,
+    GroupNumber,
+    RegionId,
+    SchemaVersion,
+    ShardId,
+    SourceId,
+    TableId,
+    WriterId,
+)
 from millstream.model.operations import (
+    FIRST_SHARD,
     OPERATION_SCHEMA,
     OperationKind,
     TableRows,
@@ -17,9 +30,10 @@ from millstream.model.operations import (
     append_rows,
 )
 from millstream.model.positions import Offset, Seq
-from millstream.model.records import Op, append_row_schema, log_row_schema
+from millstream.model.records import Op, append_row_schema
 from millstream.model.schema import Column, TableSchema
-from millstream.wal.writing.frame_plan import FramePlan, plan_group
+from millstream.testing.log import plain_ops, plain_table
+from millstream.wal.writing.frame_plan import FramePlan, plan_chunk, plan_group
 
 SHARD = ShardId(3)
 
@@ -71,7 +85,9 @@ def test_an_operation_alone_is_planned_as_one_among_others(
     (one,), (other,) = short[SHARD], long[SHARD]
     for name in FramePlan.__slots__:
         assert getattr(one, name) == getattr(other, name), name
-    assert one.payload[0][1].schema.equals(log_row_schema(schema), check_metadata=True)
+    rows = one.payload[0][1]
+    assert flags_of(rows) == PART_FLAGS  # consecutive, and nothing in the sparse columns
+    assert rows.schema.equals(part_schema(schema, PART_FLAGS))
 
 
 @given(
@@ -105,3 +121,54 @@ def test_small_appends_are_planned_together_as_each_by_itself(
     (one,), (other,) = together[SHARD], one_by_one[SHARD]
     for name in FramePlan.__slots__:
         assert getattr(one, name) == getattr(other, name), name
+
+
+@given(
+    operations=st.lists(
+        st.lists(st.tuples(st.sampled_from([1, 2, 3]), st.integers(1, 4)), min_size=1, max_size=5),
+        min_size=1,
+        max_size=5,
+    ),
+    chunked=st.booleans(),
+    frame_bytes_max=st.sampled_from([200, 1 << 24]),
+)
+def test_parts_without_numbers_are_read_as_whole_rows(
+    operations: list[list[tuple[int, int]]], *, chunked: bool, frame_bytes_max: int
+):
+    """A transaction that returns to a table has alternating indexes: its parts keep their own numbers."""
+    tables = {number: plain_table(number) for number in (1, 2, 3)}
+    ops = plain_ops(
+        {1 + n: [(tables[which], count, f"{n}") for which, count in pieces] for n, pieces in enumerate(operations)}
+    )
+    plans = {}
+    for whole_rows in (False, True):
+        facts = {"base": {FIRST_SHARD: Offset(70)}, "frame_bytes_max": frame_bytes_max, "whole_rows": whole_rows}
+        if chunked and len(operations) == 1:
+            firsts = {(FIRST_SHARD, number): Seq(100 * number) for number in tables}
+            (plans[whole_rows],) = plan_chunk(ops.operations, ops.tables, next_seq=firsts, **facts).values()
+        else:
+            (plans[whole_rows],) = plan_group([ops], first_seq=Seq(500), **facts).values()
+    schemas = SchemaSet(tables={(table.table_id, table.version): table for table in tables.values()})
+    for plan, whole in zip(plans[False], plans[True], strict=True):
+        assert plan.batches.equals(whole.batches)
+        frame, other = (decoded(each, schemas) for each in (plan, whole))
+        for (schema, rows), (_, own) in zip(whole.payload, plan.payload, strict=True):
+            assert flags_of(rows) == 0
+            assert frame.log_rows(schema.table_id, schema.version).equals(rows)
+            assert [r.equals(o) for (_, r), (_, o) in zip(
+                frame.records(schema.table_id, offsets=True), other.records(schema.table_id, offsets=True), strict=True
+            )] == [True]  # fmt: skip
+            if all(len(dict(pieces)) == len(pieces) for pieces in operations):
+                assert flags_of(own) == PART_FLAGS
+
+
+def decoded(plan: FramePlan, schemas: SchemaSet) -> RecordsFrame:
+    """Return a plan's frame as it is read."""
+    header = FrameHeader(
+        FrameKind.RECORDS, plan.first_offset, plan.count, plan.first_seq, plan.last_seq, plan.last_seq, GroupNumber(1),
+        Epoch(1), RegionId(0), FIRST_SHARD, WriterId(1),
+    )  # fmt: skip
+    data = b"".join(map(bytes, encode_records_frame(header, plan.operations, plan.batches, plan.payload)))
+    frame = decode_frame(data, schemas)
+    assert isinstance(frame, RecordsFrame)
+    return frame

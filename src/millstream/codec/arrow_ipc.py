@@ -37,6 +37,10 @@ _GAIN: Final = 0.95
 _SAMPLER: Final = pa.Codec("lz4_raw")
 _PREFIX: Final = struct.Struct("<Ii")
 """An Arrow message's mark, and the length of its metadata."""
+_INT: Final = struct.Struct("<i")
+_SHORT: Final = struct.Struct("<H")
+_HEADER, _NODES, _BUFFERS = 8, 6, 8
+"""Places of a Message's header, and of a RecordBatch's nodes and buffers, in the lists of their tables' fields."""
 _NOT_A_BATCH: Final = (pa.ArrowException, OSError, EOFError, ValueError)
 _LZ4: Final = ipc.IpcWriteOptions(compression="lz4", use_threads=False)
 
@@ -93,8 +97,10 @@ class ColumnPicker:
 
     def __init__(self, schema: pa.Schema, names: Collection[str] | None, *, threads: bool = True) -> None:
         plain = schema.remove_metadata()
-        self._schema = schema
+        self._schema = plain
+        self._shape = message_shape(pa.RecordBatch.from_pylist([], plain).serialize())
         self._names = [name for name in schema.names if names is None or name in names]
+        self._has_all = self._names == schema.names
         self._head = plain.serialize().to_pybytes()
         places = [place for place, name in enumerate(schema.names) if name in self._names]
         self._options = ipc.IpcReadOptions(included_fields=places, use_threads=threads)
@@ -102,8 +108,10 @@ class ColumnPicker:
 
     def decode(self, message: Bytes) -> pa.RecordBatch:
         """Return a message's batch of those columns; raises `CorruptFrame` if it isn't one."""
+        self._check_shapes([message])
         if len(message) < PICK_FROM_BYTES or not self._names:
-            return decode_batch(message, self._schema).select(self._names)
+            batch = decode_batch(message, self._schema)
+            return batch if self._has_all else batch.select(self._names)
         try:
             batch = ipc.open_stream(b"".join((self._head, message)), options=self._options).read_next_batch()
             batch.validate(full=True)
@@ -121,6 +129,7 @@ class ColumnPicker:
         """
         if len(messages) > 1 and (alike := self._decode_alike(messages)) is not None:
             return alike, [alike.num_rows // len(messages)] * len(messages)
+        self._check_shapes(messages)
         try:
             data = b"".join((self._head, *messages))
             are_small = len(data) < _THREADS_FROM_BYTES * len(messages)
@@ -136,6 +145,12 @@ class ColumnPicker:
             raise AssertionError("some frames hold more than an Arrow array does")
         return joined[0] if joined else found[0], [batch.num_rows for batch in found]
 
+    def _check_shapes(self, messages: Sequence[Bytes]) -> None:
+        """Raise `CorruptFrame` unless messages have as many columns as the schema: Arrow ignores some that follow."""
+        for message in messages:
+            if message_shape(message) != self._shape:
+                raise CorruptFrame("not an Arrow record batch of the expected schema: it has other columns")
+
     def _decode_alike(self, messages: Sequence[Bytes]) -> pa.RecordBatch | None:
         """Return the rows of small messages that differ by nothing but numbers; None if they differ otherwise.
 
@@ -150,6 +165,7 @@ class ColumnPicker:
         stacked = np.frombuffer(data, np.uint8).reshape(len(messages), length)
         if (stacked[:, :start] != stacked[0, :start]).any():
             return None  # of other counts
+        self._check_shapes(messages[:1])
         whole = pa.py_buffer(data)
         of_first = decode_batch(whole.slice(0, length), self._schema).select(self._names)
         rows = of_first.num_rows
@@ -176,6 +192,26 @@ class ColumnPicker:
             values = pa.py_buffer(np.ascontiguousarray(stacked[:, at : at + size]))
             columns.append(pa.Array.from_buffers(type_, count, [None, values]))
         return pa.RecordBatch.from_arrays(columns, schema=of_first.schema)
+
+
+def message_shape(message: Bytes) -> tuple[int, int]:
+    """Return how many arrays (nested ones, too) and buffers a message holds.
+
+    They stand in its metadata, a FlatBuffers table. Raises `CorruptFrame` if there is no such table.
+    """
+    try:
+        batch = _member(message, _PREFIX.size + _INT.unpack_from(message, _PREFIX.size)[0], _HEADER)
+        nodes, buffers = _member(message, batch, _NODES), _member(message, batch, _BUFFERS)
+        return int(_INT.unpack_from(message, nodes)[0]), int(_INT.unpack_from(message, buffers)[0])
+    except struct.error as error:
+        raise _not_a_batch(error) from error
+
+
+def _member(message: Bytes, table: int, number: int) -> int:
+    """Return the position of what a field of a FlatBuffers table refers to."""
+    fields = table - _INT.unpack_from(message, table)[0]
+    field = table + int(_SHORT.unpack_from(message, fields + number)[0])
+    return field + int(_INT.unpack_from(message, field)[0])
 
 
 def _not_a_batch(error: Exception) -> CorruptFrame:

@@ -25,11 +25,18 @@ BATCH_SCHEMA: Final = pa.schema(
         pa.field("partition", pa.string()),
         pa.field("first_seq", pa.int64(), nullable=False),
         pa.field("count", pa.int64(), nullable=False),
+        pa.field("first_index", pa.int64()),
     ]
 )
 """One row for every (operation, table, partition) of a frame: `operation` is the row in the frame's
-operations; the numbers of its `count` records in this frame are `first_seq …`."""
+operations; the numbers of its `count` records in this frame are `first_seq …`, and their indexes in
+the operation `first_index …`. That is null if they aren't consecutive."""
 
+_ADDED_LATER: Final = frozenset({"first_index"})
+"""Columns that segments with batch headers of version 1 may lack."""
+_BATCHES_V1: Final = pa.schema([field for field in BATCH_SCHEMA if field.name not in _ADDED_LATER])
+_INDEX_MAX: Final = 2**62
+"""Greatest index that a directory may have. Sums of an index and a count don't overflow."""
 _ORDINAL: Final = BATCH_SCHEMA.field("operation")
 Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -46,6 +53,8 @@ class Directory:
         for found, columns in ((self.operations, OPERATION_SCHEMA), (self.batches, BATCH_SCHEMA)):
             for column in columns:
                 place = found.get_field_index(column.name)
+                if place < 0 and column.name in _ADDED_LATER:
+                    continue
                 if place < 0 or found.field(place).type != column.type:
                     raise CorruptFrame(f"the directory's column {column.name} is missing, or isn't what it must be")
         return self
@@ -62,12 +71,21 @@ def decode_directory(directory: Directory, operations: Bytes, batches: Bytes) ->
         CorruptFrame: they are invalid.
     """
     of_operations = decode_batch(operations, directory.operations)
-    of_batches = decode_batch(batches, directory.batches)
+    of_batches = _decode_batches(directory, batches)
     _check_columns(of_operations, of_batches)
     if not of_batches.num_rows:
         raise CorruptFrame("a frame's directory is empty")
     _check_ordinals(ints_of(of_batches.column("operation")), of_operations.num_rows)
     return of_operations, of_batches
+
+
+def _decode_batches(directory: Directory, batches: Bytes) -> pa.RecordBatch:
+    try:
+        return decode_batch(batches, directory.batches)
+    except CorruptFrame:
+        if directory is not DIRECTORY:
+            raise
+        return decode_batch(batches, _BATCHES_V1)  # the segment's own directory may be lost
 
 
 class DirectoryDecoders:
@@ -104,6 +122,29 @@ def decode_directories(
 def ints_of(column: pa.Array) -> Ints:
     """Return a column of whole numbers without nulls. `to_numpy` would import pandas, most of the time of a first status."""
     return cast("Ints", np.from_dlpack(column))
+
+
+def first_indexes(batches: pa.RecordBatch) -> Ints:
+    """Return the first index of each batch; -1 if it has none."""
+    place = batches.schema.get_field_index("first_index")
+    if place < 0 or batches.column(place).null_count == batches.num_rows:
+        return np.full(batches.num_rows, -1, np.int64)
+    column = batches.column(place)
+    found = ints_of(column.fill_null(-1) if column.null_count else column)
+    return np.where((found < 0) | (found > _INDEX_MAX), -1, found)
+
+
+def spread(firsts: Ints, counts: Ints) -> Ints:
+    """Return `first, first + 1, …` for each entry, as many as its count (at least 1), concatenated."""
+    if len(firsts) == 1:
+        return np.arange(firsts[0], firsts[0] + counts[0], dtype=np.int64)
+    ends = np.cumsum(counts)
+    if not len(ends) or len(ends) == ends[-1]:
+        return firsts
+    steps = np.ones(ends[-1], np.int64)  # their sum takes half as long as repeating each first number
+    steps[0] = firsts[0]
+    steps[ends[:-1]] = firsts[1:] - firsts[:-1] - counts[:-1] + 1
+    return np.cumsum(steps, out=steps)
 
 
 def _check_columns(operations: pa.RecordBatch, batches: pa.RecordBatch) -> None:
@@ -144,6 +185,12 @@ def check_directory(operations: pa.RecordBatch, batches: pa.RecordBatch, starts:
     least, greatest = np.minimum.reduceat(firsts, starts), np.maximum.reduceat(firsts + counts, starts) - 1
     if (least != announced.first).any() or (greatest != announced.last).any():
         raise CorruptFrame("a frame's directory and its numbers disagree")
+    if (firsts[1:] < (firsts + counts)[:-1]).any():
+        frame = np.searchsorted(starts, np.arange(len(firsts)), side="right")
+        order = np.lexsort((firsts, frame))  # chunks of a large operation don't go by number
+        is_twice = firsts[order][1:] < (firsts + counts)[order][:-1]
+        if (is_twice & (frame[1:] == frame[:-1])).any():
+            raise CorruptFrame("a frame's directory gives a number twice")
     times = operations.column("commit_ts")
     if times.null_count < len(times):
         found = pc.min_max(times)

@@ -10,7 +10,7 @@ head and that table's bytes. Shard, region, epoch and offset stand in the head: 
 recycled file can't pass for a new one.
 
 Rows in a part are in the directory's order, entry by entry; their `__offset` is their place in the
-shard. The layout, byte by byte, is in docs/internals/FORMAT.md.
+shard. `log_parts` has the columns that a part leaves out. The layout, byte by byte, is in docs/internals/FORMAT.md.
 """
 
 from __future__ import annotations
@@ -20,22 +20,33 @@ import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from millstream.codec.arrow_ipc import decode_batch, decode_schema, encode_batch, encode_schema
+from millstream.codec.arrow_ipc import decode_schema, encode_batch, encode_schema
 from millstream.codec.checksums import Bytes, crc32c
 from millstream.codec.log_directory import Announced, check_directory, decode_directory, ints_of
-from millstream.codec.log_records import log_columns, records_of
+from millstream.codec.log_parts import (
+    PART_SIZES,
+    EntryNumbers,
+    LeftOut,
+    PayloadPart,
+    check_rows,
+    decode_parts,
+    encode_parts,
+    flags_of,
+    verify_part,
+)
+from millstream.codec.log_records import log_columns, of_part, records_of
 from millstream.codec.log_schemas import SchemaSet
 from millstream.errors import CorruptFrame, UnsupportedFormat
 from millstream.model.ids import Epoch, GroupNumber, RegionId, SchemaVersion, ShardId, SourceId, TableId, WriterId
 from millstream.model.positions import Lsn, Offset, Seq
-from millstream.model.records import LOG_ROW_PREFIX, log_row_prefix
+from millstream.model.records import log_row_prefix
 from millstream.model.schema import TableSchema
 
 BATCH_HEADER_VERSION: Final = 2
@@ -55,11 +66,8 @@ _FIXED_V1: Final = struct.Struct("<qqqqqqqqqIHHIII")
 _FIXED_OF_VERSION: Final = {1: _FIXED_V1, 2: _FIXED}
 _SHARD: Final = struct.Struct("<I")
 _REACHED: Final = struct.Struct("<IQ")
-_PART: Final = struct.Struct("<qIIII")
-"""table id, schema version, rows, length, crc"""
 _NO_TABLE: Final = TableId(0)
 _NO_VERSION: Final = SchemaVersion(0)
-_NEVER_NULL: Final = tuple(field.name for field in LOG_ROW_PREFIX if not field.nullable)
 _FLAG_MORE: Final = 1
 FRAME_SIZE_MAX: Final = 2**32 - 8
 _COUNT_MAX: Final = 2**40
@@ -78,23 +86,6 @@ class FrameKind(IntEnum):
 
 
 _KINDS: Final = {int(kind): kind for kind in FrameKind}
-
-
-class PayloadPart(NamedTuple):
-    """A table's rows in a frame, under one schema version.
-
-    A frame may have hundreds, and each reader decodes them all.
-    """
-
-    table_id: TableId
-    schema_version: SchemaVersion
-    rows: int
-    length: int
-    crc: int
-
-
-_PART_OF: Final = partial(tuple.__new__, PayloadPart)
-"""Construct a `PayloadPart` as `_make` does, without a Python call for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +155,8 @@ class RecordsFrame:
     schemas: SchemaSet
     read_payload: Callable[[int, int], Bytes]
     """Returns payload bytes at (position behind the head, length)."""
+    _numbers: list[EntryNumbers] = field(default_factory=list, repr=False, compare=False)
+    """The numbers of the directory's entries, once they are asked for."""
 
     def table_ids(self) -> list[TableId]:
         """Return the tables with rows here, in payload order."""
@@ -177,7 +170,13 @@ class RecordsFrame:
         position = 0
         for part in self.header.parts:
             if (part.table_id, part.schema_version) == (table_id, version):
-                return self._read_part(part, position)
+                schema = self.schemas.find(table_id, version)
+                mine = of_part(self.batches, schema)
+                counts = ints_of(self.batches.column("count"))[mine]
+                if counts.sum() != part.rows:
+                    raise CorruptFrame(f"the directory and the rows of table {table_id} disagree")
+                left_out = LeftOut(schema, counts, mine, self._entry_numbers)
+                return left_out.added_to(self._read_part(part, position), None)
             position += part.length
         raise KeyError((table_id, version))
 
@@ -218,8 +217,21 @@ class RecordsFrame:
     ) -> pa.RecordBatch:
         """Return one part's log rows as records, in their order; see `records_of`."""
         return records_of(
-            schema, rows, self.operations, self.batches, columns=columns, offsets=offsets, moments=moments
+            schema,
+            rows,
+            self.operations,
+            self.batches,
+            self._entry_numbers,
+            columns=columns,
+            offsets=offsets,
+            moments=moments,
         )
+
+    def _entry_numbers(self) -> EntryNumbers:
+        if not self._numbers:
+            first = np.full(1, self.header.first_offset, np.int64)
+            self._numbers.append(EntryNumbers(self.batches, np.zeros(self.batches.num_rows, np.int64), first))
+        return self._numbers[0]
 
     def numbers_of(self, table_id: TableId, version: SchemaVersion) -> tuple[Seq, Seq]:
         """Return the least and the greatest of a part's numbers, from the directory alone."""
@@ -234,13 +246,11 @@ class RecordsFrame:
     def _read_part(
         self, part: PayloadPart, position: int, columns: frozenset[str] | None = None, *, threads: bool = True
     ) -> pa.RecordBatch:
-        """Return verified rows; only the named columns, if any are named."""
+        """Return verified rows, of the columns that the part has; only the named ones, if any are named."""
         data = self.read_payload(position, part.length)
         verify_part(part, data)
-        if columns is None:
-            rows = decode_batch(data, self.schemas.log_rows(part.table_id, part.schema_version))
-        else:
-            rows = self.schemas.picker(part.table_id, part.schema_version, columns, threads=threads).decode(data)
+        picker = self.schemas.picker(part.table_id, part.schema_version, part.flags, columns, threads=threads)
+        rows = picker.decode(data)
         if rows.num_rows != part.rows:
             raise CorruptFrame(f"{part.rows} rows of table {part.table_id} were announced, {rows.num_rows} are there")
         check_rows(part.table_id, rows)
@@ -278,13 +288,15 @@ def encode_records_frame(
         header: its `parts` are filled in here.
         operations: `OPERATION_SCHEMA`.
         batches: `BATCH_SCHEMA`; entries of one (table, version) are in the order of that part's rows.
-        payload: one (schema, rows in `log_row_schema`) for every table and schema version, each at most once.
+        payload: one (schema, rows) for every table and schema version, each at most once. The rows have the
+            columns of `part_schema` of some flags; under batch header version 1, all.
     """
     parts = []
     buffers: list[Bytes] = []
     for schema, rows in payload:
         data = encode_batch(rows)
-        parts.append(PayloadPart(schema.table_id, schema.version, rows.num_rows, len(data), crc32c(data)))
+        part = PayloadPart(schema.table_id, schema.version, rows.num_rows, len(data), crc32c(data), flags_of(rows))
+        parts.append(part)
         buffers.append(data)
     return [_encode_head(header, tuple(parts), encode_batch(operations), encode_batch(batches)), *buffers]
 
@@ -318,7 +330,7 @@ def _encode_head(header: FrameHeader, parts: tuple[PayloadPart, ...], operations
     ]  # fmt: skip
     pieces.extend(_SHARD.pack(shard) for shard in header.other_shards)
     pieces.extend(_REACHED.pack(source, lsn) for source, lsn in header.reached.items())
-    pieces.extend(_PART.pack(p.table_id, p.schema_version, p.rows, p.length, p.crc) for p in parts)
+    pieces.append(encode_parts(parts, header.version))
     body = b"".join(pieces)
     padding = bytes(-(_START.size + len(body)) % 8)  # Arrow's messages need to start at multiples of 8
     body = b"".join((body, padding, bytes(operations), bytes(batches)))
@@ -385,7 +397,7 @@ def decode_frame_head(
     at = _START.size + fixed.size
     shards_end = at + n_shards * _SHARD.size
     reached_end = shards_end + n_sources * _REACHED.size
-    parts_end = reached_end + n_parts * _PART.size
+    parts_end = reached_end + n_parts * PART_SIZES[version]
     directory = extent.head_length - n_batches - n_ops
     if not parts_end <= directory < parts_end + 8:
         raise CorruptFrame("a frame's header contradicts its length")
@@ -407,7 +419,7 @@ def decode_frame_head(
         reached={SourceId(s): Lsn(lsn) for s, lsn in _REACHED.iter_unpack(view[shards_end:reached_end])},
         more=bool(flags & _FLAG_MORE),
         version=version,
-        parts=tuple(map(_PART_OF, _PART.iter_unpack(view[reached_end:parts_end]))),
+        parts=decode_parts(view[reached_end:parts_end], version),
     )
     if extent.head_length + header.payload_length != extent.length:
         raise CorruptFrame("a frame's parts contradict its length")
@@ -480,21 +492,6 @@ def announced(headers: Sequence[FrameHeader]) -> Announced:
     """Return the counts and numbers of frames' headers."""
     said = np.array([(header.count, header.first_seq, header.last_seq) for header in headers], np.int64)
     return Announced(*said.T)
-
-
-def verify_part(part: PayloadPart, data: Bytes) -> None:
-    """Check a part's bytes against its length and its CRC32C; raises `CorruptFrame`."""
-    if len(data) < part.length:
-        raise CorruptFrame("the file ends inside of a frame's payload", code="truncated_frame")
-    if crc32c(data) != part.crc:
-        raise CorruptFrame(f"the rows of table {part.table_id} fail their checksum")
-
-
-def check_rows(table_id: TableId, rows: pa.RecordBatch) -> None:
-    """Raise `CorruptFrame` if a row lacks an offset, index or op; columns that weren't read aren't checked."""
-    names = rows.schema.names
-    if any(rows.column(name).null_count for name in _NEVER_NULL if name in names):
-        raise CorruptFrame(f"a row of table {table_id} lacks its offset, index or op")
 
 
 def verify_payload(header: FrameHeader, payload: Bytes) -> None:

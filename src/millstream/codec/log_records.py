@@ -14,6 +14,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from millstream.codec.log_directory import spread
+from millstream.codec.log_parts import EntryNumbers, LeftOut
 from millstream.errors import CorruptFrame
 from millstream.model.operations import OperationKind
 from millstream.model.records import RECORD_OFFSET, Op, log_row_schema, record_schema
@@ -42,6 +44,7 @@ def records_of(
     rows: pa.RecordBatch,
     operations: pa.RecordBatch,
     batches: pa.RecordBatch,
+    numbers: Callable[[], EntryNumbers],
     *,
     columns: frozenset[str] | None = None,
     offsets: bool = False,
@@ -52,9 +55,10 @@ def records_of(
     Args:
         table: the schema of the rows.
         rows: `log_row_schema(table)`, or `log_columns` of it, in the order of the directory's entries for this
-            table and version.
+            table and version; columns that its part left out may be missing.
         operations: the frame's operations.
         batches: the frame's batch entries, of all tables.
+        numbers: returns the entries' numbers; called if a number is asked for that the part left out.
         columns: only these and `__seq`; names that the table lacks are ignored. None: all.
         offsets: put `__offset` first.
         moments: give copied rows the moment at which they were read as `__commit_ts`, instead of null. A copy's
@@ -73,7 +77,12 @@ def records_of(
         raise CorruptFrame(f"a record of table {table.table_id} has an unknown op")
     ordinals = batches.column("operation").to_numpy()[mine]
     kinds = operations.column("kind").to_numpy()
+    there = frozenset(rows.schema.names)
+    left_out = LeftOut(table, counts, mine, numbers)
     of_row: pa.Array | None = None
+
+    def own(name: str, kind: pa.DataType) -> pa.Array:
+        return rows.column(name) if name in there else left_out.column(name, kind)
 
     def of_rows(values: pa.Array) -> pa.Array:
         """Give each row its operation's value."""
@@ -93,7 +102,7 @@ def records_of(
         return np.repeat(found[ordinals], counts) if found.any() else None
 
     def commit_index() -> pa.Array:
-        return _null_where(rows.column("__index"), of_kind(OperationKind.COPY_CHUNK, OperationKind.MESSAGE))
+        return _null_where(own("__index", pa.int64()), of_kind(OperationKind.COPY_CHUNK, OperationKind.MESSAGE))
 
     def commit_ts() -> pa.Array:
         copied = of_kind(OperationKind.COPY_CHUNK)
@@ -102,7 +111,7 @@ def records_of(
         return _null_where(fact("commit_ts"), copied)
 
     def seq() -> pa.Array:
-        return pa.array(_spread(firsts, counts), type=pa.int64())
+        return pa.array(spread(firsts, counts), type=pa.int64())
 
     made: dict[str, Callable[[], pa.Array]] = {
         "__op": lambda: _letters(codes),
@@ -115,7 +124,7 @@ def records_of(
         "__xid": lambda: fact("xid"),
     }
     schema = _schema_of(table, columns, offsets=offsets)
-    found = [made[name]() if name in made else rows.column(name) for name in schema.names]
+    found = [made[field.name]() if field.name in made else own(field.name, field.type) for field in schema]
     return pa.RecordBatch.from_arrays(found, schema=schema)
 
 
@@ -142,13 +151,6 @@ def _schema_of(table: TableSchema, columns: frozenset[str] | None, *, offsets: b
         return schema
     kept = columns | {"__seq", RECORD_OFFSET.name}
     return pa.schema([field for field in schema if field.name in kept], schema.metadata)
-
-
-def _spread(firsts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return `first, first + 1, …` for each entry, concatenated."""
-    total = int(counts.sum())
-    starts = np.cumsum(counts) - counts
-    return np.repeat(firsts - starts, counts) + np.arange(total, dtype=np.int64)
 
 
 def _letters(codes: npt.NDArray[np.uint8]) -> pa.Array:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-import pyarrow as pa
-
 from millstream.codec.arrow_ipc import ColumnPicker
 from millstream.codec.log_directory import DIRECTORY, Directory, DirectoryDecoders
+from millstream.codec.log_parts import part_schema
 from millstream.errors import CorruptFrame
 from millstream.model.ids import SchemaVersion, TableId
-from millstream.model.records import log_row_schema
 from millstream.model.schema import TableSchema
 
 
@@ -21,8 +19,7 @@ class SchemaSet:
 
     directory: Directory = DIRECTORY
     tables: dict[tuple[TableId, SchemaVersion], TableSchema] = field(default_factory=dict)
-    _log_rows: dict[tuple[TableId, SchemaVersion], pa.Schema] = field(default_factory=dict)
-    _pickers: dict[tuple[TableId, SchemaVersion, frozenset[str] | None, bool], ColumnPicker] = field(
+    _pickers: dict[tuple[TableId, SchemaVersion, int, frozenset[str] | None, bool], ColumnPicker] = field(
         default_factory=dict
     )
 
@@ -38,7 +35,6 @@ class SchemaSet:
         """Add a schema frame's content."""
         key = (schema.table_id, schema.version)
         self.tables[key] = schema
-        self._log_rows.pop(key, None)
         self._pickers = {picked: picker for picked, picker in self._pickers.items() if picked[:2] != key}
 
     def __contains__(self, key: tuple[TableId, SchemaVersion]) -> bool:
@@ -53,20 +49,22 @@ class SchemaSet:
                 f"schema {version} of table {table_id} isn't in the segment before its first use"
             ) from None
 
-    def log_rows(self, table_id: TableId, version: SchemaVersion) -> pa.Schema:
-        """Return `log_row_schema` of a table and version, made once."""
-        key = (table_id, version)
-        if key not in self._log_rows:
-            self._log_rows[key] = log_row_schema(self.find(table_id, version))
-        return self._log_rows[key]
-
     def picker(
-        self, table_id: TableId, version: SchemaVersion, columns: frozenset[str] | None, *, threads: bool
+        self,
+        table_id: TableId,
+        version: SchemaVersion,
+        flags: int,
+        columns: frozenset[str] | None = None,
+        *,
+        threads: bool = True,
     ) -> ColumnPicker:
-        """Return the decoder of these columns (None: all) of a table and version's `log_row_schema`, made once."""
-        key = (table_id, version, columns, threads)
+        """Return the decoder of parts of a table and version with these flags, made once.
+
+        It decodes the named columns of `log_row_schema`, those that a part has; None: all.
+        """
+        key = (table_id, version, flags, columns, threads)
         if key not in self._pickers:
-            self._pickers[key] = _picker(self.find(table_id, version), columns, threads)
+            self._pickers[key] = _picker(self.find(table_id, version), flags, columns, threads)
         return self._pickers[key]
 
 
@@ -76,5 +74,5 @@ def _directories(directory: Directory) -> DirectoryDecoders:
 
 
 @lru_cache(maxsize=256)  # the next segment has the same tables
-def _picker(table: TableSchema, columns: frozenset[str] | None, threads: bool) -> ColumnPicker:  # noqa: FBT001 - a key
-    return ColumnPicker(log_row_schema(table), columns, threads=threads)
+def _picker(table: TableSchema, flags: int, columns: frozenset[str] | None, threads: bool) -> ColumnPicker:  # noqa: FBT001 - a key
+    return ColumnPicker(part_schema(table, flags), columns, threads=threads)

@@ -11,14 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from millstream.codec.log_frame import (
-    FrameKind,
-    LossFrame,
-    PayloadPart,
-    RecordsFrame,
-    SchemaFrame,
-    decode_frame,
-)
+from millstream.codec.log_frame import FrameKind, LossFrame, RecordsFrame, SchemaFrame, decode_frame
+from millstream.codec.log_parts import PayloadPart
 from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import SegmentFooter
 from millstream.errors import CorruptFrame, MillstreamError

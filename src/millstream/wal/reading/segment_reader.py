@@ -16,7 +16,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from millstream.codec.checksums import Bytes
-from millstream.codec.log_frame import FrameHeader, FrameKind, PayloadPart, RecordsFrame, records_frame
+from millstream.codec.log_frame import FrameHeader, FrameKind, RecordsFrame, records_frame
+from millstream.codec.log_parts import PayloadPart
 from millstream.codec.log_records import first_seqs, of_part
 from millstream.codec.log_run import FramePart
 from millstream.codec.log_schemas import SchemaSet

@@ -26,17 +26,22 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.codec.log_directory import BATCH_SCHEMA
+from millstream.codec.log_parts import BEFORE, LEFT_OUT, NUMBERS, VALUES, EntryNumbers
 from millstream.model.ids import SchemaVersion, ShardId, TableId
 from millstream.model.operations import OPERATION_SCHEMA, OperationKind, TableRows, WriteOps
 from millstream.model.positions import Offset, Seq
-from millstream.model.records import LOG_ROW_PREFIX, log_row_schema
+from millstream.model.records import LOG_ROW_PREFIX, append_row_schema
 from millstream.model.schema import TableSchema
 
-_LOG_SCHEMAS_MAX: Final = 1000
+_SCHEMAS_MAX: Final = 1000
 _OFFSET: Final = LOG_ROW_PREFIX[0]
 _ZERO: Final = np.zeros(1, dtype=np.int64)
 _FIRST_SEQ: Final = BATCH_SCHEMA.get_field_index("first_seq")
 _COUNT: Final = BATCH_SCHEMA.get_field_index("count")
+_FIRST_INDEX: Final = BATCH_SCHEMA.get_field_index("first_index")
+_PREFIX: Final = tuple(field.name for field in LOG_ROW_PREFIX)
+_SPARSE: Final = {flag: tuple(map(_PREFIX.index, LEFT_OUT[flag])) for flag in (VALUES, BEFORE)}
+"""The places of columns that are mostly null, by the flag of a part that leaves them out."""
 _COUNT_KEPT_MAX: Final = 1024
 
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -53,6 +58,7 @@ class FramePlan:
     operations: pa.RecordBatch
     batches: pa.RecordBatch
     payload: tuple[tuple[TableSchema, pa.RecordBatch], ...]
+    """The rows have the columns of `part_schema` of some flags."""
     commit_ts_us: tuple[int, int] | None
     """Least and greatest commit time among its operations."""
 
@@ -87,6 +93,7 @@ def plan_group(
     first_seq: Seq,
     base: Mapping[ShardId, Offset],
     frame_bytes_max: int,
+    whole_rows: bool = False,
 ) -> dict[ShardId, list[FramePlan]]:
     """Plan the frames of a group of submissions, by shard.
 
@@ -96,14 +103,17 @@ def plan_group(
         base: the next offset of every shard that is touched.
         frame_bytes_max: bytes of rows after which a new frame begins (sizes are estimated by each
             table's mean row).
+        whole_rows: leave no columns out of parts: batch header version 1 has no flags of parts.
     """
     tables, of_rows = _by_table(group)
     operations = _one_batch([ops.operations for ops in group], OPERATION_SCHEMA)
     if len(tables) == 1:
         (table,), (of_row,) = tables, of_rows
         small = table.rows.get_total_buffer_size() <= frame_bytes_max
-        if small and (plan := _plan_table(operations, table, of_row, first_seq, base[table.shard])) is not None:
-            return {table.shard: [plan]}
+        if small:
+            plan = _plan_table(operations, table, of_row, first_seq, base[table.shard], whole_rows=whole_rows)
+            if plan is not None:
+                return {table.shard: [plan]}
 
     def number(runs: Runs) -> Ints:
         order = np.lexsort((runs.entry, runs.operation)) if len(tables) > 1 else slice(None)
@@ -112,7 +122,7 @@ def plan_group(
         firsts[order] = first_seq + np.cumsum(counts) - counts
         return firsts
 
-    return _plan(operations, tables, of_rows, number, base, frame_bytes_max)
+    return _plan(operations, tables, of_rows, number, base, frame_bytes_max, whole_rows=whole_rows)
 
 
 def _by_table(group: Sequence[WriteOps]) -> tuple[list[TableRows], list[Ints]]:
@@ -184,7 +194,7 @@ def _in_order_of(rank: Mapping[TableId, int], places: Sequence[tuple[TableId, Sc
 
 
 def _plan_table(
-    operations: pa.RecordBatch, table: TableRows, of_row: Ints, first_seq: Seq, base: Offset
+    operations: pa.RecordBatch, table: TableRows, of_row: Ints, first_seq: Seq, base: Offset, *, whole_rows: bool
 ) -> FramePlan | None:
     """As `_plan`, for rows of one table in one frame: the commonest group, planned with a fifth of the calls.
 
@@ -195,14 +205,20 @@ def _plan_table(
     starts = _ZERO if runs == 1 else np.concatenate((_ZERO, np.flatnonzero(of_row[1:] != of_row[:-1]) + 1))
     if len(starts) != runs:
         return None
-    schema = table.schema
+    schema, rows = table.schema, table.rows
+    firsts = _first_indexes(rows.column("__index").to_numpy(), starts)
     if runs == count <= _COUNT_KEPT_MAX or runs == 1:
         batches = _entries_of_one_row(schema.table_id, schema.version, table.partition, runs)
         batches = batches.set_column(_FIRST_SEQ, BATCH_SCHEMA.field(_FIRST_SEQ), _ints(starts + first_seq))
         if runs != count:
             batches = batches.set_column(_COUNT, BATCH_SCHEMA.field(_COUNT), _ints(np.array([count], np.int64)))
+        if firsts.any():
+            batches = batches.set_column(_FIRST_INDEX, BATCH_SCHEMA.field(_FIRST_INDEX), _indexes(firsts))
     else:
-        batches = _entries_of(schema.table_id, schema.version, table.partition, starts + first_seq, starts, count)
+        seqs = starts + first_seq
+        batches = _entries_of(schema.table_id, schema.version, table.partition, seqs, starts, count, firsts)
+    is_numbered = not whole_rows and int(firsts.min()) >= 0
+    offsets = None if is_numbered else np.arange(base, base + count, dtype=np.int64)
     return FramePlan(
         first_offset=base,
         count=count,
@@ -210,13 +226,30 @@ def _plan_table(
         last_seq=Seq(first_seq + count - 1),
         operations=operations,
         batches=batches,
-        payload=((table.schema, _with_offsets(table, np.arange(base, base + count, dtype=np.int64), 0, count)),),
+        payload=((schema, _part_rows(schema, rows, offsets, whole_rows=whole_rows)),),
         commit_ts_us=_time_range(operations),
     )
 
 
+def _first_indexes(index: Ints, starts: Ints) -> Ints:
+    """Return the first index of each run of rows; -1 if a run's indexes aren't consecutive."""
+    firsts = index[starts]
+    if len(firsts) == len(index):
+        return firsts
+    follows = np.empty(len(index), np.bool_)
+    np.equal(index[1:], index[:-1] + 1, out=follows[1:])
+    follows[starts] = True
+    return firsts if follows.all() else np.where(np.logical_and.reduceat(follows, starts), firsts, -1)
+
+
 def _entries_of(
-    table_id: TableId, version: SchemaVersion, partition: str | None, seqs: Ints, starts: Ints, count: int
+    table_id: TableId,
+    version: SchemaVersion,
+    partition: str | None,
+    seqs: Ints,
+    starts: Ints,
+    count: int,
+    first_indexes: Ints,
 ) -> pa.RecordBatch:
     """Return the directory's entries for one table's runs, one per operation, that begin at `starts`."""
     runs = len(starts)
@@ -230,6 +263,7 @@ def _entries_of(
         pa.nulls(runs, pa.string()) if partition is None else pa.repeat(partition, runs),
         _ints(seqs),
         _ints(counts),
+        _indexes(first_indexes),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=BATCH_SCHEMA)
 
@@ -238,13 +272,19 @@ def _entries_of(
 def _entries_of_one_row(table_id: TableId, version: SchemaVersion, partition: str | None, runs: int) -> pa.RecordBatch:
     """As `_entries_of`, with one row each; the caller fills in their numbers."""
     rows = np.arange(runs, dtype=np.int64)
-    return _entries_of(table_id, version, partition, rows, rows, runs)
+    return _entries_of(table_id, version, partition, rows, rows, runs, np.zeros(runs, np.int64))
 
 
 def _ints(values: Ints | npt.NDArray[np.int32]) -> pa.Array:
     """Return an Arrow array without a copy, at half the cost of `pa.array`."""
     kind = pa.int64() if values.dtype == np.int64 else pa.int32()
     return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(values)])
+
+
+def _indexes(firsts: Ints) -> pa.Array:
+    """Return first indexes for a directory; -1 becomes null."""
+    is_none = firsts < 0
+    return pa.array(firsts, mask=is_none) if is_none.any() else _ints(firsts)
 
 
 def plan_chunk(
@@ -254,6 +294,7 @@ def plan_chunk(
     next_seq: dict[tuple[ShardId, TableId], Seq],
     base: Mapping[ShardId, Offset],
     frame_bytes_max: int,
+    whole_rows: bool = False,
 ) -> dict[ShardId, list[FramePlan]]:
     """Plan the frames of one chunk of a spilled operation.
 
@@ -272,7 +313,7 @@ def plan_chunk(
         return firsts
 
     of_rows = [table.rows.column("__operation").to_numpy().astype(np.int64) for table in tables]
-    return _plan(operation, tables, of_rows, number, base, frame_bytes_max)
+    return _plan(operation, tables, of_rows, number, base, frame_bytes_max, whole_rows=whole_rows)
 
 
 def _plan(
@@ -282,6 +323,8 @@ def _plan(
     number: Callable[[Runs], Ints],
     base: Mapping[ShardId, Offset],
     frame_bytes_max: int,
+    *,
+    whole_rows: bool,
 ) -> dict[ShardId, list[FramePlan]]:
     by_shard: dict[ShardId, list[_Entry]] = {}
     for entry in _entries(tables, of_rows, number):
@@ -290,7 +333,9 @@ def _plan(
     for shard, entries in by_shard.items():
         offsets = _offsets(entries, base[shard])
         cuts = _frame_cuts(entries, offsets, base[shard], frame_bytes_max)
-        plans[shard] = [_plan_frame(operations, entries, offsets, low, high) for low, high in pairwise(cuts)]
+        plans[shard] = [
+            _plan_frame(operations, entries, offsets, low, high, whole_rows=whole_rows) for low, high in pairwise(cuts)
+        ]
     return plans
 
 
@@ -340,22 +385,22 @@ def _frame_cuts(entries: Sequence[_Entry], offsets: Sequence[Ints], base: Offset
 
 
 def _plan_frame(
-    operations: pa.RecordBatch, entries: Sequence[_Entry], offsets: Sequence[Ints], low: int, high: int
+    operations: pa.RecordBatch,
+    entries: Sequence[_Entry],
+    offsets: Sequence[Ints],
+    low: int,
+    high: int,
+    *,
+    whole_rows: bool,
 ) -> FramePlan:
     """Plan the frame of the rows with offsets `[low, high)`."""
-    pieces: dict[tuple[TableId, SchemaVersion], list[pa.RecordBatch]] = {}
-    schemas: dict[tuple[TableId, SchemaVersion], TableSchema] = {}
-    columns: list[tuple[Ints, Ints, Ints, Ints]] = []
-    of_rows: dict[tuple[TableId, SchemaVersion], list[Ints]] = {}
+    parts: dict[tuple[TableId, SchemaVersion], list[_Piece]] = {}
+    columns: list[tuple[Ints, ...]] = []
     for place, (entry, of_entry) in enumerate(zip(entries, offsets, strict=True)):
         start, end = (int(at) for at in np.searchsorted(of_entry, (low, high)))
         if start == end:
             continue
         schema = entry.table.schema
-        key = (schema.table_id, schema.version)
-        of_rows.setdefault(key, []).append(entry.operations[start:end])
-        schemas.setdefault(key, schema)
-        pieces.setdefault(key, []).append(_with_offsets(entry.table, of_entry, start, end))
         first_run = int(np.searchsorted(entry.run_start, start, side="right")) - 1
         end_run = int(np.searchsorted(entry.run_start, end, side="left"))
         starts = np.maximum(entry.run_start[first_run:end_run], start)
@@ -364,14 +409,18 @@ def _plan_frame(
         seqs: Ints = (entry.run_seq[first_run:end_run] + shift).astype(np.int64)
         counts: Ints = ends - starts
         places: Ints = np.full(len(starts), place, dtype=np.int64)
-        columns.append((entry.run_operation[first_run:end_run], places, seqs, counts))
+        rows = entry.table.rows.slice(start, end - start)
+        firsts = _first_indexes(rows.column("__index").to_numpy(), starts - start)
+        columns.append((entry.run_operation[first_run:end_run], places, seqs, counts, firsts))
+        piece = _Piece(schema, rows, entry.operations[start:end], of_entry[start:end])
+        parts.setdefault((schema.table_id, schema.version), []).append(piece)
 
-    operation, place_of, seq, count = (
+    operation, place_of, seq, count, first = (
         np.concatenate(column) if len(columns) > 1 else column[0] for column in zip(*columns, strict=True)
     )
     if len(columns) > 1:
         order = np.lexsort((place_of, operation))
-        operation, place_of, seq, count = operation[order], place_of[order], seq[order], count[order]
+        operation, place_of, seq, count, first = (column[order] for column in (operation, place_of, seq, count, first))
     used, ordinal = np.unique(operation, return_inverse=True)
     own = operations if len(used) == operations.num_rows else operations.take(pa.array(used))
     table_ids = np.array([entry.table.schema.table_id for entry in entries], dtype=np.int64)
@@ -386,9 +435,12 @@ def _plan_frame(
             pa.nulls(len(seq), pa.string()) if nowhere else pa.array(partitions, pa.string()).take(pa.array(place_of)),
             pa.array(seq),
             pa.array(count.astype(np.int64)),
+            _indexes(first),
         ],
         schema=BATCH_SCHEMA,
     )
+    numbers = EntryNumbers(batches, np.zeros(len(seq), np.int64), np.full(1, low, np.int64))
+    explicit = operation[numbers.index < 0]
     return FramePlan(
         first_offset=Offset(low),
         count=high - low,
@@ -396,43 +448,81 @@ def _plan_frame(
         last_seq=Seq(int((seq + count).max()) - 1),
         operations=own,
         batches=batches,
-        payload=tuple((schemas[key], _in_order(rows, of_rows[key])) for key, rows in pieces.items()),
+        payload=tuple(
+            (pieces[0].schema, _in_order(pieces, explicit, whole_rows=whole_rows)) for pieces in parts.values()
+        ),
         commit_ts_us=_time_range(own),
     )
 
 
-def _in_order(pieces: Sequence[pa.RecordBatch], of_rows: Sequence[Ints]) -> pa.RecordBatch:
-    """Return the rows of one part in directory order: operation by operation, and within one, entry by entry."""
-    whole = _one_batch(pieces, pieces[0].schema)
-    if all(before[-1] <= after[0] for before, after in pairwise(of_rows)):
-        return whole
-    return whole.take(pa.array(np.argsort(np.concatenate(of_rows), kind="stable")))
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Rows of one entry in one frame, with the operation and the offset of each."""
+
+    schema: TableSchema
+    rows: pa.RecordBatch
+    operations: Ints
+    offsets: Ints
 
 
-def _with_offsets(table: TableRows, offsets: Ints, start: int, end: int) -> pa.RecordBatch:
-    """Return rows `[start, end)` as log rows: `__offset` takes the place of `__operation`."""
-    rows = table.rows if end - start == table.rows.num_rows else table.rows.slice(start, end - start)
-    schema = _log_schema(table.schema)
-    numbers = _ints(offsets[start:end])
-    made = rows.set_column(0, _OFFSET, numbers)  # a tenth of the cost of a new batch
-    return (
-        made if made.schema.equals(schema) else pa.RecordBatch.from_arrays([numbers, *rows.columns[1:]], schema=schema)
+def _in_order(pieces: Sequence[_Piece], explicit: Ints, *, whole_rows: bool) -> pa.RecordBatch:
+    """Return the rows of one part in directory order: operation by operation, and within one, entry by entry.
+
+    The directory doesn't number the operations `explicit`: a part with rows of one has its own numbers.
+    """
+    schema = pieces[0].schema
+    rows = [_as_schema(piece.rows, _schema_of(schema)) for piece in pieces]
+    whole = _one_batch(rows, rows[0].schema)
+    has_numbers = whole_rows or (
+        len(explicit) > 0 and any(np.isin(piece.operations, explicit).any() for piece in pieces)
     )
+    offsets = np.concatenate([piece.offsets for piece in pieces]) if has_numbers else None
+    if not all(before.operations[-1] <= after.operations[0] for before, after in pairwise(pieces)):
+        order = np.argsort(np.concatenate([piece.operations for piece in pieces]), kind="stable")
+        whole = whole.take(pa.array(order))
+        offsets = None if offsets is None else offsets[order]
+    return _part_rows(schema, whole, offsets, whole_rows=whole_rows)
 
 
-_log_schemas: dict[int, tuple[TableSchema, pa.Schema]] = {}
-"""Schemas of log rows by the `id` of a table's schema. That schema is kept too, so that its `id` isn't reused."""
+def _part_rows(schema: TableSchema, rows: pa.RecordBatch, offsets: Ints | None, *, whole_rows: bool) -> pa.RecordBatch:
+    """Return appended rows as those of a part. Without `offsets` the directory numbers them."""
+    rows = _as_schema(rows, _schema_of(schema))
+    if offsets is not None:
+        rows = rows.set_column(0, _OFFSET, _ints(offsets))  # a tenth of the cost of a new batch
+        if whole_rows:
+            return rows
+    flags = 0 if offsets is not None else NUMBERS
+    for flag, places in _SPARSE.items():
+        if all(rows.column(place).null_count == rows.num_rows for place in places):
+            flags |= flag
+    return rows.select(_kept_columns(flags, rows.num_columns)) if flags else rows
 
 
-def _log_schema(schema: TableSchema) -> pa.Schema:
-    """Return `log_row_schema`, cached. Appenders use one object for all rows of a schema version."""
-    known = _log_schemas.get(id(schema))
+@lru_cache(maxsize=1024)
+def _kept_columns(flags: int, columns: int) -> list[int]:
+    """Return the places of the columns that a part with these flags has."""
+    left_out = {name for flag, names in LEFT_OUT.items() if flags & flag for name in names}
+    prefix = [place for place, field in enumerate(LOG_ROW_PREFIX) if field.name not in left_out]
+    return [*prefix, *range(len(LOG_ROW_PREFIX), columns)]
+
+
+def _as_schema(rows: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    return rows if rows.schema.equals(schema) else pa.RecordBatch.from_arrays(rows.columns, schema=schema)
+
+
+_schemas: dict[int, tuple[TableSchema, pa.Schema]] = {}
+"""Schemas of appended rows by the `id` of a table's schema. That schema is kept too, so that its `id` isn't reused."""
+
+
+def _schema_of(schema: TableSchema) -> pa.Schema:
+    """Return `append_row_schema`, cached. Appenders use one object for all rows of a schema version."""
+    known = _schemas.get(id(schema))
     if known is not None and known[0] is schema:
         return known[1]
-    made = log_row_schema(schema)
-    if len(_log_schemas) >= _LOG_SCHEMAS_MAX:
-        _log_schemas.clear()
-    _log_schemas[id(schema)] = (schema, made)
+    made = append_row_schema(schema)
+    if len(_schemas) >= _SCHEMAS_MAX:
+        _schemas.clear()
+    _schemas[id(schema)] = (schema, made)
     return made
 
 

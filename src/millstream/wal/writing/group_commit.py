@@ -408,6 +408,7 @@ class GroupCommitter:
             first_seq=first_seq,
             base=base,
             frame_bytes_max=self._options.frame_bytes_max,
+            whole_rows=facts.frame_version == 1,
         )
         for shard, frames in plans.items():
             self._shards[shard].segment.stage(facts, frames, more=False)
@@ -428,6 +429,7 @@ class GroupCommitter:
                 next_seq=next_seq,
                 base=base,
                 frame_bytes_max=self._options.frame_bytes_max,
+                whole_rows=facts.frame_version == 1,
             )
             for shard, frames in plans.items():
                 if shard in waiting:
