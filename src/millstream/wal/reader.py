@@ -394,11 +394,13 @@ class StreamReader:
             for segment, entry in self._index(shard).from_offset(from_offset, mark):
                 if entry.offset >= last:
                     return
+                end_of_entry = entry.offset + entry.count
                 if entry.kind is FrameKind.RECORDS and has_numbers(entry, numbers):
                     place = (shard, segment, entry)
+                    is_cut = entry.offset < from_offset or end_of_entry > last
                     for found in self._records(sources, place, mark, wanted, numbers, offsets=True, moments=moments):
-                        yield from within_offsets(found, from_offset, last)
-                if entry.offset + entry.count >= last:
+                        yield from within_offsets(found, from_offset, last) if is_cut else (found,)
+                if end_of_entry >= last:
                     return
 
     def read_groups(self, after: Seq, upto: Seq) -> Iterator[list[RecordsFrame]]:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,6 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from millstream.delivery.definition import NO_GROUPS, Definition, Selection
+from millstream.delivery.records.gathered_frames import PIECE_FRAMES, PIECE_ROWS, Frames
 from millstream.delivery.records.groups import groups_of
 from millstream.delivery.records.latest import OLD
 from millstream.delivery.records.record_messages import BARRIERS, KnownRow, Origin, newest_messages, row_of
@@ -43,9 +44,6 @@ Key = tuple[str, int | None]
 """The group of a message of kind `latest`, and the partition of its row; see `Message.leaf`."""
 Emptied = tuple[int, int | None]
 """A table that was truncated, with None, or with the partition of it that left."""
-_PIECE_ROWS: Final = 256
-_PIECE_FRAMES: Final = 64
-"""Received records, or frames, from which on a piece is whole: more would save little, and keep other calls waiting."""
 
 
 class _Item(msgspec.Struct, gc=False):
@@ -106,8 +104,9 @@ class _Found:
     """Records that were found in one or several frames, and aren't messages so far."""
 
     def __init__(self) -> None:
-        self.operations: list[tuple[Any, ...]] = []
-        """The operation of the first record of each frame."""
+        self.operation: tuple[Any, ...] | None = None
+        """The operation of the first record of the first frame."""
+        self.frames = 0
         self.kept: list[_Kept] = []
         self.unkept: list[tuple[int, _Item]] = []
         """Offsets and records that are left out."""
@@ -116,7 +115,7 @@ class _Found:
     def is_enough(self) -> bool:
         """Whether they are worth the cost of a batch, or took long to find."""
         rows = sum(one.records.batch.num_rows for one in self.kept)
-        return rows >= _PIECE_ROWS or len(self.operations) >= _PIECE_FRAMES
+        return rows >= PIECE_ROWS or self.frames >= PIECE_FRAMES
 
 
 class Step(NamedTuple):
@@ -342,33 +341,35 @@ class ConsumerReader:
     ) -> Iterator[_Piece]:
         """Yield a shard's records, frame by frame. If the shard is alone, several frames with only what is received."""
         start = self._reader.offset_beyond(shard, after)
-        frame: list[TableRecords] = []
+        frames = Frames()
         found = _Found()
         damaged: CorruptWal | None = None
         try:
             for part in self._reader.read(shard, start, tables=wanted, numbers=(after, upto)):
-                if frame and part.frame_offset != frame[0].frame_offset:
-                    self._add(frame, found, alone=alone)
-                    frame = []
+                if frames.are_whole_before(part) and (not alone or frames.are_enough):
+                    self._add(frames, found, alone=alone)
+                    frames = Frames()
                     if not alone or found.is_enough:
                         yield self._piece(found)
                         found = _Found()
-                frame.append(part)
+                frames.append(part)
         except CorruptWal as error:
             damaged = error
-            if frame and int(error.details.get("offset_from", 0)) <= frame[0].frame_offset:
-                frame = []  # it is the damaged one
-        if frame:
-            self._add(frame, found, alone=alone)
-        if found.operations:
+            frames.drop_from(Offset(int(error.details.get("offset_from", 0))))
+        if frames.parts:
+            self._add(frames, found, alone=alone)
+        if found.frames:
             yield self._piece(found)
         if damaged is not None:
             raise damaged
 
-    def _add(self, parts: list[TableRecords], found: _Found, *, alone: bool) -> None:
-        """Add the records of a frame that are received."""
-        found.operations.append(_first_operation(parts))
-        parts = [part for part in parts if self._takes(part.schema)]
+    def _add(self, frames: Frames, found: _Found, *, alone: bool) -> None:
+        """Add the records of some frames that are received; of one frame, unless the shard is alone."""
+        if found.operation is None:
+            first = frames.parts[0].frame_offset
+            found.operation = _first_operation([part for part in frames.parts if part.frame_offset == first])
+        found.frames += frames.count
+        parts = [part for part in frames.by_table() if self._takes(part.schema)]
         if not parts:
             return
         offsets = np.concatenate([part.batch.column("__offset").to_numpy() for part in parts])
@@ -405,7 +406,8 @@ class ConsumerReader:
         for kept in _joined(found.kept):
             items += self._part(kept)
         items.sort(key=_first)
-        return _Piece(found.operations[0], [item for _, item in items])
+        assert found.operation is not None, "a piece has a frame"
+        return _Piece(found.operation, [item for _, item in items])
 
     def _selecting(self, seqs: Ints, *, alone: bool) -> Iterator[tuple[Definition, Bools]]:
         """Yield each definition that selects some of these records, and which records."""
