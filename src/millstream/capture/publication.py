@@ -23,7 +23,7 @@ from millstream.capture.leaves.sent_by_leaves import MARK, leaves_published, oth
 from millstream.capture.source import Connection, SourceTable, list_tables, read_table
 from millstream.capture.streamed_publications import StreamedPublications
 from millstream.errors import SourceError
-from millstream.model.names import TablePatterns
+from millstream.model.names import TablePatterns, quote
 
 DECIDES_AGAIN_FROM: Final = 150000
 """Version from which on a stream follows of which table a relation is a partition."""
@@ -563,6 +563,6 @@ def _execute(connection: psycopg.Connection[tuple[Any, ...]], *statements: sql.C
 
 def pgoutput_options(publications: Iterable[str], *, origin: str) -> dict[str, str]:
     """Return the options for pgoutput; streaming and SQL functions give the same messages."""
-    names = ",".join('"' + name.replace('"', '""') + '"' for name in publications)
+    names = ",".join(quote(name) for name in publications)
     options = {"proto_version": "2", "publication_names": names, "streaming": "on", "messages": "true"}
     return options if origin == "any" else options | {"origin": origin}

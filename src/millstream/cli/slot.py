@@ -12,6 +12,7 @@ from millstream.cli.context import (
     pass_invocation,
     stream_option,
 )
+from millstream.model.names import quote
 
 
 @click.group(cls=SuggestingGroup)
@@ -47,5 +48,4 @@ def slot_drop(invocation: Invocation, stream: str | None, yes: bool) -> None:
     )
     note("Its publications stay for the next run. If there will be none, run at the source:")
     for publication in (capture.publication, f"{capture.publication}_inserts"):
-        quoted = publication.replace('"', '""')
-        note(f'  DROP PUBLICATION IF EXISTS "{quoted}";')
+        note(f"  DROP PUBLICATION IF EXISTS {quote(publication)};")

@@ -15,6 +15,7 @@ from typing import Final, Literal
 
 import pyarrow as pa
 
+from millstream.model.names import literal, quote
 from millstream.model.pgtypes import NUMERIC_OID, element_oid, numeric_precision
 
 HASH_BITS: Final = 60
@@ -64,7 +65,7 @@ class ComparedColumn:
 
     def source_sql(self) -> str:
         """Return the expression for PostgreSQL's text of the value in a record."""
-        name = pg_name(self.source_name)
+        name = quote(self.source_name)
         if self._floating and (self.type_oid in _FLOAT_OIDS or element_oid(self.type_oid) in _FLOAT_OIDS):
             # A real's shortest digits differ from those of the same value as a double.
             array = "[]" if pa.types.is_list(self.lake) else ""
@@ -77,9 +78,9 @@ class ComparedColumn:
         """Return the expression for the value's text in DuckDB, as PostgreSQL prints it; NULL for null."""
         if self.lake is None:
             return "NULL::VARCHAR"
-        text = _duck_text(duck_name(self.name), self.lake)
+        text = _duck_text(quote(self.name), self.lake)
         if with_exact and not pa.types.is_string(self.lake):
-            text = f"coalesce({text}, __exact[{duck_literal(self.name)}])"
+            text = f"coalesce({text}, __exact[{literal(self.name)}])"
         if self._unscaled:
             text = f"(CASE WHEN contains({text}, '.') THEN rtrim(rtrim({text}, '0'), '.') ELSE {text} END)"
         return text
@@ -163,7 +164,7 @@ class RowTexts:
             utf8: whether the hash is over the database's own bytes.
         """
         record = _record(column.source_sql() for column in self.columns)
-        names = ", ".join(pg_name(column.source_name) for column in self.columns)
+        names = ", ".join(quote(column.source_name) for column in self.columns)
         key = self._source_key()
         # OFFSET 0 keeps the planner from repeating the text expressions wherever they are used.
         inner = f"SELECT {record}::pg_catalog.text AS {_T}, {key}::pg_catalog.text AS {_K}{', ' * bool(names)}{names} FROM {rows} OFFSET 0"
@@ -180,7 +181,7 @@ class RowTexts:
         """
         record = _record(column.source_sql() for column in self.plain)
         key = self._source_key()
-        names = "".join(f", {pg_name(column.source_name)}" for column in (*self.hashed, *self.plain))
+        names = "".join(f", {quote(column.source_name)}" for column in (*self.hashed, *self.plain))
         inner = f"SELECT {record}::pg_catalog.text AS {_T}, {key}::pg_catalog.text AS {_K}{names} FROM {rows} OFFSET 0"
         place = self._source_place(utf8=utf8) if self.source_ranges else "NULL::pg_catalog.int8"
         return f"SELECT {place} AS {_B}, {_T}, {_K}{names} FROM ({inner}) q"
@@ -192,13 +193,13 @@ class RowTexts:
     def _source_place(self, *, utf8: bool) -> str:
         """Return the expression for a row's range by a key without hashed columns."""
         if self._key_is_number:
-            return f"pg_catalog.abs({pg_name(self._key_columns()[0].source_name)}::pg_catalog.int8 % {self.ranges})"
+            return f"pg_catalog.abs({quote(self._key_columns()[0].source_name)}::pg_catalog.int8 % {self.ranges})"
         return f"{_pg_hash(_K, self.hash_name, utf8=utf8)} % {self.ranges}"
 
     def lake_sql(self, view: str, *, with_exact: bool) -> str:
         """Return the same query for DuckDB, over a view of the table's rows; with `__exact` if there is one."""
         exact = {"with_exact": with_exact}
-        own = [duck_name(c.name) for c in self.columns if c.lake is not None] + ["__exact"] * with_exact
+        own = [quote(c.name) for c in self.columns if c.lake is not None] + ["__exact"] * with_exact
         texts = [f"{c.lake_sql(**exact)} AS __t{n}" for n, c in enumerate(self.columns)]
         inner = f"SELECT {', '.join([*texts, *own])} FROM {view}" if texts else f"FROM {view}"
         quoted = [
@@ -210,7 +211,7 @@ class RowTexts:
         keep = "".join(f", {name}" for name in own)
         place = f"{_H} % {self.ranges}"
         if self._key_is_number:
-            place = f"abs({duck_name(self.key[0])}::BIGINT % {self.ranges})"
+            place = f"abs({quote(self.key[0])}::BIGINT % {self.ranges})"
         elif self.key:
             order = [column.name for column in self.columns]
             place = (
@@ -223,21 +224,6 @@ class RowTexts:
 _T, _K, _H, _B = "__diff_text", "__diff_key", "__diff_hash", "__diff_range"
 RANGE: Final = _B
 HASH: Final = _H
-
-
-def pg_name(name: str) -> str:
-    """Return an identifier for PostgreSQL, always quoted."""
-    return '"' + name.replace('"', '""') + '"'
-
-
-def duck_name(name: str) -> str:
-    """Return an identifier for DuckDB."""
-    return '"' + name.replace('"', '""') + '"'
-
-
-def duck_literal(text: str) -> str:
-    """Return a string for DuckDB."""
-    return "'" + text.replace("'", "''") + "'"
 
 
 def ranges_for(rows: int, size_bytes: int, *, rows_max: int, bytes_max: int) -> int:

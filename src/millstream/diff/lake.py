@@ -11,10 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.diff.columns import HASH, RANGE, ComparedColumn, RowTexts, duck_name
+from millstream.diff.columns import HASH, RANGE, ComparedColumn, RowTexts
 from millstream.diff.source import Sums
 from millstream.errors import InvalidQuery, LakeError
 from millstream.lake.column_conversion import texts_of, to_text
+from millstream.model.names import quote
 from millstream.model.records import PARTITION_OID
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class LakeTable:
 
     def __init__(self, session: LakeSession, namespace: str, name: str, *, left: Collection[int] = ()) -> None:
         self._session = session
-        self._view = f"{duck_name(namespace)}.{duck_name(name)}"
+        self._view = f"{quote(namespace)}.{quote(name)}"
         self._schema = self._query(f"SELECT * FROM {self._view} LIMIT 0").schema
         if left and PARTITION_OID.name in self._schema.names:
             oids = ", ".join(map(str, sorted(left)))

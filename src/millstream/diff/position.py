@@ -21,6 +21,7 @@ from millstream.codec.pgoutput import HEARTBEAT_PREFIX
 from millstream.errors import LakeBehind, MillstreamError
 from millstream.home.home import Home
 from millstream.lake.commit_cuts import last_cut
+from millstream.model.names import quote
 from millstream.model.positions import Lsn, Seq, format_lsn
 from millstream.processes.control_socket import ask
 from millstream.processes.role_locks import runs
@@ -157,7 +158,7 @@ def _nothing_waits(waiting: PositionWait, lsn: Lsn) -> bool:
     names = (waiting.capture.publication, inserts_name(waiting.capture.publication))
     with connect(waiting.capture.dsn, purpose="diff") as connection, translated():
         found = connection.execute("SELECT pubname FROM pg_publication WHERE pubname = ANY(%s)", [list(names)])
-        there = ",".join('"' + row[0].replace('"', '""') + '"' for row in found.fetchall())
+        there = ",".join(quote(row[0]) for row in found.fetchall())
         if (
             not there
             or connection.execute(

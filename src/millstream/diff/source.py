@@ -19,10 +19,10 @@ from millstream.capture.connection import translated
 from millstream.capture.copying.copy_output import CopyText, copy_pieces
 from millstream.capture.publication import Restriction, inserts_name, list_published, restrictions
 from millstream.capture.source import Connection, SourceTable, read_table
-from millstream.diff.columns import HASH, RANGE, HashName, RowTexts, pg_name
+from millstream.diff.columns import HASH, RANGE, HashName, RowTexts
 from millstream.diff.hashed_rows import HashedRows, SourceRow, sorted_by_range
 from millstream.errors import SourceError
-from millstream.model.names import TablePatterns
+from millstream.model.names import TablePatterns, quote
 
 _STEP_PAGES: Final = 16384
 """Pages read between two reports of progress: 128 MiB of a table."""
@@ -214,7 +214,7 @@ class TableSide:
             return rows
         # A redacted column's values are replaced by the server, an excluded column isn't read.
         read = zip(read_columns(self._table), self._table.relation.columns, strict=True)
-        columns = ", ".join(f"{one.as_string(self._connection)} AS {pg_name(column.name)}" for one, column in read)
+        columns = ", ".join(f"{one.as_string(self._connection)} AS {quote(column.name)}" for one, column in read)
         return f"(SELECT {columns} FROM {rows}) ruled"
 
     def _steps(self) -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any, Final, TextIO
 
 import pyarrow as pa
 
+from millstream.model.arrow_texts import csv_field
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.names import name_fault
 from millstream.model.records import INSTANT, PARTITION_OID, RESERVED_COLUMNS, Op
@@ -20,7 +20,6 @@ from millstream.model.schema import Column, TableKind, TableSchema
 from millstream.wal.records_json import Line
 
 FACTS: Final = ("shard", "offset", "seq", "op", "source", "commit_lsn", "commit_index", "commit_ts", "xid")
-_QUOTED: Final = re.compile(r'[",\r\n]')
 _NAME: Final = str.maketrans({",": "\\,", "=": "\\=", " ": "\\ "})
 _MEASUREMENT: Final = str.maketrans({",": "\\,", " ": "\\ "})
 _TEXT: Final = str.maketrans({'"': '\\"', "\\": "\\\\"})
@@ -80,15 +79,6 @@ class CsvTable:
         cells += [facts.get("partition_oid") for _ in self._leaves]
         cells += [row.get(name) for name in self._columns]
         self._out.write(",".join(csv_field(_text(cell)) for cell in cells) + "\n")
-
-
-def csv_field(text: str | None) -> str:
-    """Return a value as a CSV field."""
-    if text is None:
-        return ""
-    if text and not _QUOTED.search(text):
-        return text
-    return '"' + text.replace('"', '""') + '"'
 
 
 class LineProtocol:

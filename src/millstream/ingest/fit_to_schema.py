@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import InvalidValue
-from millstream.ingest.increment_columns import checked_increments, unnamed_bytes
+from millstream.ingest.increment_columns import checked_increments, is_number, unnamed_bytes
 from millstream.ingest.log_types import cast_checked
 from millstream.ingest.python_rows import ROWS_BYTES_MAX, too_large
 from millstream.model.schema import Column, TableSchema
@@ -143,11 +143,5 @@ def _is_kin(one: pa.DataType, other: pa.DataType) -> bool:
             or _is_kin(one.value_type, other.value_type)
         )
     if pa.types.is_decimal(one) or pa.types.is_decimal(other):
-        return (
-            not pa.types.is_floating(one) and not pa.types.is_floating(other) and _is_number(one) and _is_number(other)
-        )
-    return _is_number(one) and _is_number(other)
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind))
+        return not pa.types.is_floating(one) and not pa.types.is_floating(other) and is_number(one) and is_number(other)
+    return is_number(one) and is_number(other)

@@ -69,7 +69,7 @@ def checked_increments(table: str, column: Column, values: pa.ChunkedArray) -> p
             found = _of_text(column, values.cast(pa.string()))  # the shortest text of a number is what was meant
         elif pa.types.is_string(values.type):
             found = _of_text(column, values)
-        elif not _is_number(values.type):
+        elif not is_number(values.type):
             raise _unsuitable(table, column.name, word, f"{values.type} can't be added to {column.arrow}")
         elif values.type != column.arrow:
             found = values.cast(column.arrow)
@@ -140,10 +140,6 @@ def _check_finite(table: str, column: str, word: str, values: pa.ChunkedArray) -
 
 def _zero(kind: pa.DataType) -> pa.Scalar:
     return pa.scalar(0, pa.int64()).cast(kind)
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind))
 
 
 def _unsuitable(table: str, column: str, word: str, why: str) -> InvalidValue:
@@ -231,3 +227,8 @@ def unnamed(schema: TableSchema, rows: pa.Table) -> pa.Array | None:
 def unnamed_bytes(schema: TableSchema) -> int:
     """Return the most bytes that a record's `__unchanged` takes; 0 if no column accumulates."""
     return sum(len(column.name) + 4 for column in schema.columns) if schema.accumulating else 0
+
+
+def is_number(kind: pa.DataType) -> bool:
+    """Return whether values of a type are numbers."""
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind))

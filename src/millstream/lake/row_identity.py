@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from millstream.crdt.columns import whole_column
 from millstream.lake.column_conversion import text_maps, texts_of
 
 Codes = npt.NDArray[np.int64]
@@ -35,8 +35,8 @@ class Keys:
     @classmethod
     def of(cls, rows: pa.Table, names: Sequence[str]) -> Keys:
         """Return the identities of a table's rows; `__exact` is its map of texts, if it has one."""
-        columns = tuple(_whole(rows.column(name)) for name in names)
-        maps = _whole(rows.column("__exact")) if "__exact" in rows.column_names else None
+        columns = tuple(whole_column(rows.column(name)) for name in names)
+        maps = whole_column(rows.column("__exact")) if "__exact" in rows.column_names else None
         if maps is None or maps.null_count == len(maps):
             return cls(tuple(names), columns, tuple(None for _ in names))
         return cls(tuple(names), columns, tuple(_some(texts_of(maps, name)) for name in names))
@@ -161,12 +161,6 @@ def _codes(values: pa.Array, *, signed_zero: bool) -> Codes:
         else:
             values = pc.add(values, pa.scalar(0.0, values.type))
     return np.asarray(pc.dictionary_encode(values, null_encoding="encode").indices, np.int64)
-
-
-def _whole(column: Any) -> pa.Array:
-    if not isinstance(column, pa.ChunkedArray):
-        return column
-    return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
 
 
 def _some(texts: pa.Array) -> pa.Array | None:

@@ -58,7 +58,17 @@ def quote_ident(name: str) -> str:
     """Quote the identifier as PostgreSQL's `quote_ident` does: bare if that is safe, else in double quotes."""
     if _PLAIN.match(name) is not None and name not in _KEYWORDS:
         return name
+    return quote(name)
+
+
+def quote(name: str) -> str:
+    """Return an SQL identifier, quoted whatever it holds."""
     return '"' + name.replace('"', '""') + '"'
+
+
+def literal(text: str) -> str:
+    """Return an SQL string, for a session with standard strings."""
+    return "'" + text.replace("'", "''") + "'"
 
 
 @lru_cache(maxsize=65536)

@@ -27,10 +27,9 @@ from millstream.errors import LakeBehind, LakeError, LogError, PositionError
 from millstream.lake.column_conversion import EXACT, from_text, same_type, texts_of, to_text
 from millstream.lake.filled_columns import filled_records
 from millstream.lake.layout import has_current
-from millstream.lake.query.duckdb_connection import quote
 from millstream.model.column_renames import Names, names_in
 from millstream.model.ids import Epoch, ShardId, TableId
-from millstream.model.names import parse_qualified_name
+from millstream.model.names import parse_qualified_name, quote
 from millstream.model.positions import Seq
 from millstream.model.predicate import Predicate
 from millstream.model.record_filter import passing

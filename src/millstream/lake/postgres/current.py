@@ -19,23 +19,12 @@ import pyarrow as pa
 from millstream.errors import LakeError, LakeTableForeign
 from millstream.lake.column_conversion import EXACT
 from millstream.lake.folded.current_fold import Folded, fold_records
-from millstream.lake.postgres.layout import (
-    Registered,
-    ViewPlace,
-    check_owner,
-    make_schema,
-    place_of,
-    register,
-    registered_at,
-    registered_of,
-    relation_at,
-    short,
-)
-from millstream.lake.postgres.target import PostgresTarget, copy_in, literal
+from millstream.lake.postgres import layout
+from millstream.lake.postgres.target import PostgresTarget, copy_in
 from millstream.lake.postgres.texts import Versioned, text_columns, text_records, without_zeros
 from millstream.lake.row_identity import Keys, key_codes
 from millstream.model.ids import TableId
-from millstream.model.names import quote_ident
+from millstream.model.names import literal, quote_ident
 from millstream.model.pgtypes import builtin_name, element_oid
 from millstream.model.records import PARTITION_OID
 from millstream.model.schema import Column, TableSchema
@@ -106,8 +95,8 @@ def merge_current(
         LakeTableForeign, LakeError (`lake_history_lost`): see `check_owner`.
         LakeError (`lake_schema_conflict`): existing values don't fit a column's new type.
     """
-    place = place_of(target, "current", schema)
-    holder = registered_at(connection, place)
+    place = layout.place_of(target, "current", schema)
+    holder = layout.registered_at(connection, place)
     if (
         holder is not None
         and holder.table_id != schema.table_id
@@ -120,8 +109,8 @@ def merge_current(
         # Records with another key are copied again behind it.
         batches = batches[mixed[-1] + 1 :]
     owner = _take_name(connection, target, place, holder, schema.table_id, live)
-    relation = relation_at(connection, place)
-    check_owner(target, place, owner, relation)
+    relation = layout.relation_at(connection, place)
+    layout.check_owner(target, place, owner, relation)
     have: dict[str, str] = {} if relation is None else relation.columns
     wanted = column_types(connection, schema.columns)
     if schema.source == 0 and owner is not None:
@@ -148,7 +137,7 @@ def merge_current(
 
     folded = fold_records(text_records(schema, batches), schema, columns, lookup)
     if relation is None:
-        make_schema(connection, place)
+        layout.make_schema(connection, place)
         _create(connection, place, wanted, schema.key)
     else:
         if folded.truncated or emptied:
@@ -161,7 +150,7 @@ def merge_current(
         _evolve(connection, place, owner, have, wanted, schema.key, filled)
     ours = tuple(wanted)
     if owner is None or (owner.columns, owner.key) != (ours, schema.key):
-        register(connection, target, place, int(schema.table_id), layout=_LAYOUT, columns=ours, key=schema.key)
+        layout.register(connection, target, place, int(schema.table_id), layout=_LAYOUT, columns=ours, key=schema.key)
     _TargetTable(connection, place, wanted, schema.key, EXACT.name in have, copying).put(folded)
 
 
@@ -201,19 +190,19 @@ def _of_arrow(kind: pa.DataType) -> str:
 def _take_name(
     connection: Connection,
     target: PostgresTarget,
-    place: ViewPlace,
-    holder: Registered | None,
+    place: layout.ViewPlace,
+    holder: layout.Registered | None,
     table_id: TableId,
     live: Collection[TableId],
-) -> Registered | None:
+) -> layout.Registered | None:
     """Rename a table to its current name, if it was renamed; another `holder` of that name is moved aside."""
     if holder is not None and (holder.table_id == table_id or (holder.stream, holder.pipeline) != target.owner):
         return holder
-    ours = [r for r in registered_of(connection, target, "current") if r.table_id == table_id]
+    ours = [r for r in layout.registered_of(connection, target, "current") if r.table_id == table_id]
     if holder is not None:
         if TableId(holder.table_id) in live:
             # It was renamed too, and gets its own new name with its next record.
-            aside = ViewPlace("current", place.namespace, short(f"{place.name}__{holder.table_id}"))
+            aside = layout.ViewPlace("current", place.namespace, layout.short(f"{place.name}__{holder.table_id}"))
             _rename(connection, place, aside)
         else:
             connection.execute(f"DROP TABLE IF EXISTS {place.quoted}".encode())
@@ -223,15 +212,15 @@ def _take_name(
             )
     if not ours:
         return None
-    if relation_at(connection, place) is None:
-        check_owner(target, ours[0].place, ours[0], relation_at(connection, ours[0].place))
+    if layout.relation_at(connection, place) is None:
+        layout.check_owner(target, ours[0].place, ours[0], layout.relation_at(connection, ours[0].place))
         _rename(connection, ours[0].place, place)
-    return registered_at(connection, place)
+    return layout.registered_at(connection, place)
 
 
-def _rename(connection: Connection, old: ViewPlace, new: ViewPlace) -> None:
-    make_schema(connection, new)
-    moved = ViewPlace(old.view, new.namespace, old.name)
+def _rename(connection: Connection, old: layout.ViewPlace, new: layout.ViewPlace) -> None:
+    layout.make_schema(connection, new)
+    moved = layout.ViewPlace(old.view, new.namespace, old.name)
     if moved != old:
         connection.execute(f"ALTER TABLE {old.quoted} SET SCHEMA {quote_ident(new.namespace)}".encode())
     if moved != new:
@@ -245,7 +234,7 @@ def _rename(connection: Connection, old: ViewPlace, new: ViewPlace) -> None:
 # --- definitions ---------------------------------------------------------------------------------------------------
 
 
-def _create(connection: Connection, place: ViewPlace, types: dict[str, str], key: Sequence[str]) -> None:
+def _create(connection: Connection, place: layout.ViewPlace, types: dict[str, str], key: Sequence[str]) -> None:
     columns = [f"{quote_ident(name)} {kind}" for name, kind in types.items()]
     primary = [f"PRIMARY KEY ({_names(key)})"] if key else []
     connection.execute(f"CREATE TABLE {place.quoted} ({', '.join(columns + primary)})".encode())
@@ -256,8 +245,8 @@ def _create(connection: Connection, place: ViewPlace, types: dict[str, str], key
 
 def _evolve(
     connection: Connection,
-    place: ViewPlace,
-    owner: Registered,
+    place: layout.ViewPlace,
+    owner: layout.Registered,
     have: dict[str, str],
     wanted: dict[str, str],
     key: Sequence[str],
@@ -265,7 +254,7 @@ def _evolve(
 ) -> None:
     """Give the table the columns, the types and the key that its source has; `filled` are values for the rows that it has."""
     changes = []
-    relation = relation_at(connection, place)
+    relation = layout.relation_at(connection, place)
     assert relation is not None, "it is there"
     has_other = owner.key != key and relation.key == owner.key and bool(owner.key)
     if has_other:
@@ -323,7 +312,7 @@ def _same(names: Iterable[str], one: str, other: str) -> str:
 
 
 def _rows_of(
-    connection: Connection, place: ViewPlace, keys: Keys, there: Sequence[str], types: dict[str, str]
+    connection: Connection, place: layout.ViewPlace, keys: Keys, there: Sequence[str], types: dict[str, str]
 ) -> pa.Table:
     """Return rows of the table by their keys, every value as its text."""
     import psycopg
@@ -378,7 +367,7 @@ class _TargetTable:
     """The table whose rows are changed."""
 
     connection: Connection
-    place: ViewPlace
+    place: layout.ViewPlace
     types: dict[str, str]
     """Types of the source's columns."""
     key: tuple[str, ...]

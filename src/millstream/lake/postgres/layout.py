@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.errors import LakeError, LakeTableForeign
-from millstream.lake.postgres.target import PostgresTarget, TargetView, literal, translated
-from millstream.model.names import qualified_name, quote_ident
+from millstream.lake.postgres.target import PostgresTarget, TargetView, translated
+from millstream.model.names import literal, qualified_name, quote_ident
 from millstream.model.schema import TableKind, TableSchema
 
 if TYPE_CHECKING:

@@ -144,11 +144,6 @@ def translated(place: str) -> Iterator[None]:
         raise translate(error, place) from error
 
 
-def literal(text: str) -> str:
-    """Return an SQL string, for a session with standard strings."""
-    return "'" + text.replace("'", "''") + "'"
-
-
 def copy_in(connection: Connection, statement: str, rows: Iterable[tuple[Any, ...]]) -> None:
     """Insert rows by a COPY … FROM STDIN."""
     with connection.cursor().copy(statement.encode()) as copy:

@@ -22,21 +22,11 @@ from millstream.lake.query.read_only_sql import reading_statements
 from millstream.lake.query.readable_files import PREFIX, HandedFiles, file_system
 from millstream.lake.store_errors import lake_errors
 from millstream.lake.table_format import OpenTable
-from millstream.model.names import DEFAULT_SCHEMA
+from millstream.model.names import DEFAULT_SCHEMA, literal, quote
 from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
     import duckdb
-
-
-def quote(name: str) -> str:
-    """Return an SQL identifier, quoted whatever it holds."""
-    return '"' + name.replace('"', '""') + '"'
-
-
-def literal(text: str) -> str:
-    """Return an SQL string."""
-    return "'" + text.replace("'", "''") + "'"
 
 
 def names(columns: Sequence[str]) -> str:

@@ -13,9 +13,9 @@ from typing import Final, Protocol
 import pyarrow as pa
 
 from millstream.errors import InvalidQuery, MillstreamError
-from millstream.lake.query.duckdb_connection import Engine, quote
+from millstream.lake.query.duckdb_connection import Engine
 from millstream.lake.query.namesakes import names_written
-from millstream.model.names import parse_qualified_name, qualified_name
+from millstream.model.names import parse_qualified_name, qualified_name, quote
 from millstream.model.region_ages import RegionAge, oldest, with_regions
 
 MERGED: Final = "merged"

@@ -34,7 +34,7 @@ from millstream.lake.commit_cuts import Cut, CutTable, last_cut
 from millstream.lake.folded.current import current_columns
 from millstream.lake.known_tables import KnownTable, empty_records, empty_rows, is_meant, unknown_table, where_they_land
 from millstream.lake.layout import MESSAGES, LakeLayout, has_current, without_rows
-from millstream.lake.query.duckdb_connection import Engine, quote
+from millstream.lake.query.duckdb_connection import Engine
 from millstream.lake.query.log_tail import TailTables
 from millstream.lake.query.merged_rows import MERGED, MergedTables, MergedViews
 from millstream.lake.query.namesakes import Namesakes, names_written
@@ -55,7 +55,7 @@ from millstream.lake.schema_history import Era, era_at, newest_schema
 from millstream.lake.table_format import OpenTable, open_table
 from millstream.lake.table_renames import open_left_behind
 from millstream.model.ids import TableId
-from millstream.model.names import name_in_full, parse_qualified_name, same_bare
+from millstream.model.names import name_in_full, parse_qualified_name, quote, same_bare
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.query_reasons import Reason, with_reasons
 from millstream.model.region_ages import RegionAge

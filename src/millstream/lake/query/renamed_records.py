@@ -10,12 +10,13 @@ from millstream.lake.column_conversion import EXACT
 from millstream.lake.column_names import Renames, renames_in
 from millstream.lake.filled_columns import filled_rows
 from millstream.lake.history_scan import records_of
-from millstream.lake.query.duckdb_connection import Engine, literal, quote
+from millstream.lake.query.duckdb_connection import Engine
 from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import Eras
 from millstream.lake.table_format import OpenTable
 from millstream.model.column_renames import FilledNames, Names
 from millstream.model.ids import TableId
+from millstream.model.names import literal, quote
 from millstream.model.positions import Seq
 from millstream.model.records import MONTH_COLUMN, PARTITION_OID, RECORD_COLUMNS, Op
 from millstream.model.schema import TableSchema

@@ -22,11 +22,12 @@ from millstream.lake.folded.current_fold import fold_records
 from millstream.lake.history_folder import history_from, lacks_beginning
 from millstream.lake.history_scan import scan_live
 from millstream.lake.layout import LakeLayout
-from millstream.lake.query.duckdb_connection import Engine, names, quote, unavailable
+from millstream.lake.query.duckdb_connection import Engine, names, unavailable
 from millstream.lake.query.overlay import SEQ, overlay
 from millstream.lake.query.renamed_records import rows_sql
 from millstream.lake.row_identity import Keys
 from millstream.lake.table_format import OpenTable
+from millstream.model.names import literal, quote
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.records import PARTITION_OID
 from millstream.model.schema import TableSchema
@@ -359,7 +360,6 @@ def same_key(gone: Keys, *, with_exact: bool) -> str:
     same = []
     for name in gone.names:
         same.append(f"c.{quote(name)} IS NOT DISTINCT FROM g.{quote(name)}")
-        literal = name.replace("'", "''")
-        text = f"c.__exact['{literal}']" if with_exact else "NULL"
+        text = f"c.__exact[{literal(name)}]" if with_exact else "NULL"
         same.append(f"{text} IS NOT DISTINCT FROM g.{quote(f'__exact.{name}')}")
     return " AND ".join(same)
