@@ -39,6 +39,7 @@ from millstream.nodes.level_document import LEVEL, Terms
 from millstream.nodes.peer_requests import node_state, wait_for_writer
 from millstream.private_files import replace_file
 from millstream.processes.role_locks import RoleLock, once_let_go
+from millstream.protocol.replication import promotion_machine as promoting
 from millstream.protocol.replication.leader_events import PersistRole
 from millstream.protocol.replication.promises_and_fencing import (
     CONSUMERS,
@@ -48,33 +49,6 @@ from millstream.protocol.replication.promises_and_fencing import (
     Role,
     RoleFact,
     name_taken,
-)
-from millstream.protocol.replication.promotion_machine import (
-    STORE,
-    Answered,
-    AskPromise,
-    BecameCandidate,
-    BecomeCandidate,
-    BeginPromotion,
-    CatchUp,
-    CatchUpFailed,
-    CaughtUp,
-    Claim,
-    Claimed,
-    ClaimFailed,
-    Effect,
-    Event,
-    Failed,
-    Lead,
-    LogTakenOver,
-    NodeReport,
-    Promotion,
-    Refused,
-    Superseded,
-    Survey,
-    TakeOverLog,
-    Tick,
-    Unanswered,
 )
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME
@@ -163,7 +137,7 @@ class _Attempt:
         terms, has_store = self._terms()
         nodes = terms.nodes | {me}
         _refuse_several_writers(home, stream)
-        self._machine = Promotion(
+        self._machine = promoting.Promotion(
             me,
             nodes,
             self._roles.of(stream),
@@ -173,11 +147,11 @@ class _Attempt:
             answer_s=_PROMISES_S,
         )
         self._asking = ThreadPoolExecutor(max(1, len(nodes)), thread_name_prefix="promote")
-        self._asked: set[Future[Event]] = set()
+        self._asked: set[Future[promoting.Event]] = set()
         self._absent: set[NodeName] = set()
         """Nodes that didn't answer the state request: they get less time to promise."""
         self._error: MillstreamError | None = None
-        self._lead: Lead | None = None
+        self._lead: promoting.Lead | None = None
         self._claimant: Final = secrets.token_hex(8)
         """Distinguishes this attempt from one of a home with the same name."""
 
@@ -200,14 +174,14 @@ class _Attempt:
 
     def run(self) -> tuple[RoleFact, tuple[str, ...]]:
         try:
-            self._step(BeginPromotion())
+            self._step(promoting.BeginPromotion())
             while self._lead is None and self._error is None:
                 done, self._asked = wait(self._asked, timeout=_TICK_S, return_when="FIRST_COMPLETED")
                 for answer in done:
                     self._step(answer.result())
                 if not self._asked:
                     time.sleep(_TICK_S)  # an answer that doesn't count is waited for until time is up
-                self._step(Tick())
+                self._step(promoting.Tick())
         finally:
             self._asking.shutdown(wait=False, cancel_futures=True)
         if self._error is not None:
@@ -215,7 +189,7 @@ class _Attempt:
         assert self._lead is not None, "it ends in one of the two"
         return self._lead.fact, self._lead.losses
 
-    def _step(self, event: Event) -> None:
+    def _step(self, event: promoting.Event) -> None:
         events = [event]
         while events:
             for effect in self._machine.step(events.pop(0), time.monotonic()):
@@ -223,59 +197,59 @@ class _Attempt:
                 if found is not None:
                     events.append(found)
 
-    def _carry_out(self, effect: Effect) -> Event | None:
+    def _carry_out(self, effect: promoting.Effect) -> promoting.Event | None:
         match effect:
-            case Survey(node):
+            case promoting.Survey(node):
                 self._asked.add(self._asking.submit(self._survey, node))
-            case AskPromise(node, promise):
+            case promoting.AskPromise(node, promise):
                 self._asked.add(self._asking.submit(self._ask, node, promise))
-            case BecomeCandidate(promise):
+            case promoting.BecomeCandidate(promise):
                 return self._stand(promise)
             case PersistRole(fact):
                 with self._roles.changing(self._stream) as changing:
                     if changing.fact.promise > fact.promise:
-                        return Superseded(changing.fact.promise)
+                        return promoting.Superseded(changing.fact.promise)
                     changing.put(fact)
-            case Claim(promise):
+            case promoting.Claim(promise):
                 return self._claim(promise)
-            case CatchUp(node):
+            case promoting.CatchUp(node):
                 return self._catch_up(node)
-            case TakeOverLog():
-                return LogTakenOver(self._take_over())
-            case Lead():
+            case promoting.TakeOverLog():
+                return promoting.LogTakenOver(self._take_over())
+            case promoting.Lead():
                 self._lead = effect
-            case Failed(error):
+            case promoting.Failed(error):
                 self._error = error
         return None
 
     # --- others
     # --------------------------------------------------------------------------------------------------------
 
-    def _survey(self, node: NodeName) -> Event:
+    def _survey(self, node: NodeName) -> promoting.Event:
         try:
             state = state_of_peer(self._home, node, self._stream, timeout_s=_SURVEYS_S)
         except MillstreamError as error:
             self._tell(f"{node} doesn't answer: {error.message}")
             self._absent.add(node)
-            return Unanswered(node)
-        return Answered(node, _report(state))
+            return promoting.Unanswered(node)
+        return promoting.Answered(node, _report(state))
 
-    def _ask(self, node: NodeName, promise: Promise) -> Event:
+    def _ask(self, node: NodeName, promise: Promise) -> promoting.Event:
         timeout_s = _SURVEYS_S if node in self._absent else _PROMISES_S
         try:
             state = ask_promise(self._home, node, self._stream, promise, self._claimant, timeout_s=timeout_s)
         except Fenced as error:
             higher = Promise(Epoch(int(error.details.get("epoch", 0))), NodeName(str(error.details.get("leader", ""))))
-            return Superseded(higher)
+            return promoting.Superseded(higher)
         except NodeNameTaken as error:
-            return Refused(node, error)
+            return promoting.Refused(node, error)
         except MillstreamError as error:
             self._tell(f"{node} doesn't promise: {error.message}")
-            return Unanswered(node)
+            return promoting.Unanswered(node)
         self._tell(f"{node} has promised, and has group {state.group}")
-        return Answered(node, _report(state))
+        return promoting.Answered(node, _report(state))
 
-    def _claim(self, promise: Promise) -> Event:
+    def _claim(self, promise: Promise) -> promoting.Event:
         from millstream.nodes.object_stores import store_of, stored_lineage
 
         try:
@@ -285,19 +259,19 @@ class _Attempt:
                     lost = ReplicationError(
                         f"epoch {promise.epoch} was claimed by {holder or 'another node'}", code="promotion_lost"
                     )
-                    return ClaimFailed(name_taken(promise) if holder == promise.node else lost)
+                    return promoting.ClaimFailed(name_taken(promise) if holder == promise.node else lost)
                 rank, _, persisted_upto = stored_lineage(store)
-                return Claimed(rank, persisted_upto)
+                return promoting.Claimed(rank, persisted_upto)
         except MillstreamError as error:
-            return ClaimFailed(error)
+            return promoting.ClaimFailed(error)
 
-    def _catch_up(self, node: NodeName) -> Event:
+    def _catch_up(self, node: NodeName) -> promoting.Event:
         """Follow a node that has promised until everything that it has is here."""
         self._tell(f"takes what it lacks from {node or 'the object store'}")
         try:
             fact = self._roles.of(self._stream)
             notes = FollowerState(self._home, self._stream)
-            if node == STORE:
+            if node == promoting.STORE:
                 return self._fill()
             follower = once_let_go(
                 lambda: make_follower(self._home, self._stream, fact, notes=notes, only=node), _STEPS_ASIDE_S
@@ -306,31 +280,31 @@ class _Attempt:
                 follower.run(silent, until_caught_up=True)
         except MillstreamError as error:
             self._tell(f"{node} can't be followed: {error.message}")
-            return CatchUpFailed(error)
-        return CaughtUp(self._roles.of(self._stream), node_state(self._home, self._stream).group)
+            return promoting.CatchUpFailed(error)
+        return promoting.CaughtUp(self._roles.of(self._stream), node_state(self._home, self._stream).group)
 
-    def _fill(self) -> Event:
+    def _fill(self) -> promoting.Event:
         """Fetch what the object store has and this node lacks."""
         from millstream.nodes.backfill import fill
         from millstream.nodes.object_stores import store_of
 
         with contextlib.closing(store_of(self._home, self._stream)) as store:
             once_let_go(lambda: fill(self._home, self._stream, store, tell=self._tell), _STEPS_ASIDE_S)
-        return CaughtUp(self._roles.of(self._stream), node_state(self._home, self._stream).group)
+        return promoting.CaughtUp(self._roles.of(self._stream), node_state(self._home, self._stream).group)
 
     # --- this one
     # ------------------------------------------------------------------------------------------------------
 
-    def _stand(self, promise: Promise) -> Event:
+    def _stand(self, promise: Promise) -> promoting.Event:
         """BecomeCandidate once the follower or writer here has stepped aside: both check the role and the promotion's lock."""
         wait_for_writer(self._home, self._stream)
         with self._roles.changing(self._stream) as changing:
             if changing.fact.promise != self._machine.fact.promise:
-                return Superseded(changing.fact.promise)
+                return promoting.Superseded(changing.fact.promise)
             changing.put(changing.fact.candidate_for(promise, self._claimant))
         # A follower that had just started at this process's first look only now sees the promise.
         wait_for_writer(self._home, self._stream)
-        return BecameCandidate(changing.fact, node_state(self._home, self._stream).group)
+        return promoting.BecameCandidate(changing.fact, node_state(self._home, self._stream).group)
 
     def _take_over(self) -> GroupNumber:
         """Make the leader's catalog, sessions and consumers this node's, and recover the log under a new epoch."""
@@ -405,8 +379,10 @@ def _progress_watch(follower: WalFollower) -> Callable[[], bool]:
     return goes_on
 
 
-def _report(state: NodeState) -> NodeReport:
-    return NodeReport(state.fact.promise, state.fact.role, state.rank, state.persisted_upto, state.is_candidate)
+def _report(state: NodeState) -> promoting.NodeReport:
+    return promoting.NodeReport(
+        state.fact.promise, state.fact.role, state.rank, state.persisted_upto, state.is_candidate
+    )
 
 
 def _refuse_two_leaders(home: Home, stream: str) -> None:

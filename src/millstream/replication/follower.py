@@ -21,28 +21,7 @@ from millstream.model.positions import Seq
 from millstream.model.replication import Acknowledgement, Document, Hello, NodeName
 from millstream.ports import Clock, Files, LeaderLink
 from millstream.process_metrics import REPLICA_APPLY_SECONDS
-from millstream.protocol.replication.follower_machine import (
-    Applied,
-    Apply,
-    ApplyFailed,
-    BreakLink,
-    Connect,
-    Connected,
-    Effect,
-    Event,
-    Follower,
-    Lag,
-    LinkGone,
-    OwnHolding,
-    PersistDocuments,
-    Received,
-    Say,
-    SetAside,
-    ShowAll,
-    Stop,
-    Tick,
-    WasSetAside,
-)
+from millstream.protocol.replication import follower_machine as following
 from millstream.protocol.replication.leader_events import PersistRole, Tell
 from millstream.protocol.replication.promises_and_fencing import RoleFact
 from millstream.replication.joined_link import JoinedLink
@@ -81,7 +60,7 @@ class FollowerNotes(Protocol):
         The log is closed during the call.
         """
 
-    def lag(self, lag: Lag) -> None:
+    def lag(self, lag: following.Lag) -> None:
         """Publish the lag for readers in other processes, now and then."""
 
     def let_go(self, leader_dropped: Seq) -> None:
@@ -134,7 +113,7 @@ class WalFollower:
         self._folder = folder
         self._files: Files = RealFiles() if files is None else files
         self._log = self._open_log()
-        self._machine = Follower(node, fact, self._log.stream, self._holding(), documents, home=home)
+        self._machine = following.Follower(node, fact, self._log.stream, self._holding(), documents, home=home)
         self._link: LeaderLink | None = None
         self._leader: NodeName | None = None
         self._lag_told_s = 0.0
@@ -172,7 +151,7 @@ class WalFollower:
         """Last group that its log has whole."""
         return self._machine.holding.group
 
-    def lag(self) -> Lag:
+    def lag(self) -> following.Lag:
         """Return the current lag."""
         return self._machine.lag(time.monotonic())
 
@@ -191,7 +170,7 @@ class WalFollower:
         self._apart_since_s = time.monotonic()
         try:
             while not stop.is_set():
-                self._step(Tick())
+                self._step(following.Tick())
                 if until_caught_up:
                     self._give_up_in_time()
                 if self._machine.stopped_by is not None:
@@ -230,61 +209,61 @@ class WalFollower:
             shipment = link.recv(_HEARS_FOR_S)
         except MillstreamError as error:
             self._break_link()
-            self._step(LinkGone(error, random.random()))  # noqa: S311 - no secret
+            self._step(following.LinkGone(error, random.random()))  # noqa: S311 - no secret
             return
         if shipment is not None:
             if self._told is not None:
                 self._told = None
                 logger.info("follows", stream=self._name, leader=self._leader)
-            self._step(Received(shipment, self._clock.now_ns()))
+            self._step(following.Received(shipment, self._clock.now_ns()))
 
-    def _step(self, event: Event) -> None:
+    def _step(self, event: following.Event) -> None:
         """Process one event, and the events that follow from it at once."""
-        events: list[Event] = [event]
+        events: list[following.Event] = [event]
         while events:
             for effect in self._machine.step(events.pop(0), time.monotonic()):
                 found = self._carry_out(effect)
                 if found is not None:
                     events.append(found)
-                    if isinstance(found, LinkGone):
+                    if isinstance(found, following.LinkGone):
                         break
 
-    def _carry_out(self, effect: Effect) -> Event | None:
+    def _carry_out(self, effect: following.Effect) -> following.Event | None:
         match effect:
-            case Connect(leader):
+            case following.Connect(leader):
                 self._leader = leader
-                return Connected()
-            case Say(message):
+                return following.Connected()
+            case following.Say(message):
                 if isinstance(message, Acknowledgement):
                     self._notes.check_promise(self._machine.fact)
                 return self._say(message)
-            case Apply(shipment):
+            case following.Apply(shipment):
                 began_ns = self._clock.monotonic_ns()
                 try:
                     self._log.apply(shipment)
                 except MillstreamError as error:
-                    return ApplyFailed(error, random.random())  # noqa: S311 - no secret
+                    return following.ApplyFailed(error, random.random())  # noqa: S311 - no secret
                 took_s = (self._clock.monotonic_ns() - began_ns) / 1e9
                 REPLICA_APPLY_SECONDS.of(str(shipment.stream)).observe(took_s)
                 self._leader_dropped = max(
                     self._leader_dropped, *(gone.seq for gone in shipment.first_kept.values()), Seq(0)
                 )
-                return Applied(self._holding(), self._clock.now_ns())
-            case ShowAll():
+                return following.Applied(self._holding(), self._clock.now_ns())
+            case following.ShowAll():
                 self._notes.check_promise(self._machine.fact)
                 self._log.show_all()
-            case SetAside(behind):
+            case following.SetAside(behind):
                 self._log.close()
                 self._notes.set_aside(behind)
                 self._log = self._open_log()
-                return WasSetAside(self._holding())
+                return following.WasSetAside(self._holding())
             case PersistRole(fact):
                 self._notes.role(fact)
-            case PersistDocuments(documents):
+            case following.PersistDocuments(documents):
                 self._notes.documents(documents)
-            case BreakLink():
+            case following.BreakLink():
                 self._break_link()
-            case Stop(error):
+            case following.Stop(error):
                 level = logger.error if isinstance(error, Diverged) else logger.warning
                 level("follows no more", stream=self._name, error=error.message, code=error.code, hint=error.hint)
             case Tell(_, what, error):
@@ -295,7 +274,7 @@ class WalFollower:
                     logger.warning(what, stream=self._name, **told)
         return None
 
-    def _say(self, message: object) -> Event | None:
+    def _say(self, message: object) -> following.Event | None:
         try:
             if self._link is None:
                 if not isinstance(message, Hello) or self._leader is None:
@@ -309,7 +288,7 @@ class WalFollower:
             self._link.send(message)  # type: ignore[arg-type] # a Hello, an Acknowledgement or an error
         except MillstreamError as error:
             self._break_link()
-            return LinkGone(error, random.random())  # noqa: S311 - no secret
+            return following.LinkGone(error, random.random())  # noqa: S311 - no secret
         return None
 
     def _break_link(self) -> None:
@@ -317,9 +296,9 @@ class WalFollower:
         if link is not None:
             link.close()
 
-    def _holding(self) -> OwnHolding:
+    def _holding(self) -> following.OwnHolding:
         end = self._log.end()
-        return OwnHolding(self._log.position(), end.group, end.persisted_upto)
+        return following.OwnHolding(self._log.position(), end.group, end.persisted_upto)
 
     def _tell_lag(self) -> None:
         now_s = time.monotonic()

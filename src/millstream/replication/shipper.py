@@ -27,32 +27,8 @@ from millstream.model.marks import DurableMark
 from millstream.model.positions import Seq
 from millstream.model.replication import Acknowledgement, Document, Hello, NodeName, ReplicaPosition, Shipment
 from millstream.ports import Clock, Files, FollowerLink, Transport
+from millstream.protocol.replication import leader_events as events
 from millstream.protocol.replication.high_water_mark import Holdings
-from millstream.protocol.replication.leader_events import (
-    Acked,
-    DropLink,
-    Durable,
-    Effect,
-    Event,
-    Greet,
-    Heard,
-    Joined,
-    LinkGone,
-    LinkId,
-    PersistAcks,
-    PersistCursor,
-    PersistRole,
-    ReadAndSend,
-    ReadFailed,
-    Rejoined,
-    Sent,
-    ShipOptions,
-    Stopped,
-    Stopping,
-    StoredUpto,
-    Tell,
-    Tick,
-)
 from millstream.protocol.replication.leader_machine import FollowerProgress, Leader, LinkPhase
 from millstream.protocol.replication.promises_and_fencing import LINEAGE, Greeting, RoleFact
 from millstream.wal.files import RealFiles, SystemClock
@@ -116,7 +92,7 @@ class WalShipper:
         notes: ShipperNotes,
         *,
         documents: Callable[[], tuple[Document, ...]] = tuple,
-        options: ShipOptions | None = None,
+        options: events.ShipOptions | None = None,
         only: NodeName | None = None,
         observers: frozenset[NodeName] = frozenset(),
         files: Files | None = None,
@@ -134,8 +110,8 @@ class WalShipper:
         self._observers = observers
         self._files: Files = RealFiles() if files is None else files
         self._clock: Clock = SystemClock() if clock is None else clock
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._links: dict[LinkId, _Link] = {}
+        self._events: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
+        self._links: dict[events.LinkId, _Link] = {}
         self._next_link = 0
         self._ending = threading.Event()
         self._leader: Leader | None = None
@@ -157,14 +133,14 @@ class WalShipper:
 
     def stop(self, within_s: float) -> tuple[NodeName, ...]:
         """Ship what is durable now, for at most `within_s`; then end. Returns the followers that lack some of it."""
-        self._events.put(Stopping(time.monotonic() + within_s))
+        self._events.put(events.Stopping(time.monotonic() + within_s))
         self.ended.wait(within_s + _ENDS_WITHIN_S)
         self._end()
         for worker in self._workers:
             worker.join(_ENDS_WITHIN_S)
         return self.lacking
 
-    def hear(self, event: StoredUpto | Heard) -> None:
+    def hear(self, event: events.StoredUpto | events.Heard) -> None:
         """Take an event from elsewhere. Any thread."""
         self._events.put(event)
 
@@ -221,7 +197,7 @@ class WalShipper:
                 try:
                     event = self._events.get(timeout=_TICK_S)
                 except queue.Empty:
-                    event = Tick()
+                    event = events.Tick()
                 self._carry_out(leader.step(event, time.monotonic()))
         except Exception as error:
             self.failure = error
@@ -240,34 +216,34 @@ class WalShipper:
                 event = self._events.get(timeout=_TICK_S)
             except queue.Empty:
                 continue
-            if isinstance(event, Stopping):
+            if isinstance(event, events.Stopping):
                 return None
             self._events.put(event)
             self._ending.wait(_TICK_S)
         return None
 
-    def _carry_out(self, effects: list[Effect]) -> None:
+    def _carry_out(self, effects: list[events.Effect]) -> None:
         for effect in effects:
             match effect:
-                case PersistRole(fact):
+                case events.PersistRole(fact):
                     self._notes.role(fact)
-                case PersistCursor(node, needed_from, position, anew):
+                case events.PersistCursor(node, needed_from, position, anew):
                     self._notes.cursor(node, needed_from, position, anew=anew)
-                case PersistAcks(holdings):
+                case events.PersistAcks(holdings):
                     self._notes.acks(holdings, self._clock.now_ns())
-                case Greet(link) | ReadAndSend(link):
+                case events.Greet(link) | events.ReadAndSend(link):
                     if link in self._links:
                         self._links[link].jobs.put(effect)
-                case DropLink(link, why):
+                case events.DropLink(link, why):
                     found = self._links.pop(link, None)
                     if found is not None:
                         found.drop(why)
-                case Tell(node, what, error):
+                case events.Tell(node, what, error):
                     say = logger.info if error is None else logger.warning
                     told = {} if error is None else {"error": error.message, "code": error.code, "hint": error.hint}
                     text = f"follower {node} {what}"
                     say(text, stream=self._name, **told)
-                case Stopped(lacking):
+                case events.Stopped(lacking):
                     self.lacking = lacking
 
     def _end(self) -> None:
@@ -288,10 +264,10 @@ class WalShipper:
                 continue
             if came is not None:
                 self._next_link += 1
-                number = LinkId(self._next_link)
+                number = events.LinkId(self._next_link)
                 link = _Link(self._world, number, came)
                 self._links[number] = link
-                self._events.put(Joined(number, came.hello))
+                self._events.put(events.Joined(number, came.hello))
                 link.start()
                 if self._ending.is_set():
                     link.drop(None)  # it came while all were dropped
@@ -299,14 +275,14 @@ class WalShipper:
     def _watch(self) -> None:
         """Notify the machine of marks and documents when they have changed."""
         source = ShipSource(self._folder, files=self._files, clock=self._clock)
-        told: Durable | None = None
+        told: events.Durable | None = None
         pause = Backoff(*_WATCH_S, jitter=0)
         while not self._ending.is_set():
             try:
                 self._newest_documents = self._documents()
                 found = source.now()
                 versions = {one.name: one.version for one in self._newest_documents}
-                now = Durable(found.durable, versions, found.shown)
+                now = events.Durable(found.durable, versions, found.shown)
             except MillstreamError as error:
                 logger.warning("the log can't be read", stream=self._name, error=error.message, code=error.code)
                 self._ending.wait(1.0)
@@ -344,7 +320,7 @@ class _World:
     folder: str
     files: Files
     clock: Clock
-    tell: Callable[[Event], None]
+    tell: Callable[[events.Event], None]
     fact: Callable[[], RoleFact]
     newer_documents: Callable[[Mapping[str, int]], tuple[Document, ...]]
     counts: Callable[[NodeName], bool]
@@ -353,7 +329,7 @@ class _World:
 class _Link:
     """One follower's link: two threads."""
 
-    def __init__(self, world: _World, number: LinkId, link: FollowerLink) -> None:
+    def __init__(self, world: _World, number: events.LinkId, link: FollowerLink) -> None:
         self._world = world
         self._number = number
         self._link = link
@@ -361,7 +337,7 @@ class _Link:
         self._position: ReplicaPosition = link.hello.position
         self._asked_anew = threading.Event()
         self._dropped = threading.Event()
-        self.jobs: Final[queue.SimpleQueue[Greet | ReadAndSend | None]] = queue.SimpleQueue()
+        self.jobs: Final[queue.SimpleQueue[events.Greet | events.ReadAndSend | None]] = queue.SimpleQueue()
 
     def start(self) -> None:
         """Start both threads."""
@@ -388,12 +364,12 @@ class _Link:
                 if isinstance(message, Hello):
                     self._position = message.position
                     self._asked_anew.set()
-                    tell(Rejoined(self._number, message))
+                    tell(events.Rejoined(self._number, message))
                 elif isinstance(message, Acknowledgement):
-                    tell(Acked(self._number, message))
+                    tell(events.Acked(self._number, message))
         except MillstreamError as error:
             if not self._dropped.is_set():
-                tell(LinkGone(self._number, None if isinstance(error, LinkLost) else error))
+                tell(events.LinkGone(self._number, None if isinstance(error, LinkLost) else error))
 
     def _send(self) -> None:
         tell = self._world.tell
@@ -402,22 +378,22 @@ class _Link:
                 shipment, position, is_all = self._made(job)
             except (MillstreamError, OSError) as error:
                 told = error if isinstance(error, MillstreamError) else LogError(f"the log can't be read: {error}")
-                tell(ReadFailed(self._number, told, random.random()))  # noqa: S311 - no secret
+                tell(events.ReadFailed(self._number, told, random.random()))  # noqa: S311 - no secret
                 continue
             try:
                 self._link.send(shipment)
             except MillstreamError as error:
-                tell(LinkGone(self._number, None if isinstance(error, LinkLost) else error))
+                tell(events.LinkGone(self._number, None if isinstance(error, LinkLost) else error))
                 return
-            tell(Sent(self._number, position, shipment.size_bytes, is_all))
+            tell(events.Sent(self._number, position, shipment.size_bytes, is_all))
 
-    def _made(self, job: Greet | ReadAndSend) -> tuple[Shipment, ReplicaPosition, bool]:
+    def _made(self, job: events.Greet | events.ReadAndSend) -> tuple[Shipment, ReplicaPosition, bool]:
         """Return the next shipment, the follower's position after it, and whether that is everything."""
         world, source, fact = self._world, self._source, self._world.fact()
         documents = world.newer_documents(job.documents)
         now = source.now()
         found: Shipment | None = None
-        if isinstance(job, Greet):
+        if isinstance(job, events.Greet):
             position, is_all = self._position, False
             group = max((mark.group for mark in now.durable.values()), default=GroupNumber(0))
             greeting = Document(LINEAGE, fact.promise.epoch, Greeting(fact.lineage, group, fact.claimant).to_json())

@@ -45,32 +45,8 @@ from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import OBJECT_STORE, Acknowledgement, ByteEnd, Hello, NodeName, ReplicaPosition
+from millstream.protocol.replication import leader_events as events
 from millstream.protocol.replication.high_water_mark import Holding, Holdings
-from millstream.protocol.replication.leader_events import (
-    Acked,
-    DropLink,
-    Durable,
-    Effect,
-    Event,
-    Greet,
-    Heard,
-    Joined,
-    LinkGone,
-    LinkId,
-    PersistAcks,
-    PersistCursor,
-    PersistRole,
-    ReadAndSend,
-    ReadFailed,
-    Rejoined,
-    Sent,
-    ShipOptions,
-    Stopped,
-    Stopping,
-    StoredUpto,
-    Tell,
-    Tick,
-)
 from millstream.protocol.replication.promises_and_fencing import NOBODY, Lineage, Promise, RoleFact, fenced_error
 
 
@@ -87,7 +63,7 @@ class FollowerProgress:
     """The leader's state of one follower."""
 
     node: NodeName
-    link: LinkId | None = None
+    link: events.LinkId | None = None
     home: str = ""
     """The home of that name that connected last."""
     phase: LinkPhase = LinkPhase.APART
@@ -139,7 +115,7 @@ class Leader:
         stream: StreamId,
         fact: RoleFact,
         nodes: frozenset[NodeName],
-        options: ShipOptions | None = None,
+        options: events.ShipOptions | None = None,
         *,
         only: NodeName | None = None,
         observers: frozenset[NodeName] = frozenset(),
@@ -147,7 +123,7 @@ class Leader:
         self._stream: Final = stream
         self._observers: Final = observers
         self._nodes: Final = nodes
-        self._options: Final = ShipOptions() if options is None else options
+        self._options: Final = events.ShipOptions() if options is None else options
         self._only: Final = only
         self.fact = fact
         self.followers: dict[NodeName, FollowerProgress] = {}
@@ -181,30 +157,30 @@ class Leader:
         """The last durable group here."""
         return max((mark.group for mark in self._marks.values()), default=GroupNumber(0))
 
-    def step(self, event: Event, now_s: float) -> list[Effect]:
+    def step(self, event: events.Event, now_s: float) -> list[events.Effect]:
         """Return the effects of an event, at a moment of a clock that never goes back."""
         if self.is_stopped:
-            return [DropLink(event.link, None)] if isinstance(event, Joined) else []
-        effects: list[Effect] = []
+            return [events.DropLink(event.link, None)] if isinstance(event, events.Joined) else []
+        effects: list[events.Effect] = []
         match event:
-            case Joined(link, hello):
+            case events.Joined(link, hello):
                 effects += self._joined(link, hello, now_s)
-            case Durable(marks, documents, shown):
+            case events.Durable(marks, documents, shown):
                 now = dict(marks), dict(documents), dict(shown)
                 if now != (self._marks, self._documents, self._shown):
                     self._marks, self._documents, self._shown = now
                     self._changes += 1
-            case StoredUpto(group, persisted_upto, position):
+            case events.StoredUpto(group, persisted_upto, position):
                 self._store_has = max(self._store_has[0], persisted_upto), position
                 if group > self._stored:
                     self._stored = group
                     effects += self._held()
-            case Heard(promise):
+            case events.Heard(promise):
                 effects += self._fenced_by(promise)
-            case Stopping(deadline_s):
+            case events.Stopping(deadline_s):
                 self._stop_at = deadline_s
                 self._lacking = set(self._nodes)
-            case Tick():
+            case events.Tick():
                 pass
             case _:
                 follower = self._of(event.link)
@@ -219,18 +195,18 @@ class Leader:
 
     # --- followers come and go -------------------------------------------------------------------------------------
 
-    def _joined(self, link: LinkId, hello: Hello, now_s: float) -> list[Effect]:
+    def _joined(self, link: events.LinkId, hello: Hello, now_s: float) -> list[events.Effect]:
         node = hello.node
         other = self._other_stream(hello)
         if other is not None:
-            return [DropLink(link, other), Tell(node, "is refused", other)]
+            return [events.DropLink(link, other), events.Tell(node, "is refused", other)]
         promise = Promise(hello.promised, hello.promised_to)
         effects = self._fenced_by(promise)
         if self.is_fenced:
-            return [*effects, DropLink(link, fenced_error(self.fact.promise))]
+            return [*effects, events.DropLink(link, fenced_error(self.fact.promise))]
         refusal = self._refusal(hello)
         if refusal is not None:
-            return [DropLink(link, refusal), Tell(node, "is refused", refusal)]
+            return [events.DropLink(link, refusal), events.Tell(node, "is refused", refusal)]
         follower = self.followers.setdefault(node, FollowerProgress(node))
         if follower.link is not None:
             # All nodes of a region follow under its name: they take turns.
@@ -238,13 +214,13 @@ class Leader:
                 taken = _taken(node)
                 return [
                     *effects,
-                    DropLink(link, taken),
-                    Tell(node, "is there: another home of that name is refused", taken),
+                    events.DropLink(link, taken),
+                    events.Tell(node, "is there: another home of that name is refused", taken),
                 ]
             # The follower that reconnected no longer reads its old link.
-            effects.append(DropLink(follower.link, _taken(node)))
+            effects.append(events.DropLink(follower.link, _taken(node)))
         follower.link, follower.home = link, hello.home
-        effects.append(Tell(node, "came"))
+        effects.append(events.Tell(node, "came"))
         is_anew, follower.cut_off = follower.cut_off is not None, None
         return effects + self._greeting(follower, hello, now_s, is_anew=is_anew)
 
@@ -266,14 +242,14 @@ class Leader:
 
     def _greeting(
         self, follower: FollowerProgress, hello: Hello, now_s: float, *, is_anew: bool = False
-    ) -> list[Effect]:
-        effects: list[Effect] = []
+    ) -> list[events.Effect]:
+        effects: list[events.Effect] = []
         is_lost = follower.acked is not None and not is_covered(follower.acked.position, hello.position)
         if is_anew or is_lost or (self._only is None and _is_nothing(hello.position)):
             # The follower has lost what it had acknowledged: a disk was replaced, its log was set aside, or it
             # was cut off. One that comes with nothing also holds the log again if it is new to this leader: it
             # may have been cut off before.
-            effects.append(PersistCursor(follower.node, Seq(0), {}, anew=True))
+            effects.append(events.PersistCursor(follower.node, Seq(0), {}, anew=True))
             follower.noted, follower.noted_at = (Seq(0), {}), now_s
         if is_anew or is_lost:
             follower.acked = None
@@ -285,47 +261,47 @@ class Leader:
         follower.offered = {**hello.documents, **self._documents}
         follower.sent_at = follower.heard_at = now_s
         assert follower.link is not None, "who is greeted is there"
-        effects.append(Greet(follower.link, hello.documents))
+        effects.append(events.Greet(follower.link, hello.documents))
         return effects
 
-    def _apart(self, follower: FollowerProgress) -> list[Effect]:
+    def _apart(self, follower: FollowerProgress) -> list[events.Effect]:
         follower.link, follower.phase, follower.is_busy = None, LinkPhase.APART, False
         follower.under_way.clear()
         acked = follower.acked
         return [] if acked is None else self._note(follower, acked)
 
-    def _cut_off(self, node: NodeName, error: FollowerBehindRetention) -> list[Effect]:
+    def _cut_off(self, node: NodeName, error: FollowerBehindRetention) -> list[events.Effect]:
         follower = self.followers.setdefault(node, FollowerProgress(node))
         follower.cut_off = error
-        effects: list[Effect] = [Tell(node, "was cut off", error)]
+        effects: list[events.Effect] = [events.Tell(node, "was cut off", error)]
         if follower.link is not None:
-            effects += [DropLink(follower.link, error), *self._apart(follower)]
+            effects += [events.DropLink(follower.link, error), *self._apart(follower)]
         return effects
 
-    def _note_store(self, now_s: float) -> list[Effect]:
+    def _note_store(self, now_s: float) -> list[events.Effect]:
         """Keep segments for the object store as for a follower."""
         if self._store_has == self._store_noted or now_s < self._store_noted_at + self._options.cursor_every_s:
             return []
         self._store_noted, self._store_noted_at = self._store_has, now_s
-        return [PersistCursor(OBJECT_STORE, *self._store_has)]
+        return [events.PersistCursor(OBJECT_STORE, *self._store_has)]
 
     # --- messages on a link ----------------------------------------------------------------------------------------
 
-    def _of_link(self, follower: FollowerProgress, event: Event, now_s: float) -> list[Effect]:
+    def _of_link(self, follower: FollowerProgress, event: events.Event, now_s: float) -> list[events.Effect]:
         match event:
-            case Rejoined(link, hello):
+            case events.Rejoined(link, hello):
                 other = self._other_stream(hello)
                 if other is not None:
                     return [
-                        DropLink(link, other),
-                        Tell(follower.node, "is refused", other),
+                        events.DropLink(link, other),
+                        events.Tell(follower.node, "is refused", other),
                         *self._apart(follower),
                     ]
                 fenced = self._fenced_by(Promise(hello.promised, hello.promised_to))
                 return fenced or self._greeting(follower, hello, now_s)
-            case Acked(_, ack):
+            case events.Acked(_, ack):
                 return self._acked(follower, ack, now_s)
-            case Sent(_, position, size_bytes, is_all):
+            case events.Sent(_, position, size_bytes, is_all):
                 follower.is_busy, follower.sent, follower.sent_at = False, position, now_s
                 follower.documents = follower.offered
                 if not follower.under_way:
@@ -334,25 +310,25 @@ class Leader:
                 if is_all:
                     follower.shipped = follower.reading
                 return []
-            case ReadFailed(link, error, chance):
+            case events.ReadFailed(link, error, chance):
                 if isinstance(error, FollowerBehindRetention):
                     return self._cut_off(follower.node, error)
                 follower.is_busy = False
                 follower.not_before = now_s + follower.backoff.next_s(chance)
-                tell = Tell(follower.node, "could not be sent what it lacks", error)
+                tell = events.Tell(follower.node, "could not be sent what it lacks", error)
                 if follower.phase is LinkPhase.GREETING:
                     # It connects again, and is greeted then.
-                    return [tell, DropLink(link, error), *self._apart(follower)]
+                    return [tell, events.DropLink(link, error), *self._apart(follower)]
                 return [tell]
-            case LinkGone(_, error):
-                told: list[Effect] = [Tell(follower.node, "is gone", error)]
+            case events.LinkGone(_, error):
+                told: list[events.Effect] = [events.Tell(follower.node, "is gone", error)]
                 if isinstance(error, Fenced):
                     told += self._fenced_by(_promise_in(error))
                 return told + self._apart(follower)
             case _:
                 raise AssertionError(f"{event} is of no link")
 
-    def _acked(self, follower: FollowerProgress, ack: Acknowledgement, now_s: float) -> list[Effect]:
+    def _acked(self, follower: FollowerProgress, ack: Acknowledgement, now_s: float) -> list[events.Effect]:
         if ack.promised != self.fact.promise.epoch:
             # Sent before it had promised this leader anything, or under a later promise: its Hello names the node.
             return []
@@ -369,19 +345,19 @@ class Leader:
             follower.noted_at = now_s
         return effects
 
-    def _note(self, follower: FollowerProgress, ack: Acknowledgement) -> list[Effect]:
+    def _note(self, follower: FollowerProgress, ack: Acknowledgement) -> list[events.Effect]:
         if self._only is not None or (ack.persisted_upto, ack.position) == follower.noted:
             return []
         follower.noted = ack.persisted_upto, ack.position
-        return [PersistCursor(follower.node, ack.persisted_upto, ack.position)]
+        return [events.PersistCursor(follower.node, ack.persisted_upto, ack.position)]
 
-    def _count(self, follower: FollowerProgress, group: GroupNumber | None) -> list[Effect]:
+    def _count(self, follower: FollowerProgress, group: GroupNumber | None) -> list[events.Effect]:
         if self._only is not None or follower.node in self._observers or group == follower.counted:
             return []
         follower.counted = group
         return self._held()
 
-    def _held(self) -> list[Effect]:
+    def _held(self) -> list[events.Effect]:
         """Publish what each node holds now."""
         epoch = self.holdings.promised
         places = [
@@ -392,11 +368,11 @@ class Leader:
         if self._stored:
             places.append(Holding(OBJECT_STORE, epoch, self._stored, is_store=True))
         self.holdings = Holdings(epoch, tuple(places))
-        return [PersistAcks(self.holdings)]
+        return [events.PersistAcks(self.holdings)]
 
     # --- what goes next --------------------------------------------------------------------------------------------
 
-    def _go_on(self, follower: FollowerProgress, now_s: float) -> list[Effect]:
+    def _go_on(self, follower: FollowerProgress, now_s: float) -> list[events.Effect]:
         if follower.link is None:
             return []
         options = self._options
@@ -404,8 +380,8 @@ class Leader:
             follower.heard_at, follower.sent_at
         ) + options.silence_s:
             return [
-                DropLink(follower.link, None),
-                Tell(follower.node, f"said nothing for {options.silence_s:g} s"),
+                events.DropLink(follower.link, None),
+                events.Tell(follower.node, f"said nothing for {options.silence_s:g} s"),
                 *self._apart(follower),
             ]
         if follower.is_busy or follower.phase is not LinkPhase.SHIPPING or now_s < follower.not_before:
@@ -417,39 +393,39 @@ class Leader:
         follower.is_busy, follower.reading, follower.sent_at = True, self._changes, now_s
         follower.offered = {**follower.documents, **self._documents}
         size = min(room, options.shipment_bytes)
-        return [ReadAndSend(follower.link, follower.sent, size, follower.documents)]
+        return [events.ReadAndSend(follower.link, follower.sent, size, follower.documents)]
 
-    def _stop(self, now_s: float) -> list[Effect]:
+    def _stop(self, now_s: float) -> list[events.Effect]:
         if self._stop_at is None:
             return []
-        effects: list[Effect] = []
+        effects: list[events.Effect] = []
         for follower in self.followers.values():
             is_done = follower.shipped == self._changes and not follower.under_way and not follower.is_busy
             if follower.link is not None and is_done:
                 self._lacking.discard(follower.node)
-                effects += [DropLink(follower.link, None), *self._apart(follower)]
+                effects += [events.DropLink(follower.link, None), *self._apart(follower)]
         if now_s < self._stop_at and any(one.link is not None for one in self.followers.values()):
             return effects
         for follower in self.followers.values():
             if follower.link is not None:
-                effects += [DropLink(follower.link, None), *self._apart(follower)]
+                effects += [events.DropLink(follower.link, None), *self._apart(follower)]
         self.is_stopped = True
-        return [*effects, Stopped(tuple(sorted(self._lacking)))]
+        return [*effects, events.Stopped(tuple(sorted(self._lacking)))]
 
-    def _fenced_by(self, promise: Promise) -> list[Effect]:
+    def _fenced_by(self, promise: Promise) -> list[events.Effect]:
         if promise <= self.fact.promise or self.is_fenced:
             return []
         self.fact, self.is_fenced = self.fact.heard_of(promise), True
         error = fenced_error(promise)
         # Note it before any follower learns of it: a follower may promote another node, and this one must know
         # that after a crash.
-        effects: list[Effect] = [PersistRole(self.fact)]
+        effects: list[events.Effect] = [events.PersistRole(self.fact)]
         for follower in self.followers.values():
             if follower.link is not None:
-                effects += [DropLink(follower.link, error), *self._apart(follower)]
-        return [*effects, Tell(promise.node, "leads now", error)]
+                effects += [events.DropLink(follower.link, error), *self._apart(follower)]
+        return [*effects, events.Tell(promise.node, "leads now", error)]
 
-    def _of(self, link: LinkId) -> FollowerProgress | None:
+    def _of(self, link: events.LinkId) -> FollowerProgress | None:
         return next((one for one in self.followers.values() if one.link == link), None)
 
 

@@ -16,32 +16,16 @@ from millstream.codec.checksums import Bytes
 from millstream.codec.replication_messages import decode_message, encode_message
 from millstream.errors import LinkLost, MillstreamError, ShipmentUnreadable
 from millstream.model.replication import Acknowledgement, Hello, Shipment
+from millstream.replication.flight import wire
 from millstream.replication.flight.address import LeaderAddress
-from millstream.replication.flight.link_watch import Silence
-from millstream.replication.flight.wire import (
-    BEAT,
-    BEATS_IN_SILENCE,
-    CLOSES_WITHIN_S,
-    COUNT,
-    FLIGHT_FAILURES,
-    LAST_PIECE,
-    MESSAGE,
-    PIECE,
-    QUIT,
-    REFUSAL,
-    TAKEN,
-    WELCOME,
-    FollowRequest,
-    Sending,
-    error_of_flight,
-)
+from millstream.replication.flight.link_watch import WatchedLink
 from millstream.replication.queues import Inbox
 from millstream.workers import Worker
 
 _SHIPMENT_BYTES_MAX: Final = 2 << 30
 
 
-class ConnectedLink:
+class ConnectedLink(WatchedLink):
     """See `ports.LeaderLink`.
 
     Args:
@@ -50,20 +34,17 @@ class ConnectedLink:
         silent_s: seconds of silence after which the leader counts as gone.
     """
 
-    def __init__(self, address: LeaderAddress, request: FollowRequest, *, silent_s: float) -> None:
+    def __init__(self, address: LeaderAddress, request: wire.FollowRequest, *, silent_s: float) -> None:
+        super().__init__(silent_s)
         self._address = address
         self._request = request
         # A leader keeps to the window. If one sends more than twice that, the rest isn't read.
         self._shipments: Inbox[Sequence[Bytes]] = Inbox(2 * request.window_bytes)
-        self._silence = Silence(silent_s)
-        self._beats_s = silent_s / BEATS_IN_SILENCE
         self._lock = threading.Lock()
-        self._sending: Sending | None = None
+        self._sending: wire.Sending | None = None
         self._reader: Any = None
         self._wakes = threading.Event()
         self._welcome = threading.Event()
-        self._closing = threading.Event()
-        self._closed_s = 0.0
         self._taken = 0
 
     def begin(self, timeout_s: float, ended: Callable[[], None]) -> None:
@@ -99,20 +80,7 @@ class ConnectedLink:
         sending = self._sending
         if sending is None or self._closing.is_set():
             raise LinkLost("the link was closed")
-        sending.say(MESSAGE, b"".join(encode_message(message)))
-
-    def close(self) -> None:
-        """See the port. A thread of the link notifies the leader."""
-        self._break(LinkLost("the link was closed"), forget=True)
-
-    def look(self, now_s: float) -> None:
-        """Cut the connection to a leader that is silent, or doesn't end."""
-        if self._closing.is_set():
-            if now_s - self._closed_s > CLOSES_WITHIN_S:
-                self._cut()
-        elif (lost := self._silence.too_long(now_s)) is not None:
-            self._break(lost)
-            self._cut()
+        sending.say(wire.MESSAGE, b"".join(encode_message(message)))
 
     # --- its threads ---------------------------------------------------------------------------------------------
 
@@ -122,8 +90,8 @@ class ConnectedLink:
                 descriptor = fl.FlightDescriptor.for_command(self._request.command())
                 writer, reader = client.do_exchange(descriptor, self._address.call_options())
                 self._keep(writer, reader)
-        except FLIGHT_FAILURES as error:
-            self._break(error_of_flight(error))
+        except wire.FLIGHT_FAILURES as error:
+            self._break(wire.error_of_flight(error))
         except MillstreamError as error:
             self._break(error)
         finally:
@@ -132,14 +100,14 @@ class ConnectedLink:
             ended()
 
     def _keep(self, writer: Any, reader: Any) -> None:
-        sending = Sending(writer)
+        sending = wire.Sending(writer)
         with self._lock:
             self._sending, self._reader = sending, reader
         beats = Worker("replication-beats", partial(self._beat, sending)).start()
         try:
             self._hear(reader)
-        except FLIGHT_FAILURES as error:
-            self._break(error_of_flight(error))
+        except wire.FLIGHT_FAILURES as error:
+            self._break(wire.error_of_flight(error))
         except MillstreamError as error:
             self._break(error)
         finally:
@@ -149,7 +117,7 @@ class ConnectedLink:
                 self._reader = None
             # Otherwise the call lasts until the leader has closed it, too.
             reader.cancel()
-            with contextlib.suppress(*FLIGHT_FAILURES):
+            with contextlib.suppress(*wire.FLIGHT_FAILURES):
                 writer.close()
 
     def _hear(self, reader: Any) -> None:
@@ -160,33 +128,33 @@ class ConnectedLink:
                 chunk = reader.read_chunk()
             except StopIteration:
                 return
-            self._silence.heard()
+            self._heard_s = time.monotonic()
             said = memoryview(chunk.app_metadata or b"")
             kind, behind = bytes(said[:1]), said[1:]
-            if kind == WELCOME:
+            if kind == wire.WELCOME:
                 self._welcome.set()
-            elif kind in (PIECE, LAST_PIECE) and chunk.data is not None and len(behind) == COUNT.size:
-                size = COUNT.unpack(behind)[0]
+            elif kind in (wire.PIECE, wire.LAST_PIECE) and chunk.data is not None and len(behind) == wire.COUNT.size:
+                size = wire.COUNT.unpack(behind)[0]
                 pieces.append(_body(chunk.data))
                 came += len(pieces[-1])
-                if came > size or size > _SHIPMENT_BYTES_MAX or (kind == LAST_PIECE and came != size):
+                if came > size or size > _SHIPMENT_BYTES_MAX or (kind == wire.LAST_PIECE and came != size):
                     raise ShipmentUnreadable("a shipment's length differs from the one in its header")
-                if kind == LAST_PIECE:
+                if kind == wire.LAST_PIECE:
                     self._shipments.put(pieces, size)
                     pieces, came = [], 0
-            elif kind == REFUSAL:
+            elif kind == wire.REFUSAL:
                 message = decode_message(behind)
                 self._break(
                     message if isinstance(message, MillstreamError) else ShipmentUnreadable("a refusal is none")
                 )
-            elif kind == QUIT:
+            elif kind == wire.QUIT:
                 # Our last messages may still be in flight: the leader ends the call once it has
                 # read all of them.
                 self._break(LinkLost("the leader has closed the link"))
-            elif kind != BEAT:
+            elif kind != wire.BEAT:
                 raise ShipmentUnreadable("the leader sent an unreadable message")
 
-    def _beat(self, sending: Sending) -> None:
+    def _beat(self, sending: wire.Sending) -> None:
         """Report what was taken, and send heartbeats; at the end, report that the link is closed."""
         told = 0
         while not self._closing.is_set():
@@ -195,11 +163,11 @@ class ConnectedLink:
             try:
                 if self._taken != told:
                     told = self._taken
-                    sending.say(TAKEN, COUNT.pack(told))
+                    sending.say(wire.TAKEN, wire.COUNT.pack(told))
                 sending.beat(self._beats_s)
             except LinkLost as error:
                 # The receiving thread gets a better reason, soon.
-                self._closing.wait(CLOSES_WITHIN_S)
+                self._closing.wait(wire.CLOSES_WITHIN_S)
                 self._break(error)
         sending.end()
 
@@ -210,9 +178,7 @@ class ConnectedLink:
 
     def _break(self, error: MillstreamError, *, forget: bool = False) -> None:
         self._shipments.end(error, forget=forget)
-        if not self._closing.is_set():
-            self._closed_s = time.monotonic()
-            self._closing.set()
+        super()._break(error)
         self._wakes.set()
 
 

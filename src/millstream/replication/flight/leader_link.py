@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -11,23 +10,8 @@ from typing import Any, Final
 from millstream.codec.replication_messages import decode_message, encode_message
 from millstream.errors import LinkLost, MillstreamError, ShipmentUnreadable
 from millstream.model.replication import Acknowledgement, Hello, Shipment
-from millstream.replication.flight.link_watch import Silence
-from millstream.replication.flight.wire import (
-    BEAT,
-    BEATS_IN_SILENCE,
-    CLOSES_WITHIN_S,
-    COUNT,
-    FLIGHT_FAILURES,
-    MESSAGE,
-    QUIT,
-    REFUSAL,
-    SCHEMA,
-    TAKEN,
-    WELCOME,
-    FollowRequest,
-    Sending,
-    error_of_flight,
-)
+from millstream.replication.flight import wire
+from millstream.replication.flight.link_watch import WatchedLink
 from millstream.replication.queues import BytesInFlight, Inbox
 from millstream.workers import Worker
 
@@ -35,7 +19,7 @@ _INBOX_BYTES: Final = 4 << 20
 """Bytes of a follower's messages that haven't been read yet."""
 
 
-class ServedLink:
+class ServedLink(WatchedLink):
     """See `ports.FollowerLink`.
 
     Args:
@@ -49,7 +33,7 @@ class ServedLink:
 
     def __init__(
         self,
-        request: FollowRequest,
+        request: wire.FollowRequest,
         writer: Any,
         *,
         window_bytes: int,
@@ -57,17 +41,14 @@ class ServedLink:
         cut: Callable[[], object],
         check: Callable[[], None],
     ) -> None:
+        super().__init__(silent_s)
         self._hello = request.hello
         self._writer = writer
-        self._sending = Sending(writer)
+        self._sending = wire.Sending(writer)
         self._window = BytesInFlight(min(window_bytes, request.window_bytes))
         self._inbox: Inbox[Acknowledgement | Hello | MillstreamError] = Inbox(_INBOX_BYTES)
-        self._silence = Silence(silent_s)
-        self._beats_s = silent_s / BEATS_IN_SILENCE
-        self._cut = cut
+        self._cut_off = cut
         self._check = check
-        self._closing = threading.Event()
-        self._closed_s = 0.0
 
     @property
     def hello(self) -> Hello:
@@ -94,12 +75,8 @@ class ServedLink:
     def refuse(self, error: MillstreamError) -> None:
         """See the port."""
         with contextlib.suppress(LinkLost):
-            self._sending.say(REFUSAL, b"".join(encode_message(error)))
+            self._sending.say(wire.REFUSAL, b"".join(encode_message(error)))
         self.close()
-
-    def close(self) -> None:
-        """See the port. The call's own thread notifies the other end and ends the call."""
-        self._break(LinkLost("the link was closed"), forget=True)
 
     # --- the call ------------------------------------------------------------------------------------------------
 
@@ -109,8 +86,8 @@ class ServedLink:
         try:
             self._hear(reader)
             self._break(LinkLost(f"{self._hello.node} has closed the link"))
-        except FLIGHT_FAILURES as error:
-            self._break(error_of_flight(error))
+        except wire.FLIGHT_FAILURES as error:
+            self._break(wire.error_of_flight(error))
         except MillstreamError as error:
             self._break(error)
         finally:
@@ -120,17 +97,8 @@ class ServedLink:
 
     def welcome(self) -> None:
         """Send the first message. Raises `LinkLost`."""
-        self._writer.begin(SCHEMA)
-        self._sending.say(WELCOME)
-
-    def look(self, now_s: float) -> None:
-        """Cut the connection of a follower that is silent, or doesn't end."""
-        if self._closing.is_set():
-            if now_s - self._closed_s > CLOSES_WITHIN_S:
-                self._cut()
-        elif (lost := self._silence.too_long(now_s)) is not None:
-            self._break(lost)
-            self._cut()
+        self._writer.begin(wire.SCHEMA)
+        self._sending.say(wire.WELCOME)
 
     def _hear(self, reader: Any) -> None:
         while True:
@@ -138,18 +106,18 @@ class ServedLink:
                 said = memoryview(reader.read_chunk().app_metadata or b"")
             except StopIteration:
                 return
-            self._silence.heard()
+            self._heard_s = time.monotonic()
             kind, behind = bytes(said[:1]), said[1:]
-            if kind == QUIT:
+            if kind == wire.QUIT:
                 return
-            if kind == TAKEN and len(behind) == COUNT.size:
-                self._window.taken(COUNT.unpack(behind)[0])
-            elif kind == MESSAGE:
+            if kind == wire.TAKEN and len(behind) == wire.COUNT.size:
+                self._window.taken(wire.COUNT.unpack(behind)[0])
+            elif kind == wire.MESSAGE:
                 message = decode_message(behind)
                 if isinstance(message, Shipment):
                     raise ShipmentUnreadable(f"{self._hello.node} has sent a shipment")
                 self._inbox.put(message, len(behind))
-            elif kind != BEAT:
+            elif kind != wire.BEAT:
                 raise ShipmentUnreadable(f"{self._hello.node} sent an unreadable message")
 
     def _beat(self) -> None:
@@ -160,7 +128,7 @@ class ServedLink:
                 self._sending.beat(self._beats_s)
             except LinkLost as error:
                 # The receiving thread gets a better reason, soon.
-                self._closing.wait(CLOSES_WITHIN_S)
+                self._closing.wait(wire.CLOSES_WITHIN_S)
                 self._break(error)
             except MillstreamError as error:
                 self.refuse(error)
@@ -169,6 +137,7 @@ class ServedLink:
     def _break(self, error: MillstreamError, *, forget: bool = False) -> None:
         self._inbox.end(error, forget=forget)
         self._window.end(error if isinstance(error, LinkLost) else LinkLost(error.message))
-        if not self._closing.is_set():
-            self._closed_s = time.monotonic()
-            self._closing.set()
+        super()._break(error)
+
+    def _cut(self) -> None:
+        self._cut_off()
