@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from millstream.catalog.catalog_part import now_us
 from millstream.catalog.store import Catalog
@@ -47,24 +47,32 @@ class QuarantinedTable:
         )
 
 
-class QuarantineFacts:
-    """The facts of the tables that one pipeline of a stream has quarantined."""
+class _TableFacts:
+    """Facts by table, for one pipeline of a stream; from any thread."""
+
+    kind: ClassVar[str]
 
     def __init__(self, catalog: Catalog, stream: StreamId, pipeline: str) -> None:
         self._catalog = catalog
-        self._scope = f"lake/{stream}/{pipeline}"
+        self._scope = f"{self.kind}/{stream}/{pipeline}"
 
     def all(self) -> dict[TableId, dict[str, Any]]:
         """Return the facts by table."""
         return {TableId(int(table_id)): fact for table_id, fact in self._catalog.facts(self._scope).items()}
 
-    def put(self, table: QuarantinedTable) -> None:
-        """Record a quarantined table; replaces what was recorded of it."""
-        self._catalog.put_fact(self._scope, str(table.table_id), table.as_fact())
-
     def drop(self, table_id: TableId) -> None:
         """Remove a table's record."""
         self._catalog.drop_fact(self._scope, str(table_id))
+
+
+class QuarantineFacts(_TableFacts):
+    """The facts of the tables that one pipeline of a stream has quarantined."""
+
+    kind = "lake"
+
+    def put(self, table: QuarantinedTable) -> None:
+        """Record a quarantined table; replaces what was recorded of it."""
+        self._catalog.put_fact(self._scope, str(table.table_id), table.as_fact())
 
     def request_retry(self, table_id: TableId) -> bool:
         """Ask the pipeline to retry a table; False if the table isn't quarantined. Each start retries it, too."""
@@ -79,24 +87,14 @@ class QuarantineFacts:
         return {table_id for table_id, fact in self.all().items() if fact.get("retry")}
 
 
-class FoldFailures:
-    """The errors of folds that failed, by table, until a fold succeeds. For one pipeline of a stream, from any thread."""
+class FoldFailures(_TableFacts):
+    """The errors of folds that failed, until a fold succeeds: `code`, `reason` and `hint`."""
 
-    def __init__(self, catalog: Catalog, stream: StreamId, pipeline: str) -> None:
-        self._catalog = catalog
-        self._scope = f"fold_failed/{stream}/{pipeline}"
-
-    def all(self) -> dict[TableId, dict[str, Any]]:
-        """Return each table's `code`, `reason` and `hint`."""
-        return {TableId(int(table_id)): fact for table_id, fact in self._catalog.facts(self._scope).items()}
+    kind = "fold_failed"
 
     def put(self, table_id: TableId, *, code: str, reason: str, hint: str) -> None:
         """Record the error of a table's last fold; replaces what was recorded of it."""
         self._catalog.put_fact(self._scope, str(table_id), {"code": code, "reason": reason, "hint": hint})
-
-    def drop(self, table_id: TableId) -> None:
-        """Remove a table's record."""
-        self._catalog.drop_fact(self._scope, str(table_id))
 
 
 class LastChanges:

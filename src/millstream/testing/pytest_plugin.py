@@ -16,7 +16,7 @@ version.
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -91,18 +91,24 @@ def postgres(postgres_server: "EmbeddedPostgres") -> Iterator[Database]:
     postgres_server.drop_database(name)
 
 
-@pytest.fixture(scope="session")
-def kafka_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[EmbeddedKafka]":
-    """Yield a running Kafka broker for the whole session: each test uses a topic of its own."""
+def _skip_without(jars: Callable[[], object]) -> None:
+    """Skip the test if a server's jars can't be fetched; in CI that is a failure."""
     from millstream.testing._servers.maven import ArtifactUnavailable
-    from millstream.testing.kafka import EmbeddedKafka, kafka_jars
 
     try:
-        kafka_jars()
+        jars()
     except ArtifactUnavailable as error:
         if os.environ.get("CI"):
             raise
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def kafka_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[EmbeddedKafka]":
+    """Yield a running Kafka broker for the whole session: each test uses a topic of its own."""
+    from millstream.testing.kafka import EmbeddedKafka, kafka_jars
+
+    _skip_without(kafka_jars)
     with EmbeddedKafka(tmp_path_factory.mktemp("kafka")) as server:
         yield server
 
@@ -110,15 +116,9 @@ def kafka_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Embedded
 @pytest.fixture(scope="session")
 def iceberg_catalog(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[EmbeddedIcebergCatalog]":
     """Yield a running Iceberg REST catalog for the whole session: each test uses a stream of its own."""
-    from millstream.testing._servers.maven import ArtifactUnavailable
     from millstream.testing.iceberg_rest import EmbeddedIcebergCatalog, iceberg_jars
 
-    try:
-        iceberg_jars()
-    except ArtifactUnavailable as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(str(error))
+    _skip_without(iceberg_jars)
     with EmbeddedIcebergCatalog(tmp_path_factory.mktemp("iceberg")) as server:
         yield server
 

@@ -1,6 +1,5 @@
 """A small shop with customers, products, orders and payments, and its transactions: for demonstrations and examples."""
 
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from decimal import Decimal
@@ -9,7 +8,7 @@ from typing import Any
 
 import psycopg
 
-from millstream.testing.workloads.workload import StepInfo, run_paced
+from millstream.testing.workloads.workload import PacedWorkload, StepInfo
 
 __all__ = ["ShopWorkload"]
 
@@ -106,7 +105,7 @@ _COLOURS = ["red", "green", "blue", "white", "black", "amber", "teal", "violet"]
 _PRODUCTS_MAX = 5_000
 
 
-class ShopWorkload:
+class ShopWorkload(PacedWorkload):
     """An open shop: each step is one realistic transaction.
 
     Orders are placed, paid, shipped and cancelled; customers come, move and are deleted; prices and
@@ -181,17 +180,6 @@ class ShopWorkload:
         xid = None if row is None or row[0] is None else int(row[0])
         events = {name: dict(ops) for name, ops in self._events.items() if ops.total()}
         return StepInfo(self._number, kind, xid, True, events)
-
-    def run(
-        self,
-        connection: Connection,
-        *,
-        seconds: float,
-        tx_per_second: float | None = None,
-        stop: threading.Event | None = None,
-    ) -> list[StepInfo]:
-        """Keep the shop open for that long, or until `stop` is set, as fast as possible or at a steady rate."""
-        return run_paced(lambda: self.step(connection), seconds=seconds, tx_per_second=tx_per_second, stop=stop)
 
     # Kinds of transactions
 

@@ -9,8 +9,9 @@ them.
 import math
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -21,7 +22,7 @@ from psycopg import sql
 from millstream.testing.workloads._tables import ADDED, Key, Table, WorkloadColumn, tables
 from millstream.testing.workloads._values import CREATE_TYPES, VALUES
 
-__all__ = ["StepInfo", "Workload", "WorkloadTable", "run_paced"]
+__all__ = ["PacedWorkload", "StepInfo", "Workload", "WorkloadTable"]
 
 WorkloadTable = Table
 Connection = psycopg.Connection[Any]
@@ -76,7 +77,34 @@ class StepInfo:
         return sum(sum(ops.values()) for ops in self.events.values())
 
 
-class Workload:
+class PacedWorkload(ABC):
+    """Steps that run one after the other, each a transaction."""
+
+    @abstractmethod
+    def step(self, connection: Connection) -> StepInfo:
+        """Run one transaction."""
+
+    def run(
+        self,
+        connection: Connection,
+        *,
+        seconds: float,
+        tx_per_second: float | None = None,
+        stop: threading.Event | None = None,
+    ) -> list[StepInfo]:
+        """Run steps for that long, or until `stop` is set, as fast as possible or at a steady rate that they can keep."""
+        stop = stop or threading.Event()
+        start = time.monotonic()
+        done: list[StepInfo] = []
+        while not stop.is_set() and time.monotonic() - start < seconds:
+            done.append(self.step(connection))
+            if tx_per_second is not None:
+                # Counted from the start: later steps make up for a slow one.
+                stop.wait(min(start + len(done) / tx_per_second, start + seconds) - time.monotonic())
+        return done
+
+
+class Workload(PacedWorkload):
     """A random workload over tables of its own.
 
     Args:
@@ -169,17 +197,6 @@ class Workload:
         self._stale = False
         events = {name: dict(ops) for name, ops in self._events.items() if ops.total()}
         return StepInfo(self._number, kind, xid, kind != "rolled_back", events, self._ddl)
-
-    def run(
-        self,
-        connection: Connection,
-        *,
-        seconds: float,
-        tx_per_second: float | None = None,
-        stop: threading.Event | None = None,
-    ) -> list[StepInfo]:
-        """Run steps for that long, or until `stop` is set, as fast as possible or at a steady rate."""
-        return run_paced(lambda: self.step(connection), seconds=seconds, tx_per_second=tx_per_second, stop=stop)
 
     # Kinds of transactions
 
@@ -459,25 +476,6 @@ class Workload:
             names = {name for (name,) in connection.execute(query, [str(table)]).fetchall()}
             table.columns = [c for c in table.columns if c.name in names]
         self._stale = False
-
-
-def run_paced(
-    step: Callable[[], StepInfo],
-    *,
-    seconds: float,
-    tx_per_second: float | None = None,
-    stop: threading.Event | None = None,
-) -> list[StepInfo]:
-    """Run steps for that long, or until `stop` is set; if they can't keep the rate, as fast as possible."""
-    stop = stop or threading.Event()
-    start = time.monotonic()
-    done: list[StepInfo] = []
-    while not stop.is_set() and time.monotonic() - start < seconds:
-        done.append(step())
-        if tx_per_second is not None:
-            # Counted from the start: later steps make up for a slow one.
-            stop.wait(min(start + len(done) / tx_per_second, start + seconds) - time.monotonic())
-    return done
 
 
 def _where(table: Table) -> sql.Composable:
