@@ -17,18 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from millstream.errors import MillstreamError, WriterClosed
-from millstream.ingest.socket_protocol import (
-    ANSWER_PATIENCE_S,
-    HELLO_PATIENCE_S,
-    LENGTHS,
-    answer_in,
-    asking,
-    asking_session,
-    greeted,
-    no_answer,
-    outcomes_of,
-    session_told,
-)
+from millstream.ingest import socket_protocol as protocol
 from millstream.model.steps import run, run_async
 
 if TYPE_CHECKING:
@@ -68,7 +57,7 @@ class AppendClient:
         patience_s: how long an answer may take beyond a call's deadline.
     """
 
-    def __init__(self, path: Path, *, patience_s: float = ANSWER_PATIENCE_S) -> None:
+    def __init__(self, path: Path, *, patience_s: float = protocol.ANSWER_PATIENCE_S) -> None:
         self._path, self._patience_s = path, patience_s
         self._idle: list[socket.socket] = []
         self._lock = threading.Lock()
@@ -83,12 +72,12 @@ class AppendClient:
             AppendOutcomeUnknown: it ended, or hangs, without an answer.
             MillstreamError: any error that the writer's process raised.
         """
-        head, body = asking(stream, batch, deadline_s)
-        return outcomes_of(self._asked(head, body, deadline_s))
+        head, body = protocol.asking(stream, batch, deadline_s)
+        return protocol.outcomes_of(self._asked(head, body, deadline_s))
 
     def session(self, stream: str, name: str, *, deadline_s: float) -> SessionFacts:
         """Return the session as `Appender.session`. Raises as `append_batch`."""
-        return session_told(self._asked(asking_session(stream, name), b"", deadline_s))
+        return protocol.session_told(self._asked(protocol.asking_session(stream, name), b"", deadline_s))
 
     def _asked(self, head: bytes, body: Any, deadline_s: float) -> dict[str, Any]:
         with self._lock:
@@ -120,7 +109,7 @@ class AsyncAppendClient:
         patience_s: how long an answer may take beyond a call's deadline.
     """
 
-    def __init__(self, path: Path, *, patience_s: float = ANSWER_PATIENCE_S) -> None:
+    def __init__(self, path: Path, *, patience_s: float = protocol.ANSWER_PATIENCE_S) -> None:
         self._path, self._patience_s = path, patience_s
         self._idle: list[socket.socket] = []
         self._room = asyncio.Semaphore(CONNECTIONS_MAX)
@@ -130,12 +119,12 @@ class AsyncAppendClient:
         self, stream: str, batch: AppendBatch, *, deadline_s: float
     ) -> list[Appended | MillstreamError]:
         """Append; see `AppendClient.append_batch`. If it is cancelled, the batch may or may not be appended."""
-        head, body = asking(stream, batch, deadline_s)
-        return outcomes_of(await self._asked(head, body, deadline_s))
+        head, body = protocol.asking(stream, batch, deadline_s)
+        return protocol.outcomes_of(await self._asked(head, body, deadline_s))
 
     async def session(self, stream: str, name: str, *, deadline_s: float) -> SessionFacts:
         """Return the session; see `AppendClient.session`."""
-        return session_told(await self._asked(asking_session(stream, name), b"", deadline_s))
+        return protocol.session_told(await self._asked(protocol.asking_session(stream, name), b"", deadline_s))
 
     async def _asked(self, head: bytes, body: Any, deadline_s: float) -> dict[str, Any]:
         async with self._room:
@@ -184,8 +173,8 @@ def _ready() -> Generator[_Io, Any, None]:
 def _greeting(path: Path) -> Generator[_Io, Any, None]:
     """Connect, and receive the server's greeting."""
     try:
-        yield _Connect(str(path), HELLO_PATIENCE_S)
-        greeted((yield from _heard(HELLO_PATIENCE_S)))
+        yield _Connect(str(path), protocol.HELLO_PATIENCE_S)
+        protocol.greeted((yield from _heard(protocol.HELLO_PATIENCE_S)))
     except (OSError, EOFError, ValueError) as error:
         # The server reads nothing before its greeting was received.
         raise WriterClosed("no writer listens") from error
@@ -198,21 +187,21 @@ def _exchange(head: bytes, body: Any, patience_s: float) -> Generator[_Io, Any, 
         yield _Send(body, patience_s)
     except TimeoutError as error:
         # Its last byte may have arrived just then.
-        raise no_answer(error) from error
+        raise protocol.no_answer(error) from error
     except OSError as error:
         # The request wasn't sent whole. A server that refused it in between has sent the reason.
         with suppress(OSError, EOFError, ValueError):
-            return answer_in((yield from _heard(HELLO_PATIENCE_S)))
+            return protocol.answer_in((yield from _heard(protocol.HELLO_PATIENCE_S)))
         raise WriterClosed("the writer's process went away; nothing of it was appended") from error
     try:
-        return answer_in((yield from _heard(patience_s)))
+        return protocol.answer_in((yield from _heard(patience_s)))
     except (OSError, EOFError, ValueError) as error:
-        raise no_answer(error) from error
+        raise protocol.no_answer(error) from error
 
 
 def _heard(patience_s: float) -> Generator[_Io, Any, dict[str, Any]]:
     """Return the next frame's facts; `OSError`, `EOFError`, `ValueError` if there is none."""
-    length, _ = LENGTHS.unpack((yield _Receive(LENGTHS.size, patience_s)))
+    length, _ = protocol.LENGTHS.unpack((yield _Receive(protocol.LENGTHS.size, patience_s)))
     facts: dict[str, Any] = json.loads((yield _Receive(length, patience_s)))
     return facts
 

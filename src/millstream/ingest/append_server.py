@@ -17,21 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.errors import MillstreamError, Retry, StaleEpoch, WriterClosed
+from millstream.ingest import socket_protocol as protocol
 from millstream.ingest.appender import Appender
 from millstream.ingest.python_rows import ROWS_BYTES_MAX
-from millstream.ingest.socket_protocol import (
-    BODY_BYTES_MAX,
-    CLOSED,
-    HEAD_BYTES_MAX,
-    HELLO,
-    LENGTHS,
-    SESSION_PATIENCE_S,
-    answered,
-    asked,
-    frame_of,
-    oversized,
-    session_asked,
-)
 from millstream.workers import Worker, call_in_thread
 
 if TYPE_CHECKING:
@@ -123,11 +111,11 @@ class AppendServer:
             with contextlib.suppress(
                 asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError, TimeoutError
             ):
-                await _send(writer, frame_of(HELLO))
+                await _send(writer, protocol.frame_of(protocol.HELLO))
                 await self._serve(reader, writer, task)
             with contextlib.suppress(ConnectionError, asyncio.CancelledError):
                 if self._draining:
-                    await _send(writer, frame_of(CLOSED))
+                    await _send(writer, protocol.frame_of(protocol.CLOSED))
         finally:
             # A bug of ours ends the connection, and the loop logs it; its caller learns that there is no
             # answer.
@@ -139,9 +127,9 @@ class AppendServer:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, task: asyncio.Task[None]
     ) -> None:
         while not self._draining:
-            head_length, body_length = LENGTHS.unpack(await reader.readexactly(LENGTHS.size))
-            if head_length > HEAD_BYTES_MAX or body_length > BODY_BYTES_MAX:
-                await _send(writer, frame_of({"error": oversized(body_length).as_dict()}))
+            head_length, body_length = protocol.LENGTHS.unpack(await reader.readexactly(protocol.LENGTHS.size))
+            if head_length > protocol.HEAD_BYTES_MAX or body_length > protocol.BODY_BYTES_MAX:
+                await _send(writer, protocol.frame_of({"error": protocol.oversized(body_length).as_dict()}))
                 return
             size = head_length + body_length
             # A small request doesn't wait for slow senders.
@@ -157,17 +145,17 @@ class AppendServer:
 
     async def _answer(self, head: bytes, body: bytes) -> bytes:
         try:
-            if not body and (wanted := session_asked(head)) is not None:
-                return frame_of({"session": (await self._session(*wanted)).as_dict()})
-            return answered(await self._append(head, body))
+            if not body and (wanted := protocol.session_asked(head)) is not None:
+                return protocol.frame_of({"session": (await self._session(*wanted)).as_dict()})
+            return protocol.answered(await self._append(head, body))
         except MillstreamError as error:
-            return frame_of({"error": error.as_dict()})
+            return protocol.frame_of({"error": error.as_dict()})
 
     async def _session(self, stream: str, name: str) -> SessionFacts:
         """Return the facts of the writer that is open now: one of `_known` that was closed would answer for its time."""
 
         def session() -> SessionFacts:
-            return self._appender_of(stream).session(name, deadline_s=SESSION_PATIENCE_S)
+            return self._appender_of(stream).session(name, deadline_s=protocol.SESSION_PATIENCE_S)
 
         # It may have to open a log first, and wait for others to hold it.
         return await wrap_future(call_in_thread("append-session", session))
@@ -182,14 +170,14 @@ class AppendServer:
         return found
 
     async def _append(self, head: bytes, body: bytes) -> list[Appended | MillstreamError]:
-        stream, deadline_s, batch = asked(head, body)
+        stream, deadline_s, batch = protocol.asked(head, body)
         if self._draining:
             raise WriterClosed("the writer's process ends; nothing of it was appended")
         appender = await self._appender(stream)
         try:
             return await appender.append_batch_async(batch, deadline_s=deadline_s, large=self._large)
         except MemoryError as error:
-            raise oversized(len(body)) from error
+            raise protocol.oversized(len(body)) from error
         except MillstreamError as error:
             if error.retry is Retry.REOPEN or isinstance(error, StaleEpoch):
                 # That log's writer has ended: the next request gets another one.

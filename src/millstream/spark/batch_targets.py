@@ -28,18 +28,8 @@ from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.private_files import make_folder
+from millstream.spark import executor_tasks
 from millstream.spark.batch_parts import BatchPart, divided
-from millstream.spark.executor_tasks import (
-    Around,
-    BringTask,
-    DatabaseTask,
-    TableAnswer,
-    TableError,
-    WriteTask,
-    bring_one,
-    land_in_database,
-    write_part,
-)
 from millstream.spark.jobs import run_job
 from millstream.workers import call_in_thread
 
@@ -82,7 +72,9 @@ class Sink(Protocol):
     ) -> Cut:
         """Commit that every table has everything up to `n`, except those held: `lake.commit_cuts.commit_cut`."""
 
-    def land(self, context: SparkContext, batch: BatchPart, upto: Seq, around: Around) -> list[TableAnswer]:
+    def land(
+        self, context: SparkContext, batch: BatchPart, upto: Seq, around: executor_tasks.Around
+    ) -> list[executor_tasks.TableAnswer]:
         """Run the job that lands a batch up to `upto`; return an answer for each of its tables."""
 
 
@@ -124,53 +116,57 @@ class LakeOfFiles:
             self.layout, n, table_commits, committed_at=committed_at, commit_ts_max=commit_ts_max
         )
 
-    def land(self, context: SparkContext, batch: BatchPart, upto: Seq, around: Around) -> list[TableAnswer]:
+    def land(
+        self, context: SparkContext, batch: BatchPart, upto: Seq, around: executor_tasks.Around
+    ) -> list[executor_tasks.TableAnswer]:
         """See `Sink`."""
         parallel = context.defaultParallelism if batch.only is None else 1
         parts = divided(batch, tasks=parallel, tables=around.tables)
-        tasks = [WriteTask(self.layout, part, upto, around.held, around.places) for part in parts]
-        by_table: dict[TableId, list[TableAnswer]] = {}
-        for answers in run_job(context, write_part, tasks):
+        tasks = [executor_tasks.WriteTask(self.layout, part, upto, around.held, around.places) for part in parts]
+        by_table: dict[TableId, list[executor_tasks.TableAnswer]] = {}
+        for answers in run_job(context, executor_tasks.write_part, tasks):
             for answer in answers:
                 by_table.setdefault(answer.table_id, []).append(answer)
         written = {table: _joined(answers) for table, answers in by_table.items()}
         renamed = {
-            table: BringTask(self.layout, answer[1], upto, around.places)
+            table: executor_tasks.BringTask(self.layout, answer[1], upto, around.places)
             for table, answer in written.items()
             if answer[0].error is None and any(part.elsewhere for part in answer[1])
         }
-        brought = dict(zip(renamed, run_job(context, bring_one, list(renamed.values())), strict=True))
+        brought = dict(zip(renamed, run_job(context, executor_tasks.bring_one, list(renamed.values())), strict=True))
         failpoints.hit("pipeline.files_written")
         places = around.places.unpacked()
 
-        def commit(answer: TableAnswer, files: tuple[WrittenRecords, ...]) -> TableAnswer:
+        def commit(answer: executor_tasks.TableAnswer, files: tuple[WrittenRecords, ...]) -> executor_tasks.TableAnswer:
             error = answer.error or brought.get(answer.table_id)
             if error is None and files:
                 try:
                     return replace(answer, commit=commit_records(self.layout, files, upto, places=places))
                 except Exception as failure:  # noqa: BLE001 - whatever it is, it is this table's alone
-                    error = TableError.of(failure)
+                    error = executor_tasks.TableError.of(failure)
             return replace(answer, error=error)
 
         return _in_threads([partial(commit, *found) for found in written.values()])
 
 
-def _joined(answers: Sequence[TableAnswer]) -> tuple[TableAnswer, tuple[WrittenRecords, ...]]:
+def _joined(
+    answers: Sequence[executor_tasks.TableAnswer],
+) -> tuple[executor_tasks.TableAnswer, tuple[WrittenRecords, ...]]:
     """Return a table's answers from all parts as one, without the files, and the files."""
     parts = tuple(answer.written for answer in answers if answer.written is not None)
     version = max(parts, key=lambda part: part.last).schema.version if parts else answers[-1].schema_version
     times = [answer.newest_us for answer in answers if answer.newest_us is not None]
     error = next((answer.error for answer in answers if answer.error is not None), None)
-    return TableAnswer(answers[0].table_id, version, max(times, default=None), error=error), parts
+    return executor_tasks.TableAnswer(answers[0].table_id, version, max(times, default=None), error=error), parts
 
 
-def _in_threads(calls: Sequence[Callable[[], TableAnswer]]) -> list[TableAnswer]:
+def _in_threads(calls: Sequence[Callable[[], executor_tasks.TableAnswer]]) -> list[executor_tasks.TableAnswer]:
     """Return the results, in order; a few calls run at a time."""
     count = min(_COMMITS_AT_ONCE, len(calls))
     if count < 2:
         return [call() for call in calls]
     waiting = iter(list(enumerate(calls)))
-    results: dict[int, TableAnswer] = {}
+    results: dict[int, executor_tasks.TableAnswer] = {}
 
     def work() -> None:
         for place, call in waiting:
@@ -218,9 +214,11 @@ class LakeDatabase:
             self.target, n, table_commits, committed_at=committed_at, commit_ts_max=commit_ts_max, held=held
         )
 
-    def land(self, context: SparkContext, batch: BatchPart, upto: Seq, around: Around) -> list[TableAnswer]:
+    def land(
+        self, context: SparkContext, batch: BatchPart, upto: Seq, around: executor_tasks.Around
+    ) -> list[executor_tasks.TableAnswer]:
         """See `Sink`."""
         cut = Seq(0) if around.cut is None else around.cut.n
         copying, live, history_only = around.unfinished, around.live, around.history_only
-        task = DatabaseTask(self.target, batch, upto, cut, around.held, copying, live, history_only)
-        return run_job(context, land_in_database, [task])[0]
+        task = executor_tasks.DatabaseTask(self.target, batch, upto, cut, around.held, copying, live, history_only)
+        return run_job(context, executor_tasks.land_in_database, [task])[0]

@@ -31,20 +31,8 @@ from millstream.lake.rebuild import erase_view, make_way
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
+from millstream.spark import executor_tasks
 from millstream.spark.complete_copies import CompleteCopies
-from millstream.spark.executor_tasks import (
-    CommitTask,
-    FoldAnswer,
-    FoldTask,
-    PartsTask,
-    TableError,
-    TendAnswer,
-    TendTask,
-    commit_fold,
-    start_fold,
-    tend_one,
-    write_parts,
-)
 from millstream.spark.fold_schedule import SMALL_BYTES, FoldHistory, fold_is_due
 from millstream.spark.jobs import run_job
 from millstream.spark.pipeline import PipelineConfig
@@ -181,7 +169,7 @@ class FoldThread:
             keep_s=self._config.upkeep.keep_s,
         )
 
-    def _tasks(self, wanted: Callable[[PipelineTable], bool]) -> list[FoldTask]:
+    def _tasks(self, wanted: Callable[[PipelineTable], bool]) -> list[executor_tasks.FoldTask]:
         """Return the folds to do now, each table to the last cut."""
         cut = self._pipeline_tables.cut
         if cut is None or not self._config.folds:
@@ -217,7 +205,7 @@ class FoldThread:
             spared = index.spared(entry.table_id)
             large = entry.fold.live_bytes >= SMALL_BYTES
             tasks += [
-                FoldTask(
+                executor_tasks.FoldTask(
                     self._config.layout,
                     encoded,
                     cut.n,
@@ -263,7 +251,7 @@ class FoldThread:
                 return {"state": "done", "aside": None}
             aside = make_way(self._config.layout, cast("View", view), schema, n, forget=forget)
         except (MillstreamError, OSError) as error:
-            return _failed(TableError.of(error))
+            return _failed(executor_tasks.TableError.of(error))
         return {"state": "done", "aside": aside}
 
     def _map(
@@ -273,18 +261,23 @@ class FoldThread:
         slices = len(tasks) if every_core else max(1, min(len(tasks), self._context.defaultParallelism - 1))
         return run_job(self._context, function, tasks, slices)
 
-    def _round(self, tasks: list[FoldTask]) -> None:
+    def _round(self, tasks: list[executor_tasks.FoldTask]) -> None:
         """Fold the tables, small ones in one job and large ones in parts; then commit a cut with their new versions."""
         started = time.monotonic()
         with self._rebuilding if any(task.anew for task in tasks) else contextlib.nullcontext():
-            begun = self._map(start_fold, tasks)
+            begun = self._map(executor_tasks.start_fold, tasks)
             answers = self._finished(begun, started)
         self._note(answers, started)
         self._pipeline_tables.commit(None, [answer.commit for answer in answers if answer.commit is not None])
         self._settle(tasks, begun, answers)
         self._folded()
 
-    def _settle(self, tasks: list[FoldTask], begun: list[FoldAnswer], answers: list[FoldAnswer]) -> None:
+    def _settle(
+        self,
+        tasks: list[executor_tasks.FoldTask],
+        begun: list[executor_tasks.FoldAnswer],
+        answers: list[executor_tasks.FoldAnswer],
+    ) -> None:
         """Record the outcome for tables that were asked to be rebuilt or folded."""
         self._settle_folds(tasks, answers)
         asked = {(task.table_id, task.view) for task in tasks if task.anew}
@@ -302,7 +295,7 @@ class FoldThread:
                 told = _failed(answer.error)
             self._rebuilds.settle(answer.table_id, answer.view, told)
 
-    def _settle_folds(self, tasks: list[FoldTask], answers: list[FoldAnswer]) -> None:
+    def _settle_folds(self, tasks: list[executor_tasks.FoldTask], answers: list[executor_tasks.FoldAnswer]) -> None:
         wanted = {(request.table_id, view) for request in self._wanted_folds.waiting() for view in request.views}
         upto = {(task.table_id, task.view): task.upto for task in tasks}
         for answer in answers:
@@ -314,31 +307,33 @@ class FoldThread:
             elif answer.error is not None and not may_pass(answer.error.code, answer.error.retry):
                 self._wanted_folds.settle(*key, _failed(answer.error))
 
-    def _finished(self, answers: list[FoldAnswer], started: float) -> list[FoldAnswer]:
+    def _finished(self, answers: list[executor_tasks.FoldAnswer], started: float) -> list[executor_tasks.FoldAnswer]:
         """Return the answers, once the parts of large tables are written and committed."""
         plans = {answer.table_id: answer.plan for answer in answers if answer.plan is not None}
         if not plans:
             return answers
         parts = [task for plan in plans.values() for task in self._shared_out(plan)]
         written: dict[TableId, list[NewFile]] = {table_id: [] for table_id in plans}
-        errors: dict[TableId, TableError] = {}
+        errors: dict[TableId, executor_tasks.TableError] = {}
         building = any(plan.build for plan in plans.values())
-        for part in self._map(write_parts, parts, every_core=building):
+        for part in self._map(executor_tasks.write_parts, parts, every_core=building):
             written[part.table_id].extend(part.written)
             if part.error is not None:
                 errors[part.table_id] = part.error
         took_s = time.monotonic() - started
-        ready = [CommitTask(plan, tuple(written[t]), took_s) for t, plan in plans.items() if t not in errors]
+        ready = [
+            executor_tasks.CommitTask(plan, tuple(written[t]), took_s) for t, plan in plans.items() if t not in errors
+        ]
         return [
             *(answer for answer in answers if answer.plan is None),
-            *(FoldAnswer(table_id, error=error) for table_id, error in errors.items()),
-            *(self._map(commit_fold, ready) if ready else ()),
+            *(executor_tasks.FoldAnswer(table_id, error=error) for table_id, error in errors.items()),
+            *(self._map(executor_tasks.commit_fold, ready) if ready else ()),
         ]
 
-    def _tended(self, tasks: list[TendTask]) -> list[TendAnswer]:
-        return self._map(tend_one, tasks)
+    def _tended(self, tasks: list[executor_tasks.TendTask]) -> list[executor_tasks.TendAnswer]:
+        return self._map(executor_tasks.tend_one, tasks)
 
-    def _shared_out(self, plan: FoldPlan) -> list[PartsTask]:
+    def _shared_out(self, plan: FoldPlan) -> list[executor_tasks.PartsTask]:
         """Return a plan's parts as tasks.
 
         Each part of a build is a task, because each reads its own files; a fold has as many tasks
@@ -346,12 +341,12 @@ class FoldThread:
         """
         parts = range(plan.part_count)
         tasks = len(parts) if plan.build else min(len(parts), max(1, self._context.defaultParallelism - 1))
-        return [PartsTask(plan, tuple(parts[first::tasks])) for first in range(tasks)]
+        return [executor_tasks.PartsTask(plan, tuple(parts[first::tasks])) for first in range(tasks)]
 
-    def _note(self, answers: Iterable[FoldAnswer], started: float) -> None:
+    def _note(self, answers: Iterable[executor_tasks.FoldAnswer], started: float) -> None:
         """Record each table's outcome, of all its views together because they are folded together."""
         ended = time.monotonic()
-        by_table: dict[TableId, list[FoldAnswer]] = {}
+        by_table: dict[TableId, list[executor_tasks.FoldAnswer]] = {}
         for answer in answers:
             by_table.setdefault(answer.table_id, []).append(answer)
         for table_id, some in by_table.items():
@@ -363,7 +358,7 @@ class FoldThread:
             self._pipeline_tables.folded(table_id, commits, last, started, errors[0] if errors else None)
 
 
-def _failed(error: TableError) -> dict[str, Any]:
+def _failed(error: executor_tasks.TableError) -> dict[str, Any]:
     """Return a request's failure in the form that is reported to its caller."""
     facts: dict[str, Any] = json.loads(error.to_json())
     return {"state": "failed"} | facts

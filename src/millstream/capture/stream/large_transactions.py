@@ -12,18 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
+from millstream.capture.stream import message_kinds as kinds
 from millstream.capture.stream.frames import Block
-from millstream.capture.stream.message_kinds import (
-    BEGIN,
-    NOT_STREAMED,
-    NOT_WHOLE,
-    STREAM_ABORT,
-    STREAM_COMMIT,
-    STREAM_START,
-    STREAM_STOP,
-    Marks,
-    next_marked,
-)
 from millstream.capture.stream.replication_connection import POSTGRES_EPOCH_US
 from millstream.capture.stream.spill import SpillFile, SpillFolder
 from millstream.codec.pgoutput import MessageRun, Relation, StreamCommit, Type, parse_message
@@ -99,14 +89,14 @@ class LargeTransactions:
         """Whether the next messages belong to a transaction that comes in one piece."""
         return self._whole is not None
 
-    def append(self, block: Block, marks: Marks, at: int) -> int:
+    def append(self, block: Block, marks: kinds.Marks, at: int) -> int:
         """Add the messages from `at` on to the open transaction's file; return the index of the first other message."""
         if self._block is not None:
-            file, mark = self._block.file, NOT_STREAMED
+            file, mark = self._block.file, kinds.NOT_STREAMED
         else:
             assert self._whole is not None, "a large transaction is being received"
-            file, mark = self._whole, NOT_WHOLE
-        end = next_marked(marks, mark, at)
+            file, mark = self._whole, kinds.NOT_WHOLE
+        end = kinds.next_marked(marks, mark, at)
         file.append(block.between(at, end))
         return end
 
@@ -118,7 +108,7 @@ class LargeTransactions:
         """
         if self._block is None:
             return self._end_whole(block.messages[at])
-        if block.kinds[at] == STREAM_STOP:
+        if block.kinds[at] == kinds.STREAM_STOP:
             self._block = None
         else:
             message = parse_message(block.messages[at], streamed=True)
@@ -134,15 +124,15 @@ class LargeTransactions:
             ProtocolViolation: the message can't come there.
         """
         kind = message[0]
-        if kind == STREAM_START:
+        if kind == kinds.STREAM_START:
             (self._block_xid,) = struct.unpack_from(">I", message, 1)
             self._block = self._streamed.get(self._block_xid)
             if self._block is None:
                 self._block = self._streamed[self._block_xid] = _Streamed(self._spill.create(self._block_xid))
             return None
-        if kind == STREAM_COMMIT:
+        if kind == kinds.STREAM_COMMIT:
             return self._commit_streamed(message)
-        if kind == STREAM_ABORT:
+        if kind == kinds.STREAM_ABORT:
             self._abort_streamed(message)
             return None
         raise ProtocolViolation(f"unexpected message {chr(kind)!r} outside of a streamed block")
@@ -155,7 +145,7 @@ class LargeTransactions:
         """
         first = received[0]
         begin = first[0]
-        if begin[0] != BEGIN:
+        if begin[0] != kinds.BEGIN:
             raise ProtocolViolation(f"a transaction starts with message {chr(begin[0])!r} instead of Begin")
         (self._whole_xid,) = struct.unpack_from(">I", begin, 17)
         self._whole = self._spill.create(self._whole_xid)

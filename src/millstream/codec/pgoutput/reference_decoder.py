@@ -9,20 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from millstream.codec.pgoutput.message_parser import (
-    Begin,
-    Commit,
-    Delete,
-    Insert,
-    LogicalMessage,
-    Message,
-    Origin,
-    Relation,
-    Truncate,
-    Type,
-    Update,
-    parse_message,
-)
+import millstream.codec.pgoutput.message_parser as parser
 from millstream.codec.pgoutput.record_rows import (
     OperationFacts,
     Record,
@@ -58,16 +45,16 @@ def decode_plain(
     rows = TableBuilders(directory)
     operations: list[OperationFacts] = []
     reached: Lsn | None = None
-    begin: Begin | None = None
+    begin: parser.Begin | None = None
     records: list[Record] = []
     for data in messages:
-        message = parse_message(data)
+        message = parser.parse_message(data)
         match message:
-            case Begin():
+            case parser.Begin():
                 if begin is not None:
                     raise ProtocolViolation("a transaction begins inside another", lsn=message.commit_lsn)
                 begin = message
-            case Commit():
+            case parser.Commit():
                 if begin is None:
                     raise ProtocolViolation("a commit without a begin", lsn=message.commit_lsn)
                 facts = TransactionFacts.of(begin, message)
@@ -75,7 +62,7 @@ def decode_plain(
                 if reached > after and rows.append_all(records, operation=len(operations)):
                     operations.append(_transaction(directory.source, facts))
                 begin, records = None, []
-            case LogicalMessage(transactional=False):
+            case parser.LogicalMessage(transactional=False):
                 if begin is not None:
                     raise ProtocolViolation("a message outside of transactions inside one", lsn=message.lsn)
                 reached = message.lsn  # the end of its record
@@ -83,9 +70,9 @@ def decode_plain(
                 if reached > after and rows.append_all(found, operation=len(operations)):
                     kind = OperationKind.MESSAGE
                     operations.append(OperationFacts(kind, directory.source, message.lsn, reached, None, None))
-            case Relation() | Type():
+            case parser.Relation() | parser.Type():
                 draft.add(message)
-            case Origin():
+            case parser.Origin():
                 continue
             case _:
                 if begin is None:
@@ -125,40 +112,42 @@ def decode_block_plain(
     rows = TableBuilders(directory)
     index = first_index
     for data in messages:
-        message = parse_message(data, streamed=streamed)
-        if isinstance(message, Relation | Type):
+        message = parser.parse_message(data, streamed=streamed)
+        if isinstance(message, parser.Relation | parser.Type):
             relations.add(message)
-        elif isinstance(message, Insert | Update | Delete | Truncate | LogicalMessage):
-            if isinstance(message, LogicalMessage) and not message.transactional:
+        elif isinstance(
+            message, parser.Insert | parser.Update | parser.Delete | parser.Truncate | parser.LogicalMessage
+        ):
+            if isinstance(message, parser.LogicalMessage) and not message.transactional:
                 raise ProtocolViolation("a message outside of transactions inside one", lsn=message.lsn)
             if message.xid is None or message.xid not in aborted:
                 change = data[:1] + data[5:] if streamed else data
                 index += rows.append_all(list(records_of(message, change, relations)), operation=0, first_index=index)
-        elif not isinstance(message, Origin):
+        elif not isinstance(message, parser.Origin):
             raise ProtocolViolation(f"{type(message).__name__} inside of a spilled transaction")
     return rows.finish(), index
 
 
-def records_of(message: Message, data: bytes, relations: RelationCache) -> Iterator[Record]:
+def records_of(message: parser.Message, data: bytes, relations: RelationCache) -> Iterator[Record]:
     """Yield the records that a change makes, of tables captured or not."""
     match message:
-        case Insert():
+        case parser.Insert():
             relation = relations.get(message.relation_oid)
             yield Record(Op.CREATE, relation, message.row, message=data)
-        case Update():
+        case parser.Update():
             relation = relations.get(message.relation_oid)
             old = message.old_row if message.old_key is None else message.old_key
             yield Record(Op.UPDATE, relation, message.row, old, message=data)
-        case Delete():
+        case parser.Delete():
             relation = relations.get(message.relation_oid)
             if message.old_row is not None:
                 yield Record(Op.DELETE, relation, message.old_row, message=data)
             else:
                 yield Record(Op.DELETE, relation, message.old_key, message=data, key_only=True)
-        case Truncate():
+        case parser.Truncate():
             named = tuple(relations.get(oid) for oid in message.relation_oids)
             yield Record(Op.TRUNCATE, None, message=data, truncated=named)
-        case LogicalMessage():
+        case parser.LogicalMessage():
             if message.prefix != HEARTBEAT_PREFIX:
                 yield Record(Op.MESSAGE, None, content=(message.prefix, message.content, message.transactional))
         case _:
@@ -177,7 +166,7 @@ class TableBuilders:
     directory: TableDirectory
     builders: list[RowsBuilder] = field(default_factory=list)
     current: dict[TableId, RowsBuilder] = field(default_factory=dict)
-    answers: dict[int, tuple[Relation, TableSchema | None]] = field(default_factory=dict)
+    answers: dict[int, tuple[parser.Relation, TableSchema | None]] = field(default_factory=dict)
 
     def append_all(self, records: Sequence[Record], *, operation: int, first_index: int = 0) -> int:
         """Add the captured records of an operation; return their number."""
@@ -222,7 +211,7 @@ class TableBuilders:
             elif is_first:
                 yield one, schema
 
-    def _schema(self, relation: Relation | None) -> TableSchema | None:
+    def _schema(self, relation: parser.Relation | None) -> TableSchema | None:
         if relation is None:
             return self.directory.messages_schema()
         known = self.answers.get(relation.oid)
