@@ -26,7 +26,7 @@ from millstream.errors import LakeTableForeign
 from millstream.lake.data_files import TableFiles, new_name
 from millstream.lake.layout import LakeLayout, TableCommit
 from millstream.lake.store_errors import lake_errors
-from millstream.lake.table_format import Commit, OpenTable, create_table, format_of, open_table
+from millstream.lake.table_format import Commit, NewTable, OpenTable, create_table, format_of, open_table
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.records import INSTANT
@@ -135,9 +135,11 @@ def commit_cut(
             layout,
             layout.commits_path,
             layout.commits_app_id,
-            cut_schema(layout),
-            description=f"Which table versions stand at one position, written by Millstream (stream {layout.stream_name}).",
-            bounded=CUT_BOUNDS,
+            NewTable(
+                cut_schema(layout),
+                description=f"Which table versions stand at one position, written by Millstream (stream {layout.stream_name}).",
+                bounded=CUT_BOUNDS,
+            ),
         )
     found = _read_last(layout, opened)
     last = None if found is None else found.cut

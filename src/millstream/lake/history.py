@@ -37,7 +37,7 @@ from millstream.lake.layout import LakeLayout, TableCommit, folder_of
 from millstream.lake.reused_column_names import ColumnPlaces, columns_in_history
 from millstream.lake.schema_evolution import union_schema, widened
 from millstream.lake.schema_history import SINCE_PROPERTY, Eras, owned_since, schema_property
-from millstream.lake.table_format import Commit, OpenTable, Tail, create_table, format_of, open_table
+from millstream.lake.table_format import Commit, NewTable, OpenTable, Tail, create_table, format_of, open_table
 from millstream.lake.table_renames import Places, bring_records, columns_of, places_of, records_elsewhere
 from millstream.model.column_renames import under_names
 from millstream.model.ids import TableId
@@ -417,11 +417,13 @@ def _create(layout: LakeLayout, schema: TableSchema, path: str, app: str, number
         layout,
         path,
         app,
-        _columns(layout, schema),
-        description=f"Every change of {name}, written by Millstream (stream {layout.stream_name}). Append-only; don't write here.",
-        bounded=BOUNDED,
-        partition_by=[format_of(layout).partition.name],
-        properties=properties,
+        NewTable(
+            _columns(layout, schema),
+            description=f"Every change of {name}, written by Millstream (stream {layout.stream_name}). Append-only; don't write here.",
+            bounded=BOUNDED,
+            partition_by=[format_of(layout).partition.name],
+            properties=properties,
+        ),
     )
 
 

@@ -26,7 +26,7 @@ from millstream.lake.history_folder import BOUNDED, history_from
 from millstream.lake.history_scan import scan_history
 from millstream.lake.layout import MESSAGES, LakeLayout, is_folder_of
 from millstream.lake.store_errors import lake_errors
-from millstream.lake.table_format import Commit, format_of, open_table
+from millstream.lake.table_format import Commit, NewTable, format_of, open_table
 from millstream.model.addresses import IN_CATALOG
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
@@ -110,15 +110,9 @@ def replay_range(layout: LakeLayout, cut: Cut, name: str, *, after: Seq, upto: S
     columns = format_of(layout).partition.without(history.schema())
     if opened is None:
         _clear(layout, path)
-        opened = DeltaFormat().create(
-            layout,
-            path,
-            app,
-            columns,
-            description=f"Changes of {name} in ({after}, {upto}] of stream {layout.stream_name}, written by Millstream.",
-            bounded=BOUNDED,
-            properties={REPLAY_PROPERTY: json.dumps(asked)},
-        )
+        description = f"Changes of {name} in ({after}, {upto}] of stream {layout.stream_name}, written by Millstream."
+        replayed = NewTable(columns, description, BOUNDED, properties={REPLAY_PROPERTY: json.dumps(asked)})
+        opened = DeltaFormat().create(layout, path, app, replayed)
     if json.loads(opened.properties.get(REPLAY_PROPERTY) or "null") != asked:
         raise LakeError(f"{path} holds another table already", code="lake_table_exists", path=path)
     if opened.n is None:

@@ -245,6 +245,23 @@ class OpenTable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class NewTable:
+    """A table to create."""
+
+    schema: pa.Schema
+    description: str
+    """A description for people."""
+    bounded: Sequence[str]
+    """Columns whose bounds are recorded with every file."""
+    partition_by: Sequence[str] = ()
+    """Its partition columns, or the name of the format's `partition`."""
+    key: Sequence[str] = ()
+    """The columns that identify a row; a format may declare them."""
+    properties: Mapping[str, str] = field(default_factory=dict)
+    """More of the table's configuration."""
+
+
+@dataclass(frozen=True, slots=True)
 class SetAside:
     """A damaged table that was emptied in place."""
 
@@ -293,19 +310,7 @@ class TableFormat(Protocol):
     ) -> OpenTable | None:
         """See `open_table`."""
 
-    def create(
-        self,
-        layout: LakeLayout,
-        path: str,
-        app: str,
-        schema: pa.Schema,
-        *,
-        description: str,
-        bounded: Sequence[str],
-        partition_by: Sequence[str],
-        key: Sequence[str],
-        properties: Mapping[str, str],
-    ) -> OpenTable:
+    def create(self, layout: LakeLayout, path: str, app: str, table: NewTable) -> OpenTable:
         """See `create_table`."""
 
     def move(self, old: LakeLayout, new: LakeLayout) -> TablesMove:
@@ -425,42 +430,10 @@ def open_table(
     return format_of(layout).open(layout, path, app, version=version, lands=lands)
 
 
-def create_table(
-    layout: LakeLayout,
-    path: str,
-    app: str,
-    schema: pa.Schema,
-    *,
-    description: str,
-    bounded: Sequence[str],
-    partition_by: Sequence[str] = (),
-    key: Sequence[str] = (),
-    properties: Mapping[str, str] | None = None,
-) -> OpenTable:
-    """Create an empty table of ours, or open it if another task has created it since.
-
-    Args:
-        layout: where the lake is.
-        path: the table's folder.
-        app: the app that commits to it.
-        schema: its columns.
-        description: a description for people.
-        bounded: columns whose bounds are recorded with every file.
-        partition_by: its partition columns, or the name of the format's `partition`.
-        key: the columns that identify a row; a format may declare them.
-        properties: more of the table's configuration.
+def create_table(layout: LakeLayout, path: str, app: str, table: NewTable) -> OpenTable:
+    """Create an empty table of ours at `path`, for the app that commits to it, or open it if another task has created it since.
 
     Raises:
         LakeError: the format can't have a table at that path.
     """
-    return format_of(layout).create(
-        layout,
-        path,
-        app,
-        schema,
-        description=description,
-        bounded=bounded,
-        partition_by=partition_by,
-        key=key,
-        properties=properties or {},
-    )
+    return format_of(layout).create(layout, path, app, table)

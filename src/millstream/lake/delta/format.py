@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -17,7 +17,7 @@ from millstream.lake.delta.commits import STAMP, STREAM_PROPERTY, DeltaHandle, b
 from millstream.lake.layout import LakeLayout
 from millstream.lake.log_copies.small_files import LakeStorageHandler
 from millstream.lake.store_errors import lake_errors
-from millstream.lake.table_format import Partition, SetAside, refuse_other_format
+from millstream.lake.table_format import NewTable, Partition, SetAside, refuse_other_format
 from millstream.model.column_renames import FilledNames
 from millstream.model.records import MONTH_COLUMN
 
@@ -38,19 +38,7 @@ class DeltaFormat:
         """See `TableFormat`."""
         return (open_copy(layout, path, app) if lands else None) or open_handle(layout, path, app, version=version)
 
-    def create(
-        self,
-        layout: LakeLayout,
-        path: str,
-        app: str,
-        schema: pa.Schema,
-        *,
-        description: str,
-        bounded: Sequence[str],
-        partition_by: Sequence[str] = (),
-        key: Sequence[str] = (),  # noqa: ARG002 - Delta declares none
-        properties: Mapping[str, str] | None = None,
-    ) -> DeltaHandle:
+    def create(self, layout: LakeLayout, path: str, app: str, table: NewTable) -> DeltaHandle:
         """See `TableFormat`.
 
         Raises:
@@ -67,17 +55,17 @@ class DeltaFormat:
             try:
                 DeltaTable.create(
                     path,
-                    schema=schema,
+                    schema=table.schema,
                     mode="error",
-                    partition_by=list(partition_by) or None,
-                    description=description,
+                    partition_by=list(table.partition_by) or None,
+                    description=table.description,
                     configuration={
                         STREAM_PROPERTY: str(layout.stream_id),
-                        **bounded_property(bounded),
+                        **bounded_property(table.bounded),
                         # Tables are opened again for every write, which reads the commits since the last checkpoint.
                         "delta.checkpointInterval": "20",
                         **log_properties(),
-                        **(properties or {}),
+                        **table.properties,
                     },
                     storage_options=layout.client_options(path),
                     commit_properties=CommitProperties(custom_metadata={STAMP: json.dumps({"on": -1})}),
@@ -88,7 +76,7 @@ class DeltaFormat:
                     raise
         opened = open_handle(layout, path, app)
         assert opened is not None
-        return opened.ready_for(schema)
+        return opened.ready_for(table.schema)
 
     def set_aside(self, layout: LakeLayout, path: str) -> SetAside | None:  # noqa: ARG002 - its folder is moved
         """See `TableFormat`."""

@@ -48,7 +48,7 @@ from millstream.lake.layout import LakeLayout, TableCommit, folder_of, has_curre
 from millstream.lake.row_identity import Keys, having
 from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import newest_schema
-from millstream.lake.table_format import Commit, OpenTable, create_table, format_of, open_table
+from millstream.lake.table_format import Commit, NewTable, OpenTable, create_table, format_of, open_table
 from millstream.model.column_renames import FilledNames, name_in_rows
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
@@ -489,12 +489,12 @@ def _create(layout: LakeLayout, schema: TableSchema, path: str, app: str, column
         layout,
         path,
         app,
-        columns,
-        description=(
-            f"The rows of {schema.namespace}.{schema.name}, written by Millstream (stream {layout.stream_name}). Don't write here."
+        NewTable(
+            columns,
+            description=f"The rows of {schema.namespace}.{schema.name}, written by Millstream (stream {layout.stream_name}). Don't write here.",
+            bounded=boundable(columns, schema.key),
+            key=schema.key,
         ),
-        bounded=boundable(columns, schema.key),
-        key=schema.key,
     )
 
 

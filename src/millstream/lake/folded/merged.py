@@ -34,7 +34,7 @@ from millstream.lake.folded.key_ranges import Leaf, Leaves
 from millstream.lake.folded.rewrite import Change, LeafWriter, placed, touched
 from millstream.lake.layout import LakeLayout
 from millstream.lake.row_identity import Keys, having, key_codes
-from millstream.lake.table_format import Commit, OpenTable, create_table, format_of, open_table
+from millstream.lake.table_format import Commit, NewTable, OpenTable, create_table, format_of, open_table
 from millstream.model.positions import Seq
 
 MERGED: Final = "merged"
@@ -267,11 +267,15 @@ class MergedFold:
                 place.layout,
                 place.path(view),
                 place.app(view),
-                columns,
-                description=f"{what} of {place.name}, merged from its regions, written by Millstream (stream "
-                f"{place.layout.stream_name}). Don't write here.",
-                bounded=boundable(own, self._key),
-                partition_by=() if view == MERGED else [_PART.name],
+                NewTable(
+                    columns,
+                    description=(
+                        f"{what} of {place.name}, merged from its regions, written by Millstream (stream "
+                        f"{place.layout.stream_name}). Don't write here."
+                    ),
+                    bounded=boundable(own, self._key),
+                    partition_by=() if view == MERGED else [_PART.name],
+                ),
             )
         return opened.ready_for(columns)
 

@@ -53,7 +53,7 @@ from millstream.lake.layout import BESIDE, LakeLayout, TableCommit, folder_of
 from millstream.lake.row_identity import Keys, having, key_codes
 from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import newest_schema
-from millstream.lake.table_format import Commit, OpenTable, create_table, format_of, open_table
+from millstream.lake.table_format import Commit, NewTable, OpenTable, create_table, format_of, open_table
 from millstream.model.column_renames import FilledNames, name_in_rows
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
@@ -553,13 +553,15 @@ class _Fold:
             self.layout,
             self.path,
             self.layout.app_id("scd2", self.schema.table_id),
-            self._table_columns(exact=False),
-            description=(
-                f"Every version of the rows of {self.schema.namespace}.{self.schema.name}, written by Millstream "
-                f"(stream {self.layout.stream_name}). Don't write here."
+            NewTable(
+                self._table_columns(exact=False),
+                description=(
+                    f"Every version of the rows of {self.schema.namespace}.{self.schema.name}, written by Millstream "
+                    f"(stream {self.layout.stream_name}). Don't write here."
+                ),
+                bounded=self._bounded,
+                partition_by=[IS_CURRENT.name],
             ),
-            bounded=self._bounded,
-            partition_by=[IS_CURRENT.name],
         )
 
     def _standing(self, n: Seq) -> FoldOutcome:

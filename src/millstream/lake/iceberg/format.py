@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Final
 
@@ -39,7 +39,7 @@ from millstream.lake.iceberg.moving import IcebergMove
 from millstream.lake.iceberg.names import identifier_of, view_of
 from millstream.lake.layout import LakeLayout
 from millstream.lake.other_formats import check_format
-from millstream.lake.table_format import SetAside, refuse_other_format
+from millstream.lake.table_format import NewTable, SetAside, refuse_other_format
 from millstream.model.column_renames import FilledNames
 
 if TYPE_CHECKING:
@@ -78,19 +78,7 @@ class IcebergFormat:
         _check_owned(layout, path, table)
         return None if is_cleared(table) else IcebergHandle(layout, table, path, app, version=None)
 
-    def create(
-        self,
-        layout: LakeLayout,
-        path: str,
-        app: str,
-        schema: pa.Schema,
-        *,
-        description: str,
-        bounded: Sequence[str],
-        partition_by: Sequence[str],
-        key: Sequence[str],
-        properties: Mapping[str, str],
-    ) -> IcebergHandle:
+    def create(self, layout: LakeLayout, path: str, app: str, table: NewTable) -> IcebergHandle:
         """See `TableFormat`.
 
         Raises:
@@ -98,34 +86,34 @@ class IcebergFormat:
         """
         check_location(path)
         refuse_other_format(path, self.metadata_folder)
-        columns = new_schema(schema, key)
+        columns = new_schema(table.schema, table.key)
         spec = UNPARTITIONED_PARTITION_SPEC
-        if list(partition_by) == [PARTITION.name]:
+        if list(table.partition_by) == [PARTITION.name]:
             source = columns.find_field(_DATE).field_id
             spec = PartitionSpec(PartitionField(source, 1000, DayTransform(), PARTITION.name))
-        elif partition_by:
-            sources = [columns.find_field(name).field_id for name in partition_by]
+        elif table.partition_by:
+            sources = [columns.find_field(name).field_id for name in table.partition_by]
             spec = PartitionSpec(
                 *(
                     PartitionField(source, 1000 + place, IdentityTransform(), name)
-                    for place, (source, name) in enumerate(zip(sources, partition_by, strict=True))
+                    for place, (source, name) in enumerate(zip(sources, table.partition_by, strict=True))
                 )
             )
-        fields = sort_fields(columns, key)
+        fields = sort_fields(columns, table.key)
         owner = table_id_of(app)
         namespace, name = identifier_of(layout, path)
         facts = {
-            "comment": description,
+            "comment": table.description,
             STREAM: str(layout.stream_id),
             VIEW: view_of(layout, path),
             "millstream.layout": "1",
             **({} if owner is None else {TABLE_ID: owner}),
-            BOUNDED: json.dumps(list(bounded)),
+            BOUNDED: json.dumps(list(table.bounded)),
             "commit.retry.num-retries": "0",
             "commit.manifest-merge.enabled": "true",
             "write.metadata.delete-after-commit.enabled": "true",
             "write.metadata.previous-versions-max": "20",
-            **properties,
+            **table.properties,
         }
         with catalog_errors(path):
             catalog = catalog_of(layout)
@@ -143,7 +131,7 @@ class IcebergFormat:
                 there = _load(layout, path)
                 if there is not None and is_cleared(there):
                     _check_owned(layout, path, there)
-                    renew(there, schema, key, facts)
+                    renew(there, table.schema, table.key, facts)
         opened = self.open(layout, path, app, version=None)
         assert opened is not None, "it was made just now"
         return opened
