@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -233,3 +234,55 @@ def test_a_leaf_s_columns_are_found_by_names_then_by_positions(sent: str, order:
     before = LeafColumns(("id", "thing", "day"), ("id", "day", "thing"))
     found = _places(sent.split(), [now, before])
     assert found == order
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("below", [False, True])
+@pytest.mark.parametrize(("first", "had"), [(49, True), (2**32 - 5, True), (51, False), (2**31 + 51, True)])
+def test_an_x_comes_before_the_rows_of_an_attached_leaf_that_had_changes_before(
+    looks: Looks, first: int, *, had: bool, restarts: bool, below: bool
+) -> None:
+    looks.look(10, parts=(8,))
+    looks.known.note_record(PARTS, 7, "public.leaf_7", None, is_there=True)
+    looks.known.note_first(7, first)
+    if restarts:
+        looks.restart()
+    facts = table(101, 7, 8, 9)
+    leaf, *others = facts.partitions
+    if below:  # what it is below was attached, and another such partition before
+        trees = [
+            replace(part, leaf=False, born=False, attached_by=by) for part, by in zip(others, (50, 45), strict=True)
+        ]
+        facts = replace(facts, partitions=(leaf, *trees))
+    else:
+        leaf = replace(leaf, born=False, attached_by=50)
+    looks.known.note_attached(PARTS, facts, [leaf], at=Lsn(20), at_us=21)
+    looks.look(20, parts=(7, 8))
+    if restarts:
+        looks.restart()
+    assert looks.known.wait_beyond(Lsn(19))
+    looks.known.passed(Lsn(19))
+    assert looks.ready() == []
+    looks.known.passed(Lsn(20))
+    found = looks.known.ready({PARTS})
+    assert [(one.oid, one.at_us) for one in found] == ([(7, 21)] if had else []), (
+        "also while it is copied: none of its rows came so far"
+    )
+    looks.look(30, parts=(7, 8))
+    assert looks.known.ready(()) == [], "once"
+    for one in found:
+        looks.known.durable(one)
+    looks.restart()
+    assert not looks.known.are_waiting
+    assert looks.known.table_of(7) == PARTS
+    assert looks.known.returned(PARTS, table(101, 7)) == []
+
+
+def test_a_leaf_of_an_earlier_look_is_no_new_one(looks: Looks) -> None:
+    looks.look(10, parts=(7,))
+    looks.known.note_first(7, 40)
+    facts = table(101, 7)
+    looks.known.note_attached(
+        PARTS, facts, [replace(facts.partitions[0], born=False, attached_by=50)], at=Lsn(20), at_us=21
+    )
+    assert not looks.known.are_waiting, "its rows wait for another copy, and its x has entered"

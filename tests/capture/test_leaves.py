@@ -261,6 +261,45 @@ def test_a_table_that_was_a_partition_before_a_look_saw_it(stage: Stage) -> None
     assert seen(stage, "day_5") == Counter(r=5)
 
 
+@pytest.mark.parametrize("live", [True, False], ids=["while capture runs", "in a backlog"])
+def test_a_leaf_that_lost_rows_before_a_look_saw_it(stage: Stage, *, live: bool) -> None:
+    """Its changes from before it was detached came as the table's; an `x` ends them before its rows are copied."""
+    made(stage)
+    stage.config = replace(stage.config, look_s=3600)
+    running = stage.start() if live else None
+    stage.sql(
+        "CREATE TABLE day_5 PARTITION OF parts FOR VALUES FROM (5) TO (6)",
+        "INSERT INTO parts SELECT i, 5, 'made' FROM generate_series(51, 60) i",
+    )
+    if running is not None:
+        wait_until(lambda: seen(stage)["c"] == 10, "its first changes come")
+    stage.sql(
+        "ALTER TABLE parts DETACH PARTITION day_5",
+        "DELETE FROM day_5 WHERE id % 2 = 0",
+        "ALTER TABLE parts ATTACH PARTITION day_5 FOR VALUES FROM (5) TO (6)",
+        "UPDATE parts SET item = 'later' WHERE id % 3 = 0",
+    )
+    if running is not None:
+        running.stop()
+    stage.catch_up()
+    check(stage)
+    found = seen(stage)
+    assert (found["x public.day_5"], found["t"]) == (1, 0)
+
+
+def test_a_leaf_that_had_no_changes_before_is_attached_without_an_x(stage: Stage) -> None:
+    made(stage)
+    stage.sql(
+        "CREATE TABLE day_5 (LIKE parts INCLUDING ALL)",
+        "INSERT INTO day_5 SELECT i, 5, 'own' FROM generate_series(51, 60) i",
+        "ALTER TABLE parts ATTACH PARTITION day_5 FOR VALUES FROM (5) TO (6)",
+        "UPDATE parts SET day = 5 WHERE id < 5",
+    )
+    stage.catch_up()
+    check(stage)
+    assert seen(stage)["x public.day_5"] == 0
+
+
 def test_a_captured_table_that_is_a_partition_for_a_while(stage: Stage) -> None:
     """The changes of that time are those of the other table."""
     stage.sql(*PARTS, "CREATE TABLE apart (LIKE parts INCLUDING ALL)")

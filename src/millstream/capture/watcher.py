@@ -115,6 +115,8 @@ class WatchedTables:
         self.facts: dict[int, SourceTable] = {}
         self.seen_at = Lsn(0)
         """LSN at or above every change that led to `facts`."""
+        self._seen_us = 0
+        """The time then, by the source's clock."""
         self.coverage = Coverage((), frozenset(), {}, {})
         self._leaves_published = False
         """Whether publications of an older version were altered at the session's start."""
@@ -173,7 +175,7 @@ class WatchedTables:
         published = self._published(connection)
         tables = [self._rules.applied(table) for table in self._held.without(connection, published, passed)]
         self.facts = {table.oid: table for table in tables}
-        self.seen_at = insert_lsn(connection)
+        self.seen_at, self._seen_us = insert_lsn(connection), source_time_us(connection)
         self._directory.learn(self.facts)
         rows = {row.relation_oid: row for row in self._directory.refresh()}
         before = covered_tables(connection, self._config.publication, tables)
@@ -196,9 +198,7 @@ class WatchedTables:
         settings = self._by_leaves(connection)
         are_by_leaves = by_leaves.keys() | settings.keys() & {*requested}
         gone = dropped(connection, known.detached)
-        take = partial(
-            known.look, at=self.seen_at, at_us=source_time_us(connection), begun=begun, own=rows, gone_for_good=gone
-        )
+        take = partial(known.look, at=self.seen_at, at_us=self._seen_us, begun=begun, own=rows, gone_for_good=gone)
         left, expected = dict[TableId, Sequence[Shown]](), dict[TableId, Expected]()
         numbers = dict[TableId, Mapping[Form, tuple[int, ...]]]()
         for table in tables:
@@ -393,7 +393,9 @@ class WatchedTables:
         self._directory.definitions.look(row.id, table, self.seen_at, is_streaming=is_streaming)
         if news is not None or row.state not in {TableState.STREAMING, TableState.COPYING}:
             attached = []  # a copy of the whole table follows, if any
-        elif attached and is_streaming and not left and not self._directory.definitions.is_waiting(row.id):
+        elif attached:
+            leaves.note_attached(row.id, table, attached, at=self.seen_at, at_us=self._seen_us)
+        if attached and is_streaming and not left and not self._directory.definitions.is_waiting(row.id):
             attached = [] if begin_copy_of(self._catalog, row, table, attached) else attached
         if raw := self._layouts.raw_columns(table, row.id):
             self._directory.raw_past.begin(row.id, raw)

@@ -489,6 +489,7 @@ class CopiesAndRepairs:
         """Note operations that are about to be submitted."""
         self._copies.note(ops)
         self._repairs.note(ops)
+        self._departures.note(ops)
 
     def passed(self, lsn: Lsn) -> None:
         """Note that everything that committed at or below `lsn` has been submitted."""

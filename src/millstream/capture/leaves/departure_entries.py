@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from millstream.capture.copying.copy_text import chunk_operation
 from millstream.capture.copying.table_copies import Entry
@@ -14,7 +15,7 @@ from millstream.capture.leaves.known_leaves import Departure
 from millstream.capture.table_directory import TableDirectory
 from millstream.catalog import Catalog
 from millstream.model.ids import StreamId, TableId
-from millstream.model.operations import TableRows, WriteOps
+from millstream.model.operations import SpilledOp, TableRows, WriteOps
 from millstream.model.positions import Lsn
 from millstream.model.records import PARTITION_OID, Op, append_row_schema
 from millstream.model.schema import TableKind, TableSchema
@@ -43,6 +44,20 @@ class DepartureEntries:
         self._passed = lsn
         self._known.passed(lsn)
 
+    def note(self, ops: WriteOps | SpilledOp) -> None:
+        """Note the first records of leaves in operations that are about to be submitted."""
+        if not (met := self._known.met):
+            return
+        if isinstance(ops, SpilledOp):
+            (xid,) = ops.operation.column("xid").to_pylist()
+            found = dict.fromkeys(met, xid)
+        else:
+            found = first_transactions(ops, met)
+        for oid, xid in found.items():
+            if xid is not None:
+                self._known.note_first(oid, xid)
+        met.clear()
+
     def ready(self, busy: Collection[TableId]) -> Iterator[Entry]:
         """Yield the operations that may enter now.
 
@@ -52,7 +67,7 @@ class DepartureEntries:
             busy: tables of which a copy or a repair may have read rows that haven't entered.
         """
         for one in self._known.ready(busy):
-            if not self._known.is_whole(one.table_id):
+            if not one.is_back and not self._known.is_whole(one.table_id):
                 self._directory.request_copy_of(one.table_id, f"partition {one.name} was detached or dropped")
             operation = self._operation(one)
             if operation is None:
@@ -69,6 +84,19 @@ class DepartureEntries:
         operation = chunk_operation(self._directory.source, name, self._passed, one.at_us)
         shard = self._directory.shard_of(one.table_id)
         return WriteOps(operation, (TableRows(schema, departure_row(schema, one), shard),))
+
+
+def first_transactions(ops: WriteOps, leaves: Collection[int]) -> dict[int, int | None]:
+    """Return the transactions of the first records of some leaf partitions, by OID; those without a record are missing."""
+    found: dict[int, int | None] = {}
+    for table in ops.tables:
+        if table.schema.kind is TableKind.TABLE and table.schema.partitioned:
+            oids = table.rows.column(PARTITION_OID.name)
+            for oid in leaves:
+                if oid not in found and (at := pc.index(oids, pa.scalar(oid, oids.type)).as_py()) >= 0:
+                    operation = table.rows.column(0)[at].as_py()
+                    found[oid] = ops.operations.column("xid")[operation].as_py()
+    return found
 
 
 def departure_row(schema: TableSchema, one: Departure) -> pa.RecordBatch:

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any, Final
 
-from millstream.capture.source import SourceTable
+from millstream.capture.source import PartitionFacts, SourceTable
 from millstream.catalog import Catalog
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Lsn
@@ -37,6 +38,22 @@ class Departure:
     """An LSN at or above the commit with which it left."""
     at_us: int
     """When a look found that it was gone, by the source's clock, in microseconds since 1970."""
+    is_back: bool = False
+    """Whether it has been attached since, and its rows are copied behind the `x`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """A leaf that was attached, and whose rows are to be copied once the stream has come to the look that found it."""
+
+    at: Lsn
+    at_us: int
+    """The time of that look, by the source's clock, in microseconds since 1970."""
+    by: int
+    """The transaction that attached it."""
+    had_changes: bool
+    """Whether changes from before that are in the log: then an `x` comes before its rows. PostgreSQL didn't send what it lost
+    in between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +76,9 @@ class _Leaves:
     """Leaves whose `x` is durable. Their tables may exist still, and come back."""
     arrived: dict[int, Lsn] = field(default_factory=dict)
     """Leaves that were captured as other tables' until an LSN."""
+    attached: dict[int, Attached] = field(default_factory=dict)
+    first: dict[int, int | None] = field(default_factory=dict)
+    """The transactions of the first records of leaves that no look has shown; None until it is known."""
     orders: dict[int, tuple[LeafColumns, ...]] = field(default_factory=dict)
     """Leaves whose columns have another order than their table's: as the last looks found them, the newest first."""
     is_whole: bool = False
@@ -78,6 +98,8 @@ class _Leaves:
             waiting={oid: (name, Lsn(at), at_us) for oid, (name, at, at_us) in by_oid("waiting")},
             left=set(facts.get("left", ())),
             arrived={oid: Lsn(at) for oid, at in by_oid("arrived")},
+            attached={oid: Attached(Lsn(at), *more) for oid, (at, *more) in by_oid("attached")},
+            first=dict(by_oid("first")),
             orders={oid: tuple(LeafColumns(tuple(o), tuple(t)) for o, t in found) for oid, found in by_oid("orders")},
             is_whole=facts["is_whole"],
             read_by_leaves=facts["read_by_leaves"],
@@ -90,6 +112,11 @@ class _Leaves:
             "waiting": {str(oid): [name, int(at), at_us] for oid, (name, at, at_us) in sorted(self.waiting.items())},
             "left": sorted(self.left),
             "arrived": {str(oid): int(at) for oid, at in sorted(self.arrived.items())},
+            "attached": {
+                str(oid): [int(one.at), one.at_us, one.by, one.had_changes]
+                for oid, one in sorted(self.attached.items())
+            },
+            "first": {str(oid): xid for oid, xid in sorted(self.first.items())},
             "orders": {
                 str(oid): [[list(one.own), list(one.table)] for one in found]
                 for oid, found in sorted(self.orders.items())
@@ -110,13 +137,19 @@ class KnownLeaves:
         facts = catalog.facts(self._scope)
         self._tables = {TableId(int(id_)): _Leaves.loaded(value) for id_, value in facts.items()}
         self._stored = {TableId(int(id_)): value for id_, value in facts.items()}
-        self._waiting = {id_ for id_, found in self._tables.items() if found.waiting}
+        self._waiting = {id_ for id_, found in self._tables.items() if found.waiting or found.attached}
         self._passed = Lsn(0)
         self._table_of: dict[int, TableId] = {}
         self._turns: dict[int, Lsn] = {}
         """By OID of a leaf, the LSN at which its changes become another table's."""
         self._entered: set[int] = set()
         """Leaves whose `x` was submitted, and isn't durable."""
+        self._entered_back: set[int] = set()
+        """The same, of leaves that were attached since."""
+        self.first_xids: dict[int, int] = {}
+        """By OID, the transaction of the first record that came of a leaf in this session."""
+        self.met: set[int] = set()
+        """Leaves in the records that are being decoded, if they aren't in `first_xids`."""
         self.late_leaves = 0
         """How often records of a leaf came that the source no longer has, and that no look had found gone."""
         self.looked_for = 0
@@ -184,6 +217,7 @@ class KnownLeaves:
             found = self._tables.setdefault(id_, _Leaves())
             # One that waits came back, or changes that began before it left are late: it needs another look, and another `x`.
             found.live[oid] = name
+            found.first[oid] = self.first_xids.get(oid)
             self._notes += 1
             self._noted[oid] = self._notes
             if order is not None:
@@ -191,6 +225,45 @@ class KnownLeaves:
             if not is_there:
                 self.late_leaves += 1
             self._assign([oid])
+            self._store(id_)
+
+    def note_first(self, oid: int, xid: int) -> None:
+        """Note the transaction of the first record of a leaf, which is about to enter the log."""
+        with self._lock:
+            self.first_xids[oid] = xid
+            for id_, found in self._tables.items():
+                one = found.attached.get(oid)
+                if one is None and oid not in found.first:
+                    continue
+                if found.first.get(oid, xid) is None:
+                    found.first[oid] = xid
+                if one is not None and _precedes(xid, one.by):
+                    found.attached[oid] = replace(one, had_changes=True)
+                self._store(id_)
+
+    def note_attached(
+        self, id_: TableId, table: SourceTable, attached: Iterable[PartitionFacts], *, at: Lsn, at_us: int
+    ) -> None:
+        """Note leaves of a table whose rows are to be copied, because they were attached, if this look is the first to find them.
+
+        Args:
+            id_: the table.
+            table: its facts.
+            attached: the leaves: each was attached itself, or the partition that it is below.
+            at: an LSN at or above every change that the look shows.
+            at_us: the time then, by the source's clock, in microseconds since 1970.
+        """
+        trees = [part.attached_by for part in table.partitions if not part.leaf and not part.born]
+        above = reduce(lambda one, other: other if _precedes(one, other) else one, trees) if trees else None
+        with self._lock:
+            found = self._tables.setdefault(id_, _Leaves())
+            for part in attached:
+                is_new = part.oid not in found.live or part.oid in self._noted or part.oid in found.first
+                by = above if part.born else part.attached_by
+                if is_new and by is not None:
+                    first = found.first.get(part.oid) or self.first_xids.get(part.oid)
+                    had_changes = first is not None and _precedes(first, by)
+                    found.attached[part.oid] = Attached(at, at_us, by, had_changes)
             self._store(id_)
 
     def note_copied(self, id_: TableId, table: SourceTable) -> None:
@@ -319,9 +392,11 @@ class KnownLeaves:
                 self._entered -= gone.keys()
             found.waiting = {oid: one for oid, one in found.waiting.items() if oid not in live}
             found.left -= {*live, *gone_for_good}
+            found.attached = {oid: one for oid, one in found.attached.items() if oid in live}
             found.live = live | newer
             for oid in (*live, *gone):
                 self._noted.pop(oid, None)
+                found.first.pop(oid, None)
             kept = {oid: one for oid, one in found.orders.items() if oid in found.waiting or oid in newer}
             for oid, now in orders_of(table).items():
                 kept[oid] = (now, *(one for one in found.orders.get(oid, ()) if one != now))[:_ORDERS_MAX]
@@ -347,7 +422,9 @@ class KnownLeaves:
         if not self._waiting:
             return False
         with self._lock:
-            return any(at > lsn for id_ in self._waiting for _, at, _ in self._tables[id_].waiting.values())
+            tables = [self._tables[id_] for id_ in self._waiting]
+            ends = [at for found in tables for _, at, _ in found.waiting.values()]
+            return any(at > lsn for at in ends + [one.at for found in tables for one in found.attached.values()])
 
     @property
     def live(self) -> frozenset[int]:
@@ -379,13 +456,34 @@ class KnownLeaves:
                 if at <= self._passed and oid not in self._entered
             ]
             self._entered |= {one.oid for one in found}
-            return found
+            return found + self._ready_back()
+
+    def _ready_back(self) -> list[Departure]:
+        """Return the departures of leaves that have been attached since: no copy that has begun has rows of them."""
+        ready = []
+        for id_ in [*self._waiting]:
+            found = self._tables[id_]
+            for oid, one in [*found.attached.items()]:
+                if one.at > self._passed or oid in self._entered_back:
+                    continue
+                departure = Departure(id_, oid, found.live.get(oid, ""), one.at, one.at_us, is_back=True)
+                if one.had_changes:
+                    self._entered_back.add(oid)
+                    ready.append(departure)
+                else:
+                    self.durable(departure)
+        return ready
 
     def durable(self, one: Departure) -> None:
         """Note that the `x` of a leaf is durable in the log."""
         with self._lock:
             found = self._tables.get(one.table_id)
-            if found is not None and found.waiting.get(one.oid) == (one.name, one.at, one.at_us):
+            if found is not None and one.is_back:
+                self._entered_back.discard(one.oid)
+                if one.oid in found.attached and found.attached[one.oid].at == one.at:
+                    del found.attached[one.oid]
+                self._store(one.table_id)
+            elif found is not None and found.waiting.get(one.oid) == (one.name, one.at, one.at_us):
                 self._entered.discard(one.oid)
                 del found.waiting[one.oid]
                 found.left.add(one.oid)
@@ -404,7 +502,7 @@ class KnownLeaves:
                 self._catalog.drop_fact(self._scope, str(id_))
 
     def _store(self, id_: TableId) -> None:
-        if self._tables[id_].waiting:
+        if self._tables[id_].waiting or self._tables[id_].attached:
             self._waiting.add(id_)
         else:
             self._waiting.discard(id_)
@@ -412,6 +510,11 @@ class KnownLeaves:
         if self._stored.get(id_) != value:
             self._catalog.put_fact(self._scope, str(id_), value)
             self._stored[id_] = value
+
+
+def _precedes(xid: int, other: int) -> bool:
+    """Return whether a transaction's id was given before another's: ids begin again after 2³²."""
+    return (other - xid) % 2**32 < 2**31 and xid % 2**32 != other
 
 
 def live_leaves(table: SourceTable) -> dict[int, str]:

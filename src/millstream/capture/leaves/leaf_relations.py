@@ -75,6 +75,8 @@ class LeafRelations:
         rows, facts = self._captured()
         if relation.oid in facts:
             return None
+        if relation.oid not in self.known.first_xids:
+            self.known.met.add(relation.oid)
         if (id_ := self.known.table_of(relation.oid)) is not None:
             return next((row for row in rows.values() if row.id == id_), None)
         if not self.takes_leaves or relation.oid in rows or self._own.get(relation.oid) == relation.encoded:
