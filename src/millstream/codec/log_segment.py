@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -253,7 +254,25 @@ class SchemaPlace(NamedTuple):
     version: SchemaVersion
 
 
-class FrameEntries(Sequence[FrameEntry]):
+class IndexedEntries(Sequence[FrameEntry]):
+    """A segment's frames, of which a reader finds the wanted ones without looking at all others."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def after(self, after: Seq) -> Iterator[FrameEntry]:
+        """Yield the frames of groups that end after a number, except schema frames."""
+
+    @abstractmethod
+    def from_offset(self, offset: Offset) -> Iterator[FrameEntry]:
+        """Yield the frames with records at or after an offset."""
+
+    @abstractmethod
+    def schemas(self) -> list[SchemaPlace]:
+        """Return the places of the schema frames."""
+
+
+class FrameEntries(IndexedEntries):
     """A footer's frames, made from its columns on demand: a reader of some frames doesn't need the others.
 
     Args:
@@ -270,11 +289,11 @@ class FrameEntries(Sequence[FrameEntry]):
         self._tables = tables
 
     def after(self, after: Seq) -> Iterator[FrameEntry]:
-        """Yield the frames of groups that end after a number, except schema frames."""
+        """See `IndexedEntries`."""
         return self._at(np.flatnonzero((self._facts[_GROUP_END] > after) & (self._facts[_KIND] != FrameKind.SCHEMA)))
 
     def from_offset(self, offset: Offset) -> Iterator[FrameEntry]:
-        """Yield the frames with records at or after an offset."""
+        """See `IndexedEntries`."""
         starts, counts = self._facts[_OFFSET], self._facts[_COUNT]
         return self._at(np.flatnonzero((counts > 0) & (starts + counts > offset)))
 
@@ -290,7 +309,7 @@ class FrameEntries(Sequence[FrameEntry]):
         )
 
     def schemas(self) -> list[SchemaPlace]:
-        """Return the places of the schema frames."""
+        """See `IndexedEntries`."""
         is_schema = (self._facts[_KIND] == FrameKind.SCHEMA) & (np.diff(self._bounds) > 0)
         places, (ids, versions, *_) = np.flatnonzero(is_schema), self._tables
         firsts = self._bounds[places]
@@ -327,22 +346,22 @@ class FrameEntries(Sequence[FrameEntry]):
 
 
 def frames_after(frames: Sequence[FrameEntry], after: Seq) -> Iterator[FrameEntry]:
-    """As `FrameEntries.after`, for any frames."""
-    if isinstance(frames, FrameEntries):
+    """As `IndexedEntries.after`, for any frames."""
+    if isinstance(frames, IndexedEntries):
         return frames.after(after)
     return (frame for frame in frames if frame.group_last_seq > after and frame.kind is not FrameKind.SCHEMA)
 
 
 def frames_from(frames: Sequence[FrameEntry], offset: Offset) -> Iterator[FrameEntry]:
-    """As `FrameEntries.from_offset`, for any frames."""
-    if isinstance(frames, FrameEntries):
+    """As `IndexedEntries.from_offset`, for any frames."""
+    if isinstance(frames, IndexedEntries):
         return frames.from_offset(offset)
     return (frame for frame in frames if frame.count and frame.offset + frame.count > offset)
 
 
 def schemas_of(frames: Sequence[FrameEntry]) -> list[SchemaPlace]:
-    """As `FrameEntries.schemas`, for any frames."""
-    if isinstance(frames, FrameEntries):
+    """As `IndexedEntries.schemas`, for any frames."""
+    if isinstance(frames, IndexedEntries):
         return frames.schemas()
     return [
         SchemaPlace(frame.position, frame.length, *frame.tables[0][:2])

@@ -34,6 +34,7 @@ from millstream.model.positions import Offset, Seq
 from millstream.model.schema import TableSchema, is_definition
 from millstream.ports import Files
 from millstream.wal.durable_mark import read_dropped
+from millstream.wal.growing_entries import GrowingEntries
 from millstream.wal.layout import SegmentFile, list_segments
 from millstream.wal.misplacement import REPLACED, misplacement
 from millstream.wal.segment_scan import (
@@ -138,7 +139,7 @@ class _OpenFrames:
     base_offset: Offset
     epoch: Epoch
     header: SegmentHeader | None = None
-    entries: list[FrameEntry] = field(default_factory=list)
+    entries: GrowingEntries = field(default_factory=GrowingEntries)
     byte_end: int = SEGMENT_HEADER_SIZE
     end_offset: Offset = Offset(0)
 
@@ -476,7 +477,7 @@ class ShardIndex:
         self._footer_hashes[segment.base_offset] = footer.footer_hash
         return footer
 
-    def _open_frames(self, segment: SegmentFile, mark: DurableMark) -> list[FrameEntry]:
+    def _open_frames(self, segment: SegmentFile, mark: DurableMark) -> Sequence[FrameEntry]:
         known = self._open
         if known is None or (known.base_offset, known.epoch) != (mark.base_offset, mark.epoch):
             known = _OpenFrames(segment.base_offset, mark.epoch, end_offset=segment.base_offset)
@@ -518,14 +519,14 @@ class ShardIndex:
                 offset_to=mark.durable_offset,
             ) from error
 
-    def _walk(self, segment: SegmentFile, mark: DurableMark) -> list[FrameEntry]:
+    def _walk(self, segment: SegmentFile, mark: DurableMark) -> GrowingEntries:
         """Return entries for the frames before the mark that can be found without a footer.
 
         Report each loss between them.
         """
         following = (other.base_offset for other in self.segments(mark) if other.base_offset > segment.base_offset)
         end = min(following, default=mark.durable_offset)
-        entries = []
+        entries = GrowingEntries()
         for found in scan_segment(self._files, self._shard, segment, end=end, payload=False):
             if isinstance(found, ScannedFrame):
                 if (segment.base_offset, found.end) <= (mark.base_offset, mark.byte_end):
