@@ -19,9 +19,14 @@ if TYPE_CHECKING:
 
 
 class StatusCache:
-    """Parts of a status that take long to read and seldom change, and the open catalog. For one thread at a time."""
+    """Parts of a status that take long to read and seldom change, and the open catalog. For one thread at a time.
 
-    def __init__(self) -> None:
+    Args:
+        patience_s: how long a status waits for a catalog whose server has gone away; None: as long as any other call.
+    """
+
+    def __init__(self, *, patience_s: float | None = None) -> None:
+        self._patience_s = patience_s
         self.backlogs: Final[dict[str, Backlogs]] = {}
         """Counts of the logs by their folders: the open segment isn't read from its beginning each time."""
         self.readers: Final[dict[str, StreamReader]] = {}
@@ -42,7 +47,7 @@ class StatusCache:
             if self._catalog is not None and self._catalog[0] != place:
                 self.close()
             if self._catalog is None:
-                self._catalog = place, home.open_catalog()
+                self._catalog = place, home.open_catalog(busy_timeout_s=self._patience_s)
             yield self._catalog[1]
         except MillstreamError:
             self.close()

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 _KEEP_S: Final = 1.0
 """More frequent requests than this get the same answer: a status reads the lake's last cut."""
 
+_PATIENCE_S: Final = 2.0
+"""How long a status waits for a catalog that has gone away: a health check has to report that."""
+_CLOSES_WITHIN_S: Final = 2.0
+
 
 class Health:
     """A home's status, and whether its server takes requests. Any number of threads."""
@@ -31,14 +35,17 @@ class Health:
         self._lock = threading.Lock()
         self._status: dict[str, Any] = {}
         self._status_s = -_KEEP_S
-        self._cache = StatusCache()
+        self._cache = StatusCache(patience_s=_PATIENCE_S)
         self.draining = False
         """Whether the server was told to end."""
 
     def close(self) -> None:
-        """Close what the status keeps open."""
-        with self._lock:
-            self._cache.close()
+        """Close what the status keeps open, unless a status hangs: the server ends all the same."""
+        if self._lock.acquire(timeout=_CLOSES_WITHIN_S):
+            try:
+                self._cache.close()
+            finally:
+                self._lock.release()
 
     def status(self) -> dict[str, Any]:
         """Return the status that `millstream status --json` prints."""

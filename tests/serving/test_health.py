@@ -1,0 +1,78 @@
+"""A server's status keeps its catalog open, and neither a lost catalog nor a status that hangs holds the server up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.app.homes import make_home
+
+from millstream.app.open_home import OpenHome
+from millstream.home.home import Home
+from millstream.serving import health as module
+from millstream.serving.health import Health
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    home = Home(make_home(tmp_path / "home", "[streams.shop]\n"))
+    home.prepare()
+    with OpenHome(home) as opened:
+        opened.append("shop", "public.orders", [{"id": 1}])
+    return home
+
+
+def test_a_status_waits_for_a_lost_catalog_no_longer_than_for_tokens(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A catalog that stays open waits for its server as long as for a lock: a health check would wait with it."""
+    patience_s: list[float | None] = []
+    open_catalog = Home.open_catalog
+
+    def noted(self: Home, *, busy_timeout_s: float | None = None) -> object:
+        patience_s.append(busy_timeout_s)
+        return open_catalog(self, busy_timeout_s=busy_timeout_s)
+
+    monkeypatch.setattr(Home, "open_catalog", noted)
+    health = Health(home)
+    assert health.renewed()["problems"] == []
+    assert health.renewed()["problems"] == []
+    health.close()
+    assert patience_s == [2.0]
+
+
+def test_a_server_ends_while_its_status_hangs(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs, may = threading.Event(), threading.Event()
+
+    def hanging(*_: Any) -> dict[str, Any]:
+        hangs.set()
+        assert may.wait(60)
+        return {}
+
+    monkeypatch.setattr(module, "collect_status", hanging)
+    monkeypatch.setattr(module, "_CLOSES_WITHIN_S", 0.1)
+    health = Health(home)
+    asking = threading.Thread(target=health.status)
+    asking.start()
+    try:
+        assert hangs.wait(60)
+        health.close()
+        assert asking.is_alive()
+    finally:
+        may.set()
+        asking.join(60)
+
+
+def test_a_status_is_kept_for_a_second_unless_it_is_renewed(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_KEEP_S", 3600.0)
+    health = Health(home)
+    monkeypatch.setattr(health, "_status_s", time.monotonic() - 7200)
+    first = health.status()
+    assert health.status() is first
+    renewed = health.renewed()
+    assert renewed is not first
+    assert health.status() is renewed
+    health.close()
