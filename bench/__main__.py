@@ -12,6 +12,7 @@ from bench import (  # noqa: F401 - they register their figures
     callers,
     capture,
     commands,
+    console,
     consumers,
     first_load,
     flight,

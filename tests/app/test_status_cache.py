@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 from tests.app.homes import make_home
 
+from millstream.app import lag
+from millstream.app.lag import backlog_counter, trim
 from millstream.app.open_home import OpenHome
 from millstream.app.status import collect_status
 from millstream.app.status_cache import StatusCache
 from millstream.home.home import Home
+from millstream.model.positions import Seq
+from millstream.wal.backlog import Backlogs
 
 
 @pytest.fixture
@@ -58,3 +62,27 @@ def test_a_catalog_that_was_replaced_is_reported_once_and_then_opened_again(home
         after = collect_status(home, cache)
         assert after["problems"] == []
         assert [table["name"] for table in after["streams"][0]["tables"]] == ["public.orders"]
+
+
+def test_indexes_of_many_small_logs_stay_and_the_largest_goes_first(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Indexes of 64 logs were kept, whatever their size, and the others' logs read again for each status."""
+    count: dict[str, Backlogs] = {}
+    for number in range(100):
+        found = backlog_counter(home, f"s{number}", Seq(1), count, [])(Seq(0))
+        assert found is not None
+    assert len(count) == 100
+    trim(count)
+    assert len(count) == 100
+    large = Backlogs(str(home.wal_folder("shop")))
+    large.between(Seq(0), Seq(10**6))
+    assert large.frames_kept > 0
+    count["large"] = large
+    monkeypatch.setattr(lag, "_FRAMES_MAX", large.frames_kept)
+    trim(count)
+    assert "large" in count
+    monkeypatch.setattr(lag, "_FRAMES_MAX", large.frames_kept - 1)
+    trim(count)
+    assert len(count) == 100
+    assert "large" not in count

@@ -9,10 +9,12 @@ from uuid import uuid4
 import pytest
 
 from millstream.model.positions import Seq
+from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal import backlog
 from millstream.wal.backlog import Backlogs, log_size
 from millstream.wal.files import RealFiles
+from millstream.wal.segment_deletion import drop_segments
 from millstream.wal.segment_scan import read_frame
 from millstream.wal.writing.writer import LogOptions, LogWriter
 
@@ -92,6 +94,31 @@ def test_the_same_count_again_reads_no_frame(tmp_path: Path, monkeypatch: pytest
         assert backlogs.between(ends[4], ends[-1]) == later
         assert len(read) == 2
         assert first.oldest_commit_us <= later.oldest_commit_us
+
+
+def test_the_same_count_again_goes_through_no_index_until_a_mark_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    gone_through: list[int] = []
+    index = backlog.ShardIndex.totals_from_seq
+
+    def noted(self: Any, after: Seq, mark: Any) -> Any:
+        gone_through.append(after)
+        return index(self, after, mark)
+
+    monkeypatch.setattr(backlog.ShardIndex, "totals_from_seq", noted)
+    with opened(tmp_path, segment_bytes=4096) as log:
+        ends = [log.append(plain_ops({xid: [(TABLE, 1, "x" * 500)]})).seqs.last for xid in range(1, 41)]
+        backlogs = Backlogs(str(tmp_path))
+        counts = [backlogs.between(after, ends[-1]) for after in ends]
+        assert len(gone_through) == len(ends) - 1, "none is asked for nothing"
+        gone_through.clear()
+        assert [backlogs.between(after, ends[-1]) for after in ends[-5:]] == counts[-5:]
+        assert gone_through == []
+        # The writer's mark moves, then retention's.
+        end = log.append(plain_ops({100: [(TABLE, 2, "x")]})).seqs.last
+        assert backlogs.between(ends[-2], end).records == 3
+        before = backlogs.between(Seq(0), end)
+        drop_segments(str(tmp_path), Retention(), RetentionBounds(0.0, 0, 0))
+        assert backlogs.between(Seq(0), end).records < before.records
 
 
 def test_whatever_the_bounds_a_count_is_the_sum_of_its_frames_and_segments(tmp_path: Path):

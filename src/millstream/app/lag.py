@@ -13,8 +13,8 @@ from millstream.model.positions import Seq
 if TYPE_CHECKING:
     from millstream.wal.backlog import Backlog, Backlogs
 
-_BACKLOGS_MAX: Final = 64
-"""Number of logs whose counts are kept: each may have some tens of megabytes of indexes."""
+_FRAMES_MAX: Final = 1_000_000
+"""Number of frames in the kept indexes of all logs together: some 160 MB."""
 
 
 def capture_lag(progress: dict[str, Any]) -> dict[str, Any]:
@@ -32,9 +32,7 @@ def backlog_counter(
     from millstream.wal.backlog import Backlogs
 
     folder = str(home.wal_folder(name))
-    own = backlogs.get(folder) or Backlogs(folder)
-    if len(backlogs) < _BACKLOGS_MAX:
-        backlogs[folder] = own
+    own = backlogs.setdefault(folder, Backlogs(folder))
 
     def counted(after: Seq) -> Backlog | None:
         try:
@@ -45,6 +43,15 @@ def backlog_counter(
             return None
 
     return counted
+
+
+def trim(backlogs: dict[str, Backlogs]) -> None:
+    """Forget the largest indexes until the others together are small enough to keep."""
+    sizes = {folder: own.frames_kept for folder, own in backlogs.items()}
+    for folder in sorted(sizes, key=lambda folder: -sizes[folder]):
+        if sum(sizes.values()) <= _FRAMES_MAX:
+            return
+        del backlogs[folder], sizes[folder]
 
 
 def lake_lag(waiting: Backlog | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Final
 
+from millstream.app.lag import trim
 from millstream.errors import MillstreamError
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class StatusCache:
             if self._catalog is None:
                 self._catalog = place, home.open_catalog(busy_timeout_s=self._patience_s)
             yield self._catalog[1]
+            trim(self.backlogs)
         except MillstreamError:
             self.close()
             raise

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Final
 from millstream.codec.log_frame import FrameKind
 from millstream.codec.log_segment import FrameEntries
 from millstream.model.ids import Epoch, ShardId
-from millstream.model.marks import DurableMark
+from millstream.model.marks import DroppedMark, DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.schema import is_definition
 from millstream.ports import Files
-from millstream.wal.durable_mark import read_mark
+from millstream.wal.durable_mark import read_dropped, read_mark
 from millstream.wal.files import RealFiles
 from millstream.wal.frame_index import ShardIndex, read_header
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
@@ -28,6 +28,7 @@ _CACHED_FRAMES_MAX: Final = 50_000
 """Number of frames cached for segments that a bound splits; others aren't cached. About 8 MiB."""
 
 
+_COUNTS_MAX: Final = 16
 _COMMIT_TIMES_MAX: Final = 1_000
 """Number of frames whose commit time is cached: those at which a count began."""
 
@@ -68,8 +69,16 @@ class Backlogs:
         self._folder = folder
         self._files = RealFiles() if files is None else files
         self._indexes: dict[ShardId, ShardIndex] = {}
+        self._marks: dict[ShardId, tuple[DurableMark | None, DroppedMark | None]] = {}
+        self._counts: dict[tuple[Seq, Seq], Backlog] = {}
+        """Counts between the same bounds, while neither a writer nor retention has moved its mark."""
         self._commit_times_us: dict[tuple[str, Epoch, int], int | None] = {}
         """Commit times of frames that no footer lists, by file, the mark's epoch and position: each is decoded once."""
+
+    @property
+    def frames_kept(self) -> int:
+        """Number of frames in memory, of some 160 bytes each."""
+        return sum(index.frames_kept for index in self._indexes.values())
 
     def between(self, after: Seq, upto: Seq) -> Backlog:
         """Count the range `(after, upto]`; a frame that straddles a bound counts whole.
@@ -78,16 +87,26 @@ class Backlogs:
             CorruptWal: an index is damaged.
             FileNotFoundError: retention drops a segment at this very moment; count again.
         """
-        found = _NOTHING
-        for shard in list_shards(self._files, self._folder) if after < upto else []:
-            folder = shard_folder(self._folder, shard)
-            mark = read_mark(self._files, folder)
-            if mark is None:
-                continue
-            if shard not in self._indexes:
-                self._indexes[shard] = ShardIndex(self._files, folder, shard, cached_frames_max=_CACHED_FRAMES_MAX)
-            found += self._on_shard(self._indexes[shard], mark, after, upto)
-        return found
+        if after >= upto:
+            return _NOTHING
+        folders = {shard: shard_folder(self._folder, shard) for shard in list_shards(self._files, self._folder)}
+        marks = {
+            s: (read_mark(self._files, folder), read_dropped(self._files, folder)) for s, folder in folders.items()
+        }
+        if marks != self._marks or len(self._counts) >= _COUNTS_MAX:
+            self._marks, self._counts = marks, {}
+        if (after, upto) not in self._counts:
+            found = _NOTHING
+            for shard, (mark, _) in marks.items():
+                if mark is None:
+                    continue
+                if shard not in self._indexes:
+                    self._indexes[shard] = ShardIndex(
+                        self._files, folders[shard], shard, cached_frames_max=_CACHED_FRAMES_MAX
+                    )
+                found += self._on_shard(self._indexes[shard], mark, after, upto)
+            self._counts[after, upto] = found
+        return self._counts[after, upto]
 
     def _on_shard(self, index: ShardIndex, mark: DurableMark, after: Seq, upto: Seq) -> Backlog:
         found = _NOTHING

@@ -182,6 +182,11 @@ class ShardIndex:
         """The newest schema of each table, of the segments in `_schemas_of`."""
         self._schemas_of: dict[SegmentFile, Seal] = {}
 
+    @property
+    def frames_kept(self) -> int:
+        """Number of frames in memory, of some 160 bytes each."""
+        return self._cached_frames + (0 if self._open is None else len(self._open.entries))
+
     def segments(self, mark: DurableMark) -> list[SegmentFile]:
         """Return the segments that hold what the mark shows, without dropped ones that a crash left behind."""
         segments = list_segments(self._files, self._dir)
