@@ -349,6 +349,26 @@ def test_the_past_is_shown_with_the_columns_and_the_name_that_the_table_had(
     assert at(layout, 'SELECT count(*) AS n FROM history."public.orders"', 4) == [{"n": 3}]
 
 
+@pytest.mark.parametrize("folded", [False, True])
+def test_a_table_that_is_renamed_within_a_batch_has_the_records_from_before_the_rename(
+    layout: LakeLayout, orders: TableSchema, records: Records, *, folded: bool
+):
+    """They lie in the folder of the new name. The old name had none of them at a token in between."""
+    renamed = replace(orders, version=SchemaVersion(2), name="sales")
+    land_at(layout, 2, 0, (orders, records(orders, ("c", 1, {"id": 1}), ("c", 2, {"id": 2}))), fold=folded)
+    batches = [records(orders, ("c", 3, {"id": 3}), ("d", 4, {"id": 2})), records(renamed, ("c", 6, {"id": 6}))]
+    landed = [append_history(layout, renamed, batches, Seq(6))]
+    landed += [fold_table(layout, renamed, Seq(6))] if folded else []
+    commit_cut(layout, Seq(6), landed, committed_at=datetime.now(UTC))
+    ids = {2: [1, 2], 3: [1, 2, 3], 4: [1, 3], 5: [1, 3]}
+    for n, expected in ids.items():
+        assert at(layout, "SELECT id FROM public.orders ORDER BY id", n) == [{"id": id_} for id_ in expected]
+        assert at(layout, 'SELECT max(__seq) AS n FROM history."public.orders"', n) == [{"n": min(n, 4)}]
+    assert at(layout, "SELECT id FROM public.sales ORDER BY id", 6) == [{"id": 1}, {"id": 3}, {"id": 6}]
+    with LakeSession(layout, as_of=Seq(4)) as session, pytest.raises(InvalidQuery, match=r"called public\.orders then"):
+        session.query("FROM public.sales")
+
+
 def test_times_and_tokens_outside_of_the_lake_are_told_apart(layout: LakeLayout, orders: TableSchema, records: Records):
     with pytest.raises(PositionError, check=coded("beyond_retention")):
         LakeSession(layout, as_of=NOON)

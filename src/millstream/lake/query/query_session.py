@@ -33,7 +33,7 @@ from millstream.errors import (
 from millstream.lake.commit_cuts import Cut, CutTable, last_cut
 from millstream.lake.folded.current import current_columns
 from millstream.lake.known_tables import KnownTable, empty_records, empty_rows, is_meant, unknown_table, where_they_land
-from millstream.lake.layout import MESSAGES, LakeLayout, has_current, without_rows
+from millstream.lake.layout import MESSAGES, LakeLayout, folder_of, has_current, without_rows
 from millstream.lake.query.duckdb_connection import Engine
 from millstream.lake.query.log_tail import TailTables
 from millstream.lake.query.merged_rows import MERGED, MergedTables, MergedViews
@@ -509,7 +509,8 @@ class LakeSession(Closing):
         history = self._history(folder)
         schema = self._era(folder, history).schema
         name = MESSAGES if folder == MESSAGES else f"{schema.namespace}.{schema.name}"
-        moved = None if history.tail is None or history.path.endswith(f"/{folder}") else schema.table_id
+        is_elsewhere = history.tail is not None and not history.path.endswith(f"/{folder}")
+        moved = schema.table_id if is_elsewhere or (folder != MESSAGES and folder_of(schema) != folder) else None
         parts = records_sql(self._engine, history, schema, self._n, only=moved)
         parts += [f"FROM {self._engine.register(source)}" for source in self._tail.more_records(history)]
         records = " UNION ALL BY NAME ".join(parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Protocol
 
@@ -20,10 +20,12 @@ from millstream.errors import (
     TokenFromFuture,
 )
 from millstream.lake.commit_cuts import Cut, CutTable, cut_at, cut_at_time, cut_from, first_cut, last_cut
+from millstream.lake.data_files import files_of, table_in
 from millstream.lake.history_folder import history_begun, history_from
 from millstream.lake.known_tables import KnownTable, is_meant
 from millstream.lake.layout import MESSAGES, LakeLayout, folder_of
 from millstream.lake.operation_ends import upto_moment, whole_upto
+from millstream.lake.query.overlay import SEQ
 from millstream.lake.schema_history import era_at
 from millstream.lake.table_format import OpenTable, open_table
 from millstream.model.ids import TableId
@@ -174,17 +176,30 @@ def _token(layout: LakeLayout, cut: Cut | None) -> StreamToken:
 
 
 def add_since_the_cut(layout: LakeLayout, n: Seq, tables: dict[str, CutTable]) -> None:
-    """Add to a cut's tables, by folder, those that came, or were renamed, between the cut below a position and that."""
+    """Add to a cut's tables, by folder, those that came, or were renamed, between the cut below a position and that.
+
+    A table that was renamed behind the position has its records since the cut in the folder of its new name.
+    """
     later = cut_from(layout, n)
     for folder, table in ({} if later is None else later.tables).items():
         if folder in tables or folder == MESSAGES:
             continue
-        era = era_at(open_history(layout, folder, table.table_id), n)
-        if era is None or folder_of(era.schema) != folder:
+        history = open_history(layout, folder, table.table_id)
+        era = era_at(history, n)
+        if era is None or era.schema.table_id != table.table_id:
             continue
-        tables[folder] = table
-        for old in [f for f, t in tables.items() if t.table_id == table.table_id and f != folder]:
-            del tables[old]
+        old = [(f, t) for f, t in tables.items() if t.table_id == table.table_id]
+        if folder_of(era.schema) != folder and not any(_has_more(history, t, n) for _, t in old):
+            continue
+        tables[folder] = replace(table, name=era.schema.full_name)
+        for other, _ in old:
+            del tables[other]
+
+
+def _has_more(history: OpenTable, table: CutTable, n: Seq) -> bool:
+    """Return whether a history may have records of a table up to a position that its history in a cut lacks."""
+    mine = [file for file in files_of(history, SEQ) if table_in(file.path) == table.table_id]
+    return any(file.low is None or (file.high > table.history_n and file.low <= n) for file in mine)
 
 
 def known_later(layout: LakeLayout, n: Seq, said: str, tables: Iterable[CutTable]) -> InvalidQuery | None:
