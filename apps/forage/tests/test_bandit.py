@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream_forage.bandit import Arm, Slot, Table, exploring_budget, fill
+from millstream_forage.bandit import Arm, Arms, Slot, Table, exploring_budget, fill
 
 FAMILY = 1e-3
 """Chance that a correct bandit fails a comparison of frequencies, over all cells of one slot."""
@@ -165,7 +165,7 @@ def test_frequencies_over_seeds_agree_with_the_propensities(seeds: int) -> None:
 
 def chances_after(made: Sequence[Arm], history: tuple[tuple[int, bool], ...], limit: int, budget: int) -> list[float]:
     """Return the chance of each arm to get the slot after those of `history`, all within one block."""
-    table = Table(made)
+    table = Table(Arms.of(made))
     exploring = table.exploring_slots(limit, budget)
     for arm, explore in history:
         table.take(arm)

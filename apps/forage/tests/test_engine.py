@@ -12,11 +12,13 @@ import pytest
 from apps.forage.tests.memory_home import MemoryHome, SetClock, engine_on
 
 from millstream.errors import AppendOutcomeUnknown
+from millstream_forage import feed
 from millstream_forage.clock import DAY_NS, MINUTE_NS
 from millstream_forage.corpus import default_corpus
 from millstream_forage.embedding import DIMENSIONS
 from millstream_forage.engine import ForageEngine
 from millstream_forage.errors import EngineFailed, InvalidField, KeyReused, UnknownImpression, UnknownItem
+from millstream_forage.feed import FeedRequest
 from millstream_forage.tables import ID_MAX, ITEMS
 
 USER = 1
@@ -67,6 +69,32 @@ def test_an_item_of_the_same_url_gets_the_first_ones_id(engine: ForageEngine):
     answer = engine.add_item(replace(item, url="https://new.example/"))
     assert (answer.item_id, answer.duplicate) == (101, False)
     assert engine.items(after=100).items[0].title == item.title
+
+
+@pytest.mark.parametrize("bytes_max", [0, 64 << 20])
+def test_a_feeder_that_has_seen_other_feeds_fills_them_as_a_new_one(
+    engine: ForageEngine, monkeypatch: pytest.MonkeyPatch, bytes_max: int
+):
+    monkeypatch.setattr(feed, "VECTORS_BYTES_MAX", bytes_max)
+    first = default_corpus()[0]
+    draws = np.random.default_rng(3)
+    vectors = iter(draws.normal(size=(60, DIMENSIONS)))
+    monkeypatch.setattr(engine._embedder, "embed", lambda texts: np.array([next(vectors) for _ in texts]))
+    monkeypatch.setattr("millstream_forage.engine.item_vectors", lambda embedder, items: embedder.embed(items))
+    for number in range(60):
+        item = engine.add_item(replace(first, url=f"https://new.example/{number}")).item_id
+        if number % 9 == 0:
+            engine.signal(USER, item, "save")
+            engine.signal(USER, item, "share")
+        if number % 13 == 0:
+            engine.hide(USER, item)
+        for limit in (1, 3, 7, 50):
+            request = FeedRequest(USER, limit, number, engine._clock())
+            fresh = feed.Feeder(engine._state, engine.policy)
+            assert engine._feeder.compute(request) == fresh.compute(request)
+        kept = [vectors.nbytes for vectors in engine._feeder._vectors._kept.values()]
+        assert engine._feeder._vectors._size_bytes == sum(kept)
+        assert len(kept) <= 1 or sum(kept) <= bytes_max
 
 
 ODD = [

@@ -15,10 +15,10 @@ arms, and the chance not to explore times the chance that the arm's draw is the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, TypeAlias
+from typing import Final, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +59,32 @@ class Arm:
 
 
 @dataclass(frozen=True, slots=True)
+class Arms:
+    """Several arms as columns. Objects for a hundred arms take longer to make than a feed takes to fill."""
+
+    wins: Floats
+    losses: Floats
+    shown: Indices
+    unexplored: npt.NDArray[np.bool_]
+    sizes: Indices
+    """How many eligible items each arm has."""
+    best: Callable[[int], Sequence[int]]
+    """Returns an arm's items as in `Arm.items`, given its place among the arms."""
+
+    @classmethod
+    def of(cls, arms: Sequence[Arm]) -> Self:
+        """Return arms as columns."""
+        return cls(
+            wins=np.array([arm.wins for arm in arms], np.float64),
+            losses=np.array([arm.losses for arm in arms], np.float64),
+            shown=np.array([arm.shown for arm in arms], np.int64),
+            unexplored=np.array([arm.unexplored for arm in arms], np.bool_),
+            sizes=np.array([len(arm.items) for arm in arms], np.int64),
+            best=lambda place: arms[place].items,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Slot:
     """One filled slot."""
 
@@ -81,7 +107,7 @@ def exploring_budget(reward: float, trials: float) -> int:
     return 1 + (hit_rate >= LOW_HIT_RATE) + (hit_rate >= HIGH_HIT_RATE)
 
 
-def fill(arms: Sequence[Arm], *, limit: int, seed: int, budget: int) -> list[Slot]:
+def fill(arms: Sequence[Arm] | Arms, *, limit: int, seed: int, budget: int) -> list[Slot]:
     """Fill up to `limit` slots; fewer if the arms have fewer items.
 
     Args:
@@ -91,10 +117,11 @@ def fill(arms: Sequence[Arm], *, limit: int, seed: int, budget: int) -> list[Slo
         budget: exploring slots of a full block of seven (`exploring_budget`).
     """
     slots: list[Slot] = []
-    remaining = min(limit, sum(len(arm.items) for arm in arms))
+    columns = arms if isinstance(arms, Arms) else Arms.of(arms)
+    remaining = min(limit, int(columns.sizes.sum()))
     if not remaining:
         return slots
-    draws, table = Draws(seed), Table(arms)
+    draws, table = Draws(seed), Table(columns)
     while remaining:
         block = min(BLOCK, remaining)
         remaining -= block
@@ -144,19 +171,22 @@ def odds_of(a: bytes, b: bytes) -> GreatestOfBetas:
 class Table:
     """The arms while a feed is filled: items that are left, slots that each arm has taken."""
 
-    __slots__ = ("_arms", "_odds", "_shown", "_sizes", "_taken", "_unexplored", "a", "b")
+    __slots__ = ("_arms", "_contenders", "_least_shown", "_odds", "_shown", "_sizes", "_taken", "_unexplored", "a", "b")
 
-    def __init__(self, arms: Sequence[Arm]) -> None:
+    def __init__(self, arms: Arms) -> None:
         self._arms: Final = arms
-        self._sizes: Final = np.array([len(arm.items) for arm in arms])
-        self._shown: Final = np.array([arm.shown for arm in arms])
-        self._unexplored: Final = np.array([arm.unexplored for arm in arms])
+        self._sizes: Final = self._arms.sizes
+        self._shown: Final = self._arms.shown
+        self._unexplored: Final = self._arms.unexplored
         self._taken: Final = np.zeros_like(self._sizes)
-        self.a: Final[Floats] = np.array([1 + arm.wins for arm in arms], np.float64)
+        self.a: Final[Floats] = 1 + self._arms.wins
         """First parameter of each arm's Beta distribution."""
-        self.b: Final[Floats] = np.array([1 + arm.losses for arm in arms], np.float64)
+        self.b: Final[Floats] = 1 + self._arms.losses
         """Second parameter."""
         self._odds: Final = odds_of(self.a.tobytes(), self.b.tobytes())
+        # Both are asked for twice a slot: for its choice, and for the chance of that.
+        self._contenders: tuple[int, Indices] | None = None
+        self._least_shown: Indices | None = None
 
     def exploring_slots(self, block: int, budget: int) -> int:
         """Return how many of a block's next slots explore: none or all of them if only one kind of arm is left."""
@@ -170,17 +200,20 @@ class Table:
 
         They are the arms that have items. The last unexplored items are kept for the slots that explore.
         """
-        eligible = self._taken < self._sizes
-        if self._left_to_explore() <= exploring:
-            eligible &= ~self._unexplored
-        return np.flatnonzero(eligible)
+        if self._contenders is None or self._contenders[0] != exploring:
+            eligible = self._taken < self._sizes
+            if self._left_to_explore() <= exploring:
+                eligible &= ~self._unexplored
+            self._contenders = exploring, np.flatnonzero(eligible)
+        return self._contenders[1]
 
     def least_shown(self) -> Indices:
         """Return the unexplored arms with items that were shown least: before this feed, then in it."""
-        arms = np.flatnonzero(self._unexplored & (self._taken < self._sizes))
-        arms = arms[self._shown[arms] == self._shown[arms].min(initial=EVER)]
-        least: Indices = arms[self._taken[arms] == self._taken[arms].min(initial=EVER)]
-        return least
+        if self._least_shown is None:
+            arms = np.flatnonzero(self._unexplored & (self._taken < self._sizes))
+            arms = arms[self._shown[arms] == self._shown[arms].min(initial=EVER)]
+            self._least_shown = arms[self._taken[arms] == self._taken[arms].min(initial=EVER)]
+        return self._least_shown
 
     def propensity(self, arm: int, exploring: int, left: int) -> float:
         """Return the chance that `arm` gets the next slot, if `exploring` of the block's last `left` slots explore."""
@@ -197,8 +230,9 @@ class Table:
 
     def take(self, arm: int) -> int:
         """Take the arm's best item that is left."""
-        item = self._arms[arm].items[int(self._taken[arm])]
+        item = self._arms.best(arm)[int(self._taken[arm])]
         self._taken[arm] += 1
+        self._contenders = self._least_shown = None
         return item
 
     def _left_to_explore(self) -> int:

@@ -5,6 +5,8 @@ An index sorts a long stretch of new rows at once, when it is next asked, and ke
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -103,7 +105,7 @@ class Index:
     def rows(self, key: int) -> Ints:
         """Return the rows that have a value, in order."""
         self.catch_up()
-        begin, end = np.searchsorted(self._keys, [key, key + 1])
+        begin, end = self._keys.searchsorted(key), self._keys.searchsorted(key, side="right")
         recent = self._recent.get(key)
         return self._order[begin:end] if recent is None else np.concatenate([self._order[begin:end], recent])
 
@@ -159,14 +161,18 @@ class Names:
         """Return the number of a name that came before."""
         return self._codes.get(name)
 
+    def of(self, name: str) -> int:
+        """Return the number of a name; a new name gets a new one."""
+        code = self._codes.get(name)
+        if code is None:
+            code = self._codes[name] = len(self.names)
+            self.names.append(name)
+        return code
+
     def codes(self, column: pa.Array) -> Ints:
         """Return the number of each name of a column of texts, none of them null; new names get new numbers."""
         encoded = column.dictionary_encode()
-        for name in encoded.dictionary.to_pylist():
-            if name not in self._codes:
-                self._codes[name] = len(self.names)
-                self.names.append(name)
-        numbers = np.array([self._codes[name] for name in encoded.dictionary.to_pylist()], np.int64)
+        numbers = np.array([self.of(name) for name in encoded.dictionary.to_pylist()], np.int64)
         codes: Ints = numbers[encoded.indices.to_numpy()]
         return codes
 
@@ -195,7 +201,8 @@ class Records:
             self._batches[-_BATCHES_MAX:] = joined
             self._starts[-_BATCHES_MAX:] = [self._starts[-1]]
 
-    def row(self, row: int) -> dict[str, Any]:
-        """Return a row's values by column."""
-        at = int(np.searchsorted(self._starts, row, side="right")) - 1
-        return dict(self._batches[at].slice(row - self._starts[at], 1).to_pylist()[0])
+    def row(self, row: int, names: Sequence[str] | None = None) -> dict[str, Any]:
+        """Return a row's values by column: those of some columns, or all."""
+        at = bisect_right(self._starts, row) - 1
+        batch, place = self._batches[at], row - self._starts[at]
+        return {name: batch.column(name)[place].as_py() for name in names or batch.schema.names}

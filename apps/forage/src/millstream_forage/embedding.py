@@ -198,10 +198,15 @@ def row_lengths(vectors: Floats) -> Floats:
     return np.array([math.sqrt(math.fsum(row)) for row in np.square(vectors).tolist()], dtype=np.float64)
 
 
+def length_of(vector: Floats) -> float:
+    """Return the length of one vector, as `row_lengths`."""
+    return math.sqrt(math.fsum(np.square(vector).tolist()))
+
+
 def cosines(left: Floats, right: Floats) -> Floats:
     """Return the cosine of each row of `left` with each row of `right`, both unit vectors, to nine digits."""
     # Adding zero turns -0.0 into 0.0, which prints alike everywhere.
-    rounded: Floats = np.round(left @ right.T, DECIMALS) + 0.0
+    rounded: Floats = (left @ right.T).round(DECIMALS) + 0.0
     return rounded
 
 

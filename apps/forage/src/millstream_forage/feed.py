@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, overload
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from millstream_forage.answers import FeedItem
-from millstream_forage.bandit import TRIALS_TO_EXPLORE, Arm, Slot, exploring_budget, fill
+from millstream_forage.bandit import TRIALS_TO_EXPLORE, Arms, Slot, exploring_budget, fill
 from millstream_forage.columns import Ints
 from millstream_forage.eligible_items import EligibleItems
 from millstream_forage.embedding import Floats
@@ -37,8 +37,12 @@ from millstream_forage.taste import (
 TASTES_MAX: Final = 4096
 """Users whose centroids are remembered: some ten kilobytes each."""
 MULTIPLIED_AT_ONCE: Final = 512
-"""Rows of a product of matrices. OpenBLAS multiplies as few on the calling thread; on a busy machine, threads of its own
+"""Columns of a product of matrices. OpenBLAS multiplies as few on the calling thread; on a busy machine, threads of its own
 make it 20 ms instead of 0.05."""
+SHOWN: Final = ("id", "title", "url", "creator", "category", "source", "summary", "tags", "reading_time_min")
+"""The columns of an item that a feed shows."""
+VECTORS_BYTES_MAX: Final = 64 << 20
+"""Size of the arms' vectors that a `Feeder` keeps."""
 SINGLE_PRECISION: Final = 1e-5
 """More than the error of a similarity that was computed from 32-bit numbers."""
 
@@ -78,7 +82,7 @@ class Filled:
 class Prepared:
     """Everything of a feed that doesn't depend on its seed."""
 
-    arms: list[Arm]
+    arms: Arms
     budget: int
     liked: Taste
     category_shares: dict[str, float]
@@ -98,6 +102,7 @@ class Feeder:
         self._state: Final = state
         self._policy: Final = policy
         self._prepared: tuple[tuple[int, ...], Prepared] | None = None
+        self._vectors: Final = ArmVectors(state.items)
         # By user: how many signals the user had, and the time of the newest of them.
         self._tastes: dict[int, tuple[int, int, Taste]] = {}
 
@@ -129,22 +134,19 @@ class Feeder:
         if self._prepared is not None and self._prepared[0] == key:
             return self._prepared[1]
         history = History(state, request.user, request.now_ns, impressions)
-        eligible = EligibleItems(state, request.user)
         liked = self._taste(request.user, request.now_ns)
-        unexplored = (history.signaled < TRIALS_TO_EXPLORE).tolist()
-        shown, wins, losses = history.shown.tolist(), history.wins.tolist(), history.losses.tolist()
+        eligible = EligibleItems(state, request.user)
         # By their least ids: regions whose items came in another order draw for the arms in the same one.
         ordered = np.argsort(state.items.arm_first_ids, kind="stable")
-        arms = [
-            Arm(
-                wins=wins[arm],
-                losses=losses[arm],
-                shown=shown[arm],
-                unexplored=unexplored[arm],
-                items=Ranked(state.items, eligible, liked, arm, request.limit),
-            )
-            for arm in ordered[eligible.sizes[ordered] > 0].tolist()
-        ]
+        numbers = ordered[eligible.sizes[ordered] > 0]
+        arms = Arms(
+            wins=history.wins[numbers],
+            losses=history.losses[numbers],
+            shown=history.shown[numbers],
+            unexplored=history.signaled[numbers] < TRIALS_TO_EXPLORE,
+            sizes=eligible.sizes[numbers],
+            best=Ranking(state.items, eligible, liked, self._vectors, numbers.tolist(), request.limit).best,
+        )
         budget = exploring_budget(history.exploring_reward, history.exploring_trials)
         prepared = Prepared(arms, budget, liked, *history.category_shares(state.items))
         self._prepared = (key, prepared)
@@ -166,22 +168,16 @@ class Feeder:
 
 def answer(items: Items, slot: Slot, number: int, similarity: float, prepared: Prepared, policy: Policy) -> Filled:
     """Return a slot as the feed shows it."""
-    item = items.rest.row(slot.item)
-    share, target = prepared.category_shares[item["category"]], prepared.target_shares[item["category"]]
+    item = items.rest.row(slot.item, SHOWN)
+    category, source = item["category"], item["source"]
+    share, target = prepared.category_shares[category], prepared.target_shares[category]
     named = label(similarity, share, target, threshold=policy.match_threshold)
     shown = FeedItem(
-        item_id=item["id"],
-        title=item["title"],
-        url=item["url"],
-        creator=item["creator"],
-        category=item["category"],
-        source=item["source"],
-        summary=item["summary"],
-        tags=item["tags"],
-        reading_time_min=item["reading_time_min"],
+        item_id=item.pop("id"),
+        **item,
         label=named,
         explore=slot.explore,
-        reason=reason(item["category"], item["source"], named, explore=slot.explore),
+        reason=reason(category, source, named, explore=slot.explore),
         slot=number,
         impression_id=None,
         propensity=slot.propensity,
@@ -238,64 +234,109 @@ class History:
         rewards = np.concatenate([rewards, signals.weights.values[given]])
         times = np.concatenate([shown.shown_ns.values[rows], signals.given_ns.values[given]])
         remaining = np.exp2(-ages_ns(times, now_ns) / HALF_LIFE_NS)
-        self.wins: Final = np.bincount(trial_arms, rewards * remaining, minlength=arms)
+        self.wins: Final[Floats] = np.bincount(trial_arms, rewards * remaining, minlength=arms).astype(np.float64)
         """Decayed sum of the rewards of each arm."""
-        self.losses: Final = np.bincount(trial_arms, (1 - rewards) * remaining, minlength=arms)
+        self.losses: Final[Floats] = np.bincount(trial_arms, (1 - rewards) * remaining, minlength=arms).astype(
+            np.float64
+        )
         """Decayed sum of 1 - reward of each arm."""
 
     def category_shares(self, items: Items) -> tuple[dict[str, float], dict[str, float]]:
         """Return the part of the user's impressions that each category had, and that it should have had."""
-        counts: dict[str, float] = {}
-        rewards: dict[str, float] = {}
-        for (category, _), shown, wins in zip(items.arm_names, self.shown.tolist(), self.wins.tolist(), strict=True):
-            counts[category] = counts.get(category, 0) + shown
-            rewards[category] = rewards.get(category, 0) + wins
-        return shares(counts, list(counts)), target_shares(rewards, list(counts))
+        names, codes = items.categories.names, items.arm_categories.values
+        counts = np.bincount(codes, self.shown, minlength=len(names)).tolist()
+        rewards = np.bincount(codes, self.wins, minlength=len(names)).tolist()
+        of_counts, of_rewards = dict(zip(names, counts, strict=True)), dict(zip(names, rewards, strict=True))
+        return shares(of_counts, names), target_shares(of_rewards, names)
 
 
-class Ranked(Sequence[int]):
-    """An arm's eligible items, best first. They are ranked when the first is asked for, and no more than the limit."""
+class ArmVectors:
+    """The vectors of each arm's items, as columns of a matrix.
 
-    __slots__ = ("_arm", "_best", "_eligible", "_items", "_length", "_limit", "_taste")
+    To gather them for each feed takes longer than to multiply them, and a product with columns takes a quarter of one with rows.
+    """
 
-    def __init__(self, items: Items, eligible: EligibleItems, liked: Taste, arm: int, limit: int) -> None:
+    def __init__(self, items: Items) -> None:
         self._items: Final = items
+        self._kept: Final[dict[int, npt.NDArray[np.float32]]] = {}
+        self._size_bytes = 0
+
+    def of(self, arm: int) -> npt.NDArray[np.float32]:
+        """Return the vectors of all items of an arm, in the order of `Items.by_arm`, to which items are only added."""
+        kept = self._kept.get(arm)
+        if kept is None or kept.shape[1] != self._items.arm_sizes[arm]:
+            self._size_bytes -= 0 if kept is None else kept.nbytes
+            rows = self._items.by_arm.rows(arm)
+            kept = np.ascontiguousarray(self._items.embeddings.values.take(rows, axis=0).T)
+            if self._size_bytes + kept.nbytes > VECTORS_BYTES_MAX:
+                self._kept.clear()
+                self._size_bytes = 0
+            self._kept[arm] = kept
+            self._size_bytes += kept.nbytes
+        return kept
+
+
+class Ranking:
+    """The order of each arm's eligible items for one user. An arm is ranked when its first item is asked for."""
+
+    def __init__(
+        self,
+        items: Items,
+        eligible: EligibleItems,
+        liked: Taste,
+        vectors: ArmVectors,
+        arms: Sequence[int],
+        limit: int,
+    ) -> None:
+        """Make it.
+
+        Args:
+            items: all items.
+            eligible: those that the user may be shown.
+            liked: the user's taste.
+            vectors: the items' vectors by arm.
+            arms: the arms' numbers, in the order in which they compete.
+            limit: number of the items of an arm that are asked for.
+        """
         self._eligible: Final = eligible
+        self._arms: Final = arms
+        self._best: Final[dict[int, list[int]]] = {}
+        self._items: Final = items
         self._taste: Final = liked
-        self._arm: Final = arm
+        self._vectors: Final = vectors
         self._limit: Final = limit
-        self._length: Final = int(eligible.sizes[arm])
-        self._best: list[int] | None = None
+        self._centroids: Final = liked.confirmed.astype(np.float32)
 
-    def __len__(self) -> int:
-        return self._length
+    def best(self, place: int) -> list[int]:
+        """Return the best eligible items of the arm at a place, best first: as many as the limit."""
+        found = self._best.get(place)
+        if found is None:
+            found = self._best[place] = self._ranked(self._arms[place])
+        return found
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        if self._best is None:
-            self._best = self._ranked()
-        return self._best[index]
-
-    def _ranked(self) -> list[int]:
-        rows = self._eligible.rows(self._arm)
+    def _ranked(self, arm: int) -> list[int]:
+        rows = self._eligible.rows(arm)
         similarities: npt.NDArray[np.float64] = np.zeros(len(rows))
-        confirmed = self._taste.confirmed
-        if len(confirmed):
-            rows = self._near(rows, confirmed)
+        if len(self._centroids):
+            rows = self._near(rows, arm)
             similarities = self._taste.similarities(self._items.embeddings.values[rows].astype(np.float64))
         order = np.lexsort((self._items.ids.values[rows], -similarities))[: self._limit]
-        return [int(row) for row in rows[order]]
+        found: list[int] = rows[order].tolist()
+        return found
 
-    def _near(self, rows: Ints, confirmed: Floats) -> Ints:
+    def _near(self, rows: Ints, arm: int) -> Ints:
         """Return the rows among which the best are: exact similarities of all would take four times as long."""
         if len(rows) <= 2 * self._limit:
             return rows
-        vectors, centroids = self._items.embeddings.values, confirmed.astype(np.float32)
-        parts = [rows[begin : begin + MULTIPLIED_AT_ONCE] for begin in range(0, len(rows), MULTIPLIED_AT_ONCE)]
-        rough = np.concatenate([(centroids @ vectors.take(part, axis=0).T).max(axis=0) for part in parts])
+        vectors = self._vectors.of(arm)
+        count = vectors.shape[1]
+        products = np.empty((len(self._centroids), count), np.float32)
+        for begin in range(0, count, MULTIPLIED_AT_ONCE):
+            part = slice(begin, begin + MULTIPLIED_AT_ONCE)
+            np.matmul(self._centroids, vectors[:, part], out=products[:, part])
+        rough = products.max(axis=0)
+        if len(rows) < count:
+            rough = rough[np.searchsorted(self._items.by_arm.rows(arm), rows)]
         least = np.partition(rough, -self._limit)[-self._limit]
         near: Ints = rows[rough >= least - SINGLE_PRECISION]
         return near

@@ -107,7 +107,7 @@ class FoldedLog:
         tables = {name: pa.RecordBatch.from_pylist(part, schema=SCHEMAS[name]) for name, part in rows.items() if part}
         if not tables:
             return
-        ack = self._appended({name: pa.table(batch) for name, batch in tables.items()})
+        ack = self._appended({name: pa.Table.from_batches([batch]) for name, batch in tables.items()})
         if not self._fold_own(tables, ack):
             self._fold_upto(ack.token)
 

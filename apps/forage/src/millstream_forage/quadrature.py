@@ -54,7 +54,9 @@ class GreatestOfBetas:
     __slots__ = ("_densities", "_log_cdfs", "_row", "_rows")
 
     def __init__(self, a: npt.ArrayLike, b: npt.ArrayLike) -> None:
-        pairs, row = np.unique(np.column_stack((a, b)), axis=0, return_inverse=True)
+        # As complex numbers, which sort by both parts: by rows of two, numpy takes several times as long.
+        distinct, row = np.unique(np.asarray(a) + 1j * np.asarray(b), return_inverse=True)
+        pairs = np.column_stack((distinct.real, distinct.imag))
         self._row: Final = row.reshape(-1)
         self._rows: Final = len(pairs)
         left, width = panels(pairs[:, 0], pairs[:, 1])
@@ -100,13 +102,19 @@ def panels(a: Floats, b: Floats) -> tuple[Floats, Floats]:
     a, b = a[:, None], b[:, None]
     peak, deviation = np.log(a / b), np.sqrt(1 / a + 1 / b)
     floor = log_density(a, b, peak) + NEGLIGIBLE_LOG
-    begin = np.argmax(log_density(a, b, np.clip(peak, edges[:-1], edges[1:])) > floor, axis=1).max()
+
+    def matters(edges: Floats) -> npt.NDArray[np.bool_]:
+        """Return which panels have a density that matters: the densities are log-concave, so greatest next to their peaks."""
+        high = log_density(a, b, edges) > floor
+        before, after = peak <= edges[:-1], peak >= edges[1:]
+        found: npt.NDArray[np.bool_] = np.where(before, high[:, :-1], np.where(after, high[:, 1:], True))
+        return found
+
+    begin = np.argmax(matters(edges), axis=1).max()
     edges = edges[begin:]
     while True:
         left, width = edges[:-1], np.diff(edges)
-        # The density is log-concave: within a panel it is greatest at the point nearest to its peak.
-        matters = log_density(a, b, np.clip(peak, left, edges[1:])) > floor
-        coarse = (matters & (width > PANEL_DEVIATIONS * deviation)).any(axis=0)
+        coarse = (matters(edges) & (width > PANEL_DEVIATIONS * deviation)).any(axis=0)
         if not coarse.any():
             return left, width
         edges = np.sort(np.concatenate((edges, left[coarse] + width[coarse] / 2)))

@@ -9,6 +9,7 @@ Nothing here depends on time: what decays is computed from this state as of a mo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -26,6 +27,7 @@ DWELL: Final = KIND_CODES["dwell"]
 NO_ROW: Final = -1
 REFERRED_TO: Final = ("items", "impressions")
 """Tables whose records others refer to."""
+NUMBER_IN_TOKEN: Final = re.compile(r"\.[sm](\d+)", re.ASCII)
 
 
 class Items:
@@ -42,6 +44,9 @@ class Items:
         """All columns, except embeddings."""
         self.arm_names: Final[list[tuple[str, str]]] = []
         """Category and source of each arm."""
+        self.categories: Final = Names()
+        self.arm_categories: Final = Column(np.int64)
+        """Number of each arm's category."""
         self.creator_names: Final = Names()
         self.by_id: Final = Index(self.ids)
         self.by_arm: Final = Index(self.arms)
@@ -89,11 +94,12 @@ class Items:
         found, first, inverse = np.unique(pairs, return_index=True, return_inverse=True)
         codes = np.zeros(len(found), np.int64)
         for at in np.argsort(first):
-            category, source = divmod(int(found[at]), width)
-            name = (categories.dictionary[category].as_py(), sources.dictionary[source].as_py())
+            pair = divmod(int(found[at]), width)
+            name = category, _ = (categories.dictionary[pair[0]].as_py(), sources.dictionary[pair[1]].as_py())
             if name not in self._arm_codes:
                 self._arm_codes[name] = len(self.arm_names)
                 self.arm_names.append(name)
+                self.arm_categories.extend([self.categories.of(category)])
             codes[at] = self._arm_codes[name]
         arms: Ints = codes[inverse]
         return arms
@@ -145,8 +151,7 @@ class Impressions:
         self.seeds.extend(batch["seed"].to_numpy())
         self.limits.extend(batch["limit"].to_numpy())
         self.policies.extend(self.policy_names.codes(batch["policy"]))
-        numbers = pc.extract_regex(batch["token"], r"\.[sm](?P<n>\d+)").field("n").cast(pa.int64())
-        self.tokens.extend(numbers.to_numpy())
+        self.tokens.extend(_numbers_of(batch["token"]))
         self.kinds.extend(np.zeros(len(rows), np.int64))
         self.rewards.extend(np.zeros(len(rows), np.float64))
         self.dwells.extend(np.full(len(rows), NO_ROW))
@@ -350,6 +355,14 @@ def _without_known(batch: pa.RecordBatch, index: Index) -> pa.RecordBatch:
     ids = batch["id"].to_numpy()
     fresh = _first_of_each(ids) & (index.first_rows(ids) == NO_ROW)
     return batch if fresh.all() else batch.filter(pa.array(fresh))
+
+
+def _numbers_of(tokens: pa.Array) -> Ints:
+    """Return the number in each token. Impressions of a feed have one token, so few are read."""
+    encoded = tokens.dictionary_encode()
+    numbers = np.array([int(NUMBER_IN_TOKEN.findall(token)[0]) for token in encoded.dictionary.to_pylist()], np.int64)
+    found: Ints = numbers[encoded.indices.to_numpy()]
+    return found
 
 
 def _codes(column: pa.Array, codes: dict[str, int]) -> Ints:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
 
 from millstream_forage.clock import DAY_NS
-from millstream_forage.embedding import DECIMALS, DIMENSIONS, Floats, cosines, row_lengths
+from millstream_forage.embedding import DECIMALS, DIMENSIONS, Floats, cosines, length_of, row_lengths
 
 Label: TypeAlias = Literal["match", "exploring", "none"]
 
@@ -43,7 +44,7 @@ class Liked:
     """Nanoseconds since 1970."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Taste:
     """A user's centroids."""
 
@@ -52,7 +53,7 @@ class Taste:
     signals: tuple[int, ...]
     """Positive signals of each centroid."""
 
-    @property
+    @cached_property
     def confirmed(self) -> Floats:
         """The centroids that at least two positive signals confirm."""
         return self.centroids[[count >= CONFIRMING_SIGNALS for count in self.signals]]
@@ -86,19 +87,23 @@ def taste(liked: Iterable[Liked], vectors: Mapping[int, Floats]) -> Taste:
     clusters = len(sums)
     units = directions(sums)
     near = cosines(units, units)
+    others = np.ones(len(sums), np.bool_)  # the clusters that are left, except the one that grows
     np.fill_diagonal(near, -np.inf)
     while clusters > 1:
-        kept, gone = sorted(divmod(int(np.argmax(near)), len(near)))
+        kept, gone = sorted(divmod(int(near.argmax()), len(near)))
         if near[kept, gone] < MERGE_COSINE and clusters <= CENTROIDS_MAX:
             break
-        sums[kept] += sums[gone]
+        grown = sums[kept]
+        grown += sums[gone]
         signals[kept] += signals[gone]
         weights[kept] += weights[gone]
         weights[gone] = 0
         clusters -= 1
-        units[kept] = directions(sums[kept : kept + 1])[0]
+        units[kept] = grown / (length_of(grown) or 1)
         near[gone, :] = near[:, gone] = -np.inf
-        alive = np.isfinite(near[kept]) | np.isfinite(near[:, kept])
+        others[gone] = others[kept] = False
+        alive = np.flatnonzero(others)
+        others[kept] = True
         near[kept, alive] = near[alive, kept] = cosines(units[kept : kept + 1], units[alive])[0]
     order = sorted(
         (index for index, weight in enumerate(weights) if weight), key=lambda index: (-weights[index], index)
