@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from millstream.capture.leaves.known_leaves import KnownLeaves, LeafColumns
-from millstream.capture.leaves.leaf_relations import _places
+from millstream.capture.leaves.leaf_relations import _grown, _places
 from millstream.capture.source import PartitionFacts, SourceTable
 from millstream.catalog import Catalog
 from millstream.codec.pgoutput import Relation
@@ -286,3 +286,19 @@ def test_a_leaf_of_an_earlier_look_is_no_new_one(looks: Looks) -> None:
         PARTS, facts, [replace(facts.partitions[0], born=False, attached_by=50)], at=Lsn(20), at_us=21
     )
     assert not looks.known.are_waiting, "its rows wait for another copy, and its x has entered"
+
+
+@pytest.mark.parametrize(
+    ("sent", "grown"),
+    [
+        ("item day new", "day item new"),  # `id` was dropped after `new` had been added
+        ("item day id new more", "id day item new more"),
+        ("day item new", None),  # another leaf's order
+        ("new item day", None),
+    ],
+)
+def test_columns_that_are_added_come_last_in_a_leaf_and_its_table(sent: str, grown: str | None) -> None:
+    found = _grown(LeafColumns(("item", "day", "id"), ("id", "day", "item")), sent.split())
+    assert (found is None) == (grown is None)
+    if found is not None and grown is not None:
+        assert [name for name in found.table if name in sent.split()] == grown.split()

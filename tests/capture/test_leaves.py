@@ -300,6 +300,19 @@ def test_a_leaf_that_had_no_changes_before_is_attached_without_an_x(stage: Stage
     assert seen(stage)["x public.day_5"] == 0
 
 
+def test_a_column_takes_another_s_place_in_one_transaction(stage: Stage) -> None:
+    """Between its changes a leaf of another order has a column that no look has shown, and one that today's table lacks."""
+    made(stage)
+    stage.sql(
+        "BEGIN; ALTER TABLE parts ADD name text; UPDATE parts SET name = item; ALTER TABLE parts DROP item; COMMIT",
+        "UPDATE parts SET name = 'later' WHERE id % 3 = 0",
+        "UPDATE parts SET day = 1 + day % 4 WHERE id % 5 = 0",
+    )
+    stage.catch_up()
+    check(stage)
+    assert stage.state("public.parts") is TableState.STREAMING
+
+
 def test_a_captured_table_that_is_a_partition_for_a_while(stage: Stage) -> None:
     """The changes of that time are those of the other table."""
     stage.sql(*PARTS, "CREATE TABLE apart (LIKE parts INCLUDING ALL)")

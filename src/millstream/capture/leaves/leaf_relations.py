@@ -163,6 +163,8 @@ class LeafRelations:
             above = self._place(relation.oid).above
             order = _places(names, [LeafColumns(above[0][1], columns) for oid, columns in above if oid == named.oid])
         if order is None:
+            order = _places(names, [grown for one in found if (grown := _grown(one, names)) is not None])
+        if order is None:
             raise undecodable(
                 named,
                 f"its partition {relation.qualified_name} has its columns in another order, and they were changed",
@@ -197,6 +199,13 @@ def _identifies(relation: Relation, table: SourceTable) -> bool:
         return False
     key = table.key if is_full else [column for column in table.relation.columns if column.in_identity]
     return {column.name for column in key} <= {column.name for column in relation.columns if column.in_identity}
+
+
+def _grown(known: LeafColumns, names: Sequence[str]) -> LeafColumns | None:
+    """Return a leaf's columns as a look found them, with those that were added to it and its table since; None if it isn't so."""
+    new = tuple(name for name in names if name not in known.own)
+    grown = LeafColumns(known.own + new, known.table + new)
+    return grown if [name for name in grown.own if name in names] == [*names] else None
 
 
 def _places(names: Sequence[str], known: Sequence[LeafColumns]) -> tuple[int, ...] | None:
