@@ -26,44 +26,52 @@ _SETTLED_S = 4.0
 _CALM_S = 0.1
 _APPENDS_S = 10
 _ROWS = [{"id": number, "page": f"/products/{number}", "ms": number * 1.25} for number in range(100)]
-_SMALL, _LARGE = (3, 4), (100, 10)
-"""Numbers of streams, and of tables of each."""
 
 
-@measures("console_idle_page_cpu", "console_loaded_page_cpu", "console_large_home_page_cpu")
-def console_page_cpu() -> Iterator[Figure]:
-    """Measure what an open overview costs a server, of a small and of a large home."""
-    for name, shape, is_loaded in (
-        ("console_idle_page_cpu", _SMALL, False),
-        ("console_loaded_page_cpu", _SMALL, True),
-        ("console_large_home_page_cpu", _LARGE, True),
-    ):
-        streams, tables = shape if asked.rows is None else (min(shape[0], max(1, asked.rows // 2_000)), shape[1])
-        say(f"{name}: {streams} streams with {tables} tables each")
-        with ExitStack() as stack:
-            path = stack.enter_context(folder("home")) / "home"
-            port, server = stack.enter_context(_served(path, streams, tables))
-            if is_loaded:
-                stack.enter_context(_load(path))
-            seconds = asked.seconds or (SECONDS if shape is _SMALL else _LARGE_SECONDS)
-            with_page, without = interleaved(
-                partial(_cpu, port, server, seconds, 1), partial(_cpu, port, server, seconds, 0)
-            )
-        yield reported(
-            name,
-            [one - other for one, other in zip(with_page, without, strict=True)],
-            unit="% of a core",
-            goal="<= 2",
-            rows=0,
-            size_bytes=0,
-            note=f"{streams} streams of {tables} tables, served by `millstream serve` while `millstream capture run` writes them; "
-            + (
-                f"{_APPENDS_S} appends of {len(_ROWS)} rows a second by another process; "
-                if is_loaded
-                else "nothing is written; "
-            )
-            + f"processor time of the server in {seconds} s with one viewer of the overview, minus that without",
+@measures("console_idle_page_cpu")
+def console_idle_page_cpu() -> Iterator[Figure]:
+    """Measure what an open overview costs the server of a small home at rest."""
+    yield _page_cpu("console_idle_page_cpu", 3, 4, SECONDS, is_loaded=False)
+
+
+@measures("console_loaded_page_cpu")
+def console_loaded_page_cpu() -> Iterator[Figure]:
+    """Measure the same while records are appended."""
+    yield _page_cpu("console_loaded_page_cpu", 3, 4, SECONDS, is_loaded=True)
+
+
+@measures("console_large_home_page_cpu")
+def console_large_home_page_cpu() -> Iterator[Figure]:
+    """Measure the same of a large home."""
+    yield _page_cpu("console_large_home_page_cpu", 100, 10, _LARGE_SECONDS, is_loaded=True)
+
+
+def _page_cpu(name: str, streams: int, tables: int, seconds: float, *, is_loaded: bool) -> Figure:
+    if asked.rows is not None:
+        streams = min(streams, max(1, asked.rows // 2_000))
+    seconds = asked.seconds or seconds
+    say(f"{name}: {streams} streams with {tables} tables each")
+    with ExitStack() as stack:
+        path = stack.enter_context(folder("home")) / "home"
+        port, server = stack.enter_context(_served(path, streams, tables))
+        if is_loaded:
+            stack.enter_context(_load(path))
+        with_page, without = interleaved(
+            partial(_cpu, port, server, seconds, 1), partial(_cpu, port, server, seconds, 0)
         )
+    load = (
+        f"{_APPENDS_S} appends of {len(_ROWS)} rows a second by another process" if is_loaded else "nothing is written"
+    )
+    return reported(
+        name,
+        [one - other for one, other in zip(with_page, without, strict=True)],
+        unit="% of a core",
+        goal="<= 2",
+        rows=0,
+        size_bytes=0,
+        note=f"{streams} streams of {tables} tables, served by `millstream serve` while `millstream capture run` writes them; {load};"
+        f" processor time of the server in {seconds} s with one viewer of the overview, minus that without",
+    )
 
 
 def _cpu(port: int, server: psutil.Process, seconds: float, viewers: int) -> float:
