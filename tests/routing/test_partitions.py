@@ -109,7 +109,3 @@ def test_rows_of_a_table_without_the_column_belong_to_the_partition_of_null() ->
     """Regression: a row without a time was refused until another had brought the column, and then it was `~`."""
     assert names("%Y-%m-%d/{region}", {"region": pa.array(["eu", "us"])}) == ["~/eu", "~/us"]
     assert names("{region}/%Y", {"id": pa.array([1])}) == ["~/~"]
-
-
-def test_a_template_names_its_columns() -> None:
-    assert PartitionTemplate.parse("{__table}/%Y-{country}/{at:%m}/{country}").columns == ("time", "country", "at")

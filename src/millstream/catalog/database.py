@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import structlog
 from sqlalchemy import Connection, Engine, Table, event, inspect, text
@@ -43,10 +43,6 @@ _STATEMENT_CHARS: Final = 200
 
 class Backend(Protocol):
     """The parts of a database product that differ."""
-
-    @property
-    def dialect(self) -> Literal["sqlite", "postgresql"]:
-        """The product."""
 
     @property
     def place(self) -> str:
@@ -156,8 +152,7 @@ class CatalogDatabase:
       `millstream.catalog.sql_tables` need no schema name in it. A write that reads first, and needs what it read to stay
       unchanged, locks a row for it (`select(…).with_for_update(key_share=True)`, which SQLite doesn't need and leaves
       out).
-    - `insert(table)` returns an INSERT that supports `on_conflict_do_update` on both backends; `dialect` names the
-      product.
+    - `insert(table)` returns an INSERT that supports `on_conflict_do_update` on both backends.
     - `address` is for a dedicated connection, `psycopg.connect(database.address)`; None on SQLite.
 
     Args:
@@ -193,11 +188,6 @@ class CatalogDatabase:
     def place(self) -> str:
         """Location of the catalog, for people; without secrets."""
         return self._backend.place
-
-    @property
-    def dialect(self) -> Literal["sqlite", "postgresql"]:
-        """The product."""
-        return self._backend.dialect
 
     @property
     def address(self) -> str | None:

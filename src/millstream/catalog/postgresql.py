@@ -56,7 +56,6 @@ class PostgresBackend:
         CatalogError: the address can't be parsed.
     """
 
-    dialect: Final = "postgresql"
     schema: Final = SCHEMA
     driver_errors: Final[tuple[type[Exception], ...]] = (psycopg.Error,)
 

@@ -34,7 +34,6 @@ _Identity = tuple[int, int] | None
 class SqliteBackend:
     """`catalog.database.Backend` over one file; its folder is created."""
 
-    dialect: Final = "sqlite"
     schema: Final = None
     address: Final = None
     driver_errors: Final[tuple[type[Exception], ...]] = (sqlite3.Error,)

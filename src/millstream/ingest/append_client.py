@@ -122,10 +122,6 @@ class AsyncAppendClient:
         head, body = protocol.asking(stream, batch, deadline_s)
         return protocol.outcomes_of(await self._asked(head, body, deadline_s))
 
-    async def session(self, stream: str, name: str, *, deadline_s: float) -> SessionFacts:
-        """Return the session; see `AppendClient.session`."""
-        return protocol.session_told(await self._asked(protocol.asking_session(stream, name), b"", deadline_s))
-
     async def _asked(self, head: bytes, body: Any, deadline_s: float) -> dict[str, Any]:
         async with self._room:
             connection, steps = _taken(self._idle, self._path)

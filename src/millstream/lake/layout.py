@@ -12,7 +12,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
 from millstream.errors import LakeError
 from millstream.model.ids import StreamId, TableId
@@ -176,30 +176,3 @@ class TableCommit:
     """In history: the position from which the table has had the folder's name.
 
     0 if another table has the name, or if the position is unknown."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON-compatible values, for executors' answers."""
-        return {
-            "table_id": int(self.table_id),
-            "name": self.name,
-            "folder": self.folder,
-            "view": self.view,
-            "version": self.version,
-            "rows": self.rows,
-            "n": int(self.n),
-            "since": int(self.since),
-        }
-
-    @classmethod
-    def from_dict(cls, facts: Mapping[str, Any]) -> TableCommit:
-        """Return the value that `as_dict` encoded."""
-        return cls(
-            table_id=TableId(facts["table_id"]),
-            name=facts["name"],
-            folder=facts["folder"],
-            view=facts["view"],
-            version=facts["version"],
-            rows=facts["rows"],
-            n=Seq(facts["n"]),
-            since=Seq(facts["since"]),
-        )

@@ -173,13 +173,6 @@ class OpenTable(Protocol):
             LakeConflict: another commit changed the table at the same time.
         """
 
-    def set_properties(self, properties: Mapping[str, str]) -> None:
-        """Change the table's configuration; the handle is at the new state afterwards.
-
-        Raises:
-            LakeConflict: another commit changed the table at the same time.
-        """
-
     def set_bounded(self, columns: Sequence[str]) -> None:
         """Declare which columns have bounds in every file; the handle is at the new state afterwards."""
 

@@ -77,12 +77,6 @@ class PartitionTemplate:
             raise _unreadable(text, "it is empty")
         return cls(text, tuple(_joined(parts)))
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The columns whose values it takes, each once."""
-        holes = (part.column for part in self._parts if isinstance(part, _Hole))
-        return tuple(dict.fromkeys(column for column in holes if column != _TABLE))
-
     def partitions(self, schema: TableSchema, rows: pa.RecordBatch) -> tuple[list[str], Codes]:
         """Return the partitions of some rows, in order of their names, and for each row the index of its own.
 

@@ -9,12 +9,10 @@ tables of the batch land.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pyarrow as pa
 
@@ -60,16 +58,6 @@ class TableError:
         retry = Retry.BACKOFF if isinstance(error, OSError | MemoryError) else Retry.NEVER
         where = "".join(traceback.format_exception(error, limit=-4))
         return cls("unexpected", f"{type(error).__name__}: {error}", where, retry)
-
-    def to_json(self) -> str:
-        """Return the error as text."""
-        return json.dumps({"code": self.code, "message": self.message, "hint": self.hint, "retry": self.retry.value})
-
-    @classmethod
-    def from_json(cls, text: str) -> TableError:
-        """Parse an error's text."""
-        facts: dict[str, Any] = json.loads(text)
-        return cls(facts["code"], facts["message"], facts["hint"], Retry(facts["retry"]))
 
 
 @dataclass(frozen=True, slots=True)

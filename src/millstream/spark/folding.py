@@ -9,7 +9,6 @@ is retried later, and `query` answers from the older fold and a longer tail.
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -360,5 +359,5 @@ class FoldThread:
 
 def _failed(error: executor_tasks.TableError) -> dict[str, Any]:
     """Return a request's failure in the form that is reported to its caller."""
-    facts: dict[str, Any] = json.loads(error.to_json())
-    return {"state": "failed"} | facts
+    facts = {"code": error.code, "message": error.message, "hint": error.hint, "retry": error.retry.value}
+    return {"state": "failed", **facts}

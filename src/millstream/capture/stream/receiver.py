@@ -194,11 +194,6 @@ class Receiver:
         self._wake()
 
     @property
-    def confirmed(self) -> Lsn:
-        """The position reported to the source."""
-        return self._confirmed
-
-    @property
     def received(self) -> Lsn:
         """The position up to which the stream was read."""
         return self._received

@@ -62,7 +62,7 @@ from millstream.model.region_ages import RegionAge
 from millstream.model.schema import TableSchema
 
 if TYPE_CHECKING:
-    import duckdb
+    pass
 
 HISTORY: Final = "history"
 SCD2: Final = "scd2"
@@ -291,18 +291,9 @@ class LakeSession(Closing):
         found = self.query(f"DESCRIBE {table}").select(["column_name", "column_type"]).to_pylist()
         return [(column["column_name"], column["column_type"]) for column in found]
 
-    def connection(self) -> duckdb.DuckDBPyConnection:
-        """Return the connection itself, with every table's views, for programs that continue with it."""
-        self._prepare(None)
-        return self._engine.connection
-
     def interrupt(self) -> None:
         """End the running query, from another thread or a signal handler."""
         self._engine.connection.interrupt()
-
-    def give_up(self) -> None:
-        """End the work of a session with bounds, now and from here on; from another thread."""
-        self._engine.watch.give_up(LakeError("the query was cancelled: its caller no longer waits"))
 
     def _run(self, sql: str, batch_rows: int) -> pa.RecordBatchReader:
         import duckdb
