@@ -369,6 +369,27 @@ def test_a_table_that_is_renamed_within_a_batch_has_the_records_from_before_the_
         session.query("FROM public.sales")
 
 
+@pytest.mark.parametrize("folded", [False, True])
+def test_tables_that_swap_names_within_a_batch_have_their_records_from_before(
+    layout: LakeLayout, orders: TableSchema, records: Records, *, folded: bool
+):
+    one, two = orders, replace(orders, table_id=TableId(9), name="sales")
+    land_at(
+        layout, 2, 0, (one, records(one, ("c", 1, {"id": 1}))), (two, records(two, ("c", 2, {"id": 20}))), fold=folded
+    )
+    landed = []
+    for schema, name, first in ((one, "sales", 3), (two, "orders", 4)):
+        later = replace(schema, version=SchemaVersion(2), name=name)
+        batches = [records(schema, ("c", first, {"id": first})), records(later, ("c", first + 3, {"id": first + 3}))]
+        landed.append(append_history(layout, later, batches, Seq(8)))
+        landed += [fold_table(layout, later, Seq(8))] if folded else []
+    commit_cut(layout, Seq(8), landed, committed_at=datetime.now(UTC))
+    for n, orders_ids, sales_ids in ((2, [1], [20]), (4, [1, 3], [4, 20]), (8, [4, 7, 20], [1, 3, 6])):
+        for name, expected in (("orders", orders_ids), ("sales", sales_ids)):
+            assert at(layout, f"SELECT id FROM public.{name} ORDER BY id", n) == [{"id": id_} for id_ in expected]
+    assert at(layout, 'SELECT id FROM history."public.orders" ORDER BY __seq', 5) == [{"id": 1}, {"id": 3}]
+
+
 def test_times_and_tokens_outside_of_the_lake_are_told_apart(layout: LakeLayout, orders: TableSchema, records: Records):
     with pytest.raises(PositionError, check=coded("beyond_retention")):
         LakeSession(layout, as_of=NOON)

@@ -211,8 +211,12 @@ def era_at(opened: OpenTable, n: Seq) -> Era | None:
     Raises:
         PositionError (`beyond_retention`): the schema at `n` is no longer recorded.
     """
+    return era_of(opened, Eras.of(opened).owner_at(n) or table_of(opened), n)
+
+
+def era_of(opened: OpenTable, owner: TableId, n: Seq) -> Era | None:
+    """Return the schema at `n` of a table whose records a history has; raises as `era_at`."""
     eras = Eras.of(opened)
-    owner = eras.owner_at(n) or table_of(opened)
     schema = eras.schema_at(owner, n)
     if schema is not None and n < eras.complete_from:
         raise PositionError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Protocol
 
@@ -26,7 +26,7 @@ from millstream.lake.known_tables import KnownTable, is_meant
 from millstream.lake.layout import MESSAGES, LakeLayout, folder_of
 from millstream.lake.operation_ends import upto_moment, whole_upto
 from millstream.lake.query.overlay import SEQ
-from millstream.lake.schema_history import era_at
+from millstream.lake.schema_history import era_at, era_of
 from millstream.lake.table_format import OpenTable, open_table
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq, StreamToken
@@ -175,25 +175,29 @@ def _token(layout: LakeLayout, cut: Cut | None) -> StreamToken:
     return StreamToken.scalar(layout.stream_id, Seq(0) if cut is None else cut.n)
 
 
-def add_since_the_cut(layout: LakeLayout, n: Seq, tables: dict[str, CutTable]) -> None:
+def add_since_the_cut(layout: LakeLayout, n: Seq, tables: dict[str, CutTable]) -> dict[str, str]:
     """Add to a cut's tables, by folder, those that came, or were renamed, between the cut below a position and that.
 
-    A table that was renamed behind the position has its records since the cut in the folder of its new name.
+    Returns:
+        By the folder of a table that was renamed behind the position, the folder of its later name, which has its records
+        since the cut.
     """
-    later = cut_from(layout, n)
+    later, elsewhere = cut_from(layout, n), dict[str, str]()
     for folder, table in ({} if later is None else later.tables).items():
-        if folder in tables or folder == MESSAGES:
+        old = [f for f, t in tables.items() if t.table_id == table.table_id]
+        if folder == MESSAGES or folder in old:
             continue
         history = open_history(layout, folder, table.table_id)
-        era = era_at(history, n)
-        if era is None or era.schema.table_id != table.table_id:
+        era = era_of(history, table.table_id, n)
+        if era is None:
             continue
-        old = [(f, t) for f, t in tables.items() if t.table_id == table.table_id]
-        if folder_of(era.schema) != folder and not any(_has_more(history, t, n) for _, t in old):
-            continue
-        tables[folder] = replace(table, name=era.schema.full_name)
-        for other, _ in old:
-            del tables[other]
+        if folder_of(era.schema) != folder:
+            elsewhere |= {f: folder for f in old if _has_more(history, tables[f], n)}
+        elif folder not in tables:
+            tables[folder] = table
+            for other in old:
+                del tables[other]
+    return elsewhere
 
 
 def _has_more(history: OpenTable, table: CutTable, n: Seq) -> bool:
