@@ -5,12 +5,13 @@ from __future__ import annotations
 import pickle
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.lake.layout import LakeLayout, folder_name, has_current, is_folder_of
+from millstream.lake.layout import LakeLayout, folder_name, folders_in, has_current, is_folder_of
 from millstream.model.ids import TableId
 from millstream.model.schema import ReplicaIdentity, TableKind, TableSchema
 
@@ -71,3 +72,15 @@ def test_rows_that_nothing_tells_apart_have_no_current(orders: TableSchema):
     assert not has_current(keyless)
     assert has_current(replace(keyless, replica_identity=ReplicaIdentity.FULL))
     assert not has_current(replace(orders, kind=TableKind.MESSAGES))
+
+
+def test_the_folders_of_a_folder_are_those_that_a_path_finds(tmp_path: Path) -> None:
+    for name in ("public.a", "public.b"):
+        (tmp_path / "current" / name).mkdir(parents=True)
+    (tmp_path / "current" / "public.c").symlink_to(tmp_path / "current" / "public.a")
+    (tmp_path / "current" / "public.gone").symlink_to(tmp_path / "gone")
+    (tmp_path / "current" / "file").write_text("")
+    found = folders_in(str(tmp_path / "current"))
+    assert found == {"public.a", "public.b", "public.c"}
+    assert found == {path.name for path in (tmp_path / "current").iterdir() if path.is_dir()}
+    assert folders_in(str(tmp_path / "history")) == frozenset()

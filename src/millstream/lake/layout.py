@@ -9,6 +9,7 @@ percent signs in some places only, so it writes a table to `a%20b` and looks for
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -49,6 +50,15 @@ def folder_name(namespace: str, name: str, folder_id: TableId = TableId(0)) -> s
         digest = hashlib.sha256(folder.encode()).hexdigest()[:16]
         folder = f"{folder[: _FOLDER_BYTES_MAX - 18].rstrip('~')}~~{digest}"
     return f"{folder}{_NAMESAKE}{folder_id}" if folder_id else folder
+
+
+def folders_in(folder: str) -> frozenset[str]:
+    """Return the names of the folders in a folder, also of those that are links; none if it is missing."""
+    try:
+        with os.scandir(folder) as entries:
+            return frozenset(entry.name for entry in entries if entry.is_dir())
+    except OSError:
+        return frozenset()
 
 
 def is_folder_of(folder: str, namespace: str, name: str) -> bool:
