@@ -29,7 +29,7 @@ from millstream.model.record_json import record_facts
 from millstream.model.schema import TableSchema
 
 if TYPE_CHECKING:
-    from confluent_kafka import KafkaError, Producer
+    from confluent_kafka import KafkaError, KafkaException, Producer
     from confluent_kafka.admin import AdminClient
 
 HEADER: Final = "millstream-id"
@@ -115,8 +115,11 @@ class KafkaSink:
                 return Outcome(Verdict.REFUSED, "the sink was closed")
             try:
                 return self._deliver(messages)
-            except KafkaException as error:
-                reason = f"Kafka can't take messages now: {error.args[0].str()}"
+            except (KafkaException, SystemError) as error:
+                cause = _cause_of(error)
+                if cause is None:
+                    raise
+                reason = f"Kafka can't take messages now: {cause.args[0].str()}"
             except (_NotNow, WriteBufferError) as error:
                 reason = str(error)
             reason = self._with_cause(reason)
@@ -435,6 +438,15 @@ def _outcome(sendings: Sequence[_Sending]) -> Outcome:
         else:
             found.append((messages, failed(error) if some[0].is_judged else Outcome(Verdict.REFUSED, error)))
     return apart(found)
+
+
+def _cause_of(error: BaseException | None) -> KafkaException | None:
+    """Return the client's error. Python makes a fatal one a `SystemError` if the client calls back while it raises it."""
+    from confluent_kafka import KafkaException
+
+    while error is not None and not isinstance(error, KafkaException):
+        error = error.__cause__
+    return error
 
 
 def _is_of_message(error: KafkaError) -> bool:
