@@ -13,9 +13,9 @@ import structlog
 from millstream.delivery.push_retries import Pusher
 from millstream.delivery.records.record_messages import Origin
 from millstream.delivery.running_consumer import Running, Waiter, now_ms
-from millstream.delivery.sinks import Place, PushMessage, PushSink, open_sink
+from millstream.delivery.sinks import LoggedRow, Place, PushMessage, PushSink, open_sink
 from millstream.errors import MillstreamError
-from millstream.protocol.delivery import Consumer, DeliveryId, Phase, Status
+from millstream.protocol.delivery import Consumer, Delivery, DeliveryId, Phase, Status
 from millstream.workers import call_in_thread
 
 logger = structlog.get_logger("millstream.delivery")
@@ -36,6 +36,25 @@ class _Message(PushMessage):
     delivery: DeliveryId = _NO_DELIVERY
     machine: Consumer | None = None
     """The machine that delivered it: the consumer's own, or that of a backfill."""
+
+
+def _message_of(
+    delivery: Delivery, group: str | None, record: bytes, logged: LoggedRow | None, machine: Consumer
+) -> _Message:
+    """Return a message. Its fields are set at once: the constructor of a frozen class sets each by a call."""
+    message = object.__new__(_Message)
+    message.__dict__.update(
+        id=delivery.message.id,
+        group=group,
+        deliveries=delivery.deliveries,
+        record=record,
+        logged=logged,
+        generation=delivery.delivery_id.generation,
+        failures=delivery.failures,
+        delivery=delivery.delivery_id,
+        machine=machine,
+    )
+    return message
 
 
 class ConsumerSource:
@@ -88,19 +107,7 @@ class ConsumerSource:
                     group, record = origin.group, origin.record or ""  # the sink sends it in the log's form
                 else:
                     group, record = running.origin(delivery.message)
-                found.append(
-                    _Message(
-                        delivery.message.id,
-                        group,
-                        delivery.deliveries,
-                        record.encode(),
-                        logged,
-                        generation=delivery.delivery_id.generation,
-                        failures=delivery.failures,
-                        delivery=delivery.delivery_id,
-                        machine=machine,
-                    )
-                )
+                found.append(_message_of(delivery, group, record.encode(), logged, machine))
             return found, is_more
 
     def is_held(self, messages: Sequence[PushMessage]) -> bool:

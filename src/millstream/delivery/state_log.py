@@ -18,6 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
+
 from millstream.codec.checksums import crc32c
 
 MAGIC: Final = b"MSTCONS1"
@@ -90,7 +92,10 @@ def entries_behind(data: bytes, damage: int) -> list[Entry]:
 
 def frame(entry: Entry) -> bytes:
     """Return an entry's frame."""
-    data = json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass")
+    try:
+        data = msgspec.json.encode(entry)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        data = json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass")
     return _FRAME.pack(len(data), crc32c(data)) + data
 
 

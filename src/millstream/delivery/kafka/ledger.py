@@ -61,9 +61,12 @@ class Committed:
         """Return the ids alone; with those of earlier transactions if `whole`."""
         numbers: dict[str, list[int]] = {}
         for id_ in self.ids | self.earlier if whole else self.ids:
-            digits = id_[len(id_.rstrip("0123456789")) :]
-            digits = digits.lstrip("0") or digits[-1:]
-            prefix = id_[: len(id_) - len(digits)]
+            head, dash, digits = id_.rpartition("-")
+            prefix = head + dash
+            if not (digits.isascii() and digits.isdigit()) or digits[0] == "0":  # the number of few ids
+                digits = id_[len(id_.rstrip("0123456789")) :]
+                digits = digits.lstrip("0") or digits[-1:]
+                prefix = id_[: len(id_) - len(digits)]
             numbers.setdefault(prefix, []).append(int(digits or -1))
         packed = {}
         for prefix, some in numbers.items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,24 +39,35 @@ _LEFT_KEPT_S: Final = 600.0
 _ROOM_AGAIN_S: Final = 0.01
 
 
-@dataclass(slots=True)
 class _Sending:
     """A message of the batch on its way."""
 
-    message: PushMessage
-    events: list[KafkaMessage] = field(default_factory=list)
-    is_known: bool = False
-    """Whether an earlier transaction committed it."""
-    is_sent: bool = False
-    error: str | None = None
-    """The reason why it can't be sent."""
-    is_judged: bool = False
-    """Whether the error is the message's, and not its topic's."""
+    __slots__ = ("_errors", "_number", "error", "events", "is_judged", "is_known", "is_sent", "message")
+
+    def __init__(self, message: PushMessage) -> None:
+        self.message = message
+        self.events: Sequence[KafkaMessage] = ()
+        self.is_known = False
+        """Whether an earlier transaction committed it."""
+        self.is_sent = False
+        self.error: str | None = None
+        """The reason why it can't be sent."""
+        self.is_judged = False
+        """Whether the error is the message's, and not its topic's."""
 
     @property
     def changes_key(self) -> bool:
         """Whether it belongs to two groups."""
         return len({event.key for event in self.events}) > 1
+
+    def begin(self, number: int, errors: dict[int, KafkaError]) -> None:
+        """Note the number under which `errors` gets the broker's error."""
+        self._number, self._errors = number, errors
+
+    def note(self, error: KafkaError | None, _: Any) -> None:
+        """Take the broker's answer: a method, since a closure for each message takes longer than all else of it."""
+        if error is not None:
+            self._errors.setdefault(self._number, error)
 
 
 class _NotNow(Exception):
@@ -140,7 +151,7 @@ class KafkaSink:
         generation = max(message.generation for message in messages)
         left = self._left_of(generation)
         sendings = [_Sending(message) for message in messages]
-        for sending in sendings:
+        for sending in sendings if left.ids or left.earlier else ():
             id_ = sending.message.id
             sending.is_known = sending.message.generation == generation and (id_ in left.ids or id_ in left.earlier)
         self._encode([sending for sending in sendings if not sending.is_known])
@@ -223,12 +234,13 @@ class KafkaSink:
             KafkaException: the broker, or the client, can't go on.
         """
         for number, sending in enumerate(going):
+            sending.begin(number, errors)
             is_suspect = sending.message.id in suspects
             if is_suspect:
                 self._flush(producer, errors)
             if errors and self._settings.transactions:
                 break
-            self._produce(producer, number, sending, errors)
+            self._produce(producer, sending, errors)
             if is_suspect:
                 self._flush(producer, errors)
         self._flush(producer, errors)
@@ -247,34 +259,27 @@ class KafkaSink:
                 self._judge(sending, error)
         return following or (suspects if errors else set())
 
-    def _produce(self, producer: Producer, number: int, sending: _Sending, errors: dict[int, KafkaError]) -> None:
+    def _produce(self, producer: Producer, sending: _Sending, errors: Mapping[int, KafkaError]) -> None:
         from confluent_kafka import KafkaException
 
-        def note(error: KafkaError | None, _: Any) -> None:
-            if error is not None:
-                errors.setdefault(number, error)
-
         headers: list[tuple[str, str | bytes | None]] = [(HEADER, sending.message.id.encode())]
-        deadline_s = time.monotonic() + ANSWERS_WITHIN_S
+        deadline_s = None
         for event in sending.events:
+            own = headers if not event.headers else [*headers, *event.headers]
             while True:
                 try:
-                    producer.produce(
-                        event.topic,
-                        event.value,
-                        event.key,
-                        on_delivery=note,
-                        headers=headers if not event.headers else [*headers, *event.headers],
-                    )
+                    producer.produce(event.topic, event.value, event.key, on_delivery=sending.note, headers=own)
                     break
                 except BufferError:
-                    if time.monotonic() > deadline_s:
+                    now_s = time.monotonic()
+                    deadline_s = now_s + ANSWERS_WITHIN_S if deadline_s is None else deadline_s
+                    if now_s > deadline_s:
                         raise _NotNow("Kafka doesn't take messages in time") from None
                     producer.poll(_ROOM_AGAIN_S)
                 except KafkaException as error:
                     if not errors and not _is_of_message(error.args[0]):
                         raise
-                    errors.setdefault(number, error.args[0])
+                    sending.note(error.args[0], None)
                     return
 
     def _flush(self, producer: Producer, errors: Mapping[int, KafkaError]) -> None:
@@ -300,7 +305,7 @@ class KafkaSink:
     def _encode(self, sendings: Sequence[_Sending]) -> None:
         if self._settings.options.format == "json":
             for sending in sendings:
-                sending.events = list(self._json(sending.message))
+                sending.events = tuple(self._json(sending.message))
             return
         batches: dict[int, list[tuple[_Sending, LoggedRow]]] = {}
         for sending, logged in self._logged(sendings):
@@ -311,8 +316,13 @@ class KafkaSink:
             rows = [logged.row for _, logged in some]
             is_slice = rows == list(range(first, first + len(rows)))
             part = batch.slice(first, len(rows)) if is_slice else batch.take(pa.array(rows))
-            for event in self._encoder.encode(schema, part, now_ns=now_ns):
-                some[event.row][0].events.append(event)
+            events = self._encoder.encode(schema, part, now_ns=now_ns)
+            if [event.row for event in events] == list(range(len(some))):  # mostly, a record is one message
+                for (sending, _), event in zip(some, events, strict=True):
+                    sending.events = (event,)
+                continue
+            for row, of_row in groupby(events, _row):
+                some[row][0].events = tuple(of_row)
 
     def _logged(self, sendings: Sequence[_Sending]) -> Iterator[tuple[_Sending, LoggedRow]]:
         """Yield the messages with their records in the log's form, which is made of the JSON if it isn't there."""
@@ -404,7 +414,7 @@ class KafkaSink:
             sending.error = next((failing[event.topic] for event in sending.events if event.topic in failing), None)
 
 
-_error = attrgetter("error")
+_error, _row = attrgetter("error"), attrgetter("row")
 
 
 def _hold_groups(sendings: Sequence[_Sending]) -> None:
