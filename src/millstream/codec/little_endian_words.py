@@ -19,8 +19,6 @@ from numba.extending import intrinsic
 
 from millstream.codec.machine_code import inlined
 
-Array = Any  # numba knows the element types better than a type checker could
-
 _WORD: Final = ir.IntType(64)
 _IS_BIG: Final = sys.byteorder == "big"
 _ONES: Final = np.uint64(0x0101010101010101)

@@ -6,7 +6,7 @@ Ranges of offsets are half-open, `[start, end)`. Rows between two tokens lie in 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, NewType, Self
@@ -163,8 +163,3 @@ class StreamToken:
             raise PositionError(
                 f"tokens of two streams ({self.stream}, {other.stream}) can't be compared", code="invalid_token"
             )
-
-
-def greatest(positions: Iterable[Lsn]) -> Lsn:
-    """Return the greatest LSN; 0 if there is none."""
-    return max(positions, default=Lsn(0))

@@ -13,8 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-import structlog
-
 from millstream.errors import (
     CatalogError,
     Fenced,
@@ -61,8 +59,6 @@ if TYPE_CHECKING:
     from millstream.home.home import Home
     from millstream.home.paths import HomePaths
     from millstream.replication.follower import WalFollower
-
-logger = structlog.get_logger("millstream.promote")
 
 _SURVEYS_S: Final = 5.0
 _PROMISES_S: Final = 15.0

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-import structlog
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.requests import Request
@@ -41,8 +40,6 @@ from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
-
-logger = structlog.get_logger("millstream.serve")
 
 _TITLE: Final = "Millstream"
 _SESSIONS_AT_ONCE: Final = 16

@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-import structlog
-
 from millstream.capture.source import AttributeFacts, SourceTable
 from millstream.catalog import Catalog
 from millstream.codec.pgoutput import Relation, RelationColumn
@@ -36,8 +34,6 @@ RULES: Final = "rules"
 """Cause in a quarantined table's details: its rules can't be applied."""
 _WAYS_MAX: Final = 2000
 """Explanations of a Relation message that are tried; a table with more of them counts as unclear."""
-
-logger = structlog.get_logger("millstream.capture")
 
 
 def rules_scope(stream: StreamId) -> str:

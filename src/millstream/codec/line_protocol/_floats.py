@@ -14,8 +14,6 @@ import numpy as np
 
 from millstream.codec.machine_code import inlined
 
-Array = Any  # numba knows the element types better than a type checker could
-
 POWER_MIN: Final = -342
 """Below this power even 19 digits make 0."""
 POWER_MAX: Final = 308

@@ -44,14 +44,14 @@ class QueryBounds:
 
 
 class QueryWatch:
-    """Ends a session's work once it exceeds its bounds, or is given up.
+    """Ends a session's work once it exceeds its bounds.
 
     Args:
         bounds: None for none.
         scratch: the session's folder.
         interrupt: ends the running statement; called repeatedly.
 
-    Concurrency: `give_up` from any thread, the others from the session's.
+    Concurrency: the session's thread.
     """
 
     def __init__(self, bounds: QueryBounds | None, scratch: str, interrupt: Callable[[], None]) -> None:
@@ -59,7 +59,6 @@ class QueryWatch:
         self._scratch = scratch
         self._interrupt = interrupt
         self._ended = threading.Event()
-        self._changed = threading.Event()
         self._failure: MillstreamError | None = None
         self._worker: Worker | None = None
         if bounds is not None:
@@ -70,7 +69,6 @@ class QueryWatch:
 
         Raises:
             LakeError (`query_timeout`, `query_spill_full`): it exceeded a bound.
-            MillstreamError: the error of `give_up`.
         """
         if self._failure is not None:
             raise self._failure
@@ -93,18 +91,9 @@ class QueryWatch:
             f"the query needs more than {size} bytes of memory at once", code="query_memory_full", size_max=size
         )
 
-    def give_up(self, error: MillstreamError) -> None:
-        """End the session's work, now and from here on: it raises the error.
-
-        Does nothing in a session without bounds.
-        """
-        self._failure = self._failure or error
-        self._changed.set()
-
     def end(self) -> None:
         """Stop checking; nothing is interrupted from here on."""
         self._ended.set()
-        self._changed.set()
         if self._worker is not None:
             self._worker.join()
 
@@ -122,7 +111,7 @@ class QueryWatch:
                 elif _bytes_in(self._scratch) > bounds.spill_bytes:
                     self._failure = self._spilled(bounds)
                 else:
-                    self._changed.wait(min(left_s, _LOOKS_EVERY_S))
+                    self._ended.wait(min(left_s, _LOOKS_EVERY_S))
             if self._failure is not None:
                 self._interrupt()
                 self._ended.wait(_LOOKS_EVERY_S)
