@@ -336,7 +336,7 @@ def lines_of_frame(
         leaves = rows.column(PARTITION).to_pylist() if is_partitioned else None
         own = rows.columns[len(PREFIX) - len(left_out) + is_partitioned :]
         values = list(zip(*(texts(column, utf8=is_message) for column in own), strict=True))
-        made = {name: [None] * part.rows for name in left_out}
+        made: dict[str, list[object]] = {column: [None] * part.rows for column in left_out}
         if part.flags & NUMBERS:
             of_mine = {b["operation"] for b in mine}
             is_numbered = all(b["first_index"] is not None for b in batches if b["operation"] in of_mine)

@@ -88,16 +88,15 @@ def test_two_replicas_that_heard_different_things_hold_the_same_after_one_exchan
     ]
     local, remote = (heard(logs, upto) for upto in sides)
     plan = ENGINE.plan(local, remote)
-    turned = ENGINE.plan(remote, local)
-    assert same(plan.to_local.rows, turned.to_remote.rows)
-    assert same(plan.to_remote.rows, turned.to_local.rows)
+    turned = ENGINE.plan(remote, local).turned()
+    assert same(plan.to_local.rows, turned.to_local.rows)
+    assert same(plan.to_remote.rows, turned.to_remote.rows)
     here, there = ENGINE.apply(local, plan.to_local), ENGINE.apply(remote, plan.to_remote)
     together = heard(logs, {r: max(side.get(r, 0) for side in sides) for r in sides[0].keys() | sides[1].keys()})
     for state in (here, there, ENGINE.apply(here, plan.to_local), ENGINE.apply(here, plan.to_remote)):
         assert same(state.rows, together.rows)
         assert state.vector == together.vector
-    left = ENGINE.plan(here, there)
-    assert left.to_local.rows.num_rows == left.to_remote.rows.num_rows == 0
+    assert ENGINE.plan(here, there).is_empty
     # Only missing rows go: none that the other side's vector has.
     for missing, other in ((plan.to_local, sides[0]), (plan.to_remote, sides[1])):
         rows = missing.rows.to_pylist()

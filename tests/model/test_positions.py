@@ -82,6 +82,15 @@ def test_order_and_join_are_pointwise(a: StreamToken, b: StreamToken, writer: Wr
     assert (a <= b) == (a.join(b) == b)
 
 
+@given(TOKENS, TOKENS, st.integers(1, 5).map(WriterId))
+def test_meet_is_pointwise(a: StreamToken, b: StreamToken, writer: WriterId) -> None:
+    assert a.meet(b).of(writer) == min(a.of(writer), b.of(writer))
+    assert a.meet(b) <= a
+    assert a.meet(b) <= b
+    assert (a <= b) == (a.meet(b) == a)
+    assert a.meet(a.join(b)) == a == a.join(a.meet(b))
+
+
 def test_tokens_are_only_partially_ordered() -> None:
     a = StreamToken("5f0c21aa", Seq(1), {WriterId(1): Seq(5)})
     b = StreamToken("5f0c21aa", Seq(1), {WriterId(2): Seq(5)})

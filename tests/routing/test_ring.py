@@ -7,7 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.model.ids import ShardId
+from millstream.model.ids import Epoch, ShardId
+from millstream.model.replication import NodeName
+from millstream.protocol.replication.leader_map import LeaderMap, Leadership
+from millstream.protocol.replication.promises_and_fencing import Promise
 from millstream.routing.ring import ShardRouter
 
 HASHES = np.random.default_rng(7).integers(0, 2**64, 200_000, dtype=np.uint64)
@@ -34,6 +37,36 @@ def test_every_key_has_exactly_one_shard_of_a_ring(count: int, virtual_nodes: in
     assert (router.shards_of(router.points) == router.owners).all()
 
 
+@given(st.sets(st.integers(1, 2**64 - 1), max_size=20), st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=50))
+def test_every_key_has_exactly_one_shard_of_ranges(cuts: set[int], keys: list[int]) -> None:
+    starts = [0, *sorted(cuts)]
+    router = ShardRouter.ranges(starts, shards(len(starts)))
+    hashes = np.concatenate((np.array(keys, dtype=np.uint64), EDGES, np.array(starts, dtype=np.uint64)))
+    expected = np.searchsorted(np.array(starts, dtype=np.uint64), hashes, side="right") - 1
+    assert (router.shards_of(hashes) == expected).all()
+
+
+@given(st.sets(st.integers(1, 2**64 - 1), max_size=20), st.booleans())
+def test_the_last_range_has_the_last_value_of_the_key_space_and_each_range_its_first(
+    cuts: set[int], to_the_end: bool
+) -> None:
+    starts = [0, *sorted(cuts | ({2**64 - 1} if to_the_end else set()))]
+    router = ShardRouter.ranges(starts, shards(len(starts)))
+    ends = np.array([*(start - 1 for start in starts[1:]), 2**64 - 1], dtype=np.uint64)
+    assert router.shards_of(ends).tolist() == list(range(len(starts)))
+    assert router.shards_of(np.array(starts, dtype=np.uint64)).tolist() == list(range(len(starts)))
+
+
+def test_a_map_of_leaders_changes_no_place() -> None:
+    router = ShardRouter.ring(shards(3))
+    assert router.leader_of(ShardId(1)) is None
+    leader = Leadership(Promise(Epoch(2), NodeName("b")), NodeName("b"))
+    led = router.led_by(LeaderMap.of([leader]))
+    assert led.leader_of(ShardId(1)) == led.leader_of(ShardId(2)) == leader
+    assert led == router
+    assert (led.shards_of(HASHES) == router.shards_of(HASHES)).all()
+
+
 def test_one_shard_has_all_keys() -> None:
     assert set(ShardRouter.single(ShardId(5)).shards_of(EDGES).tolist()) == {5}
 
@@ -57,4 +90,4 @@ def test_shards_have_about_as_many_keys() -> None:
 def test_a_ring_is_the_same_each_time_that_it_is_made() -> None:
     assert ShardRouter.ring(shards(5)) == ShardRouter.ring(shards(5))
     assert ShardRouter.ring(shards(5)) != ShardRouter.ring(shards(5), virtual_nodes=64)
-    assert set(ShardRouter.ring(shards(5)).owners.tolist()) == set(range(5))
+    assert ShardRouter.ring(shards(5)).shards == tuple(shards(5))

@@ -90,6 +90,15 @@ class MergePlan:
     to_local: Missing
     to_remote: Missing
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether both sides hold the same already."""
+        return not (self.to_local.rows.num_rows or self.to_remote.rows.num_rows)
+
+    def turned(self) -> MergePlan:
+        """Return the same plan as the other side makes it."""
+        return MergePlan(self.to_remote, self.to_local)
+
 
 @dataclass(frozen=True, slots=True)
 class ReconciliationEngine:

@@ -158,6 +158,12 @@ class StreamToken:
         ahead = {w: max(self.of(w), other.of(w)) for w in set(self.ahead) | set(other.ahead)}
         return StreamToken(self.stream, max(self.minimum, other.minimum), ahead)
 
+    def meet(self, other: StreamToken) -> StreamToken:
+        """Return the greatest token that is at or below both."""
+        self._same_stream(other)
+        ahead = {w: min(self.of(w), other.of(w)) for w in set(self.ahead) | set(other.ahead)}
+        return StreamToken(self.stream, min(self.minimum, other.minimum), ahead)
+
     def _same_stream(self, other: StreamToken) -> None:
         if self.stream != other.stream:
             raise PositionError(
