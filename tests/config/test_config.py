@@ -17,7 +17,7 @@ from millstream.config.file import LoadedConfig, load_config
 from millstream.config.interpolation import interpolate, interpolate_dsn
 from millstream.config.quantities import size_bytes
 from millstream.config.toml_lines import key_lines
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, MillstreamError
 from millstream.home.config_mapping import lake_layout, log_options, shard_of
 from millstream.home.home import Home
 from millstream.model.addresses import mask_address
@@ -354,6 +354,14 @@ def test_a_key_below_a_commented_header_is_told_where_it_belongs(
 def test_a_commented_header_takes_no_key_from_the_section_that_has_it(tmp_path: Path) -> None:
     config = load(tmp_path, "[http]\n# [flight]\nlisten = '127.0.0.1:9'\n[spark.conf]\n# [http]\nother = 'x'\n").config
     assert (config.http.listen, config.spark.conf) == ("127.0.0.1:9", {"other": "x"})
+
+
+def test_a_new_home_at_a_file_is_refused_as_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "home"):
+        with pytest.raises(MillstreamError, match="file: is not a folder") as caught:
+            make_home(place, stream="shop", source=None, tables=["public.*"])
+        assert caught.value.code == "home_unwritable"
 
 
 def test_every_key_of_a_new_home_finds_its_section(tmp_path: Path) -> None:

@@ -194,6 +194,12 @@ def make_home(
     file = folder / FILE_NAME
     try:
         make_folder(folder)
+    except OSError as error:
+        reason = "is not a folder" if isinstance(error, FileExistsError) else error.strerror
+        raise MillstreamError(
+            f"{error.filename or folder}: {reason}", code="home_unwritable", path=str(folder)
+        ) from error
+    try:
         # A user may write a password into it later.
         with open(file, "x", encoding="utf-8", opener=open_private) as output:
             output.write(text)
