@@ -143,6 +143,10 @@ def test_what_a_person_must_decide_ends_capture_and_stays_told_until_it_is_decid
     home = make_home(tmp_path / "home", config(server.dsn(), None, tables='["shop.*"]'))
     assert run(home, "capture", "run", "--until-caught-up").returncode == 0
     sql(server, "SELECT pg_drop_replication_slot('millstream_shop')")
+    doctor = run(home, "doctor", "--json")
+    assert doctor.returncode == 3
+    wrong = [one["code"] for one in json.loads(doctor.stdout)["findings"] if one["blocks"] == "source"]
+    assert wrong == ["slot_lost"]
     done = run(home, "capture", "run")
     assert done.returncode == 1
     assert "error[slot_lost]" in done.stderr

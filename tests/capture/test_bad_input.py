@@ -13,7 +13,7 @@ from tests.capture.capture_stage import MemoryLog, Stage, make_config
 
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import check_version
-from millstream.capture.source_checks import check_source, doctor_sql, drop_slot, sql_comment
+from millstream.capture.source_checks import check_slot_of_log, check_source, doctor_sql, drop_slot, sql_comment
 from millstream.catalog import TableState
 from millstream.errors import MillstreamError, Retry, SourceError
 from millstream.model.ids import SourceId
@@ -236,7 +236,13 @@ def test_a_slot_that_is_gone_invalidated_or_recreated_is_never_a_silent_gap(stag
     stage.sql(ORDERS, "INSERT INTO orders VALUES (1, 'x')")
     stage.catch_up()
     slot = stage.config.slot
+
+    def found() -> list[tuple[str, str]]:
+        return [(f.code, f.blocks) for f in check_slot_of_log(stage.config, stage.catalog, stage.log.reached)]
+
+    assert found() == []
     stage.sql(f"SELECT pg_drop_replication_slot('{slot}')", "INSERT INTO orders VALUES (2, 'missed')")
+    assert found() == [("slot_lost", "source")]
     lost = failing(stage.config, stage)
     assert isinstance(lost, SourceError)
     assert lost.code == "slot_lost"
@@ -244,9 +250,11 @@ def test_a_slot_that_is_gone_invalidated_or_recreated_is_never_a_silent_gap(stag
 
     stage.sql(f"SELECT pg_create_logical_replication_slot('{slot}', 'pgoutput')")
     assert code_of(failing(stage.config, stage)) == "slot_ahead"
+    assert found() == [("slot_ahead", "source")]
 
     stage.sql("DELETE FROM orders WHERE id = 1")
     assert drop_slot(stage.config, stage.catalog) is not None
+    assert found() == []
     stage.catch_up()
     assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
     assert stage.catch_up().caught_up

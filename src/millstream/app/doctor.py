@@ -45,6 +45,8 @@ from millstream.writers.stall_reasons import troubles
 
 if TYPE_CHECKING:
     from millstream.capture.column_rules.binding import ColumnRules
+    from millstream.capture.config import CaptureConfig
+    from millstream.capture.server_checks import Finding
     from millstream.config.model import StreamConfig
     from millstream.model.column_rules import SourceRules
 
@@ -500,13 +502,31 @@ def _rules(home: Home, name: str, rules: SourceRules) -> Iterator[ColumnRules | 
         yield bound
 
 
+def _slot_of_log(home: Home, name: str, config: CaptureConfig) -> list[Finding]:
+    """Return what of the slot would stop the next start; a start that did is another finding."""
+    from millstream.capture.source_checks import check_slot_of_log, reached_in_log
+    from millstream.wal.reader import StreamReader
+
+    if not has_todays_catalog(home) or Roles(home).of(name).role is not Role.LEADS:
+        return []
+    # A source that can't be asked, or a log that can't be read, is another finding.
+    with home.open_catalog() as catalog, contextlib.suppress(MillstreamError):
+        if id_in(catalog, name) is not None:
+            found = check_slot_of_log(
+                config, catalog, partial(reached_in_log, StreamReader(str(home.wal_folder(name))))
+            )
+            given_up = {one.code for one in _given_up(home, name)}
+            return [one for one in found if one.code not in given_up]
+    return []
+
+
 def _source(home: Home, name: str) -> Iterator[Diagnosis]:
     from millstream.capture.source_checks import check_source
 
     check = f"source of {name}"
     config = capture_config(home, name, home.config.streams[name])
     with _rules(home, name, config.rules) as rules:
-        findings = check_source(config, rules)
+        findings = [*check_source(config, rules), *_slot_of_log(home, name, config)]
     in_database = home.config.streams[name].lake.format == "postgres"  # whose types hold values that files' types can't
     for found in findings:
         if found.code == "column_is_text" and in_database:

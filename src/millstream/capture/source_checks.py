@@ -6,16 +6,20 @@ changes anything.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from millstream.capture.column_rules.binding import ColumnRules
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import connect
 from millstream.capture.server_checks import Finding, check_replication, check_server
-from millstream.capture.slot import SlotState, drop_slot_of, read_slot
+from millstream.capture.slot import SlotState, check_slot, drop_slot_of, read_slot
 from millstream.capture.table_checks import check_tables
 from millstream.catalog import Catalog
-from millstream.errors import MillstreamError
+from millstream.errors import MillstreamError, SourceError
+from millstream.model.ids import SourceId
+from millstream.model.positions import Lsn
+from millstream.wal.reader import StreamReader
 
 _SETTING: Final = "ALTER SYSTEM "
 
@@ -74,6 +78,50 @@ def look_at_slot(config: CaptureConfig) -> SlotState | None:
     """
     with connect(config.dsn, purpose="alerts") as connection:
         return read_slot(connection, config.slot)
+
+
+def reached_in_log(reader: StreamReader) -> dict[SourceId, Lsn]:
+    """Return the positions of sources that the log's own group headers have reached."""
+    found: dict[SourceId, Lsn] = {}
+    for header in reader.newest_headers(reader.persisted_upto(), readable=True):
+        for source, lsn in header.reached.items():
+            found[source] = max(lsn, found.get(source, lsn))
+    return found
+
+
+def check_slot_of_log(
+    config: CaptureConfig, catalog: Catalog, log: Callable[[], Mapping[SourceId, Lsn]]
+) -> list[Finding]:
+    """Find whether the next start would refuse the slot, because it is gone or no longer follows the log.
+
+    Args:
+        config: capture's.
+        catalog: the home's, with the stream.
+        log: returns the positions that the log's own group headers have reached.
+
+    Raises:
+        MillstreamError: the source can't be queried, or the log can't be read.
+    """
+    stream = catalog.stream(config.stream).id
+    source = catalog.current_source(stream)
+    if source is None or catalog.fact(f"capture/{stream}", "slot_dropped"):
+        return []
+    # Read the slot first: a running capture stores its position before it confirms it.
+    slot = look_at_slot(config)
+    if slot is not None and (
+        slot.active_pid is not None or slot.synced or slot.invalidation or slot.wal_status == "lost"
+    ):
+        return []  # in use, or reported by `check_server`
+    try:
+        check_slot(
+            slot,
+            name=config.slot,
+            database=source.database,
+            reached=catalog.reached_in(source.id, log()),
+        )
+    except SourceError as error:
+        return [_of_error(error)]
+    return []
 
 
 def drop_slot(config: CaptureConfig, catalog: Catalog | None = None) -> int | None:

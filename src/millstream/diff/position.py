@@ -17,6 +17,7 @@ from psycopg import sql
 
 from millstream.capture.connection import connect, translated
 from millstream.capture.publication import inserts_name
+from millstream.capture.source_checks import reached_in_log
 from millstream.codec.pgoutput import HEARTBEAT_PREFIX
 from millstream.errors import LakeBehind, MillstreamError
 from millstream.home.home import Home
@@ -107,7 +108,7 @@ def _wait_for_log(waiting: PositionWait, reader: StreamReader, lsn: Lsn) -> None
     while True:
         facts = (ask(waiting.home, "owner", "status") or {}).get("streams", {}).get(waiting.stream, {})
         durable = (facts.get("progress") or {}).get("durable", 0)
-        reached = waiting.catalog.reached_in(waiting.source, _reached(reader))
+        reached = waiting.catalog.reached_in(waiting.source, reached_in_log(reader))
         if max(durable, reached) >= lsn:
             return
         if not waiting.runs("capture"):
@@ -136,15 +137,6 @@ def _wait_for_log(waiting: PositionWait, reader: StreamReader, lsn: Lsn) -> None
             beaten = time.monotonic()
             _beat(waiting.capture.dsn)
         time.sleep(_POLL_S)
-
-
-def _reached(reader: StreamReader) -> dict[SourceId, Lsn]:
-    """Return the positions of sources that the log's own group headers have reached."""
-    found: dict[SourceId, Lsn] = {}
-    for header in reader.newest_headers(reader.persisted_upto(), readable=True):
-        for source, lsn in header.reached.items():
-            found[source] = max(lsn, found.get(source, lsn))
-    return found
 
 
 def _beat(dsn: str) -> None:
