@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.model.ids import Epoch, GroupNumber
+from millstream.model.ids import Epoch, GroupNumber, ShardId
 from millstream.model.replication import NodeName
 from millstream.protocol.replication.leader_map import LeaderMap, Leadership, leader_by, leaders_known
 from millstream.protocol.replication.promises_and_fencing import UNPROMISED, Lineage, Promise, Role, RoleFact
@@ -35,6 +35,7 @@ def test_maps_come_together_in_any_order_and_never_go_back(one: LeaderMap, two: 
             assert both.newest is not None
             assert both.newest.since >= part.newest.since
     assert len({entry.since for entry in both.leaderships}) == len(both.leaderships)
+    assert both.leader_of(ShardId(0)) == both.leader_of(ShardId(7)) == both.newest
 
 
 def test_a_node_knows_promotions_and_itself_and_not_what_it_was_told_by_a_person() -> None:

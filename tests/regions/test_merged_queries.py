@@ -90,7 +90,7 @@ def test_a_session_keeps_the_merged_rows_that_it_has_read(tmp_path: Path) -> Non
         assert [age.region for age in lake.regions] == [RegionId(1), RegionId(2)]
         assert not lake.is_newest()
         assert home.query(ROWS).to_pylist()[2]["likes"] == 8
-        assert lake.connection().sql('FROM merged."public.posts"').fetchall()[2][1] == 7
+        assert lake.query('FROM merged."public.posts"').to_pylist()[2]["likes"] == 7
 
 
 def test_what_does_not_merge_is_refused_as_by_the_calls(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cache
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 import pyarrow as pa
 
@@ -33,7 +33,7 @@ from millstream.errors import (
 from millstream.lake.commit_cuts import Cut, CutTable, last_cut
 from millstream.lake.folded.current import current_columns
 from millstream.lake.known_tables import KnownTable, empty_records, empty_rows, is_meant, unknown_table, where_they_land
-from millstream.lake.layout import MESSAGES, LakeLayout, folder_of, has_current, without_rows
+from millstream.lake.layout import MESSAGES, LakeLayout, has_current, without_rows
 from millstream.lake.query.duckdb_connection import Engine
 from millstream.lake.query.log_tail import TailTables
 from millstream.lake.query.merged_rows import MERGED, MergedTables, MergedViews
@@ -48,10 +48,11 @@ from millstream.lake.query.time_travel import (
     add_since_the_cut,
     check_beginning,
     known_later,
+    open_history,
     standing_at,
 )
 from millstream.lake.query.version_rows import versions_sql
-from millstream.lake.schema_history import Era, era_at, newest_schema
+from millstream.lake.schema_history import Era, era_at, era_of, newest_schema
 from millstream.lake.table_format import OpenTable, open_table
 from millstream.lake.table_renames import open_left_behind
 from millstream.model.ids import TableId
@@ -60,9 +61,6 @@ from millstream.model.positions import Seq, StreamToken
 from millstream.model.query_reasons import Reason, with_reasons
 from millstream.model.region_ages import RegionAge
 from millstream.model.schema import TableSchema
-
-if TYPE_CHECKING:
-    import duckdb
 
 HISTORY: Final = "history"
 SCD2: Final = "scd2"
@@ -136,8 +134,10 @@ class LakeSession(Closing):
             self._log = log
             self._tail = TailTables(layout, log, self._standing, self._scratch.name, self._quarantined)
             self._tables = self._tail.tables()
+            self._elsewhere = dict[str, str]()
+            """Folders with the history of tables that were renamed behind the position, by the tables' folders."""
             if self._past and (self._cut is None or self._cut.n < self._n):
-                add_since_the_cut(layout, self._n, self._tables)
+                self._elsewhere |= add_since_the_cut(layout, self._n, self._tables)
         except BaseException:
             self.close()
             raise
@@ -291,18 +291,9 @@ class LakeSession(Closing):
         found = self.query(f"DESCRIBE {table}").select(["column_name", "column_type"]).to_pylist()
         return [(column["column_name"], column["column_type"]) for column in found]
 
-    def connection(self) -> duckdb.DuckDBPyConnection:
-        """Return the connection itself, with every table's views, for programs that continue with it."""
-        self._prepare(None)
-        return self._engine.connection
-
     def interrupt(self) -> None:
         """End the running query, from another thread or a signal handler."""
         self._engine.connection.interrupt()
-
-    def give_up(self) -> None:
-        """End the work of a session with bounds, now and from here on; from another thread."""
-        self._engine.watch.give_up(LakeError("the query was cancelled: its caller no longer waits"))
 
     def _run(self, sql: str, batch_rows: int) -> pa.RecordBatchReader:
         import duckdb
@@ -491,13 +482,17 @@ class LakeSession(Closing):
         )
 
     def _history(self, folder: str) -> OpenTable:
-        return self._tail.history(self._tables[folder].table_id, self._tables[folder].name, folder)
+        table = self._tables[folder]
+        if folder in self._elsewhere:
+            return open_history(self._layout, self._elsewhere[folder], table.table_id)
+        return self._tail.history(table.table_id, table.name, folder)
 
     def _era(self, folder: str, history: OpenTable) -> Era:
         """Return the table's schema and start at the token."""
         if folder == MESSAGES:
             return Era(newest_schema(history), Seq(0))
-        era = era_at(history, self._n)
+        is_elsewhere = folder in self._elsewhere
+        era = era_of(history, self._tables[folder].table_id, self._n) if is_elsewhere else era_at(history, self._n)
         if era is not None:
             return era
         if self._past:
@@ -509,8 +504,8 @@ class LakeSession(Closing):
         history = self._history(folder)
         schema = self._era(folder, history).schema
         name = MESSAGES if folder == MESSAGES else f"{schema.namespace}.{schema.name}"
-        is_elsewhere = history.tail is not None and not history.path.endswith(f"/{folder}")
-        moved = schema.table_id if is_elsewhere or (folder != MESSAGES and folder_of(schema) != folder) else None
+        is_elsewhere = folder in self._elsewhere or history.tail is not None
+        moved = schema.table_id if is_elsewhere and not history.path.endswith(f"/{folder}") else None
         parts = records_sql(self._engine, history, schema, self._n, only=moved)
         parts += [f"FROM {self._engine.register(source)}" for source in self._tail.more_records(history)]
         records = " UNION ALL BY NAME ".join(parts)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from millstream.model.ids import GroupNumber
+from millstream.model.ids import GroupNumber, ShardId
 from millstream.model.replication import NodeName
 from millstream.protocol.replication.promises_and_fencing import UNPROMISED, Promise, Role, RoleFact
 
@@ -52,6 +52,10 @@ class LeaderMap:
     def joined(self, other: LeaderMap) -> LeaderMap:
         """Return the union of both maps."""
         return LeaderMap.of((*self.leaderships, *other.leaderships))
+
+    def leader_of(self, _shard: ShardId) -> Leadership | None:
+        """Return the leader of a shard, which is the leader of the stream."""
+        return self.newest
 
 
 def leaders_known(fact: RoleFact, me: NodeName) -> LeaderMap:
