@@ -56,6 +56,8 @@ def test_what_capture_knows_and_the_lake_lacks(postgres: Database, tmp_path: Pat
     with millstream_open(home.home.path) as opened:
         assert opened.query("SELECT count(*) AS n FROM public.articles").to_pylist() == [{"n": 7}]
         assert opened.query('SELECT count(*) AS n FROM history."public.articles"').to_pylist() == [{"n": 7}]
+        with pytest.raises(InvalidQuery, match=r"no table public\.things at \S+, or it was empty"):
+            opened.query("FROM public.things", as_of="now")
     with postgres.connect() as source:
         source.execute("UPDATE articles SET note = 'b' WHERE id = 1")
         source.execute("INSERT INTO things VALUES (1, 2.5)")
@@ -70,7 +72,7 @@ def test_what_capture_knows_and_the_lake_lacks(postgres: Database, tmp_path: Pat
         assert opened.query("SELECT count(*) AS n FROM public.articles WHERE note = 'a'").to_pylist() == [{"n": 6}]
         with pytest.raises(InvalidQuery, match=r"it was called public\.items then"):
             opened.query("FROM public.articles", as_of=before)
-        with pytest.raises(InvalidQuery, match="didn't exist yet") as caught:
+        with pytest.raises(InvalidQuery, match="it had no record yet") as caught:
             opened.query("FROM public.things", as_of=before)
         assert re.search(r"Query \S+ \(\S+\) or later", caught.value.hint)
         assert "Others appear" not in caught.value.hint

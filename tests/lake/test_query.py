@@ -423,7 +423,10 @@ def test_the_hint_of_a_moment_before_the_lake_names_moments_that_answer(
     assert at(layout, "SELECT count(*) AS n FROM public.orders", begins) == [{"n": 2}]
     assert at(layout, count, whole) == [{"n": 2}]
     # A table that began later names the moment from which it answers, too.
-    with LakeSession(layout, as_of=begins) as session, pytest.raises(InvalidQuery, match="didn't exist yet") as later:
+    with (
+        LakeSession(layout, as_of=begins) as session,
+        pytest.raises(InvalidQuery, match="it had no record yet") as later,
+    ):
         session.query(count)
     assert _moments(later.value.hint) == [whole]
     (token,) = re.findall(r"\.s(\d+)\)", later.value.hint)

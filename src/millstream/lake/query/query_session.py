@@ -363,6 +363,9 @@ class LakeSession(Closing):
                 why = known.waits or "no change of it has come, and nobody has seen its columns"
                 hint = None if self.landed_by is None else where_they_land(self.landed_by)
                 return InvalidQuery(f"{known.full_name} has nothing in the lake yet: {why}", hint=hint)
+            if self._past and is_meant(table, known.full_name):
+                at = f"at {self.token}, or it was empty: it had no record yet"
+                return InvalidQuery(f"there was no table {known.full_name} {at}")
         # In our words, because DuckDB's suggestions are its own tables.
         others = same_bare(bare, [parse_qualified_name(name) for name in self.tables])
         hint = name_in_full([f'{view}."{name}"' for name in others] if view in {HISTORY, SCD2, MERGED} else others)

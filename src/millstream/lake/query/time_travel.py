@@ -226,7 +226,7 @@ def known_later(layout: LakeLayout, n: Seq, said: str, tables: Iterable[CutTable
         era = None if last is None else era_at(history, last.n)
         begins = None if era is None or not era.first else cut_from(layout, era.first)
         return InvalidQuery(
-            f"there was no table {table.name} at {token}: it didn't exist yet",
+            f"there was no table {table.name} at {token}, or it was empty: it had no record yet",
             hint=f"Query {'a later time' if begins is None else f'{_moment_of(layout, begins)} or later'}.",
         )
     return None
