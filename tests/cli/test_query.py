@@ -143,6 +143,8 @@ def test_json_is_a_list_of_objects_whose_numbers_any_reader_holds(home: Path) ->
         {"s": {"a": "1.50", "b": "x"}, "m": {"k": [None, True]}, "f": "NaN", "i": "-Infinity", "o": 1.0}
     ]
     assert json.loads(query(home, "FROM public.orders WHERE false", "--json").stdout) == []
+    repeated = query(home, "SELECT 1 AS id, 2 AS id_1, 3 AS id, 4 AS id", "--json")
+    assert json.loads(repeated.stdout) == [{"id": 1, "id_1": 2, "id_2": 3, "id_3": 4}]
 
 
 def test_arrow_is_a_stream_of_the_very_values(home: Path) -> None:

@@ -85,6 +85,8 @@ def test_every_field_is_shown_as_it_was_written() -> None:
         ({"group_by": "id"}, "group_by"),
         ({"group_by": ["id", "id"]}, "group_by"),
         ({"start": 5}, "start"),
+        ({"start": "never"}, "start"),
+        ({"start": "2026-13-01"}, "start"),
         ({"ack_wait_ms": 99}, "ack_wait_ms"),
         ({"ack_wait_ms": 43_200_001}, "ack_wait_ms"),
         ({"ack_wait_ms": True}, "ack_wait_ms"),

@@ -7,6 +7,7 @@ are an object there: their regions, and `rows`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -61,7 +62,7 @@ def _csv(reader: pa.RecordBatchReader, out: TextIO) -> int:
 
 
 def _json(reader: pa.RecordBatchReader, out: TextIO) -> int:
-    names = [json.dumps(name, ensure_ascii=False) for name in reader.schema.names]
+    names = [json.dumps(name, ensure_ascii=False) for name in _distinct(reader.schema.names)]
     regions = (reader.schema.metadata or {}).get(REGIONS_METADATA)
     out.write("[" if regions is None else f'{{"regions": {regions.decode()},\n"rows": [')
     count = 0
@@ -74,6 +75,17 @@ def _json(reader: pa.RecordBatchReader, out: TextIO) -> int:
     out.write("\n]" if count else "]")
     out.write("\n" if regions is None else "}\n")
     return count
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Return the columns' names with a number behind each that is there already: objects have each key once."""
+    found: dict[str, None] = {}
+    for name in names:
+        numbered = (f"{name}_{n}" for n in itertools.count(1))
+        found[name if name not in found else next(one for one in numbered if one not in found and one not in names)] = (
+            None
+        )
+    return list(found)
 
 
 def _json_values(column: pa.Array) -> Iterable[str]:

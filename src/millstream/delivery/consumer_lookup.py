@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from millstream.delivery.definition import Definition
+from millstream.delivery.definition import START_HINT, Definition
 from millstream.delivery.running_consumer import Running
 from millstream.errors import DeliveryError, InvalidValue, MillstreamError
 
@@ -38,8 +38,8 @@ def unknown_consumer(stream: str, name: str) -> DeliveryError:
 def invalid_place(code: str, field: str, what: str) -> MillstreamError:
     """Return the error for a text that names no place of the log, in a definition or in another request."""
     if code == "invalid_consumer":
-        return DeliveryError(what, code=code, hint="Use `earliest`, `latest`, a token or a time.", field=field)
-    return InvalidValue(what, hint="Use `earliest`, `latest`, a token or a time.", column=field)
+        return DeliveryError(what, code=code, hint=START_HINT, field=field)
+    return InvalidValue(what, hint=START_HINT, column=field)
 
 
 def exists_already(stream: str, known: Definition, wanted: Definition) -> DeliveryError:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any, Final, Literal, NamedTuple, NoReturn
 
 import pyarrow as pa
 
 from millstream.delivery.sink_definition import SINKS, TRUSTED_SINKS, SinkDefinition
-from millstream.errors import DeliveryError, RoutingError, UsageError
+from millstream.errors import DeliveryError, PositionError, RoutingError, UsageError
+from millstream.model.as_of_parsing import is_token, parse_moment
 from millstream.model.names import TablePatterns
 from millstream.model.predicate import Predicate
 from millstream.model.schema import TableKind, TableSchema
@@ -32,6 +34,7 @@ _NUMBERS: Final[Mapping[str, tuple[int, int, int]]] = {
 _FIELDS: Final = ("name", "tables", "where", "columns", "kind", "group_by", "start", *_NUMBERS, "backfill", *SINKS)
 REQUEST_FIELDS: Final = tuple(field for field in _FIELDS if field not in TRUSTED_SINKS)
 """The fields that a request may have; others are the configuration file's."""
+START_HINT: Final = "Use `earliest`, `latest`, a token or a time."
 _COLUMN: Final = re.compile(
     r"""\s*(?P<name>"(?:[^"]|"")+"|[^\s"]+)(?:\s+as\s+(?P<alias>"(?:[^"]|"")+"|[^\s"]+))?\s*\Z""", re.IGNORECASE
 )
@@ -111,8 +114,7 @@ class Definition:
             )
         backfill, start = _flag(body, "backfill"), _text(body, "start", "latest")
         assert start is not None
-        if not start.strip():
-            _refuse("start is empty", "start", "Use `earliest`, `latest`, a token or a time.")
+        _check_start(start)
         if backfill and start.strip() == "earliest":
             _refuse(
                 "a consumer that starts at `earliest` can't have a backfill: there are no earlier rows",
@@ -351,6 +353,17 @@ def _number(body: Mapping[str, Any], field: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         _refuse(f"{field} isn't a whole number from {least} to {most}", field)
     return value
+
+
+def _check_start(start: str) -> None:
+    """Refuse a text that names no place in any log; whether a token is of the stream shows when the consumer is made."""
+    if not start.strip():
+        _refuse("start is empty", "start", START_HINT)
+    try:
+        if start not in ("earliest", "latest") and not is_token(start):
+            parse_moment(start, now=datetime.now(UTC))
+    except PositionError as error:
+        _refuse(error.message, "start", START_HINT)
 
 
 def _refuse(what: str, field: str | None = None, hint: str | None = None) -> NoReturn:

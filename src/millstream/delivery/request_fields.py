@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
+from millstream.delivery.definition import START_HINT
 from millstream.errors import InvalidValue
 
 BATCH_SIZE: Final = 100
@@ -62,7 +63,7 @@ def wanted_place(body: Any) -> str:
     """Return the target of a rewind."""
     text = _fields(body, "to").get("to")
     if not isinstance(text, str) or not text.strip():
-        raise InvalidValue("to isn't a text", hint="Use `earliest`, `latest`, a token or a time.")
+        raise InvalidValue("to isn't a text", hint=START_HINT)
     return text
 
 
