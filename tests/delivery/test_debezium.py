@@ -303,7 +303,7 @@ def test_characters_that_kafka_refuses_become_underscores_in_topics() -> None:
         ("binary_handling_mode", "utf8"),
         ("interval_handling_mode", ""),
         ("schemas_enable", "yes"),
-        ("skipped_operations", "x"),
+        ("skipped_operations", "r"),
         ("skipped_operations", "none,c"),
         ("skipped_operations", ""),
     ],

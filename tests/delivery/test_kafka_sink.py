@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -274,6 +275,34 @@ def test_skipped_operations_are_accepted_and_not_sent(
     assert debezium.open(debezium.place).deliver(batch) == ACCEPTED
     values = [None if message.value is None else json.loads(message.value) for message in debezium.messages()]
     assert [value and value["op"] for value in values] == left
+
+
+@pytest.mark.parametrize("op", ["t", "x"])
+def test_a_compacted_topic_takes_no_record_without_a_key(stage: KafkaStage, op: str) -> None:
+    stage.make("public.orders", **{"cleanup.policy": "compact"})
+    batch = _rows_around(op)
+    outcome = stage.open().deliver(batch)
+    assert parts(outcome) == {Verdict.ACCEPTED: [batch[0].id, batch[2].id], Verdict.FAILED: [batch[1].id]}
+    assert "public.orders doesn't take a message of" in outcome.reason
+    assert "without a key" in outcome.reason
+
+
+@pytest.mark.parametrize("op", ["t", "x"])
+def test_records_without_a_key_are_left_out_of_a_compacted_topic(stage: KafkaStage, op: str) -> None:
+    stage.make("public.orders", **{"cleanup.policy": "compact"})
+    stage.settings["skipped_operations"] = "t,x"
+    batch = _rows_around(op)
+    assert stage.open().deliver(batch) == ACCEPTED
+    assert [message.id for message in stage.messages()] == [batch[0].id, batch[2].id]
+
+
+def _rows_around(op: str) -> list[PushMessage]:
+    """Return a record of all rows, or of a partition's, between those of two rows, with their keys."""
+    rows: list[dict[str, Any]] = [{"id": 1}, {"id": None, "__op": op}, {"id": 2}]
+    return [
+        replace(message, record=json.dumps({"table": "public.orders", "before": None, "op": own, "row": row}).encode())
+        for message, own, row in zip(logged(*rows), ["c", op, "c"], [rows[0], None, rows[2]], strict=True)
+    ]
 
 
 def test_a_topic_that_can_t_be_made_stops_nothing_else(stage: KafkaStage) -> None:
@@ -547,7 +576,7 @@ def test_the_ledger_names_transactions_of_the_last_seconds_within_a_bound() -> N
         ({"location": "h:1", "format": ["json"]}, "kafka.format"),
         ({"location": "h:1", "decimal_handling_mode": "exact"}, "kafka.decimal_handling_mode"),
         ({"location": "h:1", "schemas_enable": "yes"}, "kafka.schemas_enable"),
-        ({"location": "h:1", "skipped_operations": "x"}, "kafka.skipped_operations"),
+        ({"location": "h:1", "skipped_operations": "r"}, "kafka.skipped_operations"),
         ({"location": "h:1", "topic": "{database}"}, "kafka.topic"),
         ({"location": "h:1", "transactions": 1}, "kafka.transactions"),
         ({"location": "h:1", "client": ["a"]}, "kafka.client"),

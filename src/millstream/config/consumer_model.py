@@ -85,7 +85,9 @@ class KafkaSection(Section):
     schemas_enable: bool = Field(default=True, description="Send the schema of keys and values with each message.")
     tombstones_on_delete: bool = Field(default=True, description="Send a message without a value behind each delete.")
     skipped_operations: str = Field(
-        default="none", description="Operations that are left out: a list of `c`, `u`, `d`, `t` with commas, or `none`."
+        default="none",
+        description="Operations that are left out: a list of `c`, `u`, `d`, `t`, `x` with commas, or `none`. "
+        "`t,x` for topics with `cleanup.policy = compact`, which take no message without a key.",
     )
     include_unknown_datatypes: bool = Field(
         default=False, description="Send columns of types that Debezium doesn't support, as bytes."

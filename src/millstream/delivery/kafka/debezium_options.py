@@ -21,7 +21,7 @@ _CHOICES: Final = {
     "binary_handling_mode": ("bytes", "base64", "base64-url-safe", "hex"),
     "interval_handling_mode": ("numeric", "string"),
 }
-_SKIPPABLE: Final = ("c", "u", "d", "t", "none")
+_SKIPPABLE: Final = ("c", "u", "d", "t", "x", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class DebeziumOptions:
     tombstones_on_delete: bool = True
     """Whether a message without a value follows each delete."""
     skipped_operations: str = "none"
-    """Operations that are left out: a list of `c`, `u`, `d` and `t` with commas, or `none`."""
+    """Operations that are left out: a list of `c`, `u`, `d`, `t` and `x` with commas, or `none`."""
     include_unknown_datatypes: bool = False
     """Whether columns of types that Debezium doesn't support are sent, as bytes of PostgreSQL's text."""
 

@@ -292,7 +292,8 @@ class KafkaSink:
         topics = ", ".join(sorted({event.topic for event in sending.events}))
         if _is_of_message(error):
             size = max(len(event.value or b"") + len(event.key or b"") for event in sending.events)
-            sending.error = f"topic {topics} doesn't take a message of {size} bytes: {error.str()}"
+            no_key = " without a key" if any(event.key is None for event in sending.events) else ""
+            sending.error = f"topic {topics} doesn't take a message of {size} bytes{no_key}: {error.str()}"
             sending.is_judged = True
         elif _is_of_topic(error):
             sending.error = f"topic {topics} doesn't take messages: {error.str()}"
