@@ -287,6 +287,32 @@ def test_a_leaf_that_lost_rows_before_a_look_saw_it(stage: Stage, *, live: bool)
     assert (found["x public.day_5"], found["t"]) == (1, 0)
 
 
+@pytest.mark.parametrize("key", [", PRIMARY KEY (id, day)", ""], ids=["with a key", "without a key"])
+@pytest.mark.parametrize("emptied", ["TRUNCATE day_5", "DELETE FROM day_5; VACUUM day_5"], ids=["truncated", "vacuumed"])
+def test_a_leaf_that_lost_all_rows_before_a_look_saw_it(stage: Stage, emptied: str, key: str) -> None:
+    """It has no rows to copy, and those in the log are gone."""
+    stage.sql(f"CREATE TABLE parts (id int, day int, item text{key}) PARTITION BY RANGE (day)")
+    stage.sql("CREATE TABLE day_1 PARTITION OF parts FOR VALUES FROM (1) TO (2)")
+    stage.sql("ALTER TABLE day_1 REPLICA IDENTITY FULL; ALTER TABLE parts REPLICA IDENTITY FULL")
+    stage.sql("INSERT INTO parts SELECT i, 1, 'first' FROM generate_series(1, 10) i")
+    stage.config = replace(stage.config, tables=("public.parts",))
+    stage.catch_up()
+    stage.sql(
+        "CREATE TABLE day_5 PARTITION OF parts FOR VALUES FROM (5) TO (6)",
+        "ALTER TABLE day_5 REPLICA IDENTITY FULL",
+        "INSERT INTO parts SELECT i, 5, 'made' FROM generate_series(51, 60) i",
+        "ALTER TABLE parts DETACH PARTITION day_5",
+        *emptied.split("; "),
+        "ALTER TABLE parts ATTACH PARTITION day_5 FOR VALUES FROM (5) TO (6)",
+        "INSERT INTO parts VALUES (11, 1, 'last')",
+    )
+    stage.catch_up()
+    log = stage.log.replay()["public.parts"]
+    rows: Any = log.values() if key else log[None]
+    assert sorted((row["id"] for row in rows), key=int) == [str(number) for number in range(1, 12)]
+    assert stage.state("public.parts") is TableState.STREAMING
+
+
 def test_a_leaf_that_had_no_changes_before_is_attached_without_an_x(stage: Stage) -> None:
     made(stage)
     stage.sql(

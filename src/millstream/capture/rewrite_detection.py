@@ -166,7 +166,7 @@ class KnownLayouts:
         return [part.name for part in table.partitions if part.oid in came]
 
     def attached(self, table: SourceTable, id_: TableId) -> list[PartitionFacts]:
-        """Return the partitions without partitions below them that were attached with rows, which the stream doesn't send."""
+        """Return the partitions without partitions below them that were attached; the stream doesn't send their rows, if any."""
         known = self._known.get(str(id_))
         return [] if known is None else _attached(known, table)
 
@@ -481,16 +481,16 @@ def _news_of_partitions(
 
 
 def _attached(known: dict[str, Any], table: SourceTable) -> list[PartitionFacts]:
-    """Return the leaves whose rows, from before they were attached, are in no record of the log."""
+    """Return the leaves whose rows, from before they were attached, are in no record of the log; also those without rows."""
     joined = [p for p in table.partitions if str(p.oid) not in known["partitions"]]
     waiting = set(known.get("attached", ()))
     if not all(p.born for p in joined):
         waiting |= {p.oid for p in joined}
-    return [p for p in table.partitions if p.oid in waiting and p.leaf and p.size_bytes]
+    return [p for p in table.partitions if p.oid in waiting and p.leaf]
 
 
 def _news_of_attached(known: dict[str, Any], table: SourceTable) -> Iterator[str]:
-    if attached := _attached(known, table):
+    if attached := [p for p in _attached(known, table) if p.size_bytes]:
         yield f"partition {_named([p.name for p in attached])} was attached"
 
 

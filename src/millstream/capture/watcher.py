@@ -349,7 +349,8 @@ class WatchedTables:
         renamed = self._layouts.renamed(table, row.id) if is_plain else {}
         has_names = bool(renamed) or any(one.form != now.form for one in shown)
         follows = is_plain and has_names and self._directory.follows_names(row.id)
-        attached = self._layouts.attached(table, row.id)
+        joined = self._layouts.attached(table, row.id)
+        attached = [partition for partition in joined if partition.size_bytes]
         # Rows that a missed truncate left behind need a copy of the whole table, once truncates are sent.
         apart = row.details.get("cause") != NO_TRUNCATES and can_copy_apart(table, attached)
         added = self._layouts.added_defaults(table, row.id, sent) if row.state is TableState.STREAMING else {}
@@ -393,8 +394,8 @@ class WatchedTables:
         self._directory.definitions.look(row.id, table, self.seen_at, is_streaming=is_streaming)
         if news is not None or row.state not in {TableState.STREAMING, TableState.COPYING}:
             attached = []  # a copy of the whole table follows, if any
-        elif attached:
-            leaves.note_attached(row.id, table, attached, at=self.seen_at, at_us=self._seen_us)
+        elif joined:
+            leaves.note_attached(row.id, table, joined, at=self.seen_at, at_us=self._seen_us)
         if attached and is_streaming and not left and not self._directory.definitions.is_waiting(row.id):
             attached = [] if begin_copy_of(self._catalog, row, table, attached) else attached
         if raw := self._layouts.raw_columns(table, row.id):

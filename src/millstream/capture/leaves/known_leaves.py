@@ -40,6 +40,8 @@ class Departure:
     """When a look found that it was gone, by the source's clock, in microseconds since 1970."""
     is_back: bool = False
     """Whether it has been attached since, and its rows are copied behind the `x`."""
+    is_empty: bool = False
+    """Whether it had no rows when it was found attached, so that nothing of it is copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class Attached:
     had_changes: bool
     """Whether changes from before that are in the log: then an `x` comes before its rows. PostgreSQL didn't send what it lost
     in between."""
+    is_empty: bool = False
+    """Whether it had no rows at that look, so that nothing of it is copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,7 @@ class _Leaves:
             "left": sorted(self.left),
             "arrived": {str(oid): int(at) for oid, at in sorted(self.arrived.items())},
             "attached": {
-                str(oid): [int(one.at), one.at_us, one.by, one.had_changes]
+                str(oid): [int(one.at), one.at_us, one.by, one.had_changes, one.is_empty]
                 for oid, one in sorted(self.attached.items())
             },
             "first": {str(oid): xid for oid, xid in sorted(self.first.items())},
@@ -244,7 +248,7 @@ class KnownLeaves:
     def note_attached(
         self, id_: TableId, table: SourceTable, attached: Iterable[PartitionFacts], *, at: Lsn, at_us: int
     ) -> None:
-        """Note leaves of a table whose rows are to be copied, because they were attached, if this look is the first to find them.
+        """Note leaves of a table that were attached, and whose rows are to be copied, if this look is the first to find them.
 
         Args:
             id_: the table.
@@ -263,7 +267,7 @@ class KnownLeaves:
                 if is_new and by is not None:
                     first = found.first.get(part.oid) or self.first_xids.get(part.oid)
                     had_changes = first is not None and _precedes(first, by)
-                    found.attached[part.oid] = Attached(at, at_us, by, had_changes)
+                    found.attached[part.oid] = Attached(at, at_us, by, had_changes, is_empty=not part.size_bytes)
             self._store(id_)
 
     def note_copied(self, id_: TableId, table: SourceTable) -> None:
@@ -466,7 +470,8 @@ class KnownLeaves:
             for oid, one in [*found.attached.items()]:
                 if one.at > self._passed or oid in self._entered_back:
                     continue
-                departure = Departure(id_, oid, found.live.get(oid, ""), one.at, one.at_us, is_back=True)
+                name = found.live.get(oid, "")
+                departure = Departure(id_, oid, name, one.at, one.at_us, is_back=True, is_empty=one.is_empty)
                 if one.had_changes:
                     self._entered_back.add(oid)
                     ready.append(departure)
