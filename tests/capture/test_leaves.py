@@ -267,6 +267,8 @@ def test_a_leaf_that_lost_rows_before_a_look_saw_it(stage: Stage, *, live: bool)
     made(stage)
     stage.config = replace(stage.config, look_s=3600)
     running = stage.start() if live else None
+    if running is not None:
+        wait_until(stage.slot_active, "it streams, so its first look is over")
     stage.sql(
         "CREATE TABLE day_5 PARTITION OF parts FOR VALUES FROM (5) TO (6)",
         "INSERT INTO parts SELECT i, 5, 'made' FROM generate_series(51, 60) i",
@@ -288,7 +290,9 @@ def test_a_leaf_that_lost_rows_before_a_look_saw_it(stage: Stage, *, live: bool)
 
 
 @pytest.mark.parametrize("key", [", PRIMARY KEY (id, day)", ""], ids=["with a key", "without a key"])
-@pytest.mark.parametrize("emptied", ["TRUNCATE day_5", "DELETE FROM day_5; VACUUM day_5"], ids=["truncated", "vacuumed"])
+@pytest.mark.parametrize(
+    "emptied", ["TRUNCATE day_5", "DELETE FROM day_5; VACUUM day_5"], ids=["truncated", "vacuumed"]
+)
 def test_a_leaf_that_lost_all_rows_before_a_look_saw_it(stage: Stage, emptied: str, key: str) -> None:
     """It has no rows to copy, and those in the log are gone."""
     stage.sql(f"CREATE TABLE parts (id int, day int, item text{key}) PARTITION BY RANGE (day)")
