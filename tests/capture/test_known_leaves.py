@@ -244,7 +244,7 @@ def test_an_x_comes_before_the_rows_of_an_attached_leaf_that_had_changes_before(
 ) -> None:
     looks.look(10, parts=(8,))
     looks.known.note_record(PARTS, 7, "public.leaf_7", None, is_there=True)
-    looks.known.note_first(7, first)
+    looks.known.note_first(7, first, Lsn(15))
     if restarts:
         looks.restart()
     facts = table(101, 7, 8, 9)
@@ -278,9 +278,23 @@ def test_an_x_comes_before_the_rows_of_an_attached_leaf_that_had_changes_before(
     assert looks.known.returned(PARTS, table(101, 7)) == []
 
 
+@pytest.mark.parametrize(("committed", "had"), [(20, True), (21, False)])
+def test_an_older_transaction_may_write_to_a_leaf_after_it_was_attached(
+    looks: Looks, committed: int, *, had: bool
+) -> None:
+    looks.look(10, parts=(8,))
+    facts = table(101, 7, 8)
+    leaf = replace(facts.partitions[0], born=False, attached_by=50)
+    looks.known.note_attached(PARTS, facts, [leaf], at=Lsn(20), at_us=21)
+    looks.look(20, parts=(7, 8))
+    looks.known.note_first(7, 49, Lsn(committed))
+    looks.known.passed(Lsn(21))
+    assert [one.is_empty for one in looks.known.ready(())] == [True] * had
+
+
 def test_a_leaf_of_an_earlier_look_is_no_new_one(looks: Looks) -> None:
     looks.look(10, parts=(7,))
-    looks.known.note_first(7, 40)
+    looks.known.note_first(7, 40, Lsn(15))
     facts = table(101, 7)
     looks.known.note_attached(
         PARTS, facts, [replace(facts.partitions[0], born=False, attached_by=50)], at=Lsn(20), at_us=21

@@ -49,13 +49,12 @@ class DepartureEntries:
         if not (met := self._known.met):
             return
         if isinstance(ops, SpilledOp):
-            (xid,) = ops.operation.column("xid").to_pylist()
-            found = dict.fromkeys(met, xid)
+            found = dict.fromkeys(met, _transaction(ops.operation, 0))
         else:
             found = first_transactions(ops, met)
-        for oid, xid in found.items():
+        for oid, (xid, committed) in found.items():
             if xid is not None:
-                self._known.note_first(oid, xid)
+                self._known.note_first(oid, xid, committed)
         met.clear()
 
     def ready(self, busy: Collection[TableId]) -> Iterator[Entry]:
@@ -91,17 +90,23 @@ class DepartureEntries:
         return WriteOps(operation, (TableRows(schema, departure_row(schema, one), shard),))
 
 
-def first_transactions(ops: WriteOps, leaves: Collection[int]) -> dict[int, int | None]:
+def first_transactions(ops: WriteOps, leaves: Collection[int]) -> dict[int, tuple[int | None, Lsn]]:
     """Return the transactions of the first records of some leaf partitions, by OID; those without a record are missing."""
-    found: dict[int, int | None] = {}
+    found: dict[int, tuple[int | None, Lsn]] = {}
     for table in ops.tables:
         if table.schema.kind is TableKind.TABLE and table.schema.partitioned:
             oids = table.rows.column(PARTITION_OID.name)
             for oid in leaves:
                 if oid not in found and (at := pc.index(oids, pa.scalar(oid, oids.type)).as_py()) >= 0:
                     operation = table.rows.column(0)[at].as_py()
-                    found[oid] = ops.operations.column("xid")[operation].as_py()
+                    found[oid] = _transaction(ops.operations, operation)
     return found
+
+
+def _transaction(operations: pa.RecordBatch, number: int) -> tuple[int | None, Lsn]:
+    """Return the id of an operation's transaction and the LSN of its commit."""
+    xid, committed = (operations.column(name)[number].as_py() for name in ("xid", "commit_lsn"))
+    return xid, Lsn(committed or 0)
 
 
 def departure_row(schema: TableSchema, one: Departure) -> pa.RecordBatch:

@@ -231,8 +231,11 @@ class KnownLeaves:
             self._assign([oid])
             self._store(id_)
 
-    def note_first(self, oid: int, xid: int) -> None:
-        """Note the transaction of the first record of a leaf, which is about to enter the log."""
+    def note_first(self, oid: int, xid: int, committed: Lsn) -> None:
+        """Note the transaction of the first record of a leaf, which is about to enter the log, and the LSN of its commit.
+
+        A transaction that began before the leaf was attached may write to it after that, too.
+        """
         with self._lock:
             self.first_xids[oid] = xid
             for id_, found in self._tables.items():
@@ -241,7 +244,7 @@ class KnownLeaves:
                     continue
                 if found.first.get(oid, xid) is None:
                     found.first[oid] = xid
-                if one is not None and _precedes(xid, one.by):
+                if one is not None and committed <= one.at and _precedes(xid, one.by):
                     found.attached[oid] = replace(one, had_changes=True)
                 self._store(id_)
 
