@@ -10,9 +10,9 @@ from tests.app.homes import make_home
 
 from millstream.app.open_home import OpenHome
 from millstream.app.status import collect_status
+from millstream.app.status_cache import StatusCache
 from millstream.home.home import Home
 from millstream.wal import segment_scan
-from millstream.wal.backlog import Backlogs
 
 
 def test_kept_counts_are_those_of_a_first_look_and_read_only_what_is_new(
@@ -20,7 +20,7 @@ def test_kept_counts_are_those_of_a_first_look_and_read_only_what_is_new(
 ) -> None:
     home = Home(make_home(tmp_path / "home", "[streams.shop]\n"))
     home.prepare()
-    kept: dict[str, Backlogs] = {}
+    kept = StatusCache()
     read = 0
     frame = segment_scan.read_frame
 
@@ -29,8 +29,8 @@ def test_kept_counts_are_those_of_a_first_look_and_read_only_what_is_new(
         read += 1
         return frame(*args, **options)
 
-    def waits(backlogs: dict[str, Backlogs] | None) -> tuple[int, int]:
-        (stream,) = collect_status(home, backlogs)["streams"]
+    def waits(cache: StatusCache | None) -> tuple[int, int]:
+        (stream,) = collect_status(home, cache)["streams"]
         return stream["lag"]["lake"]["records"], stream["lag"]["lake"]["bytes"]
 
     monkeypatch.setattr(segment_scan, "read_frame", counting)
@@ -47,3 +47,4 @@ def test_kept_counts_are_those_of_a_first_look_and_read_only_what_is_new(
         read = 0
         waits(kept)
         assert read < 10
+    kept.close()
