@@ -602,10 +602,8 @@ def test_a_superuser_leaves_publications_of_others_alone(stage: Stage, of: str) 
     assert row == (True, None if of == "another role" else comment)
 
 
+@pytest.mark.since_postgres(15)  # row filters
 def test_a_row_filter_keeps_the_publication_via_the_root(stage: Stage) -> None:
-    with stage.connect() as connection:
-        if connection.info.server_version < 150000:
-            pytest.skip("publications have row filters from PostgreSQL 15 on")
     stage.sql(
         *PARTS,
         "CREATE PUBLICATION millstream_shop FOR TABLE ONLY parts WHERE (id > 10) WITH (publish_via_partition_root = true)",
