@@ -60,6 +60,36 @@ def test_after_the_doctors_script_nothing_blocks_and_every_change_is_captured(st
 
 
 @pytest.mark.usefixtures("stranger")
+def test_at_the_first_start_tables_of_other_owners_alone_are_quarantined(stage: Stage) -> None:
+    """The publication couldn't be created with them, and the whole start ended until it was made by hand."""
+    role = f"stranger_{stage.config.slot}"
+    with stage.connect() as connection:
+        connection.execute(f"GRANT CREATE ON DATABASE {connection.info.dbname} TO {role}".encode())
+    assert [(f.blocks, f.table) for f in check_source(stage.config) if f.code == "publication_missing"] == [
+        ("source", "")
+    ]
+    stage.sql(f"ALTER TABLE orders OWNER TO {role}", "CREATE TABLE theirs (id int PRIMARY KEY)")
+    others = {"public.audit_log", "public.parts", "public.theirs"}
+    found = [f for f in check_source(stage.config) if f.code == "publication_missing"]
+    assert {(f.blocks, f.table) for f in found} == {("table", name) for name in others}
+    assert doctor_sql(stage.config).count("CREATE PUBLICATION") == 1
+
+    quarantined = stage.catch_up().quarantined
+    assert quarantined.keys() == others
+    publication = stage.config.publication
+    scripts = {
+        "theirs": f'ALTER PUBLICATION "{publication}" ADD TABLE ONLY "public"."theirs";',
+        "audit_log": f'ALTER PUBLICATION "{publication}_inserts" ADD TABLE ONLY "public"."audit_log";',
+    }
+    assert all(script in quarantined[f"public.{name}"] for name, script in scripts.items())
+    assert stage.log.replay() == {"public.orders": stage.source_rows("orders", ["id"])}
+    stage.sql("INSERT INTO theirs VALUES (1)", *scripts.values(), "INSERT INTO audit_log VALUES (2, 'later')")
+    assert stage.catch_up().quarantined.keys() == {"public.parts"}
+    assert stage.log.replay()["public.theirs"] == stage.source_rows("theirs", ["id"])
+    assert bag(stage, "audit_log") == [("2", "later")]
+
+
+@pytest.mark.usefixtures("stranger")
 def test_settings_of_the_server_come_last_and_as_comments(stage: Stage) -> None:
     lines = doctor_sql(stage.config).splitlines()
     settings = [number for number, line in enumerate(lines) if "ALTER SYSTEM" in line]

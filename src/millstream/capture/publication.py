@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import psycopg
@@ -51,7 +52,7 @@ class Lack:
     sql: str
     """The SQL for the tables' owner (or a superuser) to run."""
     table: SourceTable | None
-    """The table concerned; None if the first publication is missing, so that nothing can be captured."""
+    """The table concerned; None if nothing can be captured, because the first publication is missing and can't be created."""
     stops: bool = True
     """Whether the defect prevents capture; if not, capture is only less exact."""
 
@@ -288,19 +289,15 @@ def find_lacks(connection: Connection, publication: str, tables: Sequence[Source
     Tables without an identity count as if they had one: run the SQL that gives them one first.
     """
     found = _find(connection, publication)
-    with translated():
-        row = connection.execute(
-            "SELECT has_database_privilege(current_database(), 'CREATE') AND NOT pg_is_in_recovery(), ARRAY(SELECT c.oid::bigint"
-            " FROM pg_class c WHERE c.oid = ANY(%s) AND pg_has_role(c.relowner, 'USAGE') AND NOT pg_is_in_recovery())",
-            [[table.oid for table in tables]],
-        ).fetchone()
-    assert row is not None
-    own = set(row[1])
+    may_create, own = _rights(connection, tables)
     if found is None:
-        if row[0] and all(table.oid in own for table in tables):
-            return []
         script = _create(connection, publication, tables, inserts_only=False).as_string(connection) + ";"
-        return [Lack(f"the publication {publication} doesn't exist, and this role may not create it", script, None)]
+        message = f"the publication {publication} doesn't exist, and this role may not "
+        if may_create and (own or not tables):
+            return [
+                Lack(f"{message}add {table.full_name} to it", script, table) for table in tables if table.oid not in own
+            ]
+        return [Lack(f"{message}create it", script, None)]
     lacks = []
     by_leaves = reads_leaves(connection, (publication, inserts_name(publication)))
     sent, members = _sent(connection, [publication]), _members(connection, [publication])
@@ -324,6 +321,18 @@ def find_lacks(connection: Connection, publication: str, tables: Sequence[Source
             change = _publish_all(publication).as_string(connection) + ";"
             lacks.append(Lack(message, change, table, stops=bool(_missing_verbs(sent[table.oid], table))))
     return lacks
+
+
+def _rights(connection: Connection, tables: Iterable[SourceTable]) -> tuple[bool, set[int]]:
+    """Return whether this role may create publications, and the OIDs of those of `tables` that it may add to one."""
+    with translated():
+        row = connection.execute(
+            "SELECT has_database_privilege(current_database(), 'CREATE') AND NOT pg_is_in_recovery(), ARRAY(SELECT c.oid::bigint"
+            " FROM pg_class c WHERE c.oid = ANY(%s) AND pg_has_role(c.relowner, 'USAGE') AND NOT pg_is_in_recovery())",
+            [[table.oid for table in tables]],
+        ).fetchone()
+    assert row is not None
+    return bool(row[0]), set(row[1])
 
 
 _PUBLISH: Final = ("insert", "update", "delete", "truncate")
@@ -460,13 +469,16 @@ def _sync_one(
 ) -> dict[int, str]:
     found = _find(connection, name)
     if found is None:
-        create = _create(connection, name, wanted, inserts_only=inserts_only, generated=generated)
+        # A table of another owner is refused below, and keeps no other out; unless this role owns none.
+        _, own = _rights(connection, [*wanted, *elsewhere])
+        first = [table for table in wanted if table.oid in own] if own else wanted
+        create = partial(_create, connection, name, inserts_only=inserts_only, generated=generated)
         try:
-            _execute(connection, create, *(leaves_published(name) if by_leaves else ()))
+            _execute(connection, create(first), *(leaves_published(name) if by_leaves else ()))
         except SourceError as error:
             if error.code != "source_privilege_missing" and not _on_standby(error):
                 raise
-            script = create.as_string(connection)
+            script = create(wanted).as_string(connection)
             if inserts_only:
                 return {
                     t.oid: f"the publication {name} doesn't exist and can't be created: {error.message}" for t in wanted
@@ -477,7 +489,8 @@ def _sync_one(
                 hint=f"Run {'at the primary, ' if _on_standby(error) else ''}as the tables' owner: {script}; (`millstream doctor --sql` prints the whole script)",
                 sql=script,
             ) from error
-        return {}
+        found = _find(connection, name)
+        assert found is not None
     refused = {t.oid: _apart_reason(connection, name) for t in wanted if not by_leaves and found.sends_apart(t)}
     if found.all_tables:
         return refused
