@@ -19,7 +19,7 @@ from bench.source import DATABASE, postgres
 from millstream.lake.commit_cuts import last_cut
 from millstream.lake.history import open_history
 from millstream.lake.layout import COMMITS
-from millstream.lake.maintenance import tend_cuts, tend_table
+from millstream.lake.maintenance import maintain_cuts, maintain_table
 from millstream.lake.query.query_session import LakeSession
 
 DAYS = 182
@@ -71,14 +71,14 @@ def _grow_old(lake: Lake, days: int) -> None:
             at = first + timedelta(days=day, hours=batch * 24 / BATCHES_A_DAY)
             lake.append("u", uniform(_ROWS, _CHANGED, seed=day * BATCHES_A_DAY + batch), cut=True, at=at)
         lake.fold()
-        _tend(lake)
+        _maintain(lake)
 
 
-def _tend(lake: Lake) -> None:
+def _maintain(lake: Lake) -> None:
     now_ms = time.time_ns() // 1_000_000 + _LATER_MS
     for view in ("history", "current"):
-        tend_table(lake.layout, view, ACCOUNTS, now_ms=now_ms)
-    tend_cuts(lake.layout, now_ms=now_ms)
+        maintain_table(lake.layout, view, ACCOUNTS, now_ms=now_ms)
+    maintain_cuts(lake.layout, now_ms=now_ms)
 
 
 def _batch_ms(lake: Lake, parts: dict[str, list[float]], side: str) -> float:

@@ -16,11 +16,11 @@ from millstream.app.record_rates import Rates
 from millstream.console import live_status as module
 from millstream.console.html import Part, Rendered, tag
 from millstream.console.live_status import Live, Snapshot, View
-from millstream.console.sight import Sight
+from millstream.console.visible_streams import VisibleStreams
 from millstream.process_metrics import LOG_RECORDS
 
 EMPTY: dict[str, Any] = {"streams": [], "measures": {}}
-VIEW = View("/", Sight(None))
+VIEW = View("/", VisibleStreams(None))
 PAUSE = threading.Event()
 
 
@@ -108,7 +108,7 @@ def test_a_status_that_hangs_leaves_the_last_one_with_its_age(monkeypatch: Any) 
             await asyncio.sleep(0)
             found, _ = await live.area(VIEW)
             # A page that no viewer has open yet is made of it, too, and has its age.
-            for view in (VIEW, View("/tables", Sight(None))):
+            for view in (VIEW, View("/tables", VisibleStreams(None))):
                 async with asyncio.timeout(60):
                     while time.monotonic() - (shown := (await live.area(view))[0]).taken_s < 0.3:
                         continue
@@ -188,7 +188,7 @@ def test_it_is_taken_only_if_something_has_changed_and_stays_current_meanwhile(m
 
     async def look() -> None:
         live = Live(home.collect, render, home.look)
-        diff = View("/diff", Sight(None))
+        diff = View("/diff", VisibleStreams(None))
         first, area = await live.area(VIEW)
         _, compared = await live.area(diff)
         await until(live.snapshot, lambda found: found.taken_s > first.taken_s + 0.1)

@@ -17,8 +17,8 @@ from millstream.app.status import collect_status
 from millstream.config.alerts_model import AlertsConfig
 from millstream.console import log_page, pages, table_page
 from millstream.console.html import Piece, Rendered
-from millstream.console.sight import Sight
 from millstream.console.troubles import troubles_of
+from millstream.console.visible_streams import VisibleStreams
 from millstream.errors import AccessError
 from millstream.model.access import EVERYTHING, Rights
 from millstream.serving.access import Caller
@@ -209,12 +209,12 @@ def test_a_sight_is_what_the_rights_say_and_hides_the_rest(well: dict[str, Any])
     status["problems"] = ["web's log"]
     status["conditions"] = [{"kind": "x", "stream": "web", "subject": "s", "message": "m", "hint": "h"}]
     names = ("shop", "web")
-    assert Sight.of(Caller(None, EVERYTHING), iter(names)).part_of(status) is status
-    shop = Sight.of(Caller("a", Rights.parse(["shop=read"])), iter(names))
+    assert VisibleStreams.of(Caller(None, EVERYTHING), iter(names)).part_of(status) is status
+    shop = VisibleStreams.of(Caller("a", Rights.parse(["shop=read"])), iter(names))
     assert "web" not in json.dumps({key: value for key, value in shop.part_of(status).items() if key != "home"})
     for rights in (["shop=write"], ["other=read"]):
         with pytest.raises(AccessError, check=coded("forbidden")):
-            Sight.of(Caller("a", Rights.parse(rights)), iter(names))
+            VisibleStreams.of(Caller("a", Rights.parse(rights)), iter(names))
 
 
 def test_a_thousand_tables_cost_little_when_one_changes(well: dict[str, Any]) -> None:

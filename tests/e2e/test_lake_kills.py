@@ -32,8 +32,8 @@ POINTS = {
     "lake.before_fold_commit": "all leaves written, not committed",
     "lake.after_fold_commit": "a fold committed, no cut names it",
     "lake.before_compaction_commit": "history compacted, not committed",
-    "lake.before_delete": "upkeep knows what to delete, and hasn't",
-    "lake.before_log_delete": "upkeep knows which commits to delete from the log, and hasn't",
+    "lake.before_delete": "maintenance knows what to delete, and hasn't",
+    "lake.before_log_delete": "maintenance knows which commits to delete from the log, and hasn't",
 }
 REPAIRS = {
     "capture.repair.before_append": "rows read again, not in the log",
@@ -62,14 +62,14 @@ WHOLE = """
             GROUP BY a.id, a.balance HAVING a.balance <> coalesce(sum(e.amount), 0))) AS torn
 """
 LAKE = """[streams.shop.lake]
-upkeep_interval = "2s"
+maintenance_interval = "2s"
 keep_replaced = "10s"
 log_retention = "10s"
 fold_interval = "0s"
 compact_files = 10
 disk_factor = 2
 """
-"""Upkeep as often as possible. Folds of the large table are a quarter as frequent: each rewrites all of it."""
+"""Maintenance as often as possible. Folds of the large table are a quarter as frequent: each rewrites all of it."""
 LOG = """[streams.shop.log]
 segment_bytes = "64KiB"
 retention_age = "0s"

@@ -29,7 +29,7 @@ from millstream.lake.folded.scd2 import fold_into_versions
 from millstream.lake.history import append_history, commit_records, open_history, write_records
 from millstream.lake.history_scan import fold_step
 from millstream.lake.layout import LakeLayout
-from millstream.lake.maintenance import tend_table
+from millstream.lake.maintenance import maintain_table
 from millstream.lake.query.query_session import LakeSession
 from millstream.lake.schema_history import Eras, era_at, newest_schema
 from millstream.lake.table_format import open_table
@@ -136,7 +136,7 @@ def test_rows_deleted_by_somebody_else_are_noticed(layout: LakeLayout, orders: T
         append_history(layout, orders, [records(orders, ("c", 2, {"id": 2}))], Seq(2))
 
 
-def test_upkeep_by_somebody_else_does_no_harm(layout: LakeLayout, orders: TableSchema, records: Records):
+def test_maintenance_by_somebody_else_does_no_harm(layout: LakeLayout, orders: TableSchema, records: Records):
     for seq in (1, 2, 3):
         append_history(layout, orders, [records(orders, ("c", seq, {"id": seq}))], Seq(seq))
     table = DeltaTable(layout.table_path("history", orders))
@@ -496,7 +496,9 @@ def test_folds_in_steps_get_on_beside_compacted_files_and_cuts_of_other_tables(
             fold_table(layout, orders, Seq(20))
             fold_into_versions(layout, orders, Seq(20))
     # One file now holds records that the folds have and records that they lack.
-    assert tend_table(layout, "history", orders, now_ms=time.time_ns() // 10**6, compact_files=2).files_compacted == 8
+    assert (
+        maintain_table(layout, "history", orders, now_ms=time.time_ns() // 10**6, compact_files=2).files_compacted == 8
+    )
     assert fold_table(layout, orders, Seq(86), sizes=FoldSizes(rows_max=2)).n == 86
     assert fold_into_versions(layout, orders, Seq(86), sizes=FoldSizes(rows_max=2)).commit.n == 86
     for view in ("current", "scd2"):

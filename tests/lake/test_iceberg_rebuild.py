@@ -30,7 +30,7 @@ from millstream.lake.history import append_history
 from millstream.lake.iceberg.catalog import catalog_of
 from millstream.lake.iceberg.names import identifier_of
 from millstream.lake.layout import LakeLayout, View
-from millstream.lake.maintenance import tend_table
+from millstream.lake.maintenance import maintain_table
 from millstream.lake.rebuild import (
     check_history,
     damage_of,
@@ -161,7 +161,7 @@ def test_a_damaged_table_is_built_again_in_place(
         assert old.num_rows == 1 + before.scan().to_arrow().num_rows, "nothing of what was there is lost"
         after.manage_snapshots().remove_tag("millstream-set-aside-1").commit()
     land(landed, orders, records(orders, ("d", 7, {"id": 3, **at(7)})), 7)
-    tend_table(landed, view, orders, now_ms=time.time_ns() // 1_000_000 + 7_200_000, keep_s=0, log_retention_s=0)
+    maintain_table(landed, view, orders, now_ms=time.time_ns() // 1_000_000 + 7_200_000, keep_s=0, log_retention_s=0)
     assert rows(landed, "current", orders) == [(1, "a"), (2, "a")]
     live = {task.file.file_path for task in table_of(landed, view, orders).scan().plan_files()}
     folder = Path(after.location().removeprefix("file://"))
@@ -220,11 +220,11 @@ def test_killed_anywhere_a_rebuild_can_be_repeated(
     check(landed, orders)
     assert (f"{landed.stream_name}_building",) not in catalog_of(landed).list_namespaces()
     land(landed, orders, records(orders, ("u", 7, {"id": 2, "note": "c", **at(9)})), 7)
-    tend_table(landed, view, orders, now_ms=time.time_ns() // 1_000_000 + 7_200_000, keep_s=0, log_retention_s=0)
+    maintain_table(landed, view, orders, now_ms=time.time_ns() // 1_000_000 + 7_200_000, keep_s=0, log_retention_s=0)
     assert rows(landed, "current", orders) == [(1, "a"), (2, "c"), (3, "b")]
     table = table_of(landed, view, orders)
     table.manage_snapshots().remove_tag("millstream-set-aside-1").commit()
-    tend_table(landed, view, orders, now_ms=time.time_ns() // 1_000_000 + 7_200_000, keep_s=0, log_retention_s=0)
+    maintain_table(landed, view, orders, now_ms=time.time_ns() // 1_000_000 + 7_200_000, keep_s=0, log_retention_s=0)
     folder = metadata_of(table_of(landed, view, orders)).parent
     live = {task.file.file_path for task in table_of(landed, view, orders).scan().plan_files()}
     assert {f"file://{file}" for file in folder.rglob("*.parquet")} == live
@@ -300,7 +300,9 @@ def test_a_damaged_history_begins_again_with_a_copy(
     copied = [("r", 10 + n, {"id": n, "note": "r", **at(12, None)}) for n in (1, 2)]
     land(landed, orders, records(orders, ("t", 10, at(12, None)), *copied), 20)
     assert rows(landed, "current", orders) == [(1, "r"), (2, "r")]
-    tend_table(landed, "history", orders, now_ms=time.time_ns() // 1_000_000 + 7_200_000, keep_s=0, log_retention_s=0)
+    maintain_table(
+        landed, "history", orders, now_ms=time.time_ns() // 1_000_000 + 7_200_000, keep_s=0, log_retention_s=0
+    )
 
 
 def test_a_history_whose_columns_cannot_follow_the_source_gets_new_ones(
@@ -328,14 +330,14 @@ def test_a_namespace_that_a_kill_left_is_dropped(lake: LakeLayout, orders: Table
     land(lake, orders, records(orders, ("c", 1, {"id": 1, "note": "a", **at(1)})), 1)
     catalog_of(lake).create_namespace(f"{lake.stream_name}_building")
     rebuild_view(lake, "scd2", orders, Seq(1))
-    tend_table(lake, "scd2", orders, now_ms=time.time_ns() // 1_000_000)
+    maintain_table(lake, "scd2", orders, now_ms=time.time_ns() // 1_000_000)
     assert (f"{lake.stream_name}_building",) not in catalog_of(lake).list_namespaces()
 
 
-def test_upkeep_keeps_what_another_program_has_a_tag_for(
+def test_maintenance_keeps_what_another_program_has_a_tag_for(
     landed: LakeLayout, orders: TableSchema, records: Records
 ) -> None:
-    """Upkeep failed from then on, after it had deleted the tagged snapshot's files."""
+    """Maintenance failed from then on, after it had deleted the tagged snapshot's files."""
     table = table_of(landed, "current", orders)
     snapshot = table.current_snapshot()
     assert snapshot is not None
@@ -344,12 +346,12 @@ def test_upkeep_keeps_what_another_program_has_a_tag_for(
         land(landed, orders, records(orders, ("u", n, {"id": 2, "note": str(n), **at(n)})), n)
         later_ms = time.time_ns() // 1_000_000 + 7_200_000
         for _ in range(2):
-            tend_table(landed, "current", orders, now_ms=later_ms, keep_s=0, log_retention_s=0)
+            maintain_table(landed, "current", orders, now_ms=later_ms, keep_s=0, log_retention_s=0)
     table = table_of(landed, "current", orders)
     assert len(table.snapshots()) == 2
     tagged = table.scan().use_ref("audit").to_arrow().select(["id", "note"]).to_pylist()
     assert sorted(row["note"] for row in tagged) == ["a", "a", "b"]
     table.manage_snapshots().remove_tag("audit").commit()
     for _ in range(2):
-        tend_table(landed, "current", orders, now_ms=later_ms, keep_s=0, log_retention_s=0)
+        maintain_table(landed, "current", orders, now_ms=later_ms, keep_s=0, log_retention_s=0)
     assert len(list(Path(table.location().removeprefix("file://")).rglob("*.parquet"))) == 1

@@ -1,4 +1,4 @@
-"""Names that move between tables: each row stays with its table, in any order, fold, rebuild, past query or upkeep."""
+"""Names that move between tables: each row stays with its table, in any order, fold, rebuild, past query or maintenance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from millstream.lake.history import append_history, open_history
 from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.known_tables import KnownTable
 from millstream.lake.layout import LakeLayout, TableCommit
-from millstream.lake.maintenance import tend_table
+from millstream.lake.maintenance import maintain_table
 from millstream.lake.query.query_session import LakeSession
 from millstream.lake.rebuild import check_history, rebuild_view, restart_history
 from millstream.lake.replay import replay_range
@@ -155,13 +155,13 @@ class Source:
                 check_history(self.layout, schema)
                 self.cut([rebuild_view(self.layout, view, schema, Seq(self.seq), sizes=STEPS)])
 
-    def tend(self) -> None:
+    def maintain(self) -> None:
         for name in self.past[-1][1]:
             for view in ("history", "scd2"):
                 now_ms = time.time_ns() // 1_000_000
                 schema = self.known[name].landed
                 assert schema is not None
-                tend_table(self.layout, view, schema, now_ms=now_ms, compact_files=2)
+                maintain_table(self.layout, view, schema, now_ms=now_ms, compact_files=2)
 
     def check_now(self) -> None:
         """Check the rows of the last cut, read by a tail over the folds so far."""
@@ -321,7 +321,7 @@ def test_each_row_stays_its_tables_whatever_names_do(
         source.land()
         source.check_now()
         source.fold()
-        source.tend()
+        source.maintain()
     source.check()
     source.rebuild()
     source.check()

@@ -24,7 +24,7 @@ from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import fold_table
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
-from millstream.lake.maintenance import tend_table
+from millstream.lake.maintenance import maintain_table
 from millstream.lake.query.query_session import LakeSession
 from millstream.model.ids import SchemaVersion, StreamId, TableId
 from millstream.model.positions import Seq
@@ -467,7 +467,7 @@ def test_what_retention_dropped_is_neither_guessed_nor_needed(
         assert session.query('SELECT count(*) AS n FROM public."Order ""Lines"""').to_pylist() == [{"n": 1}]
 
 
-def test_a_past_answer_survives_the_upkeep_that_deletes_its_files(
+def test_a_past_answer_survives_the_maintenance_that_deletes_its_files(
     layout: LakeLayout, orders: TableSchema, records: Records
 ):
     land_at(layout, 2, 0, (orders, records(orders, ("c", 1, {"id": 1}), ("c", 2, {"id": 2}))), fold=True)
@@ -475,12 +475,12 @@ def test_a_past_answer_survives_the_upkeep_that_deletes_its_files(
     ids = "SELECT id FROM public.orders ORDER BY id"
     with LakeSession(layout, as_of=Seq(3)) as session:
         assert session.query(ids).column(0).to_pylist() == [1, 2]
-        assert tend_table(layout, "current", orders, now_ms=4 * 10**12).files_deleted > 0
+        assert maintain_table(layout, "current", orders, now_ms=4 * 10**12).files_deleted > 0
         assert session.query(ids).column(0).to_pylist() == [1, 2]
     with LakeSession(layout) as session:
         assert session.query(ids).column(0).to_pylist() == [2]
         land_at(layout, 5, 2, (orders, records(orders, ("c", 5, {"id": 5}))), fold=True)
-        tend_table(layout, "current", orders, now_ms=4 * 10**12)
+        maintain_table(layout, "current", orders, now_ms=4 * 10**12)
         with pytest.raises(LakeUnavailable):
             session.query(ids)
     assert at(layout, ids, 3) == [{"id": 1}, {"id": 2}]

@@ -27,7 +27,7 @@ from millstream.lake.folded.current import FoldSizes, fold_table
 from millstream.lake.folded.scd2 import fold_into_versions
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, View
-from millstream.lake.maintenance import tend_table
+from millstream.lake.maintenance import maintain_table
 from millstream.lake.rebuild import check_history, damage_of, prepare_rebuild, rebuild_view, restart_history
 from millstream.model.ids import SchemaVersion
 from millstream.model.positions import Seq
@@ -151,13 +151,13 @@ def test_killed_anywhere_the_old_table_or_the_new_one_is_there_and_nothing_is_le
     done = subprocess.run([sys.executable, "-c", program, tmp_path / "asked"], env=environment, check=False)
     assert done.returncode == -signal.SIGKILL
     check(landed, orders)
-    tend_table(landed, view, orders, now_ms=time.time_ns() // 1_000_000)
+    maintain_table(landed, view, orders, now_ms=time.time_ns() // 1_000_000)
     assert [left.name for left in Path(landed.table_path(view, orders)).parent.iterdir()] == ["public.orders"]
     rebuild_view(landed, view, orders, Seq(10))
     check(landed, orders)
     land(landed, orders, records(orders, ("u", 11, {"id": 8, "note": "c", **at(9)})), 11)
     fold(landed, orders, 11)
-    tend_table(landed, view, orders, now_ms=time.time_ns() // 1_000_000 + 10_000, keep_s=0)
+    maintain_table(landed, view, orders, now_ms=time.time_ns() // 1_000_000 + 10_000, keep_s=0)
     folder = Path(landed.table_path(view, orders))
     files = {str(file) for file in folder.rglob("*.parquet") if "_delta_log" not in file.parts}
     assert files == {uri.removeprefix("file://") for uri in DeltaTable(folder).file_uris()}
@@ -207,15 +207,15 @@ def test_a_copy_that_follows_an_earlier_one_shows_in_one_commit_however_large(
         assert set(counts) == {7}, "never a part of the table"
 
 
-@pytest.mark.parametrize("tended", [False, True])
+@pytest.mark.parametrize("maintained", [False, True])
 def test_a_history_that_was_set_back_is_an_error_with_the_way_out(
-    landed: LakeLayout, orders: TableSchema, records: Records, *, tended: bool
+    landed: LakeLayout, orders: TableSchema, records: Records, *, maintained: bool
 ):
     """If its newest commit is lost, or its folder was restored, later records must not follow a gap."""
     log = Path(landed.table_path("history", orders), "_delta_log")
     max(log.glob("*.json")).unlink()
-    if tended:
-        tend_table(landed, "history", orders, now_ms=time.time_ns() // 10**6, compact_files=2)
+    if maintained:
+        maintain_table(landed, "history", orders, now_ms=time.time_ns() // 10**6, compact_files=2)
     batch = records(orders, ("c", 11, {"id": 11, "note": "c", **at(7)}))
     with pytest.raises(
         LakeError, check=coded("lake_history_lost"), match="was set back: it ends at 8, and went to 10 before"

@@ -1,4 +1,4 @@
-"""Promises of every table format of the lake, over all formats: rows once, rows right, earlier versions, upkeep."""
+"""Promises of every table format of the lake, over all formats: rows once, rows right, earlier versions, maintenance."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from millstream.lake.iceberg.catalog import catalog_of
 from millstream.lake.iceberg.files import address_of
 from millstream.lake.iceberg.names import identifier_of, table_name
 from millstream.lake.layout import LakeLayout, folder_name
-from millstream.lake.maintenance import tend_cuts, tend_table
+from millstream.lake.maintenance import maintain_cuts, maintain_table
 from millstream.lake.query.query_session import LakeSession
 from millstream.lake.schema_history import Eras
 from millstream.lake.table_format import Commit, OpenTable, open_table
@@ -262,15 +262,15 @@ def test_an_earlier_position_is_read(lake: LakeLayout, orders: TableSchema, reco
 
 
 @pytest.mark.long
-def test_upkeep_leaves_few_files_and_every_row(lake: LakeLayout, orders: TableSchema, records: Records) -> None:
+def test_maintenance_leaves_few_files_and_every_row(lake: LakeLayout, orders: TableSchema, records: Records) -> None:
     for n in range(1, 9):
         land(lake, orders, records(orders, ("c", n, {"id": n})), n)
     folder = Path(address_of(lake, lake.table_path("history", orders)).removeprefix("file://"))
-    assert tend_table(lake, "history", orders, now_ms=now_ms(), compact_files=3).files_compacted == 8
+    assert maintain_table(lake, "history", orders, now_ms=now_ms(), compact_files=3).files_compacted == 8
     later = now_ms() + 10_000_000
     for view in ("history", "current"):
-        assert tend_table(lake, view, orders, now_ms=later).files_deleted > 0  # type: ignore[arg-type]
-    tend_cuts(lake, now_ms=later)
+        assert maintain_table(lake, view, orders, now_ms=later).files_deleted > 0  # type: ignore[arg-type]
+    maintain_cuts(lake, now_ms=later)
     assert (
         len([path for path in folder.rglob("*.parquet") if "_delta_log" not in path.parts])
         == {

@@ -19,7 +19,7 @@ from millstream import failpoints
 from millstream.home.config_mapping import lake_layout
 from millstream.home.home import Home
 from millstream.lake.folded.current import FoldSizes
-from millstream.lake.maintenance import UpkeepRules
+from millstream.lake.maintenance import MaintenanceRules
 from millstream.regions.merged_view import MergedRules, MergedViews
 from millstream.wal.reader import StreamReader
 
@@ -215,7 +215,7 @@ def test_the_thread_folds_what_comes_and_deletes_replaced_files(tmp_path: Path) 
     home = made(tmp_path / "one", 1)
     with millstream.open(home) as opened:
         opened.append("shop", "posts", [{"id": 1, "likes": 1}])
-    views = views_of(home, upkeep=UpkeepRules(keep_s=0.0, interval_s=0.0))
+    views = views_of(home, maintenance=MaintenanceRules(keep_s=0.0, interval_s=0.0))
     folded(home, views)
     with millstream.open(home) as opened:
         opened.append("shop", "posts", [{"id": 1, "likes": 2}])

@@ -15,7 +15,7 @@ import millstream
 from millstream.cli.main import cli
 from millstream.home.home import Home
 from millstream.lake.iceberg.catalog import catalog_of
-from millstream.lake.maintenance import UpkeepRules
+from millstream.lake.maintenance import MaintenanceRules
 from millstream.regions.merged_table import RegionTable
 from millstream.regions.merged_view import MergedViews
 from millstream.regions.state_cache import MergedStates
@@ -25,7 +25,7 @@ LAKE = '[streams.shop.lake]\nformat = "iceberg"\nviews = ["current", "history", 
 
 def iceberg(home: Path, config: str = CONFIG) -> MergedViews:
     (home / "millstream.toml").write_text(config.format(region=1) + LAKE)
-    return views_of(home, upkeep=UpkeepRules(keep_s=0.0, interval_s=0.0))
+    return views_of(home, maintenance=MaintenanceRules(keep_s=0.0, interval_s=0.0))
 
 
 def landed(views: MergedViews) -> pa.Table:

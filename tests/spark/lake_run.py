@@ -22,7 +22,7 @@ from deltalake import DeltaTable
 
 from millstream.catalog import Catalog
 from millstream.lake.layout import LakeLayout
-from millstream.lake.maintenance import UpkeepRules
+from millstream.lake.maintenance import MaintenanceRules
 from millstream.model.ids import StreamId
 from millstream.spark.batch_targets import LakeOfFiles
 from millstream.spark.driver import run_pipeline
@@ -211,8 +211,10 @@ def main(home: Path, work: Path, mode: str, *views: str) -> None:
         drain_asked.set()
     with Catalog(home / "data" / "catalog.db") as catalog:
         config = config_of(home, catalog.stream("shop").id, SparkOptions(work), batch_bytes_max=20_000)
-        # Files are tended all the time, so that kills meet that too.
-        config = replace(config, views=views or config.views, upkeep=UpkeepRules(interval_s=0.5, compact_files=3))
+        # Files are maintained all the time, so that kills meet that too.
+        config = replace(
+            config, views=views or config.views, maintenance=MaintenanceRules(interval_s=0.5, compact_files=3)
+        )
         run_pipeline(
             config,
             catalog,

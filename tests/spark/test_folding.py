@@ -23,7 +23,7 @@ from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.spark import table_maintenance
 from millstream.spark.complete_copies import CompleteCopies
-from millstream.spark.executor_tasks import TendAnswer, TendTask, tend_one
+from millstream.spark.executor_tasks import MaintenanceAnswer, MaintenanceTask, maintain_one
 from millstream.spark.folding import FoldThread
 from millstream.spark.pipeline import PipelineConfig
 from millstream.spark.pipeline_tables import PipelineTables
@@ -118,27 +118,27 @@ def test_tables_that_are_never_folded_keep_few_notes(home: Home) -> None:
         assert sum(rows for _, rows in entry.waiting) == (2 * 2998 if most else 0)
 
 
-def test_upkeep_looks_at_what_was_written_since_and_leaves_idle_tables(home: Home) -> None:
+def test_maintenance_looks_at_what_was_written_since_and_leaves_idle_tables(home: Home) -> None:
     items, idle = home.table("items", id=pa.int64()), home.table("idle", id=pa.int64())
     n = home.commit(insert(items, id=1), insert(idle, id=1))
     landed(home, items, n)
     landed(home, idle, n)
     folding = Folding.of(home)
-    looked: list[TendTask] = []
+    looked: list[MaintenanceTask] = []
 
-    def tend(tasks: list[TendTask]) -> list[TendAnswer]:
+    def maintain(tasks: list[MaintenanceTask]) -> list[MaintenanceAnswer]:
         looked.extend(tasks)
-        return [tend_one(task) for task in tasks]
+        return [maintain_one(task) for task in tasks]
 
-    tending = table_maintenance.Upkeep(
-        folding.config, home.catalog, folding.tables, tend, threading.Lock(), lambda: None
+    maintaining = table_maintenance.TableMaintenance(
+        folding.config, home.catalog, folding.tables, maintain, threading.Lock(), lambda: None
     )
-    assert tending.tend() == 2, "an earlier run may have left work"
-    assert tending.tend() == 0
+    assert maintaining.maintain() == 2, "an earlier run may have left work"
+    assert maintaining.maintain() == 0
     commit = TableCommit(items.table_id, "public.items", "public.items", "history", 1, 1, n)
     folding.tables.appended([commit], {items.table_id: items.version})
     looked.clear()
-    assert tending.tend() == 1
+    assert maintaining.maintain() == 1
     assert [TableSchema.from_arrow(pa.ipc.read_schema(pa.py_buffer(task.schema))).name for task in looked] == ["items"]
 
 
@@ -152,14 +152,14 @@ def test_a_retention_of_history_has_idle_tables_looked_at_once_a_day(
     monkeypatch.setattr(table_maintenance, "_today", lambda: today)
     for retention, looks in ((86_400.0, 1), (None, 0)):
         folding = Folding.of(home, history_retention_s=retention)
-        tending = table_maintenance.Upkeep(
+        maintaining = table_maintenance.TableMaintenance(
             folding.config, home.catalog, folding.tables, lambda _tasks: [], threading.Lock(), lambda: None
         )
-        assert tending.tend() == 1
-        assert tending.tend() == 0
+        assert maintaining.maintain() == 1
+        assert maintaining.maintain() == 0
         today += timedelta(days=1)
-        assert tending.tend() == looks
-        assert tending.tend() == 0
+        assert maintaining.maintain() == looks
+        assert maintaining.maintain() == 0
 
 
 def test_a_retention_of_history_spares_tables_that_no_cut_names(home: Home) -> None:
@@ -167,11 +167,13 @@ def test_a_retention_of_history_spares_tables_that_no_cut_names(home: Home) -> N
     landed(home, new, home.commit(insert(taken, id=1), insert(gone, id=1), insert(new, id=1)))
     home.catalog.set_state(gone.table_id, TableState.GONE)
     folding = Folding.of(home, history_retention_s=86_400.0)
-    looked: list[TendTask] = []
+    looked: list[MaintenanceTask] = []
 
-    def tend(tasks: list[TendTask]) -> list[TendAnswer]:
+    def maintain(tasks: list[MaintenanceTask]) -> list[MaintenanceAnswer]:
         looked.extend(tasks)
         return []
 
-    table_maintenance.Upkeep(folding.config, home.catalog, folding.tables, tend, threading.Lock(), lambda: None).tend()
+    table_maintenance.TableMaintenance(
+        folding.config, home.catalog, folding.tables, maintain, threading.Lock(), lambda: None
+    ).maintain()
     assert [task.bound.waiting for task in looked if task.bound is not None] == [{taken.table_id}]

@@ -20,14 +20,14 @@ from millstream.catalog.quarantined_tables import FoldFailures, LastChanges, Las
 from millstream.errors import CatalogError, LakeError, Retry, TokenFromFuture
 from millstream.lake.commit_cuts import Cut, CutTable
 from millstream.lake.layout import LakeLayout, TableCommit
-from millstream.lake.maintenance import Upkeep
+from millstream.lake.maintenance import MaintenanceResult
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.spark.batch_parts import BatchPart
 from millstream.spark.batch_targets import LakeOfFiles
 from millstream.spark.driver import take_up
-from millstream.spark.executor_tasks import Around, TableAnswer, TableError, TendAnswer
+from millstream.spark.executor_tasks import Around, MaintenanceAnswer, TableAnswer, TableError
 from millstream.spark.fold_schedule import FoldHistory
 from millstream.spark.pipeline_tables import PipelineTables, written_us
 from millstream.spark.session import SparkOptions
@@ -178,7 +178,7 @@ def test_the_figures_of_a_table_are_known_to_the_next_run_and_to_a_status_withou
     first.appended(
         [TableCommit(posts, "public.posts", "public.posts", "history", 2, 9, Seq(5))], {posts: SchemaVersion(1)}
     )
-    first.tended(TendAnswer(posts, {"current": Upkeep(live_bytes=100, disk_bytes=250)}))
+    first.maintained(MaintenanceAnswer(posts, {"current": MaintenanceResult(live_bytes=100, disk_bytes=250)}))
     first.keep_changes()
     recorded_us, figures = LastFigures(home.catalog, home.stream, "lake").all()
     assert figures == {posts: TableFigures(9, 100, 250)}

@@ -133,7 +133,7 @@ class StreamPipeline:
         # It runs in this process: it needs the regions' logs, and no Spark.
         from millstream.regions.merged_view import MergedRules, MergedViews
 
-        rules = MergedRules(config.fold_interval_s, config.disk_factor, config.upkeep, config.fold_sizes)
+        rules = MergedRules(config.fold_interval_s, config.disk_factor, config.maintenance, config.fold_sizes)
         merged = MergedViews(self._home, self.name, config.layout, rules, on_failure=lambda _: lifeline.stop.set())
         merged.start()
         try:

@@ -26,8 +26,8 @@ from millstream.capture.connection import connect_replication, pinned, take_byte
 from millstream.capture.copying.repair import CopiesAndRepairs, Repairs
 from millstream.capture.copying.table_copies import UNFINISHED, TableCopies
 from millstream.capture.publication import pgoutput_options
+from millstream.capture.restored_source import check_end, check_never_set_back, forget_set_back
 from millstream.capture.session_retries import SessionRetries
-from millstream.capture.set_back import check_end, check_never_set_back, forget_set_back
 from millstream.capture.slot import (
     SlotState,
     check_slot,

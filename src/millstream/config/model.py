@@ -194,7 +194,7 @@ class LakeConfig(Section):
         "`_delta_log`, at the next maintenance. A streaming reader that stops for longer must start again from "
         "the table.",
     )
-    upkeep_interval: Duration = Field(
+    maintenance_interval: Duration = Field(
         default="60s",
         description="Interval of maintenance: small files are compacted, and files no longer referenced are deleted.",
     )

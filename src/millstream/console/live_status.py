@@ -19,7 +19,7 @@ import structlog
 
 from millstream.app.record_rates import Rates, Status
 from millstream.console.html import Rendered
-from millstream.console.sight import Sight
+from millstream.console.visible_streams import VisibleStreams
 
 logger = structlog.get_logger("millstream.serve")
 
@@ -49,7 +49,7 @@ class View:
     """A page as one viewer sees it: viewers with the same one share its area."""
 
     path: str
-    sight: Sight
+    visible: VisibleStreams
 
 
 Render: TypeAlias = Callable[[View, Snapshot], Rendered]

@@ -33,8 +33,8 @@ from millstream.console import (
 from millstream.console.html import Content, Piece, Rendered, tag
 from millstream.console.live_status import Live, Snapshot, View
 from millstream.console.page_frame import PAGES, address, error_content, link, login_content, page
-from millstream.console.sight import Sight
 from millstream.console.troubles import troubles_of
+from millstream.console.visible_streams import VisibleStreams
 from millstream.errors import (
     AccessError,
     DeliveryError,
@@ -154,31 +154,31 @@ class Console:
 
         self.router.add_route(path, answered, [method], include_in_schema=False)
 
-    async def _viewer(self, request: Request) -> tuple[Caller, Sight]:
+    async def _viewer(self, request: Request) -> tuple[Caller, VisibleStreams]:
         """Return who asks, and what they may see."""
         caller = await self._access.caller_of(request.scope)
-        return caller, Sight.of(caller, iter(self._home.config.streams))
+        return caller, VisibleStreams.of(caller, iter(self._home.config.streams))
 
     async def _list(self, path: str, request: Request) -> Response:
-        caller, sight = await self._viewer(request)
-        return await self._page(View(path, sight), caller, PAGES[path])
+        caller, visible = await self._viewer(request)
+        return await self._page(View(path, visible), caller, PAGES[path])
 
     async def _table(self, request: Request) -> Response:
-        caller, sight = await self._viewer(request)
+        caller, visible = await self._viewer(request)
         stream, name = request.path_params["stream"], request.path_params["table"]
         snapshot = await self.live.snapshot()
-        table = table_page.find_table(sight.part_of(snapshot.status), stream, name)
+        table = table_page.find_table(visible.part_of(snapshot.status), stream, name)
         if table is None:
             raise UnknownTable(f"there is no table {name[:200]} in stream {stream[:64]}", hint="`/tables` lists all.")
         details = await self._apart(table_page.details, self._home, stream, table["id"])
-        view = View(address("tables", stream, name), sight)
+        view = View(address("tables", stream, name), visible)
         offered = actions.offered_on_table(table) if self._may_act(caller, stream) else []
         return await self._page(view, caller, name, actions.buttons(offered, stream, name), *details)
 
     async def _consumer(self, request: Request) -> Response:
-        caller, sight = await self._viewer(request)
+        caller, visible = await self._viewer(request)
         stream, name = request.path_params["stream"], request.path_params["consumer"]
-        found = pages.find_consumer(sight.part_of((await self.live.snapshot()).status), stream, name)
+        found = pages.find_consumer(visible.part_of((await self.live.snapshot()).status), stream, name)
         if found is None:
             raise DeliveryError(
                 f"stream {stream[:64]} has no consumer {name[:64]}",
@@ -186,7 +186,7 @@ class Console:
                 hint="`/consumers` lists all.",
             )
         offered = actions.offered_on_consumer(found) if self._may_act(caller, stream) else []
-        view = View(address("consumers", stream, name), sight)
+        view = View(address("consumers", stream, name), visible)
         letters = None
         if found["dead"] and caller.may(Right.ADMIN, stream):
             work = partial(dead_letters.letters, may_act=self._access.is_asked)
@@ -195,7 +195,7 @@ class Console:
 
     def _area(self, view: View, snapshot: Snapshot) -> Rendered:
         """Return a view's live area."""
-        status = view.sight.part_of(snapshot.status)
+        status = view.visible.part_of(snapshot.status)
         parts = [unquote(part) for part in view.path.split("/")]
         pieces: Iterable[Piece]
         match parts[1:]:
@@ -215,18 +215,20 @@ class Console:
                 pieces = pages.nodes(status)
             case ["diff"]:
                 last = self.diffs.last
-                pieces = diff_page.area(last, may_see=last is not None and view.sight.has(last.stream))
+                pieces = diff_page.area(last, may_see=last is not None and view.visible.has(last.stream))
             case ["charts", *chosen]:
                 names = [stream["name"] for stream in status["streams"] if stream.get("id")]
                 period, stream = chosen or ["hour", next(iter(names), "")]
-                pieces = self._drawn(self.figures.version, tuple(names), stream, period, view.sight)
+                pieces = self._drawn(self.figures.version, tuple(names), stream, period, view.visible)
             case _:
                 pieces = pages.overview(status, snapshot.rates)
         return Rendered(list(pieces), len(troubles_of(status)))
 
-    def _draw(self, version: int, names: tuple[str, ...], stream: str, period: str, sight: Sight) -> list[Piece]:
+    def _draw(
+        self, version: int, names: tuple[str, ...], stream: str, period: str, visible: VisibleStreams
+    ) -> list[Piece]:
         del version  # the charts are the same while it is
-        return list(charts_page.area(self.figures, names, stream, period, whole_home=sight.streams is None))
+        return list(charts_page.area(self.figures, names, stream, period, whole_home=visible.streams is None))
 
     def _check_acts(self, caller: Caller, stream: str) -> None:
         if not self._access.is_asked:
@@ -256,21 +258,21 @@ class Console:
         return _html(self._still(f"/{kind}", title, content, back, user=caller.name))
 
     async def _log(self, request: Request) -> Response:
-        caller, sight = await self._viewer(request)
+        caller, visible = await self._viewer(request)
         name = request.path_params["stream"]
-        status = sight.part_of((await self.live.snapshot()).status)
+        status = visible.part_of((await self.live.snapshot()).status)
         if not any(one["name"] == name and one.get("id") for one in status["streams"]):
             raise UnknownStream(f"no stream {name[:64]} has a log here", hint="`/log` lists all.")
         details = await self._apart(log_page.details, self._home, status, name)
-        return await self._page(View(address("log", name), sight), caller, f"Log of {name}", *details)
+        return await self._page(View(address("log", name), visible), caller, f"Log of {name}", *details)
 
     async def _diff_form(self, request: Request) -> Response:
-        caller, sight = await self._viewer(request)
+        caller, visible = await self._viewer(request)
         captured = [name for name, config in self._home.config.streams.items() if config.source is not None]
-        may = [name for name in sorted(captured) if sight.has(name) and self._may_act(caller, name)]
+        may = [name for name in sorted(captured) if visible.has(name) and self._may_act(caller, name)]
         status = (await self.live.snapshot()).status
         tables = [table["name"] for one in status["streams"] if one["name"] in may for table in one.get("tables", ())]
-        return await self._page(View("/diff", sight), caller, PAGES["/diff"], *diff_page.form(may, tables))
+        return await self._page(View("/diff", visible), caller, PAGES["/diff"], *diff_page.form(may, tables))
 
     async def _diff(self, request: Request) -> Response:
         caller, _ = await self._viewer(request)
@@ -287,31 +289,31 @@ class Console:
         return RedirectResponse("/diff", 303, _HEADERS)
 
     async def _charts(self, request: Request) -> Response:
-        caller, sight = await self._viewer(request)
+        caller, visible = await self._viewer(request)
         period, stream = request.path_params["period"], request.path_params["stream"]
         if period not in PERIODS:
             raise HttpError(f"there is no period {period[:20]}", code="unknown_path", hint="`/charts` has the hour.")
-        return await self._page(View(address("charts", period, stream), sight), caller, PAGES["/charts"])
+        return await self._page(View(address("charts", period, stream), visible), caller, PAGES["/charts"])
 
     async def _paths(self, request: Request) -> Response:
         content = paths_page.paths(request.app.openapi())
         return _html(self._still("/docs", "Paths of this server", content))
 
     async def _query_form(self, request: Request) -> Response:
-        caller, sight = await self._viewer(request)
-        streams = self._streams(sight)
+        caller, visible = await self._viewer(request)
+        streams = self._streams(visible)
         asked = query_page.Asked(request.query_params.get("stream", ""), request.query_params.get("sql", ""))
         return _html(self._query_page(caller, asked, streams, await self._apart(query_page.names, self._home, streams)))
 
     async def _query(self, request: Request) -> Response:
-        caller, sight = await self._viewer(request)
+        caller, visible = await self._viewer(request)
         fields = await self._form(request)
         wants_csv = fields.get("format") == "csv"
         asked = query_page.Asked(
             fields.get("stream", ""), fields.get("sql", ""), fields.get("as_of", "").strip()[:4096]
         )
         caller.check(Right.READ, asked.stream)
-        streams = self._streams(sight)
+        streams = self._streams(visible)
         names = None if wants_csv else await self._apart(query_page.names, self._home, streams)
 
         def shown(answer: Content) -> bytes:
@@ -333,8 +335,8 @@ class Console:
         form = query_page.form(asked, streams, query_page.limits_in_words(self._home.config.http))
         return self._still("/query", PAGES["/query"], form, rest, user=caller.name)
 
-    def _streams(self, sight: Sight) -> list[str]:
-        return [name for name in sorted(self._home.streams_on_disk()) if sight.has(name)]
+    def _streams(self, visible: VisibleStreams) -> list[str]:
+        return [name for name in sorted(self._home.streams_on_disk()) if visible.has(name)]
 
     async def _page(self, view: View, caller: Caller, title: str, *rest: Content) -> Response:
         snapshot, area = await self.live.area(view)
@@ -367,7 +369,7 @@ class Console:
         token = fields.get("token", "").strip()
         try:
             caller = await self._access.caller_async(Credentials(token))
-            Sight.of(caller, iter(self._home.config.streams))
+            VisibleStreams.of(caller, iter(self._home.config.streams))
         except AccessError as error:
             return self._login_page(back, error)
         answer = RedirectResponse(back, 303, _HEADERS)
@@ -402,15 +404,15 @@ class Console:
     async def _events(self, request: Request) -> Response:
         path = _live_path(request.query_params.get("path", "/"))
         try:
-            _, sight = await self._viewer(request)
+            _, visible = await self._viewer(request)
         except MillstreamError as error:
             return Response(encoded(problem_of(error)), int(status_of(error)), media_type="application/problem+json")
 
         async def check() -> None:
-            if (await self._viewer(request))[1] != sight:
+            if (await self._viewer(request))[1] != visible:
                 raise Unauthenticated("the viewer's rights have changed")
 
-        return _Events(self.live, View(path, sight), request.query_params.get("version", ""), check)
+        return _Events(self.live, View(path, visible), request.query_params.get("version", ""), check)
 
 
 class _Events(Response):

@@ -246,7 +246,7 @@ def _interval_ms(text: str) -> int | None:
 
 def pipeline_config(home: Home, name: str, stream: StreamConfig, stream_id: StreamId) -> PipelineConfig:
     """Return the parameters of a stream's pipeline."""
-    from millstream.lake.maintenance import UpkeepRules
+    from millstream.lake.maintenance import MaintenanceRules
     from millstream.spark.pipeline import PipelineConfig
 
     spark = home.config.spark
@@ -262,9 +262,9 @@ def pipeline_config(home: Home, name: str, stream: StreamConfig, stream_id: Stre
         folds_scheduled=stream.lake.fold == "auto",
         fold_interval_s=duration_s(stream.lake.fold_interval),
         disk_factor=stream.lake.disk_factor,
-        upkeep=UpkeepRules(
+        maintenance=MaintenanceRules(
             keep_s=duration_s(stream.lake.keep_replaced),
-            interval_s=duration_s(stream.lake.upkeep_interval),
+            interval_s=duration_s(stream.lake.maintenance_interval),
             compact_files=stream.lake.compact_files,
             log_retention_s=duration_s(stream.lake.log_retention),
         ),

@@ -1,4 +1,4 @@
-"""Upkeep of `_commits`: few files, in the order of their numbers, and few old rows.
+"""Maintenance of `_commits`: few files, in the order of their numbers, and few old rows.
 
 Rows of the last `FULL_S` all stay. From older ones the last of each hour is kept, and the first of the lake. Rows older than
 history's retention go, except the newest of them, which stands for the moments right after the bound. A row that

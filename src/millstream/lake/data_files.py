@@ -37,7 +37,7 @@ from millstream.model.ids import TableId
 ROW_GROUP_ROWS: Final = 1 << 16
 """Small enough that a look-up by key reads little, large enough to compress well."""
 UNCOMMITTED_S_MAX: Final = 3_600.0
-"""Upkeep takes a file that isn't committed for abandoned at this age: no write of ours keeps one for as long."""
+"""Maintenance takes a file that isn't committed for abandoned at this age: no write of ours keeps one for as long."""
 FIELD_ID: Final = b"PARQUET:field_id"
 """The key under which a column of Arrow has the id that its file gives it."""
 _SAMPLE_ROWS: Final = 4096

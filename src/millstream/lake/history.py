@@ -178,7 +178,7 @@ def commit_records(
     if any(folder_of(part.schema) != folder_of(schema) for part in parts if part.rows):
         raise again  # it was renamed in between, and the files lie in several folders
     if _are_old(parts):
-        raise again  # the machine slept in between: upkeep may be deleting the files
+        raise again  # the machine slept in between: maintenance may be deleting the files
     union = opened.schema()
     for part in parts:
         try:
@@ -225,7 +225,7 @@ def _places(layout: LakeLayout, schema: TableSchema, places: Places | None) -> P
 
 
 def _are_old(parts: Sequence[WrittenRecords]) -> bool:
-    """Whether upkeep may soon take the files for abandoned."""
+    """Whether maintenance may soon take the files for abandoned."""
     began_s = min((part.written_s for part in parts if part.rows), default=time.time())
     return time.time() - began_s > UNCOMMITTED_S_MAX / 2
 

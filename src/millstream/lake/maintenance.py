@@ -1,4 +1,4 @@
-"""Upkeep of lake tables: few files instead of many, and no files that readers no longer need.
+"""Maintenance of lake tables: few files instead of many, and no files that readers no longer need.
 
 Safe during writes: compaction is a Delta commit that changes no row, and a commit that loses a race is left for the
 next time. A file is deleted only if no version that a reader may still use names it: none of the last `keep_s`, nor
@@ -54,13 +54,13 @@ _Group = TypeVar("_Group", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
-class UpkeepRules:
-    """When and how a lake's files are tended."""
+class MaintenanceRules:
+    """When and how a lake's files are maintained."""
 
     keep_s: float = KEEP_S
     """How long replaced files stay."""
     interval_s: float = 60.0
-    """Interval between upkeeps."""
+    """Interval between maintenance runs."""
     compact_files: int = COMPACT_FILES
     """Number of small files of a day of history that are compacted to one."""
     log_retention_s: float = LOG_RETENTION_S
@@ -68,7 +68,7 @@ class UpkeepRules:
 
     @property
     def watch_s(self) -> float:
-        """How long a table is tended after its last write, whose replaced files are deleted later."""
+        """How long a table is maintained after its last write, whose replaced files are deleted later."""
         return max(self.keep_s, self.log_retention_s + CHECKPOINT_S) + 3 * self.interval_s
 
     def is_due(self, *, written_s: float, tended_s: float, now_s: float) -> bool:
@@ -86,8 +86,8 @@ class UpkeepRules:
 
 
 @dataclass(frozen=True, slots=True)
-class Upkeep:
-    """The result of an upkeep."""
+class MaintenanceResult:
+    """The result of a maintenance run."""
 
     files_compacted: int = 0
     files_deleted: int = 0
@@ -97,7 +97,7 @@ class Upkeep:
     """Size in bytes of all files in the table's folder now, except its log."""
 
 
-def tend_table(
+def maintain_table(
     layout: LakeLayout,
     view: View,
     schema: TableSchema,
@@ -107,7 +107,7 @@ def tend_table(
     compact_files: int = COMPACT_FILES,
     log_retention_s: float = LOG_RETENTION_S,
     spared: int | None = None,
-) -> Upkeep:
+) -> MaintenanceResult:
     """Compact append-only data with many small files, and delete files that no reader needs any longer.
 
     Call it about once a minute for a table that is written to. It may run concurrently with appends and folds. Rows
@@ -130,7 +130,7 @@ def tend_table(
     path, app = layout.table_path(view, schema), layout.app_id(view, schema.table_id)
     opened = open_table(layout, path, app)
     if opened is None:
-        return Upkeep()
+        return MaintenanceResult()
     today = datetime.fromtimestamp(now_ms / 1000, UTC).date()
     compacted = 0
     if view == "history":
@@ -138,11 +138,13 @@ def tend_table(
     elif view == "scd2":
         format_of(layout).remove(layout, path + BESIDE)  # of a rebuild that was killed
         compacted = _compact_ended(layout, opened, compact_files)
-    done = tend_files(layout, path, app, now_ms=now_ms, keep_s=keep_s, log_retention_s=log_retention_s, spared=spared)
+    done = maintain_files(
+        layout, path, app, now_ms=now_ms, keep_s=keep_s, log_retention_s=log_retention_s, spared=spared
+    )
     return replace(done, files_compacted=compacted)
 
 
-def tend_files(
+def maintain_files(
     layout: LakeLayout,
     path: str,
     app: str,
@@ -151,16 +153,16 @@ def tend_files(
     keep_s: float = KEEP_S,
     log_retention_s: float = LOG_RETENTION_S,
     spared: int | None = None,
-) -> Upkeep:
-    """Delete the files of a table that no reader needs any longer. Arguments and errors as of `tend_table`."""
+) -> MaintenanceResult:
+    """Delete the files of a table that no reader needs any longer. Arguments and errors as of `maintain_table`."""
     deleted = delete_unneeded(layout, path, app, now_ms=now_ms, keep_s=keep_s, spared=spared)
     newest = open_table(layout, path, app)
     if newest is None:
-        return Upkeep()
+        return MaintenanceResult()
     newest.trim(now_ms=now_ms, keep_s=keep_s, retention_s=log_retention_s, spared=spared)
     live = sum(size or 0 for size in newest.files().column("size_bytes").to_pylist())
     disk = sum(info.size or 0 for info in TableFiles(layout, path).all().values())
-    return Upkeep(0, deleted, int(live), int(disk))
+    return MaintenanceResult(0, deleted, int(live), int(disk))
 
 
 def _compact(layout: LakeLayout, opened: OpenTable, compact_files: int, today: date) -> int:
@@ -266,7 +268,7 @@ def _small_files(opened: OpenTable, together: Mapping[str, _Group]) -> dict[_Gro
 def delete_unneeded(
     layout: LakeLayout, path: str, app: str, *, now_ms: int, keep_s: float = KEEP_S, spared: int | None = None
 ) -> int:
-    """Delete the files of a table that no reader needs; return how many. Arguments as of `tend_table`."""
+    """Delete the files of a table that no reader needs; return how many. Arguments as of `maintain_table`."""
     opened = open_table(layout, path, app)
     kept = None if opened is None else opened.version_before(int(now_ms - keep_s * 1000))
     if opened is None or kept is None:
@@ -294,7 +296,7 @@ def delete_unneeded(
         return files.delete(unneeded)
 
 
-def tend_cuts(
+def maintain_cuts(
     layout: LakeLayout,
     *,
     now_ms: int,
@@ -304,7 +306,7 @@ def tend_cuts(
 ) -> int:
     """Keep `_commits` in few files; return how many data files were deleted. It may run during commits of cuts.
 
-    Arguments as of `tend_table`, and `kept_s`: history's retention in seconds, after which cuts go too; None: no bound.
+    Arguments as of `maintain_table`, and `kept_s`: history's retention in seconds, after which cuts go too; None: no bound.
     """
     path, app = layout.commits_path, layout.commits_app_id
     with contextlib.suppress(LakeConflict):

@@ -66,7 +66,7 @@ class Commit:
     """The facts of a commit in addition to its files."""
 
     n: Seq | None = None
-    """The position of the handle's app after the commit; None for upkeep, which changes no row."""
+    """The position of the handle's app after the commit; None for maintenance, which changes no row."""
     exact: bool = False
     """Whether the commit must be the version after the handle's, and fail if any other came first."""
     holds: bool = False
@@ -379,7 +379,7 @@ class TableFormat(Protocol):
 
 
 def refuse_other_format(path: str, metadata_folder: str) -> None:
-    """Raise `lake_table_exists` if a folder of this machine has a table of another format: upkeep would delete its files."""
+    """Raise `lake_table_exists` if a folder of this machine has a table of another format: maintenance would delete its files."""
     for other in _METADATA_FOLDERS - {metadata_folder}:
         if "://" not in path and Path(path, other).is_dir():
             raise LakeError(

@@ -22,7 +22,7 @@ from millstream.crdt.reconcile import RegionState
 from millstream.errors import LakeTableForeign, LogError, MillstreamError
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes
 from millstream.lake.folded.merged import MERGED, REGIONS, MergedFold, MergedOutcome, MergedPlace
-from millstream.lake.maintenance import UpkeepRules, tend_files
+from millstream.lake.maintenance import MaintenanceRules, maintain_files
 from millstream.model.ids import RegionId
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.positions import Seq
@@ -50,11 +50,11 @@ _PAUSE_S: Final = 0.2
 
 @dataclass(frozen=True, slots=True)
 class MergedRules:
-    """When tables are folded and tended."""
+    """When tables are folded and maintained."""
 
     interval_s: float = FOLD_INTERVAL_S
     disk_factor: float = DISK_FACTOR
-    upkeep: UpkeepRules = field(default_factory=UpkeepRules)
+    maintenance: MaintenanceRules = field(default_factory=MaintenanceRules)
     sizes: FoldSizes = DEFAULT_SIZES
 
 
@@ -133,7 +133,7 @@ class MergedViews:
                 if table.error is None or not left:
                     break
                 time.sleep(_PAUSE_S)
-        self._tend(at_once=True)
+        self._maintain(at_once=True)
 
     def _look(self) -> bool:
         self._learn()
@@ -141,12 +141,16 @@ class MergedViews:
         for name, table in self._tables.items():
             now = time.monotonic()
             is_due = fold_is_due(
-                table.fold, now, least_s=rules.interval_s, disk_factor=rules.disk_factor, keep_s=rules.upkeep.keep_s
+                table.fold,
+                now,
+                least_s=rules.interval_s,
+                disk_factor=rules.disk_factor,
+                keep_s=rules.maintenance.keep_s,
             )
             if table.seen != self._learned and is_due and now >= table.again_s and not self._worker.stopping.is_set():
                 table.seen = dict(self._learned)
                 self._fold(name, table)
-        self._tend()
+        self._maintain()
         return True
 
     def _learn(self) -> None:
@@ -226,9 +230,9 @@ class MergedViews:
         """Build the view from the kept state and the logs: it is new, or the logs don't continue what it has."""
         return fold.replace(RegionTable(self._home, self._stream, name, repeated=self._repeated).merged_state())
 
-    def _tend(self, *, at_once: bool = False) -> None:
+    def _maintain(self, *, at_once: bool = False) -> None:
         """At intervals, delete files that no reader needs, of tables that were folded lately."""
-        rules, now = self._rules.upkeep, time.monotonic()
+        rules, now = self._rules.maintenance, time.monotonic()
         if not at_once and now - self._tended_s < rules.interval_s:
             return
         self._tended_s = now
@@ -238,7 +242,7 @@ class MergedViews:
             for view in (MERGED, REGIONS):
                 # A failure is left for the next time.
                 with suppress(MillstreamError, OSError):
-                    tend_files(
+                    maintain_files(
                         self._layout,
                         table.place.path(view),
                         table.place.app(view),

@@ -1,8 +1,8 @@
-"""Executors' tasks for a pipeline: write a batch's files, land a batch in a database, fold a table, tend its files.
+"""Executors' tasks for a pipeline: write a batch's files, land a batch in a database, fold a table, maintain its files.
 
 Every function here runs in a Python worker of Spark, perhaps twice (retries, speculation, a
 restarted driver while the old one's task still ran). The lake's transactions make all but one of
-the runs harmless: files that no commit names are deleted by upkeep. An error belongs to one table: it is returned as an answer, so that the other
+the runs harmless: files that no commit names are deleted by maintenance. An error belongs to one table: it is returned as an answer, so that the other
 tables of the batch land.
 """
 
@@ -25,7 +25,7 @@ from millstream.lake.folded.scd2 import fold_into_versions, rebuild_versions
 from millstream.lake.history import WrittenRecords, bring_history, write_records
 from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.layout import LakeLayout, TableCommit, View
-from millstream.lake.maintenance import Upkeep, UpkeepRules, delete_unneeded, tend_table
+from millstream.lake.maintenance import MaintenanceResult, MaintenanceRules, delete_unneeded, maintain_table
 from millstream.lake.postgres.land import LandedTable, Loaded, land
 from millstream.lake.postgres.target import PostgresTarget
 from millstream.lake.rebuild import prepare_rebuild
@@ -320,33 +320,33 @@ def _folded(done: FoldOutcome, started: float) -> FoldAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class TendTask:
-    """One table whose files to tend, for an executor."""
+class MaintenanceTask:
+    """One table whose files to maintain, for an executor."""
 
     layout: LakeLayout
     schema: bytes
     views: tuple[View, ...]
     spared: Mapping[View, int]
     """By view, the version that the last cut names."""
-    rules: UpkeepRules
+    rules: MaintenanceRules
     bound: HistoryBound | None = None
     """The bound of what may be dropped from history; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class TendAnswer:
-    """Disk bytes of a table's views, by view; views whose upkeep failed are missing."""
+class MaintenanceAnswer:
+    """Disk bytes of a table's views, by view; views whose maintenance failed are missing."""
 
     table_id: TableId
-    taken: Mapping[View, Upkeep]
+    taken: Mapping[View, MaintenanceResult]
 
 
-def tend_one(task: TendTask) -> TendAnswer:
+def maintain_one(task: MaintenanceTask) -> MaintenanceAnswer:
     """Compact a table's small files and delete those that readers no longer need.
 
     Failures are left for the next time.
     """
-    taken: dict[View, Upkeep] = {}
+    taken: dict[View, MaintenanceResult] = {}
     schema = TableSchema.from_arrow(pa.ipc.read_schema(pa.py_buffer(task.schema)))
     now_ms = time.time_ns() // 1_000_000
     if task.bound is not None:
@@ -354,7 +354,7 @@ def tend_one(task: TendTask) -> TendAnswer:
             drop_history(task.layout, schema, task.bound)
     for view in task.views:
         with contextlib.suppress(MillstreamError, OSError):
-            taken[view] = tend_table(
+            taken[view] = maintain_table(
                 task.layout,
                 view,
                 schema,
@@ -364,4 +364,4 @@ def tend_one(task: TendTask) -> TendAnswer:
                 log_retention_s=task.rules.log_retention_s,
                 spared=task.spared.get(view),
             )
-    return TendAnswer(schema.table_id, taken)
+    return MaintenanceAnswer(schema.table_id, taken)

@@ -36,7 +36,7 @@ from millstream.spark.fold_schedule import SMALL_BYTES, FoldHistory, fold_is_due
 from millstream.spark.jobs import run_job
 from millstream.spark.pipeline import PipelineConfig
 from millstream.spark.pipeline_tables import PipelineTable, PipelineTables
-from millstream.spark.table_maintenance import Upkeep
+from millstream.spark.table_maintenance import TableMaintenance
 from millstream.spark.table_views import CutByTable, TableViews
 from millstream.workers import Worker
 
@@ -73,16 +73,18 @@ class FoldThread:
         self._wanted_folds = Rebuilds(catalog, config.stream_id, config.pipeline, "fold")
         self._copies = copies
         self._rebuilding = threading.Lock()
-        """Held while a table is rebuilt or moved out of the way, and while tables are tended."""
-        self._upkeep = Upkeep(config, catalog, pipeline_tables, self._tended, self._rebuilding, folded)
+        """Held while a table is rebuilt or moved out of the way, and while tables are maintained."""
+        self._maintenance = TableMaintenance(
+            config, catalog, pipeline_tables, self._maintained, self._rebuilding, folded
+        )
         self._news = threading.Event()
         self._stopped = threading.Event()
         self._worker = Worker("millstream-fold", self._loop, on_failure=lambda _: folded())
 
     def start(self) -> None:
-        """Start folding and upkeep, next to the batches."""
+        """Start folding and maintenance, next to the batches."""
         self._worker.start()
-        self._upkeep.worker.start()
+        self._maintenance.worker.start()
 
     def wake(self) -> None:
         """Look for due folds again, after a cut was committed. Any thread."""
@@ -92,17 +94,17 @@ class FoldThread:
         """End the threads after their current rounds; wait for each, for so many seconds at most."""
         self.abandon()
         self._worker.join(timeout_s)
-        self._upkeep.worker.join(timeout_s)
+        self._maintenance.worker.join(timeout_s)
 
     @property
     def failure(self) -> BaseException | None:
         """The error that ended one of the threads, if it failed."""
-        return self._worker.failure or self._upkeep.worker.failure
+        return self._worker.failure or self._maintenance.worker.failure
 
     def abandon(self) -> None:
         """Let the threads end on their own, without waiting for them."""
         self._stopped.set()
-        self._upkeep.stopped.set()
+        self._maintenance.stopped.set()
         self._news.set()
 
     def fold_all(self) -> None:
@@ -111,7 +113,7 @@ class FoldThread:
         Tables that fail are left as they are, with the error. Only while the threads aren't running.
         """
         self._fold_all()
-        self._upkeep.tend(at_once=True)
+        self._maintenance.maintain(at_once=True)
 
     def _fold_all(self) -> None:
         failures = 0
@@ -165,7 +167,7 @@ class FoldThread:
             now,
             least_s=self._config.fold_interval_s,
             disk_factor=self._config.disk_factor,
-            keep_s=self._config.upkeep.keep_s,
+            keep_s=self._config.maintenance.keep_s,
         )
 
     def _tasks(self, wanted: Callable[[PipelineTable], bool]) -> list[executor_tasks.FoldTask]:
@@ -212,7 +214,7 @@ class FoldThread:
                     view,
                     anew=view in anew,
                     sizes=self._config.fold_sizes,
-                    keep_s=self._config.upkeep.keep_s if large else None,
+                    keep_s=self._config.maintenance.keep_s if large else None,
                     spared=spared.get(view),
                 )
                 for view in views
@@ -226,7 +228,7 @@ class FoldThread:
             schema = None if entry is None else self._views.schema(entry)
             if not request.before_copy or schema is None or self._pipeline_tables.cut is None:
                 continue
-            # No batch may be appended during this, and no file tended.
+            # No batch may be appended during this, and no file maintained.
             with self._batches, self._rebuilding:
                 held = self._pipeline_tables.quarantine.tables.get(request.table_id)
                 # The columns can't follow the source's: rows from before the copy don't fit the new ones.
@@ -329,8 +331,8 @@ class FoldThread:
             *(self._map(executor_tasks.commit_fold, ready) if ready else ()),
         ]
 
-    def _tended(self, tasks: list[executor_tasks.TendTask]) -> list[executor_tasks.TendAnswer]:
-        return self._map(executor_tasks.tend_one, tasks)
+    def _maintained(self, tasks: list[executor_tasks.MaintenanceTask]) -> list[executor_tasks.MaintenanceAnswer]:
+        return self._map(executor_tasks.maintain_one, tasks)
 
     def _shared_out(self, plan: FoldPlan) -> list[executor_tasks.PartsTask]:
         """Return a plan's parts as tasks.

@@ -9,7 +9,7 @@ from typing import Any
 
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes
 from millstream.lake.layout import LakeLayout, View
-from millstream.lake.maintenance import UpkeepRules
+from millstream.lake.maintenance import MaintenanceRules
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq, StreamToken
 from millstream.spark.batch_targets import LakeOfFiles, Sink
@@ -38,7 +38,7 @@ class PipelineConfig:
     history_retention_s: float | None = None
     """Whole days of history older than this are dropped; None: nothing is."""
     fold_sizes: FoldSizes = DEFAULT_SIZES
-    upkeep: UpkeepRules = field(default_factory=UpkeepRules)
+    maintenance: MaintenanceRules = field(default_factory=MaintenanceRules)
     folds_scheduled: bool = True
     """Whether tables are folded on their schedule; if not, only on request."""
     fold_interval_s: float = FOLD_INTERVAL_S
@@ -90,7 +90,7 @@ class TableProgress:
     rows_per_s: float = 0.0
     """Records landed in its history, over the last half minute."""
     live_bytes: int | None = None
-    """Size in bytes of `current`'s files when they were last tended, once a minute; None if they never were."""
+    """Size in bytes of `current`'s files when they were last maintained, once a minute; None if they never were."""
     disk_bytes: int | None = None
     """Size in bytes of everything in `current`'s folder, including replaced files kept for their
     readers; None as above."""

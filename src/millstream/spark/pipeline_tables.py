@@ -30,7 +30,7 @@ from millstream.model.rates import Rate
 from millstream.model.schema import TableSchema
 from millstream.protocol.retention import HolderKind
 from millstream.spark.batch_targets import LakeOfFiles
-from millstream.spark.executor_tasks import TableError, TendAnswer
+from millstream.spark.executor_tasks import MaintenanceAnswer, TableError
 from millstream.spark.fold_schedule import FoldHistory
 from millstream.spark.lake_retries import patiently
 from millstream.spark.pipeline import PipelineConfig, TableProgress
@@ -61,13 +61,13 @@ class PipelineTable:
     waiting: deque[tuple[Seq, int]] = field(default_factory=deque)
     """Appends of this run that no fold has covered: up to which position, how many records."""
     live_bytes: int | None = None
-    """Size in bytes of `current`'s files when it was last tended, by this run or an earlier one; None if it isn't known."""
+    """Size in bytes of `current`'s files when it was last maintained, by this run or an earlier one; None if it isn't known."""
     disk_bytes: int | None = None
-    """Size in bytes of everything in `current`'s folder when it was last tended."""
+    """Size in bytes of everything in `current`'s folder when it was last maintained."""
     written_s: float = field(default_factory=time.monotonic)
     """When it was last written to; initially, when this run began."""
     tended_s: float = float("-inf")
-    """When its files were last tended in this run."""
+    """When its files were last maintained in this run."""
     changed_us: int | None = None
     """The newest commit time among its records, µs since 1970; None if it isn't known."""
     history_n: Seq = Seq(0)
@@ -282,7 +282,7 @@ class PipelineTables:
                 entry.fold_again_s = now + entry.fold_backoff.next_s()
         self._note_fold(table_id, error)
 
-    def tended(self, answer: TendAnswer) -> None:
+    def maintained(self, answer: MaintenanceAnswer) -> None:
         """Record a table's disk bytes. Any thread."""
         current = answer.taken.get("current")
         if current is not None:

@@ -1,4 +1,4 @@
-"""Upkeep of a pipeline's tables in a thread of its own, so that folds don't wait for it.
+"""Maintenance of a pipeline's tables in a thread of its own, so that folds don't wait for it.
 
 A table is looked at after it was written to, and then twice more: when the files that its last
 commit replaced may go, and when its log's older commits may. Idle tables cost nothing, except one
@@ -21,11 +21,11 @@ from millstream.catalog import Catalog
 from millstream.errors import MillstreamError
 from millstream.lake.history_retention import HistoryBound
 from millstream.lake.layout import View
-from millstream.lake.maintenance import tend_cuts
+from millstream.lake.maintenance import maintain_cuts
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
-from millstream.spark.executor_tasks import TendAnswer, TendTask
+from millstream.spark.executor_tasks import MaintenanceAnswer, MaintenanceTask
 from millstream.spark.pipeline import PipelineConfig
 from millstream.spark.pipeline_tables import PipelineTables
 from millstream.spark.table_views import CutByTable, TableViews
@@ -35,15 +35,15 @@ _FAILED_JOBS_MAX: Final = 5
 """Number of consecutive failed jobs that ends the thread."""
 
 
-class Upkeep:
-    """The upkeep of one pipeline.
+class TableMaintenance:
+    """The maintenance of one pipeline.
 
     Args:
         config: the pipeline.
         catalog: open.
         tables: the driver's state of the tables.
-        tend: runs the tasks as one job, and returns their answers.
-        rebuilding: held while tables are rebuilt, which upkeep may not touch then.
+        maintain: runs the tasks as one job, and returns their answers.
+        rebuilding: held while tables are rebuilt, which maintenance may not touch then.
         failed: called if the thread ends by a failure.
     """
 
@@ -52,23 +52,23 @@ class Upkeep:
         config: PipelineConfig,
         catalog: Catalog,
         tables: PipelineTables,
-        tend: Callable[[list[TendTask]], list[TendAnswer]],
+        maintain: Callable[[list[MaintenanceTask]], list[MaintenanceAnswer]],
         rebuilding: threading.Lock,
         failed: Callable[[], None],
     ) -> None:
         self._config = config
         self._catalog = catalog
         self._tables = tables
-        self._run = tend
+        self._run = maintain
         self._rebuilding = rebuilding
         self._views = TableViews(config, catalog)
         self._failures = 0
         self._day = _today()
         self.stopped: Final = threading.Event()
         self.worker: Final = Worker(
-            "millstream-upkeep",
+            "millstream-maintenance",
             self._step,
-            every_s=config.upkeep.interval_s,
+            every_s=config.maintenance.interval_s,
             stop=self.stopped,
             on_failure=lambda _: failed(),
         )
@@ -77,7 +77,7 @@ class Upkeep:
         if self.stopped.is_set():
             return False
         try:
-            self.tend()
+            self.maintain()
             self._failures = 0
         except (Py4JError, PySparkException):
             # A worker was killed, or the JVM is gone (which the driver detects).
@@ -86,15 +86,15 @@ class Upkeep:
                 raise
         return True
 
-    def tend(self, *, at_once: bool = False) -> int:
+    def maintain(self, *, at_once: bool = False) -> int:
         """Compact small files and delete those that no reader needs, in tables that are due; return how many were.
 
         Args:
-            at_once: tend whatever this run has appended to, before it ends: it may have been too short for an interval.
+            at_once: maintain whatever this run has appended to, before it ends: it may have been too short for an interval.
         """
         cut = self._tables.cut
         index = CutByTable.of(cut)
-        rules = self._config.upkeep
+        rules = self._config.maintenance
         now = time.monotonic()
         is_next_day = self._config.history_retention_s is not None and _today() > self._day
         self._day = _today()
@@ -102,7 +102,7 @@ class Upkeep:
         tasks = []
         for entry in list(self._tables.tables.values()):
             if entry.table_id not in index.tables:
-                continue  # another table has taken over its name, and tends the files there
+                continue  # another table has taken over its name, and maintains the files there
             due = rules.is_due(written_s=entry.written_s, tended_s=entry.tended_s, now_s=now)
             due = is_next_day or (entry.rows > 0 if at_once else due)
             schema = self._views.schema(entry) if due else None
@@ -111,7 +111,7 @@ class Upkeep:
             entry.tended_s = now
             views: tuple[View, ...] = ("history", *self._views.folded(schema))
             tasks.append(
-                TendTask(
+                MaintenanceTask(
                     self._config.layout,
                     schema.to_arrow().serialize().to_pybytes(),
                     views,
@@ -124,9 +124,9 @@ class Upkeep:
             with self._rebuilding:
                 answers = self._run(tasks)
             for answer in answers:
-                self._tables.tended(answer)
+                self._tables.maintained(answer)
             with contextlib.suppress(MillstreamError, OSError):
-                tend_cuts(
+                maintain_cuts(
                     self._config.layout,
                     now_ms=time.time_ns() // 1_000_000,
                     keep_s=rules.keep_s,

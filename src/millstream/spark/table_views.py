@@ -1,4 +1,4 @@
-"""Facts about a pipeline's tables that folds and upkeep share: schemas, folded views, and the cut by table."""
+"""Facts about a pipeline's tables that folds and maintenance share: schemas, folded views, and the cut by table."""
 
 from __future__ import annotations
 

@@ -177,9 +177,9 @@ class DeltaHandle:
         """Commit a change of the table's metadata."""
         with lake_errors(self.path):
             if self.log is not None:
-                self.log.commit(self.table, lambda: change(self._upkeep()))
+                self.log.commit(self.table, lambda: change(self._maintenance()))
                 return
-            change(self._upkeep())
+            change(self._maintenance())
             self.table.update_incremental()
 
     def swap(
@@ -229,7 +229,7 @@ class DeltaHandle:
     def commit_properties(self, commit: Commit) -> CommitProperties:
         """Return the properties of a commit through this handle."""
         if commit.n is None:
-            return self._upkeep(exact=commit.exact)
+            return self._maintenance(exact=commit.exact)
         holder, _, mine = self.app.rpartition("/")
         numbers = {self.app: int(commit.n), **commit.numbers}
         if commit.holds:
@@ -240,7 +240,7 @@ class DeltaHandle:
             max_commit_retries=0 if commit.exact else None,
         )
 
-    def _upkeep(self, *, exact: bool = False) -> CommitProperties:
+    def _maintenance(self, *, exact: bool = False) -> CommitProperties:
         """Return the properties of a commit that changes no rows."""
         return CommitProperties(
             custom_metadata={STAMP: json.dumps({"on": self.version, "id": token_hex(8)})},

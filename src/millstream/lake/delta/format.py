@@ -123,11 +123,11 @@ class DeltaFormat:
 
 
 def log_properties(keep_s: float = 0.0) -> dict[str, str]:
-    """Return the table properties that leave upkeep of the log to `log`.
+    """Return the table properties that leave maintenance of the log to `log`.
 
     Args:
         keep_s: how long replaced data files stay. The log remembers them for twice that, at least 10 minutes: every
-            checkpoint names each file that it remembers, and upkeep deletes those files long before.
+            checkpoint names each file that it remembers, and maintenance deletes those files long before.
     """
     return {
         "delta.enableExpiredLogCleanup": "false",

@@ -1,4 +1,4 @@
-"""Upkeep of a Delta table's `_delta_log`: checkpoints at intervals, and removal of commits that no version needs.
+"""Maintenance of a Delta table's `_delta_log`: checkpoints at intervals, and removal of commits that no version needs.
 
 Commits never do this themselves (`delta.enableExpiredLogCleanup` is off). A cleanup lists the whole log: an append
 to a table with 40,000 commit files took 400 ms instead of 14.
@@ -23,7 +23,7 @@ from millstream.lake.store_errors import lake_errors
 LOG_RETENTION_S: Final = 900.0
 """How long a version of a table can be opened after a later commit."""
 CHECKPOINT_S: Final = 30.0
-"""Upkeep makes a checkpoint once a commit behind the last one is this old, however few commits a table gets."""
+"""Maintenance makes a checkpoint once a commit behind the last one is this old, however few commits a table gets."""
 _CLOCK_MS: Final = 2_000
 """The storage's clock and the clock that stamps commits may differ by this much."""
 _LOG: Final = "_delta_log"

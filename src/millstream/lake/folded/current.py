@@ -5,7 +5,7 @@ is the same rows. It rewrites only the files (leaves) that may hold a key of its
 
 It has three steps, which may run in three processes: `begin_fold` plans the work, `Fold.write` writes the files of
 one part of the table (parts are independent), `Fold.commit` swaps them in. An interrupted fold leaves files that no
-version names. Their names contain the version they were meant for, so that upkeep can identify leftovers.
+version names. Their names contain the version they were meant for, so that maintenance can identify leftovers.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def clear(layout: LakeLayout, path: str, table: Table) -> str | None:
     stage_no_files(layout, table, transaction)
     broken, before, tag = _unreadable(path, table), table.current_snapshot(), None
     if expired := sorted(broken - kept_by_refs(table)):
-        # Upkeep reads the manifests of all snapshots, and would fail until these have expired.
+        # Maintenance reads the manifests of all snapshots, and would fail until these have expired.
         transaction._apply((RemoveSnapshotsUpdate.model_validate({"snapshot-ids": expired}),), ())  # noqa: SLF001
     if before is not None and before.snapshot_id not in broken and entries_of(before, table.io):
         tag = f"{_TAG}{1 + max((int(name.removeprefix(_TAG)) for name in own_tags(table)), default=0)}"

@@ -197,7 +197,7 @@ class LogCopy:
             return False
         tag = tag or self._listed_tag(version)
         if made is not None:
-            # The commit stands without it, and upkeep makes one later.
+            # The commit stands without it, and maintenance makes one later.
             with contextlib.suppress(OSError):
                 self._client.put(f"{_LOG}/{checkpoint.name}", made)
                 self._client.put(f"{_LOG}/{_LAST_CHECKPOINT}", (self._log / _LAST_CHECKPOINT).read_bytes())

@@ -310,7 +310,7 @@ class LakeSession(Closing):
             if not (self._past and self._old_versions and gone):
                 raise
             self._engine.take_failure()
-        # Upkeep came first: read everything from history, then.
+        # Maintenance came first: read everything from history, then.
         self._engine.forget_views()
         self._left = {word: set(self._tables) for word in self._makers}
         self._old_versions = False

@@ -11,15 +11,15 @@ from millstream.serving.access import Caller
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class VisibleStreams:
     """The streams that a viewer may read."""
 
     streams: frozenset[str] | None
     """Names; None for every stream, and what concerns the whole home."""
 
     @classmethod
-    def of(cls, caller: Caller, names: Iterator[str]) -> Sight:
-        """Return a caller's sight. Raises `AccessError` (`forbidden`) if it may read none of the streams."""
+    def of(cls, caller: Caller, names: Iterator[str]) -> VisibleStreams:
+        """Return the streams that a caller may read. Raises `AccessError` (`forbidden`) if it may read none of the streams."""
         if caller.may(Right.READ):
             return cls(None)
         found = frozenset(name for name in names if caller.may(Right.READ, name))

@@ -1,4 +1,4 @@
-"""Upkeep changes no row, doesn't disturb readers of retained versions, and can run during writes."""
+"""Maintenance changes no row, doesn't disturb readers of retained versions, and can run during writes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from millstream.lake.history import append_history
 from millstream.lake.history_folder import history_from
 from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.layout import LakeLayout, View
-from millstream.lake.maintenance import UpkeepRules, tend_cuts, tend_table
+from millstream.lake.maintenance import MaintenanceRules, maintain_cuts, maintain_table
 from millstream.lake.table_format import open_table
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
@@ -55,20 +55,20 @@ def test_small_files_become_few_and_replaced_ones_go_once_readers_are_done(
     layout: LakeLayout, orders: TableSchema, records: Records
 ):
     write(layout, orders, records, 1, 31)
-    young = tend_table(layout, "current", orders, now_ms=now_ms())
+    young = maintain_table(layout, "current", orders, now_ms=now_ms())
     assert (young.files_compacted, young.files_deleted) == (0, 0)
     assert files(layout, "current", orders) >= 30
 
-    done = tend_table(layout, "history", orders, now_ms=now_ms(), compact_files=20)
+    done = maintain_table(layout, "history", orders, now_ms=now_ms(), compact_files=20)
     assert done.files_compacted == 30
     assert len(DeltaTable(layout.table_path("history", orders)).file_uris()) == 1
     write(layout, orders, records, 31, 33)
 
     # A minute more than files are kept: the commit that compacts history comes after this moment, on any machine.
     in_a_while = now_ms() + 360_000
-    assert tend_table(layout, "current", orders, now_ms=in_a_while).files_deleted >= 30
-    assert tend_table(layout, "current", orders, now_ms=in_a_while).files_deleted == 0
-    assert tend_table(layout, "history", orders, now_ms=in_a_while).files_deleted == 33
+    assert maintain_table(layout, "current", orders, now_ms=in_a_while).files_deleted >= 30
+    assert maintain_table(layout, "current", orders, now_ms=in_a_while).files_deleted == 0
+    assert maintain_table(layout, "history", orders, now_ms=in_a_while).files_deleted == 33
     assert files(layout, "current", orders) == 1
     write(layout, orders, records, 33, 35)
     for view in ("history", "current"):
@@ -86,7 +86,7 @@ def test_files_of_a_version_in_use_and_files_not_yet_committed_stay(
     while now_ms() == cut:  # a later millisecond: Delta's commits are stamped in them
         continue
     write(layout, orders, records, 5, 8)
-    assert tend_table(layout, "current", orders, now_ms=cut + 300_000).files_deleted > 0
+    assert maintain_table(layout, "current", orders, now_ms=cut + 300_000).files_deleted > 0
     assert opened.to_pyarrow_table().num_rows == 4
     assert uncommitted.exists()
 
@@ -142,16 +142,16 @@ def test_cuts_lie_in_few_files_and_the_many_go(layout: LakeLayout, orders: Table
     commit = append_history(layout, orders, [records(orders, ("c", 1, {"id": 1}))], Seq(1))
     for n in range(1, 506):
         commit_cut(layout, Seq(n), [replace(commit, n=Seq(n))], committed_at=datetime.now(UTC))
-    assert tend_cuts(layout, now_ms=now_ms()) == 0
+    assert maintain_cuts(layout, now_ms=now_ms()) == 0
     assert len(DeltaTable(layout.commits_path).file_uris()) == 1
-    assert tend_cuts(layout, now_ms=now_ms() + 301_000) == 505
+    assert maintain_cuts(layout, now_ms=now_ms() + 301_000) == 505
     cut = last_cut(layout)
     assert cut is not None
     assert (cut.n, cut.number) == (505, 505)
 
 
 def test_a_table_that_is_not_there_needs_nothing(layout: LakeLayout, orders: TableSchema):
-    assert tend_table(layout, "current", orders, now_ms=now_ms()).files_deleted == 0
+    assert maintain_table(layout, "current", orders, now_ms=now_ms()).files_deleted == 0
 
 
 def test_what_an_interrupted_fold_left_goes_and_what_one_under_way_writes_stays(
@@ -166,13 +166,13 @@ def test_what_an_interrupted_fold_left_goes_and_what_one_under_way_writes_stays(
     written = under_way.write(0)
     later = now_ms() + 301_000
     before = files(layout, "current", orders)
-    tend_table(layout, "current", orders, now_ms=later)
+    maintain_table(layout, "current", orders, now_ms=later)
     assert files(layout, "current", orders) == 3, "the live file, and those that may yet be committed"
     assert before > 3
     under_way.commit(written)
     with pytest.raises(LakeConflict):
         interrupted.commit(interrupted.write(0))
-    tend_table(layout, "current", orders, now_ms=now_ms() + 301_000)
+    maintain_table(layout, "current", orders, now_ms=now_ms() + 301_000)
     assert files(layout, "current", orders) == 1
     assert DeltaTable(layout.table_path("current", orders)).to_pyarrow_table().num_rows == 4
 
@@ -184,9 +184,9 @@ def test_files_that_a_kept_cut_names_stay_however_old_they_are(
     opened = DeltaTable(layout.table_path("current", orders))
     write(layout, orders, records, 5, 8)
     in_a_while = now_ms() + 301_000
-    tend_table(layout, "current", orders, now_ms=in_a_while, spared=opened.version())
+    maintain_table(layout, "current", orders, now_ms=in_a_while, spared=opened.version())
     assert opened.to_pyarrow_table().num_rows == 4
-    tend_table(layout, "current", orders, now_ms=in_a_while)
+    maintain_table(layout, "current", orders, now_ms=in_a_while)
     with pytest.raises(FileNotFoundError):
         opened.to_pyarrow_table()
 
@@ -196,7 +196,7 @@ def test_compaction_keeps_records_in_order_of_their_numbers_and_recent_days_apar
 ):
     write(layout, orders, records, 1, 12)
     march_third = int(datetime(2026, 3, 3, 12, tzinfo=UTC).timestamp() * 1000)
-    tend_table(layout, "history", orders, now_ms=march_third, compact_files=4)
+    maintain_table(layout, "history", orders, now_ms=march_third, compact_files=4)
     assert bounds(layout, orders) == [(1, 11), (2, 10)], "the second is yesterday, the first is over"
     table = DeltaTable(layout.table_path("history", orders))
     assert table.to_pyarrow_table().num_rows == 11
@@ -223,7 +223,7 @@ def append_daily(
     for number in range((last - first).days + 1):
         n, day = n + 1, first + timedelta(days=number)
         append_history(layout, schema, [records(schema, ("c", n, {"id": n, "__commit_date": day, **values}))], Seq(n))
-        tend_table(layout, "history", schema, now_ms=at_noon(day))
+        maintain_table(layout, "history", schema, now_ms=at_noon(day))
         most = max(most, len(bounds(layout, schema)))
     return most
 
@@ -252,7 +252,7 @@ def test_a_large_day_keeps_files_of_its_own(
     for batch in fifth:
         append_history(layout, orders, [batch], Seq(batch.column("__seq")[0].as_py()))
     append_history(layout, orders, [records(orders, ("c", 14, {"id": 14, "__commit_date": date(2026, 1, 6)}))], Seq(14))
-    tend_table(layout, "history", orders, now_ms=at_noon(date(2026, 2, 20)))
+    maintain_table(layout, "history", orders, now_ms=at_noon(date(2026, 2, 20)))
     assert bounds(layout, orders) == [(1, 14), (5, 13)]
 
 
@@ -261,7 +261,7 @@ def test_readers_filter_by_day_in_files_that_have_many(layout: LakeLayout, order
     append_daily(layout, orders, records, date(2026, 1, 1), date(2026, 1, 31))
     undated = records(orders, ("c", 40, {"id": 40, "__commit_date": None}), ("c", 41, {"id": 41}))
     append_history(layout, orders, [undated], Seq(41))
-    tend_table(layout, "history", orders, now_ms=at_noon(date(2026, 2, 3)))
+    maintain_table(layout, "history", orders, now_ms=at_noon(date(2026, 2, 3)))
     table = DeltaTable(layout.table_path("history", orders))
     dataset = table.to_pyarrow_dataset()
     day = pc.field("__commit_date") == date(2026, 1, 17)
@@ -298,19 +298,19 @@ def test_a_merge_that_is_killed_or_overtaken_changes_no_row(
     with monkeypatch.context() as patch:
         patch.setattr(failpoints, "hit", killed)
         with pytest.raises(KeyboardInterrupt):
-            tend_table(layout, "history", orders, now_ms=later)
+            maintain_table(layout, "history", orders, now_ms=later)
     assert bounds(layout, orders) == before
 
     def overtaken(place: str) -> None:
         if place == "lake.before_compaction_commit":
             monkeypatch.undo()
-            assert tend_table(layout, "history", orders, now_ms=later).files_compacted == 8
+            assert maintain_table(layout, "history", orders, now_ms=later).files_compacted == 8
             batch = records(orders, ("c", 9, {"id": 9, "__commit_date": date(2026, 1, 9)}))
             append_history(layout, orders, [batch], Seq(9))
             fold_table(layout, orders, Seq(9))
 
     monkeypatch.setattr(failpoints, "hit", overtaken)
-    assert tend_table(layout, "history", orders, now_ms=later).files_compacted == 0, "another merge came first"
+    assert maintain_table(layout, "history", orders, now_ms=later).files_compacted == 0, "another merge came first"
     assert bounds(layout, orders) == [(1, 8), (9, 9)]
     rows = DeltaTable(layout.table_path("current", orders)).to_pyarrow_table()
     assert sorted(rows.column("id").to_pylist()) == list(range(1, 10))
@@ -344,7 +344,7 @@ def test_commits_never_clean_up_the_log(layout: LakeLayout, orders: TableSchema,
 
 
 @pytest.mark.long
-def test_upkeep_cuts_the_log_behind_the_retention_and_versions_within_it_can_be_opened(
+def test_maintenance_cuts_the_log_behind_the_retention_and_versions_within_it_can_be_opened(
     layout: LakeLayout, orders: TableSchema, records: Records
 ):
     write(layout, orders, records, 1, 44)
@@ -353,7 +353,7 @@ def test_upkeep_cuts_the_log_behind_the_retention_and_versions_within_it_can_be_
         newest = commits(layout, view, orders)[-1]
         rows = DeltaTable(path).to_pyarrow_table().num_rows
         age(layout, view, orders, upto=newest - 10, by_s=1_000)
-        tend_table(layout, view, orders, now_ms=now_ms())
+        maintain_table(layout, view, orders, now_ms=now_ms())
 
         kept = commits(layout, view, orders)
         assert kept == list(range(kept[0], kept[-1] + 1)), "no gap"
@@ -364,15 +364,15 @@ def test_upkeep_cuts_the_log_behind_the_retention_and_versions_within_it_can_be_
         assert DeltaTable(path).to_pyarrow_table().num_rows == rows
 
 
-def test_a_table_that_is_written_rarely_is_checkpointed_by_upkeep_and_its_log_is_cut_too(
+def test_a_table_that_is_written_rarely_is_checkpointed_by_maintenance_and_its_log_is_cut_too(
     layout: LakeLayout, orders: TableSchema, records: Records
 ):
     write(layout, orders, records, 1, 6)
     newest = commits(layout, "current", orders)[-1]
-    tend_table(layout, "current", orders, now_ms=now_ms() + 31_000)
+    maintain_table(layout, "current", orders, now_ms=now_ms() + 31_000)
     assert commits(layout, "current", orders)[0] == 0
     write(layout, orders, records, 6, 8)
-    tend_table(layout, "current", orders, now_ms=now_ms() + 901_000)
+    maintain_table(layout, "current", orders, now_ms=now_ms() + 901_000)
     assert commits(layout, "current", orders) == [newest, newest + 1, newest + 2]
     assert DeltaTable(layout.table_path("current", orders)).to_pyarrow_table().num_rows == 7
 
@@ -382,23 +382,25 @@ def test_the_log_of_a_version_that_a_kept_cut_names_stays(layout: LakeLayout, or
     write(layout, orders, records, 1, 30)
     path = layout.table_path("current", orders)
     for _ in range(2):
-        tend_table(layout, "current", orders, now_ms=now_ms() + 2_000_000, spared=3)
+        maintain_table(layout, "current", orders, now_ms=now_ms() + 2_000_000, spared=3)
         assert DeltaTable(path, version=3).version() == 3
-    tend_table(layout, "current", orders, now_ms=now_ms() + 2_000_000, spared=25)
+    maintain_table(layout, "current", orders, now_ms=now_ms() + 2_000_000, spared=25)
     assert DeltaTable(path, version=25).version() == 25
     assert commits(layout, "current", orders)[0] > 3
 
 
-def test_the_log_of_a_lake_of_before_is_taken_over_by_upkeep(layout: LakeLayout, orders: TableSchema, records: Records):
+def test_the_log_of_a_lake_of_before_is_taken_over_by_maintenance(
+    layout: LakeLayout, orders: TableSchema, records: Records
+):
     write(layout, orders, records, 1, 3)
     table = DeltaTable(layout.table_path("current", orders))
     table.alter.set_table_properties({"delta.enableExpiredLogCleanup": "true"}, raise_if_not_exists=False)
-    tend_table(layout, "current", orders, now_ms=now_ms(), keep_s=3600.0)
+    maintain_table(layout, "current", orders, now_ms=now_ms(), keep_s=3600.0)
     after = DeltaTable(layout.table_path("current", orders)).metadata().configuration
     assert after["delta.enableExpiredLogCleanup"] == "false"
     assert after["delta.deletedFileRetentionDuration"] == "interval 7200 seconds"
     version = DeltaTable(layout.table_path("current", orders)).version()
-    tend_table(layout, "current", orders, now_ms=now_ms(), keep_s=3600.0)
+    maintain_table(layout, "current", orders, now_ms=now_ms(), keep_s=3600.0)
     assert DeltaTable(layout.table_path("current", orders)).version() == version
 
 
@@ -406,7 +408,7 @@ def test_the_log_of_cuts_is_cut_too(layout: LakeLayout, orders: TableSchema, rec
     commit = append_history(layout, orders, [records(orders, ("c", 1, {"id": 1}))], Seq(1))
     for n in range(1, 46):
         commit_cut(layout, Seq(n), [replace(commit, n=Seq(n))], committed_at=datetime.now(UTC))
-    tend_cuts(layout, now_ms=now_ms() + 901_000)
+    maintain_cuts(layout, now_ms=now_ms() + 901_000)
     left = sorted(Path(layout.commits_path, "_delta_log").glob("*[0-9].json"))
     assert len(left) < 20
     cut = last_cut(layout)
@@ -415,7 +417,7 @@ def test_the_log_of_cuts_is_cut_too(layout: LakeLayout, orders: TableSchema, rec
 
 
 def test_a_table_is_tended_after_a_write_and_when_its_replaced_files_and_its_commits_may_go() -> None:
-    rules = UpkeepRules()
+    rules = MaintenanceRules()
     looks = []
     tended_s = float("-inf")
     for now_s in range(0, 7200, 60):
