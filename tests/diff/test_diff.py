@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +15,10 @@ import pytest
 from deltalake import DeltaTable
 from psycopg.sql import SQL, Identifier
 from pyiceberg.catalog import load_catalog
+from tests.app.homes import wait_for
 from tests.app.landed import LandedHome
 from tests.cli.in_process import command
+from tests.commands import Command
 
 from millstream.app.initialize import make_home
 from millstream.app.table_requests import copy_table
@@ -231,6 +235,28 @@ def test_an_old_transaction_at_the_source_is_named(
         other.rollback()
     assert diff_stream(home.home).exit_code == 0
     assert not slots(source, "millstream_diff")
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda sent: sent.name)
+def test_a_wait_is_reported_and_whatever_ends_it_leaves_nothing_at_the_server(
+    postgres: Database, source: psycopg.Connection[Any], tmp_path: Path, sent: signal.Signals
+) -> None:
+    """Nothing was printed without a terminal, and backend and slot outlived the command until the transaction's end."""
+    source.execute("CREATE TABLE items (id int PRIMARY KEY)")
+    home = LandedHome(tmp_path / "shop", postgres.dsn)
+    home.catch_up()
+    with postgres.connect(autocommit=False, application_name="the-old-one") as other:
+        other.execute("INSERT INTO items VALUES (1)")
+        words = ["--home", str(home.home.path), "diff", "--timeout", "600"]
+        with Command(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as waiting:
+            assert waiting.stderr is not None
+            while "application the-old-one" not in waiting.stderr.readline():
+                assert waiting.poll() is None
+            assert slots(source, "millstream_diff")
+            waiting.send_signal(sent)
+            waiting.wait(60)
+        wait_for(lambda: not slots(source, "millstream_diff"))
+        other.rollback()
 
 
 def test_what_publications_leave_out_is_not_compared_and_partitions_count_by_their_root(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import select
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import psycopg
@@ -29,6 +29,8 @@ VERSION_MIN: Final = 140000
 
 # The little that capture writes (publications) waits for no standby.
 _SESSION: Final = pinned_session(synchronous_commit="local")
+_LOOKS_FOR_CLIENT_S: Final = 2
+"""Seconds between two looks of the server whether its client is still there: one call of the operating system each."""
 
 
 def parse_dsn(dsn: str) -> dict[str, Any]:
@@ -59,7 +61,20 @@ def connect(dsn: str, *, purpose: str) -> psycopg.Connection[tuple[Any, ...]]:
 
 def connect_replication(dsn: str) -> psycopg.Connection[tuple[Any, ...]]:
     """Open a logical replication connection with a pinned session; only simple queries go over it."""
-    return _connect(dsn, "millstream stream", replication="database")
+    connection = _connect(dsn, "millstream stream", replication="database")
+    end_with_client(connection)
+    return connection
+
+
+def end_with_client(connection: psycopg.Connection[tuple[Any, ...]]) -> None:
+    """Let the server end the session within seconds of the client's end, also amid a statement that sends nothing.
+
+    Otherwise it runs the statement to its end: a slot that waits for a transaction stays until that has ended. Some
+    platforms of a server can't watch the client; there it stays as it is.
+    """
+    with suppress(psycopg.Error):
+        # The second statement starts the server's timer.
+        connection.pgconn.exec_(f"SET client_connection_check_interval = '{_LOOKS_FOR_CLIENT_S}s'; SELECT 1".encode())
 
 
 def pinned(dsn: str, connection: psycopg.Connection[tuple[Any, ...]]) -> str:

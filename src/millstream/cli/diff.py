@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import click
 
@@ -20,6 +19,7 @@ from millstream.cli.context import (
     stream_option,
 )
 from millstream.model.human_text import readable
+from millstream.workers import Worker
 
 if TYPE_CHECKING:
     from millstream.diff.compare import Difference, DiffReport, Progress, TableDiff
@@ -77,7 +77,7 @@ def diff(
     if wait and not repair:
         raise click.UsageError("--wait needs --repair")
     home = invocation.home()
-    teller = _Teller()
+    teller = click.get_current_context().with_resource(_Teller())
 
     def compare(names: tuple[str, ...]) -> DiffReport:
         found = diff_stream(
@@ -133,14 +133,22 @@ def _asked(asked: RepairAsked) -> str:
 
 
 class _Teller:
-    """Prints the progress on stderr: one line that changes on a terminal, a line now and then elsewhere."""
+    """Prints the progress on stderr: one line that changes on a terminal; elsewhere the last one, now and then."""
 
     def __init__(self) -> None:
         self._terminal = on_terminal()
-        self._said_s = time.monotonic()
-        self._doing = ""
+        self._waiting = self._printed = ""
         self._wide = 0
         self._lock = threading.Lock()
+        self._printing = Worker("millstream-diff-progress", self._print, every_s=_SAY_EVERY_S)
+
+    def __enter__(self) -> Self:
+        self._printing.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._printing.stop()
+        self._printing.join()
 
     def progress(self, progress: Progress) -> None:
         """Show the progress. From any thread."""
@@ -157,12 +165,19 @@ class _Teller:
                 shown = readable(words)
                 click.echo(f"\r{shown.ljust(self._wide)}", nl=False, err=True)
                 self._wide = len(shown)
-            elif time.monotonic() - self._said_s >= _SAY_EVERY_S and words != self._doing:
-                note(words)
-                self._said_s, self._doing = time.monotonic(), words
+            else:
+                self._waiting = words
+
+    def _print(self) -> bool:
+        with self._lock:
+            if self._waiting != self._printed:
+                note(self._waiting)
+                self._printed = self._waiting
+        return True
 
     def clear(self) -> None:
         """Remove the line."""
+        self._waiting = self._printed
         if self._terminal and self._wide:
             click.echo(f"\r{' ' * self._wide}\r", nl=False, err=True)
             self._wide = 0

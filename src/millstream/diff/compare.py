@@ -227,10 +227,14 @@ def diff_stream(
         rules, layouts = ColumnRules(catalog, stream_id, capture.rules), KnownLayouts(catalog, stream_id, capture.rules)
         first = _States.look(catalog, stream_id)
         deadline_s = time.monotonic() + timeout_s
-        on_progress(Progress("waiting for the source's running transactions"))
+        waits = "waiting for the source's running transactions"
+        on_progress(Progress(waits))
         layout = lake_layout(home, name, config, stream_id)
         with SourceSnapshot.take(
-            capture.dsn, patience_s=timeout_s, check=lambda found: check_same(followed, found)
+            capture.dsn,
+            patience_s=timeout_s,
+            check=lambda found: check_same(followed, found),
+            on_wait=lambda transaction: on_progress(Progress(f"{waits}{transaction}")),
         ) as snapshot:
             # If the address names several servers, one server gets all queries.
             capture = replace(capture, dsn=snapshot.dsn)
@@ -499,13 +503,17 @@ def _gathered(rows: Iterator[tuple[int, int, RowText]]) -> Iterator[tuple[int, l
 
 
 def _both(lake: Callable[[], Sums], source: Callable[[], Sums]) -> tuple[Sums, Sums]:
-    """Run both sides at once: each works in a process or a library of its own. The source's error goes first."""
+    """Run both sides at once: each works in a process or a library of its own. The source's error goes first.
+
+    An interruption waits for neither.
+    """
     theirs = call_in_thread("diff-source", source)
     try:
         ours = lake()
-    finally:
-        found = theirs.result()
-    return ours, found
+    except Exception:
+        theirs.result()
+        raise
+    return ours, theirs.result()
 
 
 def _note_columns(columns: Sequence[ComparedColumn], types: Mapping[str, pa.DataType], done: TableDiff) -> None:

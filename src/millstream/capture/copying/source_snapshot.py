@@ -16,12 +16,15 @@ from typing import Final, Self
 
 from psycopg import sql
 
-from millstream.capture.connection import connect, connect_replication, pinned, translated
+from millstream.capture.connection import connect, connect_replication, end_with_client, pinned, translated
 from millstream.capture.slot import ask_for_slot, who_is_waited_for
 from millstream.capture.source import Connection, SourceIdentity, identify_replication
 from millstream.closing import Closing
 from millstream.errors import SourceError
 from millstream.model.positions import Lsn
+
+_REPORTED_AFTER_S: Final = 4.0
+"""Seconds of a wait after which it is reported; most are over before."""
 
 
 class SourceSnapshot(Closing):
@@ -47,6 +50,7 @@ class SourceSnapshot(Closing):
         check: Callable[[SourceIdentity], None] | None = None,
         purpose: str = "diff",
         stopped: Callable[[], bool] = lambda: False,
+        on_wait: Callable[[str], None] = lambda _transaction: None,
     ) -> Self:
         """Take a snapshot; the caller closes it.
 
@@ -58,6 +62,8 @@ class SourceSnapshot(Closing):
             check: called with the server's identity before anything is created there; may raise.
             purpose: the purpose in the names of slot and connections.
             stopped: called about once a second; the wait ends when it returns true.
+            on_wait: called after some seconds, then ever more rarely, with the transaction that is waited for, as the
+                end of a sentence.
 
         Raises:
             SourceError (`snapshot_waits`): a transaction is still running after `patience_s`.
@@ -67,7 +73,7 @@ class SourceSnapshot(Closing):
             if check is not None:
                 check(identify_replication(replication))
             dsn = pinned(dsn, replication)
-            lsn, exported = _create_slot(replication, dsn, patience_s, purpose, stopped)
+            lsn, exported = _create_slot(replication, dsn, patience_s, purpose, stopped, on_wait)
             anchor = connect(dsn, purpose=purpose)
             try:
                 _begin_under(anchor, exported)
@@ -91,8 +97,14 @@ class SourceSnapshot(Closing):
     def reading(self) -> Iterator[Connection]:
         """Yield an ordinary connection in a read-only transaction under the snapshot; both end with the block."""
         with connect(self.dsn, purpose="diff") as connection:
+            end_with_client(connection)
             _begin_under(connection, self._name)
-            yield connection
+            try:
+                yield connection
+            except KeyboardInterrupt:
+                # Another thread may wait for a long statement, which would hold up the connection's end.
+                connection.cancel_safe()
+                raise
 
 
 def _begin_under(connection: Connection, snapshot: str) -> None:
@@ -102,7 +114,12 @@ def _begin_under(connection: Connection, snapshot: str) -> None:
 
 
 def _create_slot(
-    replication: Connection, dsn: str, patience_s: float, purpose: str, stopped: Callable[[], bool]
+    replication: Connection,
+    dsn: str,
+    patience_s: float,
+    purpose: str,
+    stopped: Callable[[], bool],
+    on_wait: Callable[[str], None],
 ) -> tuple[Lsn, str]:
     """Create the temporary slot; return its consistent point, and its snapshot's name, valid until the next command."""
     name = f"millstream_{purpose}_{os.getpid()}_{secrets.token_hex(4)}"
@@ -110,7 +127,10 @@ def _create_slot(
         sql.Identifier(name)
     )
 
+    next_report_s = _REPORTED_AFTER_S
+
     def meanwhile(seconds: float) -> None:
+        nonlocal next_report_s
         if stopped():
             raise SourceError("the snapshot is no longer needed", code="snapshot_waits")
         if seconds >= patience_s:
@@ -120,6 +140,9 @@ def _create_slot(
                 code="snapshot_waits",
                 hint="End that transaction, or run `millstream diff` with a longer --timeout.",
             )
+        if seconds >= next_report_s:
+            next_report_s = 2 * seconds
+            on_wait(who_is_waited_for(dsn))
 
     point, snapshot = ask_for_slot(replication, command.as_bytes(replication), meanwhile=meanwhile)
     if snapshot is None:
