@@ -185,10 +185,7 @@ class PositionError(MillstreamError):
 
     code = "position"
     codes: ClassVar[Mapping[str, Code]] = {
-        "time_from_future": Code(
-            "The time lies in the future; it is never clamped.",
-            exit_code=2,
-        ),
+        "time_from_future": Code("The time lies in the future; it is never clamped."),
         "invalid_time": Code(
             "The text is neither a time nor a token.",
             hint=(
