@@ -15,6 +15,7 @@ then reported it.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import sys
 from collections.abc import Generator, Iterator
@@ -79,6 +80,20 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("quick")
     assert sys.__stderr__ is not None
     config.stash[_stderr] = os.dup(sys.__stderr__.fileno())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None]:
+    """Collect without looking for reference cycles, and never look through the modules and tests again.
+
+    They stay until the process ends. Each search for cycles would go through all of them: that is most of a search.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -39,10 +39,14 @@ group.initial.rebalance.delay.ms=0
 log.retention.ms=-1
 # A broker that was killed is let in again at once.
 broker.session.timeout.ms=1000
-broker.heartbeat.interval.ms=200
+broker.heartbeat.interval.ms=400
 # What was deleted from a topic's front stays so after a kill.
-log.flush.start.offset.checkpoint.interval.ms=100
+log.flush.start.offset.checkpoint.interval.ms=500
 log.initial.task.delay.ms=0
+# It serves one process. By default its idle threads take an eighth of a core.
+num.network.threads=1
+num.io.threads=2
+background.threads=2
 """
 
 

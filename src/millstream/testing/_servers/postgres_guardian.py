@@ -28,7 +28,7 @@ _SIGNALS = {
     "immediate": signal.SIGQUIT,
     "kill": signal.SIGKILL,
 }
-_POLL_S = 0.02
+_POLL_S = 0.5  # between two looks at the parent's id; a command, the pipe's end and the server's end are seen at once
 _GRACE_S = 10.0  # for an orphaned server to stop on SIGQUIT, before it's killed
 _PR_SET_PDEATHSIG = 1
 
@@ -96,6 +96,11 @@ def main() -> None:
     """Start the server that stdin describes, and serve until it has ended."""
     parent = os.getppid()
     spec, pending = _read_spec()
+    ended, noted = os.pipe()
+    os.set_blocking(ended, False)
+    os.set_blocking(noted, False)
+    signal.set_wakeup_fd(noted)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
     try:
         server = _start(spec)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
@@ -106,7 +111,10 @@ def main() -> None:
         orphaned = os.getppid() != parent
         # A forked child of the starter may hold the pipe open after the starter's end: hence the check of
         # the parent's id.
-        if not orphaned and select.select([0], [], [], _POLL_S)[0]:
+        readable = [] if orphaned else select.select([0, ended], [], [], _POLL_S)[0]
+        if ended in readable:
+            os.read(ended, 4096)
+        if 0 in readable:
             chunk = os.read(0, 4096)
             orphaned = not chunk
             pending += chunk
