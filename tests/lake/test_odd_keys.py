@@ -111,6 +111,20 @@ def test_a_key_whose_whole_numbers_became_text_is_found_again(lake: LakeLayout):
     assert rows[0]["big"] == "x"
 
 
+@pytest.mark.parametrize("sizes", [DEFAULT_SIZES, BUILT], ids=["in one read", "in parts"])
+def test_a_key_of_lists_has_rows_and_versions(lake: LakeLayout, sizes: FoldSizes):
+    schema = keyed(pa.list_(pa.int64()))
+    step(lake, schema, 1, *(("c", {"k": [i, None], "v": i, "big": "kept"}) for i in range(400)), sizes=sizes)
+    fold_into_versions(lake, schema, Seq(400), sizes=sizes)
+    changes: list[Record] = [("u", {"k": [7, None], "v": 700, "__unchanged": ["big"]}), ("d", {"k": [8, None]})]
+    rows = step(lake, schema, 1000, *changes, sizes=sizes)
+    assert [(row["k"], row["big"]) for row in rows if row["v"] in {8, 700}] == [([7, None], "kept")]
+    fold_into_versions(lake, schema, Seq(1001), sizes=sizes)
+    versions = DeltaTable(lake.table_path("scd2", schema)).to_pyarrow_table().to_pylist()
+    assert sorted(version["v"] for version in versions if not version["is_current"]) == [7, 8]
+    assert sorted(version["v"] for version in versions if version["is_current"]) == [row["v"] for row in rows]
+
+
 def test_a_comma_in_a_keys_name_harms_nothing(lake: LakeLayout):
     schema = keyed(pa.int64(), name="a,b")
     step(lake, schema, 1, ("c", {"a,b": 1, "v": 1}), ("c", {"a,b": 2, "v": 2}))

@@ -71,8 +71,8 @@ class Keys:
 def having(rows: pa.Table, keys: Keys) -> pa.Table:
     """Return rows that may have one of the keys: their first key column holds one of the keys' values."""
     column, values = rows.column(keys.names[0]), keys.columns[0]
-    if pa.types.is_floating(column.type):
-        return rows  # equal numbers may differ by their sign: 0 and -0
+    if pa.types.is_floating(column.type) or pa.types.is_nested(column.type):
+        return rows  # equal numbers may differ by their sign (0 and -0), and Arrow doesn't look lists up
     here = pc.is_in(column, value_set=values.drop_null().cast(column.type))
     return rows.filter(pc.or_(here, pc.is_null(column)) if values.null_count else here)
 
