@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from tests.servers.kafka_connect import KafkaConnect
 
 from bench.debezium import JARS, PROPERTIES, VERSION
 from bench.figures import Figure, asked, measures, reported, say
@@ -19,7 +20,6 @@ from bench.homes import STREAM, make_home, wait_for
 from bench.places import folder
 from bench.source import DATABASE, postgres
 from millstream.testing import EmbeddedKafka
-from millstream.testing._servers.kafka_connect import KafkaConnect
 from millstream.testing._servers.ports import free_port
 from millstream.testing.postgres import EmbeddedPostgres
 

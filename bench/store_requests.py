@@ -10,6 +10,8 @@ from multiprocessing import get_context
 from typing import Literal
 from uuid import uuid4
 
+from tests.servers.store_proxy import StoreProxy, StoreRequest
+
 from bench.figures import Figure, asked, measures, reported, say
 from bench.lakes import ACCOUNTS, ACCOUNTS_SHAPE, records, uniform
 from bench.places import folder
@@ -20,7 +22,6 @@ from millstream.lake.table_renames import places_of
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq
 from millstream.testing.s3 import EmbeddedS3
-from millstream.testing.store_proxy import StoreProxy, StoreRequest
 
 BATCHES = 20
 _ROWS = 100

@@ -10,13 +10,13 @@ import pyarrow as pa
 import pytest
 from tests.app.homes import run
 from tests.commands import Command
+from tests.wal.plain_operations import plain_ops, plain_table
 
 import millstream
 from millstream.errors import PositionError, TokenFromFuture, UnknownStream, UnknownTable, UsageError
 from millstream.home.home import Home
 from millstream.model.ids import ShardId
 from millstream.testing.errors import coded
-from millstream.testing.log import plain_ops, plain_table
 from millstream.wal.writing.writer import LogWriter
 
 TABLES = {1: plain_table(1, "orders"), 2: plain_table(2, "items")}

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from tests.app.homes import run
 from tests.commands import Command
 from tests.console.homes import followed_home
+from tests.wal.plain_operations import plain_ops, plain_table
 
 from millstream.app import status as status_module
 from millstream.app.conditions import what_to_run
@@ -38,7 +39,6 @@ from millstream.processes.control_socket import ControlServer, ask
 from millstream.processes.role_locks import RoleLock
 from millstream.protocol.retention import HolderKind
 from millstream.serving.metrics import prometheus_text
-from millstream.testing.log import plain_ops, plain_table
 from millstream.wal.files import RealFiles
 from millstream.wal.segment_deletion import SESSIONS_HOLDER
 from millstream.wal.writing.session_file import write_copy

@@ -14,12 +14,12 @@ from typing import cast
 from tests.capture.beside import wait_until
 from tests.capture.capture_stage import MemoryLog, Stage
 from tests.wal.log_writers import Others
+from tests.wal.plain_operations import MemoryReservations
 
 from millstream.catalog import TableState
 from millstream.model.ids import Epoch, ShardId
 from millstream.model.positions import Seq
 from millstream.model.replication import AckLevel
-from millstream.testing.log import MemoryReservations
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.writer import LogWriter

@@ -13,13 +13,13 @@ import pytest
 from tests.capture.beside import wait_until
 from tests.capture.test_standby import on_primary, telling
 from tests.capture.test_timelines import Servers, make_servers
+from tests.servers.standby import wait_for_replay
 
 from millstream.capture.connection import connect_replication
 from millstream.capture.source_checks import check_source, doctor_sql, drop_slot
 from millstream.catalog import TableState
 from millstream.errors import SourceError
 from millstream.testing.postgres import EmbeddedPostgres
-from millstream.testing.standby import wait_for_replay
 
 pytestmark = pytest.mark.siege
 

@@ -16,12 +16,12 @@ import pytest
 from structlog.testing import capture_logs
 from tests.capture.beside import until_done, wait_until
 from tests.capture.test_timelines import Servers, copy_slot, make_servers
+from tests.servers.standby import promote, wait_for_replay
 
 from millstream.app.table_requests import copy_table
 from millstream.catalog import TableState
 from millstream.errors import SourceError
 from millstream.testing.postgres import EmbeddedPostgres
-from millstream.testing.standby import promote, wait_for_replay
 
 pytestmark = pytest.mark.siege
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tests.capture.beside import Beside, wait_until
 from tests.capture.capture_stage import MemoryLog, Stage, make_config
+from tests.servers.standby import archiving, back_up, make_standby, promote, recover_to, wait_for_replay
 
 from millstream.capture.source_checks import drop_slot
 from millstream.capture.timeline import parse_history, shared_upto
@@ -19,7 +20,6 @@ from millstream.errors import MillstreamError, SourceError
 from millstream.model.positions import Lsn
 from millstream.testing.errors import code_of
 from millstream.testing.postgres import EmbeddedPostgres
-from millstream.testing.standby import archiving, back_up, make_standby, promote, recover_to, wait_for_replay
 
 pytestmark = pytest.mark.siege
 

@@ -14,6 +14,7 @@ import psycopg
 import pytest
 from psycopg import sql
 from tests.app.homes import wait_for
+from tests.catalog.sequencing import MakeStore, MemorySequenceStore, SequenceStoreConformance
 
 from millstream.catalog import Catalog
 from millstream.catalog.shared_sequence import PostgresSequenceStore
@@ -25,7 +26,6 @@ from millstream.protocol.sequencer import Announcement, Drawn
 from millstream.testing import EmbeddedPostgres
 from millstream.testing.errors import coded
 from millstream.testing.pytest_plugin import Database
-from millstream.testing.sequencing import MakeStore, MemorySequenceStore, SequenceStoreConformance
 
 
 class TestMemory(SequenceStoreConformance):

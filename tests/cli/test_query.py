@@ -22,6 +22,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from tests.cli.in_process import command
+from tests.wal.plain_operations import plain_ops, plain_table
 
 import millstream
 from millstream.app.log_readers import open_reader
@@ -36,7 +37,6 @@ from millstream.model.positions import Seq
 from millstream.model.records import record_schema
 from millstream.model.schema import Column, TableSchema
 from millstream.testing.errors import coded
-from millstream.testing.log import plain_ops, plain_table
 from millstream.wal.writing.writer import LogWriter
 
 NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from hypothesis import strategies as st
+from tests.codec.line_oracle import tables_of_lines_plain
 
 from millstream.ingest.fit_to_schema import ColumnsOf, no_columns
 from millstream.ingest.line_protocol import Lines, tables_of_lines
-from millstream.testing.oracle.line_protocol import tables_of_lines_plain
 
 NOW_NS = 1_700_000_000_123_456_789
 

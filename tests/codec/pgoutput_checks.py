@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 
+from tests.codec.pgoutput_messages import TablesByOid
+
 from millstream.codec.pgoutput import MessageRun, RelationCache, decode_plain, decode_transactions
 from millstream.model.operations import OPERATION_SCHEMA, WriteOps
 from millstream.model.positions import Lsn
 from millstream.model.records import append_row_schema
-from millstream.testing.pgoutput import TablesByOid
 
 
 def check_equal(one: WriteOps, other: WriteOps) -> None:

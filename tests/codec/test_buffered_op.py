@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.wal.plain_operations import plain_ops, plain_table
 
 from millstream.codec.buffered_op import VERSION, decode_op, encode_op
 from millstream.codec.checksums import crc32c
@@ -18,7 +19,6 @@ from millstream.model.ids import ShardId, SourceId
 from millstream.model.operations import WriteOps
 from millstream.model.positions import Lsn
 from millstream.testing.errors import coded
-from millstream.testing.log import plain_ops, plain_table
 from millstream.testing.write_buffer import application_op, every_kind_op, same_op
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "buffered-op-v1.bin"

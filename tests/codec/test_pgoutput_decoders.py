@@ -3,7 +3,9 @@
 import pyarrow as pa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.codec import pgoutput_messages as pg
 from tests.codec.pgoutput_checks import check_equal, decode
+from tests.codec.pgoutput_messages import TablesByOid
 from tests.seeds import examples
 
 from millstream.codec.pgoutput import (
@@ -20,8 +22,6 @@ from millstream.codec.pgoutput.vectorised_decoder import decode_block
 from millstream.errors import MillstreamError, ProtocolViolation, TableUndecodable
 from millstream.model.operations import OPERATION_SCHEMA, WriteOps
 from millstream.model.schema import TableKind
-from millstream.testing import pgoutput as pg
-from millstream.testing.pgoutput import TablesByOid
 
 SLOW = settings(max_examples=examples(200), deadline=None, suppress_health_check=list(HealthCheck))
 

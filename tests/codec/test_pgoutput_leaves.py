@@ -3,7 +3,9 @@
 import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.codec import pgoutput_messages as pg
 from tests.codec.pgoutput_checks import check_equal, decode
+from tests.codec.pgoutput_messages import TablesByOid
 from tests.codec.test_pgoutput_decoders import SLOW, TYPES, Table, changes
 
 from millstream.codec.pgoutput import MessageRun, Relation, RelationCache, parse_message
@@ -13,8 +15,6 @@ from millstream.codec.pgoutput.spilled import decode_spilled
 from millstream.codec.pgoutput.vectorised_decoder import decode_block
 from millstream.model.operations import OPERATION_SCHEMA, WriteOps
 from millstream.model.positions import Lsn
-from millstream.testing import pgoutput as pg
-from millstream.testing.pgoutput import TablesByOid
 
 ROOT, OTHER, LEAVES = 16401, 16409, (16402, 16403, 16404)
 

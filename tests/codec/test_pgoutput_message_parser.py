@@ -5,6 +5,7 @@ import struct
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.codec import pgoutput_messages as pg
 
 from millstream.codec.pgoutput import (
     UNCHANGED,
@@ -27,7 +28,6 @@ from millstream.codec.pgoutput import (
 )
 from millstream.errors import ProtocolViolation
 from millstream.model.schema import ReplicaIdentity
-from millstream.testing import pgoutput as pg
 
 COLUMNS = [("id", 20, -1, True), ("name", 25, -1, False), ("amount", 1700, 786438, False), ("mood", 99999, -1, False)]
 RELATION = pg.relation(16384, "public", "orders", COLUMNS, identity="i")

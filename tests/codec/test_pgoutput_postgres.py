@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 
 import psycopg
 from tests.codec.pgoutput_checks import decode
+from tests.codec.pgoutput_messages import TablesByOid
 
 from millstream.codec.pgoutput import (
     MessageRun,
@@ -18,7 +19,6 @@ from millstream.codec.pgoutput import (
 )
 from millstream.model.column_texts import render_column
 from millstream.model.operations import TableRows
-from millstream.testing.pgoutput import TablesByOid
 from millstream.testing.pytest_plugin import Database
 
 SESSION = """

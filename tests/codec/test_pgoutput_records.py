@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from tests.codec import pgoutput_messages as pg
 from tests.codec.pgoutput_checks import decode
+from tests.codec.pgoutput_messages import TablesByOid
 
 from millstream.codec.pgoutput import (
     HEARTBEAT_PREFIX,
@@ -28,8 +30,6 @@ from millstream.codec.pgoutput import (
 )
 from millstream.errors import ProtocolViolation, TableUndecodable
 from millstream.model.operations import OperationKind, SpilledOp, WriteOps
-from millstream.testing import pgoutput as pg
-from millstream.testing.pgoutput import TablesByOid
 
 ORDERS = [("id", 20, -1, True), ("note", 25, -1, False), ("total", 1700, ((12 << 16) | 2) + 4, False)]
 RELATION = pg.relation(100, "public", "orders", ORDERS)
@@ -357,7 +357,7 @@ def test_runs_are_decoded_where_numba_is_not_installed():
 import sys
 sys.modules["numba"] = None
 from millstream.codec.pgoutput import MessageRun, RelationCache, decode_transactions
-from millstream.testing import pgoutput as pg
+from tests.codec import pgoutput_messages as pg
 run = [pg.begin(1, 1), pg.relation(9, "s", "t", [("a", 23, -1, True)]), pg.insert(9, ["1"]), pg.commit(1, 2)]
 assert decode_transactions(MessageRun.of(run), pg.TablesByOid(), RelationCache()).row_count == 1
 """

@@ -21,10 +21,10 @@ from tests.app.homes import done, make_home, wait_for
 from tests.delivery.golden_files import run, transactions
 from tests.delivery.kafka_topics import Received, received
 from tests.delivery.test_debezium_against_engine import WORKLOAD, reasons_of
+from tests.servers.kafka_connect import KafkaConnect, connect_jars
 from tests.serving.serving_process import served
 
 from millstream.codec.pgoutput import HEARTBEAT_PREFIX
-from millstream.testing._servers.kafka_connect import KafkaConnect, connect_jars
 from millstream.testing._servers.maven import ArtifactUnavailable
 from millstream.testing.kafka import EmbeddedKafka
 from millstream.testing.postgres import EmbeddedPostgres

@@ -12,11 +12,11 @@ from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.table import Table
 from tests.commands import run_command
 from tests.e2e.harness import Home
+from tests.servers.store_proxy import Fault, FaultRule, StoreProxy
 
 from millstream.testing.iceberg_rest import EmbeddedIcebergCatalog
 from millstream.testing.pytest_plugin import Database
 from millstream.testing.s3 import EmbeddedS3
-from millstream.testing.store_proxy import Fault, FaultRule, StoreProxy
 
 
 def table(home: Home, view: str, name: str) -> Table:

@@ -10,10 +10,10 @@ import pytest
 from deltalake import DeltaTable
 from tests.commands import run_command
 from tests.e2e.harness import Home
+from tests.servers.store_proxy import Fault, FaultRule, StoreProxy
 
 from millstream.testing.postgres import EmbeddedPostgres
 from millstream.testing.s3 import EmbeddedS3
-from millstream.testing.store_proxy import Fault, FaultRule, StoreProxy
 
 pytestmark = pytest.mark.siege
 

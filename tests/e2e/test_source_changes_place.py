@@ -12,10 +12,10 @@ import pytest
 from tests.app.homes import config, done, make_home, run, wait_for
 from tests.commands import Command
 from tests.e2e.harness import land
+from tests.servers.standby import make_standby, promote, wait_for_replay
 
 from millstream.codec.pgoutput import HEARTBEAT_PREFIX
 from millstream.testing.postgres import EmbeddedPostgres
-from millstream.testing.standby import make_standby, promote, wait_for_replay
 
 pytestmark = pytest.mark.siege
 

@@ -23,7 +23,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.capture.capture_stage import make_config
+from tests.catalog.sequencing import MemorySequenceStore
 from tests.wal.log_writers import Others
+from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_spilled, plain_table
 
 from millstream.capture.run import run_capture
 from millstream.catalog import Catalog
@@ -38,9 +40,7 @@ from millstream.model.replication import AckLevel
 from millstream.model.schema import Column, TableKind, TableSchema
 from millstream.protocol.retention import HolderKind, Retention, RetentionBounds
 from millstream.testing import Workload
-from millstream.testing.log import MemoryReservations, plain_ops, plain_spilled, plain_table
 from millstream.testing.pytest_plugin import Database
-from millstream.testing.sequencing import MemorySequenceStore
 from millstream.wal.mending.inspect import FrameInfo, inspect
 from millstream.wal.segment_deletion import drop_segments
 from millstream.wal.writing.sequence_allocator import SharedNumbers

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.app.homes import run, wait_for
 from tests.serving.serving_process import rows_of, served, web_home
+from tests.wal.plain_operations import MemoryReservations, plain_operations
 
 from millstream.export.records_text import LineProtocol
 from millstream.ingest.fit_to_schema import fitted
@@ -26,7 +27,6 @@ from millstream.model.operations import TableRows, WriteOps
 from millstream.model.records import RESERVED_COLUMNS, Op, append_row_schema
 from millstream.model.schema import Column, TableSchema
 from millstream.testing.files import MemoryFiles
-from millstream.testing.log import MemoryReservations, plain_operations
 from millstream.wal.reader import StreamReader
 from millstream.wal.records_json import Cat, Line
 from millstream.wal.writing.options import LogOptions

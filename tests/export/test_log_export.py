@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.app.homes import run
+from tests.wal.plain_operations import plain_spilled, plain_table
 from tests.wal.test_records_json import ITEMS, MESSAGES, ORDERS, RAW, operation, ops, row
 
 import millstream
@@ -31,7 +32,6 @@ from millstream.model.positions import Lsn, Offset, Seq
 from millstream.model.records import Op
 from millstream.model.schema import Column, PgType, TableSchema
 from millstream.testing.errors import coded
-from millstream.testing.log import plain_spilled, plain_table
 from millstream.wal.mending.inspect import FrameInfo, inspect
 from millstream.wal.mending.repair import plan_repair, repair
 from millstream.wal.reader import StreamReader

@@ -11,6 +11,7 @@ from uuid import UUID
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.wal.plain_operations import MemoryReservations
 from tests.wal.test_records_json import ITEMS, ORDERS, operation, ops, row
 
 from millstream.errors import TokenFromFuture, UsageError
@@ -18,7 +19,6 @@ from millstream.export.follow_log import FollowedTables, follow_steps, position_
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.records import Op
-from millstream.testing.log import MemoryReservations
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.writer import LogWriter

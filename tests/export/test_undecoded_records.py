@@ -10,6 +10,7 @@ from uuid import UUID
 
 import pyarrow as pa
 import pytest
+from tests.wal.plain_operations import MemoryReservations
 from tests.wal.test_records_json import ITEMS, RAW, operation, ops, row
 
 from millstream.errors import MillstreamError
@@ -19,7 +20,6 @@ from millstream.model.ids import Epoch, SchemaVersion, ShardId, StreamId
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.records import Op
 from millstream.testing.errors import coded
-from millstream.testing.log import MemoryReservations
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.writer import LogWriter
 

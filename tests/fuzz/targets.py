@@ -20,7 +20,9 @@ from uuid import UUID
 
 import numpy as np
 import pyarrow as pa
+from tests.codec import pgoutput_messages as pg
 from tests.codec.line_samples import same
+from tests.codec.pgoutput_messages import TablesByOid
 from tests.fuzz import checksums
 from tests.fuzz.harness import MORE_MEMORY
 from tests.fuzz.session_targets import decode_sessions, session_seeds, with_right_checksum
@@ -80,9 +82,7 @@ from millstream.model.pgtext import INEXACT, array_of, text_parser, text_rendere
 from millstream.model.pgtypes import log_type, parse_lake_override
 from millstream.model.positions import Lsn, StreamToken, parse_lsn
 from millstream.model.record_json import to_json
-from millstream.testing import pgoutput as pg
 from millstream.testing.files import MemoryFiles
-from millstream.testing.pgoutput import TablesByOid
 from millstream.testing.write_buffer import application_op, every_kind_op
 from millstream.wal.durable_mark import MarkFile, read_dropped, read_mark
 from millstream.wal.mending.inspect import inspect, ls, stats, verify

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.wal.plain_operations import MemoryReservations
 
 from millstream.errors import InvalidValue
 from millstream.ingest.append_requests import check_write_id, operations_of
@@ -19,7 +20,6 @@ from millstream.model.records import Op, append_row_schema
 from millstream.model.schema import Column, TableSchema
 from millstream.model.writes import WriteId
 from millstream.testing.files import MemoryFiles
-from millstream.testing.log import MemoryReservations
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.writer import LogOptions, LogWriter
 

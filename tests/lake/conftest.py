@@ -11,13 +11,13 @@ from uuid import UUID
 
 import pyarrow as pa
 import pytest
+from tests.servers.store_proxy import StoreProxy
 
 from millstream.lake.layout import LakeLayout
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
 from millstream.model.records import record_schema
 from millstream.model.schema import Column, TableSchema
 from millstream.testing.s3 import EmbeddedS3
-from millstream.testing.store_proxy import StoreProxy
 
 
 @pytest.fixture(scope="module")

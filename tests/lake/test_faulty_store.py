@@ -9,6 +9,7 @@ from uuid import UUID
 
 import pytest
 from deltalake import DeltaTable
+from tests.servers.store_proxy import Fault, FaultRule, StoreProxy
 
 from millstream.errors import LakeUnavailable, Retry
 from millstream.lake.commit_cuts import commit_cut, last_cut
@@ -17,7 +18,6 @@ from millstream.lake.layout import LakeLayout
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq
 from millstream.testing.s3 import EmbeddedS3
-from millstream.testing.store_proxy import Fault, FaultRule, StoreProxy
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -9,6 +9,7 @@ from uuid import UUID
 
 import pyarrow as pa
 import pytest
+from tests.servers.store_proxy import Fault, FaultRule, StoreProxy
 
 from millstream.errors import LakeUnavailable
 from millstream.lake.data_files import local_folder
@@ -23,7 +24,6 @@ from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.testing.errors import coded
 from millstream.testing.iceberg_rest import EmbeddedIcebergCatalog
-from millstream.testing.store_proxy import Fault, FaultRule, StoreProxy
 
 Records = Callable[..., pa.RecordBatch]
 

@@ -13,6 +13,7 @@ from uuid import UUID
 import pyarrow as pa
 import pyarrow.fs as pafs
 import pytest
+from tests.servers.store_proxy import Fault, FaultRule, StoreProxy
 
 from millstream.errors import LakeError, LakeUnavailable, PositionError
 from millstream.lake.commit_cuts import commit_cut, last_cut
@@ -32,7 +33,6 @@ from millstream.model.schema import TableSchema
 from millstream.testing.errors import coded
 from millstream.testing.iceberg_rest import EmbeddedIcebergCatalog
 from millstream.testing.s3 import EmbeddedS3
-from millstream.testing.store_proxy import Fault, FaultRule, StoreProxy
 
 Records = Callable[..., pa.RecordBatch]
 

@@ -19,6 +19,7 @@ from uuid import UUID
 import pyarrow as pa
 import pytest
 from deltalake import CommitProperties, DeltaTable, write_deltalake
+from tests.servers.store_proxy import Fault, FaultRule, StoreProxy
 
 from millstream.errors import LakeConflict, LakeError, LakeTableForeign, LakeUnavailable
 from millstream.lake.commit_cuts import Cut, commit_cut, last_cut
@@ -37,7 +38,6 @@ from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.testing.errors import coded
 from millstream.testing.s3 import EmbeddedS3
-from millstream.testing.store_proxy import Fault, FaultRule, StoreProxy
 
 Records = Callable[..., pa.RecordBatch]
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 from click.testing import CliRunner
 from tests.regions.two_homes import CONFIG, both, follow, made
+from tests.wal.plain_operations import plain_ops, plain_table
 
 import millstream
 from millstream.app.doctor import examine
@@ -39,7 +40,6 @@ from millstream.regions.merged_table import RegionTable
 from millstream.regions.reconcile import reconcile_stream
 from millstream.regions.region_logs import RegionClocks, RegionsHeard, RegionTimes, newest_time
 from millstream.testing.errors import coded
-from millstream.testing.log import plain_ops, plain_table
 from millstream.wal.files import SystemClock
 from millstream.wal.reader import StreamReader
 from millstream.wal.segment_deletion import drop_segments

@@ -14,6 +14,7 @@ from uuid import UUID
 
 import pytest
 from tests.app.homes import wait_for
+from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_table
 
 from millstream.codec.checksums import Bytes
 from millstream.errors import LinkLost, StoreUnavailable
@@ -27,7 +28,6 @@ from millstream.protocol.replication.promises_and_fencing import SESSIONS, UNPRO
 from millstream.replication.archiver import WalArchiver
 from millstream.replication.object_store.objects import Objects
 from millstream.replication.object_store.transport import ObjectStoreTransport
-from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME
 from millstream.wal.reader import StreamReader

@@ -13,6 +13,7 @@ from uuid import UUID
 import pytest
 from tests.app.homes import wait_for
 from tests.replication.flight_server import ExchangeServer
+from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_table
 
 from millstream.errors import LinkLost
 from millstream.model.ids import Epoch, ShardId, StreamId
@@ -22,7 +23,6 @@ from millstream.replication.flight.transport import FlightTransport, LeaderAddre
 from millstream.replication.object_store.layout import behind
 from millstream.replication.object_store.transport import ObjectStoreTransport
 from millstream.testing.in_process import InProcessTransport
-from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.reader import StreamReader
 from millstream.wal.replica.replica_log import ReplicaLog
 from millstream.wal.replica.ship_source import ShipSource

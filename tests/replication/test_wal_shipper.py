@@ -10,6 +10,7 @@ from uuid import UUID
 
 from tests.app.homes import wait_for
 from tests.replication.flight_server import ExchangeServer
+from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_table
 
 from millstream.codec.log_segment import SEGMENT_TRAILER_SIZE, SegmentFooter
 from millstream.model.ids import Epoch, ShardId, StreamId
@@ -22,7 +23,6 @@ from millstream.replication.flight.transport import FlightTransport, LeaderAddre
 from millstream.replication.follower import WalFollower
 from millstream.replication.shipper import WalShipper
 from millstream.testing.in_process import InProcessTransport
-from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.files import RealFiles
 from millstream.wal.replica.ship_source import durable_marks
 from millstream.wal.writing.options import LogOptions

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.export.test_stretches import STREAM, groups, write
+from tests.wal.plain_operations import MemoryReservations
 from tests.wal.test_records_json import MESSAGES, RAW, operation, ops, pg, row, schema
 
 from millstream.errors import InvalidValue
@@ -24,7 +25,6 @@ from millstream.model.positions import StreamToken
 from millstream.model.records import Op
 from millstream.model.schema import Column, ReplicaIdentity
 from millstream.serving.tail.events import TailFilter, tail_events
-from millstream.testing.log import MemoryReservations
 from millstream.wal.reader import StreamReader
 from millstream.wal.records_json import Cat
 from millstream.wal.writing.writer import LogWriter

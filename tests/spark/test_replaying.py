@@ -7,11 +7,11 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_table
 
 from millstream.model.positions import Seq
 from millstream.protocol.retention import HolderKind, Retention, RetentionBounds
 from millstream.spark.initial_replay import ReplayWatch
-from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.backlog import Backlogs
 from millstream.wal.segment_deletion import drop_segments
 from millstream.wal.writing.writer import LogOptions, LogWriter

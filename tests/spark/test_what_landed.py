@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from pyspark import SparkContext
 from tests.spark.lake_run import config_of
+from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_table
 
 from millstream.catalog import Catalog
 from millstream.catalog.quarantined_tables import QuarantineFacts
@@ -36,7 +37,6 @@ from millstream.spark.executor_tasks import TableError
 from millstream.spark.initial_replay import ReplayWatch
 from millstream.spark.pipeline_tables import PipelineTables
 from millstream.spark.session import SparkOptions
-from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.reader import StreamReader
 from millstream.wal.segment_deletion import oldest_sealed
 from millstream.wal.writing.writer import LogOptions, LogWriter

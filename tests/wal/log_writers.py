@@ -8,6 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 import pyarrow as pa
+from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_table
 
 from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId
 from millstream.model.operations import TableRows, WriteOps, append_operations, append_rows
@@ -15,7 +16,6 @@ from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.protocol.replication.high_water_mark import Holding, Holdings
 from millstream.testing.files import MemoryFiles
-from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.writer import LogOptions, LogWriter
 

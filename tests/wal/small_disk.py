@@ -18,11 +18,12 @@ from io import FileIO
 from pathlib import Path
 from uuid import UUID
 
+from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_table
+
 from millstream.errors import DiskFull
 from millstream.model.ids import Epoch, StreamId
 from millstream.model.positions import Seq
 from millstream.protocol.retention import Retention, RetentionBounds
-from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.mending.inspect import verify
 from millstream.wal.reader import StreamReader
 from millstream.wal.segment_deletion import drop_segments

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from tests.wal.log_writers import OTHER, TABLE, HeldSyncs, column, one, opened, small
+from tests.wal.plain_operations import plain_spilled
 
 from millstream.errors import AppendOutcomeUnknown, Overloaded, WriterClosed
 from millstream.model.operations import Ack
 from millstream.testing.files import FaultPlan
-from millstream.testing.log import plain_spilled
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.writer import LogWriter
 

@@ -7,10 +7,10 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_table
 
 from millstream.model.positions import Seq
 from millstream.protocol.retention import Retention, RetentionBounds
-from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal import backlog
 from millstream.wal.backlog import Backlogs, log_size
 from millstream.wal.files import RealFiles

@@ -17,6 +17,7 @@ from pathlib import Path
 from uuid import UUID
 
 import pytest
+from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_table
 
 from millstream.cli.main import _report
 from millstream.errors import DiskFull, LogError, MillstreamError
@@ -24,7 +25,6 @@ from millstream.home.home import Home
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.positions import Seq
 from millstream.testing.errors import code_of, coded
-from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.files import as_told
 from millstream.wal.layout import shard_folder
 from millstream.wal.mending.inspect import verify
@@ -41,7 +41,7 @@ import millstream.cli.wal, millstream.wal.mending.repair, millstream.app.open_ho
 from millstream.errors import MillstreamError
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.positions import Seq
-from millstream.testing.log import MemoryReservations, plain_ops, plain_table
+from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_table
 from millstream.wal.mending.inspect import verify
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.writer import LogWriter

@@ -10,6 +10,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+from tests.wal.plain_operations import MemoryReservations
 from tests.wal.test_records_json import ITEMS, ORDERS, operation, ops, row
 
 from millstream.errors import CorruptWal
@@ -17,7 +18,6 @@ from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.operations import OperationKind
 from millstream.model.positions import Offset, Seq
 from millstream.model.records import Op
-from millstream.testing.log import MemoryReservations
 from millstream.wal.reader import StreamReader
 from millstream.wal.reading.frame_cache import DecodedFrames
 from millstream.wal.reading.table_records import TableRecords

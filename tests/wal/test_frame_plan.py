@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.wal.plain_operations import plain_ops, plain_table
 
 from millstream.codec.log_frame import FrameHeader, FrameKind, RecordsFrame, decode_frame, encode_records_frame
 from millstream.codec.log_parts import PART_FLAGS, flags_of, part_schema
@@ -32,7 +33,6 @@ from millstream.model.operations import (
 from millstream.model.positions import Offset, Seq
 from millstream.model.records import Op, append_row_schema
 from millstream.model.schema import Column, TableSchema
-from millstream.testing.log import plain_ops, plain_table
 from millstream.wal.writing.frame_plan import FramePlan, plan_chunk, plan_group
 
 SHARD = ShardId(3)

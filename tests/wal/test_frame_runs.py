@@ -12,13 +12,13 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.seeds import examples
+from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_table
 
 from millstream.errors import CorruptWal
 from millstream.model.ids import ShardId
 from millstream.model.operations import TableRows
 from millstream.model.positions import Seq
 from millstream.testing.files import MemoryFiles
-from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.layout import list_segments, shard_folder
 from millstream.wal.reader import StreamReader
 from millstream.wal.reading.frame_runs import run_records, runs_of

@@ -9,6 +9,7 @@ from pathlib import Path
 from uuid import UUID
 
 import pytest
+from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_table
 
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
 from millstream.crdt.hlc import DRIFT_MAX_NS, HLC
@@ -17,7 +18,6 @@ from millstream.model.ids import Epoch, RegionId, ShardId, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.testing import ManualClock
 from millstream.testing.errors import coded
-from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.writer import LogWriter

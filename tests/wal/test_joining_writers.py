@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
+from tests.catalog.sequencing import MemorySequenceStore
 from tests.wal.test_many_writers import FOLDER, STREAM, Writers
 
 from millstream.errors import LogError
@@ -15,7 +16,6 @@ from millstream.model.ids import RegionId, ShardId, WriterId
 from millstream.model.positions import Seq, StreamToken
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import Crash, MemoryFiles
-from millstream.testing.sequencing import MemorySequenceStore
 from millstream.wal.reader import StreamReader
 from millstream.wal.replica.ship_source import durable_marks
 from millstream.wal.shard_locks import lock_shards

@@ -17,6 +17,7 @@ from uuid import UUID
 
 import pytest
 from tests.wal.log_writers import Others, one, small, xids
+from tests.wal.plain_operations import MemoryReservations
 from tests.wal.test_sessions import write
 
 from millstream.errors import AppendOutcomeUnknown, NotEnoughReplicas, Overloaded, ReplicationError, WriterClosed
@@ -28,7 +29,6 @@ from millstream.protocol.deduplication.known_writes import SessionLimits
 from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.testing.errors import coded
 from millstream.testing.files import FaultPlan, MemoryFiles
-from millstream.testing.log import MemoryReservations
 from millstream.wal.mending.inspect import stats, verify
 from millstream.wal.reader import StreamReader
 from millstream.wal.segment_deletion import drop_segments

@@ -6,9 +6,10 @@ from contextlib import closing
 from pathlib import Path
 from uuid import UUID
 
+from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_table
+
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.positions import Seq
-from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.writer import LogWriter

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 from uuid import UUID
 
 import pytest
+from tests.catalog.sequencing import MemorySequenceStore
 from tests.seeds import Seeds
+from tests.wal.plain_operations import plain_operations, plain_rows, plain_table
 
 from millstream.errors import (
     AppendOutcomeUnknown,
@@ -29,8 +31,6 @@ from millstream.protocol.sequencer import Drawn
 from millstream.testing.clock import ManualClock
 from millstream.testing.errors import coded
 from millstream.testing.files import Crash, MemoryFiles, keep_any
-from millstream.testing.log import plain_operations, plain_rows, plain_table
-from millstream.testing.sequencing import MemorySequenceStore
 from millstream.wal.layout import shard_folder
 from millstream.wal.mending.inspect import stats, verify
 from millstream.wal.reader import StreamReader

@@ -10,12 +10,12 @@ from uuid import UUID
 
 import pytest
 from tests.wal.log_writers import small
+from tests.wal.plain_operations import MemoryReservations, plain_operations, plain_rows, plain_table
 
 from millstream.export.record_reading import read_records
 from millstream.model.ids import ShardId, StreamId
 from millstream.model.operations import TableRows, WriteOps
 from millstream.model.positions import Seq, StreamToken
-from millstream.testing.log import MemoryReservations, plain_operations, plain_rows, plain_table
 from millstream.wal.reader import StreamReader
 from millstream.wal.records_json import Cat
 from millstream.wal.writing.writer import LogOptions, LogWriter

@@ -13,6 +13,7 @@ from pathlib import Path
 from uuid import UUID
 
 import pytest
+from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_table
 
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
 from millstream.errors import CorruptWal, LogError, MillstreamError
@@ -20,7 +21,6 @@ from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.positions import Offset, Seq
 from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.testing.errors import coded
-from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.backlog import Backlogs
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import shard_folder

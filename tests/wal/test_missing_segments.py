@@ -7,11 +7,11 @@ from pathlib import Path
 from uuid import UUID
 
 import pytest
+from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_table
 
 from millstream.errors import CorruptWal
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.positions import Offset, Seq
-from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import shard_folder
 from millstream.wal.mending.inspect import FrameInfo, Loss, inspect, stats, verify

@@ -11,13 +11,13 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_table
 
 from millstream.codec.log_frame import FrameKind
 from millstream.codec.log_segment import SEGMENT_TRAILER_SIZE, SegmentFooter
 from millstream.errors import CorruptWal
 from millstream.model.ids import Epoch, ShardId, StreamId, TableId
 from millstream.model.schema import TableSchema
-from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.writer import LogOptions, LogWriter

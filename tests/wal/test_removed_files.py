@@ -8,13 +8,13 @@ from pathlib import Path
 from uuid import UUID
 
 import pytest
+from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_table
 from tests.wal.replica_pairs import Pair
 from tests.wal.truth import FOLDER
 
 from millstream.errors import AppendOutcomeUnknown, CorruptWal, MillstreamError, ReplicationError, WriterClosed
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.testing.errors import coded
-from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.writing.writer import LogWriter
 
 STREAM = StreamId(UUID(int=7))

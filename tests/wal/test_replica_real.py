@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from tests.wal.log_writers import OTHER, TABLE, opened, xids
+from tests.wal.plain_operations import plain_ops
 
-from millstream.testing.log import plain_ops
 from millstream.wal.reader import StreamReader
 from millstream.wal.replica.replica_log import ReplicaLog
 from millstream.wal.replica.ship_source import ShipSource

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.seeds import examples
+from tests.wal.plain_operations import MemoryReservations, plain_operations, plain_rows, plain_table
 from tests.wal.truth import FOLDER, SHARDS, SMALL, STREAM
 
 from millstream.errors import UsageError
@@ -26,7 +27,6 @@ from millstream.model.positions import Lsn, Seq, SeqRange
 from millstream.ports import Files
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import MemoryFiles
-from millstream.testing.log import MemoryReservations, plain_operations, plain_rows, plain_table
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader
 from millstream.wal.reading.table_records import TableRecords

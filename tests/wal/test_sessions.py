@@ -12,6 +12,7 @@ from uuid import UUID
 
 import pytest
 from tests.seeds import Seeds
+from tests.wal.plain_operations import MemoryReservations, plain_rows, plain_table
 
 from millstream.errors import (
     CorruptWal,
@@ -30,7 +31,6 @@ from millstream.protocol.deduplication.known_writes import SessionLimits, Sessio
 from millstream.protocol.retention import HolderKind, Retention, RetentionBounds
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import Crash, FaultPlan, MemoryFiles, keep_any, lose_all
-from millstream.testing.log import MemoryReservations, plain_rows, plain_table
 from millstream.wal.reader import StreamReader
 from millstream.wal.segment_deletion import SESSIONS_HOLDER, Sweep, drop_segments
 from millstream.wal.writing.deduplicated_commits import DeduplicatedCommits

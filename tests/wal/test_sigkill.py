@@ -16,7 +16,7 @@ from millstream.wal.reader import StreamReader
 
 WRITER = """
 import sys, uuid
-from millstream.testing.log import MemoryReservations, plain_ops, plain_spilled, plain_table
+from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_spilled, plain_table
 from millstream.wal.writing.writer import LogOptions, LogWriter
 folder, epoch, xid = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 reservations = MemoryReservations()

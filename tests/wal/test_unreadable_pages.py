@@ -10,11 +10,11 @@ from pathlib import Path
 from uuid import UUID
 
 import pytest
+from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_table
 
 from millstream.errors import CorruptWal, MillstreamError, UnreadableBytes
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.positions import Offset
-from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal import files as real_files
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import MARK_NAME, shard_folder

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.wal.log_writers import OTHER, TABLE, HeldSyncs, column, one, opened, small, xids
+from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_spilled, plain_table
 
 from millstream.errors import (
     AppendOutcomeUnknown,
@@ -29,7 +30,6 @@ from millstream.model.operations import WriteOps
 from millstream.model.positions import Lsn
 from millstream.testing.errors import code_of, coded
 from millstream.testing.files import FaultPlan, MemoryFiles
-from millstream.testing.log import MemoryReservations, plain_ops, plain_spilled, plain_table
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.writer import LogWriter

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from uuid import UUID
 
+from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_spilled, plain_table
+
 from millstream.model.ids import Epoch, RegionId, ShardId, StreamId, WriterId
 from millstream.model.operations import Ack, SpilledOp, WriteOps
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import MemoryFiles
-from millstream.testing.log import MemoryReservations, plain_ops, plain_spilled, plain_table
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.group_commit import GroupCommitter
 from millstream.wal.writing.options import LogOptions

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.app.homes import config, make_home, wait_for
+from tests.wal.plain_operations import plain_ops, plain_table
 
 from millstream.app.open_home import OpenHome, open_other
 from millstream.catalog import Catalog
@@ -22,7 +23,6 @@ from millstream.processes.child_process import Lifeline
 from millstream.processes.control_socket import ask
 from millstream.protocol.sequencer import WriterEntry, WriterPhase
 from millstream.testing.errors import coded
-from millstream.testing.log import plain_ops, plain_table
 from millstream.testing.pytest_plugin import Database
 from millstream.writers.one_of_several import OneOfSeveral, WriterPlace, inherit, store_of
 from millstream.writers.owner import run_owner

@@ -24,6 +24,7 @@ import pyarrow as pa
 import pytest
 from tests.aio.everywhere import a_home
 from tests.app.homes import config, done, make_home, run, wait_for
+from tests.catalog.sequencing import UnreliableAnnouncements
 from tests.commands import SCRIPT, Command
 
 import millstream
@@ -47,7 +48,6 @@ from millstream.model.writes import AppendBatch
 from millstream.processes.role_locks import RoleLock, holder, writer_role
 from millstream.testing.errors import coded
 from millstream.testing.pytest_plugin import Database
-from millstream.testing.sequencing import UnreliableAnnouncements
 from millstream.writers import one_of_several
 from millstream.writers.home_appender import append_socket
 from millstream.writers.one_of_several import OneOfSeveral

@@ -10,12 +10,12 @@ from uuid import UUID
 
 import pytest
 from tests.commands import Command
+from tests.wal.plain_operations import plain_ops, plain_table
 from tests.writers.joining_reader import look
 
 from millstream.catalog import Catalog
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq, StreamToken
-from millstream.testing.log import plain_ops, plain_table
 from millstream.testing.pytest_plugin import Database
 from millstream.wal.reader import StreamReader
 from millstream.writers.one_of_several import OneOfSeveral

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from tests.wal.plain_operations import MemoryReservations
 
 from millstream.catalog import Catalog
 from millstream.errors import (
@@ -26,7 +27,6 @@ from millstream.model.ids import Epoch, ShardId
 from millstream.model.operations import FIRST_SHARD, Appended, TableRows
 from millstream.model.writes import AppendBatch, TableBatch, WriteId
 from millstream.testing.errors import coded
-from millstream.testing.log import MemoryReservations
 from millstream.testing.memory_buffer import BufferFailure, MemoryBuffer, MemoryServer, lost_answer
 from millstream.testing.write_buffer import NORTH, SOUTH, next_op
 from millstream.wal.writing.writer import LogWriter

@@ -19,8 +19,10 @@ from uuid import UUID
 
 import pytest
 from tests.app.homes import config, done, make_home, run, wait_for
+from tests.catalog.sequencing import UnreliableAnnouncements
 from tests.commands import Command
 from tests.seeds import Seeds
+from tests.wal.plain_operations import plain_ops, plain_spilled, plain_table
 from tests.writers.writer_process import ROWS
 
 from millstream.app.doctor import examine
@@ -37,9 +39,7 @@ from millstream.ports import Announcements
 from millstream.protocol.sequencer import Announcement
 from millstream.testing import EmbeddedPostgres
 from millstream.testing.errors import coded
-from millstream.testing.log import plain_ops, plain_spilled, plain_table
 from millstream.testing.pytest_plugin import Database
-from millstream.testing.sequencing import UnreliableAnnouncements
 from millstream.wal.mending.inspect import verify
 from millstream.wal.reader import StreamReader
 from millstream.writers import one_of_several as writers

@@ -13,12 +13,13 @@ import time
 from typing import NoReturn
 from uuid import UUID
 
+from tests.catalog.sequencing import UnreliableAnnouncements
+from tests.wal.plain_operations import plain_ops, plain_table
+
 from millstream.catalog import Catalog
 from millstream.catalog.writer_notifications import PostgresAnnouncements
 from millstream.errors import AppendOutcomeUnknown, CatalogError, MillstreamError, StaleEpoch, WriterClosed
 from millstream.model.ids import StreamId
-from millstream.testing.log import plain_ops, plain_table
-from millstream.testing.sequencing import UnreliableAnnouncements
 from millstream.wal.writing.writer import LogOptions
 from millstream.writers.one_of_several import OneOfSeveral
 
