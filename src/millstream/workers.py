@@ -27,7 +27,6 @@ class Worker:
     `on_failure`; `check`, and the end of a `with` block, raise it on the owner's thread.
 
     Args:
-        name: the thread's name.
         step: the work. If it returns anything but True, it was the last.
         every_s: seconds to wait before each step.
         stop: an event of the owner's that ends this wait, and so the thread; several workers may have the same.
@@ -121,7 +120,6 @@ def watching(
     block's end.
 
     Args:
-        name: the thread's name.
         every_s: seconds between looks, and before the first.
         look: returns whether to look again.
         stop: ends it at once.
@@ -183,8 +181,6 @@ def call_in_thread(name: str, call: Callable[[], T], made: Future[T] | None = No
     Executors refuse work once the main thread has ended, though others go on.
 
     Args:
-        name: the thread's name.
-        call: what to call.
         made: the future to use, for a caller that may be interrupted before it has the returned one.
     """
     made = Future() if made is None else made

@@ -31,7 +31,6 @@ def create_token(
     """Make an access token.
 
     Args:
-        home: the home.
         rights: `STREAM=RIGHT`, RIGHT one of `read`, `write`, `admin`, or several with commas between.
         on_all: rights to all streams.
         name: identifies it; None: its id.

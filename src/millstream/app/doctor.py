@@ -108,7 +108,6 @@ def examine(
     An error that several checks meet, such as a configuration that can't be read, is one finding.
 
     Args:
-        home: the home.
         say: announces slow checks.
         serving: runs the home's Flight server: a cluster's executors may read the log from it.
     """

@@ -44,7 +44,6 @@ def fold_tables(
     """Fold tables to the lake's last cut, whatever their schedule, and return when they are done.
 
     Args:
-        home: the home.
         tables: `schema.table` of each; if empty, all tables of the lake whose copies are complete.
         stream: their stream; None if the home has only one.
         say: called with progress messages.

@@ -138,8 +138,6 @@ def make_home(
     """Write `millstream.toml` into a folder, which is made if it doesn't exist.
 
     Args:
-        folder: the home.
-        stream: the stream's name.
         source: a DSN; its password goes into the environment, not into the file. None: the stream takes
             applications' appends.
         tables: patterns of the source's tables.

@@ -72,7 +72,6 @@ def move_lake(
     """Move a stream's lake to another location, and name it in `millstream.toml`.
 
     Args:
-        home: the home.
         location: a folder (a relative one starts at the home) or the URL of an object store's prefix.
         stream: the stream; None if the home has only one.
         say: called with progress messages.

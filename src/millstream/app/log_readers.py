@@ -28,8 +28,6 @@ def open_reader(
     """Return a reader of a stream's log.
 
     Args:
-        home: the home.
-        stream: its name.
         without_mark: as `StreamReader`.
         on_damage: as `StreamReader`.
         of_any_age: read the log even if it is older than this node may show: for tools that inspect the

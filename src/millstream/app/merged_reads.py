@@ -28,8 +28,6 @@ class HomeMergedTables:
     """The `MergedTables` of a home's stream. Modules that merge are imported at the first call: few queries need them.
 
     Args:
-        home: the home.
-        stream: the stream's name.
         bytes_max: limit in bytes of what one table's read holds at once; None for no limit.
     """
 

@@ -27,7 +27,6 @@ class HomeLogTail:
     """The `LogTail` of a home's stream.
 
     Args:
-        reader: of its log.
         bytes_max: bytes of the log above which a tail isn't merged.
     """
 

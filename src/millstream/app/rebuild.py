@@ -85,7 +85,6 @@ def rebuild_table(
     copy is complete.
 
     Args:
-        home: the home.
         table: `schema.table`.
         stream: its stream; None if the home has only one.
         origin: `history`: from the records in the lake. `source`: by a copy of the table's rows; damaged
@@ -130,7 +129,6 @@ def forget_table(
     copy is held, and the same call goes on.
 
     Args:
-        home: the home.
         table: `schema.table`.
         stream: its stream; None if the home has only one.
         say: called with progress messages.
@@ -199,7 +197,6 @@ def replay_table(
     """Write the records of a table between two moments into a new Delta table; see `millstream.lake.replay`.
 
     Args:
-        home: the home.
         table: `schema.table`.
         begin: a time or a token; records after it are taken; None: from the first one.
         end: a time or a token, inclusive; None: the lake's last cut. For both, a token inside an
@@ -363,9 +360,7 @@ def await_outcome(
     """Return a request's outcome by view: from the running pipeline, or from our own work if none runs.
 
     Args:
-        home: the home.
         requests: has the request.
-        table_id: its table.
         views: those that were requested.
         perform: carries the request out and settles it; called while this process holds the pipeline's role.
         say: called once if the running pipeline does the work.

@@ -47,7 +47,6 @@ def explain_route(
     """Return what takes a row of a table, and where it goes.
 
     Args:
-        home: the home.
         stream: its name; None if the home has only one.
         table: `schema.table`, quoted where necessary.
         row: as applications append it; None: everything that may take one is listed.

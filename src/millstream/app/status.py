@@ -51,7 +51,6 @@ def collect_status(home: Home, cache: StatusCache | None = None) -> dict[str, An
     It has `home`, `processes`, `streams`, `conditions`, `alerts`, `problems`, `measures` and `resources`.
 
     Args:
-        home: the home.
         cache: kept by a caller that asks repeatedly; None: everything is read.
     """
     if cache is None:

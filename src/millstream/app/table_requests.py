@@ -24,8 +24,6 @@ def retry_table(catalog: Catalog, stream: StreamId, table: str, *, buffer: str |
     """Request that a table that was quarantined is picked up again; return what will happen.
 
     Args:
-        catalog: the home's.
-        stream: the table's.
         table: its name; `_messages` for logical messages.
         buffer: the name of the write buffer that the stream reads from, if it does.
 
@@ -74,8 +72,6 @@ def copy_table(catalog: Catalog, stream: StreamId, table: str, *, held: str = ""
     """Request a new copy of a table's rows, which ends a pause; return what will happen.
 
     Args:
-        catalog: the home's.
-        stream: the table's.
         table: `schema.table`.
         held: the reason why the copy may not begin until it is requested again; empty if it may.
 

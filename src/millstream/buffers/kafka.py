@@ -91,7 +91,6 @@ class KafkaBuffer(Closing):
         self._shards = self.shards()
 
     def shards(self) -> tuple[ShardId, ...]:
-        """See `ports.BufferWriting.shards`."""
         self._shards = tuple(ShardId(partition.id) for partition in self._describe().partitions)
         return self._shards
 
@@ -100,7 +99,6 @@ class KafkaBuffer(Closing):
         return str(self._describe().topic_id)
 
     def submit(self, shard: ShardId, op: WriteOps, *, deadline_s: float | None = None) -> Future[BufferMeta]:
-        """See `ports.BufferWriting.submit`."""
         data = encode_op(op)
         if shard not in self._shards:
             raise unknown_shard(self._options.topic, shard, self._shards)
@@ -110,18 +108,15 @@ class KafkaBuffer(Closing):
         return self._sending().submit(shard, data, key, deadline_s)
 
     def append(self, shard: ShardId, op: WriteOps, *, deadline_s: float | None = None) -> BufferMeta:
-        """See `ports.BufferWriting.append`."""
         future = self.submit(shard, op, deadline_s=deadline_s)
         return answered(future, buffer=self._options.topic, shard=shard, deadline_s=deadline_s)
 
     def flush(self, *, deadline_s: float | None = None) -> None:
-        """See `ports.BufferWriting.flush`."""
         sender = self._sender
         if sender is not None and not sender.flush(self._options.timeout_s if deadline_s is None else deadline_s):
             raise no_answer(self._options.topic, self._shards[0], "in time")
 
     def reader(self, shard: ShardId) -> KafkaReader:
-        """See `ports.BufferReading.reader`."""
         options = self._options
         if shard not in self.shards():
             raise unknown_shard(options.topic, shard, self._shards)
@@ -212,7 +207,6 @@ class _Sender:
         return self._fatal is not None
 
     def submit(self, shard: ShardId, data: bytes, key: str | None, deadline_s: float | None) -> Future[BufferMeta]:
-        """See `ports.BufferWriting.submit`."""
         from confluent_kafka import KafkaException
 
         topic = self._options.topic

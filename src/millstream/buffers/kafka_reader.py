@@ -66,7 +66,6 @@ class KafkaReader(PlacedReader):
             raise
 
     def next_op(self, wait_s: float) -> BufferedOp | None:
-        """See `PlacedReader.next_op`."""
         message = self._consumer.poll(wait_s)
         if message is None:
             if self._lost is not None:
@@ -83,7 +82,6 @@ class KafkaReader(PlacedReader):
         return self.op_of(BufferOffset(offset), bytes(message.value() or b""), message.timestamp()[1] * 1000)
 
     def go_to(self, offset: BufferOffset) -> None:
-        """See `PlacedReader.go_to`."""
         self._consumer.assign([self._partition(offset)])
         super().go_to(offset)
 
@@ -110,7 +108,6 @@ class KafkaReader(PlacedReader):
         self.check_place(first, end)
 
     def extent(self) -> tuple[BufferOffset, BufferOffset]:
-        """See `PlacedReader.extent`."""
         from confluent_kafka import KafkaException
 
         deadline = time.monotonic() + self._timeout_s

@@ -90,7 +90,6 @@ def make_topic(
 
     Args:
         admin: a client.
-        topic: the topic's name.
         partitions: number of partitions; -1: the brokers' own default.
         replication: replication factor; -1: the brokers' own default.
         options: options of the topic.

@@ -133,7 +133,6 @@ class RedisBuffer(Closing):
         self._worker = Worker(f"redis-{options.name}", self._send).start()
 
     def shards(self) -> tuple[ShardId, ...]:
-        """See `ports.BufferWriting.shards`."""
         return tuple(map(ShardId, range(int(self._fact("shards")))))
 
     def identity(self) -> str:
@@ -141,7 +140,6 @@ class RedisBuffer(Closing):
         return self._fact("identity")
 
     def submit(self, shard: ShardId, op: WriteOps, *, deadline_s: float | None = None) -> Future[BufferMeta]:
-        """See `ports.BufferWriting.submit`."""
         name, options = self._options.name, self._options
         data = encode_op(op)
         if shard not in self._shards:
@@ -178,18 +176,15 @@ class RedisBuffer(Closing):
         return future
 
     def append(self, shard: ShardId, op: WriteOps, *, deadline_s: float | None = None) -> BufferMeta:
-        """See `ports.BufferWriting.append`."""
         future = self.submit(shard, op, deadline_s=deadline_s)
         return answered(future, buffer=self._options.name, shard=shard, deadline_s=deadline_s)
 
     def flush(self, *, deadline_s: float | None = None) -> None:
-        """See `ports.BufferWriting.flush`."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._on_their_way, deadline_s):
                 raise no_answer(self._options.name, self._shards[0], "in time")
 
     def reader(self, shard: ShardId) -> RedisReader:
-        """See `ports.BufferReading.reader`."""
         if shard not in self.shards():
             raise unknown_shard(self._options.name, shard, self._shards)
         return RedisReader(self._client, self._options.name, shard, self._keys, identity=self._identity)

@@ -30,7 +30,6 @@ class RedisReader(PlacedReader):
     Args:
         client: of the server; others use it too.
         name: the buffer's.
-        shard: the shard to read.
         keys: the buffer's.
         identity: the buffer's; a buffer made again under its name is reported.
     """
@@ -47,7 +46,6 @@ class RedisReader(PlacedReader):
         self.seek_earliest()
 
     def next_op(self, wait_s: float) -> BufferedOp | None:
-        """See `PlacedReader.next_op`."""
         deadline = time.monotonic() + wait_s
         while not self._fetched:
             self._fetch()
@@ -60,12 +58,10 @@ class RedisReader(PlacedReader):
         return self.op_of(*self._fetched.popleft())
 
     def extent(self) -> tuple[BufferOffset, BufferOffset]:
-        """See `PlacedReader.extent`."""
         end, entries = self._ask("-", 1)
         return (_offset_of(entries[0]) if entries else end), end
 
     def go_to(self, offset: BufferOffset) -> None:
-        """See `PlacedReader.go_to`."""
         super().go_to(offset)
         self._fetched.clear()
 

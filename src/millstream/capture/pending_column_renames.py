@@ -92,8 +92,6 @@ class PendingDefinitions:
         """Take the facts of a look for a table that waits.
 
         Args:
-            table_id: the table.
-            table: its facts.
             at: an LSN at or above every change that they show.
             is_streaming: whether the log has the table's rows; otherwise a copy brings the names.
         """

@@ -216,7 +216,6 @@ def list_published(
 
     Args:
         connection: an ordinary connection.
-        patterns: the stream's table patterns.
         publication: name of the first publication.
         foreseen: assume that `publish_generated` has run; else use the present settings.
     """

@@ -225,7 +225,6 @@ class KnownLayouts:
         Return the form of records from here on.
 
         Args:
-            table: the table.
             id_: its id.
             sent: the part of it that is sent.
             members: its memberships in publications.

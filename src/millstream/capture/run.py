@@ -92,7 +92,6 @@ def run_capture(
     """Capture until `stop` is set, or until everything that the source had committed at the call is durable.
 
     Args:
-        config: what to capture.
         catalog: the catalog of the home; the stream's row must be there.
         log: the stream's writer, the only one that appends operations of this stream's source.
         stop: ends capture: operations in flight become durable and are confirmed, and the call returns.

@@ -30,7 +30,6 @@ class SessionRetries:
         """Return the seconds until another session; None if none begins.
 
         Args:
-            error: what ended the session.
             connected_s: how long the session lasted, if it connected.
             ever_connected: whether the source was reached before. If it never was, its address may be wrong.
         """

@@ -95,7 +95,6 @@ def check_slot(slot: SlotState | None, *, name: str, database: str, reached: Lsn
     Args:
         slot: its state on the server; None: there is none.
         name: the slot's name.
-        database: the captured database.
         reached: X, up to which the log has everything; 0 if capture has never run.
         on_standby: whether the server is a standby.
 

@@ -28,7 +28,6 @@ def check_source(config: CaptureConfig, rules: ColumnRules | None = None) -> lis
     """Find everything at the source that would stop capture or a table, or deserves a warning; change nothing.
 
     Args:
-        config: capture's.
         rules: the stream's, bound as its next start finds them; None: they aren't checked.
     """
     try:
@@ -95,7 +94,6 @@ def check_slot_of_log(
     """Find whether the next start would refuse the slot, because it is gone or no longer follows the log.
 
     Args:
-        config: capture's.
         catalog: the home's, with the stream.
         log: returns the positions that the log's own group headers have reached.
 
@@ -128,7 +126,6 @@ def drop_slot(config: CaptureConfig, catalog: Catalog | None = None) -> int | No
     """Drop the stream's slot, so that the source can free its WAL.
 
     Args:
-        config: the stream's configuration.
         catalog: catalog in which to record that this was on purpose. The next run then makes a new slot
             and copies every table again; without the record it stops with `slot_lost`. A stream that was never
             captured needs none: its first run does so.

@@ -465,7 +465,6 @@ class Watcher:
     """The watcher's thread. It holds one ordinary connection and reopens it if it breaks.
 
     Args:
-        config: the capture's configuration.
         identity: the server that the session streams from.
         tables: the tables to keep up to date.
         directory: its states are refreshed every second.

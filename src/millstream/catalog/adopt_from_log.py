@@ -51,7 +51,6 @@ class Adoption(CatalogPart):
 
         Args:
             stream: the log's stream.
-            tables: the log's tables.
             sources: numbers of sources in its records; none of them is given again.
 
         A table of applications goes on as it was. A captured table is copied again, because the log doesn't show

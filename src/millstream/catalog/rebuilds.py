@@ -34,9 +34,6 @@ class Rebuilds:
     """The requests of one kind to one pipeline. Safe from any thread and process.
 
     Args:
-        catalog: has the requests.
-        stream: the tables' stream.
-        pipeline: the pipeline's name.
         kind: `rebuild`: build views again; `fold`: bring them to the last cut.
     """
 

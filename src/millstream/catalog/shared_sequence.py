@@ -46,7 +46,6 @@ class PostgresSequenceStore:
 
     Args:
         database: database of a catalog in PostgreSQL.
-        stream: the stream.
         lease_s: how long a writer lives without a report.
 
     Raises (from every step):

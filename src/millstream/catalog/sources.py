@@ -67,10 +67,7 @@ class Sources(CatalogPart):
         """Follow this history from here on: return its number, which becomes `current_source`.
 
         Args:
-            stream: the stream.
             system_identifier: the system of the WAL.
-            database: the database.
-            timeline: the timeline.
             reached: LSN up to which the log has everything already; a source with a higher position keeps that.
             history: the earlier timelines, oldest first, each with the LSN at which it was left; None if that isn't
                 known.
@@ -163,7 +160,6 @@ class Sources(CatalogPart):
         """Return X: up to here everything of the source is in a log, whatever happens next; 0 if capture never ran.
 
         Args:
-            source: the source.
             log: the positions that the log's own group headers have reached.
 
         The stored position counts only if the log has what it had when the position was stored; else the headers
@@ -182,8 +178,6 @@ class Sources(CatalogPart):
         """Move the position upward, durably; a lower one changes nothing. Returns the position.
 
         Args:
-            source: the source.
-            lsn: the position.
             log_had: position of the source in the log's group headers: for a log with less than this, the position doesn't
                 count. None: what was stored before goes on to hold.
 

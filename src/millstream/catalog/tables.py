@@ -144,8 +144,6 @@ class Tables(CatalogPart):
         """Set the state of a table, with the reason.
 
         Args:
-            table: the table.
-            state: the new state.
             reason: one sentence for people.
             details: JSON-able facts, which replace the old ones.
             copy_id: the copy that begins; None: unchanged.
@@ -172,7 +170,6 @@ class Tables(CatalogPart):
         """Number a schema: equal facts get the same version, new ones the next. It becomes the table's newest.
 
         Args:
-            stream: the table's stream.
             schema: a schema with a table id of `table_for`; its version is ignored.
 
         Raises:
@@ -200,7 +197,6 @@ class Tables(CatalogPart):
         The table is created if it is new; a schema that is new is numbered.
 
         Args:
-            stream: the table's stream.
             namespace: name of its schema.
             name: its own name.
             shard: shard of a new table.

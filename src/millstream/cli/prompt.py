@@ -62,7 +62,6 @@ class Prompt:
         """Open the lake.
 
         Args:
-            home: the home.
             stream: its name; None if the home has only one.
             as_of: where to hold it; None for always the newest position.
             lake_only: whether to read nothing of the log.

@@ -50,7 +50,6 @@ class PlacedReader(ABC):
 
         Args:
             offset: the place.
-            data: the stored bytes.
             stored_at_us: when they were stored, in microseconds since 1970 (UTC).
 
         Raises:
@@ -84,29 +83,24 @@ class PlacedReader(ABC):
 
     @property
     def place(self) -> BufferOffset:
-        """See `ports.ShardReader.place`."""
         return self._place
 
     def read(self, *, wait_s: float = 0.0) -> BufferedOp | ReadPause:
-        """See `ports.ShardReader.read`."""
         if self._ended:
             return ReadPause.ENDED
         op = self.next_op(wait_s)
         return ReadPause.PENDING if op is None else op
 
     def seek(self, offset: BufferOffset) -> None:
-        """See `ports.ShardReader.seek`."""
         end = self.end_offset()
         if offset > end:
             raise beyond_end(self._buffer, self._shard, offset, end)
         self.go_to(offset)
 
     def seek_earliest(self) -> None:
-        """See `ports.ShardReader.seek_earliest`."""
         self.go_to(self.extent()[0])
 
     def end_offset(self) -> BufferOffset:
-        """See `ports.ShardReader.end_offset`."""
         return self.extent()[1]
 
     def close(self) -> None:  # noqa: B027 - not every buffer's reader holds something

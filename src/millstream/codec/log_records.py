@@ -56,7 +56,6 @@ def records_of(
         table: the schema of the rows.
         rows: `log_row_schema(table)`, or `log_columns` of it, in the order of the directory's entries for this
             table and version; columns that its part left out may be missing.
-        operations: the frame's operations.
         batches: the frame's batch entries, of all tables.
         numbers: returns the entries' numbers; called if a number is asked for that the part left out.
         columns: only these and `__seq`; names that the table lacks are ignored. None: all.

@@ -289,11 +289,9 @@ class FrameEntries(IndexedEntries):
         self._tables = tables
 
     def after(self, after: Seq) -> Iterator[FrameEntry]:
-        """See `IndexedEntries`."""
         return self._at(np.flatnonzero((self._facts[_GROUP_END] > after) & (self._facts[_KIND] != FrameKind.SCHEMA)))
 
     def from_offset(self, offset: Offset) -> Iterator[FrameEntry]:
-        """See `IndexedEntries`."""
         starts, counts = self._facts[_OFFSET], self._facts[_COUNT]
         return self._at(np.flatnonzero((counts > 0) & (starts + counts > offset)))
 
@@ -309,7 +307,6 @@ class FrameEntries(IndexedEntries):
         )
 
     def schemas(self) -> list[SchemaPlace]:
-        """See `IndexedEntries`."""
         is_schema = (self._facts[_KIND] == FrameKind.SCHEMA) & (np.diff(self._bounds) > 0)
         places, (ids, versions, *_) = np.flatnonzero(is_schema), self._tables
         firsts = self._bounds[places]

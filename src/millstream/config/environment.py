@@ -30,7 +30,6 @@ def environment_values(
     A variable of an unknown section has a key, too, without a value in it: validation rejects the section.
 
     Args:
-        environ: the variables.
         named: those that the file names: one of an unknown section has no key, because it is meant for there.
 
     Raises:

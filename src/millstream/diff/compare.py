@@ -196,7 +196,6 @@ def diff_stream(
     """Compare a stream's tables in the lake with the source, at one LSN.
 
     Args:
-        home: the home.
         stream: its name; None if the home has only one.
         tables: `schema.table` of those to compare; all if empty.
         timeout_s: how long to wait for old transactions at the source, and for capture and lake to reach

@@ -23,12 +23,6 @@ from millstream.wal.reader import StreamReader
 class Departures:
     """The partitions of a stream's tables whose `x` comes behind a number, or may come.
 
-    Args:
-        catalog: the home's.
-        stream: the stream.
-        reader: reads its log.
-        after: the number.
-
     Raises:
         LogError: the log can't be read.
     """

@@ -30,7 +30,6 @@ class LakeTable:
     Args:
         session: the session; with `partitions` if there are `left` ones.
         namespace: the table's schema.
-        name: its name.
         left: OIDs of partitions that left, whose rows are left out.
 
     Raises (any call):

@@ -76,7 +76,6 @@ class TableSide:
     """One table at the source, read over a connection in a transaction under the snapshot.
 
     Args:
-        connection: the connection.
         published: the table, with the rules of its columns applied.
         hashed: returns what stands for a text in a hashed column.
 

@@ -157,7 +157,6 @@ def next_stretch(
     """Return the stretch behind a position, up to a position that the log has shown.
 
     Args:
-        reader: the log.
         after: a position between operations.
         end: likewise; greater than `after`.
         rows_max: records in it; one commit group may have more.

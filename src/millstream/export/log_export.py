@@ -90,7 +90,6 @@ def export_arrow(
     """Write the operations with numbers in `(after, upto]` to a folder; return how many records.
 
     Args:
-        reader: the log.
         folder: made; must be empty.
         stream: the export's stream name.
         after: exclusive.

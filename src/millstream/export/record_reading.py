@@ -76,7 +76,6 @@ def latest_stretches(
     """Read the changes of a table's rows; see `OpenHome.read_latest`.
 
     Args:
-        reader: the log.
         table: as there.
         after: as there.
         upto: as there.
@@ -182,7 +181,6 @@ def table_ids(
     """Return the ids of tables that have a name, or had it if none has it now; several if one was recreated.
 
     Args:
-        reader: the log.
         table: `schema.table`, quoted where necessary; `_messages` for logical messages.
         known: returns the ids of tables of that name of which the log has no records.
         from_first: whether the caller reads from the first record that is still there, instead of from a token.

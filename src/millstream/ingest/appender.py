@@ -92,8 +92,6 @@ class Appender:
     """Takes applications' rows into one stream.
 
     Args:
-        catalog: has the tables.
-        stream: the stream.
         log: its writer, or this process's one of several; possibly with sinks.
         writer: that writer's number.
         rules: the configured rules of tables, and of the placement of their rows.

@@ -75,7 +75,6 @@ def valid_part(known: TableSchema, rows: pa.Table, rules: WriteRules) -> ValidPa
     Args:
         known: the table's newest schema; without columns if it doesn't exist yet.
         rows: in the log's types.
-        rules: the table's.
 
     Raises:
         UnknownTable, IngestError (`key_changed`), IngestError (`rows_too_large`), InvalidValue: it is no single row's fault.
@@ -197,7 +196,6 @@ def without_clashes(
     """Return a batch's valid rows, and the places of the requests that are left.
 
     Args:
-        batch: the batch.
         parts: each table's valid rows; None: all of them.
         refusals: gets the rejected rows, and the requests with no rows left, or too many rejected.
     """

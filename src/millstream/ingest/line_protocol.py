@@ -118,7 +118,6 @@ def tables_of_lines(
         rows_bytes_max: limit for all tables together: eight bytes for each time and each value, null or
             not, and the bytes of texts. The default is `ROWS_BYTES_MAX`, or less for a small body:
             `bytes_max_of`.
-        tables_max: limit of measurements.
         columns_max: limit of a table's columns; a line that adds more is rejected.
         rejected_max: limit of lines that are listed by number.
 

@@ -61,7 +61,6 @@ def grown(known: TableSchema, columns: pa.Schema, rules: WriteRules) -> TableSch
     Args:
         known: the newest schema; without columns if the table doesn't exist yet.
         columns: the rows' columns, in the log's types; a column of Arrow's null type has no values.
-        rules: the table's.
 
     Raises:
         UnknownTable: it doesn't exist, and may not be created.

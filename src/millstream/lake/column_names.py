@@ -97,7 +97,6 @@ def renames_in(
     """Return how records in `(after, upto]` name the columns of a schema; None if all have its names.
 
     Args:
-        history: the history.
         table: the table of the records.
         schema: the wanted names.
         after: exclusive.

@@ -39,7 +39,6 @@ def compact_cuts(layout: LakeLayout, *, now: datetime, kept_s: float | None = No
     """Compact small files if there are many, and remove rows that have expired; return the number removed.
 
     Args:
-        layout: where the lake is.
         now: the present, with a time zone.
         kept_s: history's retention in seconds; None: it has no bound.
         files: number of small files that are compacted.

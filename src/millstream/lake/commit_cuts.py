@@ -119,7 +119,6 @@ def commit_cut(
     """Commit that every table has everything up to `n`; return the cut, or the later one that is already there.
 
     Args:
-        layout: where the lake is.
         n: the end of the batch.
         commits: the results of writes since the last cut, folds included; other tables are unchanged.
         committed_at: now, with a time zone; a later cut at one position has the first one's.

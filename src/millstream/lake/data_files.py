@@ -174,7 +174,6 @@ class TableFiles:
         """See the class.
 
         Args:
-            layout: where the lake is.
             path: the table's folder.
             bounded: `boundable` columns, whose lowest and greatest values are recorded with each file.
             renamed: the names that the table's columns had before the commit of new files.

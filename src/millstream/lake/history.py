@@ -88,7 +88,6 @@ def append_history(
     process does both.
 
     Args:
-        layout: where the lake is.
         schema: of the last of the records.
         batches: in `record_schema`, possibly of several versions (each batch's metadata holds its own), none above `n`.
         n: the cut that these records end at.
@@ -154,7 +153,6 @@ def commit_records(
     A call by a driver that was thought dead is harmless: the table has moved on from where its records begin.
 
     Args:
-        layout: where the lake is.
         parts: the table's records behind its position, one or more; in the order of their numbers, if it is of a source.
         n: the cut that these records end at.
         places: of the last cut, if the caller has them; otherwise they are read.
@@ -249,7 +247,6 @@ def tailed_history(
     A renamed table's records are read from the folder that they still lie in.
 
     Args:
-        layout: where the lake is.
         schema: as of `append_history`, as is all else.
         batches: the records; those that the history has by now are left out.
         n: the position that they end at.
@@ -345,9 +342,7 @@ def begin_history(layout: LakeLayout, schema: TableSchema, n: Seq, *, remove: Se
     """Let a table's history begin at `n`, empty, as if it had everything up to there and had lost it.
 
     Args:
-        layout: where the lake is.
         schema: the table's latest.
-        n: the position.
         remove: the table's files, if the folder is there because other tables have records in it.
     """
     path, app = layout.table_path("history", schema), layout.app_id("history", schema.table_id)

@@ -244,7 +244,6 @@ def fold_step(
     bounds alone don't show that, because compaction makes files of which a fold has covered half.
 
     Args:
-        layout: where the lake is.
         opened: the history table.
         after: exclusive.
         upto: inclusive.

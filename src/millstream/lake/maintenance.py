@@ -114,7 +114,6 @@ def maintain_table(
     that folds rewrite need no compaction: folds keep their files in shape. Not while the same table is rebuilt.
 
     Args:
-        layout: where the lake is.
         view: which of the table's views.
         schema: names the table.
         now_ms: milliseconds since 1970, of the clock that stamps Delta's commits.

@@ -32,7 +32,6 @@ def whole_upto(layout: LakeLayout, n: Seq) -> Seq:
     """Return the greatest position at or below `n` that no operation spans: `n`, or the start of its operation.
 
     Args:
-        layout: where the lake is.
         n: at or below the last cut.
 
     Raises:
@@ -50,7 +49,6 @@ def upto_moment(layout: LakeLayout, cut: Cut | None, above: Cut, moment: datetim
     """Return the end of the last operation before the first one between two cuts that committed after a moment.
 
     Args:
-        layout: where the lake is.
         cut: the last one that holds nothing committed after the moment; None for the lake's beginning.
         above: the next one with more records.
         moment: with a time zone.

@@ -176,8 +176,6 @@ def make_way(layout: LakeLayout, view: View, schema: TableSchema, n: Seq, *, for
     Nothing may write into the view during this.
 
     Args:
-        layout: where the lake is.
-        view: which one.
         schema: the table's latest.
         n: the position of its history; if that is to be forgotten, the position from which on records count again.
         forget: whether an intact history or versions are moved too, because their columns can't follow the source's.
@@ -200,8 +198,6 @@ def erase_view(
     was interrupted.
 
     Args:
-        layout: where the lake is.
-        view: which view.
         schema: the table's latest.
         n: the position from which on its records count again.
         earlier: all its schemas, for the names that it has had.

@@ -73,7 +73,6 @@ def replay_range(layout: LakeLayout, cut: Cut, name: str, *, after: Seq, upto: S
     It reads only history, so it may run concurrently with the pipeline. Not twice into one place at once.
 
     Args:
-        layout: where the lake is.
         cut: the lake's last cut.
         name: the table, `schema.table`.
         after: exclusive.

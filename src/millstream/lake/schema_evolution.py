@@ -64,8 +64,6 @@ def union_schema(table: str, have: pa.Schema, want: pa.Schema, *, narrows: bool 
 
     Args:
         table: its name, for errors.
-        have: the existing columns.
-        want: the columns to add.
         narrows: whether timestamps may include dates, for records from before the column became a timestamp. A
             column that becomes a date can't keep the type, because PostgreSQL prints the two differently.
 

@@ -289,7 +289,7 @@ class TablesMove(Protocol):
 
 
 class TableFormat(Protocol):
-    """A format: it opens and creates tables."""
+    """A format: it opens and creates tables. A method with a result here has that of a format without a catalog."""
 
     partition: Partition
     """How history is partitioned."""
@@ -329,6 +329,7 @@ class TableFormat(Protocol):
             LakeConflict: another commit came first; call again.
             LakeUnavailable: the catalog doesn't answer.
         """
+        return None
 
     def erase(self, layout: LakeLayout, path: str) -> None:
         """Delete all rows of a table of ours, in all versions and with all files; does nothing if there is none.
@@ -356,9 +357,9 @@ class TableFormat(Protocol):
         """Return the numbers by which other programs open versions of tables, by the tables' names in the catalog.
 
         Args:
-            layout: where the lake is.
             versions: by table's folder; those that are no longer there are left out.
         """
+        return dict(versions)
 
     def probe_catalog(self, layout: LakeLayout) -> str | None:
         """Reach the lake's catalog and return what it is; None if the format has none.
@@ -366,16 +367,17 @@ class TableFormat(Protocol):
         Raises:
             LakeUnavailable (`catalog_unreachable`): it doesn't answer.
         """
+        return None
 
     def file_columns(self, layout: LakeLayout, path: str, columns: pa.Schema, renamed: FilledNames | None) -> pa.Schema:
         """Return the columns of a new file of the table at `path` as Parquet gets them; the same if the format adds nothing.
 
         Args:
-            layout: where the lake is.
             path: the table's folder.
             columns: of the file.
             renamed: the names that they had before, if the file's commit renames them.
         """
+        return columns
 
 
 def refuse_other_format(path: str, metadata_folder: str) -> None:
@@ -409,7 +411,6 @@ def open_table(
     """Open the table at `path`, checked to be this stream's and written by no other program; None if there is none.
 
     Args:
-        layout: where the lake is.
         path: the table's folder.
         app: the app that commits to it.
         version: an earlier version to read; it isn't checked.

@@ -93,10 +93,8 @@ def lost_records(layout: LakeLayout, schema: TableSchema, opened: OpenTable | No
     """Describe what is missing of the records that a table has according to the last cut; None if nothing is.
 
     Args:
-        layout: the lake's layout.
         schema: the table, under its present name.
         opened: the history under this name; None if there is none.
-        places: the last cut's places.
     """
     place = places.get(schema.table_id)
     if place is None or schema.kind is not TableKind.TABLE:
@@ -166,7 +164,6 @@ def open_left_behind(layout: LakeLayout, schema: TableSchema) -> OpenTable | Non
     Its records lie there until its next record.
 
     Args:
-        layout: the lake's layout.
         schema: the schema of its newest record, under the name at that time; no cut names the table.
     """
     if not has_current(schema):

@@ -257,7 +257,6 @@ def append_rows(
     """Return new rows of a table in `append_row_schema`.
 
     Args:
-        schema: the table's.
         columns: the values of each of its columns.
         counts: number of rows of each operation, in order.
         unchanged: each row's columns that it says nothing about; None: none.
@@ -280,7 +279,6 @@ def one_after_another(tables: Sequence[Sequence[TableRows]], count: int) -> tupl
 
     Args:
         tables: each table's entries, with indexes from 0 in each operation, in the log and in each sink.
-        count: number of operations.
     """
     if len(tables) == 1:
         return tuple(tables[0])

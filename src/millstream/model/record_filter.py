@@ -26,7 +26,6 @@ def passing(predicate: Predicate, schema: TableSchema, batch: pa.RecordBatch) ->
     """Return a mask of the records that pass.
 
     Args:
-        predicate: the condition on rows.
         schema: the records' schema.
         batch: the records: columns of the record, `__op`, `__unchanged` and `__exact` among them, then the table's own.
     """

@@ -28,7 +28,6 @@ def record_facts(
     Args:
         schema: the table's schema when the records were made.
         batch: records in `record_schema(schema, offsets=True)`.
-        stream: the stream's name.
         shard: the shard of the records.
         epoch: the one in the header of their segment.
         values: the representation of values.

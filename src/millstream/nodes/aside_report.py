@@ -19,7 +19,6 @@ def write_report(stream: str, found: SetAsideTail, folder: Path) -> Path:
     """Write both files; return the folder that they are in.
 
     Args:
-        stream: its name.
         found: the part of the log that was set aside.
         folder: the folder to make; an interrupted call may have made it already.
 

@@ -99,7 +99,6 @@ def fetch(
     """Fetch everything that a store has of a stream and a log lacks into that log.
 
     Args:
-        store: the store.
         stream: its name, for errors.
         folder: the log's; no process has it open. It is made if it doesn't exist.
         upto: stop with that group, whatever is stored later; None: stop when nothing more comes.

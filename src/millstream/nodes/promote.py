@@ -90,7 +90,6 @@ def promote(
 
     Args:
         home: the node's home.
-        stream: its name.
         accept_loss: promote even if something acknowledged may be lost; the result lists it.
         tell: called with each event, a line each.
 

@@ -38,7 +38,6 @@ class ControlServer(Closing):
 
     Args:
         home: the part's home.
-        role: the part's.
         calls: the queries, by name: answered from memory, at once. Every part answers `measures`, too.
         acts: the actions, by name, with arguments; each on a thread of its own, since it may take a
             while. Its errors of our tree are raised in the caller.
@@ -137,9 +136,6 @@ def have_done(
     None if it isn't there, or doesn't answer in time: then the action may be done or not.
 
     Args:
-        home: the home.
-        role: the part's.
-        act: the action.
         arguments: the action's, JSON-able.
         deadline_s: how long to wait for the answer.
         on_sent: called once the part may have the request.

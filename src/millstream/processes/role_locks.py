@@ -64,7 +64,6 @@ class RoleLock:
 
         Args:
             run_folder: the home's `data/run`; it exists.
-            role: the role to take.
             patience_s: how long to wait for a holder that is just leaving (or for `holder`, which locks
                 for a moment).
             facts: other facts about the holder; `what` is its name in errors.

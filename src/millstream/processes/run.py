@@ -70,7 +70,6 @@ def run_home(home: Home, *, until_caught_up: bool = False, on_event: Callable[[E
     """Run a home's parts: capture, pipeline, in a node the follower, and, without `until_caught_up`, HTTP.
 
     Args:
-        home: the home.
         until_caught_up: end when everything that the sources had committed at the call is durable, landed
             and folded.
         on_event: called with all events of parts and their reports.

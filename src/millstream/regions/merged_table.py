@@ -112,7 +112,6 @@ class RegionTable:
 
     Args:
         home: the home that has the logs.
-        stream: its name.
         table: its name.
         bytes_max: limit in bytes of the rows that one read holds at once, and again of records that
             aren't folded yet; None for no limit.
@@ -212,8 +211,6 @@ class RegionTable:
         """Return the state from a region's log after a number; the vector gives its end.
 
         Args:
-            region: the region.
-            after: the number.
             known: returns the region rows as of that number that have a key of some records; needed if columns
                 accumulate. The state has them too.
 
@@ -393,7 +390,6 @@ class RegionTable:
         That is so if retention has dropped records after it, or if a log was cut back or recreated since.
 
         Args:
-            vector: the vector.
             ends: the groups at which it ends.
             known: returns the region rows as of the vector that have a key of some records; needed if columns
                 accumulate.

@@ -80,8 +80,6 @@ class MergedViews:
 
     Args:
         home: the home that has the logs.
-        stream: the stream's name.
-        layout: where the lake is.
         rules: when tables are folded.
         on_failure: called if the thread fails, which only a bug makes it do.
     """

@@ -43,7 +43,6 @@ class WalArchiver:
     """The archiver of one stream, with its own thread from `start` until `stop`.
 
     Args:
-        name: the stream's.
         folder: its log's.
         promise: the promise under which this node leads.
         connect: returns the object store's link; acknowledged shipments are durable there. Called

@@ -77,9 +77,7 @@ class WalFollower:
     """A follower of one stream, on a log of its own.
 
     Args:
-        name: the stream's.
         folder: its log's.
-        node: this one.
         fact: the state that it has stored.
         connect: returns a link to the named leader, or to the current one, with the latter's name.
             Raises `LinkLost` or the leader's error.

@@ -74,10 +74,8 @@ class WalShipper:
         folder: its log's. It may still be empty.
         fact: the stored state of this node: it leads.
         nodes: the nodes that may follow.
-        transport: accepts followers.
         notes: stores its durable state.
         documents: returns the current documents to ship; called now and then, from one thread.
-        options: sizes and bounds.
         only, observers: as `Leader`'s.
         files, clock: the file system and the clock.
     """

@@ -49,7 +49,6 @@ class Deliveries:
         """Begin the delivery of an operation to a sink. If it `is_new`, the caller calls `end`, in any case.
 
         Args:
-            sink: name of the sink.
             write: identity of the operation, if it has one, and digest of its rows. Other rows under the
                 same identity are another write.
         """

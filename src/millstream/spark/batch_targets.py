@@ -86,7 +86,6 @@ class LakeOfFiles:
 
     @property
     def pipeline(self) -> str:
-        """See `Sink`."""
         return self.layout.pipeline
 
     def begin(self, schemas: Iterable[TableSchema], sources: Collection[tuple[int, str]]) -> None:  # noqa: ARG002 - a lake of files has no source
@@ -95,7 +94,6 @@ class LakeOfFiles:
             make_folder(Path(self.layout.location))
 
     def last_cut(self) -> Cut | None:
-        """See `Sink`."""
         return commit_cuts.last_cut(self.layout)
 
     def held(self) -> dict[TableId, Seq]:
@@ -111,7 +109,6 @@ class LakeOfFiles:
         commit_ts_max: datetime | None,
         held: Mapping[TableId, Seq],  # noqa: ARG002 - the catalog has it
     ) -> Cut:
-        """See `Sink`."""
         return commit_cuts.commit_cut(
             self.layout, n, table_commits, committed_at=committed_at, commit_ts_max=commit_ts_max
         )
@@ -119,7 +116,6 @@ class LakeOfFiles:
     def land(
         self, context: SparkContext, batch: BatchPart, upto: Seq, around: executor_tasks.Around
     ) -> list[executor_tasks.TableAnswer]:
-        """See `Sink`."""
         parallel = context.defaultParallelism if batch.only is None else 1
         parts = divided(batch, tasks=parallel, tables=around.tables)
         tasks = [executor_tasks.WriteTask(self.layout, part, upto, around.held, around.places) for part in parts]
@@ -185,19 +181,15 @@ class LakeDatabase:
 
     @property
     def pipeline(self) -> str:
-        """See `Sink`."""
         return self.target.pipeline
 
     def begin(self, schemas: Iterable[TableSchema], sources: Collection[tuple[int, str]]) -> None:
-        """See `Sink`."""
         begin(self.target, schemas, sources)
 
     def last_cut(self) -> Cut | None:
-        """See `Sink`."""
         return cuts.last_cut(self.target)
 
     def held(self) -> dict[TableId, Seq]:
-        """See `Sink`."""
         return cuts.held_there(self.target)
 
     def commit_cut(
@@ -209,7 +201,6 @@ class LakeDatabase:
         commit_ts_max: datetime | None,
         held: Mapping[TableId, Seq],
     ) -> Cut:
-        """See `Sink`."""
         return cuts.commit_cut(
             self.target, n, table_commits, committed_at=committed_at, commit_ts_max=commit_ts_max, held=held
         )
@@ -217,7 +208,6 @@ class LakeDatabase:
     def land(
         self, context: SparkContext, batch: BatchPart, upto: Seq, around: executor_tasks.Around
     ) -> list[executor_tasks.TableAnswer]:
-        """See `Sink`."""
         cut = Seq(0) if around.cut is None else around.cut.n
         copying, live, history_only = around.unfinished, around.live, around.history_only
         task = executor_tasks.DatabaseTask(self.target, batch, upto, cut, around.held, copying, live, history_only)

@@ -46,7 +46,6 @@ def check_cluster(
 
     Args:
         context: Spark's, on a cluster.
-        catalog: open.
         configs: the pipelines whose streams have a log.
         after_s: how long to wait for an executor.
     """

@@ -60,7 +60,6 @@ def run_pipeline(
     """Run a pipeline until `stop` or `drain`.
 
     Args:
-        config: the pipeline.
         catalog: open; used from several threads.
         stop: set from anywhere: end after the batch that is in flight. Data that has landed stays.
         drain: set from anywhere, or before the call: land everything that is durable in the log at that moment, fold

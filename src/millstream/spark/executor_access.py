@@ -62,10 +62,7 @@ class ExecutorLog:
     """A stream's log for executors.
 
     Args:
-        context: Spark's.
-        catalog: has the tokens.
         stream, stream_id: the stream.
-        folder: its log.
         wanted: `auto`, `path` or `flight`.
         flight: the home's Flight server, if it has one.
 
@@ -272,7 +269,6 @@ def translated(error: BaseException, hint: str) -> MillstreamError:
     """Return an error of our tree for an error from Spark, py4j or our own code in a thread.
 
     Args:
-        error: the failure.
         hint: where a person reads more, if the failure is none that is known here.
     """
     if isinstance(error, MillstreamError):

@@ -36,7 +36,6 @@ def run_job(
     """Run one Spark job; return the answers in the order of the tasks, without a job if there are none.
 
     Args:
-        context: Spark's.
         function: of a module that executors have.
         tasks: values that cross processes.
         slices: the number of Spark's own tasks among which they are divided; default: one each.

@@ -164,7 +164,6 @@ class PipelineTables:
         """Record what a batch appended.
 
         Args:
-            commits: the appends.
             versions: the schema version of each table's last record.
             newest_us: each table's newest commit time, µs since 1970.
         """
@@ -252,7 +251,6 @@ class PipelineTables:
         """Record a table's folds that began at `started_s`. Any thread.
 
         Args:
-            table_id: the table.
             commits: of the views whose fold didn't fail.
             last: the folds' durations and sizes.
             started_s: when they began.

@@ -39,8 +39,6 @@ class TableMaintenance:
     """The maintenance of one pipeline.
 
     Args:
-        config: the pipeline.
-        catalog: open.
         tables: the driver's state of the tables.
         maintain: runs the tasks as one job, and returns their answers.
         rebuilding: held while tables are rebuilt, which maintenance may not touch then.

@@ -86,7 +86,6 @@ class InProcessTransport:
         self._is_closed = False
 
     def accept(self, timeout_s: float) -> FollowerLink | None:
-        """See `ports.Transport`."""
         with self._wire.changed:
             self._wire.wait(lambda: self._waiting or self._is_closed, timeout_s)
             return self._waiting.popleft() if self._waiting and not self._is_closed else None
@@ -119,7 +118,6 @@ class InProcessTransport:
         self._wire.cut(node, 0.0)
 
     def close(self) -> None:
-        """See `ports.Transport`."""
         with self._wire.changed:
             self._is_closed = True
             for pipe in (pipe for pair in self._pipes for pipe in pair):

@@ -193,15 +193,12 @@ class MemoryBuffer(Closing):
         server.describe(name)
 
     def shards(self) -> tuple[ShardId, ...]:
-        """See `ports.BufferWriting.shards`."""
         return tuple(map(ShardId, range(self._server.describe(self._name)[1])))
 
     def identity(self) -> str:
-        """See `ports.BufferReading.identity`."""
         return self._server.describe(self._name)[0]
 
     def submit(self, shard: ShardId, op: WriteOps, *, deadline_s: float | None = None) -> Future[BufferMeta]:  # noqa: ARG002 - it never waits
-        """See `ports.BufferWriting.submit`."""
         if self._closed:
             raise WriterClosed(f"write buffer {self._name} was closed; nothing was stored")
         data = encode_op(op)
@@ -220,14 +217,12 @@ class MemoryBuffer(Closing):
         return future
 
     def append(self, shard: ShardId, op: WriteOps, *, deadline_s: float | None = None) -> BufferMeta:
-        """See `ports.BufferWriting.append`."""
         return answered(self.submit(shard, op), buffer=self._name, shard=shard, deadline_s=deadline_s)
 
     def flush(self, *, deadline_s: float | None = None) -> None:
         """See `ports.BufferWriting.flush`: nothing is ever in flight."""
 
     def reader(self, shard: ShardId) -> MemoryReader:
-        """See `ports.BufferReading.reader`."""
         return MemoryReader(self._server, self._name, shard)
 
     def close(self) -> None:
@@ -245,7 +240,6 @@ class MemoryReader(PlacedReader):
         self.seek_earliest()
 
     def next_op(self, wait_s: float) -> BufferedOp | None:
-        """See `PlacedReader.next_op`."""
         found = self._server.fetch(self._buffer, self._shard, self._place, wait_s)
         identity = self._server.describe(self._buffer)[0]
         if identity != self._identity:
@@ -257,7 +251,6 @@ class MemoryReader(PlacedReader):
         return self.op_of(self._place, data, stored_at_us)
 
     def extent(self) -> tuple[BufferOffset, BufferOffset]:
-        """See `PlacedReader.extent`."""
         return self._server.extent(self._buffer, self._shard)
 
 

@@ -159,7 +159,6 @@ def backlog_of_tables(reader: StreamReader, after: Seq, upto: Seq, takes: Callab
     Definitions aren't counted.
 
     Args:
-        reader: the log.
         after: exclusive; a lower number than the log's first counts from there.
         upto: inclusive.
         takes: returns whether records of a frame's table are counted.

@@ -243,7 +243,6 @@ def put_in_place(files: Files, file: WritableFile, path: str, made_as: str | Non
     """Give a file its name, replacing what has it; durable when this returns. The file stays open.
 
     Args:
-        files: the file system.
         file: the file, with its whole content.
         path: its name from now on.
         made_as: its name until now; None: as `create_temporary` made it.

@@ -88,8 +88,6 @@ def segments_and_strays(files: Files, shard_dir: str, *, looks: bool = False) ->
     """Return the segments, and the paths of files that aren't the log's; raises nothing.
 
     Args:
-        files: the file system.
-        shard_dir: the shard's folder.
         looks: whether to check for folders named like a segment, and return them as not the log's;
             otherwise reading one fails.
     """

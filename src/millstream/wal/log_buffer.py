@@ -113,7 +113,6 @@ class LogBuffer:
         self._shards = self.shards()
 
     def shards(self) -> tuple[ShardId, ...]:
-        """See `ports.BufferWriting.shards`."""
         return tuple(map(ShardId, range(int(_facts(self._options.folder)["shards"]))))
 
     def identity(self) -> str:
@@ -164,7 +163,6 @@ class LogBuffer:
         return answer
 
     def append(self, shard: ShardId, op: WriteOps, *, deadline_s: float | None = None) -> BufferMeta:
-        """See `ports.BufferWriting.append`."""
         future = self.submit(shard, op, deadline_s=deadline_s)
         try:
             return future.result(deadline_s)
@@ -176,7 +174,6 @@ class LogBuffer:
             ) from None
 
     def flush(self, *, deadline_s: float | None = None) -> None:
-        """See `ports.BufferWriting.flush`."""
         with self._lock:
             shards = list(self._writers)
         give_up_s = None if deadline_s is None else time.monotonic() + deadline_s
@@ -197,7 +194,6 @@ class LogBuffer:
                     ) from None
 
     def reader(self, shard: ShardId) -> LogBufferReader:
-        """See `ports.BufferReading.reader`."""
         self._check(shard, self.shards())
         return LogBufferReader(self._options.folder, shard, self.identity())
 
@@ -288,7 +284,6 @@ class LogBufferReader(PlacedReader):
         self.seek_earliest()
 
     def next_op(self, wait_s: float) -> BufferedOp | None:
-        """See `PlacedReader.next_op`."""
         deadline, pause = time.monotonic() + wait_s, Backoff(*_POLL_S, factor=1.5, jitter=0)
         while not self._fetched:
             self._fetch()
@@ -301,13 +296,11 @@ class LogBufferReader(PlacedReader):
         return self.op_of(*self._fetched.pop())
 
     def extent(self) -> tuple[BufferOffset, BufferOffset]:
-        """See `PlacedReader.extent`."""
         self._check_identity()
         first = self._reader.first_offset(FIRST_SHARD)
         return BufferOffset(first), BufferOffset(self._reader.durable_offset(FIRST_SHARD))
 
     def go_to(self, offset: BufferOffset) -> None:
-        """See `PlacedReader.go_to`."""
         super().go_to(offset)
         self._fetched.clear()
 

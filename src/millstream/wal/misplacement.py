@@ -22,7 +22,6 @@ def misplacement(header: SegmentHeader, segment: SegmentFile, shard: ShardId, st
     """Return why a header can't belong to a segment of this name, in this shard of this stream; None if it can.
 
     Args:
-        header: the file's.
         segment: the file by its name.
         shard: the shard whose folder it lies in.
         stream: the stream of the log; None if that isn't known.

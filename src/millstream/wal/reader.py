@@ -54,7 +54,6 @@ class StreamReader:
 
     Args:
         folder: `data/wal/<stream>`.
-        files: the file system.
         without_mark: show every valid whole group: for a folder that was copied without marks.
         durable: go by what is durable here, not by what is shown: for the log's writer, and replication.
         on_damage: receives damage, which reads then leave out; without it they raise `CorruptWal`.
@@ -368,7 +367,6 @@ class StreamReader:
         """Yield a shard's records from an offset to the durable end (or `upto`), with their offsets.
 
         Args:
-            shard: the shard to read.
             from_offset: inclusive.
             tables: only these.
             upto: exclusive.

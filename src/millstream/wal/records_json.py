@@ -43,7 +43,6 @@ class Cat:
 
     Args:
         stream: the stream name in lines.
-        reader: the log.
         values: the form of values.
         tables: only these.
         from_offset: for every shard; `OffsetExpired` if retention has dropped it on any.

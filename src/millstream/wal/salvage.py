@@ -65,8 +65,6 @@ class KnownSchemas:
     """All schemas in a log's segments, read when first asked for.
 
     Args:
-        files: the file system.
-        folder: the stream's.
         others: schemas known from elsewhere (a catalog).
     """
 

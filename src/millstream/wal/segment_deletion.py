@@ -79,12 +79,10 @@ def drop_segments(
     """Drop the segments that the tracker releases.
 
     Args:
-        folder: the stream's.
         tracker: has the holders and their positions.
         bounds: how much is kept.
         cut_off: durably records that a holder is cut off; False if the holder has advanced since:
             then this round ends.
-        files: the file system.
         clock: for ages.
 
     Raises:

@@ -321,9 +321,7 @@ def scan_segment(
     them: they aren't reported.
 
     Args:
-        files: the file system.
         shard: the segment's shard.
-        segment: the segment to walk.
         end: the required end of its records; see `ends_of`.
         payload: whether to verify payloads too, or heads only.
     """

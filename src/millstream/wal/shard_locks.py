@@ -152,9 +152,7 @@ def lock_shards(
     """Take the locks of shards, and make their folders.
 
     Args:
-        files: the file system.
         folder: the stream's; with `seize` its lock is held.
-        shards: the shards to lock.
         seize: the previous writer can't answer callers any longer: take its shards even if it still
             holds their locks.
 

@@ -22,8 +22,6 @@ class StartupProgress:
 
     Args:
         step: the step, as a noun phrase.
-        clock: measures the time.
-        folder: the log's.
     """
 
     def __init__(self, step: str, clock: Clock, folder: str) -> None:

@@ -71,7 +71,6 @@ def set_aside(
     """Return the error for a reader of a table that has come to records of it which nothing has decoded.
 
     Args:
-        reader: the log.
         part: the first of those records.
         rest: the parts behind it of what is read; it is taken up to the first part that was decoded.
         begin: what is read begins behind it.

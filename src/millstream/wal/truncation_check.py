@@ -62,7 +62,6 @@ def still_says(reader: StreamReader, upto: Seq, end: HeardEnd | None) -> bool:
 
     Args:
         reader: on the log as it is now: a newly made one.
-        upto: the number.
         end: the commit group at which the read ended; None: unknown, and then the answer is no.
 
     Raises:

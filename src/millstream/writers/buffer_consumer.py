@@ -126,11 +126,8 @@ class BufferTaking:
     """Takes a buffer's operations into a stream's log.
 
     Args:
-        buffer: the buffer to read.
         name: what the buffer is called.
-        catalog: the home's.
         stream: the stream that the log belongs to.
-        log: its writer.
         taker: makes the operations this stream's own.
         look_s: how often to check that the buffer is still the same one, and whether a held table is requested.
         note_s: shortest time between two notes of passed items: each is a catalog write per shard.
@@ -403,7 +400,6 @@ def ask_again(catalog: Catalog, scope: str, table: str) -> bool:
     A running reader takes the missing rows within seconds; otherwise the next start does.
 
     Args:
-        catalog: the home's.
         scope: as `facts_scope` returns it.
         table: `schema.table`, quoted where it must be.
     """

@@ -268,10 +268,8 @@ class WriterKeeper:
     """The thread that keeps a writer alive, and recovers the shards of dead ones.
 
     Args:
-        log: the writer.
         store: holds the stream's numbers.
         registration: this incarnation's.
-        name: the writer's.
         location: the folder's. Writers that have their logs elsewhere can't be recovered here.
         place: the folder.
         announcements: how writers notify each other; closed with the thread.

@@ -122,7 +122,6 @@ class OwnedStream:
         """Capture until caught up, stopped, or unable to continue. Never raises an error of our tree.
 
         Args:
-            stop: ends it.
             until_caught_up: whether it ends once caught up.
             tell: called when there is progress.
             supervised: whether a supervisor reports the last error, so that it isn't reported twice.

@@ -48,10 +48,6 @@ def trouble_of(
     """Return why a part of a stream stands still; None if it doesn't, or was told to stop.
 
     Args:
-        home: the home.
-        catalog: the home's.
-        name: the stream's name.
-        part: the part.
         live: the facts of the process that runs it; None if none does.
 
     Returns:

@@ -78,9 +78,6 @@ def stream_writer(
 
     Args:
         home: the home that has the stream.
-        catalog: the home's.
-        name: the stream's.
-        config: the stream's.
         open_other: opens the homes that its sinks are.
         check: raises if this process may not write the stream after all.
         before: this process's earlier incarnations, if it is one of several writers; None: there are none.
@@ -260,9 +257,6 @@ def take_over(
     Args:
         home: the home that has the stream.
         catalog: the home's, which has the stream's rows.
-        stream: its id.
-        name: its name.
-        config: its configuration.
         reserved: numbers up to it may have been given out; later writes get greater ones.
 
     Raises:

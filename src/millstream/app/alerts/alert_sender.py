@@ -71,9 +71,6 @@ class Watch:
     """The looks of one process. One thread.
 
     Args:
-        home: the home.
-        alerts: the configuration.
-        post: sends a request.
         now_s: returns seconds since 1970-01-01 UTC.
     """
 

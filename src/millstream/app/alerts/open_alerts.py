@@ -68,7 +68,6 @@ class Book:
         """Take the conditions of a look.
 
         Args:
-            conditions: those that were found.
             now_s: when.
             may_end: whether the look saw everything, so that what it didn't find has ended.
         """

@@ -93,7 +93,6 @@ class ColumnRules:
 
     Args:
         catalog: keeps the bindings; None before the stream's first run, for `check` alone.
-        stream: the stream.
         rules: as the configuration has them.
     """
 
@@ -372,7 +371,6 @@ def explanations(columns: Sequence[RelationColumn], table: SourceTable, numbers_
     """Yield the numbers that the columns of a Relation message may have had; nothing if there are too many ways.
 
     Args:
-        columns: the message's columns.
         table: the table today, with the columns that are sent.
         numbers_max: the greatest number that a column of the table ever had.
     """

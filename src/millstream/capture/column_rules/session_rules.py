@@ -43,7 +43,6 @@ def rule_messages(
     """Return what applies the rules to a session's messages; None if the stream has no rules.
 
     Args:
-        rules: the stream's.
         directory: quarantines tables whose rules can't be applied.
         config: capture's; its DSN is that of the one server that the session reads.
         identity: that server.

@@ -25,7 +25,6 @@ class HeldTables:
 
         Args:
             connection: an ordinary connection.
-            published: the source's tables.
             passed: how far the stream is in the log.
         """
         held, captured = self._leaves.known.held, self._leaves.captured

@@ -211,9 +211,7 @@ class KnownLeaves:
         """Note a leaf whose changes are a table's from here on, whatever a look has found of it before.
 
         Args:
-            id_: the table.
             oid: the leaf.
-            name: its name.
             order: its columns, if they have another order than the table's.
             is_there: whether the source has the leaf still; if not, another look has to find it gone.
         """
@@ -254,8 +252,6 @@ class KnownLeaves:
         """Note leaves of a table that were attached, and whose rows are to be copied, if this look is the first to find them.
 
         Args:
-            id_: the table.
-            table: its facts.
             attached: the leaves: each was attached itself, or the partition that it is below.
             at: an LSN at or above every change that the look shows.
             at_us: the time then, by the source's clock, in microseconds since 1970.
@@ -323,7 +319,6 @@ class KnownLeaves:
         """Return whether a table's changes have come under its leaves' OIDs since before the last look.
 
         Args:
-            id_: the table.
             setting: the text of `sent_by_leaves` for the table now; None if it has none.
         """
         found = self._tables.get(id_)
@@ -372,8 +367,6 @@ class KnownLeaves:
         """Take a look's facts of a table; leaves that are gone wait for their `x`, if the source sends them apart.
 
         Args:
-            id_: the table.
-            table: its facts.
             at: an LSN at or above every change that they show.
             at_us: the time then, by the source's clock, in microseconds since 1970.
             begun: as `begin_look` returned it.

@@ -37,7 +37,6 @@ class LeafRelations:
 
     Args:
         known: the leaves that are known.
-        config: capture's.
         captured: returns the captured tables and the facts of the last look, by OID.
         copy_again: requests another copy of a table.
     """

@@ -81,7 +81,6 @@ class Applier:
             is.
         confirmed: position that the source has, at or below X.
         shipped_within_s: time in which copies of the catalog come to other nodes; 0 if there are none.
-        copies: the table copy.
         hold: the barrier, if the stream has one.
         before_each: called before an item is looked at; if it raises, the item is left out, and the session ends.
 

@@ -72,7 +72,6 @@ def start_replication(connection: Connection, command: bytes, *, reads_socket: b
 
     Args:
         connection: a replication connection.
-        command: the command.
         reads_socket: whether compiled code may read the socket, if the connection is plain and the code is available.
 
     Raises:

@@ -103,7 +103,6 @@ class SpillFolder:
     """The spill files of one capture, which alone uses the folder, and empties it when it is opened.
 
     Args:
-        path: the folder.
         free_bytes: returns the free space of the disk of a folder.
     """
 

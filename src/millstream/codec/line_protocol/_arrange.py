@@ -3,7 +3,7 @@
 It determines which lines agree with those before them, and puts each value into its column's row.
 """
 
-# ruff: noqa: C901, D417, PLR0912, PLR0915, PLR0917, PLR1714, SIM108 — loops over bytes, as machine code wants them
+# ruff: noqa: C901, PLR0912, PLR0915, PLR0917, PLR1714, SIM108 — loops over bytes, as machine code wants them
 
 from __future__ import annotations
 
@@ -105,7 +105,6 @@ def settle(
         owner: for each of those numbers, the first column that had it; initially -1.
         kind_of: each column's kind; initially -1.
         width: each measurement's number of columns; initially 0.
-        columns_max: maximum number of columns.
         refused: facts of the first lines that are removed.
     """
     for place in range(len(measurements)):

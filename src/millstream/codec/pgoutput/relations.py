@@ -261,7 +261,6 @@ def table_schema(
 
     Args:
         relation: as the stream gave it.
-        source: the source.
         key: the columns that identify a row, by the source's names; None: the identity's columns (none under FULL:
             pass the primary key if there is one).
         table_id: the catalog's number; 0 if it isn't known yet.

@@ -88,35 +88,29 @@ class DeltaHandle:
 
     @property
     def folder(self) -> str:
-        """See `OpenTable`."""
         return self.path.rsplit("/", 1)[1] if self.tail is None else self.tail.folder
 
     @property
     def version(self) -> int:
-        """See `OpenTable`."""
         return int(self.table.version())
 
     @property
     def properties(self) -> Mapping[str, str | None]:
-        """See `OpenTable`."""
         found = dict(self.table.metadata().configuration)
         return found if self.tail is None else found | dict(self.tail.properties)
 
     @property
     def bounded(self) -> tuple[str, ...]:
-        """See `OpenTable`."""
         names = (self.properties.get(BOUNDED_PROPERTY) or "").split(",")
         return tuple(name.strip("`") for name in names if name)
 
     @property
     def held(self) -> bool:
-        """See `OpenTable`."""
         holder, _, mine = self.app.rpartition("/")
         found = self.table.transaction_version(f"{holder}/{_HOLDER}")
         return self.n is not None and found is not None and int(found) == int(mine)
 
     def schema(self) -> pa.Schema:
-        """See `OpenTable`."""
         return pa.schema(self.table.schema().to_arrow()) if self.tail is None else self.tail.schema
 
     def number(self, name: str) -> int | None:
@@ -125,7 +119,6 @@ class DeltaHandle:
         return None if found is None else int(found)
 
     def files(self) -> pa.Table:
-        """See `OpenTable`."""
         with lake_errors(self.path):
             found: Any = self.table.get_add_actions(flatten=True)
             # Not by `pa.table`, which checks for a DataFrame and imports pandas for that.
@@ -133,13 +126,11 @@ class DeltaHandle:
         return files if self.tail is None else self.tail.among(files)
 
     def dataset(self, within: tuple[str, int, int] | None = None) -> ds.FileSystemDataset:
-        """See `OpenTable`."""
         condition = None if within is None else f"{within[0]} > {within[1]} AND {within[0]} <= {within[2]}"
         storage = None if self.log is None else LakeStorageHandler.of(self.layout, self.path)
         return self.table.to_pyarrow_dataset(filesystem=storage, file_pruning_predicate=condition)
 
     def with_tail(self, n: Seq, tail: Tail) -> DeltaHandle:
-        """See `OpenTable`."""
         return replace(self, n=n, tail=tail)
 
     def ready_for(self, columns: pa.Schema) -> DeltaHandle:
@@ -155,7 +146,6 @@ class DeltaHandle:
         return again
 
     def set_properties(self, properties: Mapping[str, str]) -> None:
-        """See `OpenTable`."""
 
         def change(facts: CommitProperties) -> None:
             self.table.alter.set_table_properties(dict(properties), raise_if_not_exists=False, commit_properties=facts)
@@ -163,11 +153,9 @@ class DeltaHandle:
         self._alter(change)
 
     def set_bounded(self, columns: Sequence[str]) -> None:
-        """See `OpenTable`."""
         self.set_properties(bounded_property(columns))
 
     def add_columns(self, columns: pa.Schema) -> None:
-        """See `OpenTable`."""
         self._add_features(columns)
         have = set(self.schema().names)
         fields = Schema.from_arrow(pa.schema([f.with_nullable(True) for f in columns if f.name not in have])).fields
@@ -195,7 +183,6 @@ class DeltaHandle:
         data_change: bool = True,
         properties: Mapping[str, str] | None = None,
     ) -> None:
-        """See `OpenTable`."""
         if properties:
             self.set_properties(properties)
             # The handle is at the newest version now: an append that came before isn't a conflict for it.
@@ -266,13 +253,11 @@ class DeltaHandle:
         return bool(missing)
 
     def version_before(self, before_ms: int) -> int | None:
-        """See `OpenTable`."""
         from millstream.lake.delta import log
 
         return log.version_before(self._in_store(), before_ms)
 
     def removed(self) -> set[str]:
-        """See `OpenTable`."""
         with lake_errors(self.path):
             table = self._in_store().table
             return set(table.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=True))
@@ -282,7 +267,6 @@ class DeltaHandle:
         return set()
 
     def trim(self, *, now_ms: int, keep_s: float, retention_s: float, spared: int | None) -> None:
-        """See `OpenTable`."""
         from millstream.lake.delta import log
 
         log.trim_log(self._in_store(), now_ms=now_ms, keep_s=keep_s, retention_s=retention_s, spared=spared)

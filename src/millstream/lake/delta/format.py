@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -17,15 +16,14 @@ from millstream.lake.delta.commits import STAMP, STREAM_PROPERTY, DeltaHandle, b
 from millstream.lake.layout import LakeLayout
 from millstream.lake.log_copies.small_files import LakeStorageHandler
 from millstream.lake.store_errors import lake_errors
-from millstream.lake.table_format import NewTable, Partition, SetAside, refuse_other_format
-from millstream.model.column_renames import FilledNames
+from millstream.lake.table_format import NewTable, Partition, TableFormat, refuse_other_format
 from millstream.model.records import MONTH_COLUMN
 
 if TYPE_CHECKING:
     from millstream.lake.delta.moving import DeltaMove
 
 
-class DeltaFormat:
+class DeltaFormat(TableFormat):
     """See `TableFormat`."""
 
     partition = Partition(MONTH_COLUMN, "%Y-%m", pa.field(MONTH_COLUMN, pa.string()))
@@ -35,7 +33,6 @@ class DeltaFormat:
     def open(
         self, layout: LakeLayout, path: str, app: str, *, version: int | None = None, lands: bool = False
     ) -> DeltaHandle | None:
-        """See `TableFormat`."""
         return (open_copy(layout, path, app) if lands else None) or open_handle(layout, path, app, version=version)
 
     def create(self, layout: LakeLayout, path: str, app: str, table: NewTable) -> DeltaHandle:
@@ -78,10 +75,6 @@ class DeltaFormat:
         assert opened is not None
         return opened.ready_for(table.schema)
 
-    def set_aside(self, layout: LakeLayout, path: str) -> SetAside | None:  # noqa: ARG002 - its folder is moved
-        """See `TableFormat`."""
-        return None
-
     def erase(self, layout: LakeLayout, path: str) -> None:
         """See `TableFormat`: the table goes with its folder."""
         erase_folder(layout, path)
@@ -90,36 +83,20 @@ class DeltaFormat:
         """See `TableFormat`: history's log has the bounds of positions and days alone."""
 
     def move(self, old: LakeLayout, new: LakeLayout) -> DeltaMove:
-        """See `TableFormat`."""
         from millstream.lake.delta.moving import DeltaMove
 
         return DeltaMove(old, new)
 
     def remove(self, layout: LakeLayout, path: str) -> None:
-        """See `TableFormat`."""
         remove_folder(layout, path)
 
     def storage(self, layout: LakeLayout, path: str) -> pafs.FileSystem:
-        """See `TableFormat`."""
         if "://" in path:
             return LakeStorageHandler.of(layout, path)
         return pafs.SubTreeFileSystem(path, pafs.LocalFileSystem())
 
     def stored_schema(self, columns: pa.Schema) -> pa.Schema:
-        """See `TableFormat`."""
         return pa.schema(Schema.from_arrow(columns).to_arrow())
-
-    def snapshot_ids(self, layout: LakeLayout, versions: Mapping[str, int]) -> dict[str, int]:  # noqa: ARG002 - the same
-        """See `TableFormat`."""
-        return dict(versions)
-
-    def probe_catalog(self, layout: LakeLayout) -> str | None:  # noqa: ARG002 - there is none
-        """See `TableFormat`."""
-        return None
-
-    def file_columns(self, layout: LakeLayout, path: str, columns: pa.Schema, renamed: FilledNames | None) -> pa.Schema:  # noqa: ARG002 - nothing to add
-        """See `TableFormat`."""
-        return columns
 
 
 def log_properties(keep_s: float = 0.0) -> dict[str, str]:

@@ -18,7 +18,6 @@ class DeltaMove:
         self.is_done = old.root == new.root
 
     def is_copied(self, path: str) -> bool:  # noqa: ARG002 - all are
-        """See `TablesMove`."""
         return True
 
     def write(self) -> None:
@@ -29,5 +28,4 @@ class DeltaMove:
             )
 
     def switch(self, last: Callable[[], None]) -> None:
-        """See `TablesMove`."""
         last()

@@ -54,7 +54,6 @@ def plan_build(
     """Cut a keyed table into parts, each of which fits into a certain memory.
 
     Args:
-        history: the table's history.
         schema: the table, and the names of its columns.
         columns: the columns of the view, in its types.
         upto: inclusive.

@@ -283,7 +283,7 @@ def fold_table(
             return done.commit
 
 
-def begin_fold(  # noqa: D417 - `anew` is described, as code
+def begin_fold(
     layout: LakeLayout, schema: TableSchema, upto: Seq, *, sizes: FoldSizes = DEFAULT_SIZES, anew: bool = False
 ) -> Fold | FoldOutcome:
     """Plan the fold of a table's `current` to `upto`, or as far as one fold goes.
@@ -291,7 +291,6 @@ def begin_fold(  # noqa: D417 - `anew` is described, as code
     Call it only once the history up to `upto` is committed, and not while the table's copy runs.
 
     Args:
-        layout: where the lake is.
         schema: names the table; the columns folded are those of the newest schema in history.
         upto: a cut that history has reached.
         sizes: bounds of memory and files.

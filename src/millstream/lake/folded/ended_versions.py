@@ -18,7 +18,6 @@ class EndedVersions:
     """Writes versions that have ended.
 
     Args:
-        files: the table's files.
         columns: the columns of the files; those of the key come first, before the version columns.
         version: the only version that the files can be committed as.
     """

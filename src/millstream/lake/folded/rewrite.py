@@ -58,7 +58,6 @@ class LeafWriter:
         """See the class.
 
         Args:
-            files: the table's files.
             target: the columns of the files.
             key: the columns that order the rows.
             version: the only version that the files can be committed as.
@@ -229,7 +228,6 @@ def touched(
     """Find the leaves that a fold rewrites.
 
     Args:
-        leaves: the table's current leaves.
         gone: the records' keys.
         put_at: the leaf of each row to insert, by `placed`.
         everything: whether every leaf is rewritten anyway.

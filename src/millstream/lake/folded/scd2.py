@@ -75,7 +75,6 @@ def fold_into_versions(
     memory.
 
     Args:
-        layout: where the lake is.
         schema: names the table, which has a key; the columns folded are those of its history.
         upto: a cut that history has reached. Not inside a copy of the table.
         sizes: bounds of memory and files.

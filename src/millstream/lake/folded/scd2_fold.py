@@ -124,7 +124,7 @@ class Versions:
         return pa.array(ends, mask=ends == _FAR).cast(INSTANT)
 
 
-def fold_versions(  # noqa: D417 - `anew` is described, as code
+def fold_versions(
     tail: pa.Table,
     schema: TableSchema,
     columns: pa.Schema,

@@ -81,7 +81,6 @@ class IcebergHandle:
 
     @property
     def folder(self) -> str:
-        """See `OpenTable`."""
         return self.path.rsplit("/", 1)[1] if self.tail is None else self.tail.folder
 
     @property
@@ -91,30 +90,24 @@ class IcebergHandle:
 
     @property
     def properties(self) -> Mapping[str, str | None]:
-        """See `OpenTable`."""
         return self._table.properties if self.tail is None else self._table.properties | dict(self.tail.properties)
 
     @property
     def bounded(self) -> tuple[str, ...]:
-        """See `OpenTable`."""
         return tuple(json.loads(self._table.properties.get(BOUNDED, "[]")))
 
     @property
     def held(self) -> bool:
-        """See `OpenTable`."""
         return self.n is not None and self._facts().get(TABLE_ID) == self._owner
 
     def schema(self) -> pa.Schema:
-        """See `OpenTable`."""
         return arrow_columns(self._schema) if self.tail is None else self.tail.schema
 
     def number(self, name: str) -> int | None:
-        """See `OpenTable`."""
         found = self._table.properties.get(NUMBER + name)
         return None if found is None else int(found)
 
     def files(self) -> pa.Table:
-        """See `OpenTable`."""
         with catalog_errors(self.path), files_read(self.path):
             entries = entries_of(self._base, self._table.io)
         names = [field.name for field in self._table.spec().fields]
@@ -122,7 +115,6 @@ class IcebergHandle:
         return files if self.tail is None else self.tail.among(files)
 
     def dataset(self, within: tuple[str, int, int] | None = None) -> ds.FileSystemDataset:
-        """See `OpenTable`."""
         import pyarrow.dataset as ds
 
         files = self.files() if self.tail is None else self._landed().files()
@@ -150,17 +142,14 @@ class IcebergHandle:
         return IcebergHandle(self._layout, self._table, self.path, self.app, version=self.version)
 
     def with_tail(self, n: Seq, tail: Tail) -> IcebergHandle:
-        """See `OpenTable`."""
         tailed = self._landed()
         tailed.n, tailed.tail = n, tail
         return tailed
 
     def ready_for(self, columns: pa.Schema) -> IcebergHandle:  # noqa: ARG002 - format 2 has every type
-        """See `OpenTable`."""
         return self
 
     def set_properties(self, properties: Mapping[str, str]) -> None:
-        """See `OpenTable`."""
 
         def change(transaction: Transaction) -> None:
             transaction.set_properties(dict(properties))
@@ -172,11 +161,9 @@ class IcebergHandle:
             self._apply(change, unmoved=True)
 
     def set_bounded(self, columns: Sequence[str]) -> None:
-        """See `OpenTable`."""
         self.set_properties({BOUNDED: json.dumps(list(columns))})
 
     def add_columns(self, columns: pa.Schema) -> None:
-        """See `OpenTable`."""
         with catalog_errors(self.path):
             self._apply(lambda transaction: evolve(transaction, columns, replaces=False).commit())
 
@@ -193,7 +180,6 @@ class IcebergHandle:
         data_change: bool = True,  # noqa: ARG002 - a snapshot of ours is recognized by its summary
         properties: Mapping[str, str] | None = None,
     ) -> None:
-        """See `OpenTable`."""
         moved = LakeConflict(f"another writer committed to {self.path} first", path=self.path)
         with catalog_errors(self.path):
             for remaining in reversed(range(_TRIES)):
@@ -319,7 +305,6 @@ class IcebergHandle:
             return
 
     def version_before(self, before_ms: int) -> int | None:
-        """See `OpenTable`."""
         snapshot = self._base
         while snapshot is not None and snapshot.timestamp_ms > before_ms:
             parent = snapshot.parent_snapshot_id
@@ -327,7 +312,6 @@ class IcebergHandle:
         return None if snapshot is None else version_of(snapshot)
 
     def removed(self) -> set[str]:
-        """See `OpenTable`."""
         prefix = f"{self._table.location()}/"
         with catalog_errors(self.path):
             return {
@@ -338,7 +322,6 @@ class IcebergHandle:
             }
 
     def pinned(self) -> set[str]:
-        """See `OpenTable`."""
         found = set[str]()
         with catalog_errors(self.path):
             for snapshot_id in kept_by_refs(self._table):
@@ -347,7 +330,6 @@ class IcebergHandle:
         return found
 
     def trim(self, *, now_ms: int, keep_s: float, retention_s: float, spared: int | None) -> None:
-        """See `OpenTable`."""
         with catalog_errors(self.path):
             # A snapshot remembers which files it removed, until they are deleted.
             maintenance.expire(self._table, before_ms=now_ms - max(retention_s, 2 * keep_s) * 1000, spared=spared)

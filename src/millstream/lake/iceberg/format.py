@@ -137,11 +137,9 @@ class IcebergFormat:
         return opened
 
     def move(self, old: LakeLayout, new: LakeLayout) -> IcebergMove:
-        """See `TableFormat`."""
         return IcebergMove(old, new)
 
     def remove(self, layout: LakeLayout, path: str) -> None:
-        """See `TableFormat`."""
         with catalog_errors(path):
             catalog, (namespace, name) = catalog_of(layout), identifier_of(layout, path)
             with suppress(NoSuchTableError, NoSuchNamespaceError):
@@ -151,7 +149,6 @@ class IcebergFormat:
             remove_folder(layout, path)
 
     def set_aside(self, layout: LakeLayout, path: str) -> SetAside | None:
-        """See `TableFormat`."""
         try:
             table = _load(layout, path)
         except LakeFilesGone:
@@ -166,7 +163,6 @@ class IcebergFormat:
         return SetAside(None if tag is None else f"the tag {tag} of {'.'.join(table.name())}")
 
     def erase(self, layout: LakeLayout, path: str) -> None:
-        """See `TableFormat`."""
         table = _load(layout, path)
         if table is None:
             remove_folder(layout, path)
@@ -176,7 +172,6 @@ class IcebergFormat:
             erasure.empty(layout, path, table)
 
     def forget_versions(self, layout: LakeLayout, path: str) -> None:
-        """See `TableFormat`."""
         table = _load(layout, path)
         if table is not None:
             _check_made(layout, path, table)
@@ -184,15 +179,12 @@ class IcebergFormat:
                 erasure.forget_versions(layout, path, table)
 
     def storage(self, layout: LakeLayout, path: str) -> pafs.FileSystem:
-        """See `TableFormat`."""
         return storage_of(layout, path)
 
     def stored_schema(self, columns: pa.Schema) -> pa.Schema:
-        """See `TableFormat`."""
         return stored_columns(columns)
 
     def snapshot_ids(self, layout: LakeLayout, versions: Mapping[str, int]) -> dict[str, int]:
-        """See `TableFormat`."""
         found = {}
         for path, version in versions.items():
             if (path, version) not in known_ids:
@@ -205,13 +197,11 @@ class IcebergFormat:
         return found
 
     def probe_catalog(self, layout: LakeLayout) -> str | None:
-        """See `TableFormat`."""
         with catalog_errors(layout.root):
             count = len(catalog_of(layout).list_namespaces())
         return f"the catalog answers, and has {count} {'namespace' if count == 1 else 'namespaces'}"
 
     def file_columns(self, layout: LakeLayout, path: str, columns: pa.Schema, renamed: FilledNames | None) -> pa.Schema:
-        """See `TableFormat`."""
         table = _load(layout, path)
         if table is None:
             return with_ids(new_schema(columns, ()), columns)

@@ -120,21 +120,17 @@ class IcebergMove:
 
     @property
     def is_done(self) -> bool:
-        """See `TablesMove`."""
         return self._was == self._there
 
     def is_copied(self, path: str) -> bool:
-        """See `TablesMove`."""
         return not any(f"/{path}".startswith(f"{entry.within}{_METADATA}") for entry in self._entries)
 
     def write(self) -> None:
-        """See `TablesMove`."""
         for entry in self._entries:
             with catalog_errors(self._new.root):
                 self._written[entry] = self._write(entry)
 
     def switch(self, last: Callable[[], None]) -> None:
-        """See `TablesMove`."""
         from pyiceberg.catalog.sql import IcebergTables
         from sqlalchemy import update
         from sqlalchemy.orm import Session

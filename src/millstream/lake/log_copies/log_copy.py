@@ -274,7 +274,6 @@ def _advanced(client: StoreClient, known: _Known, *, from_base: bool = False) ->
     """Return a known log with what came since; None if the store has another log by now.
 
     Args:
-        client: reads the store.
         known: the log as it was.
         from_base: keep the base, and fetch every later commit: a handle on the known log checks each of them for
             conflicts. Otherwise a newer checkpoint replaces the commits before it.

@@ -84,7 +84,6 @@ def merge_current(
 
     Args:
         connection: to the destination.
-        target: the destination.
         schema: the newest of the records.
         batches: the records, none of which was merged before; none if a definition alone came.
         copying: whether the table's copy isn't complete yet. A record may then leave a column unchanged in a row that

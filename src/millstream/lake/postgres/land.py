@@ -65,7 +65,6 @@ def land(
     call by a task that was thought dead are harmless.
 
     Args:
-        target: the destination.
         tables: by table, a function that loads its records; one table's at a time are in memory.
         upto: the cut that the batch ends at.
         cut: the last one that was committed there.
@@ -114,7 +113,6 @@ def begin(target: PostgresTarget, schemas: Iterable[TableSchema], sources: Colle
     """Prepare a destination for a pipeline: make its own tables, and migrate event tables to this version's layout.
 
     Args:
-        target: the destination.
         schemas: the current schemas of the stream's tables.
         sources: system identifier and database of each source of the stream.
 

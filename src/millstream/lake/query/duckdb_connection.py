@@ -163,7 +163,6 @@ class Engine:
         """Return the text behind FROM that reads some of a table's files, and which of the needed columns it has.
 
         Args:
-            opened: the Delta table.
             paths: the files, within the table's folder, in order; None for all.
             needed: the columns that may be asked for.
             alike: the columns of the files, if known to be the same: then not all files need opening to find out.

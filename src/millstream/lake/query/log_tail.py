@@ -36,7 +36,6 @@ class TailTables:
     """The tables that have records in a session's tail.
 
     Args:
-        layout: where the lake is.
         log: the log; None if the session reads the lake alone.
         standing: the session's position.
         scratch: the session's folder.

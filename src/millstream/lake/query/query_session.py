@@ -91,7 +91,6 @@ class LakeSession(Closing):
         """Open a session.
 
         Args:
-            layout: where the lake is.
             as_of: an earlier position, or a moment (with a time zone): the last operation before the first one that
                 committed after it. Tables then have their columns of that time. None for the newest position. A
                 position inside an operation means the position before the operation.

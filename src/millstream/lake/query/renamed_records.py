@@ -84,7 +84,6 @@ def records_sql(
 
     Args:
         engine: reads them.
-        history: the history.
         schema: the table's schema at the end.
         upto: the end.
         only: if given, records of this table alone.

@@ -158,13 +158,10 @@ def table_sql(
     """Return a table's rows.
 
     Args:
-        engine: the session's engine.
         run: the records behind `base`, up to the position.
         base: `current` at or below the position; None if everything comes from history.
-        history: the table's history.
         schema: its schema at the position.
         columns: those of `current`.
-        upto: the position.
         partitions: whether rows of a partitioned table have `__partition_oid`.
     """
     shown = [*schema.column_names, *([PARTITION_OID.name] if partitions and schema.partitioned else [])]

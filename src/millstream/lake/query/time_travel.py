@@ -210,8 +210,6 @@ def known_later(layout: LakeLayout, n: Seq, said: str, tables: Iterable[CutTable
     """Return the error for a table that wasn't there, or so named, at a position; None if the lake has none so named.
 
     Args:
-        layout: where the lake is.
-        n: the position.
         said: the table's name, as `unknown_table` returns it.
         tables: the tables at the position.
     """
@@ -255,9 +253,6 @@ def check_beginning(
     """Check that a table's history has the records between a position from which it is read and a session's.
 
     Args:
-        layout: where the lake is.
-        schema: the table.
-        history: its history.
         after: the position from which it is read.
         n: the session's position.
         known: returns the source's tables, as of `LakeSession`; None if the session stands at an earlier position.

@@ -36,7 +36,6 @@ class FlightTransport:
     """One stream's links, at its leader or at a follower.
 
     Args:
-        stream: its name.
         leader: the leader's address, at a follower; None at the leader.
         window_bytes: bound of the bytes in flight to one follower; a single shipment may exceed it.
         silent_s: seconds of silence after which the other end counts as gone.
@@ -97,7 +96,6 @@ class FlightTransport:
 
         Args:
             request: from the descriptor's command. The caller has the right to admin the stream.
-            reader: the call's.
             writer: the call's.
             cut: ends the caller's connection, without waiting for it.
             check: raises the error to refuse the follower with; called every few seconds, because a

@@ -129,7 +129,6 @@ def begin_branch(
     """Record where the log of the node that claimed an epoch diverges from what is stored, if it does. Idempotent.
 
     Args:
-        objects: the store.
         layout: the names of the log.
         epoch: the claimed epoch: nothing more is stored under a lower one.
         node: the node that claimed it.

@@ -68,7 +68,6 @@ def open_objects(url: str, options: Mapping[str, str] | None = None) -> Objects:
     """Open the objects under a URL: `file:///…`, or one that obstore knows (`s3://bucket/prefix`, `gs://`, `az://`).
 
     Args:
-        url: the URL.
         options: of obstore's store, such as an endpoint; credentials and the rest come from the
             environment, by its names.
 
@@ -128,7 +127,6 @@ class StoreObjects:
         self._url = url
 
     def put_new(self, name: str, buffers: Sequence[Bytes]) -> bool:
-        """See `Objects`."""
         with self._telling(f"write {name}"):
             try:
                 self._obstore.put(self._store, name, b"".join(buffers), mode="create", use_multipart=False)
@@ -137,7 +135,6 @@ class StoreObjects:
             return True
 
     def put_large(self, name: str, pieces: Iterable[Bytes]) -> None:
-        """See `Objects`."""
         with self._telling(f"write {name}"):
             # Pieces may come from the store itself, and obstore crashes on such a nested call. If
             # the pieces end too early, the writer isn't closed, and there is no object.
@@ -147,7 +144,6 @@ class StoreObjects:
             writer.close()
 
     def get(self, name: str, start: int = 0, length: int | None = None) -> memoryview | None:
-        """See `Objects`."""
         with self._telling(f"read {name}"):
             try:
                 if length is not None:
@@ -157,7 +153,6 @@ class StoreObjects:
                 return None
 
     def listed(self, under: str, behind: str = "") -> Iterator[Listed]:
-        """See `Objects`."""
         with self._telling(f"list {under}"):
             pages = self._obstore.list(self._store, under, offset=behind or None, chunk_size=_PAGE)
             for page in pages:
@@ -165,13 +160,11 @@ class StoreObjects:
                     yield Listed(str(found["path"]), int(found["size"]))
 
     def folders(self, under: str) -> list[str]:
-        """See `Objects`."""
         with self._telling(f"list {under}"):
             found = self._obstore.list_with_delimiter(self._store, under)["common_prefixes"]
             return sorted(str(prefix).rstrip("/").rpartition("/")[2] for prefix in found)
 
     def delete(self, names: Sequence[str]) -> None:
-        """See `Objects`."""
         with self._telling("delete objects"):
             for start in range(0, len(names), _PAGE):
                 with contextlib.suppress(self._obstore.exceptions.NotFoundError, FileNotFoundError):
@@ -208,15 +201,12 @@ class FolderObjects:
         self._folder = folder
 
     def put_new(self, name: str, buffers: Sequence[Bytes]) -> bool:
-        """See `Objects`."""
         return self._write(name, buffers, over=False)
 
     def put_large(self, name: str, pieces: Iterable[Bytes]) -> None:
-        """See `Objects`."""
         self._write(name, pieces, over=True)
 
     def get(self, name: str, start: int = 0, length: int | None = None) -> memoryview | None:
-        """See `Objects`."""
         with self._telling(f"read {name}"):
             try:
                 with (self._folder / name).open("rb") as file:
@@ -226,12 +216,10 @@ class FolderObjects:
                 return None
 
     def listed(self, under: str, behind: str = "") -> Iterator[Listed]:
-        """See `Objects`."""
         with self._telling(f"list {under}"):
             yield from self._walk(under, behind)
 
     def folders(self, under: str) -> list[str]:
-        """See `Objects`."""
         with self._telling(f"list {under}"):
             try:
                 return sorted(entry.name for entry in os.scandir(self._folder / under) if entry.is_dir())
@@ -239,7 +227,6 @@ class FolderObjects:
                 return []
 
     def delete(self, names: Sequence[str]) -> None:
-        """See `Objects`."""
         with self._telling("delete objects"):
             for name in names:
                 (self._folder / name).unlink(missing_ok=True)

@@ -56,7 +56,6 @@ class StoreReader:
     from.
 
     Args:
-        objects: the store.
         layout: the names of the log.
         hello: has the position to begin from.
         polls_s: interval between searches for new shipments.

@@ -82,10 +82,8 @@ class Scrub:
     """Scrub of one log.
 
     Args:
-        objects: the store.
         layout: the names of the log.
         stream: the stream that the log must be of.
-        files: the file system.
         folder: the log of this node.
         mend: whether to restore damaged objects from this node's log; else only report that it
             could be done.

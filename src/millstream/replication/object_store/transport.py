@@ -47,8 +47,6 @@ class ObjectStoreTransport:
 
     Args:
         url: `s3://bucket/prefix`, `gs://…`, `az://…`, or `file:///…` for a folder.
-        stream: its name.
-        region: the log's.
         node: the node that claims, and leads.
         claimant: identity of the home with that node name; empty: not known, or a new home in its
             place.
@@ -164,7 +162,6 @@ class ObjectStoreTransport:
         Call it before `accept`; it can be repeated.
 
         Args:
-            epoch: the node's.
             common: returns the end of what its log has in common with the stored one; None: the
                 logs don't diverge.
 

@@ -151,7 +151,6 @@ def stored_of(
     """Read what the store has: the names of segments, and the shipments after them.
 
     Args:
-        objects: the store.
         layout: the names of the log.
         epoch: the epoch of the reading leader, which may have begun a branch.
         upto: read as if no higher epoch existed.
@@ -194,7 +193,6 @@ class StoredLink:
     """See `ports.FollowerLink`: the store takes the place of a follower.
 
     Args:
-        objects: the store.
         layout: the names of the log.
         node: the leading node.
         claimant: as `claim`'s.

@@ -228,8 +228,6 @@ class _Chain:
     """The chain of a shard's segments: each begins where the one before it ends, and names its footer.
 
     Args:
-        files: the file system.
-        shard: the shard.
         shard_dir: its folder.
         mark: its mark; None: there is none, so that nothing tells where the chain begins and ends.
     """

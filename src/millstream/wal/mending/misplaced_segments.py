@@ -55,8 +55,6 @@ def place_segments(files: Files, folder: str, shards: Sequence[ShardId], stream:
     """Decide which segments are moved. Changes nothing.
 
     Args:
-        files: the file system.
-        folder: the stream's.
         shards: all shards in it.
         stream: the log's stream; None if nothing names it.
 

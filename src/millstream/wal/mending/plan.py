@@ -128,9 +128,7 @@ def plan_repair(
     """Find all damage and what its repair would cost. Reads and decodes everything; changes nothing.
 
     Args:
-        folder: the stream's.
         schemas: known from a catalog, for records whose schema the log has lost.
-        files: the file system.
         only: these shards; all by default.
         above: read only the last segments, with the groups that end above that number.
 

@@ -56,12 +56,10 @@ def repair(
     """Repair a log: afterwards a writer opens it, and readers skip what was lost.
 
     Args:
-        folder: the stream's.
         accepted: exactly the records that are lost.
         drop_readable: accept ranges that include whole readable frames, and drop those too, so that
             no half of a transaction stays.
         schemas: known from a catalog, for records whose schema the log has lost.
-        files: the file system.
         clock: for the recorded time of acceptance.
 
     Returns:
@@ -102,8 +100,6 @@ def set_tail_aside(
     """Cut out what a forgotten writer wrote above a number: readers have passed those numbers.
 
     Args:
-        files: the file system.
-        folder: the stream's.
         marks: of all the writer's shards; the caller holds their locks.
         above: the end of one of its groups.
         now_ns: the time to record for the loss.

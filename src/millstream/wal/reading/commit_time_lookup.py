@@ -17,7 +17,6 @@ def numbers_around(
     """Return the numbers around a moment of the source's commits, in whole commit groups.
 
     Args:
-        files: the file system.
         frames: the log's records frames, group by group.
         moment_us: the moment, µs since 1970 UTC.
         first: the number before the first frame.

@@ -85,8 +85,6 @@ class SegmentSource:
     """One segment's file, read frame by frame.
 
     Args:
-        files: the file system.
-        path: the segment's.
         on_damage: receives a damaged header or schema, and tables' rows in a frame, which are then
             skipped; without it they are errors.
         elsewhere: finds schemas that this segment has lost.

@@ -68,7 +68,6 @@ def group_records(
 
     Args:
         places: its frames.
-        wanted: only these tables.
         records: reads a frame's records of some tables.
     """
     tables: dict[TableId, dict[ShardId, list[Place]]] = {}

@@ -42,7 +42,6 @@ class AcksFile:
     """The file, for the stream's shipper: the only process that writes it.
 
     Args:
-        files: the file system.
         path: the file's; its folder exists. Made if there is none.
         stream: the stream that the reports are about.
         promised: the leader's own epoch.
@@ -139,7 +138,6 @@ class AcksReader:
     """The file, for the writer of the stream's log; a `HighWater`.
 
     Args:
-        files: the file system.
         path: the file's. If it doesn't exist yet, no other machine holds anything.
         stream: the log's stream. Another stream's followers don't count.
     """

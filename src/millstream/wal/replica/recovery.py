@@ -42,9 +42,7 @@ def recover_replica(
     """Make durable what a shard's folder holds of the leader's bytes, and cut off the rest.
 
     Args:
-        files: the file system.
         shard_dir: the shard's folder, whose lock the caller holds.
-        shard: the shard.
         stream: the stream that it must be of; None if that isn't known yet.
         mark: the shard's, if any.
         dropped: what retention has dropped of it, if anything.

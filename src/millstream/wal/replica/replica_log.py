@@ -137,7 +137,6 @@ class ReplicaLog:
 
         Args:
             folder: the stream's; made if it doesn't exist.
-            files: the file system.
             clock: measures the time: a slow start logs its progress.
             stream: the stream that the log must be of; None to take what lies there, or comes first.
             withholds: show readers nothing of a shipment that lacks shown positions.

@@ -89,7 +89,6 @@ def truncate_to(
         folder: the stream's; no process writes or follows there.
         common: the common end of each shard; a shard that isn't named has nothing in common.
         aside: the folder for the rest; the same one when this repeats a call that crashed.
-        files: the file system.
 
     Returns:
         The part set aside; None if there was nothing to set aside, and nothing was changed.

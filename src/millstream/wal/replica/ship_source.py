@@ -101,9 +101,6 @@ class ShipSource:
     """One follower's view of a leader's log. One thread.
 
     Args:
-        files: the file system.
-        folder: the stream's.
-        clock: for waiting.
         tells_shown: whether to include what readers see; not for a receiver that treats everything
             as final.
     """

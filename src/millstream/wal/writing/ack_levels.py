@@ -110,7 +110,6 @@ class AckLevels:
         committer: makes groups durable; with a level other than local it hides them.
         queue: holds the room of what waits.
         options: the stream's level, its reach and the writer's patience.
-        stream: for messages.
         high_water: reports what the others hold; None: no level beyond `local` is available.
 
     Concurrency: `acknowledge` by the thread that writes, `close` once; the others by any.

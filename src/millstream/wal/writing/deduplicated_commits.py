@@ -53,12 +53,8 @@ class DeduplicatedCommits:
     Used by the thread that writes; any thread may call `facts`.
 
     Args:
-        committer: makes groups durable.
         sessions: the session state of the log.
-        files: the file system.
         clock: the writes' time.
-        folder: the stream's.
-        stream: its id.
         upto: the last number that the copy in the folder covers; None if there is no copy.
         every_bytes: bytes of log between two copies …
         every_s: … or seconds between them, if a segment was sealed in that time.

@@ -117,12 +117,9 @@ class GroupCommitter:
 
         Args:
             folder: the stream's; made if it doesn't exist.
-            identity: the writer's.
             shards: all of this writer's; its shards already in the folder are opened too.
             numbers: where the groups' numbers come from.
-            files: the file system.
             clock: for ages and creation times.
-            options: sizes and bounds.
             side_by_side: fsync several shards in parallel threads; otherwise in order, for tests that count.
             hides: whether durable records are shown only as `shown` allows; otherwise at once.
 
@@ -462,10 +459,7 @@ class GroupCommitter:
         self._numbers.finish(given)
         self.persisted_upto = self._numbers.position
         self.reached = facts.reached
-        try:
-            self._move_marks()
-        except OSError as error:
-            raise self.poison("the durable mark couldn't be written", error) from error
+        self._show_position()
         return written
 
     def _undo(self, segments: Sequence[OpenSegment], error: Exception) -> None:

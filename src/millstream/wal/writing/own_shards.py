@@ -83,9 +83,6 @@ def begin_shards(
     A crash on the way leaves some of them, which the next open opens.
 
     Args:
-        files: the file system.
-        folder: the stream's.
-        shards: the shards to make.
         header: makes the header of a shard's first segment.
         mark: makes a new shard's mark, with the group and the position of the other shards' marks.
             A reader that sees only some of the new shards is therefore shown no less.

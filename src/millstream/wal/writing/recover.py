@@ -169,8 +169,6 @@ def recover(
     """Decide what the log holds and make it durable; afterwards every segment is sealed.
 
     Args:
-        files: the file system.
-        folder: the stream's.
         stream: the stream that the log must belong to.
         region: the region of all its shards.
         shards: all shards that share commit groups; the caller holds their locks, and their folders

@@ -131,21 +131,17 @@ class BlockNumbers:
 
     @property
     def position(self) -> Seq:
-        """As `GroupNumbers`."""
         return self._numbers.persisted_upto
 
     @property
     def newest(self) -> Seq:
-        """As `GroupNumbers`."""
         return self._numbers.newest
 
     @property
     def reserved_to(self) -> Seq:
-        """As `GroupNumbers`."""
         return self._numbers.reserved_to
 
     def given_before(self) -> Seq:
-        """As `GroupNumbers`."""
         return self._reservations.reserved()
 
     def may_seize(self) -> bool:
@@ -158,7 +154,6 @@ class BlockNumbers:
         self._numbers = EmbeddedNumbers(reserved_to=floor, persisted_upto=persisted_upto)
 
     def allocate(self, count: int) -> SeqRange:
-        """As `GroupNumbers`."""
         check_count(count, self._numbers.newest)
         upto = self._numbers.to_reserve(count)
         if upto is not None:
@@ -170,19 +165,15 @@ class BlockNumbers:
         """As `GroupNumbers`: no other process takes over shards whose locks are held."""
 
     def finish(self, given: SeqRange) -> None:
-        """As `GroupNumbers`."""
         self._numbers.finish(given)
 
     def abort(self, given: SeqRange) -> None:
-        """As `GroupNumbers`."""
         self._numbers.abort(given)
 
     def sign(self) -> LedgerView | None:
-        """As `GroupNumbers`."""
         return None
 
     def follow(self) -> LedgerView | None:
-        """As `GroupNumbers`."""
         return None
 
     def settle(self) -> None:
@@ -214,12 +205,10 @@ class SharedNumbers:
 
     @property
     def position(self) -> Seq:
-        """As `GroupNumbers`."""
         return self._numbers.position
 
     @property
     def newest(self) -> Seq:
-        """As `GroupNumbers`."""
         return self._numbers.newest
 
     @property
@@ -229,16 +218,13 @@ class SharedNumbers:
 
     @property
     def elsewhere(self) -> Seq:
-        """As `GroupNumbers`."""
         return self._elsewhere
 
     def given_before(self) -> Seq:
-        """As `GroupNumbers`."""
         return self._registration.given_to
 
     @property
     def cut_at(self) -> Seq | None:
-        """As `GroupNumbers`."""
         return self._registration.cut_at
 
     def may_seize(self) -> bool:
@@ -259,7 +245,6 @@ class SharedNumbers:
         self._lease_end_ns = max(self._lease_end_ns, asked_ns + 1000 * self._registration.lease_us)
 
     def begin(self, *, reserved_to: Seq, persisted_upto: Seq) -> None:
-        """As `GroupNumbers`."""
         known, newest = max(reserved_to, persisted_upto), self._registration.newest
         if known > newest:
             # Other writers may have been given numbers since this one registered.
@@ -342,11 +327,9 @@ class SharedNumbers:
             self._report()
 
     def finish(self, given: SeqRange) -> None:
-        """As `GroupNumbers`."""
         self._numbers.finish(given)
 
     def abort(self, given: SeqRange) -> None:
-        """As `GroupNumbers`."""
         self._numbers.abort(given)
 
     def sign(self) -> LedgerView | None:
@@ -358,7 +341,6 @@ class SharedNumbers:
         return view
 
     def follow(self) -> LedgerView | None:
-        """As `GroupNumbers`."""
         found = self._find_lost()
         if found is not None:
             self._numbers.abort(found)

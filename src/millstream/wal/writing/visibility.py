@@ -84,11 +84,8 @@ class ShownMarks:
         For a writer that has recovered, before it moves a mark.
 
         Args:
-            files: the file system.
-            folder: the stream's.
             marks: the writer's, locked.
             empty: a mark of each shard, for its stream, its writer, and the number of shards.
-            recovered: what recovery found.
             acks: the stream's level.
 
         Raises:

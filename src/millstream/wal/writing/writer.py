@@ -6,7 +6,7 @@ writer, it writes its own group: that saves two thread switches and moving the r
 cache to another's.
 
 The writer is a stack. `group_commit` makes groups durable, in order; `deduplicated_commits` has the
-same calls (`CommitGroups`) and leaves out the writes that the log has. Above them are this module's queue
+same calls and leaves out the writes that the log has. Above them are this module's queue
 (`admission_queue`) and thread; `ack_levels` answers the callers (`waiters`) of a durable group, or
 lets them wait for other machines. Durable before readable, durable before acknowledged, always.
 """
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 from millstream.crdt.hlc import HLC
 from millstream.errors import LogError, MillstreamError, SessionsNeedOneWriter, WriterClosed
@@ -79,19 +79,6 @@ class WriterStats:
     """Submissions that are durable here and wait for other machines before they are acknowledged."""
 
 
-class CommitGroups(Protocol):
-    """The commit groups of one writer, for the thread that writes; a layer stands on another one."""
-
-    def commit(self, submitted: Sequence[Submitted]) -> list[Ack]:
-        """Make a group durable and readable; return one ack for each submission. See `GroupCommitter.commit`."""
-
-    def after_group(self) -> None:
-        """Do what is due between two groups."""
-
-    def close(self) -> None:
-        """Seal the segments and release the locks, after the last group."""
-
-
 class LogWriter:
     """Appends to all shards of one writer; see `ports.LogAppender`. `open` makes one.
 
@@ -122,7 +109,7 @@ class LogWriter:
         self._place_anew: Callable[[WriteOps], WriteOps] | None = None
         """Places operations again that were placed under another era's ring; None before the first era."""
         self._delays = options.group_commit_delay_s > 0
-        self._commits: CommitGroups = committer if keyed is None else keyed
+        self._commits = committer if keyed is None else keyed
         self._queue = self._empty_queue()
         self._shown_upto, self._seen_upto = shown_upto, Seq(0)
         self._levels = AckLevels(committer, self._queue, options, stream, high_water)
@@ -157,14 +144,11 @@ class LogWriter:
 
         Args:
             folder: `data/wal/<stream>`; made if it doesn't exist.
-            stream: the stream's identity.
             shards: all shards of this writer; shards already in the folder are opened too.
             epoch: greater than that of any earlier writer.
             reservations: the durable store of reserved numbers, if this writer owns the stream; or
                 the numbers that it shares with other writers of the stream.
-            files: the file system.
             clock: for ages and creation times.
-            options: sizes and bounds.
             region: the region of the shards.
             writer: this writer's id.
             sessions: when application sessions expire; None: no sessions, and operations with
@@ -319,7 +303,6 @@ class LogWriter:
         Any thread may call it. Nothing is noted if this writer keeps no sessions.
 
         Args:
-            region: the region.
             writes: see `OtherRegions.note`.
             place: see there.
             is_anew: whether its log is read from the beginning: what was noted of it before is forgotten.
