@@ -96,6 +96,28 @@ def test_a_record_that_is_too_large_is_dead_and_others_go_on(home: Path, kafka_s
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("form", ["debezium-flat", "json"])
+@pytest.mark.parametrize("kind", ["changes", "latest"])
+def test_the_key_is_sent_with_columns_that_leave_it_out(
+    tmp_path: Path, kafka_server: EmbeddedKafka, kind: str, form: str
+) -> None:
+    """Rows of a backfill and newest states had `{"id":null}` as their key: a compacted topic kept one of them."""
+    home, topic = web_home(tmp_path / "home", more='[streams.web.keys]\n"public.orders" = ["id"]'), secrets.token_hex(4)
+    with served(home) as server:
+        server.post("orders", [{"id": n, "note": f"n{n}"} for n in range(3)])
+        sink = {"location": kafka_server.servers, "topic": topic, "format": form, "schemas_enable": False}
+        made = create(server, "search", kafka=sink, kind=kind, columns=["note as text"], start="latest", backfill=True)
+        assert made.status_code == 201, made.text
+        wait_for(lambda: shown(server, "search")["backfill"] is None, what=lambda: shown(server, "search"))
+        server.post("orders", [{"id": 3, "note": "n3"}])
+        wait_for(lambda: len(topic_of(kafka_server, topic)) == 4, what=lambda: shown(server, "search"))
+    found = topic_of(kafka_server, topic)
+    assert [message.key for message in found] == [b'{"id":%d}' % n for n in range(4)]
+    values = [json.loads(message.value or b"") for message in found]
+    assert [value.get("row", value) for value in values] == [{"id": n, "text": f"n{n}"} for n in range(4)]
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kills", "kills_broker"), [(2, False), pytest.param(30, True, marks=pytest.mark.siege)], ids=["server", "both"]
 )

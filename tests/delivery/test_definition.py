@@ -45,6 +45,21 @@ def test_a_name_alone_has_every_default() -> None:
     assert Definition.parse(DEFAULTS) == found
 
 
+def test_null_is_every_fields_default() -> None:
+    assert Definition.parse(dict.fromkeys(DEFAULTS) | {"name": "search"}).as_dict() == DEFAULTS
+
+
+def test_no_column_takes_the_name_of_a_key_that_kafka_always_gets() -> None:
+    sink = {"kafka": {"location": "localhost:9092"}}
+    chosen = Definition.parse({"name": "search", "columns": ["total", "note as text"]} | sink)
+    chosen.check([ORDERS])
+    assert chosen.names_of(ORDERS.key) == {"id": "id", "total": "total", "note": "text"}
+    wrong = Definition.parse({"name": "search", "columns": ["note as id"]} | sink)
+    with pytest.raises(DeliveryError, check=coded("invalid_consumer")):
+        wrong.check([ORDERS])
+    Definition.parse({"name": "search", "columns": ["note as id"]}).check([ORDERS])
+
+
 def test_every_field_is_shown_as_it_was_written() -> None:
     body = DEFAULTS | {
         "tables": ["public.*", "!public.audit_*"],

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, NamedTuple, NoReturn
 import pyarrow as pa
 
 from millstream.delivery.sink_definition import SINKS, TRUSTED_SINKS, SinkDefinition
+from millstream.delivery.sinks import names_with_key
 from millstream.errors import DeliveryError, PositionError, RoutingError, UsageError
 from millstream.model.as_of_parsing import is_token, parse_moment
 from millstream.model.names import TablePatterns
@@ -165,6 +166,14 @@ class Definition:
         """The new name of each chosen column, in the order of the definition; None: all columns, as they are."""
         return _renamed(self.columns)
 
+    def names_of(self, key: Iterable[str]) -> Mapping[str, str] | None:
+        """Return the new name of each column in a table's records; None: all columns, as they are.
+
+        Args:
+            key: the table's key. The sink in Kafka always gets its columns: they are the messages' key.
+        """
+        return names_with_key(self.renamed, key) if self.keeps_rows else self.renamed
+
     @cached_property
     def keeps_rows(self) -> bool:
         """Whether the sink uses records in the log's form."""
@@ -228,6 +237,14 @@ class Definition:
             if missing:
                 tables = ", ".join(sorted(schema.full_name for schema in matching)[:10])
                 _refuse(f"no matching table has a column {missing[0]!r}", field, f"Use columns of: {tables}.")
+        for schema in matching:
+            names = self.names_of(schema.key) or {}
+            if len(set(names.values())) < len(names):
+                _refuse(
+                    f"a column gets the name of a key column of {schema.full_name}, which Kafka's messages always have",
+                    "columns",
+                    f"Choose another name than {', '.join(schema.key)}.",
+                )
         if self.predicate is not None:
             _check_literals(self.predicate, matching)
         for schema in matching if grouped else ():
@@ -339,10 +356,10 @@ def _texts(body: Mapping[str, Any], field: str) -> tuple[str, ...] | None:
 
 
 def _flag(body: Mapping[str, Any], field: str) -> bool:
-    value = body.get(field, False)
-    if not isinstance(value, bool):
+    value = body.get(field)
+    if value is not None and not isinstance(value, bool):
         _refuse(f"{field} is neither true nor false", field)
-    return value
+    return bool(value)
 
 
 def _number(body: Mapping[str, Any], field: str) -> int:

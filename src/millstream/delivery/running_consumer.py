@@ -403,7 +403,8 @@ class Running:
         if msgspec.json.decode(record)["op"] == Op.DELETE.letter:
             with suppress(MillstreamError):  # reading on reports it
                 row = self._records.row_between(older, newer) or row
-        return merged(row, newer, origin, self.definition.renamed)
+        key = () if origin.schema is None else origin.schema.key
+        return merged(row, newer, origin, self.definition.names_of(key))
 
     # --- settling ----------------------------------------------------------------------------------------------------
 

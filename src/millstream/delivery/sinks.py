@@ -9,7 +9,7 @@ with the signature of `SinkFactory`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, partial
@@ -40,6 +40,11 @@ class LoggedRow(NamedTuple):
     """The record's index in the batch."""
     texts: Callable[[pa.RecordBatch], list[str]] | None = None
     """Returns the JSON of such records, for one whose JSON wasn't made."""
+
+
+def names_with_key(names: Mapping[str, str] | None, key: Iterable[str]) -> Mapping[str, str] | None:
+    """Return the new name of each column that a consumer chose, and of the key's columns that it didn't; None: all."""
+    return None if names is None else {name: name for name in key if name not in names} | dict(names)
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ CREATE TABLE newest (
     id INTEGER PRIMARY KEY, row_key TEXT UNIQUE, source INTEGER, leaf INTEGER, own TEXT, matches INTEGER, facts TEXT,
     row_text TEXT
 );
+CREATE TABLE keys (source INTEGER PRIMARY KEY, names TEXT);
 CREATE INDEX equal_rows ON newest (source, row_text) WHERE row_key IS NULL;
 """
 _NUMBERED: Final = """
@@ -187,6 +188,7 @@ def write_rows(
                     newest.apply(record)
                     if count % 1024 == 0:
                         _check(should_stop)
+            file.executemany("INSERT INTO keys VALUES (?, ?)", newest.keys())
             file.execute("COMMIT")
             file.executescript(_NUMBERED)
             (total,) = file.execute("SELECT count(*) FROM numbered").fetchone()
@@ -222,7 +224,9 @@ class Rows:
         except sqlite3.Error as error:
             raise as_told(OSError(f"{path}: {error}")) from error
         self._op = (Op.UPDATE if definition.kind is Kind.LATEST else Op.COPY).letter
-        self._renamed = definition.renamed
+        self._definition = definition
+        self._names: dict[int, Mapping[str, str] | None] = {}
+        """The consumer's names of the columns of each table."""
 
     def read(self, number: int, count: int) -> list[Row]:
         """Return the rows from a number on. Raises `MillstreamError` if the disk fails."""
@@ -231,13 +235,17 @@ class Rows:
                 "SELECT number, source, own, facts FROM numbered WHERE number >= ? ORDER BY number LIMIT ?",
                 (number, count),
             ).fetchall()
+            return [Row(number, table, own, self._record(table, facts)) for number, table, own, facts in found]
         except sqlite3.Error as error:
             raise as_told(OSError(str(error))) from error
-        return [Row(number, table, own, self._record(facts)) for number, table, own, facts in found]
 
-    def _record(self, text: str) -> str:
+    def _record(self, table: int, text: str) -> str:
+        if table not in self._names:
+            ((key,),) = self._file.execute("SELECT names FROM keys WHERE source = ?", (table,))
+            self._names[table] = self._definition.names_of(json.loads(key))
+        names = self._names[table]
         facts = {**json.loads(text), **_UNKNOWN, "op": self._op, "unchanged": []}
-        return msgspec.json.encode(facts if self._renamed is None else chosen(facts, self._renamed)).decode()
+        return msgspec.json.encode(facts if names is None else chosen(facts, names)).decode()
 
     def close(self) -> None:
         """Close the file."""
@@ -261,6 +269,10 @@ class _Newest:
         """Add rows of the lake, which come before all records."""
         self._of_lake[schema.table_id] = schema
         self.add(rows)
+
+    def keys(self) -> list[tuple[int, str]]:
+        """Return the names of each table's key columns, as its rows have them."""
+        return [(int(table), json.dumps(schema.key)) for table, schema in (self._of_lake | self._schemas).items()]
 
     def add(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Add rows as `_row` returns them."""

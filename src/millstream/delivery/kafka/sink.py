@@ -22,10 +22,19 @@ from millstream.delivery.kafka.from_json import records_of
 from millstream.delivery.kafka.ledger import TOPIC as LEDGER
 from millstream.delivery.kafka.ledger import Committed, Recent, make_ledger, read_committed
 from millstream.delivery.kafka.settings import ANSWERS_WITHIN_S, KafkaSettings
-from millstream.delivery.sinks import ACCEPTED, LoggedRow, Outcome, Pacing, Place, PushMessage, Verdict, apart, failed
+from millstream.delivery.sinks import (
+    ACCEPTED,
+    LoggedRow,
+    Outcome,
+    Pacing,
+    Place,
+    PushMessage,
+    Verdict,
+    apart,
+    failed,
+    names_with_key,
+)
 from millstream.errors import WriteBufferError
-from millstream.model.ids import Epoch, ShardId
-from millstream.model.record_json import record_facts
 from millstream.model.schema import TableSchema
 
 if TYPE_CHECKING:
@@ -339,23 +348,16 @@ class KafkaSink:
             else:
                 by_schema.setdefault(schema, []).append(sending)
         for schema, some in by_schema.items():
-            batch = records_of(schema, [sending.message.value for sending in some], self._place.columns)
+            names = names_with_key(self._place.columns, schema.key)
+            batch = records_of(schema, [sending.message.value for sending in some], names)
             for row, sending in enumerate(some):
                 yield sending, LoggedRow(schema, batch, row)
 
     def _json(self, message: PushMessage) -> Iterable[KafkaMessage]:
-        logged, columns = message.logged, self._place.columns
-        if logged is None:
-            schema = self._place.schema_of(message.value)
-            renamed = {} if columns is None else columns
-            key = () if schema is None else [renamed.get(name, name) for name in schema.key]
-            return self._encoder.json(message.value, message.record, key)
-        facts = message.value
-        if columns is not None:
-            part, epoch = logged.batch.slice(logged.row, 1), Epoch(facts["epoch"] or 0)
-            shard, stream = ShardId(facts["shard"] or 0), facts["stream"]
-            facts = record_facts(logged.schema, part, stream=stream, shard=shard, epoch=epoch)[0]
-        return self._encoder.json(facts, message.record, logged.schema.key)
+        logged, facts, renamed = message.logged, message.value, self._place.columns or {}
+        schema = self._place.schema_of(facts) if logged is None else logged.schema
+        key = () if schema is None else [renamed.get(name, name) for name in schema.key]
+        return self._encoder.json(facts, message.record, key)
 
     # --- the cluster -------------------------------------------------------------------------------------------------
 

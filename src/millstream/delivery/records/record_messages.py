@@ -61,7 +61,7 @@ def row_of(line: Line, groups: tuple[str, ...], group: str, definition: Definiti
     """Return the row that a key has after a record, as an update, whether it matches or not; None if it has none."""
     for state in states_of(line.facts, line.schema.key, groups, is_gone=True):
         if state.group == group and state.update is not None:
-            return KnownRow(_json(state.update, definition), line.schema)
+            return KnownRow(_json(state.update, definition, line.schema), line.schema)
     return None
 
 
@@ -103,7 +103,7 @@ def newest_messages(
     """Return a record's message of kind `latest`; two for a change of a key."""
     table = int(line.schema.table_id)
     if line.facts["op"] in BARRIERS:
-        record = _json(line.facts, definition)
+        record = _json(line.facts, definition, line.schema)
         leaf = line.facts["partition_oid"] if line.facts["op"] == _LEFT else None
         told = Message(0, 0, id_, (), table, True, len(record), Origin(None, record, moment), truncates=True, leaf=leaf)
         return told, None
@@ -115,8 +115,8 @@ def newest_messages(
 def _state_message(
     state: KeyState, id_: str, schema: TableSchema, moment: int | None, definition: Definition
 ) -> Message:
-    record = _json(state.facts, definition)
-    update = None if state.update is None else _json(state.update, definition)
+    record = _json(state.facts, definition, schema)
+    update = None if state.update is None else _json(state.update, definition, schema)
     is_partial = bool((state.update or state.facts)["unchanged"])
     origin = Origin(state.group, record, moment, update, is_partial, schema=schema)
     own_id = f"{id_}{OLD}" if state.is_old else id_
@@ -124,6 +124,7 @@ def _state_message(
     return Message(0, 0, own_id, (state.group,), table, barrier=False, size=len(record), origin=origin, leaf=leaf)
 
 
-def _json(facts: Mapping[str, Any], definition: Definition) -> str:
+def _json(facts: Mapping[str, Any], definition: Definition, schema: TableSchema) -> str:
     """Return a table's record as JSON, with the columns that the definition chooses."""
-    return msgspec.json.encode(facts if definition.renamed is None else chosen(facts, definition.renamed)).decode()
+    names = definition.names_of(schema.key)
+    return msgspec.json.encode(facts if names is None else chosen(facts, names)).decode()

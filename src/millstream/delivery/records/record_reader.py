@@ -455,7 +455,7 @@ class ConsumerReader:
             stream=self._stream,
             shard=kept.shard,
             epoch=kept.epoch,
-            renamed=definition.renamed,
+            renamed=definition.names_of(schema.key),
         )
         texts: Iterable[str | None] = repeat(None)
         sizes: Iterable[int] = repeat(batch.nbytes // count)
