@@ -11,9 +11,13 @@ import pytest
 from tests.app.homes import make_home
 
 from millstream.app.open_home import OpenHome
+from millstream.app.status import collect_status
+from millstream.errors import MillstreamError
 from millstream.home.home import Home
 from millstream.serving import health as module
 from millstream.serving.health import Health
+from millstream.serving.metrics import prometheus_text
+from millstream.testing.errors import coded
 
 
 @pytest.fixture
@@ -64,6 +68,49 @@ def test_a_server_ends_while_its_status_hangs(home: Home, monkeypatch: pytest.Mo
     finally:
         may.set()
         asking.join(60)
+
+
+def test_while_a_status_hangs_requests_get_the_last_one_with_its_age(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request waited for the status that hung, and so did every later request."""
+    hangs, may = threading.Event(), threading.Event()
+    taken = collect_status(home)
+
+    def hanging(*_: Any) -> dict[str, Any]:
+        hangs.set()
+        assert may.wait(60)
+        return taken
+
+    monkeypatch.setattr(module, "collect_status", hanging)
+    monkeypatch.setattr(module, "_ANSWERS_WITHIN_S", 0.1)
+    health = Health(home)
+    try:
+        with pytest.raises(MillstreamError, check=coded("status_hangs")):
+            health.answer()
+        assert hangs.is_set()
+        assert health.errors() == []
+        assert health.ready()[0]
+        may.set()
+        monkeypatch.setattr(module, "_ANSWERS_WITHIN_S", 60.0)
+        assert health.answer()["streams"] == taken["streams"]
+
+        may.clear()
+        monkeypatch.setattr(module, "_ANSWERS_WITHIN_S", 0.1)
+        monkeypatch.setattr(module, "_KEEP_S", 0.0)
+        late = health.answer()
+        assert late["streams"] == taken["streams"]
+        assert (late["age_s"] > 0, late["problems"]) == (True, [])
+        assert b"millstream_status_age_seconds" in prometheus_text(health.answer)
+        monkeypatch.setattr(module, "_HANGS_AFTER_S", 0.0)
+        assert "doesn't answer" in health.answer()["problems"][0]
+        assert not health.healthy()[0]
+        assert health.ready()[0]
+    finally:
+        may.set()
+    monkeypatch.setattr(module, "_ANSWERS_WITHIN_S", 60.0)
+    assert health.answer()["problems"] == []
+    health.close()
 
 
 def test_a_status_is_kept_for_a_second_unless_it_is_renewed(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,11 @@ class MillstreamError(Exception):
             Retry.OPERATOR,
             "Run as the user that owns the home, or give this user read access to the path.",
         ),
+        "status_hangs": Code(
+            "No status of the home could be taken so far: its catalog, log or lake doesn't answer.",
+            Retry.BACKOFF,
+            "Run `millstream doctor` to find what doesn't answer.",
+        ),
         "io_failed": Code(
             "The operating system failed a call on a file, a disk or a connection; details: path (None if "
             "unknown), errno.",

@@ -190,10 +190,10 @@ class Application:
             "/status",
             tags=["health"],
             dependencies=may_read,
-            summary="The whole status, as `millstream status --json` prints it.",
+            summary="The whole status, as `millstream status --json` prints it, and its age: the last one if a new one hangs.",
         )
         def get_status() -> JSONResponse:
-            return JSONResponse(health.status())
+            return JSONResponse(health.answer())
 
         @app.get(
             "/v1/streams/{stream}/session",
@@ -251,7 +251,7 @@ class Application:
         def get_metrics() -> Response:
             from millstream.serving.metrics import prometheus_text
 
-            return Response(prometheus_text(health.status), media_type="text/plain; version=0.0.4; charset=utf-8")
+            return Response(prometheus_text(health.answer), media_type="text/plain; version=0.0.4; charset=utf-8")
 
         influx = {"X-Influxdb-Version": VERSION.decode(), "X-Influxdb-Build": "OSS"}
 

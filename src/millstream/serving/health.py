@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.app.status import collect_status
 from millstream.app.status_cache import StatusCache
+from millstream.errors import MillstreamError
 from millstream.leadership.node_roles import Roles
 from millstream.model.replication import LOCAL
 from millstream.nodes.replicas import list_replicas
 from millstream.protocol.replication.promises_and_fencing import Role
+from millstream.workers import call_in_thread
 from millstream.writers.home_appender import append_socket, will_write
-from millstream.writers.stall_reasons import troubles
+from millstream.writers.stall_reasons import sorted_troubles
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from millstream.home.home import Home
 
 _KEEP_S: Final = 1.0
@@ -24,6 +29,13 @@ _KEEP_S: Final = 1.0
 _PATIENCE_S: Final = 2.0
 """How long a status waits for a catalog that has gone away: a health check has to report that."""
 _CLOSES_WITHIN_S: Final = 2.0
+
+_ANSWERS_WITHIN_S: Final = 5.0
+"""How long a new status may take before requests get the last one: half of Prometheus's patience."""
+_READY_WITHIN_S: Final = 0.5
+"""How long a probe of readiness waits for the errors that it reports along."""
+_HANGS_AFTER_S: Final = 15.0
+"""How long a status may take before that is a problem; in a home of thousands of tables it takes seconds."""
 
 
 class Health:
@@ -35,6 +47,10 @@ class Health:
         self._lock = threading.Lock()
         self._status: dict[str, Any] = {}
         self._status_s = -_KEEP_S
+        self._request_lock = threading.Lock()
+        self._asking: Future[dict[str, Any]] | None = None
+        """The status that requests wait for, which may hang."""
+        self._asked_s = 0.0
         self._cache = StatusCache(patience_s=_PATIENCE_S)
         self.draining = False
         """Whether the server was told to end."""
@@ -52,6 +68,28 @@ class Health:
         with self._lock:
             return self._status if time.monotonic() - self._status_s < _KEEP_S else self._renewed()
 
+    def answer(self, *, within_s: float | None = None) -> dict[str, Any]:
+        """Return the status and its age in seconds, `age_s`; the last one if a new one takes too long.
+
+        Raises:
+            MillstreamError (`status_hangs`): there is no last one.
+        """
+        with self._request_lock:
+            if self._asking is None or self._asking.done():
+                self._asking, self._asked_s = call_in_thread("status", self.status), time.monotonic()
+            asking, asked_s = self._asking, self._asked_s
+        patience_s = _ANSWERS_WITHIN_S if within_s is None else within_s
+        wait([asking], max(0.0, asked_s + patience_s - time.monotonic()))
+        status = asking.result() if asking.done() else self._status
+        now_s = time.monotonic()
+        age_s = round(now_s - self._status_s, 3)
+        if not status:
+            raise MillstreamError(f"no status could be taken for {now_s - asked_s:.1f} s", code="status_hangs")
+        if not asking.done() and now_s - asked_s > _HANGS_AFTER_S:
+            problem = f"this status is {age_s:.0f} s old: what a newer one reads (catalog, log, lake) doesn't answer"
+            status = {**status, "problems": [*status["problems"], problem]}
+        return {**status, "age_s": age_s}
+
     def renewed(self) -> dict[str, Any]:
         """Return the status as of now."""
         with self._lock:
@@ -64,20 +102,23 @@ class Health:
 
     def healthy(self) -> tuple[bool, dict[str, Any]]:
         """Return whether capture and pipeline run and everything is readable; and what isn't."""
-        found = self.status()
+        found = self.answer()
         parts = {part: found["processes"].get(part) is not None for part in ("owner", "pipeline")}
         healthy = all(parts.values()) and not found["problems"]
         # A restart wouldn't help these, so they don't make the home unhealthy.
         waiting = [t["name"] for s in found["streams"] for t in s.get("tables", ()) if t["state"] == "quarantined"]
         facts = {"healthy": healthy, **parts, "problems": found["problems"], "quarantined": waiting}
-        return healthy, {**facts, "errors": self.errors()}
+        return healthy, {**facts, "errors": _errors(found)}
 
     def errors(self) -> list[dict[str, Any]]:
-        """Return the troubles of streams that still take writes.
+        """Return the troubles of streams that still take writes, as of the last status if a new one takes too long.
 
         Each has `stream`, `part`, `code`, `message`, `hint`, `gave_up` and `since`.
         """
-        return troubles(self._home)
+        try:
+            return _errors(self.answer(within_s=_READY_WITHIN_S))
+        except MillstreamError:
+            return []
 
     def ready(self) -> tuple[bool, str]:
         """Return whether writes are taken now, and if not, why.
@@ -101,3 +142,9 @@ class Health:
             if {one["stream"] for one in few} >= set(led):
                 return False, f"too few nodes follow for {few[0]['acks']}, the level of stream {few[0]['stream']}"
         return True, "writes are taken"
+
+
+def _errors(status: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return sorted_troubles(
+        (one["name"], part, error) for one in status["streams"] for part, error in one["errors"].items()
+    )

@@ -45,6 +45,8 @@ class _Status(Collector):
         yield GaugeMetricFamily(
             "millstream_problems", "Things that status could not read.", value=float(len(status["problems"]))
         )
+        if "age_s" in status:
+            yield GaugeMetricFamily("millstream_status_age_seconds", "Age of these figures.", value=status["age_s"])
         yield from _resources(status["resources"])
         yield from _nodes([stream for stream in status["streams"] if stream.get("replication")])
         streams = [stream for stream in status["streams"] if stream.get("id")]

@@ -11,6 +11,8 @@ from millstream.processes.control_socket import ask
 from millstream.processes.role_locks import holder
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from millstream.catalog import Catalog
     from millstream.home.home import Home
 
@@ -87,6 +89,11 @@ def troubles(home: Home) -> list[dict[str, Any]]:
                     parts: dict[Part, Any] = {"capture": owner.get(name), "pipeline": pipeline.get(name)}
                     for part, live in parts.items():
                         found.append((name, part, trouble_of(home, catalog, name, part, live)))
+    return sorted_troubles(found)
+
+
+def sorted_troubles(found: Iterable[tuple[str, Part, Mapping[str, Any] | None]]) -> list[dict[str, Any]]:
+    """Return the troubles among what `trouble_of` returned, by stream and part, as `troubles` does."""
     return [
         {
             "stream": stream,
