@@ -7,18 +7,21 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import pyarrow as pa
 import pytest
 from tests.lake.test_query import land
 
 from millstream.errors import InvalidQuery, LakeUnavailable, UnknownTable
-from millstream.lake.commit_cuts import last_cut
+from millstream.lake.commit_cuts import commit_cut, last_cut
+from millstream.lake.folded.scd2 import fold_into_versions
 from millstream.lake.known_tables import KnownTable
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query.query_session import LakeSession
 from millstream.lake.replay import table_named
 from millstream.model.ids import SourceId, TableId
+from millstream.model.positions import Seq
 from millstream.model.query_reasons import Reason
 from millstream.model.schema import Column, ReplicaIdentity, TableKind, TableSchema
 
@@ -77,6 +80,47 @@ def test_a_views_table_without_quotes_is_answered_with_the_name_in_quotes(
     with LakeSession(layout) as session, pytest.raises(InvalidQuery, match=r"no table merged\.orders") as caught:
         session.query("FROM merged.orders")
     assert caught.value.hint == 'Name its schema too: merged."public.orders".'
+
+
+def test_a_table_that_has_had_no_record_has_versions_where_others_have(
+    layout: LakeLayout, orders: TableSchema, records: Records
+) -> None:
+    keyless = replace(orders, table_id=TableId(8), name="bag", key=(), replica_identity=ReplicaIdentity.FULL)
+    items = replace(orders, table_id=TableId(9), name="items")
+    known = [KnownTable(one.table_id, "public", one.name, one) for one in (keyless, items)]
+    land(layout, 1, {orders: records(orders, ("c", 1, {"id": 1}))}, fold=True)
+    with LakeSession(layout, known=lambda: known) as session, pytest.raises(InvalidQuery, match="no table scd2"):
+        session.query('FROM scd2."public.items"')
+    commit_cut(layout, Seq(1), [fold_into_versions(layout, orders, Seq(1)).commit], committed_at=datetime.now(UTC))
+    with LakeSession(layout, known=lambda: known) as session:
+        assert session.query('FROM scd2."public.items"').num_rows == 0
+        versions = session.query('FROM scd2."public.orders"')
+        assert session.query('FROM scd2."public.items"').schema.names == versions.schema.names
+        with pytest.raises(InvalidQuery, match=r"no table scd2\.public\.bag") as caught:
+            session.query('FROM scd2."public.bag"')
+    assert caught.value.hint == "Only tables with a key have versions."
+
+
+@pytest.mark.parametrize(
+    ("asked", "hint"),
+    [
+        ('history."public.""Odd.Name"""', 'Write history."public.Odd.Name".'),
+        ('scd2."public.""Odd.Name"""', 'Write scd2."public.Odd.Name".'),
+        ('history."Odd.Name"', 'Name its schema too: history."public.Odd.Name".'),
+        ('scd2."public.Odd.Name"', "Only tables with a key have versions."),
+    ],
+)
+def test_a_view_of_an_odd_name_is_answered_with_how_it_is_written(
+    layout: LakeLayout, orders: TableSchema, records: Records, asked: str, hint: str
+) -> None:
+    odd = replace(orders, name="Odd.Name", key=(), replica_identity=ReplicaIdentity.FULL)
+    land(layout, 1, {odd: records(odd, ("c", 1, {"id": 1}))}, fold=False)
+    known = KnownTable(odd.table_id, "public", "Odd.Name", odd, waits="the pipeline hasn't landed it")
+    with LakeSession(layout, known=lambda: [known]) as session:
+        assert session.query('FROM history."public.Odd.Name"').num_rows == 1
+        with pytest.raises(InvalidQuery, match="there is no table ") as caught:
+            session.query(f"FROM {asked}")
+    assert caught.value.hint == hint
 
 
 @pytest.mark.parametrize(

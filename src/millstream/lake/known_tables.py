@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
 
 from millstream.lake.column_conversion import history_prefix, lake_columns
+from millstream.lake.folded.scd2_fold import VERSION_COLUMNS
+from millstream.lake.layout import has_current
 from millstream.model.ids import TableId
-from millstream.model.names import DEFAULT_SCHEMA, parse_qualified_name, qualified_name
+from millstream.model.names import DEFAULT_SCHEMA, name_in_full, parse_qualified_name, qualified_name, quote, same_bare
 from millstream.model.schema import TableSchema
 
 
@@ -32,14 +34,28 @@ class KnownTable:
         return qualified_name(self.namespace, self.name)
 
 
-def empty_rows(schema: TableSchema, types: Mapping[str, str]) -> pa.Table:
-    """Return the lake's empty rows of a table; raises `lake_schema_conflict`, `ConfigError` as `lake_columns`."""
-    return lake_columns(schema, types).empty_table()
+def empty_views(
+    known: KnownTable, schema: TableSchema, types: Mapping[str, str], *, has_versions: bool
+) -> dict[tuple[str, str], pa.Table]:
+    """Return the views of a table that has never had a record, by their schema and name.
 
+    Args:
+        known: the table.
+        schema: its columns.
+        types: as in the lake's layout.
+        has_versions: whether the lake has versions of tables with a key.
 
-def empty_records(schema: TableSchema, types: Mapping[str, str]) -> pa.Table:
-    """Return a table's empty records; raises as `empty_rows`."""
-    return pa.schema([*history_prefix(schema), *lake_columns(schema, types)]).empty_table()
+    Raises:
+        LakeError (`lake_schema_conflict`), ConfigError: as `lake_columns`.
+    """
+    columns, bare = lake_columns(schema, types), f"{known.namespace}.{known.name}"
+    views = {("history", bare): pa.schema([*history_prefix(schema), *columns])}
+    if has_current(schema):
+        views[known.namespace, known.name] = pa.schema(columns)
+    if has_versions and schema.key:
+        key, rest = ([one for one in columns if (one.name in schema.key) is is_key] for is_key in (True, False))
+        views["scd2", bare] = pa.schema([*key, *VERSION_COLUMNS, *rest])
+    return {name: shape.empty_table() for name, shape in views.items()}
 
 
 def is_meant(said: str, full_name: str) -> bool:
@@ -60,9 +76,9 @@ def unknown_table(said: str, written: Collection[tuple[str, ...]]) -> str | None
     if found is None:
         return None
     name = found[1]
+    schemas = {parts[-2] for parts in written if len(parts) > 1 and _bare(parts[-1]) == _bare(name)}
     if "." in name:
-        return name
-    schemas = {parts[-2] for parts in written if len(parts) > 1 and parts[-1].lower() == name.lower()}
+        return f"{min(schemas)}.{name}" if schemas else name
     bare = not schemas or any(len(parts) == 1 and parts[0].lower() == name.lower() for parts in written)
     return f"{DEFAULT_SCHEMA if bare or DEFAULT_SCHEMA in schemas else min(schemas)}.{name}"
 
@@ -70,6 +86,33 @@ def unknown_table(said: str, written: Collection[tuple[str, ...]]) -> str | None
 def where_they_land(node: str) -> str:
     """Return the hint for tables that another node lands."""
     return f"This node doesn't land the stream's tables: {node} leads the stream, and does. Ask there, or keep the lake in an object store that both name."
+
+
+def other_name(view: str, bare: str, tables: Sequence[str], known: Iterable[KnownTable]) -> str:
+    """Return the hint for an unknown table, `view.bare`, with the names that it may mean; empty if there are none.
+
+    Args:
+        view: the schema in SQL: that of the table, or a view's.
+        bare: the rest of the name.
+        tables: the tables in the lake.
+        known: the tables as the source has them.
+    """
+    others = same_bare(bare, map(parse_qualified_name, tables))
+    if view not in {"history", "scd2", "merged"}:
+        return name_in_full(others)
+    for name in (name for name in tables if is_meant(bare, name)):
+        if '"' in bare:
+            return f"Write {_in_view(view, name)}."
+        if view == "scd2" and any(one.full_name == name and one.schema and not one.schema.key for one in known):
+            return "Only tables with a key have versions."
+        if view == "scd2":
+            return "The lake keeps no versions of it so far: `millstream tables` names the reason if their fold fails."
+    return name_in_full([_in_view(view, name) for name in others])
+
+
+def _in_view(view: str, full_name: str) -> str:
+    """Return how SQL names a table in a view, whose names have the schema in them."""
+    return f"{view}.{quote('.'.join(parse_qualified_name(full_name)))}"
 
 
 def _bare(name: str) -> str:

@@ -32,11 +32,18 @@ from millstream.errors import (
 )
 from millstream.lake.commit_cuts import Cut, CutTable, last_cut
 from millstream.lake.folded.current import current_columns
-from millstream.lake.known_tables import KnownTable, empty_records, empty_rows, is_meant, unknown_table, where_they_land
+from millstream.lake.known_tables import (
+    KnownTable,
+    empty_views,
+    is_meant,
+    other_name,
+    unknown_table,
+    where_they_land,
+)
 from millstream.lake.layout import MESSAGES, LakeLayout, has_current, without_rows
 from millstream.lake.query.duckdb_connection import Engine
 from millstream.lake.query.log_tail import TailTables
-from millstream.lake.query.merged_rows import MERGED, MergedTables, MergedViews
+from millstream.lake.query.merged_rows import MergedTables, MergedViews
 from millstream.lake.query.namesakes import Namesakes, names_written
 from millstream.lake.query.overlay import SEQ
 from millstream.lake.query.query_limits import QueryBounds
@@ -56,7 +63,7 @@ from millstream.lake.schema_history import Era, era_at, era_of, newest_schema
 from millstream.lake.table_format import OpenTable, open_table
 from millstream.lake.table_renames import open_left_behind
 from millstream.model.ids import TableId
-from millstream.model.names import name_in_full, parse_qualified_name, quote, same_bare
+from millstream.model.names import parse_qualified_name, quote
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.query_reasons import Reason, with_reasons
 from millstream.model.region_ages import RegionAge
@@ -348,30 +355,34 @@ class LakeSession(Closing):
         if table is None:
             return InvalidQuery(said)
         view, _, bare = table.partition(".")
-        asked = {table, bare} if view in {HISTORY, SCD2} else {table}
-        meant = [(name, error) for name, error in self._failures.items() if any(is_meant(one, name) for one in asked)]
-        for _, failure in meant:
+        meant = bare if view in {HISTORY, SCD2} else table
+        failures = [
+            (name, failure)
+            for name, failure in self._failures.items()
+            if is_meant(meant, name) or is_meant(table, name)
+        ]
+        for _, failure in failures:
             if failure.code != LakeError.code:
                 return failure
-        if self._past and (later := known_later(self._layout, self._n, table, self._tables.values())) is not None:
+        if self._past and (later := known_later(self._layout, self._n, meant, self._tables.values())) is not None:
             return later
-        for name, failure in meant:
+        for name, failure in failures:
             return InvalidQuery(f"{name} {failure.message}", hint=failure.hint)
+        landed = {one.table_id for one in self._tables.values()}
         for known in self._capture_knows():
-            if is_meant(table, known.full_name) and (known.waits or known.schema is None):
-                why = known.waits or "no change of it has come, and nobody has seen its columns"
+            if known.table_id in landed or not is_meant(meant, known.full_name):
+                continue
+            if known.waits or known.schema is None:
+                why = known.waits or "no change of it has come, so its columns are unknown"
                 hint = None if self.landed_by is None else where_they_land(self.landed_by)
                 return InvalidQuery(f"{known.full_name} has nothing in the lake yet: {why}", hint=hint)
-            if self._past and is_meant(table, known.full_name):
+            if self._past:
                 at = f"at {self.token}, or it was empty: it had no record yet"
                 return InvalidQuery(f"there was no table {known.full_name} {at}")
         # In our words, because DuckDB's suggestions are its own tables.
-        others = same_bare(bare, [parse_qualified_name(name) for name in self.tables])
-        hint = name_in_full([f'{view}."{name}"' for name in others] if view in {HISTORY, SCD2, MERGED} else others)
+        hint = other_name(view, bare, self.tables, self._capture_knows())
         if bare == MESSAGES and MESSAGES in self._tables:
             hint = f"Logical messages are in {HISTORY}.{MESSAGES}."
-        if view == SCD2 and any(is_meant(bare, name) for name in self.tables):
-            hint = "The lake keeps no versions of it so far: `millstream tables` names the reason if their fold fails."
         return InvalidQuery(f"there is no table {table} in the lake", hint=hint or self._hint())
 
     def _hint(self) -> str:
@@ -469,11 +480,9 @@ class LakeSession(Closing):
 
     def _make_empty(self, known: KnownTable, schema: TableSchema) -> None:
         """Make views of a table that has never had a record."""
-        records = self._engine.register(empty_records(schema, self._layout.types))
-        self._engine.view(HISTORY, f"{known.namespace}.{known.name}", f"FROM {records}")
-        if has_current(schema):
-            rows = self._engine.register(empty_rows(schema, self._layout.types))
-            self._engine.view(known.namespace, known.name, f"FROM {rows}")
+        has_versions = any(table.scd2 >= 0 for table in self._tables.values())
+        for (view, name), rows in empty_views(known, schema, self._layout.types, has_versions=has_versions).items():
+            self._engine.view(view, name, f"FROM {self._engine.register(rows)}")
 
     def _stands_in(self, folder: str, text: str) -> bool:
         """Whether a query (in lower case) may name the table."""
