@@ -64,6 +64,16 @@ def test_a_kind_of_store_without_a_test_is_refused_in_the_file_and_by_init(tmp_p
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("location", ["s3://", "s3:///lake"])
+def test_an_address_without_a_bucket_is_refused_in_the_file_and_by_init(tmp_path: Path, location: str) -> None:
+    error = mistake(tmp_path, location, "")
+    assert (error.code, error.details["key"]) == ("config", "streams.web.lake.location")
+    assert "names no bucket: write s3://bucket/folder" in error.message
+    with pytest.raises(ConfigError, match=r"--location: .* names no bucket"):
+        make_home(tmp_path / "new", stream="web", source=None, tables=["public.*"], location=location)
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize(
     ("catalog", "location", "expected"),
     [

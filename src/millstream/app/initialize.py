@@ -12,7 +12,7 @@ from typing import Final
 from urllib.parse import unquote
 
 from millstream.config.file import FILE_NAME
-from millstream.config.stream_checks import OPTIONS, unsupported
+from millstream.config.stream_checks import fault_of_location
 from millstream.errors import ConfigError, MillstreamError, UsageError
 from millstream.libpq import ADDRESS_HINT, is_address
 from millstream.model.addresses import (
@@ -149,6 +149,7 @@ def make_home(
 
     Raises:
         ConfigError (`lake_scheme_unsupported`): the location is in a kind of store in which lakes aren't tested.
+        ConfigError: the location is in a store, and names no bucket.
         UsageError: the folder has a configuration already; a name or a pattern is invalid; the DSN is invalid or
             ambiguous; the location has a secret in it; or the catalog isn't one of these.
         MillstreamError (`home_unwritable`): the folder can't be written.
@@ -162,9 +163,8 @@ def make_home(
             "--location is neither a folder nor the URL of an object store, or has a user, a password or a key in it",
             hint="Leave the keys out: they belong into [streams.S.lake.storage_options], or the environment.",
         )
-    scheme, separator, _ = place.partition("://")
-    if separator and scheme not in OPTIONS:
-        raise ConfigError(f"--location: {unsupported(scheme)}", code="lake_scheme_unsupported")
+    if (fault := fault_of_location(place)) is not None:
+        raise ConfigError(f"--location: {fault[1]}", code=fault[0])
     variable, password, has_variable = f"{stream.upper()}_PASSWORD", None, False
     if source is None:
         section = f"[streams.{stream}]    # no source: it has what applications append\n"
@@ -180,7 +180,7 @@ def make_home(
             tables="[" + ", ".join(map(_quoted, tables)) + "]",
             export="" if not has_variable else f"# before a command: export {variable}=…    (the password, as it is)\n",
         )
-    storage = _STORAGE.format(stream=stream) if separator else ""
+    storage = _STORAGE.format(stream=stream) if "://" in place else ""
     if server is not None:
         storage += _REST.format(stream=stream, uri=_quoted(server))
     placed = f"location = {_quoted(place)}"

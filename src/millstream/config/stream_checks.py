@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Final
@@ -280,14 +281,18 @@ OPTIONS: Final = {
 """The options of each store in which tests put a lake, by the scheme of its addresses. A library would ignore a misspelt one."""
 
 
+_NAMED: Final = re.compile(r"\w+://[^/?#]")
+"""An address with a bucket."""
+
+
 def clashes_of_storage(at: KeyPath, lake: LakeConfig) -> Iterator[Clash]:
     """Yield each mistake of a stream's `lake.location` and `lake.storage_options`."""
     if lake.format == "postgres":
         return
-    scheme, separator, _ = lake.location.partition("://")
-    if separator and scheme not in OPTIONS:
-        yield (*at, "lake", "location"), "lake_scheme_unsupported", unsupported(scheme)
+    if (fault := fault_of_location(lake.location)) is not None:
+        yield ((*at, "lake", "location"), *fault)
         return
+    scheme, separator, _ = lake.location.partition("://")
     # The options may stay while a lake lies in a folder.
     allowed = OPTIONS[scheme] if separator else [name for names in OPTIONS.values() for name in names]
     for name in lake.storage_options:
@@ -300,10 +305,16 @@ def clashes_of_storage(at: KeyPath, lake: LakeConfig) -> Iterator[Clash]:
             )
 
 
-def unsupported(scheme: str) -> str:
-    """Return why a lake can't lie at addresses with a scheme."""
+def fault_of_location(location: str) -> tuple[str, str] | None:
+    """Return why a lake of files can't lie there, as a code and a description; None if it can."""
+    scheme, separator, _ = location.partition("://")
     stores = " or ".join(f"{name}://bucket/folder" for name in OPTIONS)
-    return f"a lake can't lie at {scheme}://…, in which it isn't tested: name a folder, or {stores}"
+    if separator and scheme not in OPTIONS:
+        words = f"a lake can't lie at {scheme}://…, in which it isn't tested: name a folder, or {stores}"
+        return "lake_scheme_unsupported", words
+    if separator and not _NAMED.match(location):
+        return "config", f"{location} names no bucket: write {stores}"
+    return None
 
 
 def _spelled(name: str) -> str:
