@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from uuid import UUID
 
@@ -11,7 +13,7 @@ import pyarrow as pa
 import pytest
 from tests.servers.store_proxy import Fault, FaultRule, StoreProxy
 
-from millstream.errors import LakeUnavailable
+from millstream.errors import LakeUnavailable, UsageError
 from millstream.lake.data_files import local_folder
 from millstream.lake.history import append_history
 from millstream.lake.iceberg.catalog import catalog_of
@@ -98,3 +100,32 @@ def test_tables_lie_in_the_places_of_their_namespaces(
     path = Path(file.file.file_path.removeprefix("file://"))
     assert path.is_file()
     assert path.is_relative_to(table.location().removeprefix("file://"))
+
+
+@pytest.mark.parametrize("page", [b"<html>log in</html>", b"[]", b""])
+def test_a_server_that_is_no_catalog_is_one_that_does_not_answer(page: bytes) -> None:
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("content-length", str(len(page)))
+            self.end_headers()
+            self.wfile.write(page)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            catalog = {"type": "rest", "uri": f"http://127.0.0.1:{server.server_port}"}
+            lake = LakeLayout(IN_CATALOG, "shop", StreamId(UUID(int=42)), format="iceberg", catalog=catalog)
+            with pytest.raises(LakeUnavailable, match="isn't a catalog", check=coded("catalog_unreachable")):
+                format_of(lake).probe_catalog(lake)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_database_whose_driver_is_missing_is_named(tmp_path: Path) -> None:
+    catalog = {"type": "sql", "uri": "postgresql+pg8000://someone@127.0.0.1:1/shop"}
+    lake = LakeLayout(str(tmp_path), "shop", StreamId(UUID(int=42)), format="iceberg", catalog=catalog)
+    with pytest.raises(UsageError, match="needs a driver", check=coded("missing_extra")):
+        format_of(lake).probe_catalog(lake)

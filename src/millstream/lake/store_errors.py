@@ -58,7 +58,7 @@ _OF_THE_MACHINE: Final = re.compile(
 """Where a machine in a cloud is asked for its role's keys, if no others are given."""
 
 
-def plain_text(error: BaseException) -> str:
+def plain_text(error: BaseException | str) -> str:
     """Return an error's text on one line, without the colours that delta-rs gives it."""
     return " ".join(_COLOUR.sub("", str(error)).split())
 

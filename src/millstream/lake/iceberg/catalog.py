@@ -8,12 +8,14 @@ from functools import lru_cache
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
+import pydantic
 from pyiceberg.exceptions import (
     AuthorizationExpiredError,
     CommitFailedException,
     ForbiddenError,
     NamespaceAlreadyExistsError,
     NoSuchNamespaceError,
+    NotInstalledError,
     OAuthError,
     RESTError,
     UnauthorizedError,
@@ -22,9 +24,9 @@ from pyiceberg.exceptions import (
 )
 from requests.exceptions import RequestException
 
-from millstream.errors import LakeConflict, LakeError, LakeFilesGone, LakeUnavailable
+from millstream.errors import LakeConflict, LakeError, LakeFilesGone, LakeUnavailable, UsageError
 from millstream.lake.layout import LakeLayout
-from millstream.lake.store_errors import lake_errors
+from millstream.lake.store_errors import lake_errors, plain_text
 from millstream.model.addresses import mask_address
 from millstream.model.store_options import is_on
 
@@ -55,6 +57,8 @@ _STORE: Final = {
 }
 """Properties of a catalog by the names of a store's options (`LakeLayout.storage_options`)."""
 _FILE_IO: Final = {"py-io-impl": "millstream.lake.iceberg.files.LakeFileIO"}
+_FOREIGN: Final = frozenset({"json_invalid", "model_type"})
+"""The kinds of pydantic's errors for an answer that isn't a JSON object: a page of a proxy, or of another server."""
 _lock: Final = Lock()
 
 
@@ -155,6 +159,16 @@ def catalog_errors(path: str) -> Iterator[None]:
         ) from error
     except _CATALOGS as error:
         raise _unreachable(path, error) from error
+    except pydantic.ValidationError as error:
+        if _FOREIGN.isdisjoint(one["type"] for one in error.errors()):
+            raise LakeError(f"{path}: {plain_text(error)}", path=path) from error
+        raise _unreachable(path, "what answers there isn't a catalog") from error
+    except NotInstalledError as error:
+        raise UsageError(
+            "the catalog's database needs a driver that isn't installed",
+            code="missing_extra",
+            hint="Install the driver that `uri` in `[streams.S.lake.catalog]` names; postgresql+psycopg:// needs none.",
+        ) from error
     except ValueError as error:
         raise LakeError(f"{path}: {error}", path=path) from error
 
@@ -183,5 +197,5 @@ def _request_errors(path: str) -> Iterator[None]:
 
 def _unreachable(path: str, error: Any) -> LakeUnavailable:
     # SQLAlchemy's own text holds the statement and its values.
-    reason = getattr(error, "orig", None) or error
+    reason = plain_text(getattr(error, "orig", None) or error)
     return LakeUnavailable(f"the catalog of {path} doesn't answer: {reason}", code="catalog_unreachable", path=path)
