@@ -251,7 +251,7 @@ def test_all_have_the_same_calls() -> None:
     assert {
         name: call
         for name, call in public(millstream.OpenHome).items()
-        if name not in {"lake", "reader", "check_age", "merged_schema"}
+        if name not in {"lake", "reader", "check_age", "known_schemas", "merged_schema"}
     } == wanted
     assert public(millstream.aio.AsyncOpenHome) == wanted
     assert public(millstream.aio.AsyncRemoteHome) == wanted

@@ -10,16 +10,27 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.datasource import ReadAllAvailable
 from pyspark.sql.streaming.query import StreamingQuery
+from pyspark.sql.types import LongType, StringType, StructField, StructType
 from tests.spark.hand_made import Change, Home, delete, insert, update
 
-from millstream.errors import EngineError, MillstreamError, TokenFromFuture, UnknownStream, UnknownTable, UsageError
+from millstream.errors import (
+    EngineError,
+    MillstreamError,
+    OffsetExpired,
+    TokenFromFuture,
+    UnknownStream,
+    UnknownTable,
+    UsageError,
+)
 from millstream.model.ids import SchemaVersion
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.records import Op
 from millstream.model.schema import Column, TableKind, TableSchema
-from millstream.spark.source import MillstreamSource, SourceOptions, position_of
+from millstream.spark.source import MillstreamSource, MillstreamStreamReader, SourceOptions, position_of
 from millstream.testing.errors import coded
+from millstream.wal.reader import StreamReader
 
 
 def orders_of(home: Home) -> TableSchema:
@@ -279,6 +290,9 @@ def test_an_empty_log_gives_no_rows(spark: SparkSession, home: Home, tmp_path: P
         ({"path": "HOME", "stream": "shop", "colums": "id"}, UsageError),
         ({"path": "HOME", "stream": "shop", "max_rows_per_trigger": "0"}, UsageError),
         ({"path": "HOME", "stream": "shop", "max_bytes_per_trigger": "many"}, UsageError),
+        ({"path": "HOME", "stream": ""}, UsageError),
+        ({"path": "HOME", "stream": "../wal/shop"}, UsageError),
+        ({"path": "file://host/HOME", "stream": "shop"}, UsageError),
     ],
 )
 def test_options_that_make_no_sense_are_refused(home: Home, options: dict[str, str], error: type[Exception]) -> None:
@@ -287,8 +301,77 @@ def test_options_that_make_no_sense_are_refused(home: Home, options: dict[str, s
         SourceOptions.parse(given)
 
 
-def test_the_only_stream_of_a_home_needs_no_name(home: Home) -> None:
-    assert SourceOptions.parse({"PATH": str(home.path)}).wal == home.wal
+@pytest.mark.parametrize("prefix", ["", "file:", "file://", "file://localhost"])
+def test_the_only_stream_of_a_home_needs_no_name(home: Home, prefix: str) -> None:
+    assert SourceOptions.parse({"PATH": f"{prefix}{home.path}"}).wal == home.wal
+
+
+def read(home: Home, schema: StructType | None = None, **options: str) -> list[dict[str, Any]]:
+    """Read as Spark does, without Spark; `schema` is one of the user's own."""
+    source = MillstreamSource({"path": str(home.path), "stream": "shop", **options})
+    reader = source.reader(source.schema() if schema is None else schema)
+    batches = [batch for one in reader.partitions() for batch in reader.read(one)]
+    return [row for batch in batches if isinstance(batch, pa.RecordBatch) for row in batch.to_pylist()]
+
+
+def test_a_table_goes_by_the_rule_of_names(home: Home) -> None:
+    home.commit(insert(items_of(home), id=1, order=1), insert(home.table("public.It.ems", id=pa.int64()), id=2))
+    home.commit(insert(home.table("public.Items", id=pa.int64()), id=3))
+    named = {"items": 1, "PUBLIC.Items": 1, 'public."Items"': 3, '"public.It".ems': 2}
+    assert {name: [row["id"] for row in read(home, table=name)] for name in named} == {
+        name: [number] for name, number in named.items()
+    }
+    for name in ("public.It.ems", "", 'public."Items'):
+        with pytest.raises(UsageError, match="is not the name of a table"):
+            read(home, table=name)
+
+
+def test_a_table_without_records_has_its_columns_and_is_streamed_from_the_first_one(home: Home) -> None:
+    orders, items = orders_of(home), items_of(home)
+    home.commit(insert(orders, id=1))
+    assert read(home, table="public.items") == []
+    with pytest.raises(UnknownTable, match=r"has no table 'public\.nothing'"):
+        read(home, table="public.nothing")
+
+    options = {"path": str(home.path), "stream": "shop", "table": "public.items"}
+    source = MillstreamSource(options)
+    assert source.schema().names[-2:] == ["id", "order"]
+    stream = source.streamReader(source.schema())
+    assert isinstance(stream, MillstreamStreamReader)
+    begin = stream.initialOffset()
+    home.commit(insert(orders, id=2))
+    end = stream.latestOffset(begin, ReadAllAvailable())
+    assert [batch for part in stream.partitions(begin, end) for batch in stream.read(part)] == []
+    home.commit(insert(items, id=7, order=1))
+    begin, end = end, stream.latestOffset(end, ReadAllAvailable())
+    batches = [batch for part in stream.partitions(begin, end) for batch in stream.read(part)]
+    assert [row["id"] for batch in batches for row in batch.to_pylist()] == [7]
+
+
+def test_a_log_that_has_lost_all_records_of_a_table_is_not_read_as_if_it_had_none(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items_of(home)
+    home.commit(insert(orders_of(home), id=1))
+    monkeypatch.setattr(StreamReader, "first_seq", lambda _: Seq(9))  # as after retention
+    with pytest.raises(OffsetExpired, match=r"has no records of public\.items"):
+        read(home, table="public.items")
+    assert read(home, table="public.items", starting="latest") == []
+
+
+def test_a_column_that_is_none_or_comes_twice_is_refused(home: Home) -> None:
+    orders = orders_of(home)
+    home.commit(insert(orders, id=1, note="old"))
+    own = StructType([StructField("note", StringType()), StructField("id", LongType())])
+    assert read(home, own, table="public.orders") == [{"note": "old", "id": 1}]
+    for schema in (own.add("notes", StringType()), StructType([StructField("table", StringType())])):
+        with pytest.raises(UsageError, match="there is no column"):
+            read(home, schema, table="public.orders")
+    with pytest.raises(UsageError, match="there is no column 'note'"):
+        read(home, StructType([StructField("note", StringType())]))
+    for options in ({"columns": "id,__seq,id", "table": "public.orders"}, {"columns": "row,row"}):
+        with pytest.raises(UsageError, match="is named twice"):
+            read(home, **options)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from millstream.model.names import parse_qualified_name
 if TYPE_CHECKING:
     from millstream.home.home import Home
     from millstream.model.ids import TableId
+    from millstream.model.schema import TableSchema
     from millstream.wal.frame_index import OnDamage
     from millstream.wal.reader import StreamReader
 
@@ -57,6 +58,16 @@ def tables_named(home: Home, stream: str, table: str) -> list[TableId]:
         rows = catalog.tables(catalog.stream(home.pick_stream(stream)).id, gone=True)
         return [row.id for row in rows if (row.namespace, row.name) == wanted]
     return []
+
+
+def schemas_named(home: Home, stream: str, table: str) -> list[TableSchema]:
+    """Return the newest schemas that the home's catalog has of tables of a name; none without a catalog."""
+    found = {*tables_named(home, stream, table)}
+    if not found:
+        return []
+    with home.open_catalog() as catalog:
+        newest = catalog.latest_schemas(catalog.stream(home.pick_stream(stream)).id)
+    return [schema for table_id, schema in newest.items() if table_id in found]
 
 
 def check_age_of_copy(home: Home, stream: str) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from millstream.app.log_readers import check_age_of_copy, needs_run, open_reader, tables_named
+from millstream.app.log_readers import check_age_of_copy, needs_run, open_reader, schemas_named, tables_named
 from millstream.app.merged_reads import latest_with_totals
 from millstream.client.appends import HomeAppends
 from millstream.client.consumers import Ask, Consumers, Consumption, Flow, with_records
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from millstream.ingest.fit_to_schema import ColumnsOf
     from millstream.lake.query.query_session import LakeSession
     from millstream.model.operations import Appended
+    from millstream.model.schema import TableSchema
     from millstream.wal.reader import StreamReader
     from millstream.writers.home_appender import HomeAppender
     from millstream.writers.home_consumers import HomeConsumers
@@ -100,6 +101,10 @@ class OpenHome(HomeAppends, Closing):
             ReplicationError (`replica_too_stale`): it is older, or its age is unknown; never for a stream that this node leads.
         """
         check_age_of_copy(self._home, self._home.pick_stream(stream))
+
+    def known_schemas(self, stream: str, table: str) -> list[TableSchema]:
+        """Return the newest schemas of the tables of a name, from the catalog: also of tables that the log has no records of."""
+        return schemas_named(self._home, stream, table)
 
     def read(
         self,

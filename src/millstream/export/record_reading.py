@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Final
 from millstream.client.home_calls import FILLED, LATEST_ROWS_MAX, LEFT, Latest
 from millstream.errors import LakeError, OffsetExpired, UnknownTable
 from millstream.model.ids import StreamId, TableId
-from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
-from millstream.model.schema import TableKind, TableSchema
+from millstream.model.schema import names_table
 from millstream.wal.table_batches import is_raw, set_aside
 
 if TYPE_CHECKING:
@@ -191,13 +190,7 @@ def table_ids(
             the first record was.
         UsageError: the text is no name.
     """
-    wanted = parse_qualified_name(table)
-
-    def is_meant(schema: TableSchema) -> bool:
-        if schema.kind is TableKind.MESSAGES:
-            return table == schema.full_name
-        return (schema.namespace, schema.name) == wanted
-
+    is_meant = names_table(table)
     schemas = reader.schemas()
     found = [i for i, schema in schemas.items() if is_meant(schema)]
     if not found:

@@ -8,7 +8,7 @@ be read without the catalog. `arrow` types are those of the log; the lake's may 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Final, Self, cast
@@ -16,7 +16,7 @@ from typing import Any, Final, Self, cast
 import pyarrow as pa
 
 from millstream.model.ids import SchemaVersion, SourceId, TableId
-from millstream.model.names import qualified_name
+from millstream.model.names import parse_qualified_name, qualified_name
 
 
 class ReplicaIdentity(StrEnum):
@@ -273,3 +273,18 @@ def _read_facts(text: bytes) -> Mapping[str, Any]:
     if len(set(numbers)) != len(numbers):
         raise ValueError("two columns have one number")
     return cast("Mapping[str, Any]", facts)
+
+
+def names_table(text: str) -> Callable[[TableSchema], bool]:
+    """Return whether a text names a table, by the rule of `parse_qualified_name`; `_messages` names that of logical messages.
+
+    Raises `UsageError` if the text is no name.
+    """
+    wanted = parse_qualified_name(text)
+
+    def is_meant(schema: TableSchema) -> bool:
+        if schema.kind is TableKind.MESSAGES:
+            return text == schema.full_name
+        return (schema.namespace, schema.name) == wanted
+
+    return is_meant

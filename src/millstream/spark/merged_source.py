@@ -30,8 +30,6 @@ _ONLY_RECORDS: Final = (
     "starting",
     "ending",
     "wal",
-    "layout",
-    "tables",
     "max_rows_per_trigger",
     "max_bytes_per_trigger",
 )
@@ -48,8 +46,13 @@ class MergedTable:
     at: datetime | None = None
 
     @classmethod
-    def parse(cls, given: Mapping[str, str], stream: str) -> Self | None:
+    def parse(cls, given: Mapping[str, str], home: Path | None, stream: str) -> Self | None:
         """Return the table that options name, in lower case; None if they don't ask for merged rows.
+
+        Args:
+            given: the options.
+            home: the home that they name; None if they name a log's folder.
+            stream: the stream's name.
 
         Raises:
             UsageError: an option is malformed or missing, or doesn't go with merged rows.
@@ -68,7 +71,8 @@ class MergedTable:
         if "table" not in given:
             raise UsageError("merged rows need the option table", hint='Name one: .option("table", "public.posts").')
         at = moment_of(given["at"], now=datetime.now(UTC)) if "at" in given else None
-        return cls(Path(given["path"].removeprefix("file://")), stream, given["table"], at)
+        assert home is not None, "wal was refused"
+        return cls(home, stream, given["table"], at)
 
     def schema(self) -> pa.Schema:
         """Return the columns; raises as `OpenHome.merged`."""

@@ -54,6 +54,7 @@ import millstream
 from millstream import failpoints
 from millstream.errors import DedupWindowExpired, EngineError, IdempotencyKeyReused, UsageError
 from millstream.model.replication import AckLevel
+from millstream.spark.local_folders import folder_of
 from millstream.spark.staged_rows import Staged, forget_abandoned, parts_of, stage
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class SinkOptions:
             raise UsageError(f"deadline_s is not a number: {given['deadline_s']!r}") from error
         folder = given.get("staging")
         if path is not None:
-            path = str(Path(path.removeprefix("file://")).absolute())
+            path = str(folder_of(path).absolute())
             folder = folder or str(Path(path) / "data" / "staged")
         return cls(
             stream=given["stream"],
@@ -159,7 +160,7 @@ class SinkOptions:
             verify=given.get("verify"),
             cert=given.get("cert"),
             idempotency_id=given.get("idempotency_id"),
-            staging=None if folder is None else Path(folder.removeprefix("file://")),
+            staging=None if folder is None else folder_of(folder),
             deadline_s=deadline_s,
             keep_valid_rows=given.get("on_clash") == "rows",
             acks=None if "acks" not in given else str(AckLevel.parse(given["acks"])),

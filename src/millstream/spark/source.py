@@ -9,8 +9,9 @@ Rules:
   ever, in any process. After a restart Spark asks `partitions` for the batch that it had begun,
   without ever asking `initialOffset`. So nothing here keeps state from one call to the next, except
   the target of an AvailableNow query.
-- Only the log's folder is read: segments and the mark, neither catalog nor owner. `read` runs in
-  other processes than the rest, on other cores or machines.
+- Only the log's folder is read: segments and the mark, not the owner. The catalog is asked for one thing, by the driver:
+  the columns of a table that the log has no records of. `read` runs in other processes than the rest, on other cores or
+  machines.
 - A home that follows is read as `home.read` reads it: a read isn't started if the data is too old
   for `[replication] max_staleness`. A batch checks this when it is planned, a stream for each new
   micro-batch, an AvailableNow query once, for the target of its "now". A read that was started is
@@ -52,6 +53,7 @@ import millstream
 from millstream.errors import (
     EngineError,
     LogError,
+    OffsetExpired,
     PositionError,
     TokenFromFuture,
     UnknownStream,
@@ -59,13 +61,14 @@ from millstream.errors import (
     UsageError,
 )
 from millstream.model.column_renames import Names, names_in
-from millstream.model.ids import StreamId, TableId
+from millstream.model.ids import StreamId, TableId, check_stream_name, parse_region_log_name
 from millstream.model.positions import Seq, StreamToken
-from millstream.model.records import RESERVED_COLUMNS, record_schema
-from millstream.model.schema import TableSchema
+from millstream.model.records import PARTITION_OID, RESERVED_COLUMNS, record_schema
+from millstream.model.schema import TableSchema, names_table
 from millstream.model.schema_conversion import conform
 from millstream.spark.columns import arrow_schema, spark_schema
 from millstream.spark.envelope import envelope_schema, envelopes
+from millstream.spark.local_folders import folder_of
 from millstream.spark.merged_source import MergedReader, MergedTable
 from millstream.spark.python_worker_setup import spare_the_collector
 from millstream.wal.reader import LogSpan, StreamReader, TableRecords
@@ -130,8 +133,8 @@ class SourceOptions:
                 f"the millstream source has no option {unknown[0]!r}", hint=f"It has: {', '.join(sorted(_OPTIONS))}."
             )
         return cls(
-            wal=_wal_folder(given),
-            home=None if "wal" in given else _folder_of(given["path"]),
+            wal=(wal := _wal_folder(given)),
+            home=(home := None if "wal" in given else folder_of(given["path"])),
             table=given.get("table"),
             columns=_names(given.get("columns", "")),
             starting=given.get("starting", "earliest"),
@@ -139,7 +142,7 @@ class SourceOptions:
             rows_max=_count(given, "max_rows_per_trigger"),
             bytes_max=_count(given, "max_bytes_per_trigger"),
             partition_bytes=_count(given, "partition_bytes") or PARTITION_BYTES,
-            merged=MergedTable.parse(given, _wal_folder(given).name),
+            merged=MergedTable.parse(given, home, wal.name),
         )
 
 
@@ -160,10 +163,8 @@ class MillstreamSource(DataSource):
             with suppress(LogError):  # nothing has been written so far
                 whole = envelope_schema(StreamReader(str(options.wal)).schemas().values())
         else:
-            whole = record_schema(_latest(_tables_named(StreamReader(str(options.wal)), options.table)))
-        for name in options.columns:
-            if name not in whole.names:
-                raise UsageError(f"there is no column {name!r}", hint=f"There are: {', '.join(whole.names)}.")
+            whole = record_schema(_latest(_Scan(options, StructType()).tables()))
+        _check_columns(options.columns, whole.names)
         return spark_schema(pa.schema([whole.field(name) for name in options.columns]) if options.columns else whole)
 
     def reader(self, schema: StructType) -> DataSourceReader:
@@ -171,14 +172,14 @@ class MillstreamSource(DataSource):
         options = SourceOptions.parse(self.options)
         if options.merged is not None:
             return MergedReader(options.merged, schema)
-        return MillstreamReader(_Scan(options, schema))
+        return MillstreamReader(_Scan.of(options, schema))
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
         """Return the reader for `spark.readStream`; `UsageError` with `merged`."""
         options = SourceOptions.parse(self.options)
         if options.merged is not None:
             raise UsageError("merged rows are no stream", hint="Read them with spark.read, each time anew.")
-        return MillstreamStreamReader(_Scan(options, schema))
+        return MillstreamStreamReader(_Scan.of(options, schema))
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:  # noqa: FBT001 - Spark's
         """Return the writer for `df.write`; see `millstream.spark.sink`."""
@@ -211,6 +212,25 @@ class _Scan:
     options: SourceOptions
     declared: StructType
     _opened: list[StreamReader] = field(default_factory=list, compare=False)
+    _known: list[TableSchema] = field(default_factory=list, compare=False)
+    """The schemas of `tables` that only the catalog has."""
+
+    @classmethod
+    def of(cls, options: SourceOptions, declared: StructType) -> Self:
+        """Return the scan; raises `UsageError` if no version of the table has a column that the user's own schema declares."""
+        scan = cls(options, declared)
+        own = [name for name in declared.names if name not in RESERVED_COLUMNS]
+        if options.table is None:
+            _check_columns(declared.names, [*envelope_schema(()).names, PARTITION_OID.name])
+            return scan
+        newest = scan.tables()
+        known = dict.fromkeys(name for schema in newest for name in schema.column_names)
+        if not known.keys() >= {*own}:  # it may have been loaded before a column was renamed or dropped
+            ids = {schema.table_id for schema in newest}
+            versions = scan.log.schema_versions().items()
+            known |= dict.fromkeys(name for (i, _), schema in versions if i in ids for name in schema.column_names)
+        _check_columns(own, [*known])
+        return scan
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_Scan, (self.options, self.declared))
@@ -226,6 +246,34 @@ class _Scan:
         if self.options.home is not None:
             with millstream.open(self.options.home) as home:
                 home.check_age(self.options.wal.name)
+
+    def tables(self) -> list[TableSchema]:
+        """Return the latest schemas of all tables of the name: a table that was dropped and created again counts twice.
+
+        Raises `UnknownTable` if neither the log nor the home's catalog has one; else as `_in_log`.
+        """
+        table, home = self.options.table, self.options.home
+        assert table is not None
+        found = _in_log(self.log, table) or self._known  # which is filled below
+        if not found and home is not None:
+            with millstream.open(home) as opened:
+                found.extend(s for s in opened.known_schemas(self.options.wal.name, table) if not is_raw(s))
+        if not found:
+            known = sorted({schema.full_name for schema in self.log.schemas().values() if not is_raw(schema)})
+            raise UnknownTable(
+                f"the log has no table {table!r}", hint=f"Use one of: {', '.join(known) or 'there is none yet'}."
+            )
+        return found
+
+    def check_beginning(self) -> None:
+        """Raise `OffsetExpired` if retention has deleted the log's beginning, and all records of the table with it."""
+        table, first = self.options.table, self.log.first_seq()
+        if table is not None and first > 1 and not _in_log(self.log, table):
+            raise OffsetExpired(
+                f"the log begins at number {first}, and has no records of {table} after that",
+                hint="Query the table's rows in the lake, or name a token in the option `starting`.",
+                first=int(first),
+            )
 
     def start(self) -> Seq:
         """Return the position of `starting`; raises `TokenFromFuture` or `PositionError` (`invalid_token`) if there is none."""
@@ -249,7 +297,7 @@ class _Scan:
         table_ids: frozenset[TableId] | None = None
         named: tuple[TableSchema, ...] = ()
         if self.options.table is not None:
-            newest = _tables_named(self.log, self.options.table)
+            newest = self.tables()
             table_ids = frozenset(schema.table_id for schema in newest)
             named = tuple(found for schema in newest if (found := self._declared(schema)) is not None)
         spans = self.log.spans(after, upto, bytes_target=self.options.partition_bytes)
@@ -322,6 +370,7 @@ class MillstreamReader(DataSourceReader):
         start, end = self._scan.start(), self._scan.end()
         if self._scan.options.starting == "earliest":
             self._scan.log.extent.check_end(end)
+            self._scan.check_beginning()
         return self._scan.partitions(start, end)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -424,21 +473,20 @@ def _together(batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> Iterator[
         yield from pa.Table.from_batches(held, schema).combine_chunks().to_batches()
 
 
-def _tables_named(log: StreamReader, name: str) -> list[TableSchema]:
-    """Return the latest schemas of all tables of that name: a table that was dropped and created again counts twice.
+def _in_log(log: StreamReader, table: str) -> list[TableSchema]:
+    """Return the latest schemas of the tables of a name that the log has records of.
 
     A table that is quarantined has the schema of its last record that was decoded.
 
     Raises:
-        UnknownTable: there is none of that name.
+        UsageError: the text is no name.
         MillstreamError (`table_quarantined`): none of its records was decoded.
     """
     newest = log.schemas()
     if any(is_raw(schema) for schema in newest.values()):
         decoded = {table: schema for (table, _), schema in log.schema_versions().items() if not is_raw(schema)}
         newest = {table: decoded.get(table, schema) if is_raw(schema) else schema for table, schema in newest.items()}
-    # As PostgreSQL quotes it, or plain: a name that is quoted in the log may still be typed without quotes.
-    named = [s for s in newest.values() if name in {s.full_name, f"{s.namespace}.{s.name}"}]
+    named = [*filter(names_table(table), newest.values())]
     found = [schema for schema in named if not is_raw(schema)]
     if named and not found:
         first, end = Seq(max(0, log.first_seq() - 1)), log.persisted_upto()
@@ -446,13 +494,16 @@ def _tables_named(log: StreamReader, name: str) -> list[TableSchema]:
         begin, reach = (StreamToken.scalar(log.stream_id, at) for at in (first, end))
         for part in parts:
             raise set_aside(log, part, parts, begin, reach)
-    schemas = [schema for schema in newest.values() if not is_raw(schema)]
-    if not found:
-        known = sorted({schema.full_name for schema in schemas})
-        raise UnknownTable(
-            f"the log has no table {name!r}", hint=f"Use one of: {', '.join(known) or 'there is none yet'}."
-        )
     return found
+
+
+def _check_columns(wanted: Sequence[str], known: Sequence[str]) -> None:
+    """Raise `UsageError` at the first name that isn't a column's, or comes twice."""
+    for place, name in enumerate(wanted):
+        if name not in known:
+            raise UsageError(f"there is no column {name!r}", hint=f"There are: {', '.join(known)}.")
+        if name in wanted[:place]:
+            raise UsageError(f"column {name!r} is named twice", hint="Name each column once.")
 
 
 def _latest(schemas: Sequence[TableSchema]) -> TableSchema:
@@ -463,26 +514,24 @@ def _wal_folder(given: Mapping[str, str]) -> Path:
     where = given.get("wal") or given.get("path")
     if not where:
         raise UsageError("the millstream source needs the option path", hint='Pass the home: .option("path", "shop").')
-    folder = _folder_of(where)
+    folder = folder_of(where)
     if "wal" not in given:
         name = given.get("stream")
         logs = folder / "data" / "wal"
-        streams: list[str] = []
-        if name is None and logs.is_dir():
-            with millstream.open(folder) as home:
-                streams = home.streams()
-        if name is None and len(streams) != 1:
-            raise UnknownStream(f"{folder} has {len(streams)} streams", hint='Name one: .option("stream", "shop").')
-        folder = logs / (name or streams[0])
+        if name is None:
+            streams: list[str] = []
+            if logs.is_dir():
+                with millstream.open(folder) as home:
+                    streams = home.streams()
+            if len(streams) != 1:
+                raise UnknownStream(f"{folder} has {len(streams)} streams", hint='Name one: .option("stream", "shop").')
+            name = streams[0]
+        elif parse_region_log_name(name) is None:
+            check_stream_name(name)
+        folder = logs / name
     if not folder.is_dir():
         raise UnknownStream(f"there is no log in {folder}", hint="Start `millstream run` once, which creates it.")
     return folder
-
-
-def _folder_of(where: str) -> Path:
-    if "://" in where and not where.startswith("file://"):
-        raise UsageError(f"{where} can't be read", hint="Use a folder on this machine's disks.")
-    return Path(where.removeprefix("file://"))
 
 
 def _names(text: str) -> tuple[str, ...]:
