@@ -12,7 +12,7 @@ from tests.app.homes import make_home
 
 from millstream.app.open_home import OpenHome
 from millstream.app.status import collect_status
-from millstream.errors import MillstreamError
+from millstream.errors import DiskFull, MillstreamError
 from millstream.home.home import Home
 from millstream.serving import health as module
 from millstream.serving.health import Health
@@ -68,6 +68,20 @@ def test_a_server_ends_while_its_status_hangs(home: Home, monkeypatch: pytest.Mo
     finally:
         may.set()
         asking.join(60)
+
+
+def test_a_home_is_ready_while_one_stream_has_room(home: Home) -> None:
+    """It was ready, and each write was refused: the disk was too full."""
+    full = "[streams.{}.log]\ndisk_used_max = 1e-9\n"
+    home.config_file.write_text(full.format("shop"))
+    crowded = Home(home.path)
+    with OpenHome(crowded) as opened, pytest.raises(DiskFull):
+        opened.append("shop", "public.orders", [{"id": 2}])
+    ready, why = Health(crowded).ready()
+    assert not ready
+    assert "disk_used_max" in why
+    home.config_file.write_text(full.format("shop") + full.format("new") + "[streams.other]\n")
+    assert Health(Home(home.path)).ready() == (True, "writes are taken")
 
 
 def test_while_a_status_hangs_requests_get_the_last_one_with_its_age(

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from millstream.app.status import collect_status
 from millstream.app.status_cache import StatusCache
-from millstream.errors import MillstreamError
+from millstream.errors import DiskFull, MillstreamError
 from millstream.leadership.node_roles import Roles
 from millstream.model.replication import LOCAL
 from millstream.nodes.replicas import list_replicas
 from millstream.protocol.replication.promises_and_fencing import Role
+from millstream.wal.files import RealFiles
+from millstream.wal.writing.disk_space import check_disk
 from millstream.workers import call_in_thread
 from millstream.writers.home_appender import append_socket, will_write
 from millstream.writers.stall_reasons import sorted_troubles
@@ -123,8 +125,8 @@ class Health:
     def ready(self) -> tuple[bool, str]:
         """Return whether writes are taken now, and if not, why.
 
-        They are if the home's writer listens, or this process may write itself, and some stream led here has the followers
-        that its acknowledgement level needs.
+        They are if the home's writer listens, or this process may write itself, and some stream led here has room on its disk and
+        the followers that its acknowledgement level needs.
         """
         if self.draining:
             return False, "the server is about to end"
@@ -141,7 +143,22 @@ class Health:
             few = [one for one in list_replicas(self._home)["streams"] if one["too_few_followers"]]
             if {one["stream"] for one in few} >= set(led):
                 return False, f"too few nodes follow for {few[0]['acks']}, the level of stream {few[0]['stream']}"
+        full = [self._full(name) for name in (led if roles else streams)]
+        if full and all(full):
+            return False, full[0]
         return True, "writes are taken"
+
+    def _full(self, stream: str) -> str:
+        """Return why a stream's log refuses writes for want of room; empty if it doesn't."""
+        folder = self._home.wal_folder(stream)
+        try:
+            place = str(folder if folder.is_dir() else self._home.data)
+            check_disk(RealFiles(), place, self._home.config.streams[stream].log.disk_used_max)
+        except DiskFull as error:
+            return error.message
+        except OSError:
+            return ""  # a write reports it
+        return ""
 
 
 def _errors(status: Mapping[str, Any]) -> list[dict[str, Any]]:
