@@ -18,6 +18,7 @@ from millstream.protocol.delivery import Change, Consumer, DeliveryId, LatestCon
 from millstream.protocol.delivery import changes as kinds
 from millstream.protocol.delivery.dead_letters import DeadLetters
 from millstream.protocol.delivery.pending import Pending
+from millstream.protocol.delivery.runs import Runs, _Waiting
 from millstream.protocol.delivery.unread_after_restart import Unread
 from millstream.protocol.delivery.waiting import Answer, Entry, EntryState, Group
 
@@ -267,6 +268,102 @@ class PromotionKeepsAcks(World):
             return is_cut
 
 
+def _with_runs(runs: type[Runs]) -> type[Consumer]:
+    """Return a consumer's type whose runs are of another type."""
+
+    class Wrong(Consumer):
+        def offer(self, messages: Iterable[Message], upto: int) -> None:
+            self._runs.__class__ = runs
+            super().offer(messages, upto)
+
+    return Wrong
+
+
+class GroupsInTwoRuns(World):
+    """A message is offered as a part of a run though its group has an unsettled message elsewhere."""
+
+    found_by = 4
+
+    class runs(Runs):  # noqa: N801 - a mutation's part
+        def offer(self, messages: list[Message], others: Any) -> bool:
+            self.groups.clear()
+            return super().offer(messages, others and {})
+
+    consumer_type = _with_runs(runs)
+
+
+class TruncatesInRuns(World):
+    """A truncate is delivered as a part of a run."""
+
+    found_by = 5
+
+    class runs(Runs):  # noqa: N801 - a mutation's part
+        def offer(self, messages: list[Message], others: Any) -> bool:
+            return super().offer([message._replace(barrier=False) for message in messages], others)
+
+    consumer_type = _with_runs(runs)
+
+
+class PartedWaiting(_Waiting):
+    __slots__ = ()
+
+    def part(self, count: int) -> list[Message] | None:
+        self.free = len(self.messages)
+        return super().part(count)
+
+
+class GroupsArePartedByAnAnswer(World):
+    """A run is parted though one of its groups has messages in both parts."""
+
+    found_by = 6
+
+    class runs(Runs):  # noqa: N801 - a mutation's part
+        def deliver(self, *arguments: Any) -> Any:
+            for waiting in self.waiting:
+                waiting.__class__ = PartedWaiting
+            return super().deliver(*arguments)
+
+    consumer_type = _with_runs(runs)
+
+
+class AcksOfARunAreCounted(World):
+    """An acknowledgement settles as many messages of its answer, whichever it names."""
+
+    found_by = 28
+
+    class runs(Runs):  # noqa: N801 - a mutation's part
+        def settle(self, ids: Any) -> int:
+            flight = self.flying.get(ids[0][2:]) if ids else None
+            return super().settle(ids if flight is None else flight.ids[flight.done : flight.done + len(ids)])
+
+    consumer_type = _with_runs(runs)
+
+
+class RunsForgetDeliveries(World):
+    """A snapshot has no deliveries of runs."""
+
+    found_by = 8
+
+    class runs(Runs):  # noqa: N801 - a mutation's part
+        def note(self, state: State) -> None:
+            super().note(state)
+            for flight in self.flying.values():
+                for message in flight.unsettled:
+                    del state.facts[message.position]
+
+    consumer_type = _with_runs(runs)
+
+
+class RunsDoNotExpire(World):
+    """Deliveries by the run have no end."""
+
+    found_by = 19
+
+    class consumer_type(Consumer):  # noqa: N801 - the attribute's name
+        def _is_void(self, timer: Any) -> bool:
+            return timer.run >= 0 and (timer.run, timer.number) not in self._pending.answers
+
+
 class NewerWaits(LatestWorld):
     """A newer message doesn't replace one that comes back."""
 
@@ -398,6 +495,7 @@ MUTATIONS: tuple[type[Mutation], ...] = (
     LettersOfAnyGeneration, DeliversBeforeItHasRead, DeathsHoldTheirGroup, PromotionKeepsAcks, NewerWaits, TruncateKeepsRows, ReplacedNotSettled, ReplacedHoldsNothing, RetriedThoughOvertaken,
     OldAckCounts, DroppedHoldsNothing, DropsDelivered,
     NewestPartitionAlone, DroppedForAnotherPartition, PartitionTakesAll, PartitionComesAgain,
+    GroupsInTwoRuns, TruncatesInRuns, GroupsArePartedByAnAnswer, AcksOfARunAreCounted, RunsForgetDeliveries, RunsDoNotExpire,
 )  # fmt: skip
 
 

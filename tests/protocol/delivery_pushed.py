@@ -73,7 +73,7 @@ class PushedWorld(World):
             self.broken(f"a repetition returned {is_done}")
 
     def _flies(self, delivery: DeliveryId) -> bool:
-        entry = self.consumer._pending.entries.get(delivery.position)
+        _, entry = self.consumer._find(delivery)
         return entry is not None and entry.answer is not None and entry.last == delivery[2:]
 
     def bury(self) -> None:

@@ -404,12 +404,13 @@ class World:
         for message in self.messages():
             if message.before < consumer.cursor and not self.is_over(message.id):
                 self.broken(f"the cursor {consumer.cursor} passed {message.id}, which isn't settled")
-        for group in consumer._pending._groups.values():
+        for group in consumer._pending.groups.values():
             if group.is_empty:
                 self.broken(f"group {group.name} is kept, and has no message")
         free = sum(consumer._pending._is_free(entry, None) for entry in consumer._pending.entries.values())
         if free != consumer._pending.free:
             self.broken(f"{free} messages can be delivered, and {consumer._pending.free} are queued")
+        self.check_runs(consumer)
         self.check_stored()
         if not self.exact:
             return
@@ -427,6 +428,35 @@ class World:
         for what, (is_, should) in facts.items():
             if is_ != should:
                 self.broken(f"{what}: {is_} instead of {should}")
+
+    def check_runs(self, consumer: Consumer) -> None:
+        """Check that the messages without entries are later than the others, and share no group with them."""
+        runs = consumer._runs
+        flying = [message for flight in runs.flying.values() for message in flight.unsettled]
+        waiting = [message for some in runs.waiting for message in some.messages]
+        messages = [*flying, *waiting]
+        self.counts["delivered by the run"] += len(flying)
+        positions = [message.position for message in messages]
+        entries = [entry for entry in consumer._pending.entries.values() if not entry.is_retried]
+        groups = {group for message in messages for group in message.groups}
+        free = sum(
+            not any(set(other.groups) & set(message.groups) for other in messages[: messages.index(message)])
+            for message in waiting
+        )
+        found = {
+            "count": (runs.count, len(messages)),
+            "in flight": (runs.in_flight, len(flying)),
+            "free": (runs.free, free),
+            "order": (positions, sorted(positions)),
+            "first": (runs.first, messages[0] if messages else None),
+            "mixed": (bool(messages) and any(entry.position > positions[0] for entry in entries), False),
+            "shared": (groups & consumer._pending.groups.keys(), set()),
+            "unnoted": (groups - runs.groups, set()),
+            "left": (runs.groups if not messages else set(), set()),
+        }
+        for what, (is_, should) in found.items():
+            if is_ != should:
+                self.broken(f"the runs' {what} is {is_} instead of {should}")
 
     def is_over(self, id_: str) -> bool:
         """Return whether no delivery of a message is to come."""
@@ -473,6 +503,12 @@ class World:
             if entry.answer is not None
             and answer
             and (entry.answer.run, entry.answer.number) != (self.run, answer[0].delivery_id.answer)
+        ]
+        live += [
+            message
+            for key, flight in self.consumer._runs.flying.items()
+            if answer and key != (self.run, answer[0].delivery_id.answer)
+            for message in flight.unsettled
         ]
         for delivery in answer:
             message = delivery.message

@@ -36,7 +36,7 @@ from millstream.protocol.delivery import (
 PARTS = 4
 SOAK_SEEDS = int(os.environ.get("MILLSTREAM_SOAK_SEEDS", "100000"))
 WANTED = {
-    "ack acked", "ack already_acked", "ack rewound", "ack superseded", "compact", "extend dead", "extend extended", "kill", "letters",
+    "ack acked", "ack already_acked", "ack rewound", "ack superseded", "compact", "delivered by the run", "extend dead", "extend extended", "kill", "letters",
     "nack dead", "nack nacked", "nack superseded", "promote", "retried", "rewind", "steer",
 }  # fmt: skip
 HOUR = 3_600_000

@@ -53,6 +53,10 @@ A message is *free* if it is the first waiting one of each of its groups, none o
 barrier of its table holds it, and its delay is over. A delivery fails, once, by a nack of the message itself, or by its
 expiry as the first unsettled message of its groups.
 
+Messages that are offered together and share no group with another unsettled message are a run (`runs`): it is delivered
+and settled by ranges, without a state for each message. The first step that tells one of them apart, such as a failure or
+an acknowledgement out of order, gives each of them a state of its own, and the rules above are the same for both.
+
 A consumer of kind `latest` is offered messages of one group each, and barriers. The two halves of a key change are two
 messages (`position_of` with part 0 and 1). `merge` gives the message that stands for an older and a newer one.
 """

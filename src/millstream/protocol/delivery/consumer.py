@@ -16,7 +16,6 @@ from millstream.protocol.delivery.changes import (
     Dropped,
     Extended,
     Moved,
-    Retried,
     Returned,
     Rewound,
     Settled,
@@ -25,6 +24,7 @@ from millstream.protocol.delivery.changes import (
 )
 from millstream.protocol.delivery.cursor_holds import Order
 from millstream.protocol.delivery.dead_letters import DeadLetters
+from millstream.protocol.delivery.letter_calls import Lettered
 from millstream.protocol.delivery.messages import (
     DeadLetter,
     Delivery,
@@ -36,7 +36,7 @@ from millstream.protocol.delivery.messages import (
     position_of,
 )
 from millstream.protocol.delivery.pending import Pending
-from millstream.protocol.delivery.push_calls import Pushed
+from millstream.protocol.delivery.runs import Runs
 from millstream.protocol.delivery.state import Fact, State
 from millstream.protocol.delivery.timers import Timer, Timers
 from millstream.protocol.delivery.unread_after_restart import Unread
@@ -45,7 +45,7 @@ from millstream.protocol.delivery.waiting import Answer, Back, Entry, EntryState
 _WAITING, _IN_FLIGHT, _GONE = EntryState.WAITING, EntryState.IN_FLIGHT, EntryState.GONE
 
 
-class Consumer(Pushed):
+class Consumer(Lettered):
     """The machine; the package's documentation has its rules.
 
     Args:
@@ -73,6 +73,7 @@ class Consumer(Pushed):
         self._last = position_of(state.cursor, 1)
         """The greatest position that was offered or read past."""
         self._pending = Pending()
+        self._runs = Runs()
         self._order = Order()
         self._timers = Timers(self._is_void)
         self._letters = DeadLetters(state.dead, state.retried)
@@ -96,12 +97,12 @@ class Consumer(Pushed):
     @property
     def in_flight(self) -> int:
         """Number of messages in flight."""
-        return self._pending.in_flight
+        return self._pending.in_flight + self._runs.in_flight
 
     @property
     def unsettled(self) -> int:
         """Number of messages that were offered and aren't settled."""
-        return len(self._pending.entries)
+        return len(self._pending.entries) + self._runs.count
 
     @property
     def dead(self) -> Mapping[str, DeadLetter]:
@@ -116,7 +117,7 @@ class Consumer(Pushed):
     @property
     def cursor(self) -> int:
         """The `seq` of the token before which every message is settled. Retention goes by the durable one."""
-        first = self._order.first()
+        first = self._order.first() or self._runs.first
         return self._read_upto if first is None else first.before
 
     # --- reading the log ---------------------------------------------------------------------------------------------
@@ -138,11 +139,11 @@ class Consumer(Pushed):
 
     def wants(self, count: int) -> bool:
         """Whether an answer of this size needs more messages than are there now."""
-        if self._phase is not Phase.ACTIVE or len(self._pending.entries) >= self.limits.waiting_max:
+        if self._phase is not Phase.ACTIVE or self.unsettled >= self.limits.waiting_max:
             return False
         if not self.is_restored:
             return True
-        return self._pending.free < count and self._pending.in_flight < self.limits.max_ack_pending
+        return self._pending.free + self._runs.free < count and self.in_flight < self.limits.max_ack_pending
 
     def offer(self, messages: Iterable[Message], upto: int) -> None:
         """Take the log's next messages, in the order of their positions. Those offered before are ignored.
@@ -151,19 +152,40 @@ class Consumer(Pushed):
             messages: messages behind `read_upto` that the consumer is to receive, by its tables and its `where`.
             upto: the `seq` at the end of the last operation that was read whole: no message up to there will follow.
         """
-        last, known_upto, append, offer = self._last, self._unread.upto, self._append, self._offer
-        for message in messages:
-            position = message.position
-            if position <= last:
-                continue
-            self._last = last = position
-            if position > known_upto and not self._replaces:
-                append(message)
-            else:
-                offer(message)
+        messages, last, known_upto = list(messages), self._last, self._unread.upto
+        if messages and self._is_run(messages):
+            last = messages[-1].position
+        elif messages:
+            self._open()
+            for message in messages:
+                if message.position > last:
+                    self._last = last = message.position
+                    if last > known_upto and not self._replaces:
+                        self._append(message)
+                    else:
+                        self._offer(message)
         self._read_upto = max(upto, self._read_upto)
         self._last = max(last, position_of(upto, 1))
         self._unread.read(self._last)
+
+    def _is_run(self, messages: list[Message]) -> bool:
+        """Take messages as a run, if none of them needs an entry; return whether they are one."""
+        pending = self._pending
+        is_new = messages[0].position > max(self._last, self._unread.upto)
+        is_plain = is_new and not (self._replaces or pending.barriers or pending.held)
+        return is_plain and self._runs.offer(messages, pending.groups)
+
+    def _open(self) -> None:
+        """Give each message of a run its entry, as if it had had one from its offer on."""
+        runs, self._runs = self._runs, Runs()
+        for answer, flight in runs.flying.items():
+            for message in flight.unsettled:
+                entry = self._append(message)
+                entry.deliveries, entry.last = 1, answer
+                self._pending.revive(entry, *answer, flight.deadline)
+        for waiting in runs.waiting:
+            for message in waiting.messages:
+                self._append(message)
 
     def _append(self, message: Message) -> Entry:
         """Take a message that the state doesn't know."""
@@ -205,13 +227,21 @@ class Consumer(Pushed):
         """
         self.expire(now)
         pending, limits = self._pending, self.limits
-        count = min(count, limits.max_ack_pending - pending.in_flight)
-        if count <= 0 or not pending.free or self._phase is not Phase.ACTIVE or not self.is_restored:
+        count, free = min(count, limits.max_ack_pending - self.in_flight), pending.free + self._runs.free
+        if count <= 0 or not free or self._phase is not Phase.ACTIVE or not self.is_restored:
             return []
         run, number, generation = self._run, self._answer_number, self._generation
         self._answer_number += 1
         deadline, left, last = now + limits.ack_wait_ms, limits.answer_bytes, (run, number)
         answer, counters = Answer(run, number), self.counters
+        if not pending.free:
+            alike = self._runs.deliver(DeliveryId(generation, 0, run, number), count, left, deadline)
+            if alike is not None:
+                counters.delivered += len(alike)
+                self._timers.set(deadline, run, number)
+                self._changes.append(Delivered(run, number, deadline, [one.message.position for one in alike]))
+                return alike
+        self._open()
         delivered: list[Delivery] = []
         while len(delivered) < count:
             entry = pending.next_free()
@@ -240,10 +270,11 @@ class Consumer(Pushed):
 
     def ack(self, ids: Iterable[DeliveryId]) -> list[Status]:
         """Settle messages; return the status of each."""
-        statuses: list[Status] = []
-        settled: list[int] = []
-        count = 0
-        for delivery in ids:
+        ids = list(ids)
+        count = self._runs.settle(ids)
+        statuses = [Status.ACKED] * count
+        settled = [delivery.position for delivery in ids[:count]]
+        for delivery in ids[count:]:
             entry = self._pending.entries.get(delivery.position)
             if entry is not None and entry.last == delivery[2:] and delivery.generation == self._generation:
                 status = Status.ACKED
@@ -347,6 +378,9 @@ class Consumer(Pushed):
         generation, position, run, number = delivery
         if generation != self._generation:
             return (Status.REWOUND if generation < self._generation else Status.UNKNOWN), None
+        first = self._runs.first
+        if first is not None and first.position <= position <= self._last:
+            self._open()
         entry = self._pending.entries.get(position)
         if entry is not None:
             if entry.last is not None and (run, number) < entry.last:
@@ -388,6 +422,8 @@ class Consumer(Pushed):
                 if entry is not None and 0 < entry.not_before <= now:
                     pending.delay(entry, 0)
                 continue
+            if (run, number) in self._runs.flying:
+                self._open()
             answer = pending.answers.get((run, number))
             if answer is None:
                 continue
@@ -457,7 +493,7 @@ class Consumer(Pushed):
     def _is_void(self, timer: Timer) -> bool:
         time, run, number = timer
         if run >= 0:
-            return (run, number) not in self._pending.answers
+            return (run, number) not in self._pending.answers and (run, number) not in self._runs.flying
         entry = self._pending.entries.get(number)
         return entry is None or entry.not_before != time
 
@@ -503,7 +539,9 @@ class Consumer(Pushed):
 
     def hold(self, tables: Iterable[int]) -> None:
         """Deliver nothing of these tables, and of every other table again. It isn't part of the durable state."""
-        self._pending.hold(frozenset(tables))
+        if (held := frozenset(tables)) != self._pending.held:
+            self._open()
+            self._pending.hold(held)
 
     def _steer(self, phase: Phase) -> None:
         self._phase = phase
@@ -512,6 +550,7 @@ class Consumer(Pushed):
     def _begin_generation(self, cursor: int, end: int | None = None) -> None:
         held = self._pending.held
         self._generation += 1
+        self._runs = Runs()
         self._pending = Pending()
         self._pending.hold(held)
         self._order = Order()
@@ -523,56 +562,6 @@ class Consumer(Pushed):
         known.counters = self.counters
         self._unread = Unread(known)
         self._changes.append(Rewound(self._generation, cursor, end))
-
-    # --- dead letters ------------------------------------------------------------------------------------------------
-
-    def retry(self, ids: Iterable[str] | None = None) -> list[tuple[str, bool]]:
-        """Let dead messages be delivered again, in their groups behind the messages in flight.
-
-        Args:
-            ids: their ids; None: all.
-
-        Returns:
-            Each id, and whether it was a dead letter.
-        """
-        letters, wanted = self._letters, self._letters.wanted(ids)
-        found = {id_: letter for id_ in wanted if (letter := letters.remove(id_)) is not None}
-        for letter in sorted(found.values(), key=lambda letter: letter.message.position, reverse=True):
-            id_, position = letter.message.id, letter.message.position
-            is_read = position <= self._last or self._unread.is_settled(position)
-            if not is_read or position in self._pending.entries or letter.is_overtaken:
-                self._changes.append(Dropped((id_,)))  # since a rewind, the log delivers it; or a newer one replaced it
-            else:
-                letters.retried[id_] = letter
-                self._add_retried(letter)
-                self._changes.append(Retried((id_,)))
-        return [(id_, found.pop(id_, None) is not None) for id_ in wanted]
-
-    def adopt(self, letter: DeadLetter) -> None:
-        """Take a message that died in a backfill as a dead letter, older than all records.
-
-        A dead letter of its id is replaced. A message of its id that is being retried stays, and the letter isn't taken.
-        """
-        if letter.message.id not in self._letters.retried:
-            self._changes.append(Died(self._letters.adopt(letter, self._generation)))
-
-    def drop(self, ids: Iterable[str] | None = None) -> list[tuple[str, bool]]:
-        """Forget the dead letters of these ids, or all; return each id, and whether it was one."""
-        known = [(id_, self._letters.remove(id_) is not None) for id_ in self._letters.wanted(ids)]
-        if dropped := [id_ for id_, is_dead in known if is_dead]:
-            self._changes.append(Dropped(dropped))
-        return known
-
-    def _drop_acked(self, position: int) -> None:
-        if (id_ := self._letters.at(position, self._generation)) is not None:
-            self._letters.remove(id_)
-            self.counters.acked += 1
-            self._changes.append(Dropped((id_,), 1))
-
-    def _add_retried(self, letter: DeadLetter) -> Entry:
-        entry = self._pending.add_retried(letter.message)
-        entry.is_retried = True
-        return entry
 
     # --- durable state -----------------------------------------------------------------------------------------------
 
@@ -588,6 +577,7 @@ class Consumer(Pushed):
     def snapshot(self) -> State:
         """Return the state after all changes, taken or not: call `take_changes` first."""
         state = self._unread.behind(self._last)
+        self._runs.note(state)
         for position, entry in self._pending.entries.items():
             if not entry.is_retried:
                 state.open.add(position)

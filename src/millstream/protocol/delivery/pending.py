@@ -27,7 +27,10 @@ class Pending:
         """Number of messages in flight."""
         self.free = 0
         """Number of messages that can be delivered."""
-        self._groups: dict[str, Group] = {}
+        self.groups: dict[str, Group] = {}
+        """Groups of the messages that no barrier holds, by name."""
+        self.barriers = 0
+        """Number of unsettled barriers."""
         self._tables: dict[int, Table] = {}
         self.held: frozenset[int] = frozenset()
         """Tables of which nothing is delivered."""
@@ -47,6 +50,7 @@ class Pending:
         if table is None:
             table = self._tables[message.table] = Table()
         if message.barrier:
+            self.barriers += 1
             entry.is_released = True
             table.barriers.append((entry, []))
             self._check(entry)
@@ -66,6 +70,7 @@ class Pending:
         behind = table.barriers[0][0] if table.barriers else None
         is_behind = behind is not None and (behind.state is _IN_FLIGHT or behind.position < entry.position)
         if message.barrier:
+            self.barriers += 1
             entry.is_released = True
             table.barriers.insert(1 if is_behind else 0, (entry, []))
             if behind is not None:
@@ -182,7 +187,7 @@ class Pending:
         del self.entries[entry.position]
         for group in entry.groups:
             if group.is_empty:
-                del self._groups[group.name]
+                del self.groups[group.name]
             else:
                 self._check_first(group)
         number = entry.message.table
@@ -222,7 +227,7 @@ class Pending:
         if table is not None:
             table.live += 1
         entry.is_released = True
-        groups, names = self._groups, entry.message.groups
+        groups, names = self.groups, entry.message.groups
         if names:
             found = []
             for name in names:
@@ -242,6 +247,7 @@ class Pending:
         index = next(index for index, (entry, _) in enumerate(table.barriers) if entry is barrier)
         held = [entry for entry in table.barriers[index][1] if entry.state is not _GONE]
         del table.barriers[index]
+        self.barriers -= 1
         if index:
             table.barriers[index - 1][1].extend(held)
             return

@@ -78,6 +78,7 @@ class Pushed(ABC):
 
     def return_all(self) -> None:
         """Return all messages in flight, without counting a failure: their receiver is gone."""
+        self._open()
         self.give_back(
             [
                 DeliveryId(self._generation, entry.position, *entry.last)
@@ -85,6 +86,10 @@ class Pushed(ABC):
                 if entry.last is not None
             ]
         )
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Give each message its entry."""
 
     @abstractmethod
     def give_back(self, ids: Iterable[DeliveryId]) -> list[Status]:
