@@ -127,7 +127,7 @@ def test_a_driver_without_pyiceberg_packs_none(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_executors_need_no_sqlalchemy_for_iceberg_tables() -> None:
-    imports = "import millstream.lake.iceberg.format, millstream.lake.iceberg.rest, millstream.spark.executor_tasks"
+    imports = "import millstream.lake.iceberg.format, millstream.lake.iceberg.catalog, millstream.spark.executor_tasks"
     code = f"import sys; sys.modules.update(sqlalchemy=None, psycopg=None, numba=None); {imports}"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 

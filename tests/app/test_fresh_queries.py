@@ -15,8 +15,7 @@ from tests.app.served import serving
 from tests.cli.in_process import command
 
 import millstream
-from millstream.app.lake_sessions import open_lake
-from millstream.app.query_log_tail import HomeLogTail
+from millstream.app.lake_sessions import HomeLogTail, open_lake
 from millstream.catalog.row_types import COPY_HELD, TableState
 from millstream.errors import LakeBehind, TokenFromFuture
 

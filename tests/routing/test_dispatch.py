@@ -32,11 +32,10 @@ from millstream.model.replication import LOCAL, AckLevel
 from millstream.model.writes import SessionFacts, WriteId
 from millstream.ports import SinkOutcome
 from millstream.routing import dispatch
-from millstream.routing.dispatch import Dispatcher
+from millstream.routing.dispatch import Deliveries, Dispatcher
 from millstream.routing.ring import ShardRouter
 from millstream.routing.router import Router
 from millstream.routing.rules import HashRing, Matcher, RuleTarget, ShardConfig, SpecificTarget
-from millstream.routing.sink_deduplication import Deliveries
 from millstream.routing.sinks import BufferSink
 from millstream.testing.errors import code_of
 from millstream.testing.memory_buffer import MemoryBuffer, MemoryServer

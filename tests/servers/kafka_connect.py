@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Final
 
 from millstream.spark.java import find_java
-from millstream.testing._servers.kafka_jars import JARS
 from millstream.testing._servers.maven import cache_dir, fetch
 from millstream.testing._servers.ports import free_port
 from millstream.testing._servers.processes import EmbeddedServer, ServerProcess
+from millstream.testing.kafka import JARS
 
 _STARTS_WITHIN_S: Final = 120.0
 _JAVA_OPTIONS: Final = ("-Dlog4j2.level=WARN", "-Duser.timezone=UTC")

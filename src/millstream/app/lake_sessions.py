@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from millstream.app.log_readers import open_reader
 from millstream.app.merged_reads import FOLDED_TIMES, HomeMergedTables
-from millstream.app.query_log_tail import HomeLogTail
-from millstream.errors import CatalogError, LogError
+from millstream.errors import CatalogError, LakeBehind, LogError
+from millstream.lake.query.time_travel import TailPart
 from millstream.model.as_of_parsing import parse_as_of
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.query_reasons import Reason
 from millstream.model.schema import TableKind
+from millstream.wal.table_batches import is_raw, table_batches
 
 if TYPE_CHECKING:
     from millstream.catalog import TableRow
@@ -23,6 +28,7 @@ if TYPE_CHECKING:
     from millstream.lake.query.query_limits import QueryBounds
     from millstream.lake.query.query_session import LakeSession
     from millstream.model.ids import StreamId, TableId
+    from millstream.wal.reader import LogSpan, StreamReader
 
 
 def _landed_elsewhere(home: Home, stream: str) -> str | None:
@@ -164,3 +170,71 @@ def _quarantined(home: Home, stream: StreamId) -> dict[str, str]:
         rows = [row for row in shown_tables(catalog, stream, held) if row.kind is TableKind.TABLE]
     found = [table_facts(row, {}, None, held.get(row.id), {}) for row in rows]
     return {table["name"]: table["reason"] for table in found if table["state"] == TableState.QUARANTINED.value}
+
+
+TAIL_BYTES_MAX: Final = 64 << 20
+"""Bytes of the log that a query merges at most: a second or two of work, and far more than a pipeline leaves that keeps
+up."""
+
+
+class HomeLogTail:
+    """The `LogTail` of a home's stream.
+
+    Args:
+        bytes_max: bytes of the log above which a tail isn't merged.
+    """
+
+    def __init__(self, reader: StreamReader, *, bytes_max: int = TAIL_BYTES_MAX) -> None:
+        self._reader = reader
+        self._bytes_max = bytes_max
+
+    def end(self) -> Seq:
+        """Return the readable end."""
+        return self._reader.persisted_upto()
+
+    def whole_upto(self, n: Seq) -> Seq:
+        """Return the greatest position at or below `n` that splits no operation."""
+        return self._reader.whole_upto(n)
+
+    def upto_moment(self, after: Seq, moment: datetime) -> Seq:
+        """Return the end of the last operation before the first one above `after` that committed after a moment."""
+        end = self.end()
+        if end <= after:
+            return after
+        first: int | None = None
+        for span in self._spans(after, end):
+            for found in self._reader.read_span(span, columns=frozenset({"__commit_ts"}), moments=True):
+                if is_raw(found.schema):
+                    continue
+                times = found.batch.column("__commit_ts")
+                later = found.batch.column("__seq").filter(pc.greater(times, pa.scalar(moment, times.type)))
+                if len(later):
+                    least = pc.min(later).as_py()
+                    first = least if first is None else min(first, least)
+        return end if first is None else max(after, self.whole_upto(Seq(first - 1)))
+
+    def parts(self, after: Seq, upto: Seq) -> Sequence[TailPart]:
+        """Return the contents of a stretch; raises as `LogTail.parts`."""
+        return [
+            TailPart(part.schema.defined(), max(part.first_seq, Seq(after + 1)), min(part.last_seq, upto))
+            for span in self._spans(after, upto)
+            for part in self._reader.parts_of(span)
+            if not is_raw(part.schema) and part.first_seq <= upto and part.last_seq > after
+        ]
+
+    def records(self, after: Seq, upto: Seq, table: TableId) -> list[pa.RecordBatch]:
+        """Return one table's records of a stretch."""
+        return [
+            batch for span in self._reader.spans(after, upto) for _, batch in table_batches(self._reader, span, table)
+        ]
+
+    def _spans(self, after: Seq, upto: Seq) -> list[LogSpan]:
+        reached = self._reader.cut(after, bytes_max=self._bytes_max)
+        spans = self._reader.spans(after, upto) if reached >= upto else []
+        if reached < upto or sum(span.byte_end - span.byte_start for span in spans) > self._bytes_max:
+            token = StreamToken.scalar(self._reader.stream_id, after)
+            raise LakeBehind(
+                f"the log has more than {self._bytes_max} bytes after {token}, where the lake ends",
+                reached=int(after),
+            )
+        return spans

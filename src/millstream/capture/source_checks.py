@@ -1,4 +1,4 @@
-"""The checks that `doctor` runs on the source: `server_checks` of its settings, `table_checks` of its tables.
+"""The checks that `doctor` runs on the source: `server_checks` of its settings, and those of its tables and publication.
 
 Each finding says whether it stops the source or only one table, and which SQL to run. Only `drop_slot`
 changes anything.
@@ -9,16 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from psycopg import sql
+
 from millstream.capture.column_rules.binding import ColumnRules
 from millstream.capture.config import CaptureConfig
-from millstream.capture.connection import connect
+from millstream.capture.connection import connect, translated
+from millstream.capture.publication import find_lacks, list_published
 from millstream.capture.server_checks import Finding, check_replication, check_server
 from millstream.capture.slot import SlotState, check_slot, drop_slot_of, read_slot
-from millstream.capture.table_checks import check_tables
+from millstream.capture.source import Connection, SourceTable, on_standby
 from millstream.catalog import Catalog
-from millstream.errors import MillstreamError, SourceError
+from millstream.codec.pgoutput import relation_columns
+from millstream.errors import ConfigError, MillstreamError, SourceError, UnknownTable
+from millstream.model.column_rules import SourceRules
 from millstream.model.ids import SourceId
+from millstream.model.names import TablePatterns, quote_ident
+from millstream.model.pgtypes import NUMERIC_OID, is_text_for_want_of_better
 from millstream.model.positions import Lsn
+from millstream.model.records import log_names
 from millstream.wal.reader import StreamReader
 
 _SETTING: Final = "ALTER SYSTEM "
@@ -147,3 +155,197 @@ def drop_slot(config: CaptureConfig, catalog: Catalog | None = None) -> int | No
 
 def _of_error(error: MillstreamError) -> Finding:
     return Finding(error.code, error.message, "source", fix=error.hint)
+
+
+def check_tables(connection: Connection, config: CaptureConfig, rules: ColumnRules | None = None) -> list[Finding]:
+    """Find what would stop a table, or deserves a warning, at every table that the patterns match.
+
+    Rules that don't fit the tables stop the source, as they would stop capture's start.
+    """
+    tables = list_published(connection, TablePatterns.parse(config.tables), config.publication, foreseen=True)
+    if not tables:
+        return [
+            Finding(
+                "no_tables_match",
+                f"no table matches {', '.join(config.tables)}",
+                "source",
+                fix="Correct `tables` in millstream.toml.",
+            )
+        ]
+    findings = [] if rules is None else _check_rules(rules, tables)
+    findings += [finding for table in tables for finding in _check_table(connection, table)]
+    findings += [finding for table in tables for finding in _check_derived(connection, table, config.rules)]
+    where = " at the primary" if on_standby(connection) else ""
+    for lack in find_lacks(connection, config.publication, tables):
+        blocks = "source" if lack.table is None else "table" if lack.stops else "nothing"
+        name = lack.table.full_name if lack.table else ""
+        fix = f"Have the tables' owner (or a superuser) run the SQL{where}, once every table of the publication has an identity."
+        findings.append(Finding("publication_missing", lack.message, blocks, name, fix, lack.sql))
+    return findings
+
+
+def _check_rules(rules: ColumnRules, tables: list[SourceTable]) -> list[Finding]:
+    try:
+        rules.check(tables)
+    except (ConfigError, UnknownTable) as error:
+        return [Finding(error.code, error.message, "source", error.details.get("table", ""), error.hint)]
+    return []
+
+
+def _check_table(connection: Connection, table: SourceTable) -> list[Finding]:
+    findings: list[Finding] = []
+    name = sql.Identifier(table.namespace, table.name).as_string(connection)
+    with translated():
+        row = connection.execute(
+            "SELECT has_schema_privilege(relnamespace, 'USAGE'), has_table_privilege(oid, 'SELECT'),"
+            " relrowsecurity AND NOT pg_has_role(relowner, 'USAGE')"
+            " AND NOT (SELECT rolbypassrls FROM pg_roles WHERE rolname = current_user), current_user"
+            " FROM pg_class WHERE oid = %s",
+            [table.oid],
+        ).fetchone()
+    if row is None:
+        return []
+    role = sql.Identifier(str(row[3])).as_string(connection)
+    if not (row[0] and row[1]):
+        schema = sql.Identifier(table.namespace).as_string(connection)
+        findings.append(
+            Finding(
+                "source_privilege_missing",
+                f"the role may not read {table.full_name}",
+                "table",
+                table.full_name,
+                "Grant it; else the table's existing rows can't be copied.",
+                f"GRANT USAGE ON SCHEMA {schema} TO {role}; GRANT SELECT ON {name} TO {role};",
+            )
+        )
+    if row[2]:
+        findings.append(
+            Finding(
+                "row_security",
+                f"row security hides rows of {table.full_name} from the role",
+                "table",
+                table.full_name,
+                "Let the role bypass it; else the table's existing rows can't be copied.",
+                f"ALTER ROLE {role} BYPASSRLS;",
+            )
+        )
+    if not table.usable:
+        findings.append(
+            Finding(
+                "replica_identity_unusable",
+                f"{table.full_name} has no usable replica identity: inserts only, into history only, without its existing rows",
+                "current",
+                table.full_name,
+                *_identity_remedy(connection, table),
+            )
+        )
+    names = [column.name for column in table.relation.columns]
+    findings += [
+        Finding(
+            "column_renamed",
+            f"{table.full_name}.{quote_ident(name)} has the name of one of Millstream's own columns: it is captured as {captured}",
+            "nothing",
+            table.full_name,
+            f"Nothing has to be done; use the name {captured} in queries.",
+        )
+        for name, captured in zip(names, log_names(names), strict=True)
+        if captured != name
+    ]
+
+    findings += _check_generated(connection, table)
+    return findings + [
+        Finding(
+            "column_is_text",
+            f"{table.full_name}.{column.name} ({column.pg.name if column.pg else '?'}) will be text in the lake",
+            "nothing",
+            table.full_name,
+            "Nothing has to be done."
+            if column.pg is None or column.pg.oid != NUMERIC_OID
+            else "Nothing has to be done; `[streams.S.types]` can give it a precision.",
+        )
+        for column in relation_columns(table.relation)
+        if is_text_for_want_of_better(column)
+    ]
+
+
+def _check_generated(connection: Connection, table: SourceTable) -> list[Finding]:
+    """Report the table's generated columns that aren't captured."""
+    lost = _generated_unsent(table)
+    if not lost:
+        return []
+    stored = [name for name, kind in lost.items() if kind == "s"] if _publishes_generated(connection) else []
+    computed = [name for name in lost if name not in stored]
+    fix = "Nothing has to be done; a query can compute them from the columns that they are made of."
+    if stored:
+        fix = (
+            f"Set publish_generated_columns of the publication to stored, or add {', '.join(stored)} to its column list"
+        )
+        fix += f"; a query can compute {', '.join(computed)}." if computed else "."
+    told = f"{', '.join(lost)} {'is' if len(lost) == 1 else 'are'} generated and won't be captured"
+    return [Finding("column_generated", f"{table.full_name}: {told}", "nothing", table.full_name, fix)]
+
+
+def _check_derived(connection: Connection, table: SourceTable, rules: SourceRules) -> list[Finding]:
+    """Report generated columns without a rule whose expressions use a column with a rule: they may show its values."""
+    names = ((table.namespace, table.name), *table.ancestors)
+    asked = {column for name in names for column in rules.tables.get(name, ())}
+    if not asked:
+        return []
+    with translated():
+        # Up to 14, the generated column itself depends on the others; from 15 on, its expression does.
+        rows = connection.execute(
+            "SELECT g.attname, string_agg(DISTINCT a.attname, ', ' ORDER BY a.attname)"
+            " FROM pg_attrdef e JOIN pg_attribute g ON g.attrelid = e.adrelid AND g.attnum = e.adnum AND g.attgenerated <> ''"
+            " JOIN pg_depend d ON (d.classid = 'pg_attrdef'::regclass AND d.objid = e.oid)"
+            " OR (d.classid = 'pg_class'::regclass AND d.objid = e.adrelid AND d.objsubid = e.adnum)"
+            " JOIN pg_attribute a ON a.attrelid = d.refobjid AND a.attnum = d.refobjsubid AND a.attnum <> g.attnum"
+            " WHERE e.adrelid = %s AND d.refclassid = 'pg_class'::regclass AND d.refobjid = e.adrelid"
+            " AND a.attname = ANY (%s) GROUP BY g.attname ORDER BY g.attname",
+            [table.oid, list(asked)],
+        ).fetchall()
+    return [
+        Finding(
+            "column_derived",
+            f"{table.full_name}.{quote_ident(name)} has no rule and is generated from {used}, which has one",
+            "nothing",
+            table.full_name,
+            f"Exclude, hash or redact {name} too, unless its values may leave the source.",
+        )
+        for name, used in rows
+        if name not in asked
+    ]
+
+
+def _generated_unsent(table: SourceTable) -> dict[str, str]:
+    """Return `attgenerated` of the table's generated columns that aren't sent, by name."""
+    sent = {column.name for column in table.relation.columns}
+    return {column.name: column.generated for column in table.layout if column.generated and column.name not in sent}
+
+
+def _publishes_generated(connection: Connection) -> bool:
+    return connection.info.server_version >= 180000
+
+
+def _identity_remedy(connection: Connection, table: SourceTable) -> tuple[str, str]:
+    """Return the advice for a table without an identity, and the statements if they are known."""
+    unsent = _generated_unsent(table).values() if _publishes_generated(connection) else ()
+    if unsent:
+        # FULL includes all columns, even those that aren't published.
+        fix = "Give it a primary key without generated columns, and REPLICA IDENTITY DEFAULT; it is copied whole then."
+        if "v" not in unsent:
+            fix = f"Set publish_generated_columns of the publication to stored, with a usable identity; else {fix[0].lower()}{fix[1:]}"
+        return fix, ""
+    fix = "Give it a primary key (not a deferrable one), or another identity; it is copied whole then."
+    return fix, _identity_sql(connection, table)
+
+
+def _identity_sql(connection: Connection, table: SourceTable) -> str:
+    """Return statements that give a table an identity; partitions don't inherit it and need their own."""
+    with translated():
+        leaves = connection.execute(
+            "SELECT n.nspname, c.relname FROM pg_partition_tree(%s::oid::regclass) p JOIN pg_class c ON c.oid = p.relid"
+            " JOIN pg_namespace n ON n.oid = c.relnamespace WHERE p.isleaf AND p.relid <> %s ORDER BY 1, 2",
+            [table.oid, table.oid],
+        ).fetchall()
+    names = [sql.Identifier(*name).as_string(connection) for name in ((table.namespace, table.name), *leaves)]
+    return " ".join(f"ALTER TABLE {name} REPLICA IDENTITY FULL;" for name in names)

@@ -25,7 +25,6 @@ from millstream.capture.pending_column_renames import PendingDefinitions
 from millstream.capture.source import SourceTable, possible_ancestors
 from millstream.capture.transient_column_names import ShownColumns, form_of
 from millstream.catalog import COPY_HELD, Catalog, TableRow, TableState
-from millstream.catalog.unnumbered_columns import unnumbered_columns
 from millstream.codec.pgoutput import MESSAGES_COLUMNS, Relation, raw_schema, table_schema
 from millstream.codec.pgoutput.record_rows import undecodable
 from millstream.errors import ConfigError, UnknownTable
@@ -483,3 +482,23 @@ def _amount(table: SourceTable) -> str:
 
 def _spoken(key: tuple[str, ...]) -> str:
     return f"({', '.join(key)})" if key else "none"
+
+
+def unnumbered_columns(catalog: Catalog, stream: StreamId, scope: str, *, complete: bool) -> dict[str, list[str]]:
+    """Return the columns of a stream's newest records without numbers, by table.
+
+    Args:
+        scope: the scope of the facts.
+        complete: add, once in the stream's life, the tables that the schemas show: a stream with a lake in PostgreSQL didn't
+            note them before. They come without columns, as several versions may lack numbers: only a copy ends that.
+    """
+    found: dict[str, list[str]] = catalog.facts(scope)
+    once = f"{scope}/completed"
+    if complete and not catalog.facts(once):
+        captured = {row.id for row in catalog.tables(stream) if row.is_captured}
+        for (table, _), schema in catalog.schemas(stream).items():
+            if table in captured and schema.kind is TableKind.TABLE and not schema.is_numbered:
+                found[str(table)] = []
+                catalog.put_fact(scope, str(table), [])
+        catalog.put_fact(once, "done", True)
+    return found

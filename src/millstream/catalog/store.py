@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from sqlalchemy import delete, select
+
+import millstream.catalog.sql_tables as t
 from millstream.catalog.access_tokens import Tokens
 from millstream.catalog.adopt_from_log import Adoption
+from millstream.catalog.catalog_part import CatalogPart
 from millstream.catalog.database import BUSY_TIMEOUT_S, CatalogDatabase
-from millstream.catalog.key_values import Facts
 from millstream.catalog.retention_holders import Holders
 from millstream.catalog.row_types import HomeIdentity
 from millstream.catalog.sources import Sources
@@ -20,6 +24,43 @@ from millstream.closing import Closing
 if TYPE_CHECKING:
     from millstream.model.ids import StreamId
     from millstream.protocol.sequencer import Ledger
+
+
+class Facts(CatalogPart):
+    """Values stored by components."""
+
+    def put_fact(self, scope: str, name: str, value: Any) -> None:
+        """Store a JSON-able value; replaces the old one. `scope` separates components (`capture/<stream id>`)."""
+        change = self._database.insert(t.facts).values(scope=scope, name=name, value=json.dumps(value))
+        keys = [t.facts.c.scope, t.facts.c.name]
+        with self._database.write() as connection:
+            connection.execute(
+                change.on_conflict_do_update(index_elements=keys, set_={"value": change.excluded["value"]})
+            )
+
+    def add_fact(self, scope: str, name: str, value: Any) -> None:
+        """Store a JSON-able value if there is none of the name; otherwise the old one stays."""
+        change = self._database.insert(t.facts).values(scope=scope, name=name, value=json.dumps(value))
+        with self._database.write() as connection:
+            connection.execute(change.on_conflict_do_nothing(index_elements=[t.facts.c.scope, t.facts.c.name]))
+
+    def fact(self, scope: str, name: str, default: Any = None) -> Any:
+        """Return the value of that name, else `default`."""
+        query = select(t.facts.c.value).where(t.facts.c.scope == scope, t.facts.c.name == name)
+        with self._database.read() as connection:
+            found = connection.execute(query).scalar()
+        return default if found is None else json.loads(found)
+
+    def facts(self, scope: str) -> dict[str, Any]:
+        """Return all values of a scope."""
+        query = select(t.facts.c.name, t.facts.c.value).where(t.facts.c.scope == scope)
+        with self._database.read() as connection:
+            return {row.name: json.loads(row.value) for row in connection.execute(query)}
+
+    def drop_fact(self, scope: str, name: str) -> None:
+        """Delete a value."""
+        with self._database.write() as connection:
+            connection.execute(delete(t.facts).where(t.facts.c.scope == scope, t.facts.c.name == name))
 
 
 class Catalog(Streams, Sources, Tables, Adoption, Copies, Holders, Tokens, Facts, Closing):

@@ -11,10 +11,11 @@ from sqlalchemy import Connection, Row, Select, func, literal, select, update
 
 import millstream.catalog.sql_tables as t
 from millstream.catalog.catalog_part import CatalogPart, greater, lock_stream, now_us
-from millstream.catalog.embedded_sequence import StreamReservations
+from millstream.catalog.database import CatalogDatabase
 from millstream.catalog.row_types import HomeIdentity, StreamRow, WriterRow
-from millstream.errors import CatalogError, UnknownStream
+from millstream.errors import CatalogError, StaleEpoch, UnknownStream
 from millstream.model.ids import Epoch, StreamId, WriterId, check_stream_name
+from millstream.model.positions import Seq
 
 
 class Streams(CatalogPart):
@@ -173,3 +174,34 @@ def writer_row(row: Row[Any]) -> WriterRow:
     """Return a row of `writers` as a value."""
     stream = StreamId(UUID(row.stream))
     return WriterRow(stream, WriterId(row.id), row.name, Epoch(row.epoch), row.pid, row.registered_us)
+
+
+class StreamReservations:
+    """The embedded sequencer's durable bound for one stream: `ports.SeqReservations`."""
+
+    def __init__(self, database: CatalogDatabase, stream: StreamId) -> None:
+        self._database = database
+        self._stream = stream
+
+    def reserved(self) -> Seq:
+        """Return the greatest number ever reserved; numbers up to it may have been given out."""
+        with self._database.read() as connection:
+            query = select(t.streams.c.reserved).where(t.streams.c.id == str(self._stream))
+            return Seq(connection.execute(query).scalar() or 0)
+
+    def reserve_to(self, seq: Seq, *, epoch: Epoch) -> None:
+        """Durably reserve up to `seq`; a lower one changes nothing.
+
+        Raises:
+            StaleEpoch: no writer of the stream has `epoch` now.
+        """
+        with self._database.write() as connection:
+            lock_stream(connection, self._stream)  # a newer writer registers before this or after it, never during it
+            query = select(t.writers.c.epoch).where(t.writers.c.stream == str(self._stream))
+            epochs = connection.execute(query).scalars().all()
+            if epoch not in epochs:
+                raise StaleEpoch(
+                    f"epoch {epoch} is fenced: a newer writer registered (now {max(epochs, default=0)})", epoch=epoch
+                )
+            lower = (t.streams.c.id == str(self._stream)) & (t.streams.c.reserved < seq)
+            connection.execute(update(t.streams).where(lower).values(reserved=seq))

@@ -5,9 +5,11 @@ An action needs the right `admin` on its stream and a token to have it by: witho
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import structlog
@@ -15,13 +17,14 @@ import structlog
 from millstream.app import table_requests
 from millstream.console.html import Content, Html, tag
 from millstream.errors import AccessError, MillstreamError, UsageError
-from millstream.home.audit_log import add_audit_line
 from millstream.leadership.node_roles import Roles
+from millstream.private_files import make_folder, open_private
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
     from millstream.console.diff_page import Comparison, Diffs
     from millstream.home.home import Home
+    from millstream.home.paths import HomePaths
     from millstream.model.ids import StreamId
     from millstream.writers.home_consumers import HomeConsumers
 
@@ -222,3 +225,22 @@ def _note(home: Home, order: Order, outcome: str, **facts: Any) -> None:
     """Add a line to the audit log."""
     said = {"token": order.who, "action": order.name, "stream": order.stream, "subject": order.subject}
     add_audit_line(home, **said, **({"text": order.text} if order.text else {}), outcome=outcome, **facts)
+
+
+def add_audit_line(home: HomePaths, **facts: Any) -> None:
+    """Add a line with the time and some facts.
+
+    Raises:
+        AccessError (`audit_unwritable`): it can't be written. Details: the `outcome` of the facts.
+    """
+    line = json.dumps({"at": datetime.now(UTC).isoformat(timespec="milliseconds"), **facts})
+    try:
+        make_folder(home.audit_file.parent)
+        with open(home.audit_file, "a", opener=open_private, encoding="utf-8") as file:
+            file.write(f"{line}\n")
+    except OSError as error:
+        raise AccessError(
+            f"the audit log {home.audit_file} can't be written: {error}",
+            code="audit_unwritable",
+            outcome=facts["outcome"],
+        ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -17,10 +18,9 @@ from millstream.leadership.node_roles import VERSIONS_NAME, Roles, replication_f
 from millstream.model.ids import GroupNumber
 from millstream.model.positions import Seq
 from millstream.model.replication import Document
-from millstream.nodes.aside_report import REPORT, write_report
 from millstream.nodes.follower_log_retention import CopyRetention
 from millstream.nodes.staleness import note_age
-from millstream.private_files import make_folder, replace_file
+from millstream.private_files import make_folder, replace_file, replacing
 from millstream.protocol.replication.follower_machine import Lag
 from millstream.protocol.replication.promises_and_fencing import CONSUMERS, SESSIONS, RoleFact
 from millstream.wal.files import RealFiles
@@ -156,3 +156,43 @@ class FollowerState:
     def let_go(self, leader_dropped: Seq) -> None:
         """Drop old segments, as the port requires."""
         self._retention.look(leader_dropped)
+
+
+RECORDS: Final = "records.jsonl"
+REPORT: Final = "report.json"
+
+
+def write_report(stream: str, found: SetAsideTail, folder: Path) -> Path:
+    """Write both files; return the folder that they are in.
+
+    Args:
+        found: the part of the log that was set aside.
+        folder: the folder to make; an interrupted call may have made it already.
+
+    Raises:
+        CorruptWal, OSError: the part can't be read, or the files can't be written; the part itself stays
+            set aside.
+    """
+    from millstream.model.record_json import to_json
+    from millstream.wal.reader import StreamReader
+    from millstream.wal.records_json import Cat
+
+    make_folder(folder)
+    reader = StreamReader(found.folder)
+    counts: Counter[str] = Counter()
+    with replacing(folder / RECORDS) as output:
+        for line in Cat(stream, reader, numbers=(Seq(found.first_seq - 1), None)).lines():
+            counts[line["table"] or "_messages"] += 1
+            output.write(f"{to_json(line)}\n".encode())
+    report = {
+        "stream": stream,
+        "log": found.folder,
+        "records": counts.total(),
+        "tables": dict(sorted(counts.items())),
+        "first_seq": int(found.first_seq),
+        "last_seq": int(reader.persisted_upto()),
+        "bytes": found.size_bytes,
+    }
+    # Written last, and whole: if it exists, the records do too.
+    replace_file(folder / REPORT, (json.dumps(report, indent=2) + "\n").encode())
+    return folder

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -27,17 +28,17 @@ from millstream.nodes.catalog_document import CatalogDocument
 from millstream.nodes.consumers_document import ConsumersDocuments
 from millstream.nodes.follower_state import FollowerState
 from millstream.nodes.level_document import Terms
-from millstream.nodes.session_document import SessionDocument
 from millstream.private_files import make_folder
 from millstream.protocol.replication.high_water_mark import Holdings
 from millstream.protocol.replication.leader_events import Heard
 from millstream.protocol.replication.leader_machine import LinkPhase
-from millstream.protocol.replication.promises_and_fencing import CONSUMERS_KEY, Promise, Role, RoleFact
+from millstream.protocol.replication.promises_and_fencing import CONSUMERS_KEY, SESSIONS, Promise, Role, RoleFact
 from millstream.protocol.retention import HolderKind
 from millstream.replication.archiver import WalArchiver
 from millstream.replication.flight.transport import FlightTransport, FollowRequest
 from millstream.replication.shipper import WalShipper
 from millstream.wal.files import RealFiles
+from millstream.wal.layout import SESSIONS_NAME
 from millstream.wal.replica.acks import AcksFile
 from millstream.workers import Worker
 from millstream.writers.stream_writer import resolve_stream
@@ -299,3 +300,25 @@ class _Notes:
 
     def close(self) -> None:
         self._acks.close()
+
+
+class SessionDocument:
+    """The writer's current `sessions.state`, shipped with the log: facts of sessions that retention has dropped from it.
+
+    Not for sharing between threads.
+    """
+
+    def __init__(self, wal_folder: Path) -> None:
+        self._file = wal_folder / SESSIONS_NAME
+        self._newest: Document | None = None
+
+    def newest(self) -> Document | None:
+        """Return the current document; None if there is none."""
+        try:
+            version = self._file.stat().st_mtime_ns
+            if self._newest is None or self._newest.version != version:
+                # If it was replaced in between, it is newer than the version claims, and comes again.
+                self._newest = Document(SESSIONS, version, self._file.read_bytes())
+        except FileNotFoundError:
+            return self._newest
+        return self._newest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -11,16 +11,15 @@ from deltalake import CommitProperties, DeltaTable, Schema
 from deltalake.exceptions import DeltaError
 
 from millstream.errors import LakeError
+from millstream.lake.commit_cuts import last_cut
 from millstream.lake.data_files import erase_folder, remove_folder
 from millstream.lake.delta.commits import STAMP, STREAM_PROPERTY, DeltaHandle, bounded_property, open_copy, open_handle
 from millstream.lake.layout import LakeLayout
 from millstream.lake.log_copies.small_files import LakeStorageHandler
 from millstream.lake.store_errors import lake_errors
 from millstream.lake.table_format import NewTable, Partition, TableFormat, refuse_other_format
+from millstream.model.addresses import mask_address
 from millstream.model.records import MONTH_COLUMN
-
-if TYPE_CHECKING:
-    from millstream.lake.delta.moving import DeltaMove
 
 
 class DeltaFormat(TableFormat):
@@ -83,7 +82,6 @@ class DeltaFormat(TableFormat):
         """See `TableFormat`: history's log has the bounds of positions and days alone."""
 
     def move(self, old: LakeLayout, new: LakeLayout) -> DeltaMove:
-        from millstream.lake.delta.moving import DeltaMove
 
         return DeltaMove(old, new)
 
@@ -110,3 +108,24 @@ def log_properties(keep_s: float = 0.0) -> dict[str, str]:
         "delta.enableExpiredLogCleanup": "false",
         "delta.deletedFileRetentionDuration": f"interval {round(max(600.0, 2 * keep_s))} seconds",
     }
+
+
+class DeltaMove:
+    """See `TablesMove`."""
+
+    def __init__(self, old: LakeLayout, new: LakeLayout) -> None:
+        self._old, self._new = old, new
+        self.is_done = old.root == new.root
+
+    def is_copied(self, path: str) -> bool:  # noqa: ARG002 - all are
+        return True
+
+    def write(self) -> None:
+        """See `TablesMove`: both places must have the same last cut, through the tables' logs, as the pipeline reads them."""
+        if last_cut(self._old) != last_cut(self._new):
+            raise LakeError(
+                f"the lake at {mask_address(self._new.root)} isn't the one that was copied", path=self._new.root
+            )
+
+    def switch(self, last: Callable[[], None]) -> None:
+        last()
