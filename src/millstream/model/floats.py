@@ -28,8 +28,8 @@ def render_float8(value: float) -> str:
     if not math.isfinite(value):
         return _not_finite(value)
     digits, exponent = _digits(repr(abs(value)))
-    if HALF_WAY_8[0] <= abs(value) < HALF_WAY_8[1] and _is_half_way_8(digits, exponent, abs(value)):
-        digits, exponent = _shorten(abs(value))
+    if HALF_WAY_8[0] <= abs(value) < HALF_WAY_8[1] and _is_half_way(digits, exponent, np.float64(abs(value))):
+        digits, exponent = _shorten(np.float64(abs(value)), 16)
     return _notation(digits, exponent, negative=math.copysign(1.0, value) < 0, fixed_below=FIXED_BELOW_8)
 
 
@@ -39,8 +39,8 @@ def render_float4(value: float) -> str:
         return _not_finite(value)
     single = np.float32(abs(value))
     digits, exponent = _digits(np.format_float_scientific(single, unique=True, trim="-"))
-    if HALF_WAY_4[0] <= single < HALF_WAY_4[1] and _is_half_way_4(digits, exponent, single):
-        digits, exponent = _shorten_4(single)
+    if HALF_WAY_4[0] <= single < HALF_WAY_4[1] and _is_half_way(digits, exponent, single):
+        digits, exponent = _shorten(single, 8)
     return _notation(digits, exponent, negative=math.copysign(1.0, value) < 0, fixed_below=FIXED_BELOW_4)
 
 
@@ -80,37 +80,20 @@ def _whole(digits: str, exponent: int) -> int | None:
     return int(digits) * 10**shift if shift >= 0 else None
 
 
-def _is_half_way_8(digits: str, exponent: int, value: float) -> bool:
+def _is_half_way(digits: str, exponent: int, value: np.float64 | np.float32) -> bool:
     said = _whole(digits, exponent)
     if said is None:
         return False
     exact = int(value)
-    neighbour = int(math.nextafter(value, math.inf if said > exact else 0.0))
+    neighbour = int(np.nextafter(value, type(value)(np.inf if said > exact else 0.0)))
     return said != exact and 2 * said == exact + neighbour
 
 
-def _is_half_way_4(digits: str, exponent: int, value: np.float32) -> bool:
-    said = _whole(digits, exponent)
-    if said is None:
-        return False
-    exact = int(value)
-    neighbour = int(np.nextafter(value, np.float32(np.inf if said > exact else 0.0)))
-    return said != exact and 2 * said == exact + neighbour
-
-
-def _shorten(value: float) -> tuple[str, int]:
-    for precision in range(17):
-        digits, exponent = _digits(f"{value:.{precision}e}")
-        if float(f"{digits}e{exponent + 1 - len(digits)}") == value and not _is_half_way_8(digits, exponent, value):
-            return digits, exponent
-    return _digits(f"{value:.16e}")
-
-
-def _shorten_4(value: np.float32) -> tuple[str, int]:
-    for precision in range(9):
+def _shorten(value: np.float64 | np.float32, precision_max: int) -> tuple[str, int]:
+    """Return the fewest digits that read back as the number and aren't half-way, with the exponent of the first."""
+    for precision in range(precision_max):
         digits, exponent = _digits(f"{float(value):.{precision}e}")
-        if np.float32(f"{digits}e{exponent + 1 - len(digits)}") == value and not _is_half_way_4(
-            digits, exponent, value
-        ):
+        is_same = type(value)(f"{digits}e{exponent + 1 - len(digits)}") == value
+        if is_same and not _is_half_way(digits, exponent, value):
             return digits, exponent
-    return _digits(f"{float(value):.8e}")
+    return _digits(f"{float(value):.{precision_max}e}")

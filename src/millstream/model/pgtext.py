@@ -98,19 +98,13 @@ def _pair(kind: pa.DataType) -> tuple[Parser, Renderer]:
     if pa.types.is_decimal128(kind):
         return _decimal_pair(kind.precision, kind.scale)
     if pa.types.is_timestamp(kind):
-        return (
-            (_parse_timestamptz, _render_timestamptz) if kind.tz is not None else (_parse_timestamp, _render_timestamp)
-        )
+        return (_parse_timestamp, _render_timestamp) if kind.tz is None else (_parse_timestamptz, _render_timestamptz)
     found = _PAIRS.get(kind)
     return (_refuse, str) if found is None else found
 
 
 def _refuse(text: str) -> Inexact:  # noqa: ARG001 — a parser takes a text
     return INEXACT
-
-
-def _same(text: str) -> str:
-    return text
 
 
 # --- numbers -----------------------------------------------------------------------------------------------------
@@ -146,11 +140,7 @@ def _decimal_pair(precision: int, scale: int) -> tuple[Parser, Renderer]:
             return INEXACT
         return value
 
-    return parse, _render_decimal
-
-
-def _render_decimal(value: Decimal) -> str:
-    return format(value, "f")
+    return parse, "{:f}".format
 
 
 # --- dates -------------------------------------------------------------------------------------------------------
@@ -196,20 +186,8 @@ def _render_timestamptz(micros: int) -> str:
 # --- the rest ----------------------------------------------------------------------------------------------------
 
 
-def _parse_bool(text: str) -> bool:
-    return text == "t"
-
-
-def _render_bool(value: bool) -> str:  # noqa: FBT001 — it is the value
-    return "t" if value else "f"
-
-
 def _parse_bytea(text: str) -> Any:
     return bytes.fromhex(text[2:]) if text.startswith("\\x") else INEXACT
-
-
-def _render_bytea(value: bytes) -> str:
-    return "\\x" + value.hex()
 
 
 # array_out in arrayfuncs.c quotes an element that is empty, reads NULL, or holds one of these.
@@ -276,10 +254,10 @@ _PAIRS: Final[dict[pa.DataType, tuple[Parser, Renderer]]] = {
     pa.int16(): (_integer_parser(16), str),
     pa.int32(): (_integer_parser(32), str),
     pa.int64(): (_integer_parser(64), str),
-    pa.bool_(): (_parse_bool, _render_bool),
+    pa.bool_(): (lambda text: text == "t", lambda value: "t" if value else "f"),
     pa.float32(): (_parse_float4, render_float4),
     pa.float64(): (parse_float8, render_float8),
-    pa.string(): (_same, _same),
+    pa.string(): (str, str),
     pa.date32(): (_parse_date, _render_date),
-    pa.binary(): (_parse_bytea, _render_bytea),
+    pa.binary(): (_parse_bytea, lambda value: "\\x" + value.hex()),
 }

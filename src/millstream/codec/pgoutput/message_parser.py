@@ -406,17 +406,9 @@ def _logical_message(reader: _MessageCursor, xid: int | None) -> LogicalMessage:
     return LogicalMessage(bool(flags & 1), lsn, prefix, reader.take(reader.u32()), xid)
 
 
-def _stream_start(reader: _MessageCursor) -> StreamStart:
-    return StreamStart(reader.u32(), reader.u8() == 1)
-
-
 def _stream_commit(reader: _MessageCursor) -> StreamCommit:
     own, flags, lsn, end, time = reader.unpack(_STREAM_COMMIT)
     return StreamCommit(own, flags, _position(lsn), _position(end), _moment(time))
-
-
-def _stream_abort(reader: _MessageCursor) -> StreamAbort:
-    return StreamAbort(reader.u32(), reader.u32())
 
 
 def _expect(reader: _MessageCursor, kind: int) -> None:
@@ -431,9 +423,9 @@ _PARSERS: Final[dict[int, Callable[[_MessageCursor], Message]]] = {
     ord("B"): _begin,
     ord("C"): _commit,
     ord("O"): _origin,
-    ord("S"): _stream_start,
+    ord("S"): lambda reader: StreamStart(reader.u32(), reader.u8() == 1),
     ord("c"): _stream_commit,
-    ord("A"): _stream_abort,
+    ord("A"): lambda reader: StreamAbort(reader.u32(), reader.u32()),
 }
 # The messages that carry the id of their (sub)transaction inside a streamed block.
 _CHANGE_PARSERS: Final[dict[int, Callable[[_MessageCursor, int | None], Message]]] = {

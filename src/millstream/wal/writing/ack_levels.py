@@ -227,7 +227,7 @@ class AckLevels:
                 len(held),
                 sum(one.waiting.size_bytes for one in held),
                 time.monotonic() - first.since_s,
-                self._behind(first),
+                self._holdings.behind(first.group, first.waiting.level or self._default),
             )
 
     def close(self) -> None:
@@ -245,8 +245,7 @@ class AckLevels:
             self._work.notify_all()
         self._worker.join()
         with self._lock:
-            left_over = [one for kept in self._all() for one in kept]
-            self._held, self._repeats = {}, {}
+            left_over = self._take_all()
         self._let_go(left_over)
         answer([(one.waiting, self._missing(one, self.ends_as)) for one in left_over])
 
@@ -375,10 +374,6 @@ class AckLevels:
         with self._lock:
             first = min((kept[0].since_s for kept in self._all() if kept), default=0.0)
         return time.monotonic() - first > _LATE_S
-
-    def _behind(self, held: _Held) -> tuple[str, ...]:
-        level = held.waiting.level or self._default
-        return self._holdings.behind(held.group, level)
 
     def _missing(self, held: _Held, why: str) -> NotEnoughReplicas:
         level = held.waiting.level or self._default

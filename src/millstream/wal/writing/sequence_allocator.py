@@ -5,7 +5,8 @@ Only the thread that writes uses them.
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from abc import ABC, abstractmethod
+from typing import Final
 
 from millstream.errors import CatalogError, SequencingError, StaleEpoch
 from millstream.model.ids import Epoch
@@ -24,21 +25,25 @@ from millstream.wal.files import SystemClock
 _TRIES: Final = 3
 
 
-class GroupNumbers(Protocol):
-    """The numbers that commit groups are given."""
+class GroupNumbers(ABC):
+    """The numbers that commit groups are given. The answers given here are those of a stream's only writer."""
 
-    shared: bool
+    shared = False
     """Whether other writers have numbers of the same stream, and shards in the same folder."""
+    _numbers: EmbeddedNumbers | WriterNumbers
 
     @property
+    @abstractmethod
     def position(self) -> Seq:
         """Greatest number up to which all of this writer's numbers are durable and readable, or never will be."""
 
     @property
     def newest(self) -> Seq:
         """The newest number known to have been given to any writer."""
+        return self._numbers.newest
 
     @property
+    @abstractmethod
     def reserved_to(self) -> Seq:
         """Greatest number that may have been given."""
 
@@ -48,7 +53,9 @@ class GroupNumbers(Protocol):
 
         Their logs lie in other folders, or they are joining.
         """
+        return SEQ_MAX
 
+    @abstractmethod
     def given_before(self) -> Seq:
         """Return the greatest number that this writer's log must have, if it has any; 0: the log may be empty."""
 
@@ -58,13 +65,16 @@ class GroupNumbers(Protocol):
 
         Readers have passed the records that its log has above it.
         """
+        return None
 
     def may_seize(self) -> bool:
         """Return whether the previous incarnation can no longer answer callers.
 
-        The shards that it holds locked may then be taken over.
+        The shards that it holds locked may then be taken over. Without a lease, ownership rests on these locks alone.
         """
+        return False
 
+    @abstractmethod
     def begin(self, *, reserved_to: Seq, persisted_upto: Seq) -> None:
         """Begin with what the recovered log has of the numbers given before.
 
@@ -73,6 +83,7 @@ class GroupNumbers(Protocol):
             StaleEpoch: a newer incarnation has taken over.
         """
 
+    @abstractmethod
     def allocate(self, count: int) -> SeqRange:
         """Return the next numbers, in flight from now on. After an error the set of numbers in flight is unchanged.
 
@@ -82,7 +93,7 @@ class GroupNumbers(Protocol):
             SequencingError (`invalid_count`): the stream hasn't so many left.
         """
 
-    def confirm(self) -> None:
+    def confirm(self) -> None:  # noqa: B027 - no other process takes over shards whose locks are held
         """Confirm that what was fsynced belongs to the log: no other incarnation has recovered the log without it.
 
         Raises:
@@ -93,15 +104,15 @@ class GroupNumbers(Protocol):
 
     def finish(self, given: SeqRange) -> None:
         """Note that the range is durable, and shown to readers."""
+        self._numbers.finish(given)
 
     def abort(self, given: SeqRange) -> None:
         """Note that the range never will be durable."""
+        self._numbers.abort(given)
 
     def sign(self) -> LedgerView | None:
-        """Renew the lease while another thread writes a group; positions don't move.
-
-        Returns, raises: as `follow`.
-        """
+        """Renew the lease while another thread writes a group; positions don't move. Returns and raises as `follow`."""
+        return None
 
     def follow(self) -> LedgerView | None:
         """Report this writer's position to the others, and advance to the newest number if nothing is in flight.
@@ -112,30 +123,23 @@ class GroupNumbers(Protocol):
         Raises:
             StaleEpoch, CatalogError: as `allocate`.
         """
+        return None
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027 - no other writer waits for it
         """Report, at a clean end, that nothing is in flight and no more numbers will be drawn."""
 
 
-class BlockNumbers:
+class BlockNumbers(GroupNumbers):
     """Numbers of a stream that one writer owns, from durably reserved blocks."""
-
-    shared = False
-    elsewhere = SEQ_MAX
-    cut_at = None
 
     def __init__(self, reservations: SeqReservations, epoch: Epoch) -> None:
         self._reservations = reservations
         self._epoch = epoch
-        self._numbers = EmbeddedNumbers(reserved_to=Seq(0), persisted_upto=Seq(0))
+        self._numbers: EmbeddedNumbers = EmbeddedNumbers(reserved_to=Seq(0), persisted_upto=Seq(0))
 
     @property
     def position(self) -> Seq:
         return self._numbers.persisted_upto
-
-    @property
-    def newest(self) -> Seq:
-        return self._numbers.newest
 
     @property
     def reserved_to(self) -> Seq:
@@ -144,12 +148,8 @@ class BlockNumbers:
     def given_before(self) -> Seq:
         return self._reservations.reserved()
 
-    def may_seize(self) -> bool:
-        """As `GroupNumbers`: ownership rests on the shards' locks alone."""
-        return False
-
     def begin(self, *, reserved_to: Seq, persisted_upto: Seq) -> None:
-        """As `GroupNumbers`; the log may have reservations that the catalog has lost."""
+        # The log may have reservations that the catalog has lost.
         floor = max(reserved_to, persisted_upto, self._reservations.reserved())
         self._numbers = EmbeddedNumbers(reserved_to=floor, persisted_upto=persisted_upto)
 
@@ -161,26 +161,8 @@ class BlockNumbers:
             self._numbers.reserved(upto)
         return self._numbers.allocate(count)
 
-    def confirm(self) -> None:
-        """As `GroupNumbers`: no other process takes over shards whose locks are held."""
 
-    def finish(self, given: SeqRange) -> None:
-        self._numbers.finish(given)
-
-    def abort(self, given: SeqRange) -> None:
-        self._numbers.abort(given)
-
-    def sign(self) -> LedgerView | None:
-        return None
-
-    def follow(self) -> LedgerView | None:
-        return None
-
-    def settle(self) -> None:
-        """As `GroupNumbers`: no other writer waits for it."""
-
-
-class SharedNumbers:
+class SharedNumbers(GroupNumbers):
     """Numbers of a stream that several writers share.
 
     Args:
@@ -198,7 +180,7 @@ class SharedNumbers:
         self._clock: Clock = SystemClock() if clock is None else clock
         self._others_end_ns = self._clock.monotonic_ns() + 1000 * registration.waits_us
         self._lease_end_ns = 0
-        self._numbers = WriterNumbers(registration.writer, registration.epoch, Seq(0))
+        self._numbers: WriterNumbers = WriterNumbers(registration.writer, registration.epoch, Seq(0))
         self._elsewhere = Seq(0)
         self._is_lost = False
         """Whether the reply to a draw was lost, so that its numbers aren't known yet."""
@@ -206,10 +188,6 @@ class SharedNumbers:
     @property
     def position(self) -> Seq:
         return self._numbers.position
-
-    @property
-    def newest(self) -> Seq:
-        return self._numbers.newest
 
     @property
     def reserved_to(self) -> Seq:
@@ -325,12 +303,6 @@ class SharedNumbers:
         """
         if self._clock.monotonic_ns() >= self._lease_end_ns:
             self._report()
-
-    def finish(self, given: SeqRange) -> None:
-        self._numbers.finish(given)
-
-    def abort(self, given: SeqRange) -> None:
-        self._numbers.abort(given)
 
     def sign(self) -> LedgerView | None:
         """As `GroupNumbers`; reports a position that certainly holds."""
