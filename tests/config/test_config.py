@@ -205,6 +205,9 @@ def test_who_asks_no_other_node_needs_no_nodes_token(tmp_path: Path) -> None:
 def test_a_mistake_in_the_environment_names_the_variable(tmp_path: Path) -> None:
     error = mistake(tmp_path, GOOD, ENVIRON | {"MILLSTREAM_SPARK__MASTR": "x"})
     assert "env MILLSTREAM_SPARK__MASTR: spark.mastr: unknown key" in error.message
+    assert error.hint.startswith("Mend MILLSTREAM_SPARK__MASTR; ")
+    both = mistake(tmp_path, "[sparc]\n" + GOOD, ENVIRON | {"MILLSTREAM_SPARK__MASTR": "x"})
+    assert all(place in both.hint for place in ("millstream.toml", " and ", "MILLSTREAM_SPARK__MASTR;"))
     error = mistake(tmp_path, GOOD, ENVIRON | {"MILLSTREAM_STREAMS__SHOP__LOG__SHARDS": "many"})
     assert "env MILLSTREAM_STREAMS__SHOP__LOG__SHARDS: streams.shop.log.shards: must be a whole number" in error.message
     for variable, section in (("MILLSTREAM_NOPE__X", "nope"), ("MILLSTREAM_SPARC__MASTER", "sparc")):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from millstream.errors import AppendOutcomeUnknown, MillstreamError
+from millstream.errors import AppendOutcomeUnknown, MillstreamError, WriterClosed
 from millstream.ingest.append_client import AppendClient, AsyncAppendClient, _taken
 from millstream.ingest.append_server import AppendServer
 from millstream.ingest.socket_protocol import HELLO, LENGTHS
@@ -49,6 +49,15 @@ def test_a_request_that_is_cut_off_by_time_may_be_there(tmp_path: Path, by_task:
             client.close()
 
         asyncio.run(append())
+
+
+def test_a_writer_that_does_not_answer_is_no_absent_one(tmp_path: Path) -> None:
+    """A stopped process was reported as "no writer listens", without a hint."""
+    client = AppendClient(tmp_path / "w.sock")
+    with pytest.raises(WriterClosed, match="doesn't answer") as raised:
+        client.append_batch("web", AppendBatch.of_request({"clicks": pa.table({"id": [1]})}), deadline_s=1)
+    assert "millstream status" in raised.value.hint
+    client.close()
 
 
 @pytest.fixture

@@ -195,8 +195,10 @@ def _config_error(file: Path, mistakes: list[_Mistake]) -> ConfigError:
     first = mistakes[0]
     exports = " ".join(dict.fromkeys(f"{mistake.variable}=…" for mistake in mistakes if mistake.variable))
     hints = [f"export {exports}"] if exports else []
-    if any(mistake.variable is None for mistake in mistakes):
-        hints.append(f"Mend {file}; `millstream config show` prints the configuration once it is right.")
+    settings = [mistake.place.partition("env ")[2] for mistake in mistakes if mistake.variable is None]
+    if settings:
+        wrong = " and ".join(dict.fromkeys(setting or str(file) for setting in settings))
+        hints.append(f"Mend {wrong}; `millstream config show` prints the configuration once it is right.")
     return ConfigError(
         "\n".join(map(str, mistakes)),
         code=first.code,

@@ -149,6 +149,12 @@ class AsyncAppendClient:
 # --- the exchange ----------------------------------------------------------------------------------------------------
 
 
+_SILENT_HINT: Final = (
+    "Repeat the call if that process is starting. If it goes on, end the process, which `millstream status` shows: the next"
+    " call takes its place."
+)
+
+
 def _taken(idle: list[socket.socket], path: Path) -> tuple[socket.socket, Generator[_Io, Any, None]]:
     """Return a connection, and the steps that make it ready: none for one of `idle` that is still open."""
     while idle:
@@ -173,7 +179,7 @@ def _greeting(path: Path) -> Generator[_Io, Any, None]:
         protocol.greeted((yield from _heard(protocol.HELLO_PATIENCE_S)))
     except (OSError, EOFError, ValueError) as error:
         # The server reads nothing before its greeting was received.
-        raise WriterClosed("no writer listens") from error
+        raise WriterClosed("the process that writes the home doesn't answer", hint=_SILENT_HINT) from error
 
 
 def _exchange(head: bytes, body: Any, patience_s: float) -> Generator[_Io, Any, dict[str, Any]]:
