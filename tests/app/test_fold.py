@@ -12,6 +12,7 @@ from tests.app.landed import LandedHome
 
 from millstream import open as millstream_open
 from millstream.app.fold import fold_tables
+from millstream.app.table_requests import copy_table
 from millstream.catalog.rebuilds import Rebuilds
 from millstream.errors import InvalidQuery, UnknownTable, UsageError
 from millstream.home.paths import PIPELINE
@@ -64,12 +65,20 @@ def test_the_command_folds_what_has_landed_and_the_cut_names_it(home: LandedHome
 def test_tables_that_cannot_be_folded_are_refused(home: LandedHome, postgres: Database) -> None:
     with postgres.connect() as source:
         source.execute("INSERT INTO keyless VALUES (2)")
+        source.execute("CREATE TABLE others (id int PRIMARY KEY); INSERT INTO others VALUES (1)")
     home.capture()
     home.land(fold=False)
     with pytest.raises(UnknownTable):
         fold_tables(home.home, ["public.absent"])
     with pytest.raises(UsageError, match="history only"):
         fold_tables(home.home, ["public.keyless"])
+    with home.home.open_catalog() as catalog:
+        stream = catalog.stream("shop").id
+        copy_table(catalog, stream, "public.items", held="a column was added")
+        with pytest.raises(UsageError, match=r"public\.items waits for a copy") as refused:
+            fold_tables(home.home, ["public.others", "public.items"])
+        assert refused.value.hint == "Run `millstream tables copy public.items` when the source can bear it."
+        assert not Rebuilds(catalog, stream, PIPELINE, "fold").waiting(), "a refused command leaves no request"
 
 
 def test_rows_whose_key_is_stored_out_of_line_stay_apart(postgres: Database, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 from tests.capture.capture_stage import Stage
 
 from millstream.app.status import tables_of
-from millstream.app.table_requests import copy_table, resume_table
+from millstream.app.table_requests import copy_table, pause_table, resume_table, retry_table
 from millstream.catalog import TableState
 from millstream.errors import UsageError
 from millstream.model.ids import StreamId
@@ -57,10 +57,13 @@ def test_the_copy_of_a_large_table_waits_while_its_changes_enter(stage: Stage) -
         table["name"]: (table["state"], table["reason"]) for table in tables_of(stage.catalog, shop(stage), {}, {})
     }
     assert found == {"public.orders": ("copy_held", reason), "public.small": ("streaming", "")}
-    with pytest.raises(UsageError, match="is held, not paused") as refused:
-        resume_table(stage.catalog, shop(stage), "public.orders")
-    assert refused.value.hint is not None
-    assert "`millstream tables copy public.orders`" in refused.value.hint
+    for ask in (resume_table, pause_table):
+        with pytest.raises(UsageError, match="is held, not paused") as refused:
+            ask(stage.catalog, shop(stage), "public.orders")
+        assert refused.value.hint is not None
+        assert "`millstream tables copy public.orders`" in refused.value.hint
+    with pytest.raises(UsageError, match="is not quarantined; it is copy_held"):
+        retry_table(stage.catalog, shop(stage), "public.orders")
 
     copy_table(stage.catalog, shop(stage), "public.orders")
     assert dict(stage.catch_up().copies_held) == {}

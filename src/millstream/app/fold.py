@@ -71,7 +71,7 @@ def fold_tables(
                     raise UnknownTable(f"nothing of {table} has landed in the lake yet", table=table)
         else:
             ids = [row.id for row in catalog.tables(stream_id) if row.id in landed]
-        copying = {row.id for row in catalog.tables(stream_id) if row.state in COPYING}
+        copying = {row.id: row for row in catalog.tables(stream_id) if row.state in COPYING}
         schemas = catalog.latest_schemas(stream_id)
         work = _Work(home, catalog, pipeline, schemas, say)
         wanted: list[tuple[CutTable, tuple[str, ...]]] = []
@@ -81,13 +81,17 @@ def fold_tables(
             if tables and not views:
                 raise UsageError(f"{found.name} has history only, which isn't folded")
             if tables and table_id in copying:
+                held = copying[table_id].is_copy_held
                 raise UsageError(
-                    f"{found.name} is being copied: its views are built once the copy is complete",
-                    hint="`millstream tables` shows how far it is.",
+                    f"{found.name} {'waits for a copy' if held else 'is being copied'}: its views are built once the copy is complete",
+                    hint=f"Run `millstream tables copy {found.name}` when the source can bear it."
+                    if held
+                    else "`millstream tables` shows how far it is.",
                 )
             if views and table_id not in copying:
-                work.requests.ask(table_id, views)
                 wanted.append((found, views))
+        for found, views in wanted:
+            work.requests.ask(found.table_id, views)
         return work.done(wanted)
 
 

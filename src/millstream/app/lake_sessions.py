@@ -113,7 +113,7 @@ def _known(home: Home, stream: str, stream_id: StreamId) -> list[KnownTable]:
 
     def waits(row: TableRow) -> str:
         if row.state not in {TableState.STREAMING, TableState.HISTORY_ONLY}:
-            return f"it is {row.state.value.replace('_', ' ')}{': ' if row.reason else ''}{row.reason}"
+            return f"it is {row.shown_state.replace('_', ' ')}{': ' if row.reason else ''}{row.reason}"
         return "the pipeline hasn't landed it" if row.id in logged else ""
 
     return [

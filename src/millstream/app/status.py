@@ -547,10 +547,8 @@ def table_facts(
     come from a source; otherwise applications write them.
     """
     name = qualified_name(row.namespace, row.name)
-    state, reason = row.state.value, row.reason
-    if row.is_copy_held:
-        state = "copy_held"
-    elif paused and state in {"copy_requested", "copying"}:
+    state, reason = row.shown_state, row.reason
+    if paused and state in {"copy_requested", "copying"}:
         state, reason = "paused", "its copy waits for `millstream tables resume`"
     again = (trying or {}).get(name) or (trying or {}).get(f"{row.namespace}.{row.name}")
     reason = f"{TRIED_AGAIN}{again}" if again else reason

@@ -17,7 +17,7 @@ from millstream.model.names import parse_qualified_name
 from millstream.model.schema import TableKind
 
 if TYPE_CHECKING:
-    from millstream.catalog import Catalog
+    from millstream.catalog import Catalog, TableRow
 
 
 def retry_table(catalog: Catalog, stream: StreamId, table: str, *, buffer: str | None = None) -> str:
@@ -63,7 +63,7 @@ def retry_table(catalog: Catalog, stream: StreamId, table: str, *, buffer: str |
         return "its records land; the pipeline tries its fold again within minutes, or when it runs next"
     if not done:
         raise UsageError(
-            f"{table} is not quarantined; it is {rows[0].state.value}", hint="`millstream tables` shows states."
+            f"{table} is not quarantined; it is {rows[0].shown_state}", hint="`millstream tables` shows states."
         )
     return "; ".join(dict.fromkeys(done))
 
@@ -108,9 +108,11 @@ def pause_table(catalog: Catalog, stream: StreamId, table: str) -> str:
 
     Raises:
         UnknownTable: the stream has none of that name.
-        UsageError: none of its copies is running.
+        UsageError: none of its copies is running, or it is held.
     """
     row = catalog.find_table(stream, *parse_qualified_name(table))
+    if row.is_copy_held:
+        raise _held(table, row)
     if not catalog.pause_copy(stream, row.id):
         raise UsageError(
             f"{table} is {row.state.value}: there is no copy to pause", hint="`millstream tables` shows states."
@@ -127,10 +129,14 @@ def resume_table(catalog: Catalog, stream: StreamId, table: str) -> str:
     """
     row = catalog.find_table(stream, *parse_qualified_name(table))
     if row.is_copy_held:
-        raise UsageError(
-            f"the copy of {table} is held, not paused: {row.reason}",
-            hint=f"Run `millstream tables copy {table}` when the source can bear it.",
-        )
+        raise _held(table, row)
     if not catalog.resume_copy(stream, row.id):
         raise UsageError(f"the copy of {table} is not paused", hint="`millstream tables` shows states.")
     return "its copy goes on by the running capture, or when it runs next"
+
+
+def _held(table: str, row: TableRow) -> UsageError:
+    return UsageError(
+        f"the copy of {table} is held, not paused: {row.reason}",
+        hint=f"Run `millstream tables copy {table}` when the source can bear it.",
+    )

@@ -124,6 +124,11 @@ class TableRow:
         """Whether its copy waits until an operator asks for it: see `COPY_HELD`."""
         return self.state is TableState.COPY_REQUESTED and self.details.get("cause") == COPY_HELD
 
+    @property
+    def shown_state(self) -> str:
+        """Name of its state for people: `copy_held` if its copy is."""
+        return COPY_HELD if self.is_copy_held else self.state.value
+
 
 @dataclass(frozen=True, slots=True)
 class CopyChunk:
