@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from tests.routing.rows import batch_of, ops_of, schema_of
 
-from millstream.client.home_calls import HomeCalls
+from millstream.client.appends import HomeAppends
 from millstream.errors import DedupWindowExpired, InvalidValue, MillstreamError, Overloaded, SessionsNeedOneWriter
 from millstream.model.operations import AppendedTables, TableAppended, TableRows, WriteOps
 from millstream.model.positions import Seq, StreamToken
@@ -59,7 +59,7 @@ def home() -> Home:
 
 
 def sink_of(home: Home, origin: str = "here/web") -> StreamSink:
-    return StreamSink(cast("HomeCalls", home), "mirror", origin=origin)
+    return StreamSink(cast("HomeAppends", home), "mirror", origin=origin)
 
 
 def test_a_key_there_is_the_same_for_one_write_and_no_other_ones(home: Home) -> None:

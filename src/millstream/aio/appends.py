@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sized
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from millstream.client.appends import APPEND_DEADLINE_S, AppendRequest, no_increments, no_tables
+from millstream.closing import AsyncClosing
 from millstream.model.names import parse_qualified_name
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ SMALL_ROWS: Final = 1000
 _SMALL_TABLES: Final = 10
 
 
-class AsyncHomeAppends(Protocol):
+class AsyncHomeAppends(AsyncClosing):
     """The appends of a home: both calls are `_append` of its own, once their rows are columns."""
 
     async def append(
@@ -69,7 +70,7 @@ class AsyncHomeAppends(Protocol):
 
     async def _append(self, request: AppendRequest, tables: Mapping[str, pa.Table]) -> Appended | AppendedTables:
         """Append a request's valid rows."""
-        ...
+        raise NotImplementedError
 
     def _increments(self, stream: str, table: str) -> Mapping[str, str]:
         """Return the words of the columns that take increments, as far as they are known here."""

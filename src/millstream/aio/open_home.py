@@ -28,7 +28,6 @@ from millstream.client.consumers import Ask, Flow, with_records
 from millstream.client.following import LOCAL_POLL_S, AsyncFollowing, Step
 from millstream.client.home_calls import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
 from millstream.client.write_session import session_of
-from millstream.closing import AsyncClosing
 from millstream.delivery.running_consumer import Waiter
 from millstream.errors import WriterClosed
 from millstream.export.follow_log import FollowedTables, follow_steps, position_of
@@ -54,7 +53,7 @@ _QUERIES_AT_ONCE: Final = 4
 _Found = TypeVar("_Found")
 
 
-class AsyncOpenHome(AsyncHomeAppends, AsyncClosing):
+class AsyncOpenHome(AsyncHomeAppends):
     """A `millstream.OpenHome` for any number of tasks of one event loop, with the same promises and errors."""
 
     def __init__(self, home: Home) -> None:

@@ -46,7 +46,6 @@ from millstream.client.remote_home import (
     tls_of,
 )
 from millstream.client.write_session import session_of
-from millstream.closing import AsyncClosing
 from millstream.model.operations import Appended, AppendedTables
 from millstream.model.positions import StreamToken
 from millstream.model.steps import run_async
@@ -56,7 +55,7 @@ if TYPE_CHECKING:
     import ssl
 
 
-class AsyncRemoteHome(AsyncHomeAppends, AsyncClosing):
+class AsyncRemoteHome(AsyncHomeAppends):
     """A `millstream.RemoteHome` for any number of tasks of one event loop, with the same promises and errors."""
 
     def __init__(self, url: str, *, token: str | None, tls: ssl.SSLContext | bool, timeout_s: float) -> None:

@@ -17,7 +17,6 @@ from millstream.client.consumers import Ask, Consumers, Consumption, Flow, with_
 from millstream.client.following import LOCAL_POLL_S, Following
 from millstream.client.home_calls import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
 from millstream.client.write_session import Session, session_of
-from millstream.closing import Closing
 from millstream.errors import WriterClosed
 from millstream.export.follow_log import FollowedTables, follow_steps, position_of
 from millstream.export.record_reading import read_records
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from millstream.client.appends import AppendRequest
-    from millstream.client.home_calls import HomeCalls
     from millstream.ingest.fit_to_schema import ColumnsOf
     from millstream.lake.query.query_session import LakeSession
     from millstream.model.operations import Appended
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
     from millstream.writers.home_consumers import HomeConsumers
 
 
-class OpenHome(HomeAppends, Closing):
+class OpenHome(HomeAppends):
     """An open home. Read from one thread, append from any number; any number of processes may have it open."""
 
     def __init__(self, home: Home, *, latest_bytes_max: int | None = None) -> None:
@@ -438,7 +436,7 @@ def home_consumers(home: Home) -> HomeConsumers:
     return HomeConsumers(home)
 
 
-def open_other(place: str | Path, token: str | None) -> HomeCalls:
+def open_other(place: str | Path, token: str | None) -> HomeAppends:
     """Open another home for a sink: behind an address, by its token, or in a folder. Raises as `open` and `connect`."""
     if isinstance(place, Path):
         return open(place)

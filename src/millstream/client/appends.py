@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
+from millstream.closing import Closing
 from millstream.errors import InvalidValue, UsageError
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.replication import AckLevel
@@ -101,7 +102,7 @@ class AppendRequest:
         return appended.with_rejected(rejected) if self.table is not None else AppendedTables.of(appended, rejected)
 
 
-class HomeAppends(Protocol):
+class HomeAppends(Closing):
     """The appends of a home: both calls are `_append` of its own, once their rows are columns."""
 
     def append(
@@ -211,7 +212,7 @@ class HomeAppends(Protocol):
 
     def _append(self, request: AppendRequest, tables: Mapping[str, pa.Table]) -> Appended | AppendedTables:
         """Append a request's valid rows."""
-        ...
+        raise NotImplementedError
 
     def _increments(self, stream: str, table: str) -> Mapping[str, str]:
         """Return the words of the columns that take increments, as far as they are known here."""

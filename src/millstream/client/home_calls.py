@@ -1,4 +1,4 @@
-"""The calls of a home, wherever it is: on this machine (`millstream.open`) or behind an address (`millstream.connect`).
+"""Results and bounds of a home's calls, wherever it is: on this machine (`OpenHome`) or behind an address (`RemoteHome`).
 
 The two have the same calls with the same arguments; `millstream.aio` has them as coroutines. A test
 compares their signatures.
@@ -7,21 +7,13 @@ compares their signatures.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self
-
-from millstream.client.appends import HomeAppends
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.client.consumers import Consumers, Consumption
-    from millstream.client.following import Following
-    from millstream.client.write_session import Session
     from millstream.model.positions import StreamToken
-    from millstream.model.writes import SessionFacts
 
 FILLED: Final = b"millstream.filled"
 """Key in the metadata of the rows' schema: `Latest.filled` as JSON."""
@@ -64,97 +56,3 @@ class Latest:
     def left(self) -> tuple[int, ...]:
         """OIDs of partitions that left the table: delete the earlier rows with this `__partition_oid` first."""
         return tuple(json.loads((self.rows.schema.metadata or {}).get(LEFT, b"[]")))
-
-
-class HomeCalls(HomeAppends, Protocol):
-    """An open home. `OpenHome` documents what the calls promise, `RemoteHome` the errors of the connection."""
-
-    def __enter__(self) -> Self:
-        """Return itself."""
-        ...
-
-    def __exit__(self, *_: object) -> None:
-        """Close it."""
-        ...
-
-    def close(self) -> None:
-        """Close everything that was opened."""
-        ...
-
-    def streams(self) -> list[str]:
-        """Return the names of the streams that have a log."""
-        ...
-
-    def token(self, stream: str, *, vector: bool = False) -> StreamToken:
-        """Return the newest consistent cut of a stream's log."""
-        ...
-
-    def read(
-        self,
-        stream: str,
-        *,
-        table: str | None = None,
-        after: StreamToken | str | None = None,
-        upto: StreamToken | str | None = None,
-    ) -> Iterator[pa.RecordBatch]:
-        """Read records between two tokens, in order: `(after, upto]`."""
-        ...
-
-    def follow(
-        self,
-        stream: str,
-        *,
-        table: str | Sequence[str] | None = None,
-        after: StreamToken | str | None = None,
-    ) -> Following:
-        """Yield a stream's records as they come, each batch with a token to resume from."""
-        ...
-
-    def read_latest(
-        self,
-        stream: str,
-        table: str,
-        *,
-        after: StreamToken | str | None = None,
-        upto: StreamToken | str | None = None,
-        rows_max: int = LATEST_ROWS_MAX,
-    ) -> Iterator[Latest]:
-        """Read the changes of a table's rows between two tokens, one range after the other."""
-        ...
-
-    def merged(self, stream: str, table: str, *, at: datetime | str | None = None) -> pa.Table:
-        """Return a table that several regions write, merged from all of them."""
-        ...
-
-    def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> Session:
-        """Return a session: it numbers writes, so that each may be resent."""
-        ...
-
-    def session_facts(self, stream: str, name: str) -> SessionFacts:
-        """Return the stream's log's facts of a session."""
-        ...
-
-    def consumers(self, stream: str) -> Consumers:
-        """Return the calls that make, show and steer the consumers of a stream."""
-        ...
-
-    def consume(
-        self, stream: str, name: str, *, batch_size: int = CONSUMED_AT_ONCE, wait_s: float | None = None
-    ) -> Consumption:
-        """Receive from a consumer."""
-        ...
-
-    def query(
-        self,
-        sql: str,
-        *,
-        stream: str | None = None,
-        as_of: StreamToken | datetime | str | None = None,
-        lake_only: bool = False,
-    ) -> pa.Table:
-        """Return the result of SQL over a stream's lake tables."""
-        ...
-
-    def status(self) -> dict[str, Any]:
-        """Return the output of `millstream status --json`."""
-        ...

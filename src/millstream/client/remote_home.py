@@ -34,7 +34,6 @@ from millstream.client.http_requests import (
 )
 from millstream.client.http_retries import HttpAnswer, Lost, Nap, appended, asked, json_of, whole_table
 from millstream.client.write_session import Session, session_of
-from millstream.closing import Closing
 from millstream.errors import RemoteError, UsageError
 from millstream.model.operations import Appended, AppendedTables
 from millstream.model.positions import StreamToken
@@ -61,7 +60,7 @@ _CONNECTIONS_MAX: Final = 64
 _HANDSHAKE_S: Final = 2.0
 
 
-class RemoteHome(HomeAppends, Closing):
+class RemoteHome(HomeAppends):
     """A home behind an address. Made by `connect`.
 
     It raises the errors of an `OpenHome`, rebuilt from the server's answer, and in addition:

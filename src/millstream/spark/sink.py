@@ -58,7 +58,7 @@ from millstream.spark.local_folders import folder_of
 from millstream.spark.staged_rows import Staged, forget_abandoned, parts_of, stage
 
 if TYPE_CHECKING:
-    from millstream.client.home_calls import HomeCalls
+    from millstream.client.appends import HomeAppends
 
 _OPTIONS: Final = frozenset(
     {
@@ -175,7 +175,7 @@ class SinkOptions:
         if self.url is not None:
             getattr(millstream, "connect")  # noqa: B009 - it imports the client
 
-    def opened(self) -> HomeCalls:
+    def opened(self) -> HomeAppends:
         """Return the home, open."""
         if self.path is not None:
             return millstream.open(self.path)

@@ -21,14 +21,14 @@ from millstream.routing.sinks import BufferSink
 from millstream.writers.write_buffers import open_buffer_in
 
 if TYPE_CHECKING:
-    from millstream.client.home_calls import HomeCalls
+    from millstream.client.appends import HomeAppends
     from millstream.config.model import StreamConfig
     from millstream.config.routing_model import SinkConfig
     from millstream.home.home import Home
     from millstream.model.operations import AppendedTables, WriteOps
     from millstream.ports import RecordSink, SinkOutcome
 
-OpenOther: TypeAlias = "Callable[[Path | str, str | None], HomeCalls]"
+OpenOther: TypeAlias = "Callable[[Path | str, str | None], HomeAppends]"
 """Opens a home in a folder, or the one at an address with a token. It is handed in: the code that opens
 homes also writes them."""
 
@@ -91,7 +91,7 @@ class StreamSink:
         origin: distinguishes this stream from others that send there.
     """
 
-    def __init__(self, home: HomeCalls, stream: str, *, origin: str) -> None:
+    def __init__(self, home: HomeAppends, stream: str, *, origin: str) -> None:
         self._home = home
         self._stream = stream
         self._origin = origin
