@@ -238,8 +238,8 @@ class Definition:
                 tables = ", ".join(sorted(schema.full_name for schema in matching)[:10])
                 _refuse(f"no matching table has a column {missing[0]!r}", field, f"Use columns of: {tables}.")
         for schema in matching:
-            names = self.names_of(schema.key) or {}
-            if len(set(names.values())) < len(names):
+            key_names = self.names_of(schema.key) or {}
+            if len(set(key_names.values())) < len(key_names):
                 _refuse(
                     f"a column gets the name of a key column of {schema.full_name}, which Kafka's messages always have",
                     "columns",
