@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +19,7 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.admin._config import AlterConfigOpType, ConfigEntry, ConfigResource
 from confluent_kafka.admin._resource import ResourceType
 from confluent_kafka.cimpl import NewTopic
+from msgspec.structs import replace
 from tests.app.homes import wait_for
 from tests.delivery.kafka_topics import Received, received
 from tests.delivery.test_debezium import ORDERS, records

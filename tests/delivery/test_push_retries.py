@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from tests.delivery.receivers import Receiver, Request, answer
 
@@ -210,7 +211,10 @@ def test_a_message_that_was_sent_alone_from_the_first_is_dead_after_its_last_fai
 )
 def test_failures_before_a_restart_count(before: tuple[int, ...], sent: list[list[int]]) -> None:
     """Messages of a request have the failures of the one that has the fewest."""
-    messages = [replace(one, failures=count) for one, count in zip(messages_of(len(before)), before, strict=True)]
+    messages = [
+        msgspec.structs.replace(one, failures=count)
+        for one, count in zip(messages_of(len(before)), before, strict=True)
+    ]
     source, sink = Source(messages), Sink(lambda _: failed("it failed"))
     with pushing_to(sink, source):
         source.wait_until(lambda: source.is_settled)

@@ -8,13 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import redis
+from msgspec.structs import replace
 from tests.delivery.receivers import Receiver, answer
 
 from millstream.config.interpolation import mask

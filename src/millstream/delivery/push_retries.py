@@ -14,9 +14,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+import msgspec
 import structlog
 
 from millstream.backoff import Backoff
@@ -300,7 +301,7 @@ class Pusher:
             return None
         batch.is_new = False
         again = batch.repeats  # mostly 0, and a copy of a message takes 4 us
-        numbered = [replace(one, deliveries=one.deliveries + again) for one in sent] if again else sent
+        numbered = [msgspec.structs.replace(one, deliveries=one.deliveries + again) for one in sent] if again else sent
         outcome = self._deliver(numbered)
         for messages, part in outcome.parts:
             self._judge_apart(batch, messages, part)

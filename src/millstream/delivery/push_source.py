@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import structlog
@@ -13,9 +12,9 @@ import structlog
 from millstream.delivery.push_retries import Pusher
 from millstream.delivery.records.record_messages import Origin
 from millstream.delivery.running_consumer import Running, Waiter, now_ms
-from millstream.delivery.sinks import LoggedRow, Place, PushMessage, PushSink, open_sink
+from millstream.delivery.sinks import Place, PushMessage, PushSink, open_sink
 from millstream.errors import MillstreamError
-from millstream.protocol.delivery import Consumer, Delivery, DeliveryId, Phase, Status
+from millstream.protocol.delivery import Consumer, DeliveryId, Phase, Status
 from millstream.workers import call_in_thread
 
 logger = structlog.get_logger("millstream.delivery")
@@ -29,32 +28,12 @@ _ENDS_WITHIN_S: Final = 5.0
 _NO_DELIVERY: Final = DeliveryId(0, 0, 0, 0)
 
 
-@dataclass(frozen=True)
-class _Message(PushMessage):
+class _Message(PushMessage, frozen=True):
     """A message with the delivery that counts for it."""
 
     delivery: DeliveryId = _NO_DELIVERY
     machine: Consumer | None = None
     """The machine that delivered it: the consumer's own, or that of a backfill."""
-
-
-def _message_of(
-    delivery: Delivery, group: str | None, record: bytes, logged: LoggedRow | None, machine: Consumer
-) -> _Message:
-    """Return a message. Its fields are set at once: the constructor of a frozen class sets each by a call."""
-    message = object.__new__(_Message)
-    message.__dict__.update(
-        id=delivery.message.id,
-        group=group,
-        deliveries=delivery.deliveries,
-        record=record,
-        logged=logged,
-        generation=delivery.delivery_id.generation,
-        failures=delivery.failures,
-        delivery=delivery.delivery_id,
-        machine=machine,
-    )
-    return message
 
 
 class ConsumerSource:
@@ -100,14 +79,16 @@ class ConsumerSource:
             machine = running.delivering
             deliveries, is_more = running.deliver(count)
             found: list[PushMessage] = []
-            for delivery in deliveries:
-                origin = delivery.message.origin
+            for message, count_of_it, id_, failures in deliveries:
+                origin = message.origin
                 logged = origin.logged if isinstance(origin, Origin) else None
                 if isinstance(origin, Origin) and logged is not None:
                     group, record = origin.group, origin.record or ""  # the sink sends it in the log's form
                 else:
-                    group, record = running.origin(delivery.message)
-                found.append(_message_of(delivery, group, record.encode(), logged, machine))
+                    group, record = running.origin(message)
+                found.append(
+                    _Message(message.id, group, count_of_it, record.encode(), logged, id_[0], failures, id_, machine)
+                )
             return found, is_more
 
     def is_held(self, messages: Sequence[PushMessage]) -> bool:
@@ -282,6 +263,10 @@ class Pushing:
 
 def _by_machine(messages: Sequence[PushMessage]) -> list[tuple[Consumer, list[DeliveryId]]]:
     """Return the deliveries of messages, with the machine of each."""
+    machine = getattr(messages[0], "machine", None) if messages else None
+    own = [message.delivery for message in messages if isinstance(message, _Message) and message.machine is machine]
+    if machine is not None and len(own) == len(messages):  # mostly: a batch has rows of a backfill, or records
+        return [(machine, own)]
     found: dict[int, tuple[Consumer, list[DeliveryId]]] = {}
     for message in messages:
         if isinstance(message, _Message) and message.machine is not None:

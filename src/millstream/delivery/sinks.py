@@ -17,6 +17,7 @@ from importlib.metadata import EntryPoint, entry_points
 from json.encoder import encode_basestring_ascii
 from typing import Any, Final, NamedTuple, Protocol
 
+import msgspec
 import pyarrow as pa
 import structlog
 
@@ -61,8 +62,7 @@ class Place:
     """Returns the schema of a record's table, at best that of the time when it was made; None if it isn't known."""
 
 
-@dataclass(frozen=True)
-class PushMessage:
+class PushMessage(msgspec.Struct, frozen=True, dict=True):
     """One message on its way to a sink."""
 
     id: str
@@ -73,7 +73,7 @@ class PushMessage:
     """Number of this delivery, from 1."""
     record: bytes
     """The record as JSON: the object that `wal cat --format ndjson` prints; empty if the sink sends `logged` instead."""
-    logged: LoggedRow | None = field(default=None, repr=False, compare=False)
+    logged: LoggedRow | None = None
     """The record in the log's form; None if only its JSON is there."""
     generation: int = 0
     """Number of the consumer's rewinds before: a message that was rewound is delivered again, under its id."""

@@ -51,10 +51,14 @@ _ROOM_AGAIN_S: Final = 0.01
 class _Sending:
     """A message of the batch on its way."""
 
-    __slots__ = ("_errors", "_number", "error", "events", "is_judged", "is_known", "is_sent", "message")
+    __slots__ = ("_failing", "error", "events", "failure", "is_judged", "is_known", "is_sent", "message")
 
-    def __init__(self, message: PushMessage) -> None:
+    def __init__(self, message: PushMessage, failing: list[_Sending]) -> None:
         self.message = message
+        self._failing = failing
+        """Gets the messages that the broker refuses in this attempt."""
+        self.failure: KafkaError | None = None
+        """The broker's error in this attempt."""
         self.events: Sequence[KafkaMessage] = ()
         self.is_known = False
         """Whether an earlier transaction committed it."""
@@ -69,14 +73,11 @@ class _Sending:
         """Whether it belongs to two groups."""
         return len({event.key for event in self.events}) > 1
 
-    def begin(self, number: int, errors: dict[int, KafkaError]) -> None:
-        """Note the number under which `errors` gets the broker's error."""
-        self._number, self._errors = number, errors
-
     def note(self, error: KafkaError | None, _: Any) -> None:
         """Take the broker's answer: a method, since a closure for each message takes longer than all else of it."""
-        if error is not None:
-            self._errors.setdefault(self._number, error)
+        if error is not None and self.failure is None:
+            self.failure = error
+            self._failing.append(self)
 
 
 class _NotNow(Exception):
@@ -159,7 +160,8 @@ class KafkaSink:
         admin, producer = self._ready()
         generation = max(message.generation for message in messages)
         left = self._left_of(generation)
-        sendings = [_Sending(message) for message in messages]
+        failing: list[_Sending] = []
+        sendings = [_Sending(message, failing) for message in messages]
         for sending in sendings if left.ids or left.earlier else ():
             id_ = sending.message.id
             sending.is_known = sending.message.generation == generation and (id_ in left.ids or id_ in left.earlier)
@@ -176,13 +178,16 @@ class KafkaSink:
                 break
             if time.monotonic() > deadline_s:
                 raise _NotNow("Kafka doesn't take the batch in time")
+            for sending in failing:
+                sending.failure = None
+            failing.clear()
             if self._settings.transactions:
                 ledger = self._ledger(sendings, left.ids, generation)
-                suspects = self._transact(self._ready()[1], going, suspects, ledger)
+                suspects = self._transact(self._ready()[1], going, suspects, ledger, failing)
             else:
-                suspects = self._send(producer, going, suspects, {})
-        settled = {sending.message.id for sending in sendings if sending.error is None}
-        self._left = Committed(generation, left.ids - settled, left.earlier)
+                suspects = self._send(producer, going, suspects, failing)
+        settled = {sending.message.id for sending in sendings if sending.error is None} if left.ids else ()
+        self._left = Committed(generation, left.ids.difference(settled), left.earlier)
         return _outcome(sendings)
 
     def _left_of(self, generation: int) -> Committed:
@@ -200,13 +205,17 @@ class KafkaSink:
         return Committed(generation, left | own)
 
     def _transact(
-        self, producer: Producer, going: Sequence[_Sending], suspects: set[str], ledger: Committed
+        self,
+        producer: Producer,
+        going: Sequence[_Sending],
+        suspects: set[str],
+        ledger: Committed,
+        failing: list[_Sending],
     ) -> set[str]:
         """Send in one transaction, which is aborted if a message fails; return as `_send`."""
         producer.begin_transaction()
-        errors: dict[int, KafkaError] = {}
-        following = self._send(producer, going, suspects, errors)
-        if errors:
+        following = self._send(producer, going, suspects, failing)
+        if failing:
             producer.abort_transaction(ANSWERS_WITHIN_S)
             # librdkafka has counted messages that the broker refused: its next ones would be out of order.
             self._drop_producer()
@@ -222,7 +231,7 @@ class KafkaSink:
         return following
 
     def _send(
-        self, producer: Producer, going: Sequence[_Sending], suspects: set[str], errors: dict[int, KafkaError]
+        self, producer: Producer, going: Sequence[_Sending], suspects: set[str], failing: list[_Sending]
     ) -> set[str]:
         """Send messages, and wait for the broker's answers.
 
@@ -233,7 +242,7 @@ class KafkaSink:
             producer: the producer.
             going: the messages; those that fail get their error.
             suspects: ids of messages to be sent alone.
-            errors: gets the error of each message that failed.
+            failing: gets each message that failed.
 
         Returns:
             The ids of messages that failed, and have to be sent alone.
@@ -242,35 +251,34 @@ class KafkaSink:
             _NotNow: the broker doesn't answer.
             KafkaException: the broker, or the client, can't go on.
         """
-        for number, sending in enumerate(going):
-            sending.begin(number, errors)
-            is_suspect = sending.message.id in suspects
+        from confluent_kafka import KafkaException
+
+        for sending in going:
+            is_suspect = bool(suspects) and sending.message.id in suspects
             if is_suspect:
-                self._flush(producer, errors)
-            if errors and self._settings.transactions:
+                self._flush(producer, failing)
+            if failing and self._settings.transactions:
                 break
-            self._produce(producer, sending, errors)
+            self._produce(producer, sending, failing, KafkaException)
             if is_suspect:
-                self._flush(producer, errors)
-        self._flush(producer, errors)
-        causes = {number: error for number, error in errors.items() if not _is_purge(error)} or errors
-        are_alone = len(causes) == 1
+                self._flush(producer, failing)
+        self._flush(producer, failing)
+        for sending in going:
+            sending.is_sent = sending.failure is None
+        causes = [(one, error) for one in failing if (error := one.failure) is not None and not _is_purge(error)]
+        # Those that were purged weren't sent, since another one had failed.
+        causes = causes or [(one, one.failure) for one in failing if one.failure is not None]
         following = set()
-        for number, sending in enumerate(going):
-            if number in errors and number not in causes:
-                continue  # it wasn't sent, since another one had failed
-            error = errors.get(number)
-            if error is None:
-                sending.is_sent = True
-            elif _is_of_message(error) and not are_alone and sending.message.id not in suspects:
+        for sending, error in causes:
+            if _is_of_message(error) and len(causes) > 1 and sending.message.id not in suspects:
                 following.add(sending.message.id)
             else:
                 self._judge(sending, error)
-        return following or (suspects if errors else set())
+        return following or (suspects if failing else set())
 
-    def _produce(self, producer: Producer, sending: _Sending, errors: Mapping[int, KafkaError]) -> None:
-        from confluent_kafka import KafkaException
-
+    def _produce(
+        self, producer: Producer, sending: _Sending, failing: Sequence[_Sending], exception: type[KafkaException]
+    ) -> None:
         headers: list[tuple[str, str | bytes | None]] = [(HEADER, sending.message.id.encode())]
         deadline_s = None
         for event in sending.events:
@@ -285,15 +293,15 @@ class KafkaSink:
                     if now_s > deadline_s:
                         raise _NotNow("Kafka doesn't take messages in time") from None
                     producer.poll(_ROOM_AGAIN_S)
-                except KafkaException as error:
-                    if not errors and not _is_of_message(error.args[0]):
+                except exception as error:
+                    if not failing and not _is_of_message(error.args[0]):
                         raise
                     sending.note(error.args[0], None)
                     return
 
-    def _flush(self, producer: Producer, errors: Mapping[int, KafkaError]) -> None:
+    def _flush(self, producer: Producer, failing: Sequence[_Sending]) -> None:
         left = producer.flush(ANSWERS_WITHIN_S)
-        if left and not errors:
+        if left and not failing:
             raise _NotNow(f"Kafka doesn't acknowledge messages within {ANSWERS_WITHIN_S:g} s")
 
     def _judge(self, sending: _Sending, error: KafkaError) -> None:
@@ -440,6 +448,8 @@ def _hold_groups(sendings: Sequence[_Sending]) -> None:
 
 
 def _outcome(sendings: Sequence[_Sending]) -> Outcome:
+    if not any(map(_error, sendings)):
+        return ACCEPTED
     parts: dict[str | None, list[_Sending]] = {}
     for sending in sendings:
         parts.setdefault(sending.error, []).append(sending)

@@ -8,7 +8,7 @@ The id stays when a table is renamed. Numbers that compare equal have one text (
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from json.encoder import encode_basestring
 from typing import Any, Final
@@ -54,9 +54,11 @@ def groups_of(
     columns = [column if _has_forms(column) else None for _, _, column in keyed]
     changing = ("__exact", "__before", "__unchanged")
     if _WITHOUT.isdisjoint(ops) and all(batch.column(name).null_count == batch.num_rows for name in changing):
+        table = int(schema.table_id)
         if not values:
-            return [(_text(schema.table_id, columns, ()),)] * batch.num_rows
-        return [(_text(schema.table_id, columns, new),) for new in zip(*values, strict=True)]
+            return [(_text(table, ()),)] * batch.num_rows
+        keys = zip(*map(_quoted, values, columns), strict=True)
+        return [(_text(table, key),) for key in keys]
     exact, before = (batch.column(name).to_pylist() for name in ("__exact", "__before"))
     unchanged = batch.column("__unchanged").to_pylist()
     found: list[tuple[str, ...]] = []
@@ -66,18 +68,18 @@ def groups_of(
             continue
         new: list[Any] = [column_values[i] for column_values in values]
         if not (before[i] or exact[i] or unchanged[i]):
-            found.append((_text(schema.table_id, columns, new),))
+            found.append((_text_of(int(schema.table_id), columns, new),))
             continue
         old_values = dict(before[i] or ())
         _replace(new, names, dict(exact[i] or ()))
         left_out = unchanged[i] or ()
         _replace(new, names, {name: value for name, value in old_values.items() if name in left_out})
-        own = _text(schema.table_id, columns, new)
+        own = _text_of(int(schema.table_id), columns, new)
         if not old_values:
             found.append((own,))
             continue
         _replace(new, names, old_values)
-        other = _text(schema.table_id, columns, new)
+        other = _text_of(int(schema.table_id), columns, new)
         found.append((own,) if own == other else (own, other))
     return found
 
@@ -89,16 +91,27 @@ def _replace(values: list[Any], names: Sequence[str], others: Mapping[str, Any])
             values[number] = others[name]
 
 
-def _text(table: int, columns: Sequence[Column | None], values: Sequence[Any]) -> str:
+def _text_of(table: int, columns: Sequence[Column | None], values: Sequence[Any]) -> str:
     """Return the text of a key; its columns are those whose values have several forms, and None for the others."""
-    key = [
-        "null" if value is None else encode_basestring(value if column is None else _equal_form(value, column))
-        for value, column in zip(values, columns, strict=True)
-    ]
-    text = f"[{','.join((str(int(table)), *key))}]"
+    return _text(
+        table, [text for value, column in zip(values, columns, strict=True) for text in _quoted((value,), column)]
+    )
+
+
+def _text(table: int, key: Sequence[str]) -> str:
+    """Return the text of a key of values that are JSON."""
+    text = f"[{','.join((str(table), *key))}]"
     if len(text) <= TEXT_MAX:
         return text
-    return f"{int(table)}#{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()}"
+    return f"{table}#{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()}"
+
+
+def _quoted(values: Sequence[Any], column: Column | None) -> Iterable[str]:
+    """Return a column's values as JSON; the column is None unless its values have several forms."""
+    if column is None and None not in values:
+        return map(encode_basestring, values)
+    forms = values if column is None else [value if value is None else _equal_form(value, column) for value in values]
+    return ["null" if value is None else encode_basestring(value) for value in forms]
 
 
 def _has_forms(column: Column) -> bool:
