@@ -222,6 +222,10 @@ def test_a_consumer_on_the_command_line(home: Path) -> None:
     )
     assert (misspelt.returncode, misspelt.stderr.count("no table")) == (0, 1)
     assert "public.ordrs matches: typo waits for one" in misspelt.stderr
+    odd = ["consumer", "create", "odd", "--tables", "later", "--group-by", 'a, "b,c", "d ""e"""', "--json"]
+    assert json.loads(done(home, *odd))["group_by"] == ["a", "b,c", 'd "e"']
+    odd = ["consumer", "create", "keyed", "--tables", "later", "--group-by", '"key"', "--json"]
+    assert json.loads(done(home, *odd))["group_by"] == ["key"]
     assert json.loads(done(home, "consumer", "dead", "ls", "search", "--json")) == []
     for how in ("retry", "drop"):
         found = run(home, "consumer", "dead", how, "search", "web-0-1-99")

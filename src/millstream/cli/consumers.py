@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -100,7 +101,9 @@ def create(
     With --webhook, --kafka or --redis `millstream serve` and `millstream run` deliver its messages.
     """
     others |= _sink({"webhook": webhook, "kafka": kafka, "redis": redis}, settings)
-    groups: Any = group_by if group_by in {None, "key", "none"} else [one.strip() for one in str(group_by).split(",")]
+    groups: Any = group_by
+    if group_by is not None and group_by not in {"key", "none"}:  # in double quotes, they are columns too
+        groups = [one.strip() for one in next(csv.reader([group_by], skipinitialspace=True), [""])]
     names = [name for text in columns for name in ([text] if '"' in text else text.split(","))]
     fields = {"tables": list(tables) or None, "columns": names or None, "group_by": groups, **others}
     with _consumers(invocation, stream) as consumers:
