@@ -8,16 +8,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
+import pyarrow as pa
 import pytest
 from tests.app.homes import make_home, wait_for
 from tests.delivery.test_store import FailingDisk
 
 from millstream.app.open_home import OpenHome
+from millstream.catalog import TableState
 from millstream.delivery.service import StreamConsumers
-from millstream.errors import CursorExpired, DiskFull, MillstreamError
+from millstream.errors import CursorExpired, DeliveryError, DiskFull, MillstreamError
 from millstream.home.home import Home
 from millstream.home.retention import tracker_of
+from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
+from millstream.model.schema import Column, TableSchema
 from millstream.protocol.retention import CutOff, HolderKind
 from millstream.wal.files import RealFile
 from millstream.writers.home_consumers import surroundings
@@ -208,3 +212,34 @@ def test_many_clients_of_one_consumer_share_its_messages(opened: OpenHome) -> No
     assert sum(map(len, seen.values())) == 704
     assert all(offsets == sorted(offsets) for offsets in seen.values())
     assert consumers.get("search")["acked"] == 704
+
+
+def test_tables_without_a_record_are_checked_and_a_later_one_of_a_name_counts(home: Home, opened: OpenHome) -> None:
+    """A captured table without rows, and one without a key before its first record, weren't known."""
+    consumers = opened.consumers("web")
+    with home.open_catalog() as catalog:
+        stream = catalog.stream("web").id
+        source = catalog.resolve_source(stream, 7, "shop", 1)
+
+        def make(oid: int, name: str, *key: str) -> TableId:
+            state = TableState.STREAMING if key else TableState.HISTORY_ONLY
+            table = catalog.table_for(stream, source, oid, "public", name, state=state).id
+            columns = (Column("id", pa.int64()), Column("note", pa.string()))
+            if key:
+                wanted = TableSchema(table, SchemaVersion(0), source, "public", name, columns, key, key)
+                catalog.put_schema(stream, wanted)
+            return table
+
+        make(1, "empty", "id")
+        keyless = make(2, "Keyless")
+    with pytest.raises(DeliveryError, match="no matching table has a column 'nope'"):
+        consumers.create("c", tables=["public.empty"], where="nope = 1")
+    with pytest.raises(DeliveryError, match="isn't in its replica identity"):
+        consumers.create("c", tables=["public.empty"], group_by=["note"])
+    with pytest.raises(DeliveryError, match='"Keyless" has no key'):
+        consumers.create("c", kind="latest", tables=['public."Keyless"'])
+    consumers.create("every", tables=['public."Keyless"'], where="later = 1")
+    with home.open_catalog() as catalog:
+        catalog.set_state(keyless, TableState.GONE)
+        make(3, "Keyless", "id")
+    consumers.create("newest", kind="latest", tables=['public."Keyless"'])

@@ -7,7 +7,8 @@ same position. The next records are those behind the last one that was delivered
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +20,7 @@ from millstream.delivery.consumer_store import LOG_NAME, Stored, read_consumers
 from millstream.delivery.definition import Definition
 from millstream.delivery.records.record_reader import Earlier
 from millstream.errors import CursorExpired, DeliveryError, LogError, MillstreamError
+from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.protocol.delivery import Phase, seq_of
@@ -96,8 +98,19 @@ class FileConsumers:
         self._stream = stream
         self._mistake = mistake
 
-    def adapted(self, stored: Stored, open_reader: Callable[[], StreamReader]) -> Stored:
-        """Return a consumer as the file has it; as it is if it can't be so, which `check` reports."""
+    def adapted(
+        self,
+        stored: Stored,
+        open_reader: Callable[[], StreamReader],
+        tables: Callable[[StreamReader], Iterable[TableSchema]],
+    ) -> Stored:
+        """Return a consumer as the file has it; as it is if it can't be so, which `check` reports.
+
+        Args:
+            stored: the consumer.
+            open_reader: opens the log.
+            tables: returns the newest schema of each table of the stream.
+        """
         name = stored.definition.name
         wanted = self.definitions.get(name)
         if wanted is None and name in self.names:
@@ -109,7 +122,7 @@ class FileConsumers:
             if conflict is not None:
                 raise self._mistake(name, conflict.field, conflict.problem)
             if stored.definition.selection != wanted.selection:
-                wanted.check(schemas_of(open_reader()))
+                wanted.check(tables(open_reader()))
             return _redefined(stored, wanted, open_reader)
         except MillstreamError as error:
             self.refuse(name, error)
@@ -174,12 +187,18 @@ class FileConsumers:
         return DeliveryError(problem, code="consumer_configured", hint=hint, stream=self._stream, consumer=name)
 
 
-def schemas_of(reader: StreamReader) -> list[TableSchema]:
-    """Return the latest schema of each table of a stream."""
-    try:
-        return list(reader.schemas().values())
-    except LogError:
-        return []  # nothing has been written so far
+def newest_tables(reader: StreamReader, captured: Iterable[TableSchema]) -> list[TableSchema]:
+    """Return the newest schema of each table of a stream; of several tables of one name, that of the last.
+
+    Args:
+        reader: the log, which may have tables that the catalog lacks.
+        captured: the newest schemas in the catalog.
+    """
+    found: dict[TableId, TableSchema] = {}
+    with suppress(LogError):  # nothing has been written so far
+        found.update(reader.schemas())
+    found.update((schema.table_id, schema) for schema in captured)
+    return list({found[table].full_name: found[table] for table in sorted(found)}.values())
 
 
 def _redefined(stored: Stored, definition: Definition, open_reader: Callable[[], StreamReader]) -> Stored:

@@ -205,7 +205,7 @@ class Definition:
         """Check the definition against the present tables.
 
         Args:
-            schemas: the latest schema of each table of the stream.
+            schemas: the newest schema of each table of the stream; one without columns is of a table that has no record.
 
         Raises:
             DeliveryError (`invalid_consumer`): no matching table has a column of `where`, `columns` or `group_by`; a
@@ -223,6 +223,7 @@ class Definition:
                 "key at any time; a table that applications write, only before its first row.",
             )
         matching = [schema for schema in schemas if schema.kind is not TableKind.MESSAGES and self.takes(schema)]
+        matching = [schema for schema in matching if schema.columns]
         if not matching:
             return
         columns = {column.name for schema in matching for column in schema.columns}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from millstream.delivery.backfill.rows import OpenLake
-from millstream.delivery.configured_consumers import FileConsumers, schemas_of
+from millstream.delivery.configured_consumers import FileConsumers, newest_tables
 from millstream.delivery.consumer_lookup import invalid_place
 from millstream.delivery.definition import Definition
 from millstream.delivery.json_record_schemas import RecordSchemas
@@ -20,6 +20,7 @@ from millstream.delivery.start_position import ParseMoment, resolve
 from millstream.errors import MillstreamError, TokenFromFuture
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq
+from millstream.model.schema import TableSchema
 from millstream.wal.reader import StreamReader
 
 
@@ -49,6 +50,8 @@ class Surroundings:
     parse_moment: ParseMoment
     quarantined: Callable[[], Mapping[TableId, str]]
     """Returns the tables that are quarantined now, with their names."""
+    captured: Callable[[], Iterable[TableSchema]]
+    """Returns the newest schema of each table that the home knows, also without a record in the log; see `newest_tables`."""
     file: FileConsumers
     open_lake: OpenLake
     is_server: bool = False
@@ -60,6 +63,10 @@ class Surroundings:
         """Return the number behind which a consumer begins; see `start_position.resolve`."""
         return resolve(text.strip(), reader, self.stream_id, self.parse_moment, lambda: datetime.now(UTC), refuse)
 
+    def tables(self, reader: StreamReader) -> list[TableSchema]:
+        """Return the newest schema of each table of the stream, by which definitions are checked."""
+        return newest_tables(reader, self.captured())
+
     def start_of(self, definition: Definition, reader: StreamReader) -> Seq:
         """Return the number behind which a new consumer begins.
 
@@ -68,7 +75,7 @@ class Surroundings:
                 the log.
             CursorExpired: retention has passed its start.
         """
-        definition.check(schemas_of(reader))
+        definition.check(self.tables(reader))
         try:
             return self.resolve(definition.start, reader, partial(invalid_place, "invalid_consumer", "start"))
         except TokenFromFuture as error:

@@ -98,7 +98,7 @@ class StreamConsumers:
         """The consumers with a push sink, by name."""
         self._push_at_s = time.monotonic() + (0.0 if around.is_server else _PUSHES_AFTER_S)
         for name, known in stored.items():
-            found = self._file.adapted(known, around.open_reader)
+            found = self._file.adapted(known, around.open_reader, around.tables)
             if found != known:
                 self._store.create(found)
             self._running[name] = self._begin(found)

@@ -31,7 +31,9 @@ from millstream.leadership.node_roles import LOOK_EVERY_S, Roles
 from millstream.libpq import database_of
 from millstream.model.as_of_parsing import parse_as_of
 from millstream.model.ids import StreamId, TableId
+from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
+from millstream.model.schema import TableSchema
 from millstream.processes.control_socket import ControlServer, have_done
 from millstream.processes.role_locks import RoleLock, holder
 from millstream.protocol.replication.promises_and_fencing import Promise, Role
@@ -41,7 +43,7 @@ from millstream.wal.reading.frame_cache import DecodedFrames
 from millstream.workers import Worker, watching
 
 if TYPE_CHECKING:
-    from millstream.catalog import Catalog
+    from millstream.catalog import Catalog, TableRow
     from millstream.home.home import Home
     from millstream.lake.query.query_session import LakeSession
 
@@ -357,7 +359,18 @@ def surroundings(home: Home, catalog: Catalog, stream: str, *, is_server: bool =
 
     def quarantined() -> Mapping[TableId, str]:
         rows = catalog.tables(stream_id)
-        return {row.id: f"{row.namespace}.{row.name}" for row in rows if row.state is TableState.QUARANTINED}
+        return {row.id: qualified_name(row.namespace, row.name) for row in rows if row.state is TableState.QUARANTINED}
+
+    def captured() -> list[TableSchema]:
+        found = catalog.latest_schemas(stream_id)
+        return [
+            *found.values(),
+            *(
+                _keyless(row)
+                for row in catalog.tables(stream_id)
+                if row.id not in found and row.state is TableState.HISTORY_ONLY
+            ),
+        ]
 
     def mistake(consumer: str, field: str | None, problem: str) -> MillstreamError:
         fields = () if field is None else field.split(".")
@@ -371,11 +384,17 @@ def surroundings(home: Home, catalog: Catalog, stream: str, *, is_server: bool =
         ConsumerHolders(catalog, stream_id),
         lambda text, of: parse_as_of(text, of, now=datetime.now(UTC)),
         quarantined,
+        captured,
         FileConsumers(stream, configured_consumers(home, stream), mistake, home.loaded_config.unset_consumers(stream)),
         partial(_open_lake, home, stream, stream_id),
         is_server,
         _database(home, stream),
     )
+
+
+def _keyless(row: TableRow) -> TableSchema:
+    """Return the schema of a table without a usable identity before its first record, which brings the columns."""
+    return TableSchema(row.id, row.schema_version, row.source, row.namespace, row.name, (), kind=row.kind)
 
 
 def _database(home: Home, stream: str) -> str:
