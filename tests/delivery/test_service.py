@@ -16,7 +16,7 @@ from tests.delivery.test_store import FailingDisk
 from millstream.app.open_home import OpenHome
 from millstream.catalog import TableState
 from millstream.delivery.service import StreamConsumers
-from millstream.errors import CursorExpired, DeliveryError, DiskFull, MillstreamError
+from millstream.errors import CatalogError, CursorExpired, DeliveryError, DiskFull, MillstreamError
 from millstream.home.home import Home
 from millstream.home.retention import tracker_of
 from millstream.model.ids import SchemaVersion, TableId
@@ -24,7 +24,7 @@ from millstream.model.positions import Seq
 from millstream.model.schema import Column, TableSchema
 from millstream.protocol.retention import CutOff, HolderKind
 from millstream.wal.files import RealFile
-from millstream.writers.home_consumers import surroundings
+from millstream.writers.home_consumers import ConsumerHolders, surroundings
 
 KEYS = '[streams.web]\n[streams.web.keys]\n"public.orders" = ["id"]\n'
 
@@ -243,3 +243,23 @@ def test_tables_without_a_record_are_checked_and_a_later_one_of_a_name_counts(ho
         catalog.set_state(keyless, TableState.GONE)
         make(3, "Keyless", "id")
     consumers.create("newest", kind="latest", tables=['public."Keyless"'])
+
+
+def test_a_rewind_that_cannot_hold_the_log_leaves_the_hold_as_it_was(
+    home: Home, opened: OpenHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was held until the cursor moved: retention could pass the consumer."""
+    consumers = opened.consumers("web")
+    consumers.create("slow", start="earliest")
+    with monkeypatch.context() as patched:
+        hold, failures = ConsumerHolders.hold, [CatalogError("busy", code="catalog_busy")]
+
+        def failing(own: ConsumerHolders, consumer: str, needed_from: Seq) -> None:
+            if failures:
+                raise failures.pop()
+            hold(own, consumer, needed_from)
+
+        patched.setattr(ConsumerHolders, "hold", failing)
+        with pytest.raises(CatalogError, match="busy"):
+            consumers.rewind("slow", "latest")
+    assert holders(home) == {"consumer:slow": 1}

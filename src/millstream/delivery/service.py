@@ -254,10 +254,10 @@ class StreamConsumers:
             holding, before = self._around.holding, Seq(running.machine.cursor + 1)
             was_cut_off = running.machine.phase is Phase.CUT_OFF
             holding.release(name)
-            holding.hold(name, Seq(seq + 1))
             try:
+                holding.hold(name, Seq(seq + 1))
                 check_kept(seq, running.reader, self._around.stream_id)
-            except CursorExpired:
+            except MillstreamError:
                 holding.release(name)
                 if not was_cut_off:
                     holding.hold(name, before)
