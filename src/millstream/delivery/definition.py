@@ -17,6 +17,7 @@ from millstream.errors import DeliveryError, PositionError, RoutingError, UsageE
 from millstream.model.as_of_parsing import is_token, parse_moment
 from millstream.model.names import TablePatterns
 from millstream.model.predicate import Predicate
+from millstream.model.record_filter import row_schema
 from millstream.model.schema import TableKind, TableSchema
 from millstream.protocol.delivery.messages import Kind
 
@@ -270,7 +271,7 @@ def _check_literals(predicate: Predicate, schemas: Iterable[TableSchema]) -> Non
     for schema in schemas:
         if not {column.name for column in schema.columns}.isdisjoint(predicate.columns):
             try:
-                predicate.matches(pa.RecordBatch.from_pylist([], schema=schema.to_arrow()))
+                predicate.matches(pa.RecordBatch.from_pylist([], schema=row_schema(schema.columns)))
             except RoutingError as error:
                 failure = error
             else:

@@ -238,7 +238,7 @@ def lake_type(column: Column, override: str | None = None) -> pa.DataType:
     wanted = parse_lake_override(override)
     if pa.types.is_string(wanted) or wanted == column.arrow:
         return wanted
-    if pa.types.is_decimal(column.arrow) or pa.types.is_integer(column.arrow) or _is_numeric_text(column):
+    if pa.types.is_decimal(column.arrow) or pa.types.is_integer(column.arrow) or is_numeric_text(column):
         return wanted
     raise ConfigError(
         f"column {column.name} can't be {override} in the lake: it is {'text' if column.pg is None else column.pg.name}",
@@ -247,5 +247,6 @@ def lake_type(column: Column, override: str | None = None) -> pa.DataType:
     )
 
 
-def _is_numeric_text(column: Column) -> bool:
-    return column.pg is not None and column.pg.oid == NUMERIC_OID
+def is_numeric_text(column: Column) -> bool:
+    """Return whether a column has PostgreSQL's texts of numerics: those without a precision, or with one beyond 38 digits."""
+    return column.pg is not None and column.pg.oid == NUMERIC_OID and pa.types.is_string(column.arrow)

@@ -10,6 +10,7 @@ only true matches. A column that the table lacks is null in all rows.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,12 @@ _TOKEN: Final = re.compile(
 _COMPARED: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
     "=": pc.equal, "!=": pc.not_equal, "<>": pc.not_equal, "<": pc.less, "<=": pc.less_equal, ">": pc.greater, ">=": pc.greater_equal,
 }  # fmt: skip
+_IN_PYTHON: Final[Mapping[str, Callable[[Any, Any], bool]]] = {
+    "=": operator.eq, "!=": operator.ne, "<>": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+}  # fmt: skip
+NUMERIC_TEXT: Final[Mapping[bytes, bytes]] = {b"millstream.text": b"numeric"}
+"""Metadata of a field with PostgreSQL's texts of numerics, which Arrow has no type for: numbers are compared with them."""
+_WIDEST: Final = pa.decimal256(76, 38)
 _KEYWORDS: Final = frozenset({"and", "or", "not", "in", "is", "null", "true", "false"})
 _DEPTH_MAX: Final = 100
 _TEXT_MAX: Final = 64 << 10
@@ -154,6 +161,8 @@ class _PredicateParser:
             if column not in rows.schema.names:
                 return pa.scalar(None, pa.bool_())
             own = rows.column(column)
+            if _is_number(value) and dict(NUMERIC_TEXT).items() <= (rows.schema.field(column).metadata or {}).items():
+                return _numerics_compared(own, mark, value)
             try:
                 return _COMPARED[mark](own, _literal_of(value, own.type))
             except (pa.ArrowException, TypeError, ValueError) as error:
@@ -242,16 +251,35 @@ def _literal_of(value: Any, kind: pa.DataType) -> pa.Scalar:
     t = pa.types
     if isinstance(value, bool) != t.is_boolean(kind):
         raise TypeError("of another kind")
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and not (t.is_integer(kind) or t.is_floating(kind) or t.is_decimal(kind)):
+    if _is_number(value) and not (t.is_integer(kind) or t.is_floating(kind) or t.is_decimal(kind)):
         raise TypeError("of another kind")
     if isinstance(value, str) and (t.is_integer(kind) or t.is_floating(kind)):
         raise TypeError("of another kind")
-    if is_number:
+    if _is_number(value):
         return pa.scalar(Decimal(value) if isinstance(value, int) and value not in _INT64 else value)
     if isinstance(value, str) and not (t.is_string(kind) or t.is_large_string(kind)):
         return pa.scalar(value).cast(kind)
     return pa.scalar(value, kind)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _numerics_compared(texts: pa.Array, mark: str, value: float) -> Any:
+    """Compare PostgreSQL's texts of numerics with a number, exactly. As there, NaN is greater than all."""
+    wanted = Decimal(repr(value))
+    try:
+        return _COMPARED[mark](texts.cast(_WIDEST), pa.scalar(wanted, _WIDEST))
+    except pa.ArrowException:  # one of them isn't finite, or has more digits
+        compared = _IN_PYTHON[mark]
+        return pa.array(
+            [None if text is None else compared(_order(text), (0, wanted)) for text in texts.to_pylist()], pa.bool_()
+        )
+
+
+def _order(text: str) -> tuple[int, Decimal]:
+    return (1, Decimal(0)) if text == "NaN" else (0, Decimal(text))
 
 
 def _is_null(rows: pa.RecordBatch, column: str, *, negated: bool) -> Any:

@@ -7,6 +7,7 @@ had another type. A TRUNCATE concerns every row, and an `x` all rows of a partit
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
@@ -15,9 +16,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import RoutingError
-from millstream.model.predicate import Predicate
+from millstream.model.pgtypes import is_numeric_text
+from millstream.model.predicate import NUMERIC_TEXT, Predicate
 from millstream.model.records import Op
-from millstream.model.schema import TableSchema
+from millstream.model.schema import Column, TableSchema
 
 _OF_MANY_ROWS: Final = pa.array([Op.TRUNCATE.letter, Op.PARTITION_LEFT.letter])
 
@@ -30,13 +32,20 @@ def passing(predicate: Predicate, schema: TableSchema, batch: pa.RecordBatch) ->
         batch: the records: columns of the record, `__op`, `__unchanged` and `__exact` among them, then the table's own.
     """
     first = batch.num_columns - len(schema.columns)
-    fields = [pa.field(column.name, column.arrow) for column in schema.columns]
-    rows = pa.RecordBatch.from_arrays(batch.columns[first:], schema=pa.schema(fields))
+    rows = pa.RecordBatch.from_arrays(batch.columns[first:], schema=row_schema(schema.columns))
     try:
         matched = np.array(predicate.matches(rows).to_numpy(zero_copy_only=False), dtype=bool)
     except RoutingError:  # a column had another type than the literal
         return np.ones(batch.num_rows, dtype=bool)
     return matched | _undecided(predicate, schema, batch)
+
+
+def row_schema(columns: Iterable[Column]) -> pa.Schema:
+    """Return the Arrow schema of rows that a predicate is evaluated on."""
+    return pa.schema(
+        pa.field(column.name, column.arrow, metadata=NUMERIC_TEXT if is_numeric_text(column) else None)
+        for column in columns
+    )
 
 
 def _undecided(predicate: Predicate, schema: TableSchema, batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:

@@ -20,6 +20,7 @@ from millstream.codec.pgoutput.record_rows import parse_column
 from millstream.errors import RoutingError
 from millstream.model.ids import SourceId
 from millstream.model.predicate import Predicate
+from millstream.model.record_filter import row_schema
 from millstream.model.records import Op
 from millstream.model.schema import TableSchema
 
@@ -118,7 +119,7 @@ def _old_rows(
         inexact.update(exact)
     if not names:  # each column of the condition is null
         return pa.RecordBatch.from_pylist([{}] * len(befores), schema=pa.schema([("", pa.null())])), inexact
-    return pa.RecordBatch.from_arrays(arrays, names=list(names)), inexact
+    return pa.RecordBatch.from_arrays(arrays, schema=row_schema(map(schema.column, names))), inexact
 
 
 def _may_match(predicate: Predicate, rows: pa.RecordBatch, inexact: set[int]) -> list[bool]:

@@ -13,7 +13,7 @@ from millstream.export.follow_log import FollowedTables, Stretch, next_stretch
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.predicate import Predicate
-from millstream.model.record_filter import passing
+from millstream.model.record_filter import passing, row_schema
 from millstream.model.record_json import to_json
 from millstream.model.schema import TableKind, TableSchema
 from millstream.wal.reader import StreamReader, TableRecords
@@ -70,7 +70,7 @@ class TailFilter:
             if schema.kind is not TableKind.RAW:
                 columns = [column for column in schema.columns if column.name in self._where.columns]
                 empty = [pa.array([], column.arrow) for column in columns]
-                rows = pa.RecordBatch.from_arrays(empty, names=[column.name for column in columns])
+                rows = pa.RecordBatch.from_arrays(empty, schema=row_schema(columns))
                 try:
                     self._where.matches(rows)
                 except RoutingError as error:
