@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import Any
 
 import httpx
 from tests.app.homes import make_home, wait_for
+from tests.commands import Command
 
 import millstream
 from millstream.errors import UnknownStream, UnknownTable
@@ -28,7 +28,7 @@ class Served:
     """A running server."""
 
     home: Path
-    process: subprocess.Popen[str]
+    process: Command
     said: list[dict[str, Any]] = field(default_factory=list)
     """Its log, as lines arrive."""
 
@@ -73,8 +73,8 @@ def web_home(folder: Path, http: str = "", more: str = "") -> Path:
 @contextmanager
 def served(home: Path, **environ: str) -> Iterator[Served]:
     """Run a server, ready once it listens; at the block's end terminate it, and kill it if it doesn't end."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "millstream.cli", "--home", str(home), "serve", "--log-format", "json"],
+    process = Command(
+        ("--home", str(home), "serve", "--log-format", "json"),
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "HOME": "/nonexistent", **environ},
     )  # fmt: skip
