@@ -37,7 +37,8 @@ demo: $(INSTALLED)  ## PostgreSQL, the log, Spark and lake tables, with crashes 
 forage: $(INSTALLED)  ## the discovery feed on http://127.0.0.1:4242, with its log in forage-home/ (PORT=… chooses another port)
 	@$(BIN)/millstream-forage serve $(if $(PORT),--port $(PORT))
 
-# Files of tests are divided among JOBS processes, each with a PostgreSQL and a Spark of its own (about 2 GiB a process).
+# Files of tests are divided among JOBS processes, each with a PostgreSQL and a Spark of its own (about 2 GiB a process);
+# of the quick tier one process alone has Spark, and one Kafka.
 JOBS := 2
 # Quick tests wait for processes and periods for a fifth of their time: a third process works while two wait.
 test: JOBS := 3

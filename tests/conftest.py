@@ -20,17 +20,19 @@ import os
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
+from tests.distribution import ByServer, compile_ahead, wait_for_machine_code
 from tests.seeds import Seeds
 
 from millstream.home.machine_code_folder import place_machine_code
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+    from xdist.scheduler import Scheduling
 
     from millstream.spark.session import SparkOptions
 
@@ -82,18 +84,41 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_stderr] = os.dup(sys.__stderr__.fileno())
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling | None:
+    """Distribute the quick tier by files and by the servers that they need.
+
+    In the whole tier most files need one: what uses Spark would take one process hours.
+    """
+    if config.getoption("--tier") != "quick" or config.getoption("dist") != "loadfile":
+        return None
+    return ByServer(config, log)
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None]:
+def pytest_collection(session: pytest.Session) -> Generator[None]:
     """Collect without looking for reference cycles, and never look through the modules and tests again.
 
     They stay until the process ends. Each search for cycles would go through all of them: that is most of a search.
+    A process that distributes tests has others collect, and compiles what they need.
     """
+    is_distributor = bool(getattr(session.config.option, "numprocesses", None))
+    ahead = compile_ahead() if is_distributor else None
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
+        if ahead is not None:
+            session.config.add_cleanup(ahead)
+        elif hasattr(session.config, "workerinput"):
+            wait_for_machine_code()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter's end find all objects: libraries complain about those that it leaves."""
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
