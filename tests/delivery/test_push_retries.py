@@ -89,14 +89,18 @@ class Source:
         with self.changed:
             self.syncs.append(len(self.acked))
 
-    def nack(self, messages: Sequence[PushMessage], *, error: str, is_dead: bool) -> None:
+    def bury(self, dead: Sequence[tuple[PushMessage, str]]) -> None:
+        with self.changed:
+            for message, error in dead:
+                self.flying.remove(message)
+                self.dead[message.id] = error
+            self.changed.notify_all()
+
+    def give_back(self, messages: Sequence[PushMessage]) -> None:
         with self.changed:
             for message in messages:
                 self.flying.remove(message)
-                if is_dead:
-                    self.dead[message.id] = error
-                else:
-                    self.returned.append(message.id)
+                self.returned.append(message.id)
             self.changed.notify_all()
 
     def show(self, error: str | None) -> None:
@@ -435,14 +439,13 @@ def test_nothing_is_sent_while_the_consumer_s_state_can_t_be_kept_and_all_is_sen
             check()
         return found
 
-    def give_back(messages: Sequence[PushMessage], *, error: str, is_dead: bool) -> None:
-        assert (error, is_dead) == ("the consumer has taken back some messages of the batch", False)
+    def give_back(messages: Sequence[PushMessage]) -> None:
         assert {message.id for message in messages} <= set(source.acked)
 
     monkeypatch.setattr(source, failing, noted)
     monkeypatch.setattr(source, "sync", check)
     if failing == "ack":
-        monkeypatch.setattr(source, "nack", give_back)
+        monkeypatch.setattr(source, "give_back", give_back)
         # The consumer has noted in memory what is settled.
         monkeypatch.setattr(source, "is_held", lambda messages: messages[0].id not in source.acked)
         monkeypatch.setattr(source, "hold", lambda messages, *_, **__: messages[0].id not in source.acked)

@@ -115,6 +115,22 @@ def test_a_poison_message_dies_alone(deployment: Deployment, receiver: Receiver)
         assert [message["deliveries"] for message in messages(receiver)[-1:]] == [1]
 
 
+def test_messages_of_one_group_that_fail_together_are_sent_alone_once(
+    deployment: Deployment, receiver: Receiver
+) -> None:
+    """The first one's death returned the later ones of its group, which other requests took before they were dead."""
+    receiver.answerer = answer(500)
+    with deployment.run(hook(receiver, "batch_size = 100", limits="max_deliver = 2")) as run:
+        run.append("orders", *([1] * 25), *([2] * 25))
+        run.start()
+        wait_for(lambda: run.call("show")["dead"] == 50, seconds=120, what=lambda: run.call("show"))
+        shown = run.call("show")
+    alone = [json.loads(request.body)["messages"] for request in receiver.requests]
+    sent = [found[0]["id"] for found in alone if len(found) == 1]
+    assert (len(sent), len(set(sent))) == (50, 50)
+    assert (shown["delivered"], shown["redelivered"]) == (50, 100)
+
+
 def test_a_receiver_that_wants_no_more_pauses_its_consumer(deployment: Deployment, receiver: Receiver) -> None:
     receiver.answerer = answer(410)
     with deployment.run(hook(receiver)) as run:

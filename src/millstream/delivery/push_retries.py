@@ -79,14 +79,11 @@ class PushSource(Protocol):
     def sync(self) -> None:
         """Make what was settled durable."""
 
-    def nack(self, messages: Sequence[PushMessage], *, error: str, is_dead: bool) -> None:
-        """Return messages.
+    def bury(self, dead: Sequence[tuple[PushMessage, str]]) -> None:
+        """Make messages dead letters, each with the reason, all at once: none of them is received again before it is dead."""
 
-        Args:
-            messages: messages that were received.
-            error: the reason.
-            is_dead: True: this was their last failure. False: they are returned, and no failure is counted.
-        """
+    def give_back(self, messages: Sequence[PushMessage]) -> None:
+        """Return messages, without counting a failure."""
 
     def show(self, error: str | None) -> None:
         """Show the consumer's present error; None: there is none."""
@@ -222,7 +219,7 @@ class Pusher:
         self._stopping.set()
         for worker in self._workers:
             worker.join()
-        self._give_back_all("the consumer's delivery was stopped")
+        self._give_back_all()
 
     # --- its threads -------------------------------------------------------------------------------------------------
 
@@ -245,7 +242,7 @@ class Pusher:
                 wait_s = self._send(batch)
                 if wait_s is not None and self._set_aside(batch, wait_s):
                     return
-            self._give_back(batch, "the consumer's delivery was stopped")
+            self._give_back(batch)
         except MillstreamError as error:
             self._wait_until_kept(batch, error)
 
@@ -318,7 +315,7 @@ class Pusher:
         part = _Batch(sent, self._waits(), batch.failures, batch.repeats, is_new=False)
         wait_s = self._judge(part, sent, outcome)
         if part.messages and (wait_s is None or not self._set_aside(part, wait_s)):
-            self._give_back(part, "the consumer's delivery was stopped")
+            self._give_back(part)
 
     def _judge(self, batch: _Batch, sent: Sequence[PushMessage], outcome: Outcome) -> float | None:
         """Take the outcome of a request; return as `_send`."""
@@ -327,8 +324,8 @@ class Pusher:
         if outcome.verdict is Verdict.GONE:
             self._source.pause(outcome.reason)
             self._stopping.set()
-            self._give_back(batch, outcome.reason)
-            self._give_back_all(outcome.reason)
+            self._give_back(batch)
+            self._give_back_all()
             return None
         if outcome.verdict is Verdict.ACCEPTED:
             self._source.ack(sent)
@@ -378,7 +375,7 @@ class Pusher:
         source, messages = self._source, batch.messages
         if source.is_held(messages) if batch.is_new else source.hold(messages, self._hold_s, is_retry=is_retry):
             return True
-        self._give_back(batch, "the consumer has taken back some messages of the batch")
+        self._give_back(batch)
         return False
 
     def _renew(self) -> bool:
@@ -401,20 +398,20 @@ class Pusher:
     def _bury(self, batch: _Batch) -> None:
         """Report the dead messages of a batch, once all its messages were sent.
 
-        A message that is returned earlier would take the later ones of its group with it.
+        A message that is buried earlier would return the later ones of its group, which would be sent again.
         """
-        for message, error in batch.dead:
-            self._source.nack([message], error=error, is_dead=True)
+        if batch.dead:
+            self._source.bury(batch.dead)
         batch.dead = []
 
-    def _give_back(self, batch: _Batch, reason: str) -> None:
+    def _give_back(self, batch: _Batch) -> None:
         self._bury(batch)
         if batch.messages:
-            self._source.nack(batch.messages, error=reason, is_dead=False)
+            self._source.give_back(batch.messages)
         batch.messages = []
 
-    def _give_back_all(self, reason: str) -> None:
+    def _give_back_all(self) -> None:
         with self._lock:
             aside, self._aside = self._aside, []
         for *_, batch in aside:
-            self._give_back(batch, reason)
+            self._give_back(batch)

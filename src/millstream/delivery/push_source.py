@@ -131,15 +131,22 @@ class ConsumerSource:
         """See `PushSource`."""
         self._sync()
 
-    def nack(self, messages: Sequence[PushMessage], *, error: str, is_dead: bool) -> None:
+    def bury(self, dead: Sequence[tuple[PushMessage, str]]) -> None:
+        """See `PushSource`."""
+        with self._running.lock:
+            if not self._is_gone():
+                for message, error in dead:
+                    for machine, ids in _by_machine([message]):
+                        machine.bury(ids, now_ms(), error=error)
+                self._running.save()
+        self._running.wake()
+
+    def give_back(self, messages: Sequence[PushMessage]) -> None:
         """See `PushSource`."""
         with self._running.lock:
             if not self._is_gone():
                 for machine, ids in _by_machine(messages):
-                    if is_dead:
-                        machine.bury(ids, now_ms(), error=error)
-                    else:
-                        machine.give_back(ids)
+                    machine.give_back(ids)
                 self._running.save()
         self._running.wake()
 
