@@ -20,9 +20,10 @@ QUICK = Backoff(first_s=0.02, most_s=0.1, jitter=0)
 WORKER = """
 import os, sys
 from millstream.processes.child_process import Lifeline
-from millstream.errors import DiskFull, SourceError
+from millstream.errors import ConfigError, DiskFull, SourceError
 line = Lifeline()
 with line.held():
+    if os.path.exists(sys.argv[-1]): raise ConfigError("the file is being edited")
     line.tell("ready", {"pid": os.getpid()})
     if "refuse" in sys.argv: raise SourceError("wrong password", code="source_authentication_failed")
     if "flaky" in sys.argv: raise SourceError("nobody there", code="source_unreachable")
@@ -100,6 +101,30 @@ def test_an_error_that_only_a_person_can_mend_gives_the_part_up_and_the_rest_goe
     assert watch.facts("a", "given_up")[0]["code"] == "source_authentication_failed"
     assert watch.supervisor.parts["a"].state is PartState.GIVEN_UP
     assert watch.supervisor.parts["b"].outcome == {"stopped": True}
+
+
+def test_a_part_that_has_worked_waits_for_a_configuration_that_is_being_edited(tmp_path: Path) -> None:
+    """A part that died while the file was half saved was given up, and nothing was captured until the next run."""
+    edited = tmp_path / "edited"
+
+    def on(watch: Watch, event: Event) -> None:
+        name, what, facts = event
+        if (name, what) == ("a", "ready") and len(watch.facts("a", "ready")) == 2:
+            watch.supervisor.stop()
+        elif (name, what) == ("a", "ready"):
+            edited.touch()
+            os.kill(facts["pid"], signal.SIGKILL)
+        elif (name, what) == ("a", "died") and len(watch.facts("a", "died")) == 3:
+            edited.unlink()
+
+    watch = Watch(part("a", str(edited)), on=on)
+    watch.run()
+    assert [(died["error"] or {}).get("code") for died in watch.facts("a", "died")] == [None, "config", "config"]
+    assert watch.supervisor.parts["a"].outcome == {"stopped": True}
+    edited.touch()
+    refused = Watch(part("a", str(edited)), on=lambda *_: None)
+    refused.run()
+    assert refused.supervisor.parts["a"].state is PartState.GIVEN_UP
 
 
 def test_an_error_that_may_pass_is_tried_again() -> None:

@@ -10,7 +10,8 @@ A *part* is a process of this program. The contract between the two (the child's
   which lets all parts drain.
 
 A part that dies is restarted, with a delay that doubles while it goes on dying young. A part is given up
-and reported if its error needs an operator or can't be fixed (`OPERATOR`, `NEVER`); the others go on.
+and reported if its error needs an operator or can't be fixed (`OPERATOR`, `NEVER`); the others go on. A part that has
+worked before waits for the configuration to be right again: a restart may meet a file that is being edited.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from functools import partial
 from typing import Any, Final, Literal
 
 from millstream.backoff import Backoff
-from millstream.errors import may_pass
+from millstream.errors import ConfigError, may_pass
 from millstream.workers import Worker
 
 REPORT_VARIABLE: Final = "MILLSTREAM_REPORT_FD"
@@ -84,6 +85,8 @@ class RunningProcess:
     due_s: float = 0.0
     errors: int = 0
     restarts: int = 0
+    has_worked: bool = False
+    """Whether it has reported anything but an error."""
     word: Word | None = None
     outcome: dict[str, Any] = field(default_factory=dict)
     error: dict[str, Any] | None = None
@@ -223,7 +226,9 @@ class Supervisor:
         what = str(facts.pop("event", "told"))
         if what == "error":
             running.error = facts
-        elif what == "outcome":
+        else:
+            running.has_worked = True
+        if what == "outcome":
             running.outcome = facts
         self._on_event((name, what, facts))
 
@@ -255,7 +260,8 @@ class Supervisor:
         most, code, retry = running.part.errors_max, error.get("code"), error.get("retry")
         if most is not None and code == "unexpected":
             most += 1
-        is_refused = retry in {"operator", "never"} and not may_pass(code, retry)
+        is_edited = code == ConfigError.code and running.has_worked
+        is_refused = retry in {"operator", "never"} and not may_pass(code, retry) and not is_edited
         is_final = is_refused or code in running.part.final_codes
         return is_final or (most is not None and running.errors >= most)
 
