@@ -9,8 +9,6 @@ import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Self
 
-import click
-
 from millstream.cli.context import note
 from millstream.cli.main import say_error
 from millstream.model.human_text import copy_words, human_bytes, human_seconds, readable
@@ -23,6 +21,7 @@ if TYPE_CHECKING:
 
 _EVERY_S: Final = 10.0
 """Seconds between lines if they can't be redrawn."""
+_WIDTH: Final = 110
 
 
 class StatusLine:
@@ -37,8 +36,7 @@ class StatusLine:
         """Show the current state."""
         text = "  ".join(lines)
         if self._terminal:
-            width = (click.get_current_context(silent=True) and 110) or 110
-            sys.stderr.write("\r\x1b[K" + readable(text)[:width])
+            sys.stderr.write("\r\x1b[K" + readable(text)[:_WIDTH])
             sys.stderr.flush()
             self._shown = text
         elif text != self._shown and time.monotonic() - self._at_s >= _EVERY_S:

@@ -91,20 +91,25 @@ def parse_qualified_name(text: str) -> tuple[str, str]:
     """
     if not isinstance(text, str):
         raise _invalid(text)
-    parts: list[str] = []
+    found = _dotted(_PART, text)
+    if not found:
+        raise _invalid(text)
+    *schema, name = (part[2].lower() if part[1] is None else part[1].replace('""', '"') for part in found)
+    return schema[0] if schema else DEFAULT_SCHEMA, name
+
+
+def _dotted(part: re.Pattern[str], text: str) -> list[re.Match[str]]:
+    """Return the parts of a text: one, or two with a dot between them; none if it is something else."""
+    parts: list[re.Match[str]] = []
     position = 0
-    while True:
-        found = _PART.match(text, position)
-        if found is None:
-            raise _invalid(text)
-        parts.append(found[2].lower() if found[1] is None else found[1].replace('""', '"'))
-        position = found.end()
-        if position == len(text):
+    while len(parts) < 2 and (found := part.match(text, position)) is not None:
+        parts.append(found)
+        if found.end() == len(text):
+            return parts
+        if text[found.end()] != ".":
             break
-        if text[position] != "." or len(parts) == 2:
-            raise _invalid(text)
-        position += 1
-    return (parts[0], parts[1]) if len(parts) == 2 else (DEFAULT_SCHEMA, parts[0])
+        position = found.end() + 1
+    return []
 
 
 def parse_column(text: str) -> tuple[str, str, str]:
@@ -176,23 +181,12 @@ _PATTERN_PART: Final = re.compile(r'"((?:[^"\0\ud800-\udfff]|"")+)"|([^\s".!\0\u
 
 
 def _split_pattern(body: str, text: str) -> list[str]:
-    parts: list[str] = []
-    position = 0
-    while True:
-        found = _PATTERN_PART.match(body, position)
-        if found is None:
-            raise _invalid_pattern(text)
-        if found[1] is not None:
-            parts.append(re.escape(found[1].replace('""', '"')))
-        else:
-            parts.append(_expression(found[2].lower()))
-        position = found.end()
-        if position == len(body):
-            break
-        if body[position] != "." or len(parts) == 2:
-            raise _invalid_pattern(text)
-        position += 1
-    return parts
+    found = _dotted(_PATTERN_PART, body)
+    if not found:
+        raise _invalid_pattern(text)
+    return [
+        _expression(part[2].lower()) if part[1] is None else re.escape(part[1].replace('""', '"')) for part in found
+    ]
 
 
 def _expression(part: str) -> str:

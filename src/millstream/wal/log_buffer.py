@@ -16,12 +16,13 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final
 from uuid import UUID, uuid4
 
 import pyarrow as pa
 
 from millstream.backoff import Backoff
+from millstream.closing import Closing
 from millstream.codec.buffer_reading import (
     PlacedReader,
     gone,
@@ -90,7 +91,7 @@ class LogBufferOptions:
     """Size in bytes above which an operation is refused."""
 
 
-class LogBuffer:
+class LogBuffer(Closing):
     """A client of a buffer of log files: `ports.WriteBuffer`.
 
     Args:
@@ -213,12 +214,6 @@ class LogBuffer:
             writers, self._writers = self._writers, {}
         for writer in writers.values():
             writer.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _sweep_sometimes(self) -> None:
         with self._lock:

@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Final, Self
+from typing import Final
 
+from millstream.closing import Closing
 from millstream.crdt.hlc import HLC
 from millstream.errors import LogError, MillstreamError, SessionsNeedOneWriter, WriterClosed
 from millstream.model.ids import Epoch, RegionId, ShardId, SourceId, StreamId, WriterId
@@ -79,7 +80,7 @@ class WriterStats:
     """Submissions that are durable here and wait for other machines before they are acknowledged."""
 
 
-class LogWriter:
+class LogWriter(Closing):
     """Appends to all shards of one writer; see `ports.LogAppender`. `open` makes one.
 
     Concurrency: any thread may call any method. In a forked child the copy is closed
@@ -433,12 +434,6 @@ class LogWriter:
         """Write what is queued, seal, and release the locks. After a failure the files are left as they are."""
         self._queue.end()
         self._worker.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _leave_to_parent(self) -> None:
         """Detach a forked child.
