@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 
@@ -21,6 +21,9 @@ from millstream.model.pgtypes import builtin_name
 from millstream.model.positions import Lsn, parse_lsn
 from millstream.model.schema import ReplicaIdentity
 from millstream.protocol.copy_conflicts import Snapshot, extend_xid
+
+if TYPE_CHECKING:
+    from millstream.catalog import SourceRow
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -340,23 +343,7 @@ def connect_same(dsn: str, identity: SourceIdentity, *, purpose: str) -> Connect
     return connection
 
 
-class KnownSource(Protocol):
-    """The identity of a database that is compared with another."""
-
-    @property
-    def system_identifier(self) -> int:
-        """System identifier of the cluster."""
-
-    @property
-    def database(self) -> str:
-        """Name of the database."""
-
-    @property
-    def timeline(self) -> int:
-        """Timeline of the WAL."""
-
-
-def check_same(known: KnownSource, found: KnownSource) -> None:
+def check_same(known: SourceIdentity | SourceRow, found: SourceIdentity) -> None:
     """Raise `source_replaced` unless both are the same history of the same database."""
     if (known.system_identifier, known.database, known.timeline) == (
         found.system_identifier,
