@@ -344,8 +344,9 @@ def test_tables_of_a_new_iceberg_lake_are_made_at_once(tmp_path: Path, orders: T
 def test_iceberg_refuses_the_tables_of_another_stream(tmp_path: Path, orders: TableSchema, records: Records) -> None:
     land(iceberg(tmp_path), orders, records(orders, ("c", 1, {"id": 1})), 1)
     other = iceberg(tmp_path, stream=7)
-    with pytest.raises(LakeTableForeign, check=coded("lake_of_another_stream")):
-        open_table(other, other.table_path("current", orders), other.app_id("current", TableId(3)))
+    for layout in (other, replace(other, location=str(tmp_path / "elsewhere"))):  # in the same catalog
+        with pytest.raises(LakeTableForeign, check=coded("lake_of_another_stream")):
+            open_table(layout, layout.table_path("current", orders), layout.app_id("current", TableId(3)))
 
 
 @pytest.mark.parametrize(

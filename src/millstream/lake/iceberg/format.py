@@ -231,6 +231,8 @@ def _load(layout: LakeLayout, path: str) -> Table | None:
         with catalog_errors(path):
             check_format(layout, path, "_delta_log")
         return None
+    if table.location() != address_of(layout, path):
+        _check_made(layout, path, table)  # another stream's table of this name lies where it should
     _check_place(layout, path, table.location())
     return table
 
