@@ -53,6 +53,8 @@ class EmbeddedIcebergCatalog(EmbeddedServer):
         settings = {
             "CATALOG_CATALOG__IMPL": "org.apache.iceberg.jdbc.JdbcCatalog",
             "CATALOG_URI": f"jdbc:sqlite:file:{self._folder}/catalog.db",
+            # With two connections (its default) one may keep a lock for ever once the other found the file locked.
+            "CATALOG_CLIENTS": "1",
             "CATALOG_JDBC_USER": "test",
             "CATALOG_JDBC_PASSWORD": "test",
             "CATALOG_WAREHOUSE": self.warehouse,
