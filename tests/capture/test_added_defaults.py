@@ -62,6 +62,7 @@ def test_the_first_record_with_the_column_says_it_already(following: Stage) -> N
     assert told(stage)[before : before + 2] == [("c", None, {}), ("c", None, {"e": "x"})]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "other", "value"), [("varchar(3)", "text", "abc"), ("cidr", "inet", "10.0.0.0/8"), ("int", "oid", "5")]
 )
@@ -86,6 +87,7 @@ def test_records_from_before_a_new_type_without_a_rewrite_say_it_too(
     assert all(found == "other" and not filled for op, found, filled in told(stage)[before + 3 :] if op == "r")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("rule", "there"), [(Rule.HASH, digest("secret")), (Rule.REDACT, "[redacted]"), (Rule.EXCLUDE, None)]
 )

@@ -51,6 +51,7 @@ def made(stage: Stage) -> None:
     stage.catch_up()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("below", [False, True], ids=["a leaf", "a tree"])
 def test_only_its_rows_are_copied(stage: Stage, *, below: bool) -> None:
     made(stage)
@@ -248,6 +249,7 @@ def reader(stage: Stage) -> Iterator[str]:
     stage.sql(f"DROP OWNED BY {role}", f"DROP ROLE {role}")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("grant", [None, "SELECT", "SELECT, behind a policy"])
 def test_a_partition_that_only_its_root_shows_is_copied_with_the_whole_table(
     stage: Stage, reader: str, grant: str | None
@@ -274,6 +276,7 @@ def test_a_quarantined_table_is_copied_whole_when_it_comes_back(stage: Stage) ->
     assert is_right(stage)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "changes",
     [
@@ -348,6 +351,7 @@ def test_a_publication_s_row_filter_and_column_list_hold_for_an_attached_partiti
     assert stage.log.replay()["public.parts"] == rows
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("change", ["attached", "attached empty", "detached"])
 def test_what_capture_has_read_of_a_partition_as_a_table_of_its_own(stage: Stage, change: str) -> None:
     """PostgreSQL 14 kept to what it had decided when it first met the relation: changes of a partition were lost."""

@@ -81,6 +81,7 @@ def stranger(stage: Stage) -> Iterator[None]:
     stage.sql(f"DROP OWNED BY {role}", f"DROP ROLE {role}")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("identity", IDENTITIES)
 def test_copied_rows_and_changes_have_its_values(stage: Stage, identity: str) -> None:
     make(stage, identity)
@@ -127,6 +128,7 @@ def test_partitions_send_it_by_their_root(stage: Stage) -> None:
     assert as_source(stage)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("running", [True, False])
 def test_one_that_is_added_has_the_table_copied_again(stage: Stage, running: bool) -> None:
     make(stage, columns="id int, n int, note text")

@@ -62,6 +62,7 @@ def leaves_are_right(stage: Stage) -> None:
     assert {key: named[key] for key in wanted} == wanted
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("live", [True, False], ids=["while capture runs", "in a backlog"])
 def test_partitions_that_leave_cost_one_record_each(stage: Stage, *, live: bool) -> None:
     made(stage)
@@ -261,6 +262,7 @@ def test_a_table_that_was_a_partition_before_a_look_saw_it(stage: Stage) -> None
     assert seen(stage, "day_5") == Counter(r=5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("live", [True, False], ids=["while capture runs", "in a backlog"])
 def test_a_leaf_that_lost_rows_before_a_look_saw_it(stage: Stage, *, live: bool) -> None:
     """Its changes from before it was detached came as the table's; an `x` ends them before its rows are copied."""
@@ -289,6 +291,7 @@ def test_a_leaf_that_lost_rows_before_a_look_saw_it(stage: Stage, *, live: bool)
     assert (found["x public.day_5"], found["t"]) == (1, 0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("key", [", PRIMARY KEY (id, day)", ""], ids=["with a key", "without a key"])
 @pytest.mark.parametrize(
     "emptied", ["TRUNCATE day_5", "DELETE FROM day_5; VACUUM day_5"], ids=["truncated", "vacuumed"]
@@ -394,6 +397,7 @@ def test_a_partition_is_dropped_while_capture_looks_at_it(stage: Stage, monkeypa
     check(stage)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("looks", [True, False], ids=["a look between", "in a backlog"])
 def test_a_leaf_that_comes_back_has_the_table_copied_again(stage: Stage, *, looks: bool) -> None:
     made(stage)
@@ -507,6 +511,7 @@ def test_a_leaf_whose_identity_is_another_one_sets_the_table_aside(stage: Stage)
     stage.sql("ALTER TABLE day_1 REPLICA IDENTITY FULL")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("key", ["key", "no key"])
 def test_leaves_with_identities_of_their_own(stage: Stage, key: str) -> None:
     """A leaf under FULL sends whole old rows, its table's key alone decides; a table without a key needs FULL."""
@@ -580,6 +585,7 @@ def test_a_publication_of_somebody_else_is_read_via_the_root(stage: Stage) -> No
     assert "x public.day_1" not in seen(stage)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("of", ["another role", "the same superuser"])
 def test_a_superuser_leaves_publications_of_others_alone(stage: Stage, of: str) -> None:
     """A subscriber of theirs may not have the partitions."""

@@ -192,6 +192,7 @@ IDENTITIES = (
 )  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(3))
 def test_a_replica_identity_that_changes_in_mid_stream(stage: Stage, seed: int) -> None:
     rng = random.Random(seed)

@@ -122,6 +122,7 @@ def test_a_table_with_an_identity_among_inserts_only_is_quarantined_with_what_to
     assert bag(stage, "audit_log") == [("1", "again")]
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("stranger")
 @pytest.mark.parametrize("targets", ["FOR ALL TABLES", "FOR TABLE orders"])
 def test_a_publication_of_inserts_alone_captures_nothing_by_halves(stage: Stage, targets: str) -> None:
@@ -196,6 +197,7 @@ REJOINS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.since_postgres(15)
 @pytest.mark.parametrize("what", REJOINS)
 def test_a_table_that_leaves_and_rejoins_its_publication_while_capture_is_stopped(stage: Stage, what: str) -> None:
@@ -255,6 +257,7 @@ def test_missing_truncates_are_told_and_mended(stage: Stage) -> None:
     assert stage.log.replay()["public.orders"] == {}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("targets", ["FOR TABLE events", "FOR ALL TABLES"])
 def test_while_a_publication_of_others_sends_partitions_as_tables_their_table_is_quarantined(
     stage: Stage, targets: str
@@ -308,6 +311,7 @@ def test_our_publication_may_send_partitions_either_way(stage: Stage) -> None:
     assert "publication_missing" not in {f.code for f in check_source(stage.config)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("patterns", [("public.parent",), ("public.*",)])
 def test_tables_that_inherit_from_a_captured_one_are_published_only_if_they_are_captured(
     stage: Stage, patterns: tuple[str, ...]
@@ -341,6 +345,7 @@ def test_tables_that_inherit_from_a_captured_one_are_published_only_if_they_are_
     assert stage.log.replay()["public.parent"] == {("2",): {"id": "2", "t": "z"}}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_table_without_identity_that_comes_while_capture_runs(stage: Stage, alone: bool) -> None:
     publication = stage.config.publication

@@ -66,11 +66,14 @@ TOLD: dict[str, tuple[Sequence[str], dict[str, str]]] = {
 }  # fmt: skip
 
 
+QUICK = {"an excluded and another column", "rows around", "an excluded and a plain one", "for a while"}
+
+
 @pytest.mark.parametrize(
     ("case", "is_live"),
     [
-        *((case, False) for case in TOLD),
-        ("one transaction with a row", True),
+        *(pytest.param(case, False, marks=() if case in QUICK else pytest.mark.long) for case in TOLD),
+        pytest.param("one transaction with a row", True, marks=pytest.mark.long),
         ("and a column under the old name", True),
     ],
 )
@@ -132,7 +135,9 @@ COPIED: dict[str, Sequence[str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", COPIED)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.long) for case in COPIED]
+)
 def test_names_that_pass_between_columns_with_and_without_a_rule_are_copied(following: Stage, case: str) -> None:
     """The column without one gets it with the name, so its older values have to go."""
     following.sql(*COPIED[case])
@@ -143,6 +148,7 @@ def test_names_that_pass_between_columns_with_and_without_a_rule_are_copied(foll
     nothing_leaked(following)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_looked_at", [False, True])
 def test_a_new_column_under_a_later_name_of_a_hashed_one_keeps_the_rule(
     following: Stage, *, is_looked_at: bool
@@ -159,6 +165,7 @@ def test_a_new_column_under_a_later_name_of_a_hashed_one_keeps_the_rule(
     nothing_leaked(following)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("key", ["PRIMARY KEY", ""])
 def test_a_copy_that_reads_a_column_before_its_rule_is_known_begins_again(stage: Stage, key: str) -> None:
     """The rule shows in the stream alone, and the stream comes there after the read."""

@@ -88,6 +88,7 @@ def test_what_a_type_is_made_of_changes_rows(stage: Stage, change: str) -> None:
     assert marks(stage) == 1, "and once only"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("change", AS_THEY_WERE)
 def test_what_changes_no_text_copies_nothing(stage: Stage, change: str) -> None:
     made, happens = AS_THEY_WERE[change]
@@ -108,6 +109,7 @@ RESTRICTIONS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.since_postgres(15)
 @pytest.mark.parametrize("change", RESTRICTIONS)
 def test_what_a_publication_lets_through(stage: Stage, change: str) -> None:
