@@ -15,12 +15,13 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
-from millstream.errors import LakeError, TokenFromFuture, UnknownTable, UsageError
+from millstream.errors import LakeError, PositionError, TokenFromFuture, UnknownTable, UsageError
 from millstream.lake.commit_cuts import Cut, commit_cut, last_cut
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
+from millstream.lake.rebuild import restart_history
 from millstream.lake.replay import replay_path, replay_range
-from millstream.model.positions import Seq
+from millstream.model.positions import Seq, StreamToken
 from millstream.model.schema import TableSchema
 from millstream.testing.errors import coded
 
@@ -70,6 +71,21 @@ def test_nothing_is_overwritten(layout: LakeLayout, cut: Cut, tmp_path: Path):
     with pytest.raises(LakeError, check=coded("lake_table_exists")):
         replay_range(layout, cut, "public.orders", after=Seq(0), upto=Seq(9), into=str(tmp_path / "mine"))
     assert (tmp_path / "mine" / "letters.parquet").read_bytes() == b"precious"
+
+
+def test_a_history_that_began_again_is_replayed_from_there(
+    layout: LakeLayout, orders: TableSchema, records: Records, cut: Cut
+):
+    restart_history(layout, orders, cut.n, forget=True)
+    commit = append_history(layout, orders, [records(orders, ("c", 12, {"id": 12}))], Seq(12))
+    newest = commit_cut(layout, Seq(12), [commit], committed_at=datetime.now(UTC))
+    assert seqs(replay_range(layout, newest, "public.orders", after=None, upto=Seq(12), into="all").path) == [12]
+    with pytest.raises(PositionError, check=coded("beyond_retention")) as refused:
+        replay_range(layout, newest, "public.orders", after=Seq(2), upto=Seq(12), into="earlier")
+    assert refused.value.hint == (
+        f"Begin at {StreamToken.scalar(layout.stream_id, cut.n)} or later; "
+        "without --from, all records are taken that the lake has."
+    )
 
 
 def test_what_can_not_be_replayed_is_said_by_name(layout: LakeLayout, cut: Cut):

@@ -198,7 +198,7 @@ def replay_table(
 
     Args:
         table: `schema.table`.
-        begin: a time or a token; records after it are taken; None: from the first one.
+        begin: a time or a token; records after it are taken; None: from the first one that the lake has.
         end: a time or a token, inclusive; None: the lake's last cut. For both, a token inside an
             operation stands for the last one before it.
         into: a new name among the stream's replays, or a path.
@@ -215,7 +215,7 @@ def replay_table(
     with home.open_catalog() as catalog:
         layout = lake_layout(home, name, config, catalog.stream(name).id)
     cut = _last_cut(layout, name)
-    after = Seq(0) if begin is None else _position(layout, begin)
+    after = None if begin is None else _position(layout, begin)
     upto = cut.n if end is None else _position(layout, end)
     with RoleLock.take(home.run_folder, "replay"):
         return replay_range(layout, cut, table, after=after, upto=upto, into=into)

@@ -156,7 +156,7 @@ def rebuild(
     "--from",
     "begin",
     metavar="TIME|TOKEN",
-    help="Position after which records are written. [default: the first record]",
+    help="Position after which records are written. [default: the first record in the lake]",
 )
 @click.option(
     "--to", "end", metavar="TIME|TOKEN", help="Position of the last record to write. [default: all records in the lake]"

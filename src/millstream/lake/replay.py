@@ -67,7 +67,7 @@ def replay_path(layout: LakeLayout, into: str) -> str:
     return into.rstrip("/") if "://" in into else str(Path(into).resolve())
 
 
-def replay_range(layout: LakeLayout, cut: Cut, name: str, *, after: Seq, upto: Seq, into: str) -> TableReplay:
+def replay_range(layout: LakeLayout, cut: Cut, name: str, *, after: Seq | None, upto: Seq, into: str) -> TableReplay:
     """Write a table's records in `(after, upto]` into a new Delta table, in one commit.
 
     It reads only history, so it may run concurrently with the pipeline. Not twice into one place at once.
@@ -75,7 +75,7 @@ def replay_range(layout: LakeLayout, cut: Cut, name: str, *, after: Seq, upto: S
     Args:
         cut: the lake's last cut.
         name: the table, `schema.table`.
-        after: exclusive.
+        after: exclusive; None: from the first record that history has.
         upto: inclusive; `cut` has reached it.
         into: a new name among the stream's replays, or a path or URL of its own.
 
@@ -89,18 +89,22 @@ def replay_range(layout: LakeLayout, cut: Cut, name: str, *, after: Seq, upto: S
     if upto > cut.n:
         reached, beyond = (StreamToken.scalar(layout.stream_id, n) for n in (cut.n, upto))
         raise TokenFromFuture(f"the lake has records only up to {reached}, not {beyond}", reached=int(cut.n))
-    if upto <= after:
-        raise UsageError(f"the range after {after} up to {upto} is empty")
     path = replay_path(layout, into)
     history_path = f"{layout.root}/history/{folder}"
     history = open_table(layout, history_path, layout.app_id("history", table.table_id))
     if history is None:
-        raise LakeError(f"the Delta table {history_path} is gone", path=history_path)
-    if after < history_from(history):
+        raise LakeError(f"the table {history_path} is gone", path=history_path)
+    begins = history_from(history)
+    after = begins if after is None else after
+    if upto <= after:
+        raise UsageError(f"the range after {after} up to {upto} is empty")
+    if after < begins:
+        token = StreamToken.scalar(layout.stream_id, begins)
         raise PositionError(
-            f"records of {name} up to {StreamToken.scalar(layout.stream_id, history_from(history))} may have been dropped",
+            f"records of {name} up to {token} may have been dropped",
             code="beyond_retention",
-            first=int(history_from(history)),
+            hint=f"Begin at {token} or later; without --from, all records are taken that the lake has.",
+            first=int(begins),
         )
     app = layout.app_id("history", table.table_id) + f"/{REPLAYS}"
     asked = {"stream": str(layout.stream_id), "table": int(table.table_id), "after": int(after), "upto": int(upto)}

@@ -441,7 +441,7 @@ def _folded(plan: FoldPlan, leaves: Leaves, history: OpenTable | None = None) ->
 def _at(plan: FoldPlan) -> OpenTable:
     opened = open_table(plan.layout, plan.path, plan.app, version=plan.version)
     if opened is None:
-        raise LakeUnavailable(f"the Delta table {plan.path} is gone", path=plan.path)
+        raise LakeUnavailable(f"the table {plan.path} is gone", path=plan.path)
     return opened
 
 

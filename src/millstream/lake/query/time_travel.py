@@ -236,7 +236,7 @@ def open_history(layout: LakeLayout, folder: str, table_id: TableId) -> OpenTabl
     opened = open_table(layout, path, layout.app_id("history", table_id))
     if opened is None:
         raise LakeUnavailable(
-            f"the Delta table {path} is gone", hint="Run `millstream tables copy` for the table.", path=path
+            f"the table {path} is gone", hint="Run `millstream tables copy` for the table.", path=path
         )
     return opened
 
