@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import gc
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -216,6 +217,28 @@ def test_an_iterator_that_is_left_holds_nothing_up(home: Path) -> None:
         with serving(home) as url:
             asyncio.run(left(millstream.aio.open(home)))
             asyncio.run(left(millstream.aio.connect(url)))
+
+
+def test_an_iterator_that_is_left_with_its_home_ends_without_an_error(home: Path) -> None:
+    """asyncio closes it when the home is closed already, and logged an exception that nothing retrieves."""
+    import asyncio
+
+    with millstream.open(home) as here:
+        start = here.append("web", "clicks", [{"n": 1}]).token
+        here.append("web", "clicks", [{"n": 2}])
+
+    problems: list[Any] = []
+
+    async def left(*, follows: bool) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, problem: problems.append(problem))
+        async with millstream.aio.open(home) as there:
+            async for _ in there.follow("web", after=start) if follows else there.read("web"):
+                break
+
+    for follows in (False, True):
+        asyncio.run(left(follows=follows))
+        gc.collect()
+    assert problems == []
 
 
 def test_all_have_the_same_calls() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -244,7 +244,8 @@ class AsyncOpenHome(AsyncHomeAppends):
                 yield one
         finally:
             # Queued on that thread: if a task was cancelled, the thread may still be in the iterator.
-            self._reader.submit(cast("Generator[_Found, None, None]", found).close)
+            with suppress(RuntimeError):  # the home is closed: the iterator ends with its last reference
+                self._reader.submit(cast("Generator[_Found, None, None]", found).close)
 
 
 def open(path: str | Path | None = None) -> AsyncOpenHome:  # noqa: A001 - as `millstream.aio.open`
