@@ -63,7 +63,7 @@ from millstream.errors import DiskFull, MillstreamError, ProtocolViolation, Sour
 from millstream.model.ids import SourceId, StreamId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Lsn, format_lsn
-from millstream.ports import Clock, LogAppender
+from millstream.ports import LogAppender
 from millstream.protocol.capture_mode import BacklogChunk, Mode, ModeChoice
 
 logger = structlog.get_logger("millstream.capture")
@@ -87,7 +87,6 @@ def run_capture(
     until_caught_up: bool = False,
     on_progress: Callable[[CaptureProgress], None] | None = None,
     on_wait: Callable[[MillstreamError], None] | None = None,
-    clock: Clock | None = None,
 ) -> CaptureOutcome:
     """Capture until `stop` is set, or until everything that the source had committed at the call is durable.
 
@@ -98,7 +97,6 @@ def run_capture(
         until_caught_up: end when the source's present is durable, every table copied, and the slot confirmed there.
         on_progress: called about once a second, on this thread.
         on_wait: called with the error, on this thread, before each wait for another attempt.
-        clock: for waiting between attempts; real time by default.
 
     Returns:
         How it ended, with the tables that were quarantined, which isn't an error.
@@ -107,7 +105,7 @@ def run_capture(
         MillstreamError: an error that a retry can't mend: the first connection failed, the slot is lost, the log is
             closed … After a broken connection or a full disk, capture waits and retries.
     """
-    return _Capture(config, catalog, log, stop, until_caught_up, on_progress, on_wait, clock).run()
+    return _Capture(config, catalog, log, stop, until_caught_up, on_progress, on_wait).run()
 
 
 @dataclass(slots=True)
@@ -133,7 +131,6 @@ class _Capture:
         until_caught_up: bool,  # noqa: FBT001 - private, called once
         on_progress: Callable[[CaptureProgress], None] | None,
         on_wait: Callable[[MillstreamError], None] | None,
-        clock: Clock | None,
     ) -> None:
         self._config = config
         self._catalog = catalog
@@ -141,7 +138,6 @@ class _Capture:
         self._stop = stop
         self._until_caught_up = until_caught_up
         self._on_progress, self._on_wait = on_progress, on_wait or (lambda _: None)
-        self._clock = clock
         self._stream: StreamId = catalog.stream(config.stream).id
         self._scope = f"capture/{self._stream}"
         self._rules = ColumnRules(catalog, self._stream, config.rules)
@@ -193,7 +189,7 @@ class _Capture:
                     raise
                 logger.warning("capture begins again", code=error.code, error=error.message, in_s=round(wait_s, 2))
                 self._on_wait(error)
-                self._wait(wait_s)
+                self._stop.wait(wait_s)
                 if self._stop.is_set():
                     slot = self._config.slot if self._ever else ""
                     return CaptureOutcome(Lsn(0), caught_up=False, tables=(), slot=slot, error=error)
@@ -207,12 +203,6 @@ class _Capture:
 
     def _was_connected(self) -> bool:
         return self._connected or self._target is not None or self._records > 0 or self._ever
-
-    def _wait(self, seconds: float) -> None:
-        if self._clock is not None:
-            self._clock.sleep(seconds)
-        else:
-            self._stop.wait(seconds)
 
     def _run_session(self) -> CaptureOutcome | None:
         """Run a session; return how it ended. None: begin another at once."""

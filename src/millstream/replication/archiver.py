@@ -17,7 +17,7 @@ from millstream.errors import Fenced, FollowerBehindRetention, LogError, Millstr
 from millstream.model.ids import Epoch, GroupNumber
 from millstream.model.positions import Seq
 from millstream.model.replication import Acknowledgement, Document, NodeName, ReplicaPosition
-from millstream.ports import Clock, Files, FollowerLink
+from millstream.ports import FollowerLink
 from millstream.protocol.replication.leader_events import Heard, StoredUpto
 from millstream.protocol.replication.leader_machine import is_covered
 from millstream.protocol.replication.promises_and_fencing import LINEAGE, NOBODY, SESSIONS, Greeting, Lineage, Promise
@@ -50,7 +50,6 @@ class WalArchiver:
         tell: called with what is stored, and with another node's claim.
         lineage: the document with the history of leaders.
         documents: returns the current documents to ship.
-        files, clock: the file system and the clock.
     """
 
     def __init__(
@@ -63,8 +62,6 @@ class WalArchiver:
         lineage: Document,
         *,
         documents: Callable[[], tuple[Document, ...]] = tuple,
-        files: Files | None = None,
-        clock: Clock | None = None,
     ) -> None:
         self._name = name
         self._promise = promise
@@ -73,10 +70,10 @@ class WalArchiver:
         self._tell = tell
         self._lineage = lineage
         self._documents = documents
-        self._clock: Clock = SystemClock() if clock is None else clock
+        self._clock = SystemClock()
         self._folder = folder
-        self._files: Files = RealFiles() if files is None else files
-        self._source = ShipSource(folder, files=files, clock=clock, tells_shown=False)
+        self._files = RealFiles()
+        self._source = ShipSource(folder, tells_shown=False)
         self._ending = threading.Event()
         self._backoff = Backoff()
         self.stored_group = GroupNumber(0)

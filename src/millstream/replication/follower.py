@@ -19,7 +19,7 @@ from millstream.errors import AccessError, Diverged, LogError, MillstreamError
 from millstream.model.ids import GroupNumber
 from millstream.model.positions import Seq
 from millstream.model.replication import Acknowledgement, Document, Hello, NodeName
-from millstream.ports import Clock, Files, LeaderLink
+from millstream.ports import LeaderLink
 from millstream.process_metrics import REPLICA_APPLY_SECONDS
 from millstream.protocol.replication import follower_machine as following
 from millstream.protocol.replication.leader_events import PersistRole, Tell
@@ -84,7 +84,6 @@ class WalFollower:
         notes: stores its durable state.
         documents: versions of the documents that it has.
         home: identity of this home among homes of that node name.
-        files, clock: the file system and the clock.
 
     Raises (from making it):
         ShardLocked, CorruptWal, LogError (`unexpected_file`), DiskFull …: as `ReplicaLog.open`.
@@ -101,15 +100,13 @@ class WalFollower:
         *,
         documents: Mapping[str, int] | None = None,
         home: str = "",
-        files: Files | None = None,
-        clock: Clock | None = None,
     ) -> None:
         self._name = name
         self._connect = connect
         self._notes = notes
-        self._clock: Clock = SystemClock() if clock is None else clock
+        self._clock = SystemClock()
         self._folder = folder
-        self._files: Files = RealFiles() if files is None else files
+        self._files = RealFiles()
         self._log = self._open_log()
         self._machine = following.Follower(node, fact, self._log.stream, self._holding(), documents, home=home)
         self._link: LeaderLink | None = None

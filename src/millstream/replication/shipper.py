@@ -77,7 +77,6 @@ class WalShipper:
         notes: stores its durable state.
         documents: returns the current documents to ship; called now and then, from one thread.
         only, observers: as `Leader`'s.
-        files, clock: the file system and the clock.
     """
 
     def __init__(
@@ -90,11 +89,8 @@ class WalShipper:
         notes: ShipperNotes,
         *,
         documents: Callable[[], tuple[Document, ...]] = tuple,
-        options: events.ShipOptions | None = None,
         only: NodeName | None = None,
         observers: frozenset[NodeName] = frozenset(),
-        files: Files | None = None,
-        clock: Clock | None = None,
     ) -> None:
         self._name = name
         self._folder = folder
@@ -103,11 +99,10 @@ class WalShipper:
         self._transport = transport
         self._notes = notes
         self._documents = documents
-        self._options = options
         self._only = only
         self._observers = observers
-        self._files: Files = RealFiles() if files is None else files
-        self._clock: Clock = SystemClock() if clock is None else clock
+        self._files = RealFiles()
+        self._clock = SystemClock()
         self._events: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
         self._links: dict[events.LinkId, _Link] = {}
         self._next_link = 0
@@ -188,9 +183,7 @@ class WalShipper:
             stream = self._wait_for_stream()
             if stream is None:
                 return
-            self._leader = leader = Leader(
-                stream, self._fact, self._nodes, self._options, only=self._only, observers=self._observers
-            )
+            self._leader = leader = Leader(stream, self._fact, self._nodes, only=self._only, observers=self._observers)
             while not leader.is_stopped and not leader.is_fenced and not self._ending.is_set():
                 try:
                     event = self._events.get(timeout=_TICK_S)
