@@ -28,7 +28,7 @@ from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import translated
 from millstream.capture.copy_or_history_only import after_identity_change, copy_or_history_only
 from millstream.capture.copying.attached_partitions import begin_copy_of, can_copy_apart
-from millstream.capture.leaves.held_tables import HeldTables
+from millstream.capture.leaves.leaf_relations import HeldTables
 from millstream.capture.leaves.sent_by_leaves import publish_leaves, reads_leaves, sent_by_leaves
 from millstream.capture.publication import (
     DECIDES_AGAIN_FROM,

@@ -257,7 +257,7 @@ def scrub(invocation: Invocation, streams: tuple[str, ...], dry_run: bool, as_js
     match those in the store. It may run while `millstream run` does. Exit code 3: something is
     still damaged.
     """
-    from millstream.nodes.scrub import scrub_home
+    from millstream.nodes.object_stores import scrub_home
 
     found = scrub_home(invocation.home(needs_source=False), streams, dry_run=dry_run, tell=note)
     if as_json:

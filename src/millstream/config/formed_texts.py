@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BeforeValidator
 
 _ADDRESS: Final = re.compile(r"(?:\[[0-9a-fA-F:.]+\]|[^:\s\[\]]*):([0-9]{1,5})")
 _PORT_MAX: Final = 65535
@@ -63,3 +63,16 @@ HostName = Annotated[
     ),
 ]
 """A name or an address, without scheme and port."""
+
+
+def _refuse_parquet(value: object) -> object:
+    if value == "parquet":
+        raise ValueError(
+            "must be one of 'delta', 'iceberg' or 'postgres', not 'parquet': files alone can't be committed together. The data "
+            "files of 'delta' and 'iceberg' are Parquet, and docs/how-to/read-the-tables.md exports them as such"
+        )
+    return value
+
+
+LakeFormat = Annotated[Literal["delta", "iceberg", "postgres"], BeforeValidator(_refuse_parquet)]
+"""The format of a lake's tables, with the way out for one that isn't built."""

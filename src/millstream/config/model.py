@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 from millstream.config import formed_texts as text
 from millstream.config.alerts_model import AlertsConfig
 from millstream.config.consumer_model import ConsumerConfig
-from millstream.config.lake_format import LakeFormat
+from millstream.config.formed_texts import LakeFormat
 from millstream.config.quantities import size_bytes
 from millstream.config.replication_model import ReplicationConfig
 from millstream.config.routing_model import RoutingSection

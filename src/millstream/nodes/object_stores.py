@@ -1,10 +1,10 @@
-"""The object store of a home: for a leader that ships to it, a candidate, and a restore."""
+"""The object store of a home: for a leader that ships to it, a candidate, a restore, and `scrub`."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,12 +20,14 @@ from millstream.errors import (
 )
 from millstream.leadership.node_calls import this_node
 from millstream.leadership.node_roles import Roles
+from millstream.model.addresses import mask_address
 from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd, Document, Hello, NodeName
 from millstream.protocol.replication.promises_and_fencing import LINEAGE, Greeting, Lineage, Rank, RoleFact
 from millstream.replication.object_store.transport import ObjectStoreTransport
+from millstream.wal.reader import StreamReader
 from millstream.wal.replica.replica_log import ReplicaEnd, ReplicaLog
 from millstream.wal.visible_cut import stream_cut
 
@@ -232,3 +234,53 @@ def _show_in_front(folder: Path, marks: Mapping[ShardId, DurableMark]) -> Replic
     alone = len(writers) == 1 and not any(mark.elsewhere is not None and mark.writer for mark in marks.values())
     with contextlib.closing(ReplicaLog.open(str(folder), unmarked=frozenset(marks) if alone else frozenset())) as log:
         return log.end()
+
+
+def scrub_home(
+    home: Home, streams: Sequence[str] = (), *, dry_run: bool = False, tell: Callable[[str], None] = lambda _: None
+) -> list[dict[str, Any]]:
+    """Verify every byte that the store has of streams' logs.
+
+    Args:
+        home: a node of theirs, leader or not.
+        streams: names; none: all configured ones.
+        dry_run: whether nothing is put back.
+        tell: called with the progress, a line each.
+
+    Returns:
+        By stream `objects` and `bytes` that were read; `mended`, the objects put back (in a dry run:
+        those that could be); `damaged`, errors for what is still damaged.
+
+    Raises:
+        ConfigError: the home has no object store.
+        UnknownStream: there is no such stream, or this node has nothing of it.
+        StoreUnavailable, ReplicationError (`other_stream`), ShipmentUnreadable: as `Scrub.run`.
+    """
+    found = []
+    for name in streams or sorted(home.config.streams):
+        if name not in home.config.streams:
+            raise UnknownStream(f"no stream {name} in {home.config_file}", stream=name)
+        wal = home.wal_folder(name)
+        with contextlib.closing(store_of(home, name)) as store:
+            stream = StreamReader(str(wal)).stream_id
+            tell(f"reading what {mask_address(str(home.config.replication.object_store))} has of {name}")
+            done = store.scrub(stream, str(wal), mend=not dry_run, tell=tell)
+        found.append(
+            {
+                "stream": name,
+                "objects": done.objects,
+                "bytes": done.size_bytes,
+                "mended": [
+                    {
+                        "object": one.name,
+                        "shard": int(one.shard),
+                        "base_offset": int(one.base_offset),
+                        "bytes": one.size_bytes,
+                        "was": one.was,
+                    }
+                    for one in done.mended
+                ],
+                "damaged": [error.as_dict() for error in done.damaged],
+            }
+        )
+    return found

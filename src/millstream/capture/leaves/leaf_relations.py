@@ -23,10 +23,11 @@ from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import connect
 from millstream.capture.leaves.known_leaves import KnownLeaves, LeafColumns
 from millstream.capture.publication import inserts_name
-from millstream.capture.source import PartitionPlace, SourceTable, partition_place, read_table
+from millstream.capture.source import Connection, PartitionPlace, SourceTable, insert_lsn, partition_place, read_table
 from millstream.catalog import TableRow
 from millstream.codec.pgoutput import Relation
 from millstream.codec.pgoutput.record_rows import undecodable
+from millstream.model.positions import Lsn
 from millstream.model.schema import ReplicaIdentity
 
 logger = structlog.get_logger("millstream.capture")
@@ -215,3 +216,38 @@ def _places(names: Sequence[str], known: Sequence[LeafColumns]) -> tuple[int, ..
     # If columns swapped their names since, those of `names` stand in another order than in `own`: then positions are right.
     found.sort(key=lambda one: one[0] != [*names])
     return tuple(found[0][0].index(name) for name in found[0][1]) if found else None
+
+
+class HeldTables:
+    """The tables of one session that look like former leaf partitions."""
+
+    def __init__(self, leaves: LeafRelations) -> None:
+        self._leaves = leaves
+        self._first_seen: dict[int, Lsn] = {}
+        """LSNs above the changes that new tables may have had as leaf partitions, which no look has shown as such."""
+
+    def without(self, connection: Connection, published: Sequence[SourceTable], passed: Lsn) -> list[SourceTable]:
+        """Return the source's tables, except new ones whose earlier changes may be another table's.
+
+        A leaf partition that left waits for its `x`, or until its table is given up if that is gone as well. A table that
+        could be a leaf of a captured one waits until the stream has come to the look that found it.
+
+        Args:
+            connection: an ordinary connection.
+            passed: how far the stream is in the log.
+        """
+        held, captured = self._leaves.known.held, self._leaves.captured
+        roots = [table for table in published if table.partitioned and table.oid in captured]
+
+        def is_held(table: SourceTable) -> bool:
+            if table.oid in captured:
+                return False
+            if table.oid in held or any(partition.oid in held for partition in table.partitions):
+                return True
+            if not self._leaves.takes_leaves or not any(may_be_leaf_of(table.relation, root) for root in roots):
+                return False
+            if table.oid not in self._first_seen:
+                self._first_seen[table.oid] = insert_lsn(connection)
+            return passed < self._first_seen[table.oid]
+
+        return [table for table in published if not is_held(table)]
