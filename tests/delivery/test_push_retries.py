@@ -201,6 +201,22 @@ def test_after_the_last_failure_of_a_batch_each_message_is_sent_alone_once() -> 
     assert set(source.deliveries.values()) == {3}
 
 
+def test_messages_that_failed_alone_stay_in_flight_until_the_others_were_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a receiver that fails slowly they expired on the way, and were sent again."""
+    source, sink = Source(messages_of(3)), Sink(by_poison("m0", "m1", "m2"))
+    hold, held = source.hold, list[list[str]]()
+
+    def noted(messages: Sequence[PushMessage], seconds: float, *, is_retry: bool) -> bool:
+        held.append(sorted(message.id for message in messages))
+        return hold(messages, seconds, is_retry=is_retry)
+
+    monkeypatch.setattr(source, "hold", noted)
+    with pushing_to(sink, source, max_deliver=1):
+        source.wait_until(lambda: source.is_settled)
+    assert [len(batch) for batch in sink.sent] == [3, 1, 1, 1]
+    assert set(map(tuple, held)) == {("m0", "m1", "m2")}
+
+
 def test_a_message_that_was_sent_alone_from_the_first_is_dead_after_its_last_failure() -> None:
     source, sink = Source(messages_of(2)), Sink(by_poison("m0"), batch_size=1)
     with pushing_to(sink, source, max_deliver=3):

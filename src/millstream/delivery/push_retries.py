@@ -117,6 +117,11 @@ class _Batch:
         """The messages of the next request."""
         return self.messages[:1] if self.is_split else self.messages
 
+    @property
+    def held(self) -> Sequence[PushMessage]:
+        """The messages that have to stay in flight: until all were sent alone, those that failed too."""
+        return [*self.messages, *(message for message, _ in self.dead)] if self.dead else self.messages
+
 
 class _Turns:
     """A lock that goes to the threads in the order in which they asked.
@@ -372,7 +377,7 @@ class Pusher:
 
     def _hold(self, batch: _Batch, *, is_retry: bool = False) -> bool:
         """Keep a batch in flight; give it back if the consumer has taken a part of it back."""
-        source, messages = self._source, batch.messages
+        source, messages = self._source, batch.held
         if source.is_held(messages) if batch.is_new else source.hold(messages, self._hold_s, is_retry=is_retry):
             return True
         self._give_back(batch)
@@ -381,7 +386,7 @@ class Pusher:
     def _renew(self) -> bool:
         """Keep the batches that wait in flight. A batch that was taken back is noticed before it is sent."""
         with self._lock:
-            aside = [batch.messages for *_, batch in self._aside]
+            aside = [batch.held for *_, batch in self._aside]
         for messages in aside:
             with suppress(MillstreamError):  # noted in memory, though the state can't be kept now
                 self._source.hold(messages, self._hold_s, is_retry=False)
