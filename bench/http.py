@@ -114,7 +114,7 @@ def _wrk_rows_s(wrk: str, place: Path, port: int, seconds: float) -> float:
     body.write_bytes(_BODY)
     script.write_text(_SCRIPT)
     command = [wrk, "--threads", "1", "--connections", str(CONNECTIONS), "--duration", f"{max(1, round(seconds))}s"]
-    command += ["--script", str(script), f"http://127.0.0.1:{port}{_ENTRY}"]
+    command += ["--timeout", "30s", "--script", str(script), f"http://127.0.0.1:{port}{_ENTRY}"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"BODY": str(body)})
     found = re.search(r"Requests/sec: +([\d.]+)", done.stdout)
     if found is None or "Non-2xx" in done.stdout or "Socket errors" in done.stdout:

@@ -31,11 +31,10 @@ def by_result(waiting: Connection) -> bytes | None:
 
 def by_rows(waiting: Connection) -> bytes:
     """Read through libpq, as an encrypted connection does."""
-    waiting.pgconn.send_query(b"COPY (SELECT pg_advisory_lock(7)::text, 'had') TO STDOUT")
-    rows = copy_output._ByLibpq(waiting.pgconn).next(1 << 20)
+    query = b"COPY (SELECT pg_advisory_lock(7)::text, 'had') TO STDOUT"
+    rows = copy_output._ByLibpq(waiting.pgconn, query).next(1 << 20)
     assert rows.whole
-    copy_output._finish(waiting.pgconn)
-    return bytes(rows.text).split()[-1]
+    return rows.lines()[0].split()[-1]
 
 
 @pytest.mark.parametrize("wait", [by_result, by_rows])

@@ -30,6 +30,7 @@ from tests.fuzz.shipment_targets import check_message, message_seeds, with_right
 from tests.wal.truth import FOLDER, STREAM, Truth
 
 from millstream.capture.copying import _text_scan as _copy_scan
+from millstream.capture.copying.copy_output import CopyText, as_messages
 from millstream.capture.copying.copy_text import read_copied
 from millstream.codec.buffered_op import decode_op, encode_op
 from millstream.codec.log_frame import (
@@ -391,15 +392,8 @@ def _wire_seeds() -> list[bytes]:
     chunk = [b"PGCOPY\n\xff\r\n\0" + bytes(8) + rows[0], *rows[1:], b"\xff\xff"]
     return [
         *(b"".join(b"d" + struct.pack(">I", len(p) + 4) + p for p in some) for some in (payloads, chunk)),
-        _copy_wire(_COPY_TEXT.encode()),
+        as_messages(_COPY_TEXT.encode().split(b"\n")[:-1]).tobytes() + b"c\0\0\0\4",
     ]
-
-
-def _copy_wire(text: bytes) -> bytes:
-    return (
-        b"".join(b"d" + struct.pack(">I", len(line) + 4) + line for line in text.splitlines(keepends=True))
-        + b"c\0\0\0\4"
-    )
 
 
 def _decode_wire(data: bytes) -> None:
@@ -411,11 +405,9 @@ def _decode_wire(data: bytes) -> None:
         assert 0 <= at <= len(data)
         for start, end in zip(starts[:found].tolist(), ends[:found].tolist(), strict=True):
             assert 0 <= start < end <= len(data)
-    for size in (0, 40, len(data)):
-        text = np.empty(size, np.uint8)
-        at, _, to, rows = _copy_scan.take_rows(np.frombuffer(bytearray(data), np.uint8), len(data), text, 0)
-        assert 0 <= at <= len(data)
-        assert 0 <= to <= size
+    for begin in (0, len(data) // 2):
+        at, _, rows, last = _copy_scan.walk_rows(buffer, begin, len(data))
+        assert begin <= last <= at <= len(data)
         assert 0 <= rows <= len(data)
 
 
@@ -430,26 +422,29 @@ _COPY_TEXT: Final = (
 
 
 def _copy_seeds() -> list[bytes]:
-    return [
+    texts = [
         _COPY_TEXT.encode(),
         (_COPY_TEXT * 3).encode(),
         b"\\b\\f\\v\\r\\t\\\\" + b"\t\\N" * (len(_TEXTS) - 1) + b"\n",
     ]
+    return texts + [as_messages(text.split(b"\n")[:-1]).tobytes() for text in texts]
 
 
 _EVERY: Final = parse_message(_messages()[1])
 
 
 def _decode_copy(data: bytes) -> None:
+    """Decode bytes as the text of rows, and as their messages."""
     assert isinstance(_EVERY, Relation)
     schema = table_schema(_EVERY, source=SourceId(1))
     for rows in {data.count(b"\n"), 1, 0}:
-        try:
-            copied = read_copied(np.frombuffer(bytearray(data), np.uint8), rows, _EVERY, schema)
-        except (ProtocolViolation, TableUndecodable):
-            continue
-        copied.rows().validate(full=True)
-        copied.key_list()
+        for messages in (as_messages(data.split(b"\n")[:rows]), np.frombuffer(bytearray(data), np.uint8)):
+            try:
+                copied = read_copied(CopyText(messages, rows, whole=True), _EVERY, schema)
+            except (ProtocolViolation, TableUndecodable):
+                continue
+            copied.rows().validate(full=True)
+            copied.key_list()
 
 
 _KINDS: Final = sorted({log_type(oid, _MODIFIER if oid in {1700, 1231} else -1) for oid in _TYPES}, key=str)

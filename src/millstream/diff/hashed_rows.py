@@ -103,7 +103,7 @@ def sorted_by_range(rows: Iterable[SourceRow], ranges: Collection[int], width: i
 
 def _lines(pieces: Iterable[CopyText]) -> Iterator[list[bytes]]:
     for piece in pieces:
-        for line in piece.text.tobytes().split(b"\n")[:-1]:
+        for line in piece.lines():
             yield line.split(b"\t")
 
 

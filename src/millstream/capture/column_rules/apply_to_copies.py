@@ -7,14 +7,13 @@ in the text as soon as it has come, before anything decodes or keeps it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Final, assert_never
 
-import numpy as np
 from psycopg import pq, sql
 
 from millstream.capture.connection import translate_result
-from millstream.capture.copying.copy_output import CopyText, Text
+from millstream.capture.copying.copy_output import CopyText, as_messages
 from millstream.capture.source import Connection, SourceTable
 from millstream.codec.pgoutput import Relation
 from millstream.errors import SourceError
@@ -32,7 +31,7 @@ def read_columns(table: SourceTable) -> list[sql.Composable]:
     for column in table.relation.columns:
         named = sql.Identifier(column.name)
         match rule := table.rules.get(column.name):
-            case None | Rule.HASH:  # `hash_text` hashes what is read
+            case None | Rule.HASH:  # `hasher` hashes what is read
                 found.append(named)
             case Rule.REDACT:
                 # IS NULL is also true of a row of nulls, which is sent as a value.
@@ -71,7 +70,7 @@ def hasher(table: SourceTable, hashed: Callable[[bytes], bytes]) -> Callable[[Co
     places = hashed_places(table.relation, table)
     if not places:
         return lambda piece: piece
-    return lambda piece: CopyText(hash_text(piece.text, places, hashed), piece.row_count, piece.whole)
+    return lambda piece: CopyText(as_messages(_hashed(piece.lines(), places, hashed)), piece.row_count, piece.whole)
 
 
 def hashed_places(relation: Relation, table: SourceTable) -> list[int]:
@@ -79,24 +78,18 @@ def hashed_places(relation: Relation, table: SourceTable) -> list[int]:
     return [n for n, column in enumerate(relation.columns) if table.rules.get(column.name) is Rule.HASH]
 
 
-def hash_text(text: Text, places: Sequence[int], hashed: Callable[[bytes], bytes]) -> Text:
-    """Return COPY's text of whole rows with the values at some places hashed."""
-    lines = []
-    for line in text.tobytes().split(b"\n")[:-1]:
+def _hashed(lines: Iterable[bytes], places: Sequence[int], hashed: Callable[[bytes], bytes]) -> Iterator[bytes]:
+    for line in lines:
         values = line.split(b"\t")
         for place in places:
             if values[place] != NULL:
                 values[place] = hashed(plain_text(values[place]))
-        lines.append(b"\t".join(values))
-    lines.append(b"")
-    return np.frombuffer(bytearray(b"\n".join(lines)), np.uint8)
+        yield b"\t".join(values)
 
 
-def rows_with(text: Text, places: Sequence[int], wanted: Collection[tuple[bytes, ...]]) -> tuple[Text, int]:
-    """Return the rows of COPY's text whose values at some places, which have no escapes, are wanted; and their number."""
-    lines = text.tobytes().split(b"\n")[:-1]
-    found = [line for line in lines if tuple(line.split(b"\t")[place] for place in places) in wanted]
-    return np.frombuffer(bytearray(b"".join(line + b"\n" for line in found)), np.uint8), len(found)
+def lines_with(piece: CopyText, places: Sequence[int], wanted: Collection[tuple[bytes, ...]]) -> list[bytes]:
+    """Return the lines of the rows whose values at some places, which have no escapes, are wanted."""
+    return [line for line in piece.lines() if tuple(line.split(b"\t")[place] for place in places) in wanted]
 
 
 def plain_text(value: bytes) -> bytes:

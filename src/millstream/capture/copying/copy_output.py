@@ -1,8 +1,7 @@
-"""The text of a COPY … TO STDOUT, taken from the connection in large pieces.
+"""The rows of a COPY … TO STDOUT, taken from the connection in large pieces.
 
-libpq returns rows one by one, which costs several times their reading. If the connection isn't encrypted, its socket
-is read here instead, from the answer to COPY up to the last row. Each piece is looked at first (MSG_PEEK), and only
-whole messages are taken. So libpq finds the end of the command, or an error, as if it had read nothing else.
+libpq returns rows one by one, which costs several times their reading. If the connection isn't encrypted, the command
+is sent and answered past libpq, which sees none of these bytes: the rows stay where the socket put them.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Final
@@ -23,29 +22,52 @@ from psycopg import pq
 
 from millstream.capture.connection import next_result, translate_result, wait_for
 from millstream.capture.copying import _text_scan as machine
-from millstream.errors import ProtocolViolation, SourceError
+from millstream.capture.stream.frames import pass_over
+from millstream.errors import MillstreamError, ProtocolViolation, SourceError
 
-_PIECE_BYTES: Final = 256 << 10
-_TEXT_BYTES: Final = 4 << 20
-_DATA: Final = ord("d")
-_SAY_NOTHING: Final = frozenset(b"HcNS")
-"""Messages to ignore: COPY's own beginning and end, notices, settings that changed."""
-_LIBPQS: Final = frozenset(b"EC")
-"""Messages that end the command: libpq reads them."""
+_READ_BYTES: Final = 256 << 10
+_READ_SMALL_BYTES: Final = 64 << 10
+_NAP_S: Final = 0.0005
+"""Nap after a small read. The server sends 8 KiB at a time, and waking for each costs both sides more than the copying;
+a Unix socket holds what comes in about twice the nap."""
+_ROOM_MAX: Final = 64 << 20
 
 Connection = psycopg.Connection[tuple[Any, ...]]
-Text = npt.NDArray[np.uint8]
+Messages = npt.NDArray[np.uint8]
+"""CopyData messages, a row each: a head of `_text_scan.HEAD_BYTES`, then the line that COPY writes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyText:
     """Rows as COPY writes them."""
 
-    text: Text
-    """Owned by the receiver; whole lines."""
+    messages: Messages
+    """Owned by the receiver; whole rows."""
     row_count: int
     whole: bool
     """Whether nothing follows; False: it stopped at the bound."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Size in bytes of the rows' text."""
+        return len(self.messages) - machine.HEAD_BYTES * self.row_count
+
+    def lines(self) -> list[bytes]:
+        """Return each row's line, without its newline."""
+        data = self.messages.tobytes()
+        found = []
+        at = 0
+        for _ in range(self.row_count):
+            end = at + 1 + int.from_bytes(data[at + 1 : at + machine.HEAD_BYTES], "big")
+            found.append(data[at + machine.HEAD_BYTES : end - 1])
+            at = end
+        return found
+
+
+def as_messages(lines: Iterable[bytes]) -> Messages:
+    """Return rows, given as lines without their newlines, as messages."""
+    messages = (b"d%b%b\n" % ((len(line) + machine.HEAD_BYTES).to_bytes(4, "big"), line) for line in lines)
+    return np.frombuffer(bytearray().join(messages), np.uint8)
 
 
 def copy_out(connection: Connection, query: bytes, *, bytes_max: int) -> CopyText:
@@ -67,215 +89,148 @@ def copy_pieces(
     connection's transaction. Raises as `copy_out`.
     """
     pgconn = connection.pgconn
-    pgconn.send_query(query)
-    while pgconn.flush():
-        _wait(pgconn.socket, select.POLLOUT)
     encrypted = pgconn.ssl_in_use or pgconn.used_gssapi
-    source: _ByLibpq | _BySocket = _ByLibpq(pgconn) if encrypted else _BySocket(pgconn)
-    with closing(source):
+    with closing(_ByLibpq(pgconn, query) if encrypted else _BySocket(pgconn, query)) as source:
         while True:
             piece = source.next(piece_bytes())
-            if piece.whole:
-                _finish(pgconn)
+            if piece.whole and source.failure is not None:
+                raise source.failure
             try:
                 yield piece
             except GeneratorExit:
                 if not piece.whole:
                     connection.cancel_safe()
-                    source.skip()
-                    _finish(pgconn, cut_off=True)
+                    while not source.next(_READ_BYTES).whole:
+                        continue
                 raise
             if piece.whole:
                 return
 
 
-def _finish(pgconn: pq.abc.PGconn, *, cut_off: bool = False) -> None:
-    """Make libpq read the end of the command; the error of a command that was cut off is ignored."""
-    failure = None
-    while (result := next_result(pgconn)) is not None:
-        if result.status != pq.ExecStatus.COMMAND_OK and not cut_off:
-            failure = failure or translate_result(result)
-    if failure is not None:
-        raise failure
-
-
 class _ByLibpq:
     """Rows one by one, for an encrypted connection."""
 
-    def __init__(self, pgconn: pq.abc.PGconn) -> None:
+    def __init__(self, pgconn: pq.abc.PGconn, query: bytes) -> None:
+        self.failure: MillstreamError | None = None
+        """The error that ended the command, once a piece was `whole`."""
         self._pgconn = pgconn
+        pgconn.send_query(query)
         result = next_result(pgconn)
         assert result is not None
-        if result.status != pq.ExecStatus.COPY_OUT:
-            while next_result(pgconn) is not None:
-                continue  # the connection takes no other command before
-            raise translate_result(result)
+        self._is_ended = result.status != pq.ExecStatus.COPY_OUT
+        if self._is_ended:
+            self._finish(result)
 
     def close(self) -> None:
         """Do nothing: no resource is held."""
 
     def next(self, piece_bytes: int) -> CopyText:
-        parts: list[Any] = []
-        append, get = parts.append, self._pgconn.get_copy_data
+        lines: list[bytes] = []
         size = 0
-        whole = False
-        while size < piece_bytes:
-            count, data = get(1)
-            if not count:
-                self._await_more()
-                continue
-            if count < 0:
-                whole = True
-                break
-            append(data)
-            size += count
-        return CopyText(np.frombuffer(bytearray(b"".join(parts)), np.uint8), len(parts), whole)
+        while size < piece_bytes and not self._is_ended:
+            count, data = self._pgconn.get_copy_data(1)
+            if count > 0:
+                lines.append(bytes(data)[:-1])
+                size += count
+            elif count < 0:
+                self._is_ended = True
+                self._finish(next_result(self._pgconn))
+            else:
+                wait_for(self._pgconn, select.POLLIN)
+                self._pgconn.consume_input()
+        return CopyText(as_messages(lines), len(lines), self._is_ended)
 
-    def skip(self) -> None:
-        while (count := self._pgconn.get_copy_data(1)[0]) >= 0:
-            if not count:
-                self._await_more()
-
-    def _await_more(self) -> None:
-        wait_for(self._pgconn, select.POLLIN)
-        self._pgconn.consume_input()
+    def _finish(self, result: pq.abc.PGresult | None) -> None:
+        """Read all results: the connection takes no other command before."""
+        while result is not None:
+            if result.status != pq.ExecStatus.COMMAND_OK and self.failure is None:
+                self.failure = translate_result(result)
+            result = next_result(self._pgconn)
 
 
 class _BySocket:
-    """Rows read from the socket."""
+    """Rows where the socket put them.
 
-    def __init__(self, pgconn: pq.abc.PGconn) -> None:
-        self._peer = socket.socket(fileno=os.dup(pgconn.socket))
-        self._pieces = _Pieces(self._peer)
-        self._size = _TEXT_BYTES
-
-    def close(self) -> None:
-        self._peer.close()
-
-    def next(self, piece_bytes: int) -> CopyText:
-        pieces = self._pieces
-        text: Text = np.empty(self._size, np.uint8)
-        end = rows = 0
-        while True:
-            at, kind, end, found = machine.take_rows(pieces.look(), pieces.filled, text, end)
-            rows += found
-            pieces.take(at, kind)
-            if kind in _LIBPQS:
-                return CopyText(text[:end], rows, whole=True)
-            if end >= piece_bytes:
-                self._size = min(len(text), piece_bytes + _TEXT_BYTES)
-                return CopyText(text[:end], rows, whole=False)
-            if kind == machine.NO_ROOM:
-                text = _enlarged(text, pieces.next_length())
-
-    def skip(self) -> None:
-        self._pieces.skip_rows()
-
-
-class _Pieces:
-    """The server's messages, peeked at before they are taken.
-
-    Messages with rows may be taken in part, others never are.
+    libpq must be idle: it is asked nothing, and all bytes of the answer are taken before it is used again.
     """
 
-    def __init__(self, peer: socket.socket) -> None:
-        self._peer = peer
-        self._renew(_PIECE_BYTES, memoryview(b""))
-        self._owned = 0
-        """Number of bytes at the front that are off the socket already: the beginning of a message with a row."""
-        self.filled = 0
-        """Number of bytes peeked at."""
+    def __init__(self, pgconn: pq.abc.PGconn, query: bytes) -> None:
+        self.failure: MillstreamError | None = None
+        """The error that ended the command, once a piece was `whole`."""
+        self._socket = socket.socket(fileno=os.dup(pgconn.socket))
+        self._rest = b""
+        """Bytes that were received behind the last piece."""
+        self._is_ready = False
+        """Whether the server takes another command."""
+        self._got_little = False
+        left = memoryview(b"Q%b%b\0" % ((len(query) + 5).to_bytes(4, "big"), query))
+        while left:
+            try:
+                left = left[self._socket.send(left) :]
+            except BlockingIOError:
+                self._wait(select.POLLOUT)
+            except OSError as error:
+                raise SourceError(f"the connection broke: {error}", code="source_unreachable") from error
 
-    def _renew(self, size: int, left: memoryview) -> None:
-        data = bytearray(size)
-        data[: len(left)] = left
-        self._memory = memoryview(data)
-        self._view: Text = np.frombuffer(data, np.uint8)
+    def close(self) -> None:
+        self._socket.close()
 
-    def look(self) -> Text:
-        """Return everything that has come, after the owned bytes; wait if nothing has."""
+    def next(self, piece_bytes: int) -> CopyText:
+        rest = self._rest
+        buffer: Messages = np.empty(min(piece_bytes, _ROOM_MAX) + len(rest) + _READ_BYTES, np.uint8)
+        buffer[: len(rest)] = np.frombuffer(rest, np.uint8)
+        at, filled, rows = 0, len(rest), 0
+        while True:
+            at, kind, found, _ = machine.walk_rows(buffer, at, filled)
+            rows += found
+            head = buffer[at : min(filled, at + machine.HEAD_BYTES)].tobytes()
+            length = 1 + int.from_bytes(head[1:], "big") if len(head) == machine.HEAD_BYTES else 0
+            if kind == machine.MALFORMED:
+                raise ProtocolViolation("a row of a COPY has an invalid length")
+            if kind != machine.PARTIAL and at + length <= filled:
+                # The rows before and behind it come together.
+                self._take_other(chr(kind), buffer[at + machine.HEAD_BYTES : at + length].tobytes())
+                buffer[at : filled - length] = buffer[at + length : filled].copy()
+                filled -= length
+            elif self._is_ready and at == filled:
+                return CopyText(buffer[:at], rows, whole=True)
+            elif at - machine.HEAD_BYTES * rows >= piece_bytes:
+                self._rest = buffer[at:filled].tobytes()
+                return CopyText(buffer[:at], rows, whole=False)
+            else:
+                if filled + _READ_SMALL_BYTES > len(buffer):
+                    more: Messages = np.empty(2 * len(buffer) + length, np.uint8)
+                    more[:filled] = buffer[:filled]
+                    buffer = more
+                filled += self._receive(buffer[filled : filled + _READ_BYTES].data)
+
+    def _receive(self, room: memoryview) -> int:
+        if self._got_little:
+            time.sleep(_NAP_S)
         while True:
             try:
-                count = self._peer.recv_into(self._memory[self._owned :], 0, socket.MSG_PEEK)
+                count = self._socket.recv_into(room)
             except BlockingIOError:
-                _wait(self._peer.fileno(), select.POLLIN)
+                self._wait(select.POLLIN)
                 continue
             except OSError as error:
                 raise SourceError(f"the connection broke during a COPY: {error}", code="source_unreachable") from error
             if not count:
-                raise SourceError("the connection was closed during a COPY", code="source_unreachable")
-            self.filled = self._owned + count
-            return self._view
+                raise self.failure or SourceError("the connection was closed during a COPY", code="source_unreachable")
+            self._got_little = count < _READ_SMALL_BYTES
+            return count
 
-    def take(self, upto: int, kind: int) -> None:
-        """Take everything before `upto`, where a message of that kind begins; take a message to be ignored as well."""
-        if kind == machine.PARTIAL and upto < self.filled and self._memory[upto] == _DATA:
-            self._receive(self.filled - self._owned)
-            left = bytes(self._memory[upto : self.filled])
-            size = 5 + int.from_bytes(left[1:5], "big") if len(left) >= 5 else 0
-            if size + _PIECE_BYTES // 2 > len(self._memory):
-                self._renew(size + _PIECE_BYTES, memoryview(left))
-            else:
-                self._memory[: len(left)] = left
-            self._owned = len(left)
-        elif kind in _LIBPQS or kind in {machine.NO_ROOM, machine.PARTIAL}:
-            if upto >= self._owned:  # otherwise the owned bytes have no room
-                self._receive(upto - self._owned)
-                self._owned = 0
-        elif kind in _SAY_NOTHING:
-            self._receive(upto - self._owned)
-            self._owned = 0
-            self._skip_message()
-        elif kind == machine.MALFORMED:
-            raise ProtocolViolation("a row of a COPY has an invalid length")
-        else:
-            raise ProtocolViolation(f"unexpected message {chr(kind)!r} in a COPY")
+    def _take_other(self, kind: str, body: bytes) -> None:
+        """Note the end of the command, or its error; ignore COPY's own begin and end, notices and changed settings."""
+        if kind == "Z":
+            self._is_ready = True
+        elif kind not in "HcC":
+            try:
+                pass_over(kind, body, what="a COPY")
+            except SourceError as error:
+                self.failure = self.failure or error
 
-    def next_length(self) -> int:
-        """Return the length of the message that begins here, which has been peeked at."""
-        self.look()
-        return int.from_bytes(self._memory[1:5], "big")
-
-    def skip_rows(self) -> None:
-        """Take everything up to the message that ends the command."""
-        nowhere = np.empty(len(self._memory), np.uint8)
-        kind = machine.PARTIAL
-        while kind not in _LIBPQS:
-            view = self.look()
-            nowhere = nowhere if len(nowhere) >= len(view) else np.empty(len(view), np.uint8)
-            at, kind, _, _ = machine.take_rows(view, self.filled, nowhere, 0)
-            self.take(at, kind)
-
-    def _receive(self, count: int) -> None:
-        """Take bytes off the socket that were peeked at."""
-        assert count >= 0, "what was owned was taken before"
-        at = self._owned
-        while count:
-            taken = self._peer.recv_into(self._memory[at:], count)
-            at, count = at + taken, count - taken
-
-    def _skip_message(self) -> None:
-        length = 4
-        while length > 0:
-            self.look()
-            if length == 4 and self.filled >= 5:
-                length = 1 + int.from_bytes(self._memory[1:5], "big")
-                while length:
-                    self.look()
-                    taken = min(length, self.filled)
-                    self._receive(taken)
-                    length -= taken
-            elif self.filled < 5:
-                time.sleep(0.001)  # a part of its header has come; poll would return at once because of it
-
-
-def _enlarged(text: Text, more: int) -> Text:
-    larger = np.empty(max(2 * len(text), len(text) + more), np.uint8)
-    larger[: len(text)] = text
-    return larger
-
-
-def _wait(descriptor: int, event: int) -> None:
-    poll = select.poll()
-    poll.register(descriptor, event)
-    poll.poll(1000)
+    def _wait(self, event: int) -> None:
+        poll = select.poll()
+        poll.register(self._socket, event)
+        poll.poll(1000)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from millstream.capture.copying import _text_scan as machine
+from millstream.capture.copying.copy_output import CopyText
 from millstream.codec.pgoutput import Relation
 from millstream.codec.pgoutput._columns_to_arrow import Texts, exact_map, read_column
 from millstream.errors import ProtocolViolation
@@ -20,9 +20,6 @@ from millstream.model.positions import Lsn
 from millstream.model.records import INSTANT, PARTITION_OID, TEXT_BY_COLUMN, Op, append_row_schema
 from millstream.model.schema import TableSchema
 from millstream.protocol.copy_conflicts import Key
-
-_TAIL_BYTES: Final = 64 << 10
-"""Size of the tail that is searched first for the beginning of the last row."""
 
 
 @dataclass(slots=True)
@@ -85,47 +82,39 @@ def copied_records(
     )
 
 
-def last_key(
-    data: npt.NDArray[np.uint8], relation: Relation, order: Sequence[str], *, partitioned: bool = False
-) -> Key:
-    """Return the key of the last of some rows, its columns in the order given. The text isn't changed.
+def last_key(copied: CopyText, relation: Relation, order: Sequence[str], *, partitioned: bool = False) -> Key:
+    """Return the key of the last of some rows, its columns in the order given. The rows aren't changed.
 
     Args:
-        data: the text, whole lines.
-        relation: names the columns of the text; of a `partitioned` table it has one more.
+        copied: the rows.
+        relation: names their columns; those of a `partitioned` table have one more.
         order: names of the key's columns.
         partitioned: see `relation`.
 
     Raises:
         TableUndecodable: a value isn't UTF-8.
     """
-    span = _TAIL_BYTES
-    while True:
-        tail = data[max(0, len(data) - span) : -1].tobytes()
-        begin = tail.rfind(b"\n") + 1  # within a row it is escaped
-        if begin or span >= len(data):
-            break
-        span *= 16
-    line = np.frombuffer(bytearray(tail[begin:] + b"\n"), np.uint8)
+    messages = copied.messages
+    *_, begin = machine.walk_rows(messages, 0, len(messages))
+    row = messages[begin:].copy()
     width = len(relation.columns) + partitioned
     value_at, size = np.empty((width, 1), np.int32), np.empty((width, 1), np.int32)
-    fault, found = machine.scan_rows(line, width, value_at, size)
+    fault, found = machine.scan_rows(row, width, value_at, size)
     if fault != machine.FINE or found != 1:
         raise ProtocolViolation(f"COPY of {relation.qualified_name}: its last row isn't one of {width} columns")
     places = {column.name: number for number, column in enumerate(relation.columns)}
-    texts = [Texts(line, value_at[places[name]], size[places[name]], relation).text(0) for name in order]
+    texts = [Texts(row, value_at[places[name]], size[places[name]], relation).text(0) for name in order]
     assert all(text is not None for text in texts), "a key has no nulls"
     return tuple(text for text in texts if text is not None)
 
 
-def read_copied(data: npt.NDArray[np.uint8], row_count: int, relation: Relation, schema: TableSchema) -> CopiedRows:
-    """Decode COPY's text of rows whose columns are the relation's, in its order.
+def read_copied(copied: CopyText, relation: Relation, schema: TableSchema) -> CopiedRows:
+    """Decode rows whose columns are the relation's, in its order.
 
     Behind them, rows of a partitioned table have the OID of their leaf partition.
 
     Args:
-        data: the text, whole lines, less than 2 GiB. It is changed: escapes are removed in place.
-        row_count: number of its rows.
+        copied: the rows, less than 2 GiB. They are changed: escapes are removed in place.
         relation: the table as it was read.
         schema: the table's schema under that relation.
 
@@ -133,13 +122,13 @@ def read_copied(data: npt.NDArray[np.uint8], row_count: int, relation: Relation,
         TableUndecodable: a value isn't UTF-8.
         ProtocolViolation: the text isn't what COPY writes.
     """
-    size_bytes = len(data)
+    messages, row_count = copied.messages, copied.row_count
     width = len(relation.columns) + schema.partitioned
     value_at, size = np.empty((width, row_count), np.int32), np.empty((width, row_count), np.int32)
-    fault, found = machine.scan_rows(data, width, value_at, size)
+    fault, found = machine.scan_rows(messages, width, value_at, size)
     if fault != machine.FINE or found != row_count:
         raise ProtocolViolation(f"COPY of {relation.qualified_name}: row {found + 1} isn't one of {width} columns")
-    buffer = data.view()
+    buffer = messages.view()
     buffer.flags.writeable = False
     texts = [Texts(buffer, value_at[number], size[number], relation) for number in range(width)]
     columns: list[pa.Array] = []
@@ -157,7 +146,7 @@ def read_copied(data: npt.NDArray[np.uint8], row_count: int, relation: Relation,
         leaves=leaves,
         keys=tuple(texts[names.index(name)] for name in schema.key),
         row_count=row_count,
-        size_bytes=size_bytes,
+        size_bytes=copied.size_bytes,
     )
 
 

@@ -59,8 +59,8 @@ class OpenChunk:
 
     @property
     def memory_bytes(self) -> int:
-        """Size of the text that it holds."""
-        return len(self.read.text) if isinstance(self.read, FetchedRows) else 0
+        """Size of the messages that it holds."""
+        return len(self.read.copied.messages) if isinstance(self.read, FetchedRows) else 0
 
 
 @dataclass(slots=True)

@@ -76,7 +76,7 @@ class StandbySnapshots:
                 self._drop()
                 raise SourceError("the copy was ended", code="snapshot_waits")
             try:
-                connection.execute(held.set_statement())
+                connection.execute(held.set_statement(), prepare=False)
             except psycopg.Error as error:
                 self._drop()
                 raise SourceError("the standby ended the transaction of the copy's snapshot", sqlstate=AGAIN) from error

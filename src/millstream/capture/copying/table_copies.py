@@ -31,7 +31,7 @@ from millstream.capture.copying.copy_threads import ChunkWorkers, Work
 from millstream.capture.copying.key_ranges import FIRST_KEYS_RANGE, OpenChunk, Range, cuts_among, part_count
 from millstream.capture.copying.schemas import CopySchemas
 from millstream.capture.copying.standby import StandbySnapshots, reader_on
-from millstream.capture.copying.throttle import CopyRate, OpenBytes
+from millstream.capture.copying.throttle import ROOM_WAIT_S, CopyRate, OpenBytes
 from millstream.capture.copying.touched_keys import touches_of, touches_of_spilled
 from millstream.capture.copying.whole_table_reads import STANDBY_PATIENCE_S, WholeTableReads
 from millstream.capture.source import SourceIdentity, SourceTable, connect_same
@@ -470,7 +470,7 @@ class TableCopies:
         ended_s = time.monotonic()
         with self._lock:
             self._open_bytes.release(expected)
-            self._rate.note(len(read.text), ended_s)
+            self._rate.note(read.size_bytes, ended_s)
             copy.tracker.take(ticket, read.snapshot)
             part.reading = False
             if not bounds.keys and bounds.after != part.read_after:
@@ -484,7 +484,7 @@ class TableCopies:
                 self._queue_range(copy, rest)
             else:
                 if not bounds.keys:
-                    copy.sizes.note(read.row_count, len(read.text), ended_s - began_s)
+                    copy.sizes.note(read.row_count, read.size_bytes, ended_s - began_s)
                 covered = replace(bounds, upto=upto)
                 chunk = OpenChunk(part, ticket, covered, read)
                 part.note_read(chunk)
@@ -562,7 +562,7 @@ class TableCopies:
         if owed_s := self._rate.wait_s(time.monotonic()):
             return min(owed_s, _LATER_S)
         held = sum(chunk.memory_bytes for copy in self._copies.values() for chunk in copy.open_chunks())
-        return 0.0 if self._open_bytes.reserve(expected, held=held) else _WAIT_S
+        return 0.0 if self._open_bytes.reserve(expected, held=held) else ROOM_WAIT_S
 
     def _most(self, copy: Copy, bounds: ChunkBounds) -> tuple[int | None, int]:
         """Return the rows and bytes at which a chunk ends."""

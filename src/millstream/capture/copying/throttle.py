@@ -13,6 +13,8 @@ from millstream.capture.copying.chunk_sizes import AIM_BYTES, AIM_S, CUT_AT
 _LEAST_AIM_BYTES: Final = 64 << 10
 OPEN_BYTES_MAX: Final = 32 << 20
 """Text of all chunks from the start of their reading until they are durable; it takes three times as much memory."""
+ROOM_WAIT_S: Final = 0.02
+"""Time after which a worker asks again whether there is room: about a chunk's decoding."""
 
 
 @dataclass(slots=True)

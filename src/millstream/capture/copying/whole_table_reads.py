@@ -235,8 +235,8 @@ class WholeTableReads:
         """Decode and write a piece while the next one is read, and keep to the rate."""
         now = time.monotonic()
         with self._lock:
-            self._rate.note(len(piece.text), now)
-            reading.copy.note_rates(piece.row_count, len(piece.text), now)
+            self._rate.note(piece.size_bytes, now)
+            reading.copy.note_rates(piece.row_count, piece.size_bytes, now)
         self._look(reading)
         _settle(reading)
         if piece.row_count:
@@ -295,4 +295,4 @@ def _write(reading: _TableRead, piece: CopyText) -> None:
     assert reading.begun is not None
     assert reading.file is not None
     relation = reading.begun.table.relation
-    reading.file.append(read_copied(piece.text, piece.row_count, relation, reading.file.schema))
+    reading.file.append(read_copied(piece, relation, reading.file.schema))

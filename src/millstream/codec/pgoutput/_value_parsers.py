@@ -2,7 +2,8 @@
 
 A value is OK only if its text is exactly what PostgreSQL prints for the number read. Every doubtful
 value is BAD and goes through `millstream.model.pgtext`, which decides. `value_at` and `size` are
-the texts' places in the buffer (a size below 0: no text).
+the texts' places in the buffer (a size below 0: no text). Bytes are read at unsigned places: for a
+signed one numba checks each time whether it counts from the end, which takes longer than the rest.
 """
 
 # ruff: noqa: C901, PLR0912, PLR0915, PLR1714 — loops over bytes, as machine code wants them
@@ -26,6 +27,13 @@ _HALF: Final = np.uint64(32)
 _LOW_HALF: Final = np.uint64(0xFFFFFFFF)
 _ONE: Final = np.uint64(1)
 _ZERO: Final = np.uint64(0)
+_TENTH: Final = np.int64(-922337203685477580)
+"""A tenth of the smallest number, without its last digit, 8."""
+
+
+@inlined
+def _byte(buffer: Array, at: int) -> Any:
+    return buffer[np.uint64(at)]
 
 
 @compiled
@@ -44,9 +52,9 @@ def measure(size: Array, offsets: Array) -> int:
 def gather(buffer: Array, value_at: Array, size: Array, offsets: Array, data: Array) -> None:
     """Concatenate all texts."""
     for row in range(len(size)):
-        at = value_at[row]
-        to = offsets[row]
-        for i in range(size[row]):
+        at = np.uint64(value_at[row])
+        to = np.uint64(offsets[row])
+        for i in range(np.uint64(max(0, size[row]))):
             data[to + i] = buffer[at + i]
 
 
@@ -62,22 +70,18 @@ def read_integers(buffer: Array, value_at: Array, size: Array, low: int, high: i
             continue
         at = value_at[row]
         end = at + length
-        negative = length > 0 and buffer[at] == 45
+        negative = length > 0 and _byte(buffer, at) == 45
         if negative:
             at += 1
         digits = end - at
-        fine = 1 <= digits <= 19 and (buffer[at] != 48 or (digits == 1 and not negative))
+        fine = 1 <= digits <= 19 and (_byte(buffer, at) != 48 or (digits == 1 and not negative))
         # The negative range reaches one further than the positive range.
         value = np.int64(0)
         if fine:
             for i in range(at, end):
-                digit = np.int64(buffer[i]) - 48
-                if (
-                    digit < 0
-                    or digit > 9
-                    or (value < -922337203685477580)
-                    or (value == -922337203685477580 and digit > 8)
-                ):
+                digit = np.int64(_byte(buffer, i)) - 48
+                # Only a nineteenth digit can be too much.
+                if digit < 0 or digit > 9 or (i == at + 18 and (value < _TENTH or (value == _TENTH and digit > 8))):
                     fine = False
                     break
                 value = value * 10 - digit
@@ -103,8 +107,8 @@ def read_booleans(buffer: Array, value_at: Array, size: Array, out: Array, state
         out[row] = 0
         if size[row] < 0:
             state[row] = NULL
-        elif size[row] == 1 and (buffer[value_at[row]] == 116 or buffer[value_at[row]] == 102):
-            out[row] = 1 if buffer[value_at[row]] == 116 else 0
+        elif size[row] == 1 and (_byte(buffer, value_at[row]) == 116 or _byte(buffer, value_at[row]) == 102):
+            out[row] = 1 if _byte(buffer, value_at[row]) == 116 else 0
             state[row] = OK
         else:
             state[row] = BAD
@@ -127,13 +131,13 @@ def read_decimals(
             continue
         at = value_at[row]
         end = at + length
-        negative = length > 0 and buffer[at] == 45
+        negative = length > 0 and _byte(buffer, at) == 45
         if negative:
             at += 1
         point = end - scale - 1 if scale > 0 else end
         whole = point - at
-        fine = whole >= 1 and (whole == 1 or buffer[at] != 48)
-        if fine and scale > 0 and buffer[point] != 46:
+        fine = whole >= 1 and (whole == 1 or _byte(buffer, at) != 48)
+        if fine and scale > 0 and _byte(buffer, point) != 46:
             fine = False
         high = _ZERO  # up to 19 digits, then up to 19 more in `low`
         low = _ZERO
@@ -143,10 +147,10 @@ def read_decimals(
             for i in range(at, end):
                 if i == point:
                     continue
-                if buffer[i] < 48 or buffer[i] > 57:
+                if _byte(buffer, i) < 48 or _byte(buffer, i) > 57:
                     fine = False
                     break
-                digit = np.uint64(buffer[i] - 48)
+                digit = np.uint64(_byte(buffer, i) - 48)
                 if digits > 0 or digit != _ZERO:
                     digits += 1
                 if digits <= 19:
@@ -182,8 +186,8 @@ def read_decimals(
 @inlined
 def _two(buffer: Array, at: int) -> Any:
     """Return a number of two digits, or one above 99."""
-    high = np.int64(buffer[at]) - 48
-    low = np.int64(buffer[at + 1]) - 48
+    high = np.int64(_byte(buffer, at)) - 48
+    low = np.int64(_byte(buffer, at + 1)) - 48
     if high < 0 or high > 9 or low < 0 or low > 9:
         return np.int64(1000)
     return high * 10 + low
@@ -197,7 +201,7 @@ def _day(buffer: Array, at: int) -> Any:
     rest = _two(buffer, at + 2)
     month = _two(buffer, at + 5)
     day = _two(buffer, at + 8)
-    if century > 99 or rest > 99 or buffer[at + 4] != 45 or buffer[at + 7] != 45:
+    if century > 99 or rest > 99 or _byte(buffer, at + 4) != 45 or _byte(buffer, at + 7) != 45:
         return none
     year = century * 100 + rest
     if year < 1 or month < 1 or month > 12 or day < 1 or day > 31:
@@ -252,7 +256,7 @@ def read_timestamps(buffer: Array, value_at: Array, size: Array, zoned: Any, out
         fine = True
         if zoned:
             length -= 3
-            fine = length > 0 and buffer[at + length] == 43 and _two(buffer, at + length + 1) == 0
+            fine = length > 0 and _byte(buffer, at + length) == 43 and _two(buffer, at + length + 1) == 0
         fine = fine and (length == 19 or 21 <= length <= 26)
         value = np.int64(0)
         if fine:
@@ -262,9 +266,9 @@ def read_timestamps(buffer: Array, value_at: Array, size: Array, zoned: Any, out
             seconds = _two(buffer, at + 17)
             fine = (
                 days > -1_000_000
-                and buffer[at + 10] == 32
-                and buffer[at + 13] == 58
-                and buffer[at + 16] == 58
+                and _byte(buffer, at + 10) == 32
+                and _byte(buffer, at + 13) == 58
+                and _byte(buffer, at + 16) == 58
                 and hours < 24
                 and minutes < 60
                 and seconds < 60
@@ -272,12 +276,12 @@ def read_timestamps(buffer: Array, value_at: Array, size: Array, zoned: Any, out
             value = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
             value *= 1_000_000
             if fine and length > 19:
-                fine = buffer[at + 19] == 46 and buffer[at + length - 1] != 48
+                fine = _byte(buffer, at + 19) == 46 and _byte(buffer, at + length - 1) != 48
                 micros = np.int64(0)
                 for i in range(20, 26):
                     digit = np.int64(0)
                     if i < length:
-                        digit = np.int64(buffer[at + i]) - 48
+                        digit = np.int64(_byte(buffer, at + i)) - 48
                         if digit < 0 or digit > 9:
                             fine = False
                     micros = micros * 10 + digit
