@@ -23,6 +23,7 @@ from millstream.model.as_of_parsing import moment_of
 from millstream.model.region_ages import as_line, regions_in
 from millstream.model.schema_conversion import conform
 from millstream.spark.columns import arrow_schema
+from millstream.spark.executor_flight import OPTIONS
 from millstream.spark.python_worker_setup import spare_the_collector
 
 _ROWS: Final = 16_384
@@ -32,6 +33,7 @@ _ONLY_RECORDS: Final = (
     "wal",
     "max_rows_per_trigger",
     "max_bytes_per_trigger",
+    *OPTIONS,
 )
 _BOOLEANS: Final = {"true": True, "false": False}
 

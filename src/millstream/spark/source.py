@@ -25,6 +25,8 @@ Options: see `SourceOptions`.
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -53,6 +55,7 @@ import millstream
 from millstream.errors import (
     EngineError,
     LogError,
+    MillstreamError,
     OffsetExpired,
     PositionError,
     TokenFromFuture,
@@ -68,11 +71,14 @@ from millstream.model.schema import TableSchema, names_table
 from millstream.model.schema_conversion import conform
 from millstream.spark.columns import arrow_schema, spark_schema
 from millstream.spark.envelope import envelope_schema, envelopes
+from millstream.spark.executor_flight import OPTIONS as FLIGHT_OPTIONS
+from millstream.spark.executor_flight import flight_of
 from millstream.spark.local_folders import folder_of
 from millstream.spark.merged_source import MergedReader, MergedTable
 from millstream.spark.python_worker_setup import spare_the_collector
+from millstream.wal.flight_log import FlightLog
 from millstream.wal.reader import LogSpan, StreamReader, TableRecords
-from millstream.wal.table_batches import is_raw, schemas_in, set_aside
+from millstream.wal.table_batches import is_raw, set_aside
 
 PARTITION_BYTES: Final = 16 << 20
 """Log bytes of a partition: about a quarter of a second's work for a Python worker, several times what a task costs."""
@@ -84,7 +90,7 @@ _OTHER_COLUMNS: Final = (
 
 _OPTIONS: Final = frozenset(
     {"path", "wal", "stream", "table", "columns", "starting", "ending", "merged", "at"}
-    | {"max_rows_per_trigger", "max_bytes_per_trigger", "partition_bytes"}
+    | {"max_rows_per_trigger", "max_bytes_per_trigger", "partition_bytes", *FLIGHT_OPTIONS}
 )
 
 
@@ -104,6 +110,8 @@ class SourceOptions:
         merged: `true` for the rows of all regions instead of records; needs `path` and `table`.
         at: with `merged`, the moment up to which signals have decayed, in ISO 8601.
         partition_bytes: bytes of the log a Spark partition.
+        flight: `grpc+tls://host:port` (or `grpc://`), where tasks read the log if they can't see its folder, with `token`,
+            and `verify`, a file of certificates to trust.
     """
 
     wal: Path
@@ -117,6 +125,8 @@ class SourceOptions:
     bytes_max: int | None = None
     partition_bytes: int = PARTITION_BYTES
     merged: MergedTable | None = None
+    flight: FlightLog | None = None
+    """Where tasks read the log; None: its folder."""
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> Self:
@@ -143,6 +153,7 @@ class SourceOptions:
             bytes_max=_count(given, "max_bytes_per_trigger"),
             partition_bytes=_count(given, "partition_bytes") or PARTITION_BYTES,
             merged=MergedTable.parse(given, home, wal.name),
+            flight=flight_of(given, given.get("stream", wal.name)),
         )
 
 
@@ -314,16 +325,24 @@ class _Scan:
         return next(having, None)
 
     def read(self, partition: LogPartition) -> Iterator[pa.RecordBatch]:
+        flight, span = self.options.flight, partition.span
+        if flight is None and not os.access(self.options.wal, os.R_OK | os.X_OK):
+            raise EngineError(
+                f"{socket.gethostname()} can't read {self.options.wal}",
+                code="log_unreachable",
+                hint='Name the home\'s Flight server, .option("flight", "grpc+tls://host:8788"), or share the folder.',
+            )
+        log = self.log if flight is None else flight.reader([span], definitions=False)
         target = arrow_schema(self.declared)
         columns: frozenset[str] | None = None
         names = dict[TableSchema, Names]()
         if self.options.table is not None:
             by_table = {schema.table_id: schema for schema in partition.named}
-            for schema in schemas_in(partition.span, by_table):
+            for schema in log.schemas_in(span, by_table):
                 names[schema] = names_in(schema, by_table[schema.table_id])
             columns = frozenset([*target.names, *(name for some in names.values() for name in some.values() if name)])
-        found = self.log.read_span(partition.span, tables=partition.table_ids, columns=columns)
-        pieces = found if partition.table_ids is None else self._decoded(found, partition.span, partition.table_ids)
+        found = log.read_span(span, tables=partition.table_ids, columns=columns)
+        pieces = found if partition.table_ids is None else self._decoded(found, span, partition.table_ids)
         yield from _together(self._rows(pieces, target, names), target)
         spare_the_collector("read")
 
@@ -341,6 +360,9 @@ class _Scan:
     ) -> Iterator[TableRecords]:
         """Yield the pieces; raises `MillstreamError` (`table_quarantined`) at the first that wasn't decoded."""
         for piece in pieces:
+            if is_raw(piece.schema) and self.options.flight is not None:
+                name = piece.schema.full_name  # where the others end is known by the log's folder alone
+                raise MillstreamError(f"records of {name} weren't decoded", code="table_quarantined", table=name)
             if is_raw(piece.schema):
                 begin, reach = (StreamToken.scalar(self.log.stream_id, at) for at in (span.after, span.upto))
                 behind = self.log.read_between(Seq(piece.first_seq - 1), span.upto)

@@ -118,8 +118,8 @@ class FlightLog:
     within_s: float = _REACHED_WITHIN_S
     """How long to try to reach the server."""
 
-    def reader(self, spans: Sequence[LogSpan]) -> StreamReader:
-        """Fetch the spans' bytes, and return a reader that reads these spans and nothing else, definitions included.
+    def reader(self, spans: Sequence[LogSpan], *, definitions: bool = True) -> StreamReader:
+        """Fetch the spans' bytes, and return a reader that reads these spans and nothing else; `definitions` as `StreamReader`.
 
         Raises:
             EngineError (`log_unreachable`): the server can't be reached, or the token has expired.
@@ -136,7 +136,7 @@ class FlightLog:
             request = SegmentRequest(self.stream, some[0].shard, _base(path), tuple(joined(ranges)))
             self._fetch(request, files, path)
         folder = spans[0].path.rsplit("/", 2)[0] if spans else "/"
-        return StreamReader(folder, files=files, definitions=True)
+        return StreamReader(folder, files=files, definitions=definitions)
 
     def _fetch(self, request: SegmentRequest, files: FetchedSegments, path: str) -> None:
         import pyarrow.flight as fl

@@ -19,7 +19,7 @@ from millstream.errors import CorruptWal, LogError, OffsetBeyondEnd, TokenFromFu
 from millstream.model.ids import SchemaVersion, ShardId, StreamId, TableId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq, StreamToken, short_stream_id
-from millstream.model.schema import TableSchema, is_definition
+from millstream.model.schema import TableKind, TableSchema, is_definition
 from millstream.ports import Files
 from millstream.wal.files import RealFiles
 from millstream.wal.frame_index import NewestSchema, OnDamage, ShardIndex, has_numbers, load_newest, overlaps
@@ -272,11 +272,14 @@ class StreamReader:
                     run, span.after, span.upto, wanted, columns=columns, moments=moments, by_table=True
                 )
 
-    def parts_of(self, span: LogSpan) -> list[TablePart]:
-        """Return what a span's frames hold, by table and schema version; only heads of frames are read.
+    def schemas_in(self, span: LogSpan, tables: Iterable[TableId]) -> list[TableSchema]:
+        """Return the schemas under which records of some tables may stand in a span, without definitions."""
+        with TruncationWatch(self.extent, span.end, span.upto):
+            source = span_source(self._files, span, frozenset(tables))
+        return [schema for schema in source.known_schemas() if schema.kind is not TableKind.DEFINITION]
 
-        Frames that straddle the span's bounds count whole.
-        """
+    def parts_of(self, span: LogSpan) -> list[TablePart]:
+        """Return what a span's frames hold, by table and schema version, from their heads; those at its bounds count whole."""
         found: dict[tuple[TableId, SchemaVersion], TablePart] = {}
         with TruncationWatch(self.extent, span.end, span.upto):
             source = span_source(self._files, span, definitions=self._definitions)

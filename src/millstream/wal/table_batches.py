@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Final
 
 import pyarrow as pa
@@ -11,9 +11,7 @@ from millstream.errors import MillstreamError
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.schema import TableKind, TableSchema
-from millstream.wal.files import RealFiles
 from millstream.wal.reader import LogSpan, StreamReader, TableRecords
-from millstream.wal.reading.segment_reader import span_source
 
 _TOGETHER_ROWS: Final = 1 << 15
 """A batch of this many rows, plus one frame, is large enough."""
@@ -48,16 +46,6 @@ def one_batch(pieces: list[TableRecords]) -> pa.RecordBatch:
     if len(pieces) == 1:
         return pieces[0].batch
     return pa.concat_batches([piece.batch for piece in pieces])
-
-
-def schemas_in(span: LogSpan, tables: Iterable[TableId]) -> list[TableSchema]:
-    """Return the schemas under which records of some tables may stand in a span, without definitions.
-
-    Raises:
-        CorruptWal: its segment is damaged.
-    """
-    source = span_source(RealFiles(), span, frozenset(tables))
-    return [schema for schema in source.known_schemas() if schema.kind is not TableKind.DEFINITION]
 
 
 def is_raw(schema: TableSchema) -> bool:
