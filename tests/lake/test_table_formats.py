@@ -322,6 +322,21 @@ def test_iceberg_has_keys_days_ids_and_properties(tmp_path: Path, orders: TableS
     assert current.scan().to_duckdb("found").sql("SELECT sum(id) FROM found").fetchall() == [(3,)]
 
 
+def test_a_column_with_the_name_of_a_lists_elements_is_refused_by_name(
+    tmp_path: Path, orders: TableSchema, records: Records
+) -> None:
+    lake = iceberg(tmp_path)
+    tags, part = Column("tags", pa.list_(pa.int64())), Column("tags.element", pa.int64())
+    for number, (old, new) in enumerate([((), (tags, part)), ((part,), (part, tags)), ((tags,), (tags, part))], 1):
+        table = replace(orders, table_id=TableId(number), name=f"t{number}", columns=(*orders.columns, *old))
+        changed = replace(table, columns=(*orders.columns, *new))
+        if old:
+            append_history(lake, table, [records(table, ("c", 1, {"id": 1}))], Seq(1))
+        with pytest.raises(LakeError, check=coded("lake_schema_conflict")) as refused:
+            append_history(lake, changed, [records(changed, ("c", 2, {"id": 2}))], Seq(2))
+        assert refused.value.details["column"] == "tags.element"
+
+
 def test_an_iceberg_lake_that_was_moved_is_refused(tmp_path: Path, orders: TableSchema, records: Records) -> None:
     layout = iceberg(tmp_path)
     land(layout, orders, records(orders, ("c", 1, {"id": 1})), 1, fold=False)

@@ -7,7 +7,7 @@ those that the table has by then.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
@@ -33,6 +33,7 @@ from pyiceberg.types import (
     TimestamptzType,
 )
 
+from millstream.errors import LakeError
 from millstream.lake.data_files import FIELD_ID
 from millstream.model.column_renames import FilledNames
 
@@ -109,7 +110,12 @@ def stored_columns(columns: pa.Schema) -> pa.Schema:
 
 
 def new_schema(columns: pa.Schema, key: Sequence[str]) -> Schema:
-    """Return the schema of a new table, with the ids that a catalog assigns; a fit key is its identifier."""
+    """Return the schema of a new table, with the ids that a catalog assigns; a fit key is its identifier.
+
+    Raises:
+        LakeError (`lake_schema_conflict`): a column has the name that Iceberg gives to a part of another one.
+    """
+    _check_parts(columns)
     is_fit = identifies(columns, key)
     fields = [
         NestedField(place, field.name, iceberg_type(field.type), required=is_fit and field.name in key)
@@ -149,9 +155,15 @@ def evolve(
         key: if the table's files are replaced, too: the columns that identify a row.
         renamed: if they are replaced: the names that columns had before. They keep their ids, unless another column
             takes one of these names.
+
+    Raises:
+        LakeError (`lake_schema_conflict`): as `new_schema`.
     """
     have = transaction.table_metadata.schema()
     names = {field.name: field for field in have.fields}
+    _check_parts(
+        [*columns, *(() if replaces else (one for one in arrow_columns(have) if one.name not in columns.names))]
+    )
     update = transaction.update_schema(allow_incompatible_changes=replaces)  # a column may become one without nulls
     required = {field.name for field in have.fields if field.required}
     before = _kept(names, columns, renamed) if replaces else {}
@@ -177,6 +189,22 @@ def evolve(
             *(name for name in key if name in required)
         )  # after the renames, which change them
     return update
+
+
+def _check_parts(columns: Iterable[pa.Field]) -> None:
+    """Raise `lake_schema_conflict` if a column has the name of a part of another one, such as `tags.element`."""
+    fields = {column.name: column for column in columns}
+    for name, column in fields.items():
+        if not pa.types.is_nested(column.type):
+            continue
+        parts = index_by_name(Schema(NestedField(1, name, iceberg_type(column.type), required=False)))
+        for clash in sorted((parts.keys() - {name}) & fields.keys()):
+            raise LakeError(
+                f"the column {clash} has the name that Iceberg gives to a part of the column {name}",
+                code="lake_schema_conflict",
+                hint="Rename the column at the source, or leave the table out.",
+                column=clash,
+            )
 
 
 def _kept(names: Mapping[str, NestedField], columns: pa.Schema, renamed: FilledNames | None) -> dict[str, str]:
