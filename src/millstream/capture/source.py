@@ -177,17 +177,21 @@ class SourceTable:
         return without_sizes(self) == without_sizes(other)
 
 
+# ATTACH rewrites all columns of a partition. If one command wrote a column and the system columns, the table was
+# created as a partition.
+_BORN: Final = """EXISTS (SELECT FROM pg_attribute a JOIN pg_attribute b ON b.attrelid = a.attrelid AND b.attnum = -1
+                                 WHERE a.attrelid = {0} AND a.attnum > 0 AND NOT a.attisdropped
+                                   AND (a.xmin::text, a.cmin::text) = (b.xmin::text, b.cmin::text))"""
+
 # An index's first `indnkeyatts` columns are its key, numbered from 0. INCLUDE columns follow; no identity has them.
 # A deferrable primary key doesn't count: two rows may share a key within a transaction, and PostgreSQL rejects it
 # as an identity.
-# ATTACH rewrites all columns of a partition. If one command wrote a column and the system columns, the table was
-# created as a partition.
 # A table's first file is named by its OID, and what makes it a partition writes its row in pg_class.
 # `attmissingval` is an array of the column's type with one element. A box's array has no quotes, and can't be taken
 # apart. A database without an encoding may have any bytes in a text.
 # From 18 on a publication can send stored generated columns. The application's updates fail if the identity has a
 # generated column that isn't published.
-_TABLES: Final = """
+_TABLES: Final = f"""
 SELECT c.oid, n.nspname, c.relname, c.relkind = 'p', c.relreplident::text,
        (SELECT bool_and(CASE r.relreplident
                           WHEN 'f' THEN true
@@ -258,9 +262,7 @@ SELECT c.oid, n.nspname, c.relname, c.relkind = 'p', c.relreplident::text,
          WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped),
        (SELECT k.oid::bigint FROM pg_constraint k WHERE k.conrelid = c.oid AND k.contype = 'p'),
        (SELECT json_agg(json_build_array(p.relid::oid::bigint, ln.nspname, l.relname, h.xmin::text::bigint,
-                        EXISTS (SELECT FROM pg_attribute a JOIN pg_attribute b ON b.attrelid = a.attrelid AND b.attnum = -1
-                                 WHERE a.attrelid = p.relid AND a.attnum > 0 AND NOT a.attisdropped
-                                   AND (a.xmin::text, a.cmin::text) = (b.xmin::text, b.cmin::text)),
+                        {_BORN.format("p.relid")},
                         p.isleaf, coalesce(pg_relation_size(p.relid), 0), l.relfilenode::bigint,
                         l.relfilenode NOT IN (0, l.oid) AND l.xmin <> h.xmin, coalesce(has_table_privilege(p.relid, 'SELECT'), false) AND NOT row_security_active(p.relid),
                         NULLIF(ARRAY(SELECT a.attname::text FROM pg_attribute a WHERE a.attrelid = p.relid AND a.attnum > 0 AND NOT a.attisdropped ORDER BY a.attnum),
@@ -430,6 +432,8 @@ class PartitionPlace:
     above: tuple[tuple[int, tuple[str, ...]], ...]
     """The relation itself and the partitioned tables above it, from below, with their columns' names; empty if it is no
     partition."""
+    was_attached: bool
+    """Whether it, or a partition that it is below, was a table of its own before, and may have brought rows."""
 
 
 def partition_place(connection: Connection, oid: int, publications: Sequence[str]) -> PartitionPlace:
@@ -440,12 +444,14 @@ def partition_place(connection: Connection, oid: int, publications: Sequence[str
             " ON p.oid = r.prpubid WHERE r.prrelid = %(oid)s AND p.pubname = ANY(%(names)s)),"
             " (SELECT json_agg(json_build_array(relid::oid::bigint, ARRAY(SELECT a.attname::text FROM pg_attribute a"
             " WHERE a.attrelid = relid AND a.attnum > 0 AND NOT a.attisdropped ORDER BY a.attnum)) ORDER BY place)"
-            " FROM pg_partition_ancestors(%(oid)s::oid::regclass) WITH ORDINALITY t (relid, place))",
+            " FROM pg_partition_ancestors(%(oid)s::oid::regclass) WITH ORDINALITY t (relid, place)),"
+            " EXISTS (SELECT FROM pg_partition_ancestors(%(oid)s::oid::regclass) t (relid) JOIN pg_inherits h ON h.inhrelid = t.relid"
+            f" WHERE NOT {_BORN.format('t.relid')})",
             {"oid": oid, "names": list(publications)},
         ).fetchone()
     assert row is not None
     above = tuple((int(relid), tuple(columns)) for relid, columns in row[2] or ())
-    return PartitionPlace(bool(row[0]), bool(row[1]), above)
+    return PartitionPlace(bool(row[0]), bool(row[1]), above, bool(row[3]))
 
 
 def dropped(connection: Connection, oids: Collection[int]) -> set[int]:

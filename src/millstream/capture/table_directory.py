@@ -81,7 +81,11 @@ class TableDirectory:
         self._answers: dict[int, _CachedSchema] = {}
         self._met: set[int] = set()
         self.leaves = LeafRelations(
-            KnownLeaves(catalog, stream), config, lambda: (self._rows, self._facts), self._copy_again_now
+            KnownLeaves(catalog, stream),
+            config,
+            lambda: (self._rows, self._facts),
+            self._copy_again_now,
+            self._have_look,
         )
         self._messages: TableSchema | None = None
         self._keys = {
@@ -232,6 +236,10 @@ class TableDirectory:
         self.request_copy_again(row, facts, news)
         self.refresh()
         self.look_wanted.set()
+
+    def _have_look(self) -> None:
+        self.look_wanted.set()
+        self.hurry()
 
     def request_copy_of(self, table: TableId, news: str) -> None:
         """Request another copy of a table, as `request_copy_again` does."""

@@ -217,7 +217,7 @@ class WatchedTables:
             )
             take(row.id, table, by_leaves=is_by_leaves, setting=settings.get(table.oid, ""))
             self._settle(table, row)
-        known.looked_for = late_leaves
+        known.end_look(begun, late_leaves)
         self._directory.definitions.end_look(left)
         self._notice_leaving(connection, rows.values(), passed)
         self._directory.refresh()

@@ -159,6 +159,9 @@ class KnownLeaves:
         self.looked_for = 0
         """The same, up to the beginning of the last look."""
         self._notes = 0
+        self._looked = threading.Condition(self._lock)
+        self._shown_notes = 0
+        """The notes that the last look began with."""
         self._noted: dict[int, int] = {}
         """By OID of a leaf that isn't of a look, how often leaves had been noted by then."""
         self._via_root: set[TableId] = set()
@@ -350,6 +353,18 @@ class KnownLeaves:
     def begin_look(self) -> int:
         """Return what a look needs that begins now: leaves that are noted during it may be newer than its facts."""
         return self._notes
+
+    def end_look(self, begun: int, late_leaves: int) -> None:
+        """Note the end of a look, with what `begin_look` and `late_leaves` were at its beginning."""
+        with self._looked:
+            self._shown_notes, self.looked_for = begun, late_leaves
+            self._looked.notify_all()
+
+    def wait_for_look(self, within_s: float) -> bool:
+        """Wait until a look is over that has shown all leaves noted so far; return whether it came in time."""
+        with self._looked:
+            wanted = self._notes
+            return self._looked.wait_for(lambda: self._shown_notes >= wanted, within_s)
 
     def look(
         self,

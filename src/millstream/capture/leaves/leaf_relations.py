@@ -30,6 +30,9 @@ from millstream.codec.pgoutput.record_rows import undecodable
 from millstream.model.positions import Lsn
 from millstream.model.schema import ReplicaIdentity
 
+_LOOK_WITHIN_S: Final = 5.0
+"""How long changes of an attached partition wait for a look; it takes milliseconds."""
+
 logger = structlog.get_logger("millstream.capture")
 
 
@@ -40,6 +43,7 @@ class LeafRelations:
         known: the leaves that are known.
         captured: returns the captured tables and the facts of the last look, by OID.
         copy_again: requests another copy of a table.
+        have_look: has the source's tables looked at soon.
     """
 
     def __init__(
@@ -48,11 +52,13 @@ class LeafRelations:
         config: CaptureConfig,
         captured: Callable[[], tuple[dict[int, TableRow], dict[int, SourceTable]]],
         copy_again: Callable[[TableRow, SourceTable, str], None],
+        have_look: Callable[[], None],
     ) -> None:
         self.known: Final = known
         self._config = config
         self._captured = captured
         self._copy_again = copy_again
+        self._have_look = have_look
         self._lock = threading.Lock()
         self._left_out: dict[int, bytes] = {}
         """Relations of which nothing is captured, because they may be leaves of several tables, or of none that fits."""
@@ -100,6 +106,10 @@ class LeafRelations:
                 own = place.above[0][1]
                 order = None if own == columns else LeafColumns(own, columns)
                 self.known.note_record(rows[oid].id, relation.oid, relation.qualified_name, order, is_there=True)
+                if place.was_attached:
+                    # It may have brought rows, and changes of these leave values out: first their copy begins.
+                    self._have_look()
+                    self.known.wait_for_look(_LOOK_WITHIN_S)
                 return rows[oid]
         if place.is_published:
             self._own[relation.oid] = relation.encoded
