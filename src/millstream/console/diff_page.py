@@ -74,7 +74,6 @@ class Diffs:
     """The comparisons of a server, one at a time. Any thread.
 
     Args:
-        home: the home.
         command: the command line of `millstream` on that home.
     """
 

@@ -99,7 +99,6 @@ def renames_in(
     Args:
         table: the table of the records.
         schema: the wanted names.
-        after: exclusive.
         upto: inclusive; None: up to the last record.
         fills: whether records have the defaults of columns that were added after them; otherwise they lack these columns.
     """

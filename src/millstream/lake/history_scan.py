@@ -79,8 +79,6 @@ def scan_named(
     Args:
         opened: the history table.
         schema: the table, and the names of its columns.
-        after: exclusive.
-        upto: inclusive.
         columns: names of that schema, and of the records' own columns; those that no record has are left out.
         own: the schema's columns in types that hold all values that each has had.
         only: returns a condition on the first key column, by its name in the files; records for which none holds may be
@@ -139,8 +137,6 @@ def scan_history(
 
     Args:
         opened: the history table.
-        after: exclusive.
-        upto: inclusive.
         columns: None: all; names that the table lacks are left out.
         table: if given, only records of this table, not of others that have had its name.
         only: if given, only records for which it holds.

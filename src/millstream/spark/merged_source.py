@@ -54,7 +54,6 @@ class MergedTable:
         Args:
             given: the options.
             home: the home that they name; None if they name a log's folder.
-            stream: the stream's name.
 
         Raises:
             UsageError: an option is malformed or missing, or doesn't go with merged rows.

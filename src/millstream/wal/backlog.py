@@ -160,7 +160,6 @@ def backlog_of_tables(reader: StreamReader, after: Seq, upto: Seq, takes: Callab
 
     Args:
         after: exclusive; a lower number than the log's first counts from there.
-        upto: inclusive.
         takes: returns whether records of a frame's table are counted.
 
     Raises:

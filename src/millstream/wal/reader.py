@@ -220,7 +220,6 @@ class StreamReader:
         """Split the rows of `(after, upto]` into pieces, at frames.
 
         Args:
-            after: exclusive.
             upto: inclusive; at most `persisted_upto`.
             bytes_target: approximate size of a piece.
         """
