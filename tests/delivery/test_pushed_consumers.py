@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import json
 import re
+import shutil
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,10 @@ from typing import Any
 import pytest
 from tests.app.homes import wait_for
 from tests.delivery.receivers import Answerer, Receiver, Request, answer
-from tests.delivery.test_configured_consumers import Deployment, Run
+from tests.delivery.test_configured_consumers import SEARCH, Deployment, Run
 
 from millstream.delivery import push_source
+from millstream.delivery.consumer_store import LOG_NAME, read_consumers
 from millstream.delivery.sinks import PushMessage
 from millstream.errors import DeliveryError
 from millstream.testing.errors import coded
@@ -183,6 +186,36 @@ def test_messages_in_flight_come_again_after_a_restart(deployment: Deployment, r
         assert without.call("show")["state"] == "paused"
         without.call("delete")
     assert 3 not in ids(receiver)
+
+
+def test_clients_get_what_a_killed_process_had_for_a_sink_that_was_removed(
+    deployment: Deployment, receiver: Receiver, tmp_path: Path
+) -> None:
+    """The messages were in flight for four hours: the time that a pusher may have them."""
+    is_over = threading.Event()
+
+    def waits(*_: object) -> None:
+        is_over.wait(60)
+
+    receiver.answerer = waits
+    state, killed = deployment.folder / "data" / "delivery" / "web", tmp_path / "killed"
+    with deployment.run(hook(receiver)) as before:
+        before.start()
+        before.append("orders", 1, 2)
+
+        def in_flight() -> int:
+            path = state / LOG_NAME
+            facts = read_consumers(path, path.read_bytes())[1]["search"].state.facts
+            return sum(fact.deadline > 0 for fact in facts.values())
+
+        wait_for(lambda: in_flight() == 2, seconds=120)
+        shutil.copytree(state, killed)
+        is_over.set()
+    shutil.rmtree(state)
+    killed.rename(state)
+    with deployment.run(SEARCH) as after:
+        found = after.receive()
+        assert [(json.loads(one["record"])["row"]["id"], one["deliveries"]) for one in found] == [(1, 2), (2, 2)]
 
 
 def test_a_command_gets_lines(deployment: Deployment, tmp_path: Path) -> None:

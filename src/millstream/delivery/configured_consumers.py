@@ -220,6 +220,8 @@ def _redefined(stored: Stored, definition: Definition, open_reader: Callable[[],
         if known > state.cursor:
             last = seq_of(max(delivered, default=0))
             earlier.append(Earlier(int(_end_of_operation(open_reader(), known)), int(last), old.selection))
+    if old.sink is not None and definition.sink is None:  # a killed process may have had messages for hours
+        state = replace(state, facts={position: replace(fact, deadline=0) for position, fact in state.facts.items()})
     is_back = stored.is_paused_by_removal and state.phase is Phase.PAUSED
     return replace(
         stored,
