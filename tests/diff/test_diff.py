@@ -6,6 +6,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.commands import Command
 
 from millstream.app.initialize import make_home
 from millstream.app.table_requests import copy_table
+from millstream.capture.copying.source_snapshot import SourceSnapshot
 from millstream.diff.compare import DiffReport, Progress, diff_stream
 from millstream.errors import LakeBehind, SourceError, UnknownTable
 from millstream.home.home import Home
@@ -29,6 +31,7 @@ from millstream.processes.role_locks import RoleLock
 from millstream.testing.errors import coded
 from millstream.testing.pytest_plugin import Database
 from millstream.testing.workloads.shop import ShopWorkload
+from millstream.workers import call_in_thread
 
 KINDS = {
     "number": ("numeric", ["1.0", "1.00", "NaN", "123456789012345678901234567890123456789012345.5"]),
@@ -257,6 +260,20 @@ def test_a_wait_is_reported_and_whatever_ends_it_leaves_nothing_at_the_server(
             waiting.wait(60)
         wait_for(lambda: not slots(source, "millstream_diff"))
         other.rollback()
+
+
+def test_an_interruption_waits_for_no_statement_of_another_thread(
+    postgres: Database, source: psycopg.Connection[Any]
+) -> None:
+    running = "SELECT 1 FROM pg_stat_activity WHERE query = 'SELECT pg_sleep(600)' AND state = 'active'"
+    with SourceSnapshot.take(postgres.dsn, patience_s=120) as snapshot:
+        reading = ExitStack()
+        connection = reading.enter_context(snapshot.reading())
+        asked = call_in_thread("diff-source", lambda: connection.execute("SELECT pg_sleep(600)"))
+        wait_for(lambda: source.execute(running).fetchone())
+        interruption = KeyboardInterrupt()
+        assert not reading.__exit__(KeyboardInterrupt, interruption, None)
+        assert isinstance(asked.exception(60), psycopg.errors.QueryCanceled)
 
 
 def test_what_publications_leave_out_is_not_compared_and_partitions_count_by_their_root(
