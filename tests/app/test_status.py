@@ -566,6 +566,17 @@ def test_each_view_that_a_table_has_in_the_lake_is_told_with_its_path(home: Home
     assert f"public.log: {folder}" in shown
 
 
+def test_options_of_tables_count_for_its_commands(home: Home) -> None:
+    def tables(*words: str) -> Any:
+        return CliRunner().invoke(cli, ["--home", str(home.path), "tables", *words])
+
+    assert json.loads(tables("--json", "ls").stdout) == json.loads(tables("ls", "--json").stdout)
+    for words in (("--stream", "other", "ls"), ("--stream", "other", "copy", "public.orders")):
+        ended = tables(*words)
+        assert ended.exit_code != 0
+        assert "other" in str(ended.exception)
+
+
 def _keys(facts: Any) -> Any:
     return {key: _keys(value) for key, value in facts.items()} if isinstance(facts, dict) else None
 

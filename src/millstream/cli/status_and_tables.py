@@ -275,6 +275,8 @@ def _reason(table: dict[str, Any]) -> str:
 @click.pass_context
 def tables(context: click.Context, stream: str | None, as_json: bool) -> None:
     """List tables; retry, copy, pause or resume one."""
+    # The options count for a command after them, too.
+    context.default_map = {name: {"stream": stream, "as_json": as_json} for name in tables.commands}
     if context.invoked_subcommand is None:
         context.invoke(tables_ls, stream=stream, as_json=as_json)
 
