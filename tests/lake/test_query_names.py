@@ -101,6 +101,19 @@ def test_a_table_that_has_had_no_record_has_versions_where_others_have(
     assert caught.value.hint == "Only tables with a key have versions."
 
 
+def test_a_view_that_two_tables_have_is_refused_and_their_rows_are_not(
+    layout: LakeLayout, orders: TableSchema, records: Records
+) -> None:
+    one = replace(orders, namespace="a.b", name="c")
+    other = replace(orders, table_id=TableId(8), namespace="a", name="b.c")
+    land(layout, 2, {one: records(one, ("c", 1, {"id": 1})), other: records(other, ("c", 2, {"id": 2}))}, fold=True)
+    with LakeSession(layout) as session:
+        assert session.query('SELECT id FROM "a.b".c').to_pylist() == [{"id": 1}]
+        assert session.query('SELECT id FROM a."b.c"').to_pylist() == [{"id": 2}]
+        with pytest.raises(InvalidQuery, match=r'^"a\.b"\.c and a\."b\.c" have one name in views: a\.b\.c'):
+            session.query('FROM history."a.b.c"')
+
+
 @pytest.mark.parametrize(
     ("asked", "hint"),
     [

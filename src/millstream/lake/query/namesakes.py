@@ -67,10 +67,11 @@ class Namesakes:
             demand.
 
         Raises:
-            InvalidQuery: it names two tables that DuckDB would take for one.
+            InvalidQuery: it names two tables that DuckDB would take for one, or a view that two tables have.
         """
         tables = {folder: parse_qualified_name(table.name) for folder, table in cut.items() if folder != MESSAGES}
         written = names_written(sql)
+        _check_views(tables.values(), written)
         lowered = {tuple(map(str.lower, name)) for name in written}
         alike: dict[Name, list[str]] = defaultdict(list)
         for folder, (namespace, name) in tables.items():
@@ -96,6 +97,18 @@ class Namesakes:
                 self._shown[key] = shown
             hidden.update(folder for folder in folders if folder != shown)
         return hidden, dropped
+
+
+def _check_views(tables: Iterable[Name], written: Collection[tuple[str, ...]]) -> None:
+    """Raise `InvalidQuery` if the text names a view of two tables: `"a.b".c` and `a."b.c"` are both `a.b.c` in history."""
+    names = {part.lower() for parts in written for part in parts if part.count(".") > 1}
+    for view in names:
+        found = sorted(qualified_name(*table) for table in tables if ".".join(table).lower() == view)
+        if len(found) > 1 and len({name.lower() for name in found}) > 1:
+            raise InvalidQuery(
+                f"{' and '.join(found)} have one name in views: {view}",
+                hint="Rename one of them at the source.",
+            )
 
 
 def _are_others(
