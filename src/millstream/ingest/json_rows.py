@@ -203,8 +203,9 @@ def columns_of(rows: Sequence[Row], counts: Sequence[int] = ()) -> pa.Table:
     """
     columns = _by_name(rows, CELLS_MAX if len(counts) > 1 else _CELLS_AT_MOST)
     found = pa.table([_column(name, values, counts) for name, values in columns.items()], names=list(columns))
-    if found.nbytes > ROWS_BYTES_MAX:
-        raise too_large("its rows' bytes", found.nbytes, ROWS_BYTES_MAX)
+    size_bytes = found.get_total_buffer_size()  # no column is a slice, and `nbytes` takes 9 µs of a request's 90
+    if size_bytes > ROWS_BYTES_MAX:
+        raise too_large("its rows' bytes", size_bytes, ROWS_BYTES_MAX)
     return with_named(found, rows)
 
 
