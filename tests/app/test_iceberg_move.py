@@ -116,6 +116,7 @@ def test_it_goes_into_a_store_and_back(
     assert ids(path) == [1, 2, 3, 4, 5, 7]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("point", ["lake_move.copied", "lake_move.unmarked", "lake_move.switched"])
 def test_a_move_that_is_killed_loses_nothing(
     landed: LandedHome, postgres: Database, tmp_path: Path, point: str

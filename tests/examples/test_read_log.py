@@ -24,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.capture.capture_stage import make_config
 from tests.catalog.sequencing import MemorySequenceStore
+from tests.commands import run_command
 from tests.wal.log_writers import Others
 from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_spilled, plain_table
 
@@ -72,8 +73,7 @@ def test_the_reader_says_how_it_is_called_and_what_is_no_log(tmp_path: Path) -> 
 
 
 def cat(home: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "millstream.cli", "--home", str(home), "wal", "cat", "--values", "text", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    return run_command(["--home", str(home), "wal", "cat", "--values", "text", *options])
 
 
 def same(home: Path, *options: str) -> list[str]:

@@ -136,7 +136,10 @@ def hurt(layout: LakeLayout, view: View, schema: TableSchema, damage: str) -> No
 
 
 @both
-@pytest.mark.parametrize("damage", ["rows", "files", "manifest", "torn manifest", "list"])
+@pytest.mark.parametrize(
+    "damage",
+    ["rows", *(pytest.param(one, marks=pytest.mark.long) for one in ("files", "manifest", "list")), "torn manifest"],
+)
 def test_a_damaged_table_is_built_again_in_place(
     landed: LakeLayout, orders: TableSchema, records: Records, view: View, damage: str
 ) -> None:
@@ -168,6 +171,7 @@ def test_a_damaged_table_is_built_again_in_place(
     assert {f"file://{file}" for file in folder.rglob("*.parquet")} == live
 
 
+@pytest.mark.sampled
 @both
 @pytest.mark.parametrize("damage", ["metadata", "torn metadata", "entry"])
 def test_a_table_without_readable_metadata_is_moved_aside(
@@ -285,6 +289,7 @@ def test_after_a_kill_the_next_fold_builds_the_table(landed: LakeLayout, orders:
     assert [row[0] for row in rows(landed, "scd2", orders)] == [1, 2, 3, 3, 4, 9]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("damage", ["commit", "files", "list"])
 def test_a_damaged_history_begins_again_with_a_copy(
     landed: LakeLayout, orders: TableSchema, records: Records, damage: str

@@ -514,6 +514,7 @@ def test_versions_that_go_on_or_begin_from_current_keep_their_partitions(
         assert [row["id"] for row in rows_of(layout, "current", schema)] == [2, 4]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(2))
 def test_iceberg_tables_follow_the_partitions(tmp_path: Path, seed: int):
     for name, kind in (("keyed", "one column"), ("bag", "no key, FULL")):
