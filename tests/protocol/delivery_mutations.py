@@ -308,7 +308,7 @@ class PartedWaiting(_Waiting):
     __slots__ = ()
 
     def part(self, count: int) -> list[Message] | None:
-        self.free = len(self.messages)
+        self._numbers.clear()
         return super().part(count)
 
 

@@ -508,6 +508,39 @@ def test_settled_messages_behind_one_that_is_not_cost_little():
     assert len(one._timers._heap) < 3000
 
 
+class Hashed(str):
+    """A group's name that counts how often groups are looked up."""
+
+    __slots__ = ()
+    times = 0
+
+    def __hash__(self) -> int:
+        Hashed.times += 1
+        return super().__hash__()
+
+
+def test_small_answers_from_many_messages_that_wait_cost_little():
+    count, Hashed.times = 1_000, 0
+    rows = [message(seq, Hashed(min(seq, count - 1))) for seq in range(1, count + 1)]  # the last key stands twice
+    one = consumer(*rows)
+    for seq in range(1, count - 1):
+        given = one.receive(0, 1)
+        assert seqs(given) == [seq]
+        one.ack(ids(given))
+    assert seqs(one.receive(0, 2)) == [count - 1, count]
+    assert Hashed.times < 50 * count
+
+
+def test_settled_messages_of_an_answer_are_kept_no_longer():
+    one = Consumer(Limits(max_ack_pending=1_000), State.begin(0), run=1)
+    one.offer([message(seq, str(seq)) for seq in range(1, 10_001)], 10_000)
+    for _ in range(100):
+        one.ack(ids(one.receive(0, 100))[:-1])
+    assert one.in_flight == 100
+    assert sum(len(flight.messages) + len(flight.ids) for flight in one._runs.flying.values()) <= 400
+    assert len(one._runs.groups) == 100
+
+
 # --- push sinks ---------------------------------------------------------------------------------------------------------
 
 

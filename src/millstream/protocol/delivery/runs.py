@@ -9,10 +9,10 @@ that have entries, except for retried ones, and no group is in both.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, chain, repeat
+from itertools import accumulate, islice, repeat
 from operator import attrgetter
 from typing import Any, Final
 
@@ -26,7 +26,7 @@ _as_delivery: Final[Callable[[Iterable[Any]], Delivery]] = partial(tuple.__new__
 
 
 class Flight:
-    """The messages of one answer. Those before `done` are settled."""
+    """The messages of one answer. Those before `done` are settled; at most as many as those in flight are kept."""
 
     __slots__ = ("deadline", "done", "ids", "messages")
 
@@ -41,28 +41,37 @@ class Flight:
         """The messages in flight."""
         return self.messages[self.done :]
 
+    def forget(self) -> None:
+        """Drop the settled messages."""
+        del self.messages[: self.done], self.ids[: self.done]
+        self.done = 0
+
 
 class _Waiting:
-    """Messages that were offered together and aren't delivered."""
+    """Messages that were offered together and aren't delivered. A step costs the same however many there are."""
 
-    __slots__ = ("free", "messages", "size")
+    __slots__ = ("_numbers", "free", "messages", "size")
 
     def __init__(self, messages: list[Message]) -> None:
-        self.messages = messages
+        self.messages = deque(messages)
         self.size = sum([message.size for message in messages])
         self.free = _free(messages)
         """Number of messages that are the first ones of their groups."""
+        self._numbers = _numbers(messages) if self.free < len(messages) else Counter()
+        """Number of messages of each group; none if there is one of each."""
 
     def part(self, count: int) -> list[Message] | None:
         """Remove and return the first messages; None if one of their groups has later ones, which can't be delivered then."""
-        head, tail = self.messages[:count], self.messages[count:]
-        if self.free < len(self.messages):
-            if not _groups(head).isdisjoint(_groups(tail)):
+        head = list(islice(self.messages, count))
+        if self._numbers:
+            numbers = _numbers(head)
+            if any(self._numbers[group] > number for group, number in numbers.items()):
                 return None
-            self.free = _free(tail)
-        else:
-            self.free = len(tail)
-        self.messages = tail
+            for group in numbers:
+                del self._numbers[group]
+        for _ in head:
+            self.messages.popleft()
+        self.free -= _free(head)
         self.size -= sum([message.size for message in head])
         return head
 
@@ -120,7 +129,7 @@ class Runs:
             messages, room = waiting.messages, count - len(taken)
             fits = len(messages)
             if fits > room or waiting.size > size:
-                sizes = accumulate([message.size for message in messages[:room]])
+                sizes = accumulate([message.size for message in islice(messages, room)])
                 fits = bisect_right(list(sizes), size) or (0 if taken else 1)
             if not fits:
                 break
@@ -154,9 +163,12 @@ class Runs:
                 break
             settled += len(own)
             flight.done += len(own)
-            if flight.done == len(flight.ids):
-                del self.flying[flight.ids[0][2:]]
-                self.groups.difference_update(chain.from_iterable([message.groups for message in flight.messages]))
+            if 2 * flight.done >= len(flight.ids):
+                self.groups -= _groups(flight.messages)
+                flight.forget()
+                self.groups |= _groups(flight.messages)
+                if not flight.ids:
+                    del self.flying[ids[settled - 1][2:]]
         self.count -= settled
         self.in_flight -= settled
         return settled
@@ -173,6 +185,10 @@ class Runs:
 
 def _groups(messages: Iterable[Message]) -> set[str]:
     return {group for message in messages for group in message.groups}
+
+
+def _numbers(messages: Iterable[Message]) -> Counter[str]:
+    return Counter([group for message in messages for group in message.groups])
 
 
 def _free(messages: list[Message]) -> int:
