@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -474,6 +475,29 @@ def test_nothing_is_sent_while_the_consumer_s_state_can_t_be_kept_and_all_is_sen
         source.wait_until(lambda: source.shown[-1] is None)
     assert source.acked == [f"m{number}" for number in range(30)]
     assert [id_ for batch in sink.sent for id_, _ in batch] == source.acked
+
+
+def test_all_batches_that_wait_go_back_at_the_end_though_the_consumer_s_state_can_t_be_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a full disk, the first batch's return ended the close, and the others stayed in flight."""
+    refused = Outcome(Verdict.REFUSED, "not now", retry_after_s=60)
+    source = Source(messages_of(6))
+    sink = Sink(
+        lambda messages: failed("poison") if len(messages) > 1 or messages[0].id in {"m0", "m3"} else refused,
+        batch_size=3,
+    )
+
+    def noted(done: Callable[..., None], *arguments: Any) -> None:
+        done(*arguments)
+        raise MillstreamError("the disk is full")
+
+    monkeypatch.setattr(source, "bury", partial(noted, source.bury))
+    monkeypatch.setattr(source, "give_back", partial(noted, source.give_back))
+    with pushing_to(sink, source, max_deliver=2) as pusher:
+        source.wait_until(lambda: len(pusher._aside) == 2 and all(batch.dead for *_, batch in pusher._aside))
+    assert sorted(source.dead) == ["m0", "m3"]
+    assert sorted(source.returned) == ["m1", "m2", "m4", "m5"]
 
 
 def test_acknowledgements_are_durable_before_the_next_batch_if_the_sink_needs_it() -> None:

@@ -410,13 +410,16 @@ class Pusher:
         batch.dead = []
 
     def _give_back(self, batch: _Batch) -> None:
-        self._bury(batch)
-        if batch.messages:
-            self._source.give_back(batch.messages)
-        batch.messages = []
+        messages, batch.messages = batch.messages, []
+        try:
+            self._bury(batch)
+        finally:
+            if messages:
+                self._source.give_back(messages)
 
     def _give_back_all(self) -> None:
         with self._lock:
             aside, self._aside = self._aside, []
         for *_, batch in aside:
-            self._give_back(batch)
+            with suppress(MillstreamError):  # noted in memory, though the state can't be kept now
+                self._give_back(batch)
