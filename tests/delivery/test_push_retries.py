@@ -477,6 +477,33 @@ def test_nothing_is_sent_while_the_consumer_s_state_can_t_be_kept_and_all_is_sen
     assert [id_ for batch in sink.sent for id_, _ in batch] == source.acked
 
 
+def test_a_message_whose_outcome_a_sink_leaves_out_has_failed() -> None:
+    """It stayed in flight for hours, and its group with it."""
+    source = Source(messages_of(3))
+    sink = Sink(lambda messages: Outcome(Verdict.FAILED, "some", parts=((messages[:1], ACCEPTED),)))
+    with pushing_to(sink, source, max_deliver=0):
+        source.wait_until(lambda: source.is_settled)
+    assert source.acked == ["m0", "m1", "m2"]
+    assert [[id_ for id_, _ in batch] for batch in sink.sent] == [["m0", "m1", "m2"], ["m1", "m2"], ["m2"]]
+
+
+def test_a_sink_may_tell_the_outcome_of_one_message_as_a_part() -> None:
+    """The messages that were to be sent alone after it stayed in flight."""
+    source = Source(messages_of(3))
+    sink = Sink(
+        lambda messages: (
+            failed("poison")
+            if len(messages) > 1
+            else Outcome(
+                Verdict.FAILED, "", parts=((messages, failed("alone") if messages[0].id == "m1" else ACCEPTED),)
+            )
+        )
+    )
+    with pushing_to(sink, source, max_deliver=2):
+        source.wait_until(lambda: source.is_settled)
+    assert (source.acked, source.dead) == (["m0", "m2"], {"m1": "alone"})
+
+
 def test_all_batches_that_wait_go_back_at_the_end_though_the_consumer_s_state_can_t_be_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

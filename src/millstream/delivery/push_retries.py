@@ -305,10 +305,12 @@ class Pusher:
         again = batch.repeats  # mostly 0, and a copy of a message takes 4 us
         numbered = [msgspec.structs.replace(one, deliveries=one.deliveries + again) for one in sent] if again else sent
         outcome = self._deliver(numbered)
-        for messages, part in outcome.parts:
-            self._judge_apart(batch, messages, part)
         if outcome.parts:
-            batch.messages = []
+            told = {message.id for messages, _ in outcome.parts for message in messages}
+            untold = [message for message in sent if message.id not in told]
+            for messages, part in [*outcome.parts, (untold, failed("the sink didn't tell the message's outcome"))]:
+                self._judge_apart(batch, messages, part)
+            batch.messages = batch.messages[len(sent) :]
             self._show(None)
             return None
         return self._judge(batch, sent, outcome)
@@ -316,7 +318,9 @@ class Pusher:
     def _judge_apart(self, batch: _Batch, messages: Sequence[PushMessage], outcome: Outcome) -> None:
         """Take the outcome of a part of the batch, which is repeated without the others."""
         own = {message.id for message in messages}
-        sent = [message for message in batch.messages if message.id in own]
+        sent = [message for message in batch.next if message.id in own]
+        if not sent:
+            return
         part = _Batch(sent, self._waits(), batch.failures, batch.repeats, is_new=False)
         wait_s = self._judge(part, sent, outcome)
         if part.messages and (wait_s is None or not self._set_aside(part, wait_s)):
