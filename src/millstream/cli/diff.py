@@ -19,7 +19,6 @@ from millstream.cli.context import (
     stream_option,
 )
 from millstream.model.human_text import readable
-from millstream.workers import Worker
 
 if TYPE_CHECKING:
     from millstream.diff.compare import Difference, DiffReport, Progress, TableDiff
@@ -136,6 +135,8 @@ class _Teller:
     """Prints the progress on stderr: one line that changes on a terminal; elsewhere the last one, now and then."""
 
     def __init__(self) -> None:
+        from millstream.workers import Worker
+
         self._terminal = on_terminal()
         self._waiting = self._printed = ""
         self._wide = 0
