@@ -329,6 +329,7 @@ def test_a_file_that_is_named_as_a_home_is_called_a_file(tmp_path: Path) -> None
         ("[spark]\nmastr = 1\n", "millstream.toml:2: spark.mastr: unknown key"),
         ("[streams.s]\nsource.dsn='${NOT_SET_ANYWHERE}'\n", "NOT_SET_ANYWHERE is not set"),
         ("[streams.s]\nsource.dsn='x'\nlake.format='orc'\n", "millstream.toml:3: streams.s.lake.format: must be"),
+        ("[streams.s.consumers.hook.webhook]\nurl='${NOT_SET_ANYWHERE}'\n", "NOT_SET_ANYWHERE is not set"),
         ("", "names no stream"),
     ],
 )
@@ -338,6 +339,16 @@ def test_run_refuses_a_configuration_that_is_wrong(tmp_path: Path, text: str, co
     assert done.returncode == 2
     assert code in done.stderr
     assert not (tmp_path / "data").exists()
+
+
+def test_what_delivers_nothing_needs_no_variable_of_a_consumer(tmp_path: Path) -> None:
+    hook = "[streams.s.consumers.hook.webhook]\nurl='${NOT_SET_ANYWHERE}'\n"
+    (tmp_path / "millstream.toml").write_text(f"[streams.s]\nsource.dsn='host={tmp_path} port=1'\n{hook}")
+    for words in (("capture", "run", "--until-caught-up"), ("diff",), ("slot", "drop", "--yes")):
+        done = here("--home", str(tmp_path), *words)
+        assert "NOT_SET_ANYWHERE" not in done.stderr
+        assert done.returncode == 1
+    assert "NOT_SET_ANYWHERE is not set" in here("--home", str(tmp_path), "doctor").stdout
 
 
 @pytest.mark.sampled

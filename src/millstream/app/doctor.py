@@ -139,7 +139,8 @@ def _examine(
         yield from _lake_checks(home, name, stream)
         yield from _one(f"writers of {name}", partial(_writers, home, name))
         yield from _given_up(home, name)
-        if home.delivery_folder(name).exists() or stream.consumers:
+        unset = home.loaded_config.unset_consumers(name)
+        if home.delivery_folder(name).exists() or stream.consumers or unset:
             yield from _one(f"consumers of {name}", partial(_consumers, home, name))
             yield from _sinks(home, name)
         if stream.region or stream.merge or home.regions_on_disk(name):

@@ -46,13 +46,18 @@ def run(invocation: Invocation, until_caught_up: bool, log_format: LogFormat) ->
     """
     from millstream.cli.progress import JsonReport, RunReport
     from millstream.processes.run import run_home
+    from millstream.writers.home_consumers import check_set
 
+    home = invocation.own_home()
+    if not until_caught_up:
+        for stream in home.config.streams:
+            check_set(home, stream)
     os.environ["MILLSTREAM_LOG"] = log_format  # its parts log to the same stderr
     report = (
         JsonReport() if log_format == "json" else RunReport(terminal=on_terminal(), until_caught_up=until_caught_up)
     )
     with report:
-        outcome = run_home(invocation.own_home(), until_caught_up=until_caught_up, on_event=report.heard)
+        outcome = run_home(home, until_caught_up=until_caught_up, on_event=report.heard)
     report.conclude(outcome)
     if until_caught_up:
         if outcome.interrupted:

@@ -155,8 +155,9 @@ def load_config(file: Path, environ: Mapping[str, str] | None = None, *, needs_s
         file: `millstream.toml`.
         environ: the variables; the process's own if None.
         needs_source: False if no source will be connected to: an unset variable of a DSN (or the
-            catalog's address, or this node's token) then stays as it is written, and a consumer with an unset one is
-            left out.
+            catalog's address, or this node's token) then stays as it is written.
+
+    A consumer with an unset variable is left out (`LoadedConfig.unset_consumers`): only what delivers needs it.
 
     Raises:
         ConfigError: the file can't be read or parsed, or something in it or in the environment is wrong;
@@ -294,8 +295,9 @@ class _Loader:
         try:
             return (interpolate_dsn if is_database(path, value) else interpolate)(value, self._environ)
         except MissingVariable as error:
-            may_wait = is_database(path, value) or path == _NODE_TOKEN or _is_of_consumer(path) or _is_hash_key(path)
-            if self._needs_source or not may_wait or error.name is None:
+            is_of_source = is_database(path, value) or path == _NODE_TOKEN or _is_hash_key(path)
+            may_wait = _is_of_consumer(path) or (is_of_source and not self._needs_source)
+            if not may_wait or error.name is None:
                 self._note(path, str(error), variable=error.name)
             else:
                 self._unset[path] = _Mistake(
