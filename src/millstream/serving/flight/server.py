@@ -37,7 +37,7 @@ from millstream.replication.flight.wire import FollowRequest
 from millstream.serving.access import Access, Caller, Credentials, token_said
 from millstream.serving.bind_check import check_protected
 from millstream.serving.certificates import Certificates
-from millstream.serving.flight.append import BulkAppend, TransferBudget
+from millstream.serving.flight.bulk_append import BulkAppend, TransferBudget
 from millstream.serving.flight.connections import Readers, Sender, Senders, cut_connections
 from millstream.serving.flight.read import records
 from millstream.wal.flight_log import PIECES, SegmentRequest, requested_pieces
