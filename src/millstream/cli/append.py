@@ -131,7 +131,8 @@ def _objects(file: IO[str]) -> Iterator[dict[str, Any]]:
         try:
             found = json.loads(line, parse_float=_finite, parse_constant=_finite)
         except (ValueError, RecursionError) as error:
-            raise UsageError(f"line {number} isn't JSON: {error}") from error
+            what = error.msg if isinstance(error, json.JSONDecodeError) else error
+            raise UsageError(f"line {number} isn't JSON: {what}") from error
         if not isinstance(found, dict):
             raise UsageError(
                 f"line {number} is not a JSON object but {type(found).__name__}",
