@@ -415,6 +415,18 @@ def test_nothing_is_delivered_after_a_restart_until_what_is_in_flight_is_known()
     assert (new.receive(200, 10), new.is_restored) == ([], True)
 
 
+def test_what_was_in_flight_before_a_restart_is_read_however_many_messages_wait():
+    """The first of many messages of a group was unacknowledged: after a restart no answer had a message."""
+    rows = [*(message(seq, "a") for seq in range(1, 5)), message(5, "b")]
+    one = consumer(*rows, limits=Limits(ack_wait_ms=100, max_ack_pending=2, waiting_max=4))
+    assert seqs(one.receive(0, 1)) == [1]
+    assert seqs(one.receive(0, 1)) == [5]
+    new = restarted(one, *rows[:4])
+    assert (new.receive(200, 10), new.wants(1)) == ([], True)
+    new.offer(rows[4:], 5)
+    assert seqs(new.receive(200, 10)) == [1, 2]
+
+
 def test_an_ack_of_a_forgotten_delivery_counts_until_the_message_is_delivered_again():
     rows = [message(1, "a"), message(2, "b")]
     one = consumer(*rows)

@@ -139,11 +139,12 @@ class Consumer(Lettered):
 
     def wants(self, count: int) -> bool:
         """Whether an answer of this size needs more messages than are there now."""
-        if self._phase is not Phase.ACTIVE or self.unsettled >= self.limits.waiting_max:
+        if self._phase is not Phase.ACTIVE:
             return False
-        if not self.is_restored:
+        if not self.is_restored:  # however many wait: nothing is delivered before
             return True
-        return self._pending.free + self._runs.free < count and self.in_flight < self.limits.max_ack_pending
+        has_room = self.unsettled < self.limits.waiting_max and self.in_flight < self.limits.max_ack_pending
+        return has_room and self._pending.free + self._runs.free < count
 
     def offer(self, messages: Iterable[Message], upto: int) -> None:
         """Take the log's next messages, in the order of their positions. Those offered before are ignored.
