@@ -150,13 +150,13 @@ class Health:
 
     def _full(self, stream: str) -> str:
         """Return why a stream's log refuses writes for want of room; empty if it doesn't."""
-        folder = self._home.wal_folder(stream)
+        home = self._home
+        folder = next((one for one in (home.wal_folder(stream), home.data) if one.is_dir()), home.path)
         try:
-            place = str(folder if folder.is_dir() else self._home.data)
-            check_disk(RealFiles(), place, self._home.config.streams[stream].log.disk_used_max)
+            check_disk(RealFiles(), str(folder), home.config.streams[stream].log.disk_used_max)
         except DiskFull as error:
             return error.message
-        except OSError:
+        except MillstreamError:
             return ""  # a write reports it
         return ""
 
