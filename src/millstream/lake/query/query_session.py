@@ -364,8 +364,10 @@ class LakeSession(Closing):
         for _, failure in failures:
             if failure.code != LakeError.code:
                 return failure
-        if self._past and (later := known_later(self._layout, self._n, meant, self._tables.values())) is not None:
-            return later
+        if self._past and not (view == SCD2 and failures):
+            later = known_later(self._layout, self._n, meant, self._tables.values())
+            if later is not None:
+                return later
         for name, failure in failures:
             return InvalidQuery(f"{name} {failure.message}", hint=failure.hint)
         landed = {one.table_id for one in self._tables.values()}
