@@ -18,9 +18,9 @@ import pyarrow as pa
 import millstream
 from bench.figures import Figure, asked, measures, repeated, reported, say
 from bench.places import folder
+from bench.simulated_readers import FEEDS, SEEDS, SLOTS, Greedy, PolicyOf, Thompson, Uniform, World, regrets
 from millstream_forage.corpus import default_corpus
 from millstream_forage.engine import ForageEngine
-from millstream_forage.simulate import FEEDS, SEEDS, SLOTS, Greedy, PolicyOf, Thompson, Uniform, World, regrets
 from millstream_forage.tables import DIMENSIONS, IMPRESSIONS, ITEMS, SIGNALS, STREAM, arm_name, home_config
 
 Numbers: TypeAlias = npt.NDArray[np.int64]

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from bench.simulated_readers import FEEDS, SEEDS, SLOTS, Greedy, PolicyOf, Thompson, Uniform, World, regrets
 
 from millstream_forage.corpus import default_corpus
 from millstream_forage.engine import ForageEngine
-from millstream_forage.simulate import FEEDS, SEEDS, SLOTS, Greedy, PolicyOf, Thompson, Uniform, World, regrets
 
 
 def regret(make: PolicyOf, *, seeds: int, feeds: int) -> np.ndarray:
