@@ -42,8 +42,7 @@ class _Changes:
 
     @classmethod
     def loaded(cls, facts: Mapping[str, Any]) -> _Changes:
-        is_older = not all(isinstance(value, dict) for value in facts.values())  # of a version that knew renames alone
-        return cls(facts, {}) if is_older else cls(facts.get("renamed", {}), facts.get("filled", {}))
+        return cls(facts["renamed"], facts["filled"])
 
     def stored(self) -> dict[str, Any]:
         return {"renamed": dict(self.renamed), "filled": dict(self.filled)}

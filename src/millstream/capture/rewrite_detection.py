@@ -174,33 +174,29 @@ class KnownLayouts:
         """Return the tables with attached partitions that `remember` was given."""
         return frozenset(TableId(int(id_)) for id_, known in self._known.items() if known.get("attached"))
 
-    def explained(
-        self, table: SourceTable, id_: TableId, now: Shape, shown: Sequence[Shown], *, follows: bool = False
-    ) -> Judgement:
-        """Explain the forms that records of the table showed, by what is known of its columns.
+    def explained(self, id_: TableId, now: Shape, shown: Sequence[Shown], *, follows: bool = False) -> Judgement:
+        """Explain the forms that records of a table showed, by what is known of its columns.
 
         With `follows`, records from before a rename are right.
         """
         known = self._known.get(str(id_))
         if known is None:
             return Judgement(None)
-        shapes = _shapes(known, table)
+        shapes = _shapes(known)
         # If the stream shows again what a copy didn't change, another copy won't either.
         odd = known.get("odd", []) if now.is_like(shapes[-1]) else []
         left = [one for one in shown if one.stored_form() not in odd]
         return judged(left, shapes, now, follows=follows)
 
-    def numbers(
-        self, table: SourceTable, id_: TableId, now: Shape, shown: Sequence[Shown]
-    ) -> dict[Form, tuple[int, ...]]:
-        """Return the column numbers of forms that records of the table showed; see `transient_column_names.numbers_of`."""
+    def numbers(self, id_: TableId, now: Shape, shown: Sequence[Shown]) -> dict[Form, tuple[int, ...]]:
+        """Return the column numbers of forms that records of a table showed; see `transient_column_names.numbers_of`."""
         known = self._known.get(str(id_))
-        return {} if known is None else numbers_of(shown, _shapes(known, table), now)
+        return {} if known is None else numbers_of(shown, _shapes(known), now)
 
-    def renamed_since(self, table: SourceTable, id_: TableId, now: Shape, shown: Sequence[Shown]) -> dict[str, str]:
+    def renamed_since(self, id_: TableId, now: Shape, shown: Sequence[Shown]) -> dict[str, str]:
         """Return today's names of columns by those that they have in records, if the two differ."""
         found = {}
-        for form, numbers in self.numbers(table, id_, now, shown).items():
+        for form, numbers in self.numbers(id_, now, shown).items():
             for (name, _), number in zip(form, numbers, strict=False):  # without numbers if there are several readings
                 if number in now.columns and now.columns[number][0] != name:
                     found[name] = now.columns[number][0]
@@ -238,7 +234,7 @@ class KnownLayouts:
         known = self._known.get(str(id_))
         gone, shapes, odd_forms = list[str](), [now], list[Any]()
         if known is not None:
-            shapes = kept(_shapes(known, table), since)
+            shapes = kept(_shapes(known), since)
             if now.is_like(shapes[-1]):
                 odd_forms = known.get("odd", [])
             else:
@@ -349,13 +345,9 @@ def shape_of(table: SourceTable, sent: Restriction, at: Lsn) -> Shape:
     )
 
 
-def _shapes(known: dict[str, Any], table: SourceTable) -> list[Shape]:
-    """Return the shapes of earlier looks; a catalog of an older version has the last one's columns alone."""
-    if "shapes" in known:
-        return [Shape.loaded(facts) for facts in known["shapes"]]
-    names = _known_names(known)
-    columns = {n: (names[n], type_oid) for n, _, type_oid, _ in known["columns"] if n in known["listed"]}
-    return [Shape(Lsn(0), max(columns, default=table.numbers_max), columns)]
+def _shapes(known: dict[str, Any]) -> list[Shape]:
+    """Return the shapes of earlier looks."""
+    return [Shape.loaded(facts) for facts in known["shapes"]]
 
 
 def _sent(table: SourceTable) -> list[AttributeFacts]:
@@ -442,7 +434,7 @@ def _news_of_restriction(known: dict[str, Any], table: SourceTable, sent: Restri
 
 
 def _news_of_members(known: dict[str, Any], members: set[str]) -> Iterator[str]:
-    before = known.get("members", [])  # a catalog of an older version has none
+    before = known["members"]
     if before and members and members.isdisjoint(before):
         yield "it had left the publication"
 

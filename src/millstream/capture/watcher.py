@@ -210,7 +210,7 @@ class WatchedTables:
             restriction = sent.get((table.namespace, table.name)) or Restriction()
             now = shape_of(table, restriction, self.seen_at)
             forms = shown.get(row.id, ())
-            numbers[row.id] = self._layouts.numbers(table, row.id, now, forms) if forms else {}
+            numbers[row.id] = self._layouts.numbers(row.id, now, forms) if forms else {}
             member = members.get(table.oid, set())
             left[row.id], expected[row.id] = self._settle_layout(
                 table, row, restriction, member, now, forms, by_leaves=is_by_leaves, setting=by_leaves.get(table.oid)
@@ -375,13 +375,13 @@ class WatchedTables:
         left: Sequence[Shown] = ()
         odd: Shown | None = None
         if news is None and row.state is TableState.STREAMING:
-            found = self._layouts.explained(table, row.id, now, shown, follows=follows)
+            found = self._layouts.explained(row.id, now, shown, follows=follows)
             news, left, odd = found.news, found.left, found.odd
         elif news is None and row.state is TableState.COPYING:
             left = shown
         else:
             shown = ()
-        renamed = renamed | self._layouts.renamed_since(table, row.id, now, shown) if follows else {}
+        renamed = renamed | self._layouts.renamed_since(row.id, now, shown) if follows else {}
         if news is not None:
             self._directory.request_copy_again(row, table, news)
         elif renamed or added:

@@ -9,7 +9,6 @@ restarted in this one.
 from __future__ import annotations
 
 import contextlib
-import shutil
 import threading
 import time
 from datetime import UTC, datetime, timedelta
@@ -128,14 +127,6 @@ def take_up(config: PipelineConfig, log: StreamReader, pipeline_tables: Pipeline
         _check_log_is_the_lakes(log, pipeline_tables.cut, config)
     # Before the first batch: retention may drop nothing above the lake's own cut.
     pipeline_tables.claim(Seq(start + 1))
-    _remove_old_checkpoint(config)
-
-
-def _remove_old_checkpoint(config: PipelineConfig) -> None:
-    """Remove what earlier versions kept of a streaming query, which nothing reads."""
-    folder = config.spark.work_dir.parent / config.stream
-    if (folder / "offsets").is_dir():
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Run:
