@@ -76,6 +76,13 @@ def test_a_delay_of_commit_groups_is_off_unless_it_is_asked_for_and_in_milliseco
     assert "group_commit_delay_ms" in str(wrong)
 
 
+def test_history_is_kept_for_whole_days(tmp_path: Path) -> None:
+    for kept in ("12h", "0d", "36h", "-1d"):
+        assert "history_retention" in mistake(tmp_path, f'[streams.shop.lake]\nhistory_retention = "{kept}"\n').message
+    config = load(tmp_path, '[streams.shop.lake]\nhistory_retention = "48h"\n').config
+    assert config.streams["shop"].lake.history_retention_s == 2 * 86_400
+
+
 def test_headers_of_frames_are_of_version_2_unless_the_older_one_is_asked_for(tmp_path: Path) -> None:
     plain = load(tmp_path, "[streams.shop.log]\n").config
     older = load(tmp_path, "[streams.shop.log]\nframe_version = 1\n").config

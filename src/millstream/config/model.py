@@ -17,7 +17,7 @@ from millstream.config.formed_texts import LakeFormat
 from millstream.config.quantities import size_bytes
 from millstream.config.replication_model import ReplicationConfig
 from millstream.config.routing_model import RoutingSection
-from millstream.config.section import Duration, DurationOrAuto, Level, Section, Size, SizeAboveZero, SizeOrShare
+from millstream.config.section import Days, Duration, DurationOrAuto, Level, Section, Size, SizeAboveZero, SizeOrShare
 from millstream.config.serving_model import FlightConfig, HttpConfig
 from millstream.libpq import is_address
 from millstream.model.durations import duration_s
@@ -163,7 +163,7 @@ class LakeConfig(Section):
         "`<prefix>public.orders` and its events in `<prefix>public_changes.orders`. Two streams in one database "
         "need different prefixes.",
     )
-    history_retention: Duration | None = Field(
+    history_retention: Days | None = Field(
         default=None,
         description="Retention of history, in whole days. A file is dropped once all its records are older and `current` "
         "includes them: a large table by days, a small one by months. Unset: unlimited. `--as-of` works within this time.",

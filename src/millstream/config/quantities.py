@@ -12,6 +12,7 @@ from millstream.model.durations import duration_s
 from millstream.model.replication import AckLevel
 
 _SIZE: Final = re.compile(r"\s*(\d{1,20}(?:\.\d+)?)\s*(B|[kKMGT]B|[KMGT]iB|%)?\s*\Z")
+_DAY_S: Final = 86_400
 _BYTES: Final = {"B": 1} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("KMGT", 1)
@@ -48,6 +49,14 @@ def size_bytes(text: str, *, whole: int | None = None) -> int:
 def check_duration(text: str) -> str:
     """Return the text itself, if it is a duration."""
     duration_s(text)
+    return text
+
+
+def check_days(text: str) -> str:
+    """Return the text itself, if it is a duration of whole days, and of at least one."""
+    seconds = duration_s(text)
+    if seconds <= 0 or seconds % _DAY_S:
+        raise ValueError(f"{text!r} isn't a number of whole days; write one such as 90d")
     return text
 
 

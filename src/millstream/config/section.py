@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from millstream.config.quantities import (
+    check_days,
     check_duration,
     check_duration_or_auto,
     check_level,
@@ -17,6 +18,8 @@ from millstream.config.quantities import (
 
 Duration = Annotated[str, AfterValidator(check_duration)]
 """`500ms`, `10s`, `7d`."""
+Days = Annotated[str, AfterValidator(check_days)]
+"""`90d`."""
 DurationOrAuto = Annotated[str, AfterValidator(check_duration_or_auto)]
 """`500ms`, or `auto`."""
 Level = Annotated[str, AfterValidator(check_level)]
