@@ -10,6 +10,7 @@ from tests.capture.capture_stage import Stage
 
 from millstream.app.status import tables_of
 from millstream.app.table_requests import copy_table, pause_table, resume_table, retry_table
+from millstream.capture.config import CaptureProgress
 from millstream.catalog import TableState
 from millstream.errors import UsageError
 from millstream.model.ids import StreamId
@@ -42,15 +43,17 @@ def test_the_copy_of_a_large_table_waits_while_its_changes_enter(stage: Stage) -
     begun(stage)
     stage.sql("ALTER TABLE orders ADD note text DEFAULT 'none'", "ALTER TABLE small ADD note text DEFAULT 'none'")
     stage.sql("UPDATE orders SET note = 'changed' WHERE id = 7", "DELETE FROM orders WHERE id = 8")
+    told = list[CaptureProgress]()
     for is_news in (True, False):
         with capture_logs() as lines:
-            outcome = stage.catch_up()
+            outcome = stage.catch_up(on_progress=told.append)
         assert [line["table"] for line in lines if line.get("code") == "copy_held"] == ["public.orders"] * is_news
         reason = outcome.copies_held["public.orders"]
         assert outcome.caught_up
         assert outcome.paused == ()
         assert reason.startswith("column note was added with a value for existing rows: its about 200 rows (")
         assert reason.endswith("KiB) wait for `millstream tables copy public.orders`")
+    assert {facts["state"] for one in told if (facts := one.copies.get("public.orders"))} == {"copy_held"}
     assert copied(stage) == 202, "the small table is copied again at once"
     assert {chr(row["__op"]) for _, _, row in stage.log.records()} >= {"u", "d"}
     found = {

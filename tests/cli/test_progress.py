@@ -42,7 +42,8 @@ def test_a_replay_is_told_by_what_it_began_with() -> None:
 def test_without_a_terminal_each_table_that_is_copied_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     """All of them stood in one line, of unbounded length."""
     copies = {f"public.t{n}": {"state": "reading", "rows": n, "rows_estimate": 10} for n in (1, 2)}
-    progress = {"records": 5, "source_end": 9, "durable": 9, "copies": copies | {"public.t3": {"state": "paused"}}}
+    copies |= {"public.t3": {"state": "paused"}, "public.t4": {"state": "copy_held"}}
+    progress = {"records": 5, "source_end": 9, "durable": 9, "copies": copies}
     report = RunReport(terminal=False, until_caught_up=False)
     report.heard(("capture", "progress", {"stream": "shop", "progress": progress}))
     assert capsys.readouterr().err.splitlines() == [
@@ -50,6 +51,7 @@ def test_without_a_terminal_each_table_that_is_copied_has_a_line(capsys: pytest.
         "copying public.t1: 1 of about 10 rows",
         "copying public.t2: 2 of about 10 rows",
         "the copy of public.t3 is paused",
+        "the copy of public.t4 is held, until `millstream tables copy` asks for it",
     ]
 
 

@@ -142,8 +142,8 @@ class CaptureProgress:
     records: int
     """Number of records made durable by this run."""
     copies: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """By table being copied: `state` (`waiting`, `preparing`, `reading`, `paused`), `rows`, `rows_estimate`, `bytes`,
-    `rows_per_s`, `bytes_per_s`, `eta_s`, `ranges`, `ranges_done`, `holds_stream` (whether the stream waits for it);
+    """By table being copied: `state` (`waiting`, `preparing`, `reading`, `paused`, `copy_held`), `rows`, `rows_estimate`,
+    `bytes`, `rows_per_s`, `bytes_per_s`, `eta_s`, `ranges`, `ranges_done`, `holds_stream` (whether the stream waits for it);
     None for unknown values."""
     mode: Mode = Mode.STREAMING
     """How the source is read."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _EVERY_S: Final = 10.0
 """Seconds between lines if they can't be redrawn."""
 _WIDTH: Final = 110
+_WAITING_COPIES: Final = {"paused": "paused", "copy_held": "held, until `millstream tables copy` asks for it"}
 
 
 class StatusLine:
@@ -281,6 +282,6 @@ def _describe_replay(replay: dict[str, Any], rows_per_s: float | None) -> str:
 
 
 def _describe_copy(table: str, copy: dict[str, Any]) -> str:
-    if copy.get("state") == "paused":
-        return f"the copy of {table} is paused"
+    if (word := _WAITING_COPIES.get(copy.get("state", ""))) is not None:
+        return f"the copy of {table} is {word}"
     return f"copying {table}: {copy_words(copy)}"

@@ -13,7 +13,7 @@ from millstream.capture.copying.chunk_sizes import ChunkSizes
 from millstream.capture.copying.copied_file import CopiedFile
 from millstream.capture.copying.key_ranges import FIRST_KEYS_RANGE, KEYS_MAX, OpenChunk, Range
 from millstream.capture.source import SourceTable
-from millstream.catalog import CopyChunk, TableRow
+from millstream.catalog import COPY_HELD, CopyChunk, TableRow
 from millstream.model.ids import TableId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Lsn
@@ -185,7 +185,7 @@ class Copy:
         estimate = self._row_estimate(rows, size)
         rate = 0.0 if self.paused else self.rows_rate.per_s(now_s)
         return {
-            "state": "paused" if self.paused else self.stage.name.lower(),
+            "state": self._state,
             "rows": rows,
             "rows_estimate": estimate,
             "bytes": size,
@@ -195,6 +195,12 @@ class Copy:
             "ranges": len(self.ranges),
             "ranges_done": sum(r.finished for r in self.ranges.values()),
         }
+
+    @property
+    def _state(self) -> str:
+        if not self.paused:
+            return self.stage.name.lower()
+        return COPY_HELD if self.row.is_copy_held else "paused"
 
     def _row_estimate(self, rows: int, size_bytes: int) -> int | None:
         """Return the source's estimate; for a table never analysed, one by its size. None if it has more already.
