@@ -416,13 +416,13 @@ def test_a_name_that_comes_and_goes_is_noticed_in_a_table(stage: Stage, kind: st
         "UPDATE t SET d = 'd', c = 'n' WHERE id = 1",
     )
     stage.catch_up()
-    assert marks(stage) == (kind == "without a key"), "each copy of a table without a key begins so"
+    assert marks(stage) == 0, "a table's first copy voids nothing"
     stage.sql(
         "ALTER TABLE t RENAME c TO x", "INSERT INTO t VALUES (22, 'a', 'b', 'c', 'd')", "ALTER TABLE t RENAME x TO c"
     )
     stage.catch_up()
     stage.catch_up()
-    assert marks(stage) == 1 + (kind == "without a key")
+    assert marks(stage) == 1
     rows = stage.log.replay()["public.t"]
     assert {row["c"] for row in (rows[None] if None in rows else rows.values())} == {"c", "n"}
 
