@@ -17,7 +17,9 @@ from millstream.console import live_status as module
 from millstream.console.html import Part, Rendered, tag
 from millstream.console.live_status import Live, Snapshot, View
 from millstream.console.visible_streams import VisibleStreams
+from millstream.errors import MillstreamError
 from millstream.process_metrics import LOG_RECORDS
+from millstream.testing.errors import coded
 
 EMPTY: dict[str, Any] = {"streams": [], "measures": {}}
 VIEW = View("/", VisibleStreams(None))
@@ -176,6 +178,37 @@ def test_without_any_status_the_error_is_the_viewer_s() -> None:
             with pytest.raises(OSError, match="gone"):
                 await live.area(VIEW)
         live.close()
+
+    asyncio.run(look())
+
+
+def test_the_first_page_while_a_status_hangs_shows_the_last_one_of_others_or_says_so(monkeypatch: Any) -> None:
+    """It waited for as long as the status hung."""
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(module, "_FIRST_PATIENCE_S", 0.1)
+    monkeypatch.setattr(module, "_EVERY_S", 0.01)
+    home = Home()
+    home.may.clear()
+
+    async def look() -> None:
+        known = EMPTY | {"number": 0}, time.monotonic() - 60
+        live = Live(home.collect, render, home.look, lambda: known)
+        first, area = await live.area(VIEW)
+        assert time.monotonic() - first.taken_s > 60
+        assert "/ 0" in area.whole
+        other = Live(home.collect, render, home.look)
+        with capture_logs() as logs, other.watched(VIEW):
+            for _ in range(2):
+                with pytest.raises(MillstreamError, check=coded("status_hangs")):
+                    await other.area(VIEW)
+            for _ in range(3):
+                await other.next(within_s=60)
+            home.may.set()
+            await until_newer(other, 0)
+        assert len(logs) == 1
+        await until(live.snapshot, lambda found: found.status["number"] > 0)
+        live.close()
+        other.close()
 
     asyncio.run(look())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections.abc import Iterator
 from http.cookies import SimpleCookie
 from pathlib import Path
@@ -17,11 +18,12 @@ from tests.console.homes import COLUMN, HOSTILE, VALUE, Site, filled_home, follo
 from tests.console.test_html import Seen
 
 from millstream.app.open_home import OpenHome
-from millstream.console import table_page
+from millstream.app.status import collect_status
+from millstream.console import live_status, table_page
 from millstream.console.routes import Console, _live_path
 from millstream.model.access import Rights
 from millstream.model.ids import TableId
-from millstream.serving import browser_sessions
+from millstream.serving import browser_sessions, health
 
 PAGES = ("/", "/tables", "/tables/shop/public.orders", "/log", "/log/shop", "/query", "/consumers", "/nodes")
 OWN = {"origin": "http://127.0.0.1:8787"}
@@ -366,6 +368,48 @@ def test_the_event_stream_has_differences_alone(open_site: Site) -> None:
     _, found = events(open_site, "/console/events?path=/tables&version=x")
     assert [name for name, _ in found][:2] == ["whole", "tick"]
     assert "public.orders" in found[0][1]["live"]
+
+
+def test_while_the_first_status_hangs_pages_say_so_and_show_it_once_it_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each page waited for it without end."""
+    monkeypatch.setattr(live_status, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(live_status, "_FIRST_PATIENCE_S", 0.1)
+    may = threading.Event()
+
+    def hanging(*arguments: Any) -> dict[str, Any]:
+        assert may.wait(60)
+        return collect_status(*arguments)
+
+    monkeypatch.setattr(health, "collect_status", hanging)
+    with site_of(filled_home(tmp_path / "home")) as site:
+        for path in ("/", "/tables", "/tables/shop/public.orders", "/log/shop", "/diff"):
+            answer = site.get(path)
+            assert answer.status_code == 503, path
+            assert "status_hangs" in answer.text
+            assert "millstream doctor" in answer.text
+        # A page that was open before the server began again goes on.
+        timer = threading.Timer(0.3, may.set)
+        timer.start()
+        _, found = events(site, "/console/events?path=/tables&version=x")
+        timer.join()
+        assert [name for name, _ in found][:2] == ["whole", "tick"]
+        assert "public.orders" in found[0][1]["live"]
+
+
+def test_the_first_page_shows_the_status_that_was_taken_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_status, "_PATIENCE_S", 0.05)
+    may = threading.Event()
+    with site_of(filled_home(tmp_path / "home")) as site:
+        site.application.health.status()
+        monkeypatch.setattr(health, "collect_status", lambda *_: may.wait(60))
+        answer = site.get("/tables/shop/public.orders")
+        may.set()
+        assert answer.status_code == 200
+        assert "Version 2: public.orders" in Seen(answer.text).text
 
 
 def test_a_node_that_has_never_led_shows_its_log_and_its_tables(tmp_path: Path) -> None:

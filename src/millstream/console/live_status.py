@@ -20,6 +20,7 @@ import structlog
 from millstream.app.record_rates import Rates, Status
 from millstream.console.html import Rendered
 from millstream.console.visible_streams import VisibleStreams
+from millstream.errors import MillstreamError
 
 logger = structlog.get_logger("millstream.serve")
 
@@ -31,6 +32,8 @@ _UNCHANGED_S: Final = 5.0
 """How long a status is shown while nothing seems to have changed: lags in seconds grow, and a look doesn't see everything."""
 _PATIENCE_S: Final = 2.0
 """How long a page waits for the next status before it shows the last one."""
+_FIRST_PATIENCE_S: Final = 5.0
+"""How long a page waits if there is no last one; as long as a request for the status does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +65,20 @@ class Live:
         collect: returns the status; it may block.
         render: makes a view's area.
         look: returns a value that differs if a new status would; None if that isn't known.
+        last: returns the last status that was taken for others, and when on the monotonic clock; None if there is none.
     """
 
-    def __init__(self, collect: Callable[[], Status], render: Render, look: Callable[[], Hashable | None]) -> None:
+    def __init__(
+        self,
+        collect: Callable[[], Status],
+        render: Render,
+        look: Callable[[], Hashable | None],
+        last: Callable[[], tuple[Status, float] | None] = lambda: None,
+    ) -> None:
         self._collect = collect
         self._render = render
         self._look = look
+        self._last = last
         self._rates = Rates()
         # Two threads: areas of the last status are made while the next one hangs.
         self._taker, self._drawer = (
@@ -92,16 +103,26 @@ class Live:
         self._drawer.shutdown(wait=False)
 
     async def snapshot(self) -> Snapshot:
-        """Return the current status; the last one, with its age, if the next can't be taken or takes too long."""
+        """Return the current status; the last one, with its age, if the next can't be taken or takes too long.
+
+        Raises:
+            MillstreamError (`status_hangs`): there is no last one.
+        """
         now_s = time.monotonic()
         if self._current is not None and now_s - self._looked_s < _EVERY_S:
             return self._current
         if self._taking is None or self._taking.done():
             self._began_s = now_s
             self._taking = asyncio.get_running_loop().run_in_executor(self._taker, self._take)
-        taking, patience_s = self._taking, max(0.0, self._began_s + _PATIENCE_S - now_s)
-        await asyncio.wait([taking], timeout=None if self._current is None else patience_s)
-        return self._current or taking.result()
+        taking = self._taking
+        for patience_s in (_PATIENCE_S, _FIRST_PATIENCE_S):
+            await asyncio.wait([taking], timeout=max(0.0, self._began_s + patience_s - time.monotonic()))
+            if self._current is not None:
+                return self._current
+        if not taking.done():
+            waited_s = time.monotonic() - self._began_s
+            raise MillstreamError(f"no status could be taken for {waited_s:.1f} s", code="status_hangs")
+        return taking.result()
 
     async def area(self, view: View) -> tuple[Snapshot, Rendered]:
         """Return a view's area, and the status that it shows."""
@@ -149,13 +170,18 @@ class Live:
                     if view not in snapshot.areas:
                         await asyncio.get_running_loop().run_in_executor(self._drawer, self._area, snapshot, view)
             except Exception:
-                logger.exception("the console's first status can't be taken, or an area can't be made")
+                if not self._is_failing:
+                    logger.exception("the console's first status can't be taken, or an area can't be made")
+                self._is_failing = True
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()
             await asyncio.sleep(_EVERY_S)
 
     def _take(self) -> Snapshot:
-        current, self._looked_s = self._current, time.monotonic()
+        self._looked_s = time.monotonic()
+        if self._current is None and (last := self._last()) is not None:
+            self._current = Snapshot(last[0], {}, last[1])
+        current = self._current
         try:
             self._current = self._next(current, self._looked_s)
         except Exception:
@@ -189,5 +215,6 @@ class Live:
         if view not in snapshot.areas:
             start_s = time.thread_time()
             snapshot.areas[view] = self._render(view, snapshot)
-            self._costs_s[-1] += time.thread_time() - start_s
+            if self._costs_s:
+                self._costs_s[-1] += time.thread_time() - start_s
         return snapshot.areas[view]

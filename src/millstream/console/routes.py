@@ -94,7 +94,9 @@ class Console:
         self._threads = ThreadPoolExecutor(_DETAILS_AT_ONCE, thread_name_prefix="console-details")
         self.figures: Final = Figures(application.home, application.health.status)
         self.diffs: Final = diff_page.Diffs(application.home)
-        self.live: Final = Live(application.health.renewed, self._area, partial(look, self._home))
+        self.live: Final = Live(
+            application.health.renewed, self._area, partial(look, self._home), application.health.last
+        )
         self._drawn = lru_cache(_CHARTS_KEPT)(self._draw)
         self._name = self._home.path.name
         folder = files("millstream.console").joinpath("static")
@@ -453,8 +455,15 @@ class _Events(Response):
         sent: Rendered | None = None
         check_at_s = time.monotonic() + _CHECK_EVERY_S
         with self._live.watched(self._view):
-            snapshot, area = await self._live.area(self._view)
+            snapshot, area = await self._first()
             while True:
+                if time.monotonic() >= check_at_s:
+                    try:
+                        await self._check()
+                    except MillstreamError as error:
+                        await _send(send, "problem", problem_of(error))
+                        return
+                    check_at_s = time.monotonic() + _CHECK_EVERY_S
                 if sent is None and area.version == self._version:
                     sent = area
                 for name, data in area.since(sent).items():
@@ -464,13 +473,14 @@ class _Events(Response):
                 await _send(send, "tick", {"age_s": age_s, "troubles": area.troubles})
                 await self._live.next(within_s=_TICK_S)
                 snapshot, area = self._live.current(self._view) or (snapshot, area)
-                if time.monotonic() >= check_at_s:
-                    try:
-                        await self._check()
-                    except MillstreamError as error:
-                        await _send(send, "problem", problem_of(error))
-                        return
-                    check_at_s = time.monotonic() + _CHECK_EVERY_S
+
+    async def _first(self) -> tuple[Snapshot, Rendered]:
+        """Return the first area. A page whose server has started again waits for it, however long a status hangs."""
+        while True:
+            try:
+                return await self._live.area(self._view)
+            except MillstreamError:
+                await self._live.next(within_s=_TICK_S)
 
 
 async def _send(send: Send, event: str, data: object) -> None:

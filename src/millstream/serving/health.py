@@ -92,6 +92,10 @@ class Health:
             status = {**status, "problems": [*status["problems"], problem]}
         return {**status, "age_s": age_s}
 
+    def last(self) -> tuple[dict[str, Any], float] | None:
+        """Return the last status, and when it was taken on the monotonic clock; None if there is none."""
+        return (self._status, self._status_s) if self._status else None
+
     def renewed(self) -> dict[str, Any]:
         """Return the status as of now."""
         with self._lock:
