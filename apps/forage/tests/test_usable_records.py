@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,10 @@ NO_ITEMS = [
     {"embedding": [float("nan"), *VECTOR[1:]]},
     {"embedding": [None, *VECTOR[1:]]},
     {"embedding": None},
+    {"embedding": [3e38] * DIMENSIONS},
+    {"embedding": [0.0] * DIMENSIONS},
+    {"tags": ["a", None]},
+    {"entities": [None]},
     {"category": None},
     {"title": None},
     {"url": "javascript:alert(1)"},
@@ -57,6 +62,11 @@ def test_columns_that_nobody_wrote_are_null_or_leave_the_records_out():
     assert usable("signals", rows({**signal, "kind": "like"}, {})).num_rows == 0
     assert usable("hides", rows({"user": 1, "target": "tag", "value": "x", "hidden": True}, {})).num_rows == 0
     assert usable("hides", rows({"user": 1, "target": "item", "value": "1"}, {})).num_rows == 0
+    for value in ("x", "", "01", "-1", "1.0", "1\n", "9" * 20, "٣"):
+        assert usable("hides", rows({"user": 1, "target": "item", "value": value, "hidden": True}, {})).num_rows == 0
+        assert usable("hides", rows({"user": 1, "target": "source", "value": value, "hidden": True}, {})).num_rows == 1
+    for weight in (-0.5, 1.5, 1e308, float("nan")):
+        assert usable("signals", rows({**signal, "weight": weight}, {})).num_rows == 0
     assert usable("items", rows({name: value for name, value in ITEM.items() if name != "embedding"}, {})).num_rows == 0
     assert usable("items", rows({**ITEM, "added": "yesterday"}, {})).num_rows == 0, "a column of another type"
 
@@ -72,6 +82,20 @@ def test_an_engine_serves_and_opens_again_beside_items_that_can_not_be_folded(tm
     with ForageEngine.open(tmp_path / "home") as engine:
         shown = {item.item_id for item in engine.feed(1, 50, preview=True).items}
         assert not shown & {1000, 1001}
+
+
+def test_records_that_other_programs_append_break_no_answer(tmp_path: Path):
+    """A hide of an item that is no number failed every later feed of its user."""
+    signal = {"user": 1, "item": 1, "kind": "save", "now": 5}
+    with ForageEngine.open(tmp_path / "home") as engine:
+        engine.seed_default_corpus()
+        with millstream.open(tmp_path / "home") as home:
+            home.append(STREAM, "hides", {"user": 1, "target": "item", "value": "x", "hidden": True, "kind": "hide"})
+            home.append(STREAM, "signals", [{**signal, "id": n, "weight": w} for n, w in ((900, 5.0), (901, 1e308))])
+            home.append(STREAM, "items", {**ITEM, "tags": ["a", None]})
+        assert len(engine.feed(1).items) == 7
+        for answer in (engine.feed(1), engine.browse_tasks(), engine.browse_tasks(1), engine.items()):
+            json.dumps(as_json(answer), allow_nan=False)
 
 
 def test_what_an_engine_wrote_itself_is_read_again_whatever_its_clock_and_its_items(tmp_path: Path):
@@ -93,7 +117,12 @@ def test_what_an_engine_wrote_itself_is_read_again_whatever_its_clock_and_its_it
 def test_an_impression_of_any_token_is_folded(token: str):
     shown = {"id": 1, "feed": 1, "user": 1, "item": 1, "slot": 1, "arm": "a/b", "label": "x", "explore": True,
              "propensity": 0.5, "policy": "p", "seed": 1, "limit": 7, "token": token, "now": -5}  # fmt: skip
-    assert usable("impressions", rows(shown, {}, {"token": "?"}, {"propensity": float("inf")})).num_rows == 1
+    assert (
+        usable(
+            "impressions", rows(shown, {}, {"token": "?"}, {"propensity": float("inf")}, {"propensity": 0.0})
+        ).num_rows
+        == 1
+    )
 
 
 def test_a_fold_that_failed_half_way_answers_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

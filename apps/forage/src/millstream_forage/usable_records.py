@@ -28,6 +28,9 @@ _IDS: Final = frozenset({"id", "user", "item", "impression", "feed", "seed"})
 _NOT_NEGATIVE: Final = frozenset({"duration_ms", "slot", "limit", "reading_time_min"})
 _ONE_OF: Final = {"signals": ("kind", KINDS), "hides": ("target", TARGETS)}
 _PATTERNS: Final = {"url": r"^(?i:https?)://[^\s/?#]\S*$", "token": r"\.[sm]\d{1,18}(~|$)"}
+_ID_TEXT: Final = r"^(0|[1-9]\d{0,15})$"
+_UNIT: Final = 1e-3
+"""How far from 1 the square of a vector's length may be."""
 
 
 def usable(table: str, rows: Rows) -> Rows:
@@ -72,12 +75,19 @@ def _keeping(table: str, rows: pa.RecordBatch | pa.Table) -> np.ndarray[Any, np.
             rules.append(_or_null(pc.and_(pc.greater_equal(column, 0), pc.less_equal(column, ID_MAX))))
         if name in _NOT_NEGATIVE:
             rules.append(_or_null(pc.greater_equal(column, 0)))
-        if pa.types.is_floating(column.type):
-            rules.append(_or_null(pc.is_finite(column)))
+        if name == "weight":
+            rules.append(_or_null(pc.and_(pc.greater_equal(column, 0), pc.less_equal(column, 1))))
+        if name == "propensity":
+            rules.append(_or_null(pc.and_(pc.greater(column, 0), pc.less_equal(column, 1))))
         if name in _PATTERNS:
             rules.append(_or_null(pc.match_substring_regex(column, _PATTERNS[name])))
         if name == "embedding":
-            rules.append(_are_vectors(column))
+            rules.append(_are_unit_vectors(column))
+        elif pa.types.is_list(column.type):
+            rules.append(_have_no_null(column))
+    if table == "hides":
+        is_other = pc.not_equal(rows.column("target"), "item")
+        rules.append(_or_null(pc.or_(is_other, pc.match_substring_regex(rows.column("value"), _ID_TEXT))))
     if table in _ONE_OF:
         name, values = _ONE_OF[table]
         rules.append(pc.is_in(rows.column(name), pa.array(values)))
@@ -88,11 +98,16 @@ def _or_null(rule: pa.Array) -> pa.Array:
     return pc.fill_null(rule, True)
 
 
-def _are_vectors(column: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
-    """Return which values are vectors of finite numbers."""
-    has_length = pc.equal(pc.list_value_length(column), DIMENSIONS)
-    numbers = pc.list_flatten(column)
-    bad = pc.list_parent_indices(column).filter(pc.invert(pc.fill_null(pc.is_finite(numbers), False)))
-    is_finite = np.ones(len(column), np.bool_)
-    is_finite[bad.to_numpy()] = False
-    return pc.and_(pc.fill_null(has_length, False), pa.array(is_finite))
+def _have_no_null(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """Return which lists have no null in them."""
+    has_none = np.ones(len(column), np.bool_)
+    has_none[pc.list_parent_indices(column).filter(pc.is_null(pc.list_flatten(column))).to_numpy()] = False
+    return pa.array(has_none)
+
+
+def _are_unit_vectors(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """Return which values are vectors of the length 1."""
+    keeps = np.array(pc.fill_null(pc.equal(pc.list_value_length(column), DIMENSIONS), False))
+    vectors = np.asarray(pc.list_flatten(column.filter(pa.array(keeps)))).reshape(-1, DIMENSIONS)
+    keeps[keeps] = np.abs(np.einsum("ij,ij->i", vectors, vectors) - 1) < _UNIT
+    return pa.array(keeps)
