@@ -11,6 +11,7 @@ import io
 import re
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -114,9 +115,11 @@ def _pip() -> list[str]:
     """Return the command for pip: this Python's, or the one that Python brings along for new environments."""
     if find_spec("pip") is not None:
         return [sys.executable, "-P", "-m", "pip"]
-    found = find_spec("ensurepip")
-    for folder in (found.submodule_search_locations if found is not None else None) or ():
-        for wheel in sorted(Path(folder, "_bundled").glob("pip-*.whl")):
+    ensurepip = find_spec("ensurepip")
+    folders = [f"{folder}/_bundled" for folder in (ensurepip and ensurepip.submodule_search_locations) or ()]
+    folders += filter(None, [sysconfig.get_config_var("WHEEL_PKG_DIR")])  # where Debian and Fedora keep it
+    for folder in folders:
+        for wheel in sorted(Path(folder).glob("pip-*.whl")):
             return [sys.executable, str(wheel / "pip")]
     raise UsageError(
         "pip fetches the packages of another platform, and isn't installed here",
