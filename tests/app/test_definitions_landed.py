@@ -136,12 +136,23 @@ def test_random_changes_are_answered_before_and_after_they_land(
         for _ in range(4):
             source.play(5)
             landed.capture()
+            if an_array_became_a_text(landed):
+                return
             found = connection.execute("SELECT * FROM t ORDER BY id")
             names = log_names([column.name for column in found.description or ()])
             wanted = [dict(zip(names, map(printed, row), strict=True)) for row in found.fetchall()]
             assert answered(landed, names, lake_only=False) == wanted, source.done
             landed.land()
             assert answered(landed, names, lake_only=True) == wanted, source.done
+
+
+def an_array_became_a_text(landed: LandedHome) -> bool:
+    """Whether a dropped array's name passed to a text: no type holds both, so the table waits for a rebuild."""
+    with millstream.open(landed.home.path) as home:
+        reasons = json.loads((home.query("FROM public.t").schema.metadata or {}).get(b"millstream.reasons", b"[]"))
+    conflicts = [reason for reason in reasons if reason["code"] == "quarantined"]
+    assert all("list<item: int32> in the lake and is now string" in reason["detail"] for reason in conflicts), conflicts
+    return bool(conflicts)
 
 
 def answered(landed: LandedHome, names: list[str], *, lake_only: bool) -> list[dict[str, str | None]]:
