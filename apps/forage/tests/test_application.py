@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,9 @@ from apps.forage.tests.memory_home import SetClock, engine_on, seeded_home
 from starlette.testclient import TestClient
 
 from millstream import Guard
-from millstream_forage.application import BODY_MAX, CALLS, Application
+from millstream_forage.application import BODY_MAX, CALLS, Application, body_of
 from millstream_forage.engine import ForageEngine
+from millstream_forage.problems import MalformedBody
 from millstream_forage.tables import home_config
 
 SAVE = {"user_id": 1, "item_id": 1, "signal_type": "save"}
@@ -79,6 +81,17 @@ def test_a_field_that_is_given_twice_is_named(client: TestClient) -> None:
     assert problem(client.post("/signal", content=body), 422)["field"] == "user_id"
     body = b'{"user_id": 1, "target": {"item": 1, "item": 2}, "kind": "hide"}'
     assert problem(client.post("/hide", content=body), 422)["field"] == "item"
+
+
+def test_a_body_that_does_not_arrive_whole_is_no_request() -> None:
+    """Its beginning was taken for all of it if that was JSON."""
+    messages = [{"type": "http.request", "body": b"{}", "more_body": True}, {"type": "http.disconnect"}]
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0)
+
+    with pytest.raises(MalformedBody, match="whole"):
+        asyncio.run(body_of(receive))
 
 
 def test_items_are_added_once_and_listed_by_pages(client: TestClient) -> None:

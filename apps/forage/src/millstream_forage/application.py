@@ -211,10 +211,13 @@ async def body_of(receive: Receive) -> bytes:
 
     Raises:
         BodyTooLarge: it has more bytes than `BODY_MAX`.
+        MalformedBody: the client is gone before its end.
     """
     body = bytearray()
     while True:
         message = await receive()
+        if message["type"] == "http.disconnect":
+            raise MalformedBody("the body never arrived whole")
         body += message.get("body", b"")
         if len(body) > BODY_MAX:
             raise BodyTooLarge(f"the body has more than {BODY_MAX} bytes")

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream_forage.columns import Column, Ids, Index, Ints, Names, Records
-from millstream_forage.tables import DIMENSIONS, ITEMS, KINDS, TARGETS
+from millstream_forage.tables import DIMENSIONS, ITEMS, KINDS, SCHEMAS, TARGETS
 
 KIND_CODES: Final[dict[str, int]] = {kind: code for code, kind in enumerate(KINDS)}
 DWELL: Final = KIND_CODES["dwell"]
@@ -304,7 +304,8 @@ class State:
             "hides": self.hides.apply,
             "heartbeats": self._apply_heartbeats,
         }
-        self._early: list[tuple[str, pa.RecordBatch]] = []
+        # By table: records of an item or impression that hasn't come.
+        self._early: dict[str, list[pa.RecordBatch]] = {}
 
     def apply(self, table: str, batch: pa.RecordBatch) -> None:
         """Take a batch of one table's records: its own columns, and `__seq`. Other tables' records are skipped."""
@@ -313,8 +314,10 @@ class State:
         self.applied += batch.num_rows
         self._apply_ready(table, batch)
         if table in REFERRED_TO and self._early:
-            waiting, self._early = sorted(self._early, key=lambda early: early[0]), []  # impressions, then signals
-            for early_table, early in waiting:
+            waiting, self._early = self._early, {}
+            for early_table, batches in sorted(waiting.items()):  # impressions, then signals
+                # As one batch: a look at each would cost every answer some 80 µs, for as long as it waits.
+                (early,) = pa.Table.from_batches(batches).combine_chunks().to_batches()
                 self._apply_ready(early_table, early)
 
     def index(self) -> None:
@@ -334,7 +337,9 @@ class State:
             known = self.impressions.by_id.first_rows(named.fill_null(NO_ROW).to_numpy()) != NO_ROW
             ready &= known | pc.is_null(named).to_numpy(zero_copy_only=False)
         if not ready.all():
-            self._early.append((table, batch.filter(pa.array(~ready))))
+            schema = SCHEMAS[table].append(pa.field("__seq", pa.int64()))
+            early = pa.RecordBatch.from_arrays([batch[name] for name in schema.names], schema=schema)
+            self._early.setdefault(table, []).append(early.filter(pa.array(~ready)))
             batch = batch.filter(pa.array(ready))
         if batch.num_rows:
             self._folds[table](batch)
