@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import json
 import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -189,6 +191,41 @@ def test_a_home_that_doesn_t_answer_is_told_from_one_that_is_idle(browser: Chrom
     browser.until(f"{age} === 'live'")
 
 
+class BadGateway(http.server.BaseHTTPRequestHandler):
+    """A proxy whose server is gone."""
+
+    asked = threading.Event()
+
+    def do_GET(self) -> None:
+        self.send_error(502)
+        self.asked.set()
+
+    do_HEAD = do_GET  # noqa: N815 - the name of the base class
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name of the base class
+        """Log nothing."""
+
+
+def test_a_page_goes_on_once_its_server_has_started_again(browser: Chromium, tmp_path: Path) -> None:
+    """After one answer such as a proxy's 502 it stayed without news until it was loaded again."""
+    folder = make_home(tmp_path / "home", "[streams.shop]\n")
+    with served(folder) as server:
+        append(server, "shop", "public.orders", {"id": 1})
+        show(browser, server, "/tables")
+        browser.until("document.querySelectorAll('tbody tr').length === 1")
+        address = server.address
+    with http.server.HTTPServer(("127.0.0.1", int(address.rpartition(":")[2])), BadGateway) as proxy:
+        thread = threading.Thread(target=proxy.serve_forever)
+        thread.start()
+        assert BadGateway.asked.wait(60)
+        proxy.shutdown()
+        thread.join()
+    with served(folder, MILLSTREAM_HTTP__LISTEN=address) as server:
+        append(server, "shop", "public.customers", {"id": 1})
+        browser.until("document.querySelectorAll('tbody tr').length === 2")
+        browser.until("document.getElementById('age').textContent === 'live'")
+
+
 @contextlib.contextmanager
 def capture_failed(home: Home, error: MillstreamError) -> Iterator[None]:
     with home.open_catalog() as catalog:
@@ -342,14 +379,23 @@ def test_a_token_logs_in_and_out(browser: Chromium, tmp_path: Path) -> None:
     home.prepare()
     with home.open_catalog() as catalog:
         token = catalog.create_access_token(Rights.parse(["*=read"]), name="anna")[1]
-    with served(folder) as server:
-        browser.open(f"http://{server.address}/consumers")
+
+    def log_in() -> None:
         browser.until("location.pathname === '/console/login' && document.readyState === 'complete'")
         browser.run("document.getElementById('token').focus()")
         browser.call("Input.insertText", text=token)
         browser.press("Enter")
         browser.until("location.pathname === '/consumers' && document.readyState === 'complete'")
         browser.until("document.getElementById('age').textContent === 'live'")
+
+    with served(folder) as server:
+        browser.open(f"http://{server.address}/consumers")
+        log_in()
+        address = server.address
+    # Its sessions end with the server: an open page leads to the login, and not to a home that doesn't answer.
+    with served(folder, MILLSTREAM_HTTP__LISTEN=address) as server:
+        log_in()
+        browser.problems.clear()  # requests that the server refused, or didn't answer
         assert browser.run("document.cookie") == "", "scripts read no session"
         browser.click(".logout button")
         browser.until("location.pathname === '/console/login'")

@@ -5,6 +5,8 @@
 const OLD_S = 5;
 // Older data shows its age.
 const FRESH_S = 3;
+// How long after the end of a connection to the home the page makes another one.
+const AGAIN_S = 2;
 
 // Change one element to be like another, without replacing what stays: focus, selection and open details remain.
 function morph(old, fresh) {
@@ -58,27 +60,39 @@ function watch(live) {
   const said = document.getElementById("said");
   let heardAt = performance.now();
   let takenAt = heardAt - 1000 * Number(age.dataset.age);
-  const parameters = new URLSearchParams({ path: live.dataset.path, version: live.dataset.version });
-  const events = new EventSource(`/console/events?${parameters}`);
-  events.addEventListener("whole", (event) => morphChildren(live, parsed(JSON.parse(event.data).live)));
-  events.addEventListener("parts", (event) => {
-    for (const [id, html] of Object.entries(JSON.parse(event.data))) {
-      const part = document.getElementById(id);
-      const fresh = parsed(html).firstElementChild;
-      if (part && fresh) morph(part, fresh);
-    }
-  });
-  events.addEventListener("tick", (event) => {
-    const { age_s: ageS, troubles } = JSON.parse(event.data);
-    heardAt = performance.now();
-    takenAt = heardAt - 1000 * ageS;
-    document.title = troubles ? `(${troubles}) ${title}` : title;
-    show();
-  });
-  events.addEventListener("problem", () => {
-    events.close();
-    location.reload();
-  });
+  let events;
+  function connect(version) {
+    events = new EventSource(`/console/events?${new URLSearchParams({ path: live.dataset.path, version })}`);
+    events.addEventListener("whole", (event) => morphChildren(live, parsed(JSON.parse(event.data).live)));
+    events.addEventListener("parts", (event) => {
+      for (const [id, html] of Object.entries(JSON.parse(event.data))) {
+        const part = document.getElementById(id);
+        const fresh = parsed(html).firstElementChild;
+        if (part && fresh) morph(part, fresh);
+      }
+    });
+    events.addEventListener("tick", (event) => {
+      const { age_s: ageS, troubles } = JSON.parse(event.data);
+      heardAt = performance.now();
+      takenAt = heardAt - 1000 * ageS;
+      document.title = troubles ? `(${troubles}) ${title}` : title;
+      show();
+    });
+    events.addEventListener("problem", () => location.reload());
+    // A browser's own attempts end at an answer such as a proxy's 502, and name the version that the page began with, which
+    // it may no longer show.
+    events.onerror = () => {
+      events.close();
+      setTimeout(reconnect, 1000 * AGAIN_S);
+    };
+  }
+  // Sessions end when the server starts again: the page then leads to the login.
+  async function reconnect() {
+    const answer = await fetch("/console/events", { method: "HEAD" }).catch(() => null);
+    if ([401, 403].includes(answer?.status)) location.reload();
+    else connect("");
+  }
+  connect(live.dataset.version);
   let wasOld = false;
   function show() {
     const now = performance.now();
