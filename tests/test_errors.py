@@ -12,6 +12,7 @@ import pytest
 import millstream
 import millstream.errors as errors_module
 from millstream.errors import MillstreamError, Retry, codes_of, error_of
+from millstream.model.addresses import IN_CATALOG
 
 Kind = tuple[type[MillstreamError], str]
 KINDS: list[Kind] = [
@@ -25,6 +26,16 @@ SHARED = {
 }
 """A rule's error has the code that an append's has: only capture and the configuration raise it, and no client gets it as a
 class. An Iceberg lake's catalog has the code of the home's: across a process border it is the home's class, which is retried alike."""
+
+
+def test_a_lake_in_the_catalogs_place_is_not_named_by_an_address_that_nobody_wrote() -> None:
+    path = f"{IN_CATALOG}/shop/current/public.orders"
+    error = errors_module.LakeUnavailable(f"{path}: no answer", path=path)
+    assert (error.message, error.details["path"]) == (
+        "shop/current/public.orders: no answer",
+        "shop/current/public.orders",
+    )
+    assert errors_module.LakeError(f"{IN_CATALOG}: no answer").message == "the lake in the catalog: no answer"
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=CODES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 import sqlite3
 import time
@@ -22,9 +23,10 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 
-from millstream.errors import LakeConflict, LakeError, LakeTableForeign
+from millstream.errors import LakeConflict, LakeError, LakeTableForeign, LakeUnavailable
 from millstream.lake import history
 from millstream.lake.commit_cuts import commit_cut, last_cut
+from millstream.lake.data_files import probe_storage
 from millstream.lake.folded.current import begin_fold, fold_table
 from millstream.lake.folded.scd2 import fold_into_versions, rebuild_versions
 from millstream.lake.history import append_history, commit_records, write_records
@@ -335,6 +337,25 @@ def test_a_column_with_the_name_of_a_lists_elements_is_refused_by_name(
         with pytest.raises(LakeError, check=coded("lake_schema_conflict")) as refused:
             append_history(lake, changed, [records(changed, ("c", 2, {"id": 2}))], Seq(2))
         assert refused.value.details["column"] == "tags.element"
+
+
+def test_an_iceberg_lake_in_a_store_without_keys_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pyarrow's client sends requests unsigned then; the store's refusal was an unknown error, after retries."""
+    for name in [*os.environ]:
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    options = {"AWS_ENDPOINT_URL": "http://127.0.0.1:1", "AWS_ALLOW_HTTP": "true"}
+    layout = replace(iceberg(tmp_path), location="s3://bucket/lake", storage_options=options)
+    for call in (last_cut, probe_storage):
+        with pytest.raises(LakeUnavailable, check=coded("lake_credentials"), match="there are no keys") as refused:
+            call(layout)
+        assert "storage_options" in refused.value.hint
+    (tmp_path / ".aws").mkdir()
+    (tmp_path / ".aws" / "credentials").write_text("[default]\naws_access_key_id = a\naws_secret_access_key = b\n")
+    with pytest.raises(LakeUnavailable, check=coded("lake_unavailable")):
+        probe_storage(layout)
 
 
 def test_an_iceberg_lake_that_was_moved_is_refused(tmp_path: Path, orders: TableSchema, records: Records) -> None:

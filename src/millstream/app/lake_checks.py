@@ -56,7 +56,8 @@ def _object_store(home: Home, name: str, stream: StreamConfig) -> str:
 
     layout = lake_layout(home, name, stream, BEFORE_THE_FIRST_RUN)  # nothing of the stream's is touched
     probe_storage(layout)
-    return f"{mask_address(layout.location)}: an object could be written, read and deleted"
+    place = "the place that the catalog names" if stream.lake.lies_in_catalog else mask_address(layout.location)
+    return f"{place}: an object could be written, read and deleted"
 
 
 def check_lake_owner(home: Home, name: str, stream: StreamConfig) -> str:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar, Final
 
 from millstream.errors._root import Code, MillstreamError, Retry
 
+_IN_CATALOG: Final = "catalog://lake"
+"""Millstream's own address of a lake that lies where its catalog says (`model.addresses.IN_CATALOG`)."""
+
 
 class LakeError(MillstreamError):
-    """An error about the lake's tables."""
+    """An error about the lake's tables.
+
+    Tables that lie where the catalog says are named by their folders: `shop/current/public.orders`.
+    """
 
     code = "lake"
     codes: ClassVar[Mapping[str, Code]] = {
@@ -95,6 +101,15 @@ class LakeError(MillstreamError):
             hint="Write the query in another form, and report the failing query.",
         ),
     }
+
+    def __init__(self, message: str, *, code: str | None = None, hint: str | None = None, **details: Any) -> None:
+        facts = {name: _shown(value) if isinstance(value, str) else value for name, value in details.items()}
+        super().__init__(_shown(message), code=code, hint=hint, **facts)
+
+
+def _shown(text: str) -> str:
+    """Return a text without Millstream's own address of a lake, which nobody wrote."""
+    return text.replace(f"{_IN_CATALOG}/", "").replace(_IN_CATALOG, "the lake in the catalog")
 
 
 class LakeTableForeign(LakeError):

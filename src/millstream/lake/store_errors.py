@@ -74,17 +74,22 @@ def store_error(path: str, error: BaseException) -> LakeUnavailable | None:
         return None
     text = str(error)
     if _OF_THE_MACHINE.search(text):
-        return LakeUnavailable(
-            f"{mask_address(path)}: there are no keys for the object store, and this machine has no role that gives them",
-            code="lake_credentials",
-            path=path,
-        )
+        return no_keys(path)
     for name, words in _answers(text):
         for code, names in _CODES.items():
             if name in names:
                 told = f"{name}: {words}" if words else name
                 return LakeUnavailable(f"{mask_address(path)}: {_SAID[code]} ({told})", code=code, path=path)
     return None
+
+
+def no_keys(path: str) -> LakeUnavailable:
+    """Return the error for a store of which no keys are known."""
+    return LakeUnavailable(
+        f"{mask_address(path)}: there are no keys for the object store, and this machine has no role that gives them",
+        code="lake_credentials",
+        path=path,
+    )
 
 
 def _answers(text: str) -> Iterator[tuple[str, str]]:

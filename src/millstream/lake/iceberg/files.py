@@ -6,10 +6,12 @@ Millstream's own access and pyiceberg's use the same clients: pyarrow's, with th
 from __future__ import annotations
 
 import os
+import socket
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
 from io import BytesIO
+from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Final
 
@@ -42,7 +44,9 @@ from millstream.errors import LakeError
 from millstream.lake.iceberg.catalog import catalog_errors, catalog_of, make_namespace
 from millstream.lake.iceberg.names import namespace_of
 from millstream.lake.layout import LakeLayout
+from millstream.lake.store_errors import no_keys
 from millstream.model.addresses import IN_CATALOG
+from millstream.model.store_options import is_on
 
 if TYPE_CHECKING:
     from pyiceberg.typedef import Properties
@@ -52,6 +56,19 @@ _ATTEMPTS: Final = 5
 _CONNECT_S: Final = 5.0
 _ANSWER_S: Final = 30.0
 _KEPT_BYTES_MAX: Final = 32 << 20
+_SOURCES_OF_KEYS: Final = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_PROFILE",
+    "AWS_ROLE_ARN",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_EC2_METADATA_SERVICE_ENDPOINT",
+)
+"""Variables that name keys, or where a store's client gets them."""
+_FILES_OF_KEYS: Final = {"AWS_SHARED_CREDENTIALS_FILE": "credentials", "AWS_CONFIG_FILE": "config"}
+_ROLES: Final = ("169.254.169.254", 80)
+"""Where a machine in Amazon's cloud is asked for the keys of its role."""
 _contents: Final[OrderedDict[str, bytes]] = OrderedDict()
 """Contents of metadata's files, by address."""
 _lock: Final = Lock()
@@ -188,7 +205,11 @@ def _place_of(layout: LakeLayout, namespace: str) -> str:
 
 @lru_cache(maxsize=8)
 def _s3(properties: tuple[tuple[str, str], ...], bucket: str | None) -> pafs.FileSystem:
-    """Return the client of a bucket's store; it takes keys that aren't among the properties from the environment."""
+    """Return the client of a bucket's store; it takes keys that aren't among the properties from the environment.
+
+    Raises:
+        LakeUnavailable (`lake_credentials`): there are no keys.
+    """
     known: Properties = dict(properties)
     endpoint = known.get(S3_ENDPOINT) or os.environ.get("AWS_ENDPOINT_URL")
     region = get_first_property_value(known, S3_REGION, AWS_REGION) or os.environ.get("AWS_REGION")
@@ -204,9 +225,12 @@ def _s3(properties: tuple[tuple[str, str], ...], bucket: str | None) -> pafs.Fil
         "endpoint_override": endpoint,
         "region": region,
     }
+    is_anonymous = property_as_bool(known, S3_ANONYMOUS, default=False)
+    if not (is_anonymous or optional["access_key"] or optional["role_arn"] or _may_find_keys()):
+        raise no_keys(f"s3://{bucket}")
     return pafs.S3FileSystem(
         **{name: value for name, value in optional.items() if value is not None},
-        anonymous=property_as_bool(known, S3_ANONYMOUS, default=False),
+        anonymous=is_anonymous,
         force_virtual_addressing=property_as_bool(known, S3_FORCE_VIRTUAL_ADDRESSING, default=False),
         connect_timeout=float(known.get(S3_CONNECT_TIMEOUT, _CONNECT_S)),
         request_timeout=float(known.get(S3_REQUEST_TIMEOUT, _ANSWER_S)),
@@ -214,3 +238,22 @@ def _s3(properties: tuple[tuple[str, str], ...], bucket: str | None) -> pafs.Fil
         allow_delayed_open=True,  # a small file is one request then, not three
         background_writes=False,
     )
+
+
+def _may_find_keys() -> bool:
+    """Whether pyarrow's client may find keys that aren't named.
+
+    Without any it sends requests unsigned, and a store's refusal of these doesn't say that keys are missing.
+    """
+    if any(os.environ.get(name) for name in _SOURCES_OF_KEYS):
+        return True
+    folder = Path(os.environ.get("HOME", "~")).expanduser() / ".aws"
+    if any(Path(os.environ.get(name) or folder / file).is_file() for name, file in _FILES_OF_KEYS.items()):
+        return True
+    if is_on(os.environ.get("AWS_EC2_METADATA_DISABLED", "")):
+        return False
+    try:
+        socket.create_connection(_ROLES, timeout=1.0).close()
+    except OSError:
+        return False
+    return True
