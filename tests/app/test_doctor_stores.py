@@ -21,7 +21,7 @@ from millstream.errors import LakeUnavailable
 from millstream.home.config_mapping import lake_layout
 from millstream.home.home import Home
 from millstream.lake.commit_cuts import first_cut, last_cut
-from millstream.lake.store_errors import store_error
+from millstream.lake.store_errors import plain_text, store_error
 from millstream.model.ids import StreamId
 from millstream.testing.s3 import EmbeddedS3
 
@@ -155,3 +155,10 @@ def test_what_a_store_says_has_one_meaning(text: str, code: str | None) -> None:
     found = store_error("s3://bucket/lake", OSError(text))
     assert (None if found is None else found.code) == code
     assert store_error("/a/folder", OSError(text)) is None
+
+
+def test_a_clients_dump_of_its_own_values_is_left_out() -> None:
+    error = obstore.exceptions.GenericError(
+        'the \x1b[31mstore\x1b[0m failed\n\nDebug source:\nGeneric {\n  store: "S3",\n}'
+    )
+    assert plain_text(error) == "the store failed"

@@ -339,6 +339,23 @@ def test_a_column_with_the_name_of_a_lists_elements_is_refused_by_name(
         assert refused.value.details["column"] == "tags.element"
 
 
+@pytest.mark.parametrize("format_", FORMATS)
+def test_a_store_without_tls_needs_a_permission_that_the_error_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_: Literal["delta", "iceberg"]
+) -> None:
+    """delta-rs and obstore said `builder error`, followed by a dump of their own values."""
+    catalog = {"type": "sql", "uri": f"sqlite:///{tmp_path}/iceberg.db"} if format_ == "iceberg" else {}
+    options = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_ENDPOINT_URL": "http://127.0.0.1:1"}
+    stream = StreamId(UUID(int=42))
+    layout = LakeLayout("s3://bucket/lake", "shop", stream, storage_options=options, format=format_, catalog=catalog)
+    for call in (last_cut, probe_storage):
+        with pytest.raises(LakeUnavailable, match=r"requests to http://127.0.0.1:1 would go without TLS") as refused:
+            call(layout)
+        assert "AWS_ALLOW_HTTP" in refused.value.hint
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    assert last_cut(replace(layout, location=str(tmp_path / "lake"), storage_options={})) is None
+
+
 def test_an_iceberg_lake_in_a_store_without_keys_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """pyarrow's client sends requests unsigned then; the store's refusal was an unknown error, after retries."""
     for name in [*os.environ]:

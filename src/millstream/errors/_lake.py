@@ -108,7 +108,7 @@ class LakeError(MillstreamError):
 
 
 def _shown(text: str) -> str:
-    """Return a text without Millstream's own address of a lake, which nobody wrote."""
+    """Return a text without Millstream's own address of a lake, which no configuration has."""
     return text.replace(f"{_IN_CATALOG}/", "").replace(_IN_CATALOG, "the lake in the catalog")
 
 

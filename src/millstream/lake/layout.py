@@ -15,10 +15,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, get_args
 
-from millstream.errors import LakeError
+from millstream.errors import LakeError, LakeUnavailable
+from millstream.model.addresses import mask_address
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import ReplicaIdentity, TableKind, TableSchema
+from millstream.model.store_options import is_on
 
 View = Literal["current", "history", "scd2", "merged"]
 VIEWS: Final = frozenset(get_args(View))
@@ -132,9 +134,13 @@ class LakeLayout:
         return f"{self.location.rstrip('/')}/{self.stream_name}"
 
     def client_options(self, path: str) -> dict[str, str] | None:
-        """Return the options for delta-rs's client of the object store at an address; None for a folder."""
+        """Return the options for delta-rs's client of the object store at an address; None for a folder.
+
+        Raises as `check_encrypted`.
+        """
         if "://" not in path:
             return None
+        self.check_encrypted()
         # Pauses double from 0.1 s to 15 s. The count of tries is no bound: a refused connection costs no time.
         retries = {
             "max_retries": "1000000",
@@ -143,6 +149,19 @@ class LakeLayout:
             "backoff_config.max_backoff": "15s",
         }
         return dict(self.storage_options) | retries
+
+    def check_encrypted(self) -> None:
+        """Raise `LakeUnavailable` if the store's address isn't encrypted, and neither options nor environment allow that."""
+        environ = os.environ if self.location.startswith("s3://") else {}
+        endpoint, allowed = (
+            self.storage_options.get(name) or environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ALLOW_HTTP")
+        )
+        if endpoint.startswith("http://") and not is_on(allowed):
+            raise LakeUnavailable(
+                f"{mask_address(self.location)}: requests to {mask_address(endpoint)} would go without TLS",
+                hint='Name an address with https://, or set AWS_ALLOW_HTTP = "true" in [streams.S.lake.storage_options].',
+                path=self.location,
+            )
 
     def in_scratch(self, folder: str) -> LakeLayout:
         """Return a lake like this one, but in a folder of this machine."""

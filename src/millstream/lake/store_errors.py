@@ -59,8 +59,9 @@ _OF_THE_MACHINE: Final = re.compile(
 
 
 def plain_text(error: BaseException | str) -> str:
-    """Return an error's text on one line, without the colours that delta-rs gives it."""
-    return " ".join(_COLOUR.sub("", str(error)).split())
+    """Return an error's text on one line, without the colours that delta-rs gives it and obstore's dump of its own values."""
+    told, _, _ = _COLOUR.sub("", str(error)).partition("Debug source:")
+    return " ".join(told.split())
 
 
 def store_error(path: str, error: BaseException) -> LakeUnavailable | None:

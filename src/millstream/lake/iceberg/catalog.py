@@ -27,8 +27,6 @@ from requests.exceptions import RequestException
 from millstream.errors import LakeConflict, LakeError, LakeFilesGone, LakeUnavailable, UsageError
 from millstream.lake.layout import LakeLayout
 from millstream.lake.store_errors import lake_errors, plain_text
-from millstream.model.addresses import mask_address
-from millstream.model.store_options import is_on
 
 if TYPE_CHECKING:
     from pyiceberg.catalog import Catalog
@@ -66,17 +64,10 @@ def catalog_of(layout: LakeLayout) -> Catalog:
     """Return the catalog of a lake, whose properties include those of the lake's store.
 
     Raises:
-        LakeUnavailable: the store's address isn't encrypted, and the options don't allow that.
+        LakeUnavailable: the store's address isn't encrypted, and nothing allows that.
     """
-    options = layout.storage_options
-    endpoint = options.get("AWS_ENDPOINT_URL", "")
-    if endpoint.startswith("http://") and not is_on(options.get("AWS_ALLOW_HTTP", "")):
-        raise LakeUnavailable(
-            f"{mask_address(layout.location)}: requests to {mask_address(endpoint)} would go without TLS",
-            hint='Name an address with https://, or set AWS_ALLOW_HTTP = "true" in [streams.S.lake.storage_options].',
-            path=layout.location,
-        )
-    store = {_STORE[name]: value for name, value in options.items() if name in _STORE}
+    layout.check_encrypted()
+    store = {_STORE[name]: value for name, value in layout.storage_options.items() if name in _STORE}
     with _lock:
         return _opened(tuple(sorted((store | dict(layout.catalog)).items())))
 

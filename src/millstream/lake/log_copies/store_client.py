@@ -113,7 +113,11 @@ class StoreClient:
 
 
 def store_client(layout: LakeLayout, path: str) -> StoreClient | None:
-    """Return the client for a folder of the lake; None if there is none for it."""
+    """Return the client for a folder of the lake; None if there is none for it.
+
+    Raises:
+        LakeUnavailable: the store's address isn't encrypted, and nothing allows that.
+    """
     parts = urlsplit(path)
     if parts.scheme not in {"s3", "s3a"} or mask_address(path) != path or parts.query or parts.fragment:
         return None
@@ -123,6 +127,7 @@ def store_client(layout: LakeLayout, path: str) -> StoreClient | None:
     options = named | dict(layout.storage_options)
     if any(not options.get(name) for name in _KEYS):
         return None
+    layout.check_encrypted()
     opened = _opened(parts.netloc, tuple(sorted(options.items())), layout.patience_s)
     return None if opened is None else StoreClient(*opened, parts.path.strip("/"))
 
