@@ -39,7 +39,7 @@ from millstream.lake.query.query_session import LakeSession
 from millstream.lake.schema_history import Eras
 from millstream.lake.table_format import Commit, OpenTable, open_table
 from millstream.model.addresses import IN_CATALOG
-from millstream.model.ids import StreamId, TableId
+from millstream.model.ids import SchemaVersion, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import Column, TableSchema
 from millstream.testing.errors import coded
@@ -81,7 +81,8 @@ def rows_of(
         rows = DeltaTable(path).to_pyarrow_table()
     else:
         rows = catalog_of(layout).load_table(identifier_of(layout, path)).scan().to_arrow()
-    return rows.sort_by("__seq" if view == "history" else "id").to_pylist()  # type: ignore[no-any-return]
+    by = "__seq" if view == "history" else schema.key[0]
+    return rows.sort_by(by).to_pylist()  # type: ignore[no-any-return]
 
 
 def land(layout: LakeLayout, schema: TableSchema, batch: pa.RecordBatch, n: int, *, fold: bool = True) -> None:
@@ -298,6 +299,33 @@ def test_another_programs_rows_stop_the_table(lake: LakeLayout, orders: TableSch
         table.append(table.scan().to_arrow())
     with pytest.raises(LakeTableForeign):
         open_table(lake, path, lake.app_id("current", orders.table_id))
+
+
+@pytest.mark.parametrize("is_rewritten", [False, True])
+def test_a_numeric_key_may_be_not_a_number(
+    lake: LakeLayout, orders: TableSchema, records: Records, *, is_rewritten: bool
+) -> None:
+    """Its decimal is null, which the column of an Iceberg table's identifier can't be: the table was never folded."""
+    columns = (Column("k", pa.decimal128(10, 2)), Column("part", pa.int64()), Column("note", pa.string()))
+    dropped = (Column("dropped", pa.int64()),) if is_rewritten else ()
+    table = replace(orders, columns=(*columns, *dropped), key=("k", "part"), identity=("k", "part"))
+    nan = {"k": None, "part": 1, "__exact": [("k", "NaN")]}
+    land(lake, table, records(table, ("c", 1, {"k": Decimal("1.50"), "part": 1, "note": "a"})), 1)
+    now = replace(table, version=SchemaVersion(2), columns=columns)
+    land(lake, now, records(now, ("c", 2, nan | {"note": "b"})), 2)
+    land(lake, now, records(now, ("u", 3, nan | {"note": "c"}), ("c", 4, {"k": Decimal(2), "part": 1})), 4)
+    rows = {(row["k"], row["note"]) for row in rows_of(lake, "current", now)}
+    assert rows == {(Decimal("1.50"), "a"), (None, "c"), (Decimal("2.00"), None)}
+    if lake.format == "iceberg":
+        current = catalog_of(lake).load_table(identifier_of(lake, lake.table_path("current", now)))
+        assert current.schema().identifier_field_names() == set()
+        assert not any(field.required for field in current.schema().fields)
+    with LakeSession(lake) as session:
+        found = session.query("SELECT note FROM public.orders ORDER BY note NULLS LAST").to_pylist()
+        assert [row["note"] for row in found] == ["a", "c", None]
+    land(lake, now, records(now, ("d", 5, nan)), 5)
+    assert {row["note"] for row in rows_of(lake, "current", now)} == {"a", None}
+    fold_into_versions(lake, now, Seq(5))
 
 
 def test_iceberg_has_keys_days_ids_and_properties(tmp_path: Path, orders: TableSchema, records: Records) -> None:

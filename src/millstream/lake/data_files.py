@@ -25,7 +25,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 from deltalake.exceptions import DeltaError
 
-from millstream.errors import LakeConflict, LakeError, LakeUnavailable
+from millstream.errors import LakeConflict, LakeUnavailable
 from millstream.lake.file_statistics import ColumnBounds
 from millstream.lake.layout import LakeLayout
 from millstream.lake.store_errors import lake_errors, plain_text, store_error
@@ -59,6 +59,8 @@ class NewFile:
     partition: dict[str, str | None] = field(default_factory=dict)
     field_ids: dict[str, int] = field(default_factory=dict)
     """Ids of the file's columns by name, if the table's format has ids."""
+    null_decimals: frozenset[str] = frozenset()
+    """Decimals of which the file has nulls. A key's decimal is null for a NaN, which its type can't hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +207,8 @@ class TableFiles:
         if stored is None:
             stored = self._stored[schema] = self._format.file_columns(self._layout, self._path, schema, self._renamed)
         filled = [field.name for field in stored if not field.nullable]
+        decimals = [field.name for field in stored if pa.types.is_decimal(field.type)]
+        null_decimals = set[str]()
         with lake_errors(self._path):
             if partition and _is_local(self._storage):
                 self._storage.create_dir(partition, recursive=True)
@@ -221,8 +225,8 @@ class TableFiles:
                     count = 0
                     for batch in () if first is None else chain([first], batches):
                         if batch.num_rows:
-                            if nulls := [name for name in filled if batch.column(name).null_count]:
-                                raise _has_null(self._path, nulls[0])
+                            assert not any(batch.column(name).null_count for name in filled), "of no such type"
+                            null_decimals.update(name for name in decimals if batch.column(name).null_count)
                             renamed = (
                                 batch if stored is schema else pa.RecordBatch.from_arrays(batch.columns, schema=stored)
                             )
@@ -233,7 +237,8 @@ class TableFiles:
                 size = sink.tell()
         column, _, value = partition.partition("=")
         placed: dict[str, str | None] = {column: value} if column else {}
-        return NewFile(folder + name, int(size), count, bounds.stats(count), placed, _field_ids(stored))
+        ids, nulls = _field_ids(stored), frozenset(null_decimals)
+        return NewFile(folder + name, int(size), count, bounds.stats(count), placed, ids, nulls)
 
     @contextmanager
     def open(self, path: str) -> Iterator[pq.ParquetFile]:
@@ -357,15 +362,6 @@ def _field_ids(columns: pa.Schema) -> dict[str, int]:
     for column in columns:
         take(column, column.name)
     return found
-
-
-def _has_null(path: str, column: str) -> LakeError:
-    return LakeError(
-        f"a row of {path} has a value of {column} that the column's type in the lake can't hold, and {column} is of the key",
-        code="lake_schema_conflict",
-        hint=f"Give {column} the type `text` in `[streams.S.types]`, and copy the table again.",
-        column=column,
-    )
 
 
 def _encodings(schema: pa.Schema, sample: pa.RecordBatch | None) -> dict[str, Any]:

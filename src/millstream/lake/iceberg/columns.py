@@ -8,6 +8,7 @@ those that the table has by then.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
@@ -143,6 +144,7 @@ def evolve(
     replaces: bool,
     key: Sequence[str] = (),
     renamed: FilledNames | None = None,
+    nulls: AbstractSet[str] = frozenset(),
 ) -> UpdateSchema:
     """Return the update, not yet committed, that gives a table some columns.
 
@@ -155,6 +157,7 @@ def evolve(
         key: if the table's files are replaced, too: the columns that identify a row.
         renamed: if they are replaced: the names that columns had before. They keep their ids, unless another column
             takes one of these names.
+        nulls: columns that have nulls; a key with one of them identifies no row.
 
     Raises:
         LakeError (`lake_schema_conflict`): as `new_schema`.
@@ -168,7 +171,7 @@ def evolve(
     required = {field.name for field in have.fields if field.required}
     before = _kept(names, columns, renamed) if replaces else {}
     if replaces:
-        required = set(key) if identifies(columns, key) else set()
+        required = set(key) if identifies(columns, key) and nulls.isdisjoint(key) else set()
         for name in names.keys() - set(columns.names) - set(before.values()):
             update.delete_column((name,))
     for column in columns:
@@ -189,6 +192,17 @@ def evolve(
             *(name for name in key if name in required)
         )  # after the renames, which change them
     return update
+
+
+def allow_nulls(transaction: Transaction, nulls: AbstractSet[str]) -> None:
+    """Let columns of a key have nulls, if they can't: the table has no identifier from then on."""
+    required = [field.name for field in transaction.table_metadata.schema().fields if field.required]
+    if any(name in nulls for name in required):
+        update = transaction.update_schema()
+        update.set_identifier_fields()
+        for name in required:
+            update.update_column((name,), required=False)
+        update.commit()
 
 
 def _check_parts(columns: Iterable[pa.Field]) -> None:
@@ -224,12 +238,13 @@ def _kept(names: Mapping[str, NestedField], columns: pa.Schema, renamed: FilledN
 
 
 def with_ids(schema: Schema, columns: pa.Schema) -> pa.Schema:
-    """Return a file's columns with their ids in a table's schema."""
+    """Return a file's columns with their ids in a table's schema; any decimal may be null in a file (`allow_nulls`)."""
     fields = []
     for column in columns:
         field = schema.find_field(column.name)
         metadata = {FIELD_ID: str(field.field_id).encode()}
-        fields.append(pa.field(column.name, arrow_type(field.field_type, with_ids=True), not field.required, metadata))
+        may_be_null = not field.required or isinstance(field.field_type, DecimalType)
+        fields.append(pa.field(column.name, arrow_type(field.field_type, with_ids=True), may_be_null, metadata))
     return pa.schema(fields)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Final, Literal
 
 import pyarrow as pa
@@ -29,6 +30,7 @@ from millstream.errors import LakeConflict
 from millstream.lake.iceberg import maintenance
 from millstream.lake.iceberg.catalog import ANSWER_LOST, catalog_errors, files_read
 from millstream.lake.iceberg.columns import (
+    allow_nulls,
     arrow_columns,
     evolve,
     ids_of,
@@ -181,6 +183,7 @@ class IcebergHandle:
         properties: Mapping[str, str] | None = None,
     ) -> None:
         moved = LakeConflict(f"another writer committed to {self.path} first", path=self.path)
+        nulls = frozenset[str]().union(*(file.null_decimals for file in add))
         with catalog_errors(self.path):
             for remaining in reversed(range(_TRIES)):
                 is_same = id_of(self._table.current_snapshot()) == id_of(self._base)
@@ -190,7 +193,9 @@ class IcebergHandle:
                     raise moved
                 transaction = self._table.transaction()
                 if mode == "overwrite" and schema is not None:
-                    take_columns(transaction, schema, key, renamed)
+                    take_columns(transaction, schema, key, renamed, nulls)
+                else:
+                    allow_nulls(transaction, nulls)
                 if properties:
                     transaction.set_properties(dict(properties))
                 self._stage(transaction, commit, add, remove, mode)
@@ -336,10 +341,16 @@ class IcebergHandle:
             maintenance.delete_orphans(self._layout, self.path, self._table, now_ms=now_ms)
 
 
-def take_columns(transaction: Transaction, columns: pa.Schema, key: Sequence[str], renamed: FilledNames | None) -> None:
+def take_columns(
+    transaction: Transaction,
+    columns: pa.Schema,
+    key: Sequence[str],
+    renamed: FilledNames | None,
+    nulls: AbstractSet[str] = frozenset(),
+) -> None:
     """Give a table columns and a key in place of its own, in a commit that replaces all of its files."""
     # In one step: pyiceberg checks a sort order and a schema against each other after each.
-    update = evolve(transaction, columns, replaces=True, key=key, renamed=renamed)
+    update = evolve(transaction, columns, replaces=True, key=key, renamed=renamed, nulls=nulls)
     updates, requirements = update._commit()  # noqa: SLF001
     fields = sort_fields(update._apply(), key)  # noqa: SLF001
     metadata = transaction.table_metadata
