@@ -211,7 +211,5 @@ def spark(spark_options: SparkOptions) -> Iterator[SparkSession]:
     from millstream.spark.session import open_session, stop_session
 
     session = open_session(spark_options)
-    # Spark has read it; the tests start processes that find `tests` in this folder.
-    os.environ.pop("PYTHONSAFEPATH", None)
     yield session
     stop_session(session)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -159,14 +160,12 @@ def test_a_transaction_that_no_snapshot_sees_yet_is_newer_than_any_chunk(stage: 
     stage.sql(f"ALTER SYSTEM SET synchronous_standby_names = 'nobody_{stage.config.slot}'", "SELECT pg_reload_conf()")
     blocked = stage.connect()
     try:
-        wait_until(lambda: shown(stage, "synchronous_standby_names").startswith("nobody"), "the setting is there")
         stage.config = replace(stage.config, tables=("public.*",))
         with stage.connect() as local:
             local.execute("SET synchronous_commit = local")
             local.execute(f"ALTER PUBLICATION {stage.config.publication} ADD TABLE docs")
-        thread = Beside(blocked.execute, "UPDATE docs SET n = 9 WHERE id <= 60")
+        thread = waiting_update(stage, blocked)
         running = stage.start()
-        wait_until(lambda: waiting_for_standby(stage), "the update waits")
         wait_until(
             lambda: stage.state("public.docs") is TableState.COPYING and waiting_for_standby(stage),
             "the copy begins",
@@ -184,11 +183,16 @@ def test_a_transaction_that_no_snapshot_sees_yet_is_newer_than_any_chunk(stage: 
     assert stage.log.replay()["public.docs"] == stage.source_rows("docs", ["id"])
 
 
-def shown(stage: Stage, name: str) -> str:
-    with stage.connect() as connection:
-        row = connection.execute(f"SHOW {name}").fetchone()
-    assert row is not None
-    return str(row[0])
+def waiting_update(stage: Stage, blocked: psycopg.Connection[Any]) -> Beside:
+    """Return an update that waits for the standby: one that comes before the server has taken the setting in doesn't."""
+    end = time.monotonic() + DEADLINE_S
+    thread = Beside(blocked.execute, "UPDATE docs SET n = 9 WHERE id <= 60")
+    while not waiting_for_standby(stage):
+        assert time.monotonic() < end, "never: the update waits"
+        if not thread.is_alive():
+            thread.ended()
+            thread = Beside(blocked.execute, "UPDATE docs SET n = 9 WHERE id <= 60")
+    return thread
 
 
 def waiting_for_standby(stage: Stage) -> bool:

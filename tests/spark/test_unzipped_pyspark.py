@@ -18,6 +18,12 @@ def test_workers_import_what_the_driver_has_imported(spark: SparkSession) -> Non
     assert {Path(place) for place in places} == {Path(str(pyspark.__file__))}
 
 
+def test_workers_alone_take_no_modules_from_the_current_folder(spark: SparkSession) -> None:
+    safe = spark.sparkContext.parallelize([0], 1).map(lambda _: os.environ.get("PYTHONSAFEPATH")).collect()
+    assert safe == ["1"]
+    assert "PYTHONSAFEPATH" not in os.environ, "other processes of the driver are its own affair"
+
+
 def test_a_spark_that_is_named_stays_and_what_is_named_for_ours_is_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -95,8 +95,6 @@ def open_context(options: SparkOptions) -> SparkContext:
     if options.master.startswith("local"):
         # An unresolvable host name, or a change of network on a laptop, must not matter.
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
-        # Workers start in the current folder, whose Python files aren't for them.
-        os.environ.setdefault("PYTHONSAFEPATH", "1")
     facts = {"spark.app.name": options.app_name, "spark.master": _with_retries(options.master)}
     settings = _defaults(options, work_dir) | facts | dict(options.conf)
     conf = SparkConf(loadDefaults=False).setAll([*settings.items()])
@@ -124,9 +122,20 @@ def stop_session(spark: SparkSession) -> None:
         spark.stop()
 
 
-def _started_from(options: SparkOptions, work_dir: Path) -> contextlib.AbstractContextManager[None]:
-    # A cluster's workers have a Spark of their own, and some masters send them the zip.
-    return without_zipped_modules(work_dir) if options.master.startswith("local") else contextlib.nullcontext()
+@contextlib.contextmanager
+def _started_from(options: SparkOptions, work_dir: Path) -> Iterator[None]:
+    """Let a local Spark start from folders of modules, with workers that take none from the current folder."""
+    if not options.master.startswith("local"):  # a cluster's workers have a Spark of their own, and some get the zip
+        yield
+        return
+    is_set = "PYTHONSAFEPATH" in os.environ
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
+    try:
+        with without_zipped_modules(work_dir):
+            yield
+    finally:
+        if not is_set:  # the JVM has it; processes that this one starts later are its own affair
+            del os.environ["PYTHONSAFEPATH"]
 
 
 def _hush(context: SparkContext) -> None:
