@@ -24,10 +24,11 @@ from millstream.model.positions import Seq
 from millstream.model.record_json import to_json
 from millstream.model.records import Op, record_schema
 from millstream.model.schema import Column, PgType, TableSchema
-from millstream.protocol.delivery import Message, seq_of
+from millstream.protocol.delivery import Consumer, Limits, Message, State, seq_of
 from millstream.wal.backlog import backlog_of_tables
 from millstream.wal.reader import StreamReader
 from millstream.wal.records_json import Cat
+from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.writer import LogWriter
 
 NOTHING: dict[str, Any] = {"total": None, "ratio": None, "paid": None, "note": None}
@@ -228,6 +229,49 @@ def test_many_frames_give_the_records_of_the_log(log: LogWriter, tmp_path: Path,
         assert len(lines) == 71
     assert [record(message) for message in messages] == lines
     assert upto == StreamReader(str(tmp_path / "wal")).persisted_upto()
+
+
+@pytest.mark.parametrize("kind", [OperationKind.TRANSACTION, OperationKind.APPEND])
+@pytest.mark.parametrize("fields", [{}, {"tables": ["public.orders"]}])
+def test_an_operation_in_several_frames_is_delivered_whole(
+    tmp_path: Path, kind: OperationKind, fields: dict[str, Any]
+) -> None:
+    """Numbers go from table to table, so later frames have lower ones than earlier frames: their messages were lost."""
+    rows = 400
+    with Catalog(tmp_path / "catalog.db") as catalog:
+        stream = catalog.resolve_stream("shop")
+        _, epoch = catalog.register_writer(stream)
+        with LogWriter.open(
+            str(tmp_path / "wal"),
+            stream=stream,
+            shards=[ShardId(0)],
+            epoch=epoch,
+            reservations=catalog.reservations(stream),
+            options=LogOptions(frame_bytes_max=16_000),
+        ) as writer:
+            for n in range(2):
+                ids = range(n * rows, (n + 1) * rows)
+                orders = [row(2 * i, Op.CREATE, id=id_, **NOTHING) for i, id_ in enumerate(ids)]
+                items = [row(2 * i + 1, Op.CREATE, id=id_) for i, id_ in enumerate(ids)]
+                xid = n + 1 if kind is OperationKind.TRANSACTION else None
+                writer.append(ops([operation(xid, 0x1000 + n, kind)], (ORDERS, 0, orders), (ITEMS, 0, items)))
+    log = StreamReader(str(tmp_path / "wal"))
+    assert len(list(log.frames_between(Seq(0), log.persisted_upto()))) > 4
+    machine = Consumer(Limits(), State.begin(0), run=1)
+    reader, uptos, messages = reader_of(tmp_path, **fields), [0], list[Message]()
+    while (step := reader.read(0)) is not None:
+        machine.offer(step.messages, step.upto)
+        messages += step.messages
+        uptos.append(step.upto)
+    assert [record(m) for m in messages] == [l for l in cat(tmp_path) if not fields or l["table"] == "public.orders"]  # noqa: E741
+    assert machine.unsettled == len(messages)
+    positions = [message.position for message in messages]
+    assert positions == sorted(set(positions))
+    ends = {0, 2 * rows, 4 * rows}
+    assert {*uptos} == ends
+    assert {message.before for message in messages} == {0, 2 * rows}
+    again, _ = read_all(reader_of(tmp_path, **fields), 2 * rows)
+    assert again == messages[len(messages) // 2 :]
 
 
 def test_all_records_before_damage_are_read(tmp_path: Path) -> None:

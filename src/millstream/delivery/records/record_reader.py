@@ -2,7 +2,8 @@
 
 A message's position is a number of its operation's range, though not always its record's own: numbers go from table to
 table within an operation, and messages go in commit order. So the operation's numbers are given to its messages in that
-order. On a log of several shards, the records of a transaction are in memory at once.
+order; those of a group of several frames by their offsets (`large_groups`). On a log of several shards, the records of a
+transaction are in memory at once.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import pyarrow as pa
 from millstream.delivery.definition import NO_GROUPS, Definition, Selection
 from millstream.delivery.records.gathered_frames import PIECE_FRAMES, PIECE_ROWS, Frames
 from millstream.delivery.records.groups import groups_of
+from millstream.delivery.records.large_groups import LargeGroup, LargeGroups
 from millstream.delivery.records.latest import OLD
 from millstream.delivery.records.record_messages import BARRIERS, KnownRow, Origin, newest_messages, row_of
 from millstream.delivery.records.record_texts import record_texts
@@ -81,8 +83,8 @@ class Earlier(NamedTuple):
 class _Piece(NamedTuple):
     """Some records, in order."""
 
-    operation: tuple[Any, ...]
-    """The operation of the first record of the frame; whether it is received doesn't matter."""
+    operation: tuple[Any, ...] | None
+    """That of the first records, if they may belong to the last operation of the piece before."""
     items: list[_Item]
 
 
@@ -92,15 +94,18 @@ class _Numbers(NamedTuple):
     offsets: Ints
     seqs: Ints
     ends: Ints
+    operations: Ints
+    """The first number of each record's operation; of a large group, that of the group."""
+
+    def of_rows(self, rows: slice | Bools) -> _Numbers:
+        return _Numbers(*(array[rows] for array in self))
 
 
 class _Kept(NamedTuple):
     """The records of a part that a definition selects."""
 
     records: TableRecords
-    seqs: Ints
-    ends: Ints
-    """Their numbers; see `_Item`."""
+    numbers: _Numbers
     is_gone: Bools
     """Whether a record's row is gone for the consumer; see `selected`."""
     definition: Definition
@@ -111,7 +116,7 @@ class _Found:
 
     def __init__(self) -> None:
         self.operation: tuple[Any, ...] | None = None
-        """The operation of the first record of the first frame."""
+        """See `_Piece`."""
         self.frames = 0
         self.kept: list[_Kept] = []
         self.unkept: list[tuple[int, _Item]] = []
@@ -349,50 +354,41 @@ class ConsumerReader:
         start = self._reader.offset_beyond(shard, after)
         frames = Frames()
         found = _Found()
+        large = LargeGroups(self._reader, after, upto) if alone else None
         damaged: CorruptWal | None = None
         try:
             for part in self._reader.read(shard, start, tables=wanted, numbers=(after, upto)):
                 if frames.are_whole_before(part) and (not alone or frames.are_enough):
-                    self._add(frames, found, alone=alone)
+                    self._add(frames, found, large)
                     frames = Frames()
                     if not alone or found.is_enough:
-                        yield self._piece(found)
+                        yield self._piece(found, alone=alone)
                         found = _Found()
                 frames.append(part)
         except CorruptWal as error:
             damaged = error
             frames.drop_from(Offset(int(error.details.get("offset_from", 0))))
         if frames.parts:
-            self._add(frames, found, alone=alone)
+            self._add(frames, found, large)
         if found.frames:
-            yield self._piece(found)
+            yield self._piece(found, alone=alone)
         if damaged is not None:
             raise damaged
 
-    def _add(self, frames: Frames, found: _Found, *, alone: bool) -> None:
-        """Add the records of some frames that are received; of one frame, unless the shard is alone."""
-        if found.operation is None:
-            first = frames.parts[0].frame_offset
-            found.operation = _first_operation([part for part in frames.parts if part.frame_offset == first])
-        found.frames += frames.count
+    def _add(self, frames: Frames, found: _Found, large: LargeGroups | None) -> None:
+        """Add the records of some frames that are received; of one frame, unless the shard is alone: then `large` is given."""
         parts = [part for part in frames.by_table() if self._takes(part.schema)]
-        if not parts:
-            return
-        offsets = np.concatenate([part.batch.column("__offset").to_numpy() for part in parts])
-        numbers = np.concatenate([part.batch.column("__seq").to_numpy() for part in parts])
-        if alone:
-            # Operations stand one after the other in offsets as in numbers, so both orders have the same operations.
-            order = np.argsort(offsets, kind="stable")
-            numbers[order] = np.sort(numbers)
-        operations = np.concatenate([part.operation_seq.to_numpy() for part in parts])
-        firsts, places = np.unique(operations, return_inverse=True)
-        last = np.zeros(len(firsts), dtype=np.int64)
-        np.maximum.at(last, places, numbers)
-        ends = last[places]
-        begin = 0
+        numbers, groups, first = _numbers(parts), list[LargeGroup](), frames.parts[0].frame_offset
+        if large is not None:
+            groups = list(large.within(first, Offset(int(numbers.offsets.max(initial=first)) + 1)))
+            numbers = _in_order(numbers, groups)
+        if not found.frames:
+            found.operation = next(((group.first_seq,) for group in groups if group.begin <= first), None)
+        found.frames += frames.count
+        alone, begin = large is not None, 0
         for part in parts:
             end = begin + part.batch.num_rows
-            of_part = _Numbers(offsets[begin:end], numbers[begin:end], ends[begin:end])
+            of_part = numbers.of_rows(slice(begin, end))
             if part.schema.kind is TableKind.RAW:
                 self.quarantined.add(part.schema.table_id)
             left_out = np.ones(part.batch.num_rows, dtype=bool)
@@ -402,17 +398,16 @@ class ConsumerReader:
                 left_out &= ~keep
                 for kept in filtered(part, keep):
                     gone_rows = np.zeros(kept.batch.num_rows, dtype=bool) if is_gone is None else is_gone[keep]
-                    found.kept.append(_Kept(kept, of_part.seqs[keep], of_part.ends[keep], gone_rows, definition))
+                    found.kept.append(_Kept(kept, of_part.of_rows(keep), gone_rows, definition))
             if not alone:
                 found.unkept += _unkept(part, of_part, left_out)
             begin = end
 
-    def _piece(self, found: _Found) -> _Piece:
+    def _piece(self, found: _Found, *, alone: bool) -> _Piece:
         items = found.unkept
         for kept in _joined(found.kept):
-            items += self._part(kept)
+            items += self._part(kept, alone=alone)
         items.sort(key=_first)
-        assert found.operation is not None, "a piece has a frame"
         return _Piece(found.operation, [item for _, item in items])
 
     def _selecting(self, seqs: Ints, *, alone: bool) -> Iterator[tuple[Definition, Bools]]:
@@ -427,15 +422,14 @@ class ConsumerReader:
         if left.any():
             yield self._newest, left
 
-    def _part(self, found: _Kept) -> Iterable[tuple[int, _Item]]:
+    def _part(self, found: _Kept, *, alone: bool) -> Iterable[tuple[int, _Item]]:
         kept, definition, schema = found.records, found.definition, found.records.schema
         prefix = f"{self._stream}-{int(kept.shard)}-{int(kept.epoch)}-"
-        offsets = kept.batch.column("__offset").to_pylist()
+        offsets, seqs, ends, firsts = (array.tolist() for array in found.numbers)
         ids = [f"{prefix}{offset}" for offset in offsets]
         groups = groups_of(schema, kept.batch, definition.group_by, ids)
         moments = kept.batch.column("__commit_ts").cast(pa.int64()).to_pylist()
-        own = (kept.operation_seq.to_pylist(), indexes_of(kept), operations_of(kept))
-        numbers = found.seqs.tolist(), found.ends.tolist()
+        own = (firsts, repeat(-1), zip(firsts)) if alone else (firsts, indexes_of(kept), operations_of(kept))
         if definition.kind is Kind.LATEST and schema.kind is TableKind.TABLE:
             if (newest := self._told.get(schema.table_id)) is not None:
                 schema, batch = filled_records(schema, kept.batch, newest)
@@ -444,10 +438,10 @@ class ConsumerReader:
                 table_lines(kept, stream=self._stream), ids, groups, moments, found.is_gone.tolist(), strict=True
             )
             pairs = [newest_messages(*row[:4], definition, is_gone=row[4]) for row in rows]
-            firsts = [first[2:] for first, _ in pairs]
+            halves = [first[2:] for first, _ in pairs]
             seconds = [None if second is None else second[2:] for _, second in pairs]
-            return zip(offsets, map(_Item, *own, *numbers, firsts, seconds), strict=True)
-        return zip(offsets, map(_Item, *own, *numbers, self._messages(found, ids, groups, moments)), strict=True)
+            return zip(offsets, map(_Item, *own, seqs, ends, halves, seconds), strict=True)
+        return zip(offsets, map(_Item, *own, seqs, ends, self._messages(found, ids, groups, moments)), strict=True)
 
     def _messages(
         self, found: _Kept, ids: list[str], groups: list[tuple[str, ...]], moments: list[int | None]
@@ -519,18 +513,35 @@ def _joined(kept: list[_Kept]) -> Iterator[_Kept]:
             yield first
             continue
         records = joined([one.records for one in some])
-        seqs, ends, is_gone = (np.concatenate(arrays) for arrays in zip(*(one[1:4] for one in some), strict=True))
-        yield _Kept(records, seqs, ends, is_gone, first.definition)
+        numbers = _Numbers(*map(np.concatenate, zip(*(one.numbers for one in some), strict=True)))
+        yield _Kept(records, numbers, np.concatenate([one.is_gone for one in some]), first.definition)
 
 
-def _first_operation(parts: Iterable[TableRecords]) -> tuple[Any, ...]:
-    """Return the operation of the first record of a frame."""
-    row, part = min(
-        ((int(np.argmin(offsets)), part) for part in parts if len(offsets := part.batch.column("__offset").to_numpy())),
-        key=lambda found: found[1].batch.column("__offset")[found[0]].as_py(),
+def _numbers(parts: Iterable[TableRecords]) -> _Numbers:
+    """Return the numbers of some parts' records, one part after the other."""
+    none: list[Ints] = [np.empty(0, dtype=np.int64)]
+    offsets, numbers = (
+        np.concatenate([*none, *(part.batch.column(name).to_numpy() for part in parts)])
+        for name in ("__offset", "__seq")
     )
-    source, lsn, xid = (part.batch.column(name)[row].as_py() for name in ("__source", "__commit_lsn", "__xid"))
-    return (source, lsn, xid) if xid is not None else (part.shard, part.operation_seq[row].as_py())
+    operations = np.concatenate([*none, *(part.operation_seq.to_numpy() for part in parts)])
+    firsts, places = np.unique(operations, return_inverse=True)
+    last = np.zeros(len(firsts), dtype=np.int64)
+    np.maximum.at(last, places, numbers)
+    return _Numbers(offsets, numbers, last[places], operations)
+
+
+def _in_order(numbers: _Numbers, large: Iterable[LargeGroup]) -> _Numbers:
+    """Give the numbers of each operation's records, and of each large group's, to them in the order of their offsets.
+
+    Operations stand one after the other in offsets as in numbers, so both orders have the same operations.
+    """
+    offsets, seqs, ends, operations = numbers
+    seqs[np.argsort(offsets, kind="stable")] = np.sort(seqs)
+    for group in large:
+        own = (offsets >= group.begin) & (offsets < group.end)
+        seqs[own], ends[own], operations[own] = offsets[own] + group.shift, group.last_seq, group.first_seq
+    return numbers
 
 
 def _unkept(part: TableRecords, numbers: _Numbers, left_out: Bools) -> Iterator[tuple[int, _Item]]:
@@ -538,7 +549,7 @@ def _unkept(part: TableRecords, numbers: _Numbers, left_out: Bools) -> Iterator[
     for rest in filtered(part, left_out):
         of_rows = [array[left_out].tolist() for array in numbers]
         for offset, number, end, first, index, operation in zip(
-            *of_rows, rest.operation_seq.to_pylist(), indexes_of(rest), operations_of(rest), strict=True
+            *of_rows, indexes_of(rest), operations_of(rest), strict=True
         ):
             yield offset, _Item(Seq(first), index, operation, number, end, None)
 
