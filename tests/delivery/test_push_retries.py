@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -144,9 +145,14 @@ def messages_of(count: int, groups: int = 1000) -> list[PushMessage]:
 
 @contextmanager
 def pushing_to(
-    sink: PushSink, source: Source, *, max_deliver: int = 3, observe: Callable[[float], None] = lambda _seconds: None
+    sink: PushSink,
+    source: Source,
+    *,
+    max_deliver: int = 3,
+    observe: Callable[[float], None] = lambda _seconds: None,
+    now_s: Callable[[], float] = time.monotonic,
 ) -> Iterator[Pusher]:
-    pusher = Pusher("test", source, sink, max_deliver=max_deliver, observe=observe).start()
+    pusher = Pusher("test", source, sink, max_deliver=max_deliver, observe=observe, now_s=now_s).start()
     try:
         yield pusher
     finally:
@@ -202,8 +208,14 @@ def test_after_the_last_failure_of_a_batch_each_message_is_sent_alone_once() -> 
     assert set(source.deliveries.values()) == {3}
 
 
-def test_messages_that_failed_alone_stay_in_flight_until_the_others_were_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a receiver that fails slowly they expired on the way, and were sent again."""
+@pytest.mark.parametrize(("step_s", "holds"), [(0, 1), (30, 4)])
+def test_messages_that_failed_alone_stay_in_flight_until_the_others_were_sent(
+    monkeypatch: pytest.MonkeyPatch, step_s: float, holds: int
+) -> None:
+    """With a receiver that fails slowly they expired on the way, and were sent again.
+
+    With one that fails fast, all of them were held again for each: the cost grew with the square of the batch.
+    """
     source, sink = Source(messages_of(3)), Sink(by_poison("m0", "m1", "m2"))
     hold, held = source.hold, list[list[str]]()
 
@@ -212,9 +224,11 @@ def test_messages_that_failed_alone_stay_in_flight_until_the_others_were_sent(mo
         return hold(messages, seconds, is_retry=is_retry)
 
     monkeypatch.setattr(source, "hold", noted)
-    with pushing_to(sink, source, max_deliver=1):
+    clock = time.monotonic if not step_s else itertools.count(step=step_s).__next__
+    with pushing_to(sink, source, max_deliver=1, now_s=clock):
         source.wait_until(lambda: source.is_settled)
     assert [len(batch) for batch in sink.sent] == [3, 1, 1, 1]
+    assert len(held) == holds if not step_s else len(held) >= holds
     assert set(map(tuple, held)) == {("m0", "m1", "m2")}
 
 
@@ -332,6 +346,43 @@ def test_messages_that_were_taken_back_are_not_sent_again() -> None:
         source.wait_until(lambda: not source.flying)
     assert len(sink.sent) == 1
     assert source.returned == ["m0", "m1"]
+
+
+def test_a_group_that_a_rewind_took_back_waits_for_its_request_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receiver had both at once, and might have taken the older message last."""
+    first, again = (PushMessage(id_, "g", 1, b"{}") for id_ in ("first", "again"))
+    source, taken_back, asked, events = Source([first]), threading.Event(), threading.Event(), list[str]()
+
+    def judge(messages: Sequence[PushMessage]) -> Outcome:
+        events.append(f"begin {messages[0].id}")
+        if messages[0] is first:
+            with source.changed:
+                source.lost.add("first")
+                source.flying.remove(first)
+                source.deliveries["again"] = 0
+                source.waiting.append(again)
+            taken_back.set()
+            assert asked.wait(30)
+        events.append(f"end {messages[0].id}")
+        return ACCEPTED
+
+    is_held = source.is_held
+
+    def noted(messages: Sequence[PushMessage]) -> bool:
+        if taken_back.is_set() and messages[0] is first:
+            asked.set()
+        return is_held(messages)
+
+    monkeypatch.setattr(source, "is_held", noted)
+
+    def acked(messages: Sequence[PushMessage]) -> None:
+        source.acked.extend(message.id for message in messages)
+
+    monkeypatch.setattr(source, "ack", acked)
+    with pushing_to(Sink(judge, concurrency=2), source):
+        source.wait_until(lambda: "again" in source.acked)
+        source.flying.clear()
+    assert events == ["begin first", "end first", "begin again", "end again"]
 
 
 def test_messages_that_wait_are_kept_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,8 @@ _PART_OF_BATCH: Final = 16
 would leave the messages that come until then to the batch behind it."""
 _KEPT_AGAIN_S: Final = 0.5
 _MARGIN_S: Final = 30.0
-"""Time for which messages are held in addition to what their delivery takes. It is renewed while they wait."""
+"""Least time for which messages are held in addition to what their next delivery takes."""
+_LOOK_S: Final = 0.1
 
 logger = structlog.get_logger("millstream")
 
@@ -99,14 +100,14 @@ class _Batch:
     messages: Sequence[PushMessage]
     """The messages that aren't settled."""
     backoff: Backoff
+    renew_at_s: float
+    """When its messages have to be held again before they are sent."""
     failures: int = 0
     """Number of failed deliveries of them together; those before a restart count."""
     repeats: int = 0
     """Number of repeated deliveries since they were received."""
     is_split: bool = False
     """Whether each is sent alone."""
-    is_new: bool = True
-    """Whether nothing of it was sent so far."""
     dead: list[tuple[PushMessage, str]] = field(default_factory=list)
     """Messages that failed alone, with their errors."""
     error: str | None = None
@@ -187,6 +188,8 @@ class Pusher:
         """Held while the fields below change."""
         self._aside: list[tuple[float, int, _Batch]] = []
         """Batches that wait: a heap by time."""
+        self._under_way: dict[int, Sequence[PushMessage]] = {}
+        """The messages of the requests that are under way, by the `id` of their batch."""
         self._numbers = itertools.count()
         self._shown: str | None = None
         self._turn = _Turns() if self._pacing.syncs else nullcontext()
@@ -194,7 +197,7 @@ class Pusher:
         self._is_behind = False
         """Whether the last answer was large, so that the next batch is received before its turn."""
         self._stopping = threading.Event()
-        self._hold_s = self._pacing.timeout_s + _MARGIN_S
+        self._hold_s = self._pacing.timeout_s + 2 * _MARGIN_S
         self._name = name
         self._workers = [
             Worker(f"push-{name}", self._step, on_failure=self._fail) for _ in range(self._pacing.concurrency)
@@ -281,7 +284,8 @@ class Pusher:
     def _begun(self, messages: Sequence[PushMessage]) -> _Batch:
         """Return a batch of messages that were received. It starts from the fewest failures of its messages."""
         failures = min(message.failures for message in messages)
-        return _Batch(messages, self._waits(), failures, is_split=self._is_over(failures))
+        renew_at_s = self._now_s() + _MARGIN_S
+        return _Batch(messages, self._waits(), renew_at_s, failures, is_split=self._is_over(failures))
 
     def _is_over(self, failures: int) -> bool:
         """Return whether so many failures are the most that messages may have together."""
@@ -299,12 +303,19 @@ class Pusher:
     def _send(self, batch: _Batch) -> float | None:
         """Send the batch's next request; return the seconds to wait before another attempt, None to go on."""
         sent = batch.next
-        if not self._hold(batch):
-            return None
-        batch.is_new = False
-        again = batch.repeats  # mostly 0, and a copy of a message takes 4 us
-        numbered = [msgspec.structs.replace(one, deliveries=one.deliveries + again) for one in sent] if again else sent
-        outcome = self._deliver(numbered)
+        with self._lock:
+            self._under_way[id(batch)] = batch.held
+        try:
+            if not self._may_send(batch):
+                return None
+            again = batch.repeats  # mostly 0, and a copy of a message takes 4 us
+            replace = msgspec.structs.replace
+            outcome = self._deliver(
+                [replace(one, deliveries=one.deliveries + again) for one in sent] if again else sent
+            )
+        finally:
+            with self._lock:
+                del self._under_way[id(batch)]
         if outcome.parts:
             told = {message.id for messages, _ in outcome.parts for message in messages}
             untold = [message for message in sent if message.id not in told]
@@ -321,7 +332,7 @@ class Pusher:
         sent = [message for message in batch.next if message.id in own]
         if not sent:
             return
-        part = _Batch(sent, self._waits(), batch.failures, batch.repeats, is_new=False)
+        part = _Batch(sent, self._waits(), batch.renew_at_s, batch.failures, batch.repeats)
         wait_s = self._judge(part, sent, outcome)
         if part.messages and (wait_s is None or not self._set_aside(part, wait_s)):
             self._give_back(part)
@@ -379,21 +390,39 @@ class Pusher:
             self._shown = error
         self._source.show(error)
 
+    def _may_send(self, batch: _Batch) -> bool:
+        """Return whether a batch is held, once the requests of messages that were taken back have ended.
+
+        After a rewind their groups may be in this batch, and the receiver must not have a group in two requests.
+        """
+        while self._hold(batch):
+            with self._lock:
+                others = [messages for number, messages in self._under_way.items() if number != id(batch)]
+            if all(map(self._source.is_held, others)):
+                return True
+            time.sleep(_LOOK_S)
+        return False
+
     def _hold(self, batch: _Batch, *, is_retry: bool = False) -> bool:
         """Keep a batch in flight; give it back if the consumer has taken a part of it back."""
-        source, messages = self._source, batch.held
-        if source.is_held(messages) if batch.is_new else source.hold(messages, self._hold_s, is_retry=is_retry):
-            return True
-        self._give_back(batch)
-        return False
+        is_due = is_retry or self._now_s() >= batch.renew_at_s
+        is_held = self._renewed(batch, is_retry=is_retry) if is_due else self._source.is_held(batch.held)
+        if not is_held:
+            self._give_back(batch)
+        return is_held
+
+    def _renewed(self, batch: _Batch, *, is_retry: bool = False) -> bool:
+        batch.renew_at_s = self._now_s() + _MARGIN_S
+        return self._source.hold(batch.held, self._hold_s, is_retry=is_retry)
 
     def _renew(self) -> bool:
         """Keep the batches that wait in flight. A batch that was taken back is noticed before it is sent."""
+        now_s = self._now_s()
         with self._lock:
-            aside = [batch.held for *_, batch in self._aside]
-        for messages in aside:
+            due = [batch for *_, batch in self._aside if now_s >= batch.renew_at_s]
+        for batch in due:
             with suppress(MillstreamError):  # noted in memory, though the state can't be kept now
-                self._source.hold(messages, self._hold_s, is_retry=False)
+                self._renewed(batch)
         return not self._stopping.is_set()
 
     def _set_aside(self, batch: _Batch, wait_s: float) -> bool:
