@@ -23,7 +23,7 @@ class PushedReference(Reference):
 
     def redeliver(self, ids: Iterable[DeliveryId], deadline: int) -> bool:
         items: list[Item] = []
-        for delivery in ids:
+        for delivery in dict.fromkeys(ids):
             _, item = self.find(delivery)
             if item is None or item.flies_by is None:
                 return False

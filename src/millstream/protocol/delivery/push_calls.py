@@ -36,7 +36,7 @@ class Pushed(ABC):
             Whether all of them are in flight by these deliveries; else nothing was done.
         """
         entries = []
-        for delivery in ids:
+        for delivery in dict.fromkeys(ids):
             status, entry = self._find(delivery)
             if status is not Status.ACKED or entry is None or entry.answer is None:
                 return False
