@@ -171,6 +171,9 @@ def test_one_dead_letter_is_shown_retried_and_dropped_alone(site: Site) -> None:
     assert not [name for name, _ in seen.tags if name == "img"]
     assert letter["id"] not in site.call("GET", "/consumers/web/one", {"cookie": site.cookie("all")}).text
     asked = {"stream": "web", "subject": "one", "text": letter["id"]}
+    # A form without a letter's name was taken for all letters.
+    act(site, "admin", "drop_letter", **asked | {"text": ""}, confirmed="yes")
+    assert call("web", "show", "one").body["dead"] == 1
     assert f"{letter['id']}: retried" in act(site, "admin", "retry_letter", **asked).text
     messages = call("web", "receive", "one", {"batch_size": 2, "wait_for_ms": 5000}).body["messages"]
     call("web", "nack", "one", {"ack_ids": [one["ack_id"] for one in messages]})

@@ -79,7 +79,9 @@ _FITTING: Final = {
     "paused": "resume_copy",
 }
 """The action that fits a table's state, next to another copy."""
-_OF_LETTERS: Final = frozenset({"retry_dead", "drop_dead", "retry_letter", "drop_letter"})
+_ALL_LETTERS: Final = frozenset({"retry_dead", "drop_dead"})
+_ONE_LETTER: Final = frozenset({"retry_letter", "drop_letter"})
+"""Actions on the dead letter that the text names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +204,10 @@ def _asked(home: Home, order: Order) -> Iterator[None]:
 def _done(home: Home, consumers: HomeConsumers, order: Order, action: Action) -> str:
     if action.on_table is None:
         body: dict[str, Any] = {"to": order.text} if action.field else {}
-        if order.name in _OF_LETTERS:
-            body = {"ids": [order.text] if order.text else "all"}
+        if order.name in _ALL_LETTERS | _ONE_LETTER:
+            body = {"ids": [order.text] if order.name in _ONE_LETTER else "all"}
         answer = consumers.call(order.stream, action.on_consumer, order.subject, body).body
-        if order.name in _OF_LETTERS and order.text:
+        if order.name in _ONE_LETTER:
             return f"{order.text}: {answer['results'][0]['status']}"
         return f"{action.label}: done for consumer {order.subject}"
     config = home.written_stream(order.stream)
