@@ -134,7 +134,9 @@ def test_one_runs_at_a_time_and_is_stopped(site: Site, diffs: Diffs) -> None:
     ended(diffs)
     assert diffs.last is not None
     assert (diffs.last.state, diffs.last.report) == ("stopped", None)
-    assert [line["outcome"] for line in audit(site)] == ["asked", "asked", "refused", "stopped"]
+    lines = audit(site)
+    assert [line["outcome"] for line in lines] == ["asked", "asked", "refused", "stopped"]
+    assert (lines[0]["token"], lines[-1]["stopped_by"]) == ("admin", "admin")
 
 
 @pytest.mark.parametrize(
@@ -183,7 +185,8 @@ def test_a_server_s_end_ends_a_comparison_and_notes_it(site: Site, diffs: Diffs)
     diffs._command = command(SLEEPS)
     assert post(site, "admin", do="start", stream="shop").status_code == 303
     diffs.close()
-    assert [line["outcome"] for line in audit(site)] == ["asked", "stopped"]
+    asked, stopped = audit(site)
+    assert (asked["outcome"], stopped["outcome"], "stopped_by" in stopped) == ("asked", "stopped", False)
 
 
 def test_its_time_and_its_answer_are_bounded(diffs: Diffs, monkeypatch: Any) -> None:

@@ -180,9 +180,9 @@ def start_diff(home: Home, diffs: Diffs, order: Order) -> None:
 
     def note_end(one: Comparison) -> None:
         counts = {} if one.report is None else {"counts": one.report["counts"]}
-        message = {"message": one.said} if one.said else {}
+        texts = {name: text for name, text in (("message", one.said), ("stopped_by", one.stopped_by)) if text}
         try:
-            _note(home, order, one.outcome, seconds=one.seconds, **counts, **message)
+            _note(home, order, one.outcome, seconds=one.seconds, **counts, **texts)
         except AccessError as error:  # it has ended all the same
             logger.warning("a comparison's end isn't in the audit log", error=error.message)
 

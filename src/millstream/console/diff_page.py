@@ -59,6 +59,8 @@ class Comparison:
     """Its progress; how it failed."""
     seconds: float = 0.0
     """The time that it took."""
+    stopped_by: str = ""
+    """The name of the token that stopped it; empty if its bounds or the server's end did."""
     report: Mapping[str, Any] | None = None
 
     @property
@@ -103,11 +105,11 @@ class Diffs:
         follow = partial(self._follow, self._process, self.last, out, said, on_end)
         self._worker = Worker("console-diff", follow).start()
 
-    def stop(self) -> None:
-        """Stop the comparison that runs."""
+    def stop(self, who: str = "") -> None:
+        """Stop the comparison that runs, for a token of a name."""
         with self._lock:
             if self._process is not None and self.last is not None and self.last.state == "runs":
-                self.last.state = "stopped"
+                self.last.state, self.last.stopped_by = "stopped", who
                 self._process.kill()
 
     def close(self) -> None:

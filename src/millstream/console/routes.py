@@ -284,7 +284,7 @@ class Console:
         stream = last.stream if stops and last is not None else fields.get("stream", "")
         self._check_acts(caller, stream)
         if stops:
-            self.diffs.stop()
+            self.diffs.stop(caller.name or "")
         else:
             order = actions.Order(caller.name or "", "diff", stream, fields.get("table", "").strip())
             await self._apart(actions.start_diff, self._home, self.diffs, order)
