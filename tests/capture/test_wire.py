@@ -29,7 +29,7 @@ COMMAND = "START_REPLICATION SLOT {slot} LOGICAL 0/0 (proto_version '2', publica
 
 @pytest.fixture(params=[SocketWire, LibpqWire])
 def way(request: pytest.FixtureRequest) -> type:
-    """Return a way of reading; without numba, libpq's is the only one."""
+    """Return a way of reading; on an encrypted connection, libpq's is the only one."""
     return request.param
 
 

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from tests.codec.pgoutput_messages import TablesByOid
+from tests.codec.reference_decoder import decode_plain
 
-from millstream.codec.pgoutput import MessageRun, RelationCache, decode_plain, decode_transactions
+from millstream.codec.pgoutput import MessageRun, RelationCache, decode_transactions
 from millstream.model.operations import OPERATION_SCHEMA, WriteOps
 from millstream.model.positions import Lsn
 from millstream.model.records import append_row_schema

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from tests.codec import pgoutput_messages as pg
 from tests.codec.pgoutput_checks import check_equal, decode
 from tests.codec.pgoutput_messages import TablesByOid
+from tests.codec.reference_decoder import decode_block_plain, decode_plain
 from tests.seeds import examples
 
 from millstream.codec.pgoutput import (
@@ -13,12 +14,10 @@ from millstream.codec.pgoutput import (
     UNCHANGED,
     MessageRun,
     RelationCache,
-    decode_plain,
     decode_raw,
     decode_transactions,
 )
-from millstream.codec.pgoutput.reference_decoder import decode_block_plain
-from millstream.codec.pgoutput.vectorised_decoder import decode_block
+from millstream.codec.pgoutput.transaction_decoder import decode_block
 from millstream.errors import MillstreamError, ProtocolViolation, TableUndecodable
 from millstream.model.operations import OPERATION_SCHEMA, WriteOps
 from millstream.model.schema import TableKind

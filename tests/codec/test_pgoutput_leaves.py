@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 from tests.codec import pgoutput_messages as pg
 from tests.codec.pgoutput_checks import check_equal, decode
 from tests.codec.pgoutput_messages import TablesByOid
+from tests.codec.reference_decoder import decode_block_plain
 from tests.codec.test_pgoutput_decoders import SLOW, TYPES, Table, changes
 
 from millstream.codec.pgoutput import MessageRun, Relation, RelationCache, parse_message
-from millstream.codec.pgoutput.reference_decoder import decode_block_plain
 from millstream.codec.pgoutput.relations import TransactionFacts
 from millstream.codec.pgoutput.spilled import decode_spilled
-from millstream.codec.pgoutput.vectorised_decoder import decode_block
+from millstream.codec.pgoutput.transaction_decoder import decode_block
 from millstream.model.operations import OPERATION_SCHEMA, WriteOps
 from millstream.model.positions import Lsn
 

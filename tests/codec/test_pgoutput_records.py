@@ -14,6 +14,7 @@ import pytest
 from tests.codec import pgoutput_messages as pg
 from tests.codec.pgoutput_checks import decode
 from tests.codec.pgoutput_messages import TablesByOid
+from tests.codec.reference_decoder import decode_plain
 
 from millstream.codec.pgoutput import (
     HEARTBEAT_PREFIX,
@@ -21,7 +22,6 @@ from millstream.codec.pgoutput import (
     MessageRun,
     RelationCache,
     TransactionFacts,
-    decode_plain,
     decode_raw,
     decode_spilled,
     decode_transactions,
@@ -350,16 +350,3 @@ warm()
 
 def test_warm_compiles_what_runs_need():
     warm()
-
-
-def test_runs_are_decoded_where_numba_is_not_installed():
-    code = """
-import sys
-sys.modules["numba"] = None
-from millstream.codec.pgoutput import MessageRun, RelationCache, decode_transactions
-from tests.codec import pgoutput_messages as pg
-run = [pg.begin(1, 1), pg.relation(9, "s", "t", [("a", 23, -1, True)]), pg.insert(9, ["1"]), pg.commit(1, 2)]
-assert decode_transactions(MessageRun.of(run), pg.TablesByOid(), RelationCache()).row_count == 1
-"""
-    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=300, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()

@@ -23,6 +23,7 @@ import pyarrow as pa
 from tests.codec import pgoutput_messages as pg
 from tests.codec.line_samples import same
 from tests.codec.pgoutput_messages import TablesByOid
+from tests.codec.reference_decoder import decode_plain
 from tests.fuzz import checksums
 from tests.fuzz.harness import MORE_MEMORY
 from tests.fuzz.session_targets import decode_sessions, session_seeds, with_right_checksum
@@ -47,7 +48,6 @@ from millstream.codec.pgoutput import (
     MessageRun,
     RelationCache,
     TransactionFacts,
-    decode_plain,
     decode_raw,
     decode_spilled,
     decode_transactions,

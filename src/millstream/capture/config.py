@@ -83,7 +83,7 @@ class CaptureConfig:
         free_bytes: returns the free space of the disk of a folder, `spill_dir`.
         run_bytes_max: bytes of whole transactions from which on they are handed on together.
         slot_advance_s: how often the slot is advanced, at most, while a backlog is read in chunks.
-        reads_socket: whether compiled code may read the source's messages from the socket; otherwise libpq reads them.
+        reads_socket: whether machine code may read the source's messages from an unencrypted socket; else libpq does.
         on_moment: called at named moments, with facts about them, on the thread that passes them, which waits for it and
             raises what it raises. Tests delay and fail steps there.
         slot_lag_bytes: WAL from which on `doctor` reports that the slot holds it.

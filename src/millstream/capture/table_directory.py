@@ -26,7 +26,7 @@ from millstream.capture.source import SourceTable, possible_ancestors
 from millstream.capture.transient_column_names import ShownColumns, form_of
 from millstream.catalog import COPY_HELD, Catalog, TableRow, TableState
 from millstream.codec.pgoutput import MESSAGES_COLUMNS, Relation, raw_schema, table_schema
-from millstream.codec.pgoutput.record_rows import undecodable
+from millstream.codec.pgoutput.relations import undecodable
 from millstream.errors import ConfigError, UnknownTable
 from millstream.failpoints import is_asked
 from millstream.model.human_text import human_bytes

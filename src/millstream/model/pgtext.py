@@ -75,6 +75,24 @@ def array_of(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     return pa.array(values, type=kind)
 
 
+def parse_texts(texts: Sequence[str | None], kind: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
+    """Return a column of PostgreSQL's texts as an array of its type in the log.
+
+    Also returns the texts that the type can't hold, by row.
+    """
+    parse = text_parser(kind)
+    exact: dict[int, str] = {}
+    values: list[Any] = []
+    for row, text in enumerate(texts):
+        value = None if text is None else parse(text)
+        if value is INEXACT:
+            assert text is not None
+            exact[row] = text
+            value = None
+        values.append(value)
+    return array_of(values, kind), exact
+
+
 def storage_values(array: pa.Array) -> list[Any]:
     """Return the storage values of an Arrow array (None for NULL)."""
     storage = _storage_type(array.type)

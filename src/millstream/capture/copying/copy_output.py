@@ -22,7 +22,7 @@ from psycopg import pq
 
 from millstream.capture.connection import next_result, translate_result, wait_for
 from millstream.capture.copying import _text_scan as machine
-from millstream.capture.stream.frames import pass_over
+from millstream.capture.stream.frames import is_unencrypted, pass_over
 from millstream.errors import MillstreamError, ProtocolViolation, SourceError
 
 _READ_BYTES: Final = 256 << 10
@@ -88,9 +88,8 @@ def copy_pieces(
     The last piece, which may be empty, is `whole`. Closing the generator earlier cancels the command, and with it the
     connection's transaction. Raises as `copy_out`.
     """
-    pgconn = connection.pgconn
-    encrypted = pgconn.ssl_in_use or pgconn.used_gssapi
-    with closing(_ByLibpq(pgconn, query) if encrypted else _BySocket(pgconn, query)) as source:
+    source_type = _BySocket if is_unencrypted(connection) else _ByLibpq
+    with closing(source_type(connection.pgconn, query)) as source:
         while True:
             piece = source.next(piece_bytes())
             if piece.whole and source.failure is not None:

@@ -26,7 +26,7 @@ from millstream.capture.publication import inserts_name
 from millstream.capture.source import Connection, PartitionPlace, SourceTable, insert_lsn, partition_place, read_table
 from millstream.catalog import TableRow
 from millstream.codec.pgoutput import Relation
-from millstream.codec.pgoutput.record_rows import undecodable
+from millstream.codec.pgoutput.relations import undecodable
 from millstream.model.positions import Lsn
 from millstream.model.schema import ReplicaIdentity
 

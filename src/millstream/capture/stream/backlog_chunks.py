@@ -25,9 +25,9 @@ from psycopg import pq, sql
 
 from millstream.capture.connection import take_bytes_as_they_are, translate, translate_result, translated
 from millstream.capture.source import SourceIdentity, connect_same
-from millstream.capture.stream.frames import KEEPALIVE, Block, Connection, Frames, pass_over
-from millstream.capture.stream.replication_connection import has_machine_code
+from millstream.capture.stream.frames import KEEPALIVE, Block, Connection, Frames, is_unencrypted, pass_over
 from millstream.codec.pgoutput import MessageRun
+from millstream.codec.pgoutput._framing import split_copy_rows
 from millstream.errors import MillstreamError, ProtocolViolation
 from millstream.failpoints import hit
 from millstream.model.positions import Lsn, format_lsn
@@ -140,7 +140,7 @@ class ChunkWire:
         begin: LSN at which the first chunk begins.
         advance: advances the slot.
         go_on: called after each chunk; returns whether to read another.
-        reads_socket: whether compiled code may read the socket, if the connection is plain and the code is available.
+        reads_socket: see `start_replication`.
     """
 
     def __init__(
@@ -164,12 +164,8 @@ class ChunkWire:
         self._size_bytes = 0
         self._anew = False
         self._ended = False
-        pgconn = connection.pgconn
-        self._rows: _SocketRows | _LibpqRows
-        if reads_socket and not (pgconn.ssl_in_use or pgconn.used_gssapi) and has_machine_code():
-            self._rows = _SocketRows(connection)
-        else:
-            self._rows = _LibpqRows(connection)
+        rows = _SocketRows if reads_socket and is_unencrypted(connection) else _LibpqRows
+        self._rows: _SocketRows | _LibpqRows = rows(connection)
         self._rows.ask(command)
 
     @property
@@ -314,12 +310,8 @@ class _SocketRows:
     """The rows of commands, read from the socket: simple queries, which use few kinds of frames."""
 
     def __init__(self, connection: Connection) -> None:
-        from millstream.codec.pgoutput import _framing
-
         self._is_ready = False
-        self._frames = Frames(
-            connection, _framing.split_copy_rows, frame_bytes_min=_SMALLEST_FRAME, on_other=self._on_other
-        )
+        self._frames = Frames(connection, split_copy_rows, frame_bytes_min=_SMALLEST_FRAME, on_other=self._on_other)
 
     def ask(self, command: bytes) -> None:
         self._frames.send(b"Q" + struct.pack(">I", len(command) + 5) + command + b"\0")

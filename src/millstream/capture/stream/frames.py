@@ -19,6 +19,7 @@ import numpy.typing as npt
 import psycopg
 
 from millstream.capture.connection import translate_fields
+from millstream.capture.stream._drain import drain
 from millstream.codec.pgoutput import MessageRun
 from millstream.errors import ProtocolViolation, SourceError
 
@@ -56,6 +57,11 @@ class Block:
         return MessageRun(run.buffer, run.starts[first:end], run.ends[first:end])
 
 
+def is_unencrypted(connection: Connection) -> bool:
+    """Return whether the connection's bytes can be read past libpq."""
+    return not (connection.pgconn.ssl_in_use or connection.pgconn.used_gssapi)
+
+
 class Frames:
     """The frames of one connection.
 
@@ -74,9 +80,6 @@ class Frames:
         frame_bytes_min: int,
         on_other: Callable[[str, bytes], None],
     ) -> None:
-        from millstream.capture.stream._drain import drain
-
-        self._drain = drain
         self._split = split
         self._frame_bytes_min = frame_bytes_min
         self._on_other = on_other
@@ -145,7 +148,7 @@ class Frames:
         limit = min(len(self._memory), self._filled + _READ_BYTES)
         if turns:
             descriptor, before = self._socket.fileno(), self._filled
-            filled = self._drain(descriptor, self._writable, before, limit, _READ_SMALL_BYTES, NAP_US, turns)
+            filled = drain(descriptor, self._writable, before, limit, _READ_SMALL_BYTES, NAP_US, turns)
             self._filled = int(filled)
             if filled > before:
                 return

@@ -3,7 +3,7 @@
 libpq returns messages one by one, and each then costs several times its decoding (2.4 µs against 0.3). So if the
 connection isn't encrypted, its socket is read directly from the answer to START_REPLICATION on. Machine code splits
 the bytes, and no Python runs for a message. libpq never sees these bytes; it was asked nothing else and expects no
-answer. Encrypted connections, whose bytes only libpq can read, and processes without numba use libpq.
+answer. Encrypted connections, whose bytes only libpq can read, use libpq.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import psycopg
 from psycopg import pq
 
 from millstream.capture.connection import next_result, translate, translate_result
-from millstream.capture.stream.frames import KEEPALIVE, NAP_US, Block, Connection, Frames, pass_over
+from millstream.capture.stream._drain import compile_drain
+from millstream.capture.stream.frames import KEEPALIVE, NAP_US, Block, Connection, Frames, is_unencrypted, pass_over
 from millstream.codec.pgoutput import MessageRun
+from millstream.codec.pgoutput._framing import split_copy_data
 from millstream.errors import MillstreamError, ProtocolViolation, SourceError
 from millstream.model.positions import Lsn
 
@@ -72,14 +74,16 @@ def start_replication(connection: Connection, command: bytes, *, reads_socket: b
 
     Args:
         connection: a replication connection.
-        reads_socket: whether compiled code may read the socket, if the connection is plain and the code is available.
+        reads_socket: whether machine code may read the socket, if the connection isn't encrypted.
 
     Raises:
         MillstreamError: the server refused; the connection is still the caller's.
     """
     pgconn = connection.pgconn
+    is_plain = reads_socket and is_unencrypted(connection)
+    if is_plain:
+        compile_drain()
     try:
-        is_plain = reads_socket and not (pgconn.ssl_in_use or pgconn.used_gssapi) and has_machine_code()
         pgconn.send_query(command)
         if is_plain and _takes_over(pgconn.socket):
             return SocketWire(connection)
@@ -91,16 +95,6 @@ def start_replication(connection: Connection, command: bytes, *, reads_socket: b
         raise translate_result(result)
     pgconn.nonblocking = 0
     return LibpqWire(connection)
-
-
-def has_machine_code() -> bool:
-    """Return whether machine code is available; it is compiled then."""
-    try:
-        from millstream.capture.stream._drain import compile_drain
-    except ImportError:
-        return False
-    compile_drain()
-    return True
 
 
 def _takes_over(descriptor: int) -> bool:
@@ -138,12 +132,8 @@ class SocketWire:
     """Reads the socket itself; see the module."""
 
     def __init__(self, connection: Connection) -> None:
-        from millstream.codec.pgoutput import _framing
-
         self._connection = connection
-        self._frames = Frames(
-            connection, _framing.split_copy_data, frame_bytes_min=_SMALLEST_FRAME, on_other=_on_other_frame
-        )
+        self._frames = Frames(connection, split_copy_data, frame_bytes_min=_SMALLEST_FRAME, on_other=_on_other_frame)
 
     def fileno(self) -> int:
         """Return the socket's descriptor."""

@@ -36,9 +36,6 @@ How capture uses it
   don't fail. A huge ordinary transaction can be spilled as well: pass the messages between Begin and
   Commit with `streamed=False`.
 - `warm()` compiles (or loads) the machine code; otherwise the first run does, which takes seconds.
-
-`decode_plain` gives the same result as `decode_transactions`, message by message in plain Python:
-the oracle in tests and the fallback without numba.
 """
 
 from __future__ import annotations
@@ -63,7 +60,6 @@ from millstream.codec.pgoutput.message_parser import (
     Update,
     parse_message,
 )
-from millstream.codec.pgoutput.reference_decoder import decode_plain
 from millstream.codec.pgoutput.relations import (
     HEARTBEAT_PREFIX,
     MESSAGES_COLUMNS,
@@ -79,7 +75,7 @@ from millstream.codec.pgoutput.relations import (
 )
 from millstream.codec.pgoutput.runs import MessageRun
 from millstream.codec.pgoutput.spilled import decode_spilled
-from millstream.codec.pgoutput.vectorised_decoder import decode_transactions, warm
+from millstream.codec.pgoutput.transaction_decoder import decode_transactions, warm
 
 __all__ = [
     "HEARTBEAT_PREFIX",
@@ -106,7 +102,6 @@ __all__ = [
     "Truncate",
     "Type",
     "Update",
-    "decode_plain",
     "decode_raw",
     "decode_spilled",
     "decode_transactions",

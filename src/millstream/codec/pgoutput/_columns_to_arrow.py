@@ -12,9 +12,9 @@ import pyarrow.compute as pc
 
 import millstream.codec.pgoutput._value_parsers as machine
 from millstream.codec.pgoutput.message_parser import Relation
-from millstream.codec.pgoutput.record_rows import decode_text, parse_column, undecodable
+from millstream.codec.pgoutput.relations import decode_text, undecodable
 from millstream.model.floats import FIXED_BELOW_4, FIXED_BELOW_8, HALF_WAY_4, HALF_WAY_8
-from millstream.model.pgtext import Inexact, array_of, text_parser
+from millstream.model.pgtext import Inexact, array_of, parse_texts, text_parser
 from millstream.model.records import TEXT_BY_COLUMN
 
 Bytes = npt.NDArray[np.uint8]
@@ -79,7 +79,7 @@ def read_column(texts: Texts, kind: pa.DataType) -> tuple[pa.Array, dict[int, st
     reader = _reader(kind)
     read = None if reader is None else reader(texts, kind, state)
     if read is None:
-        return parse_column([texts.text(row) for row in range(len(texts))], kind)
+        return parse_texts([texts.text(row) for row in range(len(texts))], kind)
     bad, data = read
     valid = state == machine.OK
     array = pa.Array.from_buffers(kind, len(texts), [validity(valid), *(pa.py_buffer(part) for part in data)])

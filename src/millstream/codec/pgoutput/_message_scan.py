@@ -411,7 +411,8 @@ def walk_rows(
 
     A size below 0 is NULL, UNCHANGED or NOT_SENT. Old keys and rows of updates go to `old_at` and
     `old_size` ([columns, old rows]), with the row that each belongs to in `old_row`. An unchanged value
-    that its old key or row has is that one (see `record_rows.unchanged_from_old`).
+    that its old key or row has is that one: PostgreSQL sends a key that is stored out of line in the
+    old key alone, although the update didn't change it.
 
     Returns:
         Number of old rows, number of unchanged values, a fault, and the row at fault.

@@ -5,7 +5,7 @@ any bytes, it returns a message or raises `ProtocolViolation`. Inside a streamed
 StreamStart and StreamStop) every message except Origin carries the id of its (sub)transaction right
 after its type byte: pass `streamed=True` there.
 
-Whole runs of transactions are decoded in machine code by `vectorised_decoder`. Its `_message_scan` reads the bytes of
+Whole runs of transactions are decoded in machine code by `transaction_decoder`. Its `_message_scan` reads the bytes of
 all messages but Relation and Type; a change of a layout belongs there, too.
 
 Times are microseconds since 1970-01-01 UTC (the protocol counts from 2000).

@@ -30,7 +30,7 @@ from millstream.codec.pgoutput.message_parser import (
     Update,
     parse_message,
 )
-from millstream.errors import ProtocolViolation
+from millstream.errors import ProtocolViolation, TableUndecodable
 from millstream.model.ids import SchemaVersion, SourceId, TableId
 from millstream.model.names import qualified_name
 from millstream.model.pgtypes import log_type
@@ -99,6 +99,29 @@ def column_order(relation: Relation, schema: TableSchema) -> tuple[int, ...] | N
     assert sorted(names) == sorted(wanted), relation.qualified_name
     places = {name: place for place, name in enumerate(names)}
     return tuple(places[name] for name in wanted)
+
+
+def undecodable(relation: Relation, reason: str) -> TableUndecodable:
+    """Return the error that has a relation's table quarantined."""
+    return TableUndecodable(
+        f"a change of {relation.qualified_name} can't be decoded: {reason}",
+        table=relation.qualified_name,
+        relation_oid=relation.oid,
+        reason=reason,
+    )
+
+
+def decode_text(relation: Relation, value: bytes | None) -> str | None:
+    """Return a value's text; raises `TableUndecodable` if it isn't UTF-8.
+
+    A database of the encoding SQL_ASCII may hold any bytes.
+    """
+    if value is None:
+        return None
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        raise undecodable(relation, "a value isn't UTF-8") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A run of messages in one piece of memory: the input of the vectorised decoder."""
+"""A run of messages in one piece of memory: the input of `transaction_decoder`."""
 
 from __future__ import annotations
 

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from copy import copy
 
+import numpy as np
+
 from millstream.codec.pgoutput.message_parser import Relation
-from millstream.codec.pgoutput.record_rows import OperationFacts, operations_batch
 from millstream.codec.pgoutput.relations import RelationCache, TableDirectory, TransactionFacts
 from millstream.codec.pgoutput.runs import MessageRun
-from millstream.codec.pgoutput.vectorised_decoder import decode_block
+from millstream.codec.pgoutput.transaction_decoder import decode_block, operations_batch
 from millstream.model.ids import ShardId, SourceId, TableId
 from millstream.model.operations import OperationKind, SpilledOp, TableRows
 from millstream.model.schema import TableSchema
@@ -69,20 +70,9 @@ def decode_spilled(
         relations.adopt(last)
     if not counts:
         return None
-    operation = operations_batch(
-        [
-            OperationFacts(
-                OperationKind.TRANSACTION,
-                directory.source,
-                facts.commit_lsn,
-                facts.commit_end_lsn,
-                facts.xid,
-                facts.commit_ts_us,
-            )
-        ]
-    )
+    row = [int(OperationKind.TRANSACTION), facts.commit_lsn, facts.commit_end_lsn, facts.xid, facts.commit_ts_us]
     return SpilledOp(
-        operation=operation,
+        operation=operations_batch(np.array([row], np.int64).T, directory.source),
         counts=dict(counts),
         chunks=lambda: pieces(start.draft()),
         reached={directory.source: facts.commit_end_lsn},

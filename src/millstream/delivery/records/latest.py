@@ -16,9 +16,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.codec.pgoutput.record_rows import parse_column
 from millstream.errors import RoutingError
 from millstream.model.ids import SourceId
+from millstream.model.pgtext import parse_texts
 from millstream.model.predicate import Predicate
 from millstream.model.record_filter import row_schema
 from millstream.model.records import Op
@@ -114,7 +114,7 @@ def _old_rows(
     """Return some columns of old rows, and the rows in which a value can't be held."""
     arrays, inexact = [], set[int]()
     for name in names:
-        array, exact = parse_column([before[name] for before in befores], schema.column(name).arrow)
+        array, exact = parse_texts([before[name] for before in befores], schema.column(name).arrow)
         arrays.append(array)
         inexact.update(exact)
     if not names:  # each column of the condition is null

@@ -2,15 +2,14 @@
 
 Three passes over the bytes: `_message_scan.scan` finds transactions and records, `_message_scan.arrange` numbers
 them and groups them by table, `_message_scan.walk_rows` records the places of values. Then `_columns_to_arrow` reads
-column by column. Values that machine code isn't sure about go through the parser that `reference_decoder` uses,
-so that both decoders give equal results by construction.
+column by column. Values that machine code isn't sure about go through `model.pgtext`. The tests' oracle
+(`tests/codec/reference_decoder.py`) decodes message by message in plain Python, and gives equal results.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,14 +18,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from millstream.codec.pgoutput.message_parser import LogicalMessage, Relation, Type, parse_message
-from millstream.codec.pgoutput.record_rows import Record, RowsBuilder, departed, undecodable
-from millstream.codec.pgoutput.reference_decoder import decode_block_plain, decode_plain
 from millstream.codec.pgoutput.relations import (
     HEARTBEAT_PREFIX,
     RelationCache,
     TableDirectory,
     column_order,
+    encode_raw,
     leaf_oid,
+    undecodable,
 )
 from millstream.codec.pgoutput.runs import MessageRun
 from millstream.errors import ProtocolViolation
@@ -49,14 +48,12 @@ def decode_transactions(
         TableUndecodable: one table has to be quarantined; `relations` is unchanged.
         ProtocolViolation: the messages are no run.
     """
-    if not _has_machine_code():
-        return decode_plain(run, directory, relations, after=after)
     draft = relations.draft()
     walk = _ScanResult.of(run, draft, streamed=False, whole=True, aborted=(), after=after)
     tables, operation_transactions = walk.tables(directory, first_index=0)
     relations.adopt(draft)
     reached = {} if walk.reached is None else {directory.source: walk.reached}
-    return WriteOps(_operations(walk.transactions[:, operation_transactions], directory.source), tables, reached)
+    return WriteOps(operations_batch(walk.transactions[:, operation_transactions], directory.source), tables, reached)
 
 
 def decode_block(
@@ -68,24 +65,24 @@ def decode_block(
     aborted: Collection[int],
     first_index: int,
 ) -> tuple[tuple[TableRows, ...], int]:
-    """Decode a part of one transaction, as `decode_block_plain` does."""
-    if not _has_machine_code():
-        return decode_block_plain(
-            run, directory, relations, streamed=streamed, aborted=aborted, first_index=first_index
-        )
+    """Decode a part of one transaction: changes, Relation, Type and Origin messages, no Begin and no Commit.
+
+    The messages change `relations`.
+
+    Args:
+        run: the part.
+        directory: the catalog's answers.
+        relations: the relations in force inside this transaction.
+        streamed: whether messages carry the id of their subtransaction.
+        aborted: the subtransactions whose messages are dropped.
+        first_index: the `__index` of the first record.
+
+    Returns:
+        The rows, `__operation` 0, and the index behind the last.
+    """
     walk = _ScanResult.of(run, relations, streamed=streamed, whole=False, aborted=aborted, after=Lsn(0))
     tables, _ = walk.tables(directory, first_index=first_index)
     return tables, first_index + sum(table.rows.num_rows for table in tables)
-
-
-def _has_machine_code() -> bool:
-    try:
-        import millstream.codec.pgoutput._message_scan  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name not in {"numba", "llvmlite"}:
-            raise
-        return False
-    return True
 
 
 Ints = npt.NDArray[np.int32]
@@ -307,7 +304,7 @@ class _EntryRows:
 
     def finish(self) -> TableRows:
         if self.schema.kind is not TableKind.TABLE:
-            return self._one_by_one()
+            return self._rows(self.walk.record_op[self.records], self._contents())
         if not self.schema.partitioned:
             return self._of_relation(None)
         slots = self.walk.record_slot[self.records]
@@ -338,7 +335,6 @@ class _EntryRows:
             leaves: each row's leaf partition, -1 if it isn't known, of a partitioned table.
         """
         assert self.relation is not None
-        arrow_schema = append_row_schema(self.schema)
         rows = len(self.records)
         ops = self.walk.record_op[self.records]
         width = len(self.relation.columns)
@@ -351,17 +347,37 @@ class _EntryRows:
             ops, leaves, before = self._departed(ops, leaves, before)
         names = pa.array([column.name for column in self.schema.columns], pa.string())
         columns, exact = self._columns(value_at, size)
-        arrays = [
+        return self._rows(
+            ops, columns, unchanged=self._unchanged(size, unchanged, names), exact=exact, before=before, leaves=leaves
+        )
+
+    def _rows(
+        self,
+        ops: npt.NDArray[np.uint8],
+        columns: list[pa.Array],
+        *,
+        unchanged: pa.Array | None = None,
+        exact: pa.Array | None = None,
+        before: pa.Array | None = None,
+        leaves: npt.NDArray[np.int64] | None = None,
+    ) -> TableRows:
+        """Return the rows of these columns; a column that is None is null in all of them."""
+        schema = append_row_schema(self.schema)
+        own: list[pa.Array | None] = [
             pa.array(self.operation),
             pa.array(self.index),
             pa.array(ops),
-            self._unchanged(size, unchanged, names),
+            unchanged,
             exact,
-            pa.nulls(rows, TEXT_BY_COLUMN) if before is None else before,
-            *([] if leaves is None else [pa.array(leaves, PARTITION_OID.type, mask=leaves < 0)]),
-            *columns,
+            before,
         ]
-        return TableRows(self.schema, pa.RecordBatch.from_arrays(arrays, schema=arrow_schema))
+        if self.schema.partitioned:
+            own.append(None if leaves is None else pa.array(leaves, PARTITION_OID.type, mask=leaves < 0))
+        arrays = [
+            pa.nulls(len(ops), schema.field(number).type) if column is None else column
+            for number, column in enumerate([*own, *columns])
+        ]
+        return TableRows(self.schema, pa.RecordBatch.from_arrays(arrays, schema=schema))
 
     def _departed(
         self, ops: npt.NDArray[np.uint8], leaves: npt.NDArray[np.int64], before: pa.Array | None
@@ -375,7 +391,8 @@ class _EntryRows:
         befores = [None] * len(ops) if before is None else before.to_pylist()
         for row in gone.tolist():
             relation = self.walk.slots[int(self.walk.record_slot[self.records[row]])]
-            ops[row], leaves[row], befores[row] = int(Op.PARTITION_LEFT), relation.oid, departed(relation)
+            ops[row], leaves[row] = int(Op.PARTITION_LEFT), relation.oid
+            befores[row] = [("partition", relation.qualified_name)]
         return ops, leaves, pa.array(befores, TEXT_BY_COLUMN)
 
     def _walk(
@@ -425,7 +442,7 @@ class _EntryRows:
         items = Texts(walk.buffer, at[:found], length[:found], self.relation).strings()
         return text_map(rows, offsets, there, names.take(pa.array(name[:found])), items), unchanged
 
-    def _columns(self, value_at: Ints, size: Ints) -> tuple[list[pa.Array], pa.Array]:
+    def _columns(self, value_at: Ints, size: Ints) -> tuple[list[pa.Array], pa.Array | None]:
         """Return the table's own columns, and `__exact`."""
         from millstream.codec.pgoutput._columns_to_arrow import Texts, exact_map, read_column
 
@@ -439,16 +456,16 @@ class _EntryRows:
             exact.extend((row, number, text) for row, text in inexact.items())
         rows = len(self.records)
         names = [column.name for column in self.schema.columns]
-        return columns, exact_map(rows, exact, names) if exact else pa.nulls(rows, TEXT_BY_COLUMN)
+        return columns, exact_map(rows, exact, names) if exact else None
 
-    def _unchanged(self, size: Ints, count: int, names: pa.Array) -> pa.Array:
-        """Return the `__unchanged` column."""
+    def _unchanged(self, size: Ints, count: int, names: pa.Array) -> pa.Array | None:
+        """Return the `__unchanged` column; None if all values are there."""
         from millstream.codec.pgoutput import _message_scan as machine
         from millstream.codec.pgoutput._columns_to_arrow import validity
 
-        kind, rows = pa.list_(pa.string()), size.shape[1]
         if count == 0:
-            return pa.nulls(rows, kind)
+            return None
+        kind, rows = pa.list_(pa.string()), size.shape[1]
         offsets, columns = np.empty(rows + 1, np.int32), np.empty(count, np.int32)
         machine.list_unchanged(size, offsets, columns)
         there = validity(offsets[1:] > offsets[:-1])
@@ -456,27 +473,30 @@ class _EntryRows:
             kind, rows, [there, pa.py_buffer(offsets)], children=[names.take(pa.array(columns))]
         )
 
-    def _one_by_one(self) -> TableRows:
-        """Return raw rows and logical messages, which are few and have few columns."""
+    def _contents(self) -> list[pa.Array]:
+        """Return the own columns of raw rows and logical messages, which are few and have few columns."""
         walk = self.walk
-        builder = RowsBuilder(self.schema)
-        triples = zip(self.records.tolist(), self.operation.tolist(), self.index.tolist(), strict=True)
-        for record, operation, index in triples:
-            data = walk.run[int(walk.record_message[record])]
-            content = None
-            if self.schema.kind is TableKind.MESSAGES:
+        messages = [walk.run[number] for number in walk.record_message[self.records].tolist()]
+        values: list[list[Any]]
+        if self.schema.kind is TableKind.MESSAGES:
+            values = [[], [], []]
+            for data in messages:
                 message = parse_message(data, streamed=walk.streamed)
                 assert isinstance(message, LogicalMessage)
-                content = (message.prefix, message.content, message.transactional)
-            slot = int(walk.record_slot[record])
-            relation = walk.slots[slot] if slot < len(walk.slots) else None
-            change = data[:1] + data[5:] if walk.streamed else data
-            made = Record(Op(int(walk.record_op[record])), relation, message=change, content=content)
-            builder.append(made, operation=operation, index=index)
-        return builder.finish()
+                for column, value in zip(values, (message.prefix, message.content, message.transactional), strict=True):
+                    column.append(value)
+        else:
+            relations = [walk.slots[slot] for slot in walk.record_slot[self.records].tolist()]
+            changes = [data[:1] + data[5:] if walk.streamed else data for data in messages]
+            values = [[encode_raw(*pair) for pair in zip(relations, changes, strict=True)]]
+        return [pa.array(texts, column.arrow) for texts, column in zip(values, self.schema.columns, strict=True)]
 
 
-def _operations(transactions: npt.NDArray[np.int64], source: SourceId) -> pa.RecordBatch:
+def operations_batch(transactions: npt.NDArray[np.int64], source: SourceId) -> pa.RecordBatch:
+    """Return operations in columns; columns that only applications set are null.
+
+    The rows of `transactions` are kind, commit LSN, end LSN, xid, and time since 1970 in µs.
+    """
     kind, commit_lsn, end_lsn, xid, time = transactions
     count = len(kind)
     alone = kind == int(OperationKind.MESSAGE)
@@ -493,7 +513,9 @@ def _operations(transactions: npt.NDArray[np.int64], source: SourceId) -> pa.Rec
 
 
 def warm() -> None:
-    """Compile all machine code, or load it: several seconds the first time, 0.3 s later. Does nothing without numba."""
+    """Compile all machine code, or load it: several seconds the first time, 0.3 s later."""
+    from millstream.codec.pgoutput._framing import split_copy_data, split_copy_rows
+
     types = (
         (20, -1, b"1"),
         (25, -1, b"a"),
@@ -519,12 +541,9 @@ def warm() -> None:
         b"C" + struct.pack(">BQQq", 0, 1, 2, 0),
     ]
     decode_transactions(MessageRun.of(messages), _WarmDirectory(), RelationCache())
-    with suppress(ImportError):
-        from millstream.codec.pgoutput._framing import split_copy_data, split_copy_rows
-
-        places = np.empty(1, np.int64)
-        for split in (split_copy_data, split_copy_rows):
-            split(MessageRun.of([b"d"]).buffer, 0, 1, places, places.copy(), np.empty(1, np.uint8))
+    places = np.empty(1, np.int64)
+    for split in (split_copy_data, split_copy_rows):
+        split(MessageRun.of([b"d"]).buffer, 0, 1, places, places.copy(), np.empty(1, np.uint8))
 
 
 class _WarmDirectory:

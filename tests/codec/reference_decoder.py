@@ -1,34 +1,35 @@
-"""Runs of messages to operations, message by message: the oracle of the vectorised decoder, and its fallback.
+"""Runs of messages to operations, message by message: the oracle of `transaction_decoder`.
 
-Kept as plain as possible. It and `vectorised_decoder` give equal results for every run, down to the order
-of tables.
+Kept as plain as possible. Both give equal results for every run, down to the order of tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pyarrow as pa
 
 import millstream.codec.pgoutput.message_parser as parser
-from millstream.codec.pgoutput.record_rows import (
-    OperationFacts,
-    Record,
-    RowsBuilder,
-    operations_batch,
-)
+from millstream.codec.pgoutput.message_parser import UNCHANGED, Relation, Row
 from millstream.codec.pgoutput.relations import (
     HEARTBEAT_PREFIX,
     RelationCache,
     TableDirectory,
     TransactionFacts,
     column_order,
+    decode_text,
+    encode_raw,
     leaf_oid,
+    undecodable,
 )
 from millstream.errors import ProtocolViolation
 from millstream.model.ids import SourceId, TableId
-from millstream.model.operations import OperationKind, TableRows, WriteOps
+from millstream.model.operations import OPERATION_SCHEMA, OperationKind, TableRows, WriteOps
+from millstream.model.pgtext import parse_texts
 from millstream.model.positions import Lsn
-from millstream.model.records import Op
+from millstream.model.records import Op, append_row_schema
 from millstream.model.schema import TableKind, TableSchema
 
 
@@ -70,7 +71,7 @@ def decode_plain(
                 if reached > after and rows.append_all(found, operation=len(operations)):
                     kind = OperationKind.MESSAGE
                     operations.append(OperationFacts(kind, directory.source, message.lsn, reached, None, None))
-            case parser.Relation() | parser.Type():
+            case Relation() | parser.Type():
                 draft.add(message)
             case parser.Origin():
                 continue
@@ -113,7 +114,7 @@ def decode_block_plain(
     index = first_index
     for data in messages:
         message = parser.parse_message(data, streamed=streamed)
-        if isinstance(message, parser.Relation | parser.Type):
+        if isinstance(message, Relation | parser.Type):
             relations.add(message)
         elif isinstance(
             message, parser.Insert | parser.Update | parser.Delete | parser.Truncate | parser.LogicalMessage
@@ -166,7 +167,7 @@ class TableBuilders:
     directory: TableDirectory
     builders: list[RowsBuilder] = field(default_factory=list)
     current: dict[TableId, RowsBuilder] = field(default_factory=dict)
-    answers: dict[int, tuple[parser.Relation, TableSchema | None]] = field(default_factory=dict)
+    answers: dict[int, tuple[Relation, TableSchema | None]] = field(default_factory=dict)
 
     def append_all(self, records: Sequence[Record], *, operation: int, first_index: int = 0) -> int:
         """Add the captured records of an operation; return their number."""
@@ -211,7 +212,7 @@ class TableBuilders:
             elif is_first:
                 yield one, schema
 
-    def _schema(self, relation: parser.Relation | None) -> TableSchema | None:
+    def _schema(self, relation: Relation | None) -> TableSchema | None:
         if relation is None:
             return self.directory.messages_schema()
         known = self.answers.get(relation.oid)
@@ -226,3 +227,184 @@ class TableBuilders:
     def finish(self) -> tuple[TableRows, ...]:
         """Return all rows."""
         return tuple(builder.finish() for builder in self.builders)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record, decoded as far as messages go.
+
+    `values` are the row's (None for a truncate, or a leaf partition that left), `old` the old key's or row's of an update. With
+    `key_only`, the values are a deleted row's old key; values sent for other columns are
+    meaningless. `message` is the change as it came (a raw row's); `content` the three columns of a
+    logical message.
+    """
+
+    op: Op
+    relation: Relation | None
+    values: Row | None = None
+    old: Row | None = None
+    message: bytes = b""
+    content: tuple[str, bytes, bool] | None = None
+    key_only: bool = False
+    truncated: tuple[Relation, ...] = ()
+    """The relations that a truncate names; `relation` is None then, until they are told apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperationFacts:
+    """One row of `OPERATION_SCHEMA`."""
+
+    kind: OperationKind
+    source: SourceId
+    commit_lsn: Lsn
+    commit_end_lsn: Lsn
+    xid: int | None
+    commit_ts_us: int | None
+
+
+def operations_batch(facts: Sequence[OperationFacts]) -> pa.RecordBatch:
+    """Return operations in columns; columns that only applications set are null."""
+    columns: dict[str, list[Any]] = {
+        "kind": [int(f.kind) for f in facts],
+        "source": [f.source for f in facts],
+        "commit_lsn": [f.commit_lsn for f in facts],
+        "commit_end_lsn": [f.commit_end_lsn for f in facts],
+        "xid": [f.xid for f in facts],
+        "commit_ts": [f.commit_ts_us for f in facts],
+    }
+    nothing = [None] * len(facts)
+    arrays = [pa.array(columns.get(f.name, nothing), type=f.type) for f in OPERATION_SCHEMA]
+    return pa.RecordBatch.from_arrays(arrays, schema=OPERATION_SCHEMA)
+
+
+@dataclass(slots=True)
+class RowsBuilder:
+    """A builder of rows of one table and schema version, added one by one."""
+
+    schema: TableSchema
+    operation: list[int] = field(default_factory=list)
+    index: list[int] = field(default_factory=list)
+    op: list[int] = field(default_factory=list)
+    unchanged: list[list[str] | None] = field(default_factory=list)
+    before: list[list[tuple[str, str | None]] | None] = field(default_factory=list)
+    leaves: list[int | None] = field(default_factory=list)
+    texts: list[list[Any]] = field(default_factory=list)
+
+    def append(self, record: Record, *, operation: int, index: int) -> None:
+        """Add a record; raises `TableUndecodable` if it can't be a row of this table."""
+        if not self.texts:
+            self.texts = [[] for _ in self.schema.columns]
+        self.operation.append(operation)
+        self.index.append(index)
+        self.op.append(int(record.op))
+        unchanged: list[str] = []
+        before: list[tuple[str, str | None]] | None = None
+        leaf: int | None = None
+        if self.schema.kind is TableKind.RAW:
+            assert record.relation is not None
+            self.texts[0].append((record.relation, record.message))
+        elif record.content is not None:
+            for column, value in zip(self.texts, record.content, strict=True):
+                column.append(value)
+        else:
+            assert record.relation is not None
+            leaf = None if record.op is Op.TRUNCATE else leaf_oid(record.relation, self.schema)
+            if record.op is Op.PARTITION_LEFT:
+                before = [("partition", record.relation.qualified_name)]
+            elif record.op is not Op.TRUNCATE:
+                record = in_order(record, self.schema)
+            relation, values = record.relation, record.values
+            assert relation is not None
+            if values is not None and record.key_only:
+                values = key_only(relation, values)
+            if record.old is not None:
+                before = self._old_values(relation, record.old)
+                assert values is not None
+                values = unchanged_from_old(relation, values, record.old)
+            unchanged = self._append_values(relation, values)
+        self.unchanged.append(unchanged or None)
+        self.before.append(before)
+        self.leaves.append(leaf)
+
+    def _append_values(self, relation: Relation, values: Row | None) -> list[str]:
+        unchanged = []
+        for number, column in enumerate(self.texts):
+            value = None if values is None else values[number]
+            if value is UNCHANGED:
+                unchanged.append(self.schema.columns[number].name)
+                column.append(None)
+            else:
+                assert value is None or isinstance(value, bytes)
+                column.append(decode_text(relation, value))
+        return unchanged
+
+    def _old_values(self, relation: Relation, old: Row) -> list[tuple[str, str | None]]:
+        found = []
+        for sent, column, value in zip(relation.columns, self.schema.columns, old, strict=True):
+            if value is UNCHANGED or not sent.in_identity:
+                continue
+            assert value is None or isinstance(value, bytes)
+            found.append((column.name, decode_text(relation, value)))
+        return found
+
+    def finish(self) -> TableRows:
+        """Return the rows in `append_row_schema`."""
+        arrow_schema = append_row_schema(self.schema)
+        exact: list[list[tuple[str, str]] | None] = [None] * len(self.op)
+        columns = []
+        for column, texts in zip(self.schema.columns, self.texts, strict=True):
+            if self.schema.kind is TableKind.RAW:
+                columns.append(pa.array([encode_raw(relation, message) for relation, message in texts], pa.binary()))
+            elif self.schema.kind is TableKind.MESSAGES:
+                columns.append(pa.array(texts, type=column.arrow))
+            else:
+                array, inexact = parse_texts(texts, column.arrow)
+                columns.append(array)
+                for row, text in inexact.items():
+                    exact[row] = [*(exact[row] or []), (column.name, text)]
+        prefix: list[list[Any]] = [self.operation, self.index, self.op, self.unchanged, exact, self.before]
+        if self.schema.partitioned:
+            prefix.append(self.leaves)
+        arrays = [pa.array(values, type=arrow_schema.field(number).type) for number, values in enumerate(prefix)]
+        return TableRows(self.schema, pa.RecordBatch.from_arrays([*arrays, *columns], schema=arrow_schema))
+
+
+def check_width(relation: Relation, row: Row) -> Row:
+    """Return the row itself.
+
+    Raises `TableUndecodable` if its number of values isn't its relation's number of columns.
+    """
+    if len(row) != len(relation.columns):
+        raise undecodable(relation, f"a row has {len(row)} values for {len(relation.columns)} columns")
+    return row
+
+
+def in_order(record: Record, schema: TableSchema) -> Record:
+    """Return the record of a row with the relation and values in the schema's order.
+
+    Raises `TableUndecodable` if a number of values isn't the relation's number of columns.
+    """
+    relation = record.relation
+    assert relation is not None
+    rows = [None if row is None else check_width(relation, row) for row in (record.values, record.old)]
+    order = column_order(relation, schema)
+    if order is None:
+        return record
+    values, old = (None if row is None else tuple(row[place] for place in order) for row in rows)
+    columns = tuple(relation.columns[place] for place in order)
+    return replace(record, relation=replace(relation, columns=columns), values=values, old=old)
+
+
+def key_only(relation: Relation, row: Row) -> Row:
+    """Return an old key with nulls outside of the identity, whatever was sent there."""
+    pairs = zip(relation.columns, row, strict=True)
+    return tuple(value if column.in_identity else None for column, value in pairs)
+
+
+def unchanged_from_old(relation: Relation, row: Row, old: Row) -> Row:
+    """Return an update's row with its unchanged values taken from the old key or row, if that has them.
+
+    PostgreSQL sends a key that is stored out of line in the old key alone, although the update didn't change it.
+    """
+    triples = zip(relation.columns, row, old, strict=True)
+    return tuple(before if value is UNCHANGED and column.in_identity else value for column, value, before in triples)
