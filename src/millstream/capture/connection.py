@@ -49,10 +49,6 @@ def describe_dsn(dsn: str) -> str:
 def connect(dsn: str, *, purpose: str) -> psycopg.Connection[tuple[Any, ...]]:
     """Open an ordinary connection with a pinned session, in autocommit; the caller closes it.
 
-    Args:
-        dsn: the server's address.
-        purpose: the use of the connection, shown in `application_name`.
-
     Raises:
         SourceError: its kind names the cause (DSN, authentication, database, version, reachability).
     """

@@ -18,12 +18,7 @@ _FOLLOWED: Final = frozenset({TableState.STREAMING, TableState.COPYING, TableSta
 
 
 def copy_or_history_only(*, usable: bool, reason: str = "") -> tuple[TableState, str]:
-    """Return the state of a table whose capture begins, and the reason to record.
-
-    Args:
-        usable: whether its updates and deletes carry an identity.
-        reason: the reason for a copy.
-    """
+    """Return the state of a table whose capture begins, and the reason to record."""
     return (TableState.COPY_REQUESTED, reason) if usable else (TableState.HISTORY_ONLY, _NO_IDENTITY)
 
 

@@ -67,12 +67,6 @@ def sync_publications(
 ) -> Coverage:
     """Create or repair both publications so that they send `tables`; return what they send.
 
-    Args:
-        connection: an ordinary connection.
-        publication: name of the first publication.
-        tables: all tables that match the patterns.
-        streamed: chooses those publications that the session streams.
-
     Raises:
         SourceError (`publication_missing`): the first publication doesn't exist and may not be created; the hint has the SQL.
     """
@@ -215,8 +209,6 @@ def list_published(
     A table that isn't published yet has the columns that will be sent once it is.
 
     Args:
-        connection: an ordinary connection.
-        publication: name of the first publication.
         foreseen: assume that `publish_generated` has run; else use the present settings.
     """
     found = _find(connection, publication)

@@ -29,11 +29,8 @@ def check_end(connection: Connection, identity: SourceIdentity, catalog: Catalog
     """Check that the server's WAL reaches at least as far as the log.
 
     Args:
-        connection: an ordinary connection to the server.
         identity: the server; its timeline is the one that the log follows.
         catalog: keeps the end of a primary's WAL that fails the check.
-        scope: the scope of capture's facts in the catalog.
-        reached: X, up to which the log has everything.
 
     Raises:
         SourceError (`source_replaced`): a primary's WAL ends earlier.

@@ -221,14 +221,8 @@ class KnownLayouts:
         Return the form of records from here on.
 
         Args:
-            id_: its id.
-            sent: the part of it that is sent.
-            members: its memberships in publications.
-            now: its present shape.
             since: the LSN from which on earlier shapes may be needed.
-            shown: the forms of its records since the last look.
             odd: the one for which a copy was requested because nothing explains it.
-            copied: whether its rows are copied again.
             attached: partitions whose rows are still to be copied.
         """
         known = self._known.get(str(id_))
@@ -324,7 +318,6 @@ def shape_of(table: SourceTable, sent: Restriction, at: Lsn) -> Shape:
 
     Args:
         table: the table, with its rules applied.
-        sent: the part of it that is sent.
         at: an LSN at or above every change that the catalogs show.
     """
     captured = {column.name for column in table.relation.columns}

@@ -94,9 +94,7 @@ def check_slot(slot: SlotState | None, *, name: str, database: str, reached: Lsn
 
     Args:
         slot: its state on the server; None: there is none.
-        name: the slot's name.
         reached: X, up to which the log has everything; 0 if capture has never run.
-        on_standby: whether the server is a standby.
 
     Raises:
         SourceError (`source_on_standby`): it is a standby's copy of its primary's slot.

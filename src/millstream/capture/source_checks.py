@@ -102,7 +102,6 @@ def check_slot_of_log(
     """Find whether the next start would refuse the slot, because it is gone or no longer follows the log.
 
     Args:
-        catalog: the home's, with the stream.
         log: returns the positions that the log's own group headers have reached.
 
     Raises:

@@ -46,7 +46,6 @@ class StreamedPublications:
 
     Args:
         catalog: keeps the LSNs.
-        scope: the scope of capture's facts in the catalog.
         reached: X, where the session begins; None if it creates its slot, so that every present publication may be streamed.
     """
 

@@ -496,7 +496,6 @@ def unnumbered_columns(catalog: Catalog, stream: StreamId, scope: str, *, comple
     """Return the columns of a stream's newest records without numbers, by table.
 
     Args:
-        scope: the scope of the facts.
         complete: add, once in the stream's life, the tables that the schemas show: a stream with a lake in PostgreSQL didn't
             note them before. They come without columns, as several versions may lack numbers: only a copy ends that.
     """

@@ -130,9 +130,7 @@ def follows(
     Args:
         followed: the source that the log has.
         ours: the history of its timeline.
-        found: the identity of the server that answers.
         theirs: the history of that server's timeline.
-        reached: X, up to which the log has everything.
 
     Raises:
         SourceError (`source_replaced`): it is another system or database, or it branched off below X, or the branch point is unknown.

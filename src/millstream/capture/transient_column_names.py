@@ -354,8 +354,6 @@ def numberings(
     """Yield ascending column numbers, so many at a time.
 
     Args:
-        width: how many.
-        must: numbers that each has.
         in_turn: numbers of columns that came one after the other, and still exist: each comes with all lower ones, and
             before all greater ones.
         may: numbers that may be there or not.

@@ -151,7 +151,6 @@ class WatchedTables:
         """Bring publications, catalog and directory in step with the source's tables.
 
         Args:
-            connection: an ordinary connection.
             passed: how far the stream is in the log; a missing table is given up once the log has all its changes.
 
         Raises:
@@ -465,9 +464,6 @@ class Watcher:
     """The watcher's thread. It holds one ordinary connection and reopens it if it breaks.
 
     Args:
-        identity: the server that the session streams from.
-        tables: the tables to keep up to date.
-        directory: its states are refreshed every second.
         passed: returns how far the stream is.
         on_look: called with the tables' rows after every look and every refresh of the states.
         broken: called if a bug of Millstream ends the thread; `check` raises it then.

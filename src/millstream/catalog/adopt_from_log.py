@@ -50,7 +50,6 @@ class Adoption(CatalogPart):
         """Adopt the tables and schema versions that the catalog lacks, and number new ones above them; all or nothing.
 
         Args:
-            stream: the log's stream.
             sources: numbers of sources in its records; none of them is given again.
 
         A table of applications goes on as it was. A captured table is copied again, because the log doesn't show

@@ -32,7 +32,6 @@ class Holders(CatalogPart):
         """Hold every segment with numbers at or above `seq` for a pipeline (or another holder). Only upward.
 
         Args:
-            pipeline: the holder's name.
             seq: the lowest number that it may still ask for. For a pipeline: the start of its last batch.
             kind: the holder's kind, if it is new.
             position: end of the bytes that the holder has of the log; replaces the earlier one. None: that stays.

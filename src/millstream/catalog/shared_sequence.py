@@ -45,7 +45,6 @@ class PostgresSequenceStore:
     """The shared numbers of one stream.
 
     Args:
-        database: database of a catalog in PostgreSQL.
         lease_s: how long a writer lives without a report.
 
     Raises (from every step):

@@ -43,8 +43,6 @@ class CatalogSnapshot(Catalog):
 
     Args:
         catalog: the catalog; if it was opened for a home, nothing of other homes is read.
-        pipeline: name of the pipeline whose facts are read.
-        names: names of streams that the catalog may lack.
         known_names: names that earlier snapshots have decoded; this one adds its own, and removes those that no table has.
 
     Raises:

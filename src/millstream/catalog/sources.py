@@ -67,7 +67,6 @@ class Sources(CatalogPart):
         """Follow this history from here on: return its number, which becomes `current_source`.
 
         Args:
-            system_identifier: the system of the WAL.
             reached: LSN up to which the log has everything already; a source with a higher position keeps that.
             history: the earlier timelines, oldest first, each with the LSN at which it was left; None if that isn't
                 known.

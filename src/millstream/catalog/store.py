@@ -47,7 +47,6 @@ class Tokens(CatalogPart):
         """Create an access token.
 
         Args:
-            rights: rights of its holder.
             name: name for people; None: its id.
             expires_us: time of expiry, in microseconds since 1970; None: it is valid until it is revoked.
             given: text of a token that another home has created; here it has these rights. None: a new token is drawn.

@@ -27,7 +27,6 @@ class Streams(CatalogPart):
         """Return the id of the stream of that name, which is created if it is new.
 
         Args:
-            name: the configured name.
             found: the id in the stream's segments, if its folder has any. A new row takes it over (the catalog was
                 lost). If an existing row has another id, that is an error, because its numbers belong to another log.
 
@@ -125,8 +124,6 @@ class Streams(CatalogPart):
         """Register the newest incarnation of a writer; the earlier one is fenced from now on.
 
         Args:
-            stream: the stream whose shards it writes.
-            name: distinguishes writers of a stream.
             above: an epoch in the log, if the catalog is older than the log.
 
         Returns:

@@ -197,9 +197,6 @@ class Tables(CatalogPart):
         The table is created if it is new; a schema that is new is numbered.
 
         Args:
-            namespace: name of its schema.
-            name: its own name.
-            shard: shard of a new table.
             grow: called once with the newest schema, which has no columns if the table is new; returns the wanted
                 one. No other process changes the table during the call; if it raises, everything stays as it was.
 

@@ -24,8 +24,6 @@ class PostgresAnnouncements:
     """The announcements of one stream.
 
     Args:
-        database: database of a catalog in PostgreSQL.
-        stream: the stream whose writers listen.
         again_s: how long a server that couldn't be reached is left alone.
 
     Concurrency: one thread.

@@ -90,7 +90,6 @@ class ColumnPicker:
     """Decodes some columns of messages made under one schema; the others are neither decompressed nor validated.
 
     Args:
-        schema: the schema of the messages.
         names: the columns to decode; names that `schema` lacks are ignored. None: all.
         threads: decompress in Arrow's threads: faster, and costlier if other work keeps the cores busy.
     """

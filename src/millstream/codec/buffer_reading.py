@@ -49,7 +49,6 @@ class PlacedReader(ABC):
         """Return what the buffer has stored at an offset as an operation, and move behind it.
 
         Args:
-            offset: the place.
             stored_at_us: when they were stored, in microseconds since 1970 (UTC).
 
         Raises:

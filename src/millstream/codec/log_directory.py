@@ -173,10 +173,8 @@ def check_directory(operations: pa.RecordBatch, batches: pa.RecordBatch, starts:
     """Raise `CorruptFrame` unless the directory's counts and numbers are those of the frames' headers.
 
     Args:
-        operations: the frames' operations.
         batches: the frames' batches, at least one for each frame.
         starts: for each frame, the row of its first batch.
-        announced: the headers' counts and numbers.
     """
     counts, firsts = (ints_of(batches.column(name)) for name in ("count", "first_seq"))
     most = np.maximum.reduceat(counts, starts)  # sums of counts this small can't overflow

@@ -448,7 +448,6 @@ def decode_frame(
 
     Args:
         data: the whole frame, or only its head if `read_payload` is given.
-        schemas: the segment's schemas so far.
         read_payload: returns payload bytes at (position behind the head, length); parts are then read on demand.
 
     Raises:

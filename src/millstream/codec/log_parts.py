@@ -170,7 +170,6 @@ class LeftOut:
     """The columns that the messages of some parts of one table and schema version leave out.
 
     Args:
-        table: the schema of the rows.
         counts: the counts of the entries that the rows belong to, in order.
         mine: which of the directory's entries those are.
         numbers: returns the numbers of all entries; called if a reader asks for one.

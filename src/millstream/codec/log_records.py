@@ -53,7 +53,6 @@ def records_of(
     """Return one part's log rows as records.
 
     Args:
-        table: the schema of the rows.
         rows: `log_row_schema(table)`, or `log_columns` of it, in the order of the directory's entries for this
             table and version; columns that its part left out may be missing.
         batches: the frame's batch entries, of all tables.

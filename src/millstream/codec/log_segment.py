@@ -278,7 +278,6 @@ class FrameEntries(IndexedEntries):
     Args:
         facts: the columns of `FrameEntry` except `tables`, in the index's order.
         bounds: where the entries of each frame's tables begin in `tables`, and where the last frame's end.
-        tables: the columns of `TableEntries`.
     """
 
     __slots__ = ("_bounds", "_facts", "_tables")
@@ -406,7 +405,6 @@ class SegmentFooter:
 
         Args:
             read: returns bytes at (position, length).
-            file_size: the file's length.
 
         Raises:
             CorruptFrame: the file ends as a sealed file does, and its footer is damaged.

@@ -113,7 +113,6 @@ def decode_message(data: Bytes, *more: Bytes) -> Message:
     """Decode a message; parts of a shipment are views into its bytes, so these mustn't change.
 
     Args:
-        data: the message, or its beginning.
         more: the rest, which may be split anywhere. Only pieces split in two are copied.
 
     Raises:

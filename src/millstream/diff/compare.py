@@ -544,7 +544,6 @@ def differences_of(texts: RowTexts, lake: Sequence[RowText], source: Sequence[Ro
     Args:
         texts: has columns and key.
         lake: the lake's rows as PostgreSQL would print them, in the order of the columns.
-        source: rows as PostgreSQL prints them.
     """
     names = [column.name for column in texts.columns]
     ours, theirs = _comparable(texts, lake, of_source=False), _comparable(texts, source, of_source=True)

@@ -30,7 +30,6 @@ class HashedRows:
     """Turns rows of `RowTexts.unhashed_sql` into rows with hashes.
 
     Args:
-        texts: the table's columns, some of them hashed.
         hashed: returns what stands for a text in a hashed column.
     """
 

@@ -29,7 +29,6 @@ class LakeTable:
 
     Args:
         session: the session; with `partitions` if there are `left` ones.
-        namespace: the table's schema.
         left: OIDs of partitions that left, whose rows are left out.
 
     Raises (any call):

@@ -69,8 +69,6 @@ def wait_for_lake(waiting: PositionWait, lsn: Lsn, *, before: Seq) -> Seq:
     """Return the number up to which the log holds exactly what a snapshot at `lsn` sees, once the lake has it all.
 
     Args:
-        waiting: the wait's parameters.
-        lsn: the snapshot's.
         before: the log's position before the snapshot was requested.
 
     Raises:

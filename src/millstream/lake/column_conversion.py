@@ -35,7 +35,6 @@ def lake_columns(schema: TableSchema, types: Mapping[str, str] = MappingProxyTyp
     """Return the table's own columns in the lake's types.
 
     Args:
-        schema: one version of the table.
         types: the configured types, by `schema.table.column`.
 
     Raises:

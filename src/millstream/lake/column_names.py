@@ -97,7 +97,6 @@ def renames_in(
     """Return how records in `(after, upto]` name the columns of a schema; None if all have its names.
 
     Args:
-        table: the table of the records.
         schema: the wanted names.
         upto: inclusive; None: up to the last record.
         fills: whether records have the defaults of columns that were added after them; otherwise they lack these columns.

@@ -41,7 +41,6 @@ def compact_cuts(layout: LakeLayout, *, now: datetime, kept_s: float | None = No
     Args:
         now: the present, with a time zone.
         kept_s: history's retention in seconds; None: it has no bound.
-        files: number of small files that are compacted.
 
     Raises:
         LakeConflict: another commit removed one of the files; call again.

@@ -44,11 +44,6 @@ def filled_records(
     """Return records of the log with those columns of the newest schema that were added after them with a default.
 
     A column whose name another one has in the records is left out.
-
-    Args:
-        schema: the schema of the records.
-        batch: records in `record_schema(schema)`, with or without their offsets.
-        newest: the newest schema of the table.
     """
     names = filled_in(schema, newest)
     added = [c for c in newest.columns if isinstance(names.get(c.name), Filled) and c.name not in schema.column_names]

@@ -154,7 +154,6 @@ def commit_records(
 
     Args:
         parts: the table's records behind its position, one or more; in the order of their numbers, if it is of a source.
-        n: the cut that these records end at.
         places: of the last cut, if the caller has them; otherwise they are read.
 
     Raises:
@@ -249,7 +248,6 @@ def tailed_history(
     Args:
         schema: as of `append_history`, as is all else.
         batches: the records; those that the history has by now are left out.
-        n: the position that they end at.
         places: of the last cut.
         rivals: the records of other tables that land in the same folder first: the name may have gone to and fro.
         scratch: a folder of the query's own, which keeps the records.

@@ -77,8 +77,6 @@ def scan_named(
     """Return a scan of a table's records in `(after, upto]`, under the names of a schema.
 
     Args:
-        opened: the history table.
-        schema: the table, and the names of its columns.
         columns: names of that schema, and of the records' own columns; those that no record has are left out.
         own: the schema's columns in types that hold all values that each has had.
         only: returns a condition on the first key column, by its name in the files; records for which none holds may be
@@ -136,7 +134,6 @@ def scan_history(
     """Return a scan of history's records in `(after, upto]`; files that hold none of them aren't opened.
 
     Args:
-        opened: the history table.
         columns: None: all; names that the table lacks are left out.
         table: if given, only records of this table, not of others that have had its name.
         only: if given, only records for which it holds.
@@ -157,7 +154,6 @@ def records_of(
     """Return a history's records, those of its tail included.
 
     Args:
-        opened: the history table.
         table: if given, only records of this table, not of others that have had its name.
         within: as of `OpenTable.dataset`.
     """
@@ -240,11 +236,9 @@ def fold_step(
     bounds alone don't show that, because compaction makes files of which a fold has covered half.
 
     Args:
-        opened: the history table.
         after: exclusive.
         upto: inclusive.
         most: number of records in memory, and their bytes in Arrow, about.
-        table: whose records.
     """
     rows_max, bytes_max = most
     held = Held.of(opened, after=after, upto=upto, table=table)

@@ -40,9 +40,6 @@ def empty_views(
     """Return the views of a table that has never had a record, by their schema and name.
 
     Args:
-        known: the table.
-        schema: its columns.
-        types: as in the lake's layout.
         has_versions: whether the lake has versions of tables with a key.
 
     Raises:
@@ -93,9 +90,6 @@ def other_name(view: str, bare: str, tables: Sequence[str], known: Iterable[Know
 
     Args:
         view: the schema in SQL: that of the table, or a view's.
-        bare: the rest of the name.
-        tables: the tables in the lake.
-        known: the tables as the source has them.
     """
     others = same_bare(bare, map(parse_qualified_name, tables))
     if view not in {"history", "scd2", "merged"}:

@@ -114,10 +114,7 @@ def maintain_table(
     that folds rewrite need no compaction: folds keep their files in shape. Not while the same table is rebuilt.
 
     Args:
-        view: which of the table's views.
-        schema: names the table.
         now_ms: milliseconds since 1970, of the clock that stamps Delta's commits.
-        keep_s: how long replaced files stay.
         compact_files: number of small files (of history: of a day) that are compacted.
         log_retention_s: how long a version can be opened after a later commit.
         spared: the oldest version of the table that a kept cut names; its files, and those of all later ones, stay.

@@ -176,7 +176,6 @@ def make_way(layout: LakeLayout, view: View, schema: TableSchema, n: Seq, *, for
     Nothing may write into the view during this.
 
     Args:
-        schema: the table's latest.
         n: the position of its history; if that is to be forgotten, the position from which on records count again.
         forget: whether an intact history or versions are moved too, because their columns can't follow the source's.
             (`current` has no rows from before the copy, and is rewritten in the new columns.)

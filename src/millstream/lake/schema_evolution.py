@@ -63,7 +63,6 @@ def union_schema(table: str, have: pa.Schema, want: pa.Schema, *, narrows: bool 
     """Return the columns of both, each in the widest type; those of `have` first, in their order.
 
     Args:
-        table: its name, for errors.
         narrows: whether timestamps may include dates, for records from before the column became a timestamp. A
             column that becomes a date can't keep the type, because PostgreSQL prints the two differently.
 

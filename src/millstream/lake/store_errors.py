@@ -65,12 +65,7 @@ def plain_text(error: BaseException | str) -> str:
 
 
 def store_error(path: str, error: BaseException) -> LakeUnavailable | None:
-    """Return what an object store refused; None if the error is another one.
-
-    Args:
-        path: the address of the table or the lake.
-        error: an error of delta-rs or pyarrow.
-    """
+    """Return what an object store refused; None if the error is another one."""
     if "://" not in path:
         return None
     text = str(error)

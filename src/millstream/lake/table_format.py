@@ -195,8 +195,6 @@ class OpenTable(Protocol):
         """Commit in one step that some files are added to the table and others removed; the handle is at the new version.
 
         Args:
-            commit: the position that the rows reach.
-            add: files that were written.
             remove: paths of live files.
             mode: `overwrite` removes all files, and makes `schema` the table's.
             schema: the table's new columns; None: unchanged.
@@ -373,7 +371,6 @@ class TableFormat(Protocol):
         """Return the columns of a new file of the table at `path` as Parquet gets them; the same if the format adds nothing.
 
         Args:
-            path: the table's folder.
             columns: of the file.
             renamed: the names that they had before, if the file's commit renames them.
         """
@@ -411,8 +408,6 @@ def open_table(
     """Open the table at `path`, checked to be this stream's and written by no other program; None if there is none.
 
     Args:
-        path: the table's folder.
-        app: the app that commits to it.
         version: an earlier version to read; it isn't checked.
         lands: whether a batch is landed through the handle: a format may keep the table's metadata in memory for the next
             one, if the table lies in an object store, and compares them with the store's.

@@ -93,7 +93,6 @@ def lost_records(layout: LakeLayout, schema: TableSchema, opened: OpenTable | No
     """Describe what is missing of the records that a table has according to the last cut; None if nothing is.
 
     Args:
-        schema: the table, under its present name.
         opened: the history under this name; None if there is none.
     """
     place = places.get(schema.table_id)

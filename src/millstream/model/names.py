@@ -239,8 +239,6 @@ class TablePatterns:
         partition, not that table, and has more than a schema, selects them nevertheless.
 
         Args:
-            namespace: schema of the partition.
-            name: name of the partition.
             ancestors: schemas and names of the partitioned tables above it; empty for any other table.
         """
         if not self.select(namespace, name):

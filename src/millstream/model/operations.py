@@ -257,8 +257,6 @@ def append_rows(
     """Return new rows of a table in `append_row_schema`.
 
     Args:
-        columns: the values of each of its columns.
-        counts: number of rows of each operation, in order.
         unchanged: each row's columns that it says nothing about; None: none.
     """
     sizes = np.array(counts, dtype=np.int64)

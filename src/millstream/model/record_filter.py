@@ -28,7 +28,6 @@ def passing(predicate: Predicate, schema: TableSchema, batch: pa.RecordBatch) ->
     """Return a mask of the records that pass.
 
     Args:
-        schema: the records' schema.
         batch: the records: columns of the record, `__op`, `__unchanged` and `__exact` among them, then the table's own.
     """
     first = batch.num_columns - len(schema.columns)

@@ -28,9 +28,7 @@ def record_facts(
     Args:
         schema: the table's schema when the records were made.
         batch: records in `record_schema(schema, offsets=True)`.
-        shard: the shard of the records.
         epoch: the one in the header of their segment.
-        values: the representation of values.
     """
     table = None if schema.kind is TableKind.MESSAGES else qualified_name(schema.namespace, schema.name)
     own = row_values(schema, batch, values)

@@ -42,7 +42,6 @@ def row_values(schema: TableSchema, batch: pa.RecordBatch, values: Values = "jso
     Args:
         schema: the table's schema when the records were made.
         batch: records in `record_schema(schema)`.
-        values: the representation of values.
     """
     ops, unchanged = batch.column("__op").to_pylist(), batch.column("__unchanged").to_pylist()
     exact, before = _maps(batch.column("__exact")), _maps(batch.column("__before"))

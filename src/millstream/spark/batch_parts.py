@@ -78,8 +78,6 @@ def divided(batch: BatchPart, *, tasks: int, tables: int) -> list[BatchPart]:
 
     Args:
         batch: all of it, in stretches of about `SPAN_BYTES`.
-        tasks: how many run in parallel.
-        tables: about how many tables have records there.
     """
     size = sum(span.size_bytes for span in batch.spans)
     target = max(SPAN_BYTES, size // tasks) + SPAN_BYTES // 2 if tasks > 1 else size

@@ -48,7 +48,6 @@ class Sink(Protocol):
         """Prepare the target for the first batch of a run.
 
         Args:
-            schemas: the schemas of the stream's tables.
             sources: system identifier and database of each source of the stream.
 
         Raises:

@@ -45,7 +45,6 @@ def check_cluster(
     """Yield the outcome of each of `CHECKS`, in that order.
 
     Args:
-        context: Spark's, on a cluster.
         configs: the pipelines whose streams have a log.
         after_s: how long to wait for an executor.
     """

@@ -62,7 +62,6 @@ class ExecutorLog:
     """A stream's log for executors.
 
     Args:
-        stream, stream_id: the stream.
         wanted: `auto`, `path` or `flight`.
         flight: the home's Flight server, if it has one.
 

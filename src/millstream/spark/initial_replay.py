@@ -25,7 +25,6 @@ class ReplayWatch:
     """Computes the progress of a replay. The caller serialises calls.
 
     Args:
-        folder: the stream's log.
         start: the lake's position when the pipeline started.
         target: the log's durable end at that moment.
         bytes_max: of a batch: a start that finds no more than this, and fewer than `records_min` records, is

@@ -37,7 +37,6 @@ def run_job(
 
     Args:
         function: of a module that executors have.
-        tasks: values that cross processes.
         slices: the number of Spark's own tasks among which they are divided; default: one each.
 
     Raises:

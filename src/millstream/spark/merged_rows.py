@@ -46,7 +46,6 @@ def region_records(spark: SparkSession, logs: Mapping[RegionId, str], table: str
     `__repeats` marks the records of a write that an earlier one in another region repeats, so that it counts once.
 
     Args:
-        spark: the session.
         logs: by region, the folder of its log: a home's `data/wal/S` for its own, `data/wal/S@N` for those that it
             follows.
         table: `schema.table`.
@@ -135,7 +134,6 @@ def merged_regions(
         records: as `region_records` returns them, in any order, with any repetitions. Without the column `__repeats`, no
             write counts as a repeat.
         key: names of the columns that identify the table's rows.
-        merge: how they merge.
         columns: the table's own, of `records`, as Arrow has them.
         regions: all regions in `records`; if None, they are looked up at once.
         at_ns: the moment as of which signals are read; if None, that of the newest event, which is looked up at once.

@@ -252,8 +252,6 @@ class PipelineTables:
 
         Args:
             commits: of the views whose fold didn't fail.
-            last: the folds' durations and sizes.
-            started_s: when they began.
             error: why a view's fold failed; the next try waits twice as long as this one did.
         """
         now = time.monotonic()

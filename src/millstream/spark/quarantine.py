@@ -35,7 +35,6 @@ def failure_of_lake(errors: Sequence[TableError], *, landed_tables: int) -> Mill
 
     Args:
         errors: the errors of the tables that failed.
-        landed_tables: how many tables were written.
     """
     refused = next((error for error in errors if error.code in _REFUSED), None)
     all_failed = not landed_tables and all(may_pass(error.code, error.retry) or error.code in _LAKE for error in errors)

@@ -80,8 +80,6 @@ def stage(batches: Iterator[pa.RecordBatch], schema: pa.Schema, folder: Path | N
     """Take a task's rows.
 
     Args:
-        batches: in `schema`.
-        schema: the batches' schema.
         folder: the folder for files; None: the rows go into the message.
         query: see `Staged`.
 
@@ -164,10 +162,7 @@ def parts_of(
     """Yield the rows of all tasks, in parts that are an operation each: one part, if the rows are few.
 
     Args:
-        staged: the tasks' rows.
-        schema: the rows' schema.
         ordered: whether equal rows must come in the same order even in a single part; otherwise the tasks' order stays.
-        part_bytes: size of a part's rows.
 
     Returns:
         The same parts for the same rows, whatever tasks they come from. One part at a time is in memory.

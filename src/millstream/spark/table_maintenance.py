@@ -39,7 +39,6 @@ class TableMaintenance:
     """The maintenance of one pipeline.
 
     Args:
-        tables: the driver's state of the tables.
         maintain: runs the tasks as one job, and returns their answers.
         rebuilding: held while tables are rebuilt, which maintenance may not touch then.
         failed: called if the thread ends by a failure.

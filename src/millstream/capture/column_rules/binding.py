@@ -93,7 +93,6 @@ class ColumnRules:
 
     Args:
         catalog: keeps the bindings; None before the stream's first run, for `check` alone.
-        rules: as the configuration has them.
     """
 
     def __init__(self, catalog: Catalog | None, stream: StreamId, rules: SourceRules) -> None:
@@ -198,7 +197,6 @@ class ColumnRules:
         """Return the rule of each column of a Relation message; None if the table has no rules.
 
         Args:
-            relation: the message.
             look: reads a table's present definition by its OID, with the greatest column number that it ever had.
 
         Raises:

@@ -45,7 +45,6 @@ def rule_messages(
     Args:
         directory: quarantines tables whose rules can't be applied.
         config: capture's; its DSN is that of the one server that the session reads.
-        identity: that server.
         set_aside: calls the function that quarantines a table; no copy of the table goes on.
         session: closes at its end the connection that looks at tables.
     """

@@ -163,9 +163,6 @@ class ChunkReader:
 
     Args:
         connection: pinned as `connect` pins it, in autocommit; its search path, planner settings and transactions are changed.
-        source: the source's number, for schemas.
-        publications: publications whose column lists and row filters apply.
-        rules: the stream's rules of columns.
     """
 
     def __init__(
@@ -216,7 +213,6 @@ class ChunkReader:
 
         Args:
             table: the table as last seen; the bounds are keys of it.
-            table_id: the catalog's number.
             bounds: the rows to read.
             rows_max: number of rows to stop after; None reads all.
             bytes_max: bytes of text to stop after, including the row that exceeds it.
@@ -290,8 +286,6 @@ class ChunkReader:
         """Read all rows in pieces, in no particular order.
 
         Args:
-            table: the table as last seen.
-            table_id: the catalog's number.
             under: the snapshot to read under; None takes one now.
             piece_bytes: returns the approximate size of the next piece; called before each.
             began: called once, before the first piece.

@@ -78,8 +78,6 @@ class Copy:
         It begins again if no chunk was saved, or if the log has no key by which to look rows up that change on the way.
 
         Args:
-            row: the table's row, whose state asks for a copy.
-            table: the table as last seen.
             saved: progress of the ranges of the row's copy; empty if it was not begun.
             seen_at: the position up to which the stream had come when the table was seen.
         """

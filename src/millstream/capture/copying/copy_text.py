@@ -64,8 +64,6 @@ def copied_records(
     Args:
         schema: the table's.
         arrays: `__exact`, then the leaf partitions' OIDs if the table is partitioned, then the table's own columns.
-        count: number of rows.
-        first_index: index of the first.
     """
     exact, *columns = arrays
     return pa.RecordBatch.from_arrays(
@@ -86,10 +84,7 @@ def last_key(copied: CopyText, relation: Relation, order: Sequence[str], *, part
     """Return the key of the last of some rows, its columns in the order given. The rows aren't changed.
 
     Args:
-        copied: the rows.
         relation: names their columns; those of a `partitioned` table have one more.
-        order: names of the key's columns.
-        partitioned: see `relation`.
 
     Raises:
         TableUndecodable: a value isn't UTF-8.
@@ -115,7 +110,6 @@ def read_copied(copied: CopyText, relation: Relation, schema: TableSchema) -> Co
 
     Args:
         copied: the rows, less than 2 GiB. They are changed: escapes are removed in place.
-        relation: the table as it was read.
         schema: the table's schema under that relation.
 
     Raises:

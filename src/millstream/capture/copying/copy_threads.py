@@ -54,13 +54,10 @@ class ChunkWorkers(Generic[S]):
 
         Args:
             purpose: the purpose in the names of threads and connections.
-            count: number of threads.
             connect: opens a connection to the source, given the purpose.
-            reader: creates a thread's reader on its connection.
             wanted: whether a subject's tasks are still to be run.
             gone: whether a subject's table has gone, so that no failure is transient.
             failed: ends a subject whose task can't be done.
-            name_of: a subject's table, for the log.
             broken: called after a task raised an exception that isn't Millstream's: `error` has it, and its thread is
                 gone.
         """

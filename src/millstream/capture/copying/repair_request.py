@@ -78,13 +78,10 @@ def ask_repair(
     """Request rows to be read again by key; return the request's name.
 
     Args:
-        catalog: the home's.
-        stream: the stream.
         table: one that is streaming and has a key.
         columns: the key's columns, in any order.
         keys: PostgreSQL's texts, in the order of `columns`; rows that the source lacks are logged as deleted. In
             hashed columns hashes.
-        keys_each: number of keys in a chunk.
     """
     request = f"repair-{time.time_ns() // 1000:x}"
     for chunk in repair_chunks(catalog, stream):

@@ -57,8 +57,6 @@ class SourceSnapshot(Closing):
         PostgreSQL provides it once the transactions that run at this moment have ended.
 
         Args:
-            dsn: the source.
-            patience_s: how long to wait for them.
             check: called with the server's identity before anything is created there; may raise.
             purpose: the purpose in the names of slot and connections.
             stopped: called about once a second; the wait ends when it returns true.

@@ -73,16 +73,11 @@ class WholeTableReads:
 
     Args:
         config: capture's; its DSN is that of the one server that the session reads.
-        spill: folder for the files.
-        hold: the session's barrier.
-        directory: the session's view of the catalog.
         patience_s: how long the stream is held at first for a snapshot to come.
         lock: lock of the copies: their trackers, and the rate.
-        rate: the rate of all copies together.
         piece_bytes: returns how much text to take at a time.
         numbered: gives a schema its version.
         goes_on: whether a copy is still wanted, and not paused.
-        decoders: threads that decode.
     """
 
     def __init__(

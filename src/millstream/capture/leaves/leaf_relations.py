@@ -40,7 +40,6 @@ class LeafRelations:
     """The leaf partitions among one session's relations. Any thread.
 
     Args:
-        known: the leaves that are known.
         captured: returns the captured tables and the facts of the last look, by OID.
         copy_again: requests another copy of a table.
         have_look: has the source's tables looked at soon.
@@ -143,8 +142,6 @@ class LeafRelations:
         Also returns the place in the leaf of each of its columns; None if both have the same order.
 
         Args:
-            relation: the leaf.
-            row: its table.
             table: the table's facts; None if it is gone by now.
 
         Raises:
@@ -243,7 +240,6 @@ class HeldTables:
         could be a leaf of a captured one waits until the stream has come to the look that found it.
 
         Args:
-            connection: an ordinary connection.
             passed: how far the stream is in the log.
         """
         held, captured = self._leaves.known.held, self._leaves.captured

@@ -28,9 +28,6 @@ def drain(descriptor: int, memory: Any, filled: int, limit: int, small: int, nap
 
     Args:
         descriptor: a socket that doesn't block.
-        memory: bytes, writable.
-        memory: bytes, writable.
-        filled: number of bytes that are there.
         limit: end up to which to fill it.
         small: size below which a read is followed by a nap.
         nap_us: length of a nap, in microseconds.

@@ -73,8 +73,6 @@ class Applier:
 
     Args:
         receiver: source of the items; it gets the position to confirm.
-        log: the log that operations are submitted to.
-        directory: the decoder's view of the catalog.
         catalog: stores positions that only keepalives moved, before they are confirmed.
         reached: X; transactions that end at or below it are dropped whole.
         settling: done once the log up to there is held as its stream asks; nothing more is confirmed before. None: it

@@ -51,8 +51,6 @@ class SlotAdvance:
 
     Args:
         connection: an ordinary one; owned from here on.
-        slot: the slot's name.
-        confirmed: the slot's position.
         every_s: how often it is advanced, at most, by less than `ADVANCE_BYTES`.
     """
 
@@ -139,8 +137,6 @@ class ChunkWire:
         command: reads one chunk, and then its end (`chunk_command`).
         begin: LSN at which the first chunk begins.
         advance: advances the slot.
-        go_on: called after each chunk; returns whether to read another.
-        reads_socket: see `start_replication`.
     """
 
     def __init__(
@@ -249,18 +245,9 @@ def open_chunks(
     """Copy a slot, and begin to read the WAL after `reached` in chunks.
 
     Args:
-        dsn: the source's DSN.
-        identity: the server that has to answer there.
-        slot: the slot; no connection reads it.
-        options: pgoutput's options, the same as for the stream.
-        reached: X.
-        confirmed: the slot's position.
         changes_max: a chunk ends with the transaction, or the piece of a streamed one, that brings it to so many
             messages …
         wal_bytes_max: … or to so many bytes of WAL.
-        go_on: see `ChunkWire`.
-        advance_s: see `SlotAdvance`.
-        reads_socket: see `ChunkWire`.
 
     Raises:
         MillstreamError: the source refuses it, no slot is free, or it can't be reached.

@@ -74,11 +74,9 @@ class Receiver:
 
     Args:
         wire: the connection: a replication stream, or chunks of a backlog; owned from here on.
-        spill: folder for large transactions.
         confirmed: the position that may be reported to the source at once.
         buffer_bytes_max: undecoded bytes in memory beyond which the source has to wait.
         run_bytes_max: bytes of whole transactions from which on they are handed on together.
-        status_s: the longest time between two status messages.
 
     Concurrency: `take`, `confirm`, `waiting`, `ask_position` and `stop` from any thread.
     """

@@ -73,7 +73,6 @@ def start_replication(connection: Connection, command: bytes, *, reads_socket: b
     """Send START_REPLICATION and wait for its answer; the connection belongs to the wire from here on.
 
     Args:
-        connection: a replication connection.
         reads_socket: whether machine code may read the socket, if the connection isn't encrypted.
 
     Raises:

@@ -34,12 +34,9 @@ class SlotConfirmation:
     """The positions of one source's slot. One thread changes them.
 
     Args:
-        receiver: reports the confirmed position to the source.
         catalog: stores positions that no operation carries.
-        source: the source whose slot this is.
         durable: the position with which the stream begins; it is stored.
         logged: the position that the log's operations carry; 0 if there are none.
-        confirmed: the position that the source already has.
         shipped_within_s: time in which copies of the catalog come to other nodes; 0 if there are none.
     """
 

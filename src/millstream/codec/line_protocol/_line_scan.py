@@ -120,23 +120,16 @@ def scan(
     Args:
         buffer: the body; its last byte is a newline, added if it had none.
         end: the body's own size.
-        seed: seed of the names' hashes.
         check_utf8: whether lines may be other than UTF-8.
-        time_min: the earliest valid timestamp.
         time_max: the latest.
         state: see the constants above; changed.
         lines: a row of facts for each valid line.
-        times: the lines' timestamps.
         timed: whether the lines have one.
         columns_of: for each value (token), in the order of the lines, its column.
         kinds: each value's kind.
         payload: for each value, an integer, a double's bits, 0 or 1, or a text's place.
         doubles: the same memory.
         slow: tokens that Python has to read.
-        measurements: facts of names.
-        measurement_slots: a hash table of them.
-        columns: facts of names.
-        column_slots: a hash table of them.
         wrong: facts of the first invalid lines; the others are counted.
     """
     at, number = state[AT], state[NUMBER]

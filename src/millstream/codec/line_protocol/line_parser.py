@@ -131,7 +131,6 @@ class Walk:
         seed: 64 secret bits, to seed the names' hashes.
         time_min: the earliest valid timestamp, in the body's precision.
         time_max: the latest.
-        wrong_max: how many invalid lines are reported.
         names_max: maximum number of measurements, and of columns of all of them.
 
     Raises:
@@ -286,8 +285,6 @@ class Walk:
                 differ only in case.
             fixed: the kind of value of each column that its table has already, by index (`fixed_kind`). The first
                 line decides the kinds of the others.
-            columns_max: maximum number of one measurement's columns.
-            refused_max: how many removed lines are reported.
         """
         count, room = self._line_count, self._room
         fixed_of = np.full(len(self._columns), -1, np.int64)
@@ -335,7 +332,6 @@ class Walk:
         """Return the columns of each measurement, by their first lines.
 
         Args:
-            unit_ns: unit of the timestamps, in nanoseconds.
             now_us: the time of lines that have none, in microseconds since 1970.
             bytes_max: maximum size of all columns together: eight bytes for each row's time and each value, null or
                 not, and the texts' bytes.

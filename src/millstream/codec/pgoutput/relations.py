@@ -283,11 +283,9 @@ def table_schema(
     """Return the schema of a captured table under this relation.
 
     Args:
-        relation: as the stream gave it.
         key: the columns that identify a row, by the source's names; None: the identity's columns (none under FULL:
             pass the primary key if there is one).
         table_id: the catalog's number; 0 if it isn't known yet.
-        version: the same.
     """
     columns = relation_columns(relation)
     named = {c.name: column.name for c, column in zip(relation.columns, columns, strict=True)}

@@ -35,12 +35,9 @@ def decode_spilled(
     Args:
         read: the transaction's messages from the start, at every call the same: changes, Relation, Type, Origin; no
             Begin, Commit or StreamStart.
-        directory: the catalog's answers.
         relations: the relations in force on the connection. A streamed transaction brings all its relations itself and
             changes nothing here; an ordinary one (`streamed=False`) leaves its relations in force.
-        facts: from its commit.
         aborted: xids of rolled back subtransactions.
-        streamed: whether messages carry xids.
 
     Raises:
         TableUndecodable: one table has to be quarantined; call again after that. `relations` is unchanged.

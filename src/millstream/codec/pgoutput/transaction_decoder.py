@@ -70,12 +70,8 @@ def decode_block(
     The messages change `relations`.
 
     Args:
-        run: the part.
-        directory: the catalog's answers.
         relations: the relations in force inside this transaction.
         streamed: whether messages carry the id of their subtransaction.
-        aborted: the subtransactions whose messages are dropped.
-        first_index: the `__index` of the first record.
 
     Returns:
         The rows, `__operation` 0, and the index behind the last.

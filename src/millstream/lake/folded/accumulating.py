@@ -41,7 +41,6 @@ def accumulated(run: RecordRun, before: pa.Table) -> RecordRun:
     A total that is beyond its type in between is null, and later increments may bring it back.
 
     Args:
-        run: the records in order.
         before: the rows before the first of them, at least those with one of their keys.
 
     Raises:

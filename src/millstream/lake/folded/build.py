@@ -54,10 +54,7 @@ def plan_build(
     """Cut a keyed table into parts, each of which fits into a certain memory.
 
     Args:
-        schema: the table, and the names of its columns.
-        columns: the columns of the view, in its types.
         upto: inclusive.
-        part_bytes: memory for each part.
 
     Returns:
         The parts, in key order, and whether any of their records has a text in `__exact`.

@@ -293,7 +293,6 @@ def begin_fold(
     Args:
         schema: names the table; the columns folded are those of the newest schema in history.
         upto: a cut that history has reached.
-        sizes: bounds of memory and files.
         `anew`: rebuild it all from history, whatever exists; no existing file is read, and one commit replaces them.
 
     Returns:

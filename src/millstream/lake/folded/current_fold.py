@@ -214,7 +214,6 @@ def match_unknown(net: Indexes, rows: Keys) -> None:
 
     Args:
         net: how often each row was put, less how often it was removed; written to.
-        rows: distinct rows, with their partitions.
     """
     oids = partitions_of(rows.to_table())
     found = key_codes([rows.without(PARTITION_OID.name)], signed_zero=True)[0]

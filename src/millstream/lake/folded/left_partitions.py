@@ -73,7 +73,6 @@ class LeftPartitions:
         """Return, for each row, the first place above its own at which its partition leaves; `NEVER` if none is.
 
         Args:
-            oids: the rows' partitions.
             places: the places of the records that wrote the rows, -2 or above.
         """
         found = np.full(len(oids), NEVER, np.int64)

@@ -58,10 +58,7 @@ class LeafWriter:
         """See the class.
 
         Args:
-            target: the columns of the files.
-            key: the columns that order the rows.
             version: the only version that the files can be committed as.
-            leaf_bytes: about the size of a file.
             partition: the folder, `column=value`, in a partitioned table.
             renamed: the columns' names in the files to rewrite, if they are others, and values that they lack.
         """
@@ -170,7 +167,6 @@ def in_their_partitions(gone: Keys, standing: Iterable[pa.Table]) -> Keys:
 
     Args:
         gone: whole rows, with their partitions.
-        standing: the rows of the bag.
     """
     if not len(gone):
         return gone
@@ -228,9 +224,7 @@ def touched(
     """Find the leaves that a fold rewrites.
 
     Args:
-        gone: the records' keys.
         put_at: the leaf of each row to insert, by `placed`.
-        everything: whether every leaf is rewritten anyway.
         also: indexes of leaves that are rewritten for another reason.
     """
     may_hold, which = leaves.holding(gone)

@@ -77,7 +77,6 @@ def fold_into_versions(
     Args:
         schema: names the table, which has a key; the columns folded are those of its history.
         upto: a cut that history has reached. Not inside a copy of the table.
-        sizes: bounds of memory and files.
 
     Raises:
         LakeTableForeign: another program wrote into the versions or into history.

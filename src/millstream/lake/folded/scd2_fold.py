@@ -140,7 +140,6 @@ def fold_versions(
         tail: history's records (`version_inputs`), at least one, any order, whole transactions; columns missing from
             it are null.
         schema: the table's newest schema; it has a key.
-        columns: the source's columns, in the lake's types.
         lookup: called at most once.
         clock_us: `Versions.clock_us` of the previous run; None for a table's first.
         `anew`: whether the table was dropped and created again before the first record: open versions are closed at

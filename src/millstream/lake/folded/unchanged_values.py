@@ -125,7 +125,6 @@ class SequentialFold:
         """Return the keys of the rows of `current` that the application needs; None if it needs none.
 
         Args:
-            new_keys: the records' keys.
             old_keys: the keys before, of the records `at`.
             at: the records that have one.
         """
@@ -196,10 +195,8 @@ def fill_from_before(values: pa.Table, left_out: Mapping[int, list[str]], at: In
     """Fill in the unchanged columns of a bag's updates from their old rows, which were sent whole.
 
     Args:
-        values: the records' columns and `__exact`.
         left_out: the unchanged columns of records, by the record's index.
         at: the records that have an old row.
-        old: those old rows.
     """
     place_of = {int(record): place for place, record in enumerate(at)}
     count = values.num_rows

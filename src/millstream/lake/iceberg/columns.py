@@ -151,7 +151,6 @@ def evolve(
     A type that Iceberg can't promote becomes a new column of the same name; all files must be replaced then.
 
     Args:
-        transaction: of the table.
         columns: in Arrow.
         replaces: whether the table's other columns go.
         key: if the table's files are replaced, too: the columns that identify a row.

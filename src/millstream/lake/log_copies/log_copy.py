@@ -125,7 +125,6 @@ class LogCopy:
         """Commit through a handle on the copy, and send the commit to the store; the handle is at the new version.
 
         Args:
-            table: the handle.
             write: commits through it; called again, at the handle's version, if another commit came first in the store.
 
         Raises:
@@ -274,7 +273,6 @@ def _advanced(client: StoreClient, known: _Known, *, from_base: bool = False) ->
     """Return a known log with what came since; None if the store has another log by now.
 
     Args:
-        known: the log as it was.
         from_base: keep the base, and fetch every later commit: a handle on the known log checks each of them for
             conflicts. Otherwise a newer checkpoint replaces the commits before it.
     """

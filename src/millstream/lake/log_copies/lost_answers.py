@@ -20,7 +20,6 @@ def settled(table: DeltaTable, key: str, stamp: str) -> Iterator[None]:
     """Run a commit in the block; if it fails although the table has it, end as if it had been answered.
 
     Args:
-        table: a handle from before the commit.
         key: name of the stamp among the facts of a commit.
         stamp: the commit's stamp; no other commit has the same.
 

@@ -83,7 +83,6 @@ def merge_current(
     """Update a table's rows to a batch. Within a transaction.
 
     Args:
-        connection: to the destination.
         schema: the newest of the records.
         batches: the records, none of which was merged before; none if a definition alone came.
         copying: whether the table's copy isn't complete yet. A record may then leave a column unchanged in a row that
@@ -440,7 +439,6 @@ class _TargetTable:
 
         Args:
             names: the columns.
-            own: a condition on the rows of the table (`t`).
             staged: a condition on the staged rows (`t`).
         """
         quoted = self.place.quoted

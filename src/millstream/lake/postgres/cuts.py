@@ -50,7 +50,6 @@ def commit_cut(
     """Commit that every table has everything up to `n`; return the cut, or the later one that is already there.
 
     Args:
-        target: the destination, prepared by `begin`.
         n: the end of the batch.
         commits: the results of writes since the last cut.
         committed_at: now, with a time zone.

@@ -66,8 +66,6 @@ def land(
 
     Args:
         tables: by table, a function that loads its records; one table's at a time are in memory.
-        upto: the cut that the batch ends at.
-        cut: the last one that was committed there.
         copying: tables whose copy isn't complete yet (see `merge_current`).
         live: tables that the source still has.
         history_only: tables whose rows weren't copied, and so have no `current`.
@@ -113,7 +111,6 @@ def begin(target: PostgresTarget, schemas: Iterable[TableSchema], sources: Colle
     """Prepare a destination for a pipeline: make its own tables, and migrate event tables to this version's layout.
 
     Args:
-        schemas: the current schemas of the stream's tables.
         sources: system identifier and database of each source of the stream.
 
     Raises:

@@ -37,8 +37,6 @@ class TailTables:
 
     Args:
         log: the log; None if the session reads the lake alone.
-        standing: the session's position.
-        scratch: the session's folder.
         held: returns the tables that are quarantined, by name, with the reason.
     """
 

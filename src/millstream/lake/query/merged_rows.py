@@ -43,7 +43,6 @@ class MergedViews:
     Args:
         engine: has the views.
         tables: reads the rows; None if the session has none.
-        past: whether the session stands at an earlier position.
     """
 
     def __init__(self, engine: Engine, tables: MergedTables | None, *, past: bool) -> None:

@@ -58,7 +58,6 @@ class Namesakes:
         """Choose the tables that a statement sees, and drop the views of those that it must not see.
 
         Args:
-            cut: the lake's tables, by folder.
             known: returns the tables that capture knows. Called only if the statement names a table of the lake in
                 other case.
 

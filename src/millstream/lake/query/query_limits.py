@@ -48,7 +48,6 @@ class QueryWatch:
 
     Args:
         bounds: None for none.
-        scratch: the session's folder.
         interrupt: ends the running statement; called repeatedly.
 
     Concurrency: the session's thread.

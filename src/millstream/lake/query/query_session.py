@@ -110,7 +110,6 @@ class LakeSession(Closing):
             merged: reads the tables that several regions write; None if there are none.
             log: reads the log's records that the lake lacks, which the session shows as if they had landed, up to the
                 readable end; None for the lake alone.
-            bounds: the session's bounds; None for none.
             partitions: whether rows of a partitioned table have `__partition_oid`.
 
         Raises:

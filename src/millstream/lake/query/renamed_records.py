@@ -53,7 +53,6 @@ def rows_sql(
     """Return the text behind FROM that reads a table's rows under the names of another schema, and which columns it has.
 
     Args:
-        engine: reads them.
         source: the text behind FROM for the rows as they are.
         have: the columns of them.
         columns: the wanted columns, without `__exact`.
@@ -83,8 +82,6 @@ def records_sql(
     """Return SELECTs that together have the records of a history, a table's under the names of its schema.
 
     Args:
-        engine: reads them.
-        schema: the table's schema at the end.
         upto: the end.
         only: if given, records of this table alone.
     """

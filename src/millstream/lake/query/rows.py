@@ -158,11 +158,8 @@ def table_sql(
     """Return a table's rows.
 
     Args:
-        run: the records behind `base`, up to the position.
         base: `current` at or below the position; None if everything comes from history.
         schema: its schema at the position.
-        columns: those of `current`.
-        partitions: whether rows of a partitioned table have `__partition_oid`.
     """
     shown = [*schema.column_names, *([PARTITION_OID.name] if partitions and schema.partitioned else [])]
     if not schema.key:

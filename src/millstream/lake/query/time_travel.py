@@ -207,12 +207,7 @@ def _has_more(history: OpenTable, table: CutTable, n: Seq) -> bool:
 
 
 def known_later(layout: LakeLayout, n: Seq, said: str, tables: Iterable[CutTable]) -> InvalidQuery | None:
-    """Return the error for a table that wasn't there, or so named, at a position; None if the lake has none so named.
-
-    Args:
-        said: the table's name, as `unknown_table` returns it.
-        tables: the tables at the position.
-    """
+    """Return the error for a table that wasn't there, or so named, at a position; None if the lake has none so named."""
     last, token = last_cut(layout), StreamToken.scalar(layout.stream_id, n)
     for folder, table in ({} if last is None else last.tables).items():
         if folder == MESSAGES or not is_meant(said, table.name):
