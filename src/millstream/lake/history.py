@@ -43,7 +43,7 @@ from millstream.model.column_renames import under_names
 from millstream.model.ids import TableId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
-from millstream.model.records import record_prefix, record_schema
+from millstream.model.records import record_prefix, record_schema, rows_with
 from millstream.model.schema import TableKind, TableSchema
 
 _END: Final = Seq(2**63 - 1)
@@ -310,13 +310,7 @@ def under_the_newest(
         return newest, batches
     shape = record_schema(newest)
     return newest, [
-        pa.RecordBatch.from_arrays(
-            [
-                batch.column(field.name) if field.name in batch.schema.names else pa.nulls(batch.num_rows, field.type)
-                for field in shape
-            ],
-            schema=shape,
-        )
+        rows_with(shape, dict(zip(batch.schema.names, batch.columns, strict=True)), batch.num_rows)
         for batch in (lacking_named(batch, newest) for batch in batches)
     ]
 

@@ -11,7 +11,7 @@ A table's rows exist in two shapes only:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from functools import lru_cache
 from typing import Final
@@ -125,6 +125,12 @@ def log_row_prefix(table: TableSchema) -> tuple[pa.Field, ...]:
 def record_prefix(table: TableSchema) -> tuple[pa.Field, ...]:
     """Return the columns before a table's own in records."""
     return (*RECORD_PREFIX, PARTITION_OID) if table.partitioned else RECORD_PREFIX
+
+
+def rows_with(schema: pa.Schema, columns: Mapping[str, pa.Array], count: int) -> pa.RecordBatch:
+    """Return rows that have these columns of a schema; its others are null."""
+    arrays = [columns[f.name] if f.name in columns else pa.nulls(count, f.type) for f in schema]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 @lru_cache(maxsize=4096)  # called for every batch; the metadata is JSON

@@ -15,10 +15,11 @@ from typing import IO, Final
 import pyarrow as pa
 
 from millstream.capture.copying.chunk_reader import Begun
-from millstream.capture.copying.copy_text import CopiedRows, chunk_operation, copied_records, truncate_rows
+from millstream.capture.copying.copy_text import CopiedRows, chunk_operation, copied_records, single_row
 from millstream.capture.stream.spill import told
 from millstream.model.ids import ShardId, SourceId
 from millstream.model.operations import SpilledOp, TableRows
+from millstream.model.records import Op
 from millstream.model.schema import TableSchema
 from millstream.private_files import open_private
 
@@ -85,7 +86,7 @@ class CopiedFile:
 
     def _pieces(self, shard: ShardId, *, voids: bool) -> Iterator[tuple[TableRows, ...]]:
         if voids:
-            yield (TableRows(self.schema, truncate_rows(self.schema), shard),)
+            yield (TableRows(self.schema, single_row(self.schema, Op.TRUNCATE), shard),)
         if not self.row_count:
             return
         index = int(voids)

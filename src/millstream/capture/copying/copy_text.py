@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from millstream.capture.copying import _text_scan as machine
@@ -17,7 +18,16 @@ from millstream.errors import ProtocolViolation
 from millstream.model.ids import SourceId
 from millstream.model.operations import OPERATION_SCHEMA, OperationKind
 from millstream.model.positions import Lsn
-from millstream.model.records import INSTANT, PARTITION_OID, TEXT_BY_COLUMN, Op, append_row_schema
+from millstream.model.records import (
+    EXACT,
+    INSTANT,
+    OPERATION_ORDINAL,
+    PARTITION_OID,
+    TEXT_BY_COLUMN,
+    Op,
+    append_row_schema,
+    rows_with,
+)
 from millstream.model.schema import TableSchema
 from millstream.protocol.copy_conflicts import Key
 
@@ -65,19 +75,28 @@ def copied_records(
         schema: the table's.
         arrays: `__exact`, then the leaf partitions' OIDs if the table is partitioned, then the table's own columns.
     """
-    exact, *columns = arrays
-    return pa.RecordBatch.from_arrays(
-        [
-            pa.array(np.zeros(count, np.int32)),
-            pa.array(np.arange(first_index, first_index + count, dtype=np.int64)),
-            pa.array(np.full(count, int(Op.COPY), np.uint8)),
-            pa.nulls(count, pa.list_(pa.string())),
-            exact,
-            pa.nulls(count, TEXT_BY_COLUMN),
-            *columns,
-        ],
-        schema=append_row_schema(schema),
-    )
+    own = (EXACT.name, *([PARTITION_OID.name] if schema.partitioned else []), *schema.column_names)
+    index = np.arange(first_index, first_index + count, dtype=np.int64)
+    return rows_of_one_operation(schema, Op.COPY, index, dict(zip(own, arrays, strict=True)))
+
+
+def rows_of_one_operation(
+    schema: TableSchema, op: Op, index: npt.NDArray[np.int64], columns: Mapping[str, pa.Array]
+) -> pa.RecordBatch:
+    """Return rows of one kind in `append_row_schema`; columns that aren't given are null."""
+    own = {
+        OPERATION_ORDINAL.name: pa.array(np.zeros(len(index), np.int32)),
+        "__index": pa.array(index),
+        "__op": pa.array(np.full(len(index), int(op), np.uint8)),
+    }
+    return rows_with(append_row_schema(schema), {**own, **columns}, len(index))
+
+
+def single_row(schema: TableSchema, op: Op, **columns: Any) -> pa.RecordBatch:
+    """Return one row in `append_row_schema` with the given values of its columns."""
+    arrow = append_row_schema(schema)
+    values = {name: pa.array([value], arrow.field(name).type) for name, value in columns.items()}
+    return rows_of_one_operation(schema, op, np.zeros(1, np.int64), values)
 
 
 def last_key(copied: CopyText, relation: Relation, order: Sequence[str], *, partitioned: bool = False) -> Key:
@@ -153,13 +172,4 @@ def chunk_operation(source: SourceId, chunk_id: str, lsn: Lsn, at_us: int) -> pa
         "commit_ts": pa.array([at_us], pa.int64()).cast(INSTANT),
         "chunk_id": pa.array([chunk_id], pa.string()),
     }
-    arrays = [columns[f.name] if f.name in columns else pa.nulls(1, f.type) for f in OPERATION_SCHEMA]
-    return pa.RecordBatch.from_arrays(arrays, schema=OPERATION_SCHEMA)
-
-
-def truncate_rows(schema: TableSchema) -> pa.RecordBatch:
-    """Return one `t` record, which voids the table's earlier rows."""
-    arrow = append_row_schema(schema)
-    first = [pa.array([0], pa.int32()), pa.array([0], pa.int64()), pa.array([int(Op.TRUNCATE)], pa.uint8())]
-    rest = [pa.nulls(1, field.type) for field in list(arrow)[len(first) :]]
-    return pa.RecordBatch.from_arrays([*first, *rest], schema=arrow)
+    return rows_with(OPERATION_SCHEMA, columns, 1)

@@ -30,7 +30,7 @@ from millstream.capture.copying.chunk_reader import (
     table_of,
 )
 from millstream.capture.copying.copy_progress import Stage
-from millstream.capture.copying.copy_text import chunk_operation
+from millstream.capture.copying.copy_text import chunk_operation, rows_of_one_operation
 from millstream.capture.copying.copy_threads import ChunkWorkers, Work
 from millstream.capture.copying.definition_entries import DefinitionEntries
 from millstream.capture.copying.repair_request import RepairChunk, repair_chunks, repair_scope
@@ -49,7 +49,7 @@ from millstream.model.names import qualified_name
 from millstream.model.operations import SpilledOp, TableRows, WriteOps
 from millstream.model.pgtext import INEXACT, array_of, text_parser
 from millstream.model.positions import Lsn
-from millstream.model.records import TEXT_BY_COLUMN, Op, append_row_schema
+from millstream.model.records import TEXT_BY_COLUMN, Op
 from millstream.model.schema import TableSchema
 from millstream.protocol.copy_conflicts import CopyTracker, Key, kept
 
@@ -409,12 +409,7 @@ class Repairs:
 
 def deleted_rows(schema: TableSchema, keys: Sequence[Key]) -> pa.RecordBatch:
     """Return `d` records of keys (texts, in the schema's order), in `append_row_schema`."""
-    arrow = append_row_schema(schema)
-    columns: dict[str, pa.Array] = {
-        "__operation": pa.array(np.zeros(len(keys), np.int32)),
-        "__index": pa.array(np.arange(len(keys), dtype=np.int64)),
-        "__op": pa.array(np.full(len(keys), int(Op.DELETE), np.uint8)),
-    }
+    columns: dict[str, pa.Array] = {}
     exact: list[dict[str, str]] = [{} for _ in keys]
     for place, name in enumerate(schema.key):
         kind = schema.column(name).arrow
@@ -425,8 +420,7 @@ def deleted_rows(schema: TableSchema, keys: Sequence[Key]) -> pa.RecordBatch:
                 exact[row][name] = keys[row][place]
         columns[name] = array_of([None if value is INEXACT else value for value in values], kind)
     columns["__exact"] = pa.array([list(texts.items()) or None for texts in exact], TEXT_BY_COLUMN)
-    arrays = [columns[f.name] if f.name in columns else pa.nulls(len(keys), f.type) for f in arrow]
-    return pa.RecordBatch.from_arrays(arrays, schema=arrow)
+    return rows_of_one_operation(schema, Op.DELETE, np.arange(len(keys), dtype=np.int64), columns)
 
 
 def _numbered(gone: pa.RecordBatch, rows: pa.RecordBatch) -> pa.RecordBatch:

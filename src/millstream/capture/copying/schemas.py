@@ -6,13 +6,14 @@ import threading
 import time
 
 from millstream.capture.copying.chunk_reader import table_of
-from millstream.capture.copying.copy_text import chunk_operation, truncate_rows
+from millstream.capture.copying.copy_text import chunk_operation, single_row
 from millstream.capture.source import SourceTable
 from millstream.capture.table_directory import TableDirectory
 from millstream.catalog import Catalog
 from millstream.model.ids import StreamId, TableId
 from millstream.model.operations import TableRows, WriteOps
 from millstream.model.positions import Lsn
+from millstream.model.records import Op
 from millstream.model.schema import TableSchema
 
 
@@ -45,5 +46,5 @@ class CopySchemas:
         schema = self._catalog.put_schema(self._stream, table_of(table, directory.source, table_id))
         directory.note_key(schema)
         operation = chunk_operation(directory.source, f"{copy_id}/begin", lsn, time.time_ns() // 1000)
-        rows = TableRows(schema, truncate_rows(schema), directory.shard_of(table_id))
+        rows = TableRows(schema, single_row(schema, Op.TRUNCATE), directory.shard_of(table_id))
         return WriteOps(operation, (rows,))

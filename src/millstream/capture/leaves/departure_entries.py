@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from functools import partial
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.capture.copying.copy_text import chunk_operation
+from millstream.capture.copying.copy_text import chunk_operation, single_row
 from millstream.capture.copying.table_copies import Entry
 from millstream.capture.leaves.known_leaves import Departure
 from millstream.capture.table_directory import TableDirectory
@@ -17,8 +16,8 @@ from millstream.catalog import Catalog
 from millstream.model.ids import StreamId, TableId
 from millstream.model.operations import SpilledOp, TableRows, WriteOps
 from millstream.model.positions import Lsn
-from millstream.model.records import PARTITION_OID, Op, append_row_schema
-from millstream.model.schema import TableKind, TableSchema
+from millstream.model.records import PARTITION_OID, Op
+from millstream.model.schema import TableKind
 
 
 class DepartureEntries:
@@ -87,7 +86,9 @@ class DepartureEntries:
         name = f"left/{int(one.table_id)}/{one.oid}/{int(one.at)}"
         operation = chunk_operation(self._directory.source, name, self._passed, one.at_us)
         shard = self._directory.shard_of(one.table_id)
-        return WriteOps(operation, (TableRows(schema, departure_row(schema, one), shard),))
+        before = [("partition", one.name)]
+        row = single_row(schema, Op.PARTITION_LEFT, __before=before, **{PARTITION_OID.name: one.oid})
+        return WriteOps(operation, (TableRows(schema, row, shard),))
 
 
 def first_transactions(ops: WriteOps, leaves: Collection[int]) -> dict[int, tuple[int | None, Lsn]]:
@@ -107,17 +108,3 @@ def _transaction(operations: pa.RecordBatch, number: int) -> tuple[int | None, L
     """Return the id of an operation's transaction and the LSN of its commit."""
     xid, committed = (operations.column(name)[number].as_py() for name in ("xid", "commit_lsn"))
     return xid, Lsn(committed or 0)
-
-
-def departure_row(schema: TableSchema, one: Departure) -> pa.RecordBatch:
-    """Return the one row of a departure."""
-    arrow = append_row_schema(schema)
-    own: dict[str, Any] = {
-        arrow.names[0]: pa.array([0], pa.int32()),
-        "__index": pa.array([0], pa.int64()),
-        "__op": pa.array([int(Op.PARTITION_LEFT)], pa.uint8()),
-        "__before": pa.array([[("partition", one.name)]], arrow.field("__before").type),
-        PARTITION_OID.name: pa.array([one.oid], PARTITION_OID.type),
-    }
-    arrays = [own[field.name] if field.name in own else pa.nulls(1, field.type) for field in arrow]
-    return pa.RecordBatch.from_arrays(arrays, schema=arrow)

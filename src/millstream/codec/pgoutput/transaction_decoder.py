@@ -32,7 +32,7 @@ from millstream.errors import ProtocolViolation
 from millstream.model.ids import SourceId, TableId
 from millstream.model.operations import OPERATION_SCHEMA, OperationKind, TableRows, WriteOps
 from millstream.model.positions import Lsn
-from millstream.model.records import PARTITION_OID, TEXT_BY_COLUMN, Op, append_row_schema
+from millstream.model.records import PARTITION_OID, TEXT_BY_COLUMN, Op, append_row_schema, rows_with
 from millstream.model.schema import TableKind, TableSchema
 
 _HEARTBEAT: Final = np.frombuffer(HEARTBEAT_PREFIX.encode(), np.uint8)
@@ -300,7 +300,7 @@ class _EntryRows:
 
     def finish(self) -> TableRows:
         if self.schema.kind is not TableKind.TABLE:
-            return self._rows(self.walk.record_op[self.records], self._contents())
+            return self._rows(self._contents(), {"__op": pa.array(self.walk.record_op[self.records])})
         if not self.schema.partitioned:
             return self._of_relation(None)
         slots = self.walk.record_slot[self.records]
@@ -343,37 +343,20 @@ class _EntryRows:
             ops, leaves, before = self._departed(ops, leaves, before)
         names = pa.array([column.name for column in self.schema.columns], pa.string())
         columns, exact = self._columns(value_at, size)
-        return self._rows(
-            ops, columns, unchanged=self._unchanged(size, unchanged, names), exact=exact, before=before, leaves=leaves
-        )
+        prefix = {
+            "__op": pa.array(ops),
+            "__unchanged": self._unchanged(size, unchanged, names),
+            "__exact": exact,
+            "__before": before,
+            PARTITION_OID.name: None if leaves is None else pa.array(leaves, PARTITION_OID.type, mask=leaves < 0),
+        }
+        return self._rows(columns, {name: column for name, column in prefix.items() if column is not None})
 
-    def _rows(
-        self,
-        ops: npt.NDArray[np.uint8],
-        columns: list[pa.Array],
-        *,
-        unchanged: pa.Array | None = None,
-        exact: pa.Array | None = None,
-        before: pa.Array | None = None,
-        leaves: npt.NDArray[np.int64] | None = None,
-    ) -> TableRows:
-        """Return the rows of these columns; a column that is None is null in all of them."""
-        schema = append_row_schema(self.schema)
-        own: list[pa.Array | None] = [
-            pa.array(self.operation),
-            pa.array(self.index),
-            pa.array(ops),
-            unchanged,
-            exact,
-            before,
-        ]
-        if self.schema.partitioned:
-            own.append(None if leaves is None else pa.array(leaves, PARTITION_OID.type, mask=leaves < 0))
-        arrays = [
-            pa.nulls(len(ops), schema.field(number).type) if column is None else column
-            for number, column in enumerate([*own, *columns])
-        ]
-        return TableRows(self.schema, pa.RecordBatch.from_arrays(arrays, schema=schema))
+    def _rows(self, columns: list[pa.Array], prefix: dict[str, pa.Array]) -> TableRows:
+        """Return the rows with these own columns; columns of the prefix that aren't given are null."""
+        named = dict(zip(self.schema.column_names, columns, strict=True))
+        named |= {"__operation": pa.array(self.operation), "__index": pa.array(self.index), **prefix}
+        return TableRows(self.schema, rows_with(append_row_schema(self.schema), named, len(self.records)))
 
     def _departed(
         self, ops: npt.NDArray[np.uint8], leaves: npt.NDArray[np.int64], before: pa.Array | None
@@ -504,8 +487,7 @@ def operations_batch(transactions: npt.NDArray[np.int64], source: SourceId) -> p
         "xid": pa.array(xid, mask=alone),
         "commit_ts": pa.array(time, mask=alone).view(OPERATION_SCHEMA.field("commit_ts").type),
     }
-    arrays = [columns[f.name] if f.name in columns else pa.nulls(count, f.type) for f in OPERATION_SCHEMA]
-    return pa.RecordBatch.from_arrays(arrays, schema=OPERATION_SCHEMA)
+    return rows_with(OPERATION_SCHEMA, columns, count)
 
 
 def warm() -> None:
