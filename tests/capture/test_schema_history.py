@@ -16,11 +16,10 @@ from typing import Any
 import psycopg
 import pytest
 from tests.capture.capture_stage import MemoryLog, Stage, make_config
+from tests.codec.reference_messages import Delete, Insert, Update, decode_raw
 
 from millstream.app.table_requests import retry_table
 from millstream.catalog import Catalog, TableState
-from millstream.codec.pgoutput.message_parser import Delete, Insert, Update
-from millstream.codec.pgoutput.relations import decode_raw
 from millstream.model.operations import OperationKind
 from millstream.model.schema import TableKind
 from millstream.testing.postgres import VERSIONS, EmbeddedPostgres

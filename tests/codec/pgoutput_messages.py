@@ -11,8 +11,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from millstream.codec.pgoutput.message_parser import POSTGRES_EPOCH_US, UNCHANGED, Relation, Unchanged
-from millstream.codec.pgoutput.relations import MESSAGES_COLUMNS, raw_schema, table_schema
+from tests.codec.reference_messages import UNCHANGED, Unchanged
+
+from millstream.codec.pgoutput.message_parser import (
+    POSTGRES_EPOCH_US,
+    Relation,
+)
+from millstream.codec.pgoutput.relations import (
+    MESSAGES_COLUMNS,
+    raw_schema,
+    table_schema,
+)
 from millstream.model.ids import SchemaVersion, SourceId, TableId
 from millstream.model.schema import TableKind, TableSchema
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
+from tests.codec import reference_messages as parser
+from tests.codec.reference_messages import UNCHANGED, Row
 
-import millstream.codec.pgoutput.message_parser as parser
-from millstream.codec.pgoutput.message_parser import UNCHANGED, Relation, Row
+from millstream.codec.pgoutput.message_parser import Relation
 from millstream.codec.pgoutput.relations import (
     HEARTBEAT_PREFIX,
     RelationCache,
     TableDirectory,
-    TransactionFacts,
     column_order,
     decode_text,
     encode_raw,
@@ -58,10 +58,9 @@ def decode_plain(
             case parser.Commit():
                 if begin is None:
                     raise ProtocolViolation("a commit without a begin", lsn=message.commit_lsn)
-                facts = TransactionFacts.of(begin, message)
-                reached = facts.commit_end_lsn
+                reached = message.end_lsn
                 if reached > after and rows.append_all(records, operation=len(operations)):
-                    operations.append(_transaction(directory.source, facts))
+                    operations.append(_transaction(directory.source, begin, message))
                 begin, records = None, []
             case parser.LogicalMessage(transactional=False):
                 if begin is not None:
@@ -71,7 +70,7 @@ def decode_plain(
                 if reached > after and rows.append_all(found, operation=len(operations)):
                     kind = OperationKind.MESSAGE
                     operations.append(OperationFacts(kind, directory.source, message.lsn, reached, None, None))
-            case Relation() | parser.Type():
+            case parser.Relation() | parser.Type():
                 draft.add(message)
             case parser.Origin():
                 continue
@@ -114,7 +113,7 @@ def decode_block_plain(
     index = first_index
     for data in messages:
         message = parser.parse_message(data, streamed=streamed)
-        if isinstance(message, Relation | parser.Type):
+        if isinstance(message, parser.Relation | parser.Type):
             relations.add(message)
         elif isinstance(
             message, parser.Insert | parser.Update | parser.Delete | parser.Truncate | parser.LogicalMessage
@@ -155,9 +154,9 @@ def records_of(message: parser.Message, data: bytes, relations: RelationCache) -
             raise ProtocolViolation(f"{type(message).__name__} is no change")
 
 
-def _transaction(source: SourceId, facts: TransactionFacts) -> OperationFacts:
+def _transaction(source: SourceId, begin: parser.Begin, commit: parser.Commit) -> OperationFacts:
     kind = OperationKind.TRANSACTION
-    return OperationFacts(kind, source, facts.commit_lsn, facts.commit_end_lsn, facts.xid, facts.commit_ts_us)
+    return OperationFacts(kind, source, commit.commit_lsn, commit.end_lsn, begin.xid, commit.commit_ts_us)
 
 
 @dataclass(slots=True)

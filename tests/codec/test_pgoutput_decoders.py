@@ -7,14 +7,13 @@ from tests.codec import pgoutput_messages as pg
 from tests.codec.pgoutput_checks import check_equal, decode
 from tests.codec.pgoutput_messages import TablesByOid
 from tests.codec.reference_decoder import decode_block_plain, decode_plain
+from tests.codec.reference_messages import UNCHANGED, decode_raw
 from tests.seeds import examples
 
 from millstream.codec.pgoutput import (
     HEARTBEAT_PREFIX,
-    UNCHANGED,
     MessageRun,
     RelationCache,
-    decode_raw,
     decode_transactions,
 )
 from millstream.codec.pgoutput.transaction_decoder import decode_block

@@ -9,8 +9,13 @@ from tests.codec.pgoutput_messages import TablesByOid
 from tests.codec.reference_decoder import decode_block_plain
 from tests.codec.test_pgoutput_decoders import SLOW, TYPES, Table, changes
 
-from millstream.codec.pgoutput import MessageRun, Relation, RelationCache, parse_message
-from millstream.codec.pgoutput.relations import TransactionFacts
+from millstream.codec.pgoutput import (
+    MessageRun,
+    Relation,
+    RelationCache,
+    StreamCommit,
+    parse_message,
+)
 from millstream.codec.pgoutput.spilled import decode_spilled
 from millstream.codec.pgoutput.transaction_decoder import decode_block
 from millstream.model.operations import OPERATION_SCHEMA, WriteOps
@@ -145,8 +150,8 @@ def test_a_spilled_transaction_keeps_its_answer_to_a_truncate():
     relations, roots = two_leaves()
     directory = TablesByOid(roots=roots)
     messages = [*relations, pg.truncate([LEAVES[0], LEAVES[1]]), pg.insert(LEAVES[0], ["2", "y"])]
-    facts = TransactionFacts(7, Lsn(100), Lsn(150), 0)
-    op = decode_spilled(lambda: [MessageRun.of(messages)], directory, RelationCache(), facts, streamed=False)
+    commit = StreamCommit(7, 0, Lsn(100), Lsn(150), 0)
+    op = decode_spilled(lambda: [MessageRun.of(messages)], directory, RelationCache(), commit, streamed=False)
     assert op is not None
     directory.roots[LEAVES[2]] = roots[LEAVES[0]]
     (piece,) = op.chunks()

@@ -6,25 +6,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.codec import pgoutput_messages as pg
-
-from millstream.codec.pgoutput import (
+from tests.codec.reference_messages import (
     UNCHANGED,
     Begin,
     Commit,
     Delete,
     Insert,
-    LogicalMessage,
     Origin,
-    Relation,
-    RelationColumn,
     StreamAbort,
-    StreamCommit,
     StreamStart,
     StreamStop,
     Truncate,
-    Type,
     Update,
     parse_message,
+)
+
+from millstream.codec.pgoutput import (
+    LogicalMessage,
+    Relation,
+    RelationColumn,
+    StreamCommit,
+    Type,
 )
 from millstream.errors import ProtocolViolation
 from millstream.model.schema import ReplicaIdentity

@@ -5,17 +5,13 @@ from collections.abc import Iterable, Iterator
 import psycopg
 from tests.codec.pgoutput_checks import decode
 from tests.codec.pgoutput_messages import TablesByOid
+from tests.codec.reference_messages import StreamAbort, StreamStart, StreamStop, parse_message
 
 from millstream.codec.pgoutput import (
     MessageRun,
     RelationCache,
-    StreamAbort,
     StreamCommit,
-    StreamStart,
-    StreamStop,
-    TransactionFacts,
     decode_spilled,
-    parse_message,
 )
 from millstream.model.column_texts import render_column
 from millstream.model.operations import TableRows
@@ -203,8 +199,7 @@ def test_a_streamed_transaction_with_aborted_savepoints_is_what_committed(postgr
         for start in range(0, len(block), 500):
             yield MessageRun.of(block[start : start + 500])
 
-    facts = TransactionFacts.of_streamed(commit)
-    op = decode_spilled(read, TablesByOid(), RelationCache(), facts, aborted=aborted)
+    op = decode_spilled(read, TablesByOid(), RelationCache(), commit, aborted=aborted)
     pieces = [table for tables in op.chunks() for table in tables]
     assert replay(pieces)["t"] == at_source(connection, "t", "id")
     indexes = [index for table in pieces for index in table.rows.column("__index").to_pylist()]

@@ -15,17 +15,15 @@ from tests.codec import pgoutput_messages as pg
 from tests.codec.pgoutput_checks import decode
 from tests.codec.pgoutput_messages import TablesByOid
 from tests.codec.reference_decoder import decode_plain
+from tests.codec.reference_messages import UNCHANGED, decode_raw, parse_message
 
 from millstream.codec.pgoutput import (
     HEARTBEAT_PREFIX,
-    UNCHANGED,
     MessageRun,
     RelationCache,
-    TransactionFacts,
-    decode_raw,
+    StreamCommit,
     decode_spilled,
     decode_transactions,
-    parse_message,
     warm,
 )
 from millstream.errors import ProtocolViolation, TableUndecodable
@@ -261,8 +259,8 @@ def spilled(messages: list[bytes], size: int, **options: object) -> SpilledOp | 
         for start in range(0, len(messages), size):
             yield MessageRun.of(messages[start : start + size])
 
-    facts = TransactionFacts(900, 5000, 5040, pg.START_TS_US)
-    return decode_spilled(read, TablesByOid(), RelationCache(), facts, **options)
+    commit = StreamCommit(900, 0, 5000, 5040, pg.START_TS_US)
+    return decode_spilled(read, TablesByOid(), RelationCache(), commit, **options)
 
 
 STREAMED = [
@@ -298,9 +296,9 @@ def test_a_spilled_transaction_of_which_nothing_is_left_is_none():
 
 def test_an_ordinary_transaction_may_be_spilled_and_leaves_its_relations_behind():
     cache = RelationCache()
-    facts = TransactionFacts(900, 5000, 5040, pg.START_TS_US)
+    commit = StreamCommit(900, 0, 5000, 5040, pg.START_TS_US)
     messages = [RELATION, pg.insert(100, ["1", "a", None])]
-    op = decode_spilled(lambda: iter([MessageRun.of(messages)]), TablesByOid(), cache, facts, streamed=False)
+    op = decode_spilled(lambda: iter([MessageRun.of(messages)]), TablesByOid(), cache, commit, streamed=False)
     assert op.row_count == 1
     assert cache.get(100).name == "orders"
 
@@ -341,7 +339,7 @@ def test_machine_code_is_made_where_nothing_can_be_kept(tmp_path: Path):
 import sys
 import numba.core.caching as caching
 caching.CacheImpl._locator_classes = []  # as where nothing is writable
-from millstream.codec.pgoutput import warm
+from millstream.codec.pgoutput import (warm,)
 warm()
 """
     done = subprocess.run([sys.executable, "-c", code], check=False, timeout=600, capture_output=True, cwd=tmp_path)

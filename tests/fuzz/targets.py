@@ -24,6 +24,7 @@ from tests.codec import pgoutput_messages as pg
 from tests.codec.line_samples import same
 from tests.codec.pgoutput_messages import TablesByOid
 from tests.codec.reference_decoder import decode_plain
+from tests.codec.reference_messages import UNCHANGED, decode_raw, parse_message
 from tests.fuzz import checksums
 from tests.fuzz.harness import MORE_MEMORY
 from tests.fuzz.session_targets import decode_sessions, session_seeds, with_right_checksum
@@ -47,16 +48,16 @@ from millstream.codec.log_segment import SegmentFooter, SegmentHeader, SegmentTo
 from millstream.codec.pgoutput import (
     MessageRun,
     RelationCache,
-    TransactionFacts,
-    decode_raw,
+    StreamCommit,
     decode_spilled,
     decode_transactions,
     encode_raw,
-    parse_message,
     table_schema,
 )
 from millstream.codec.pgoutput._framing import split_copy_data, split_copy_rows
-from millstream.codec.pgoutput.message_parser import UNCHANGED, Relation
+from millstream.codec.pgoutput.message_parser import (
+    Relation,
+)
 from millstream.config.file import load_config
 from millstream.config.quantities import size_bytes
 from millstream.errors import (
@@ -377,10 +378,10 @@ def _streamed_seeds() -> list[bytes]:
 
 def _decode_streamed(data: bytes) -> None:
     messages = _unpack(data)
-    facts = TransactionFacts(9, Lsn(1), Lsn(2), 3)
+    commit = StreamCommit(9, 0, Lsn(1), Lsn(2), 3)
     cut = len(messages) // 2
     runs = [MessageRun.of(messages[:cut]), MessageRun.of(messages[cut:])]
-    op = decode_spilled(lambda: runs, TablesByOid(), RelationCache(), facts, aborted=[10])
+    op = decode_spilled(lambda: runs, TablesByOid(), RelationCache(), commit, aborted=[10])
     for tables in () if op is None else op.chunks():
         for table in tables:
             table.rows.validate(full=True)

@@ -24,7 +24,6 @@ from millstream.capture.table_directory import TableDirectory
 from millstream.catalog import Catalog
 from millstream.codec.pgoutput import (
     RelationCache,
-    TransactionFacts,
     decode_spilled,
     decode_transactions,
 )
@@ -252,26 +251,28 @@ class Applier:
         self._pass(end)
 
     def _apply_spilled(self, item: Spilled) -> None:
-        facts = TransactionFacts.of_streamed(item.commit)
-        op = self._decode_spilled(item, facts)
+        commit = item.commit
+        op = self._decode_spilled(item)
         if item.streamed:
-            self._relations.commit_streamed(item.commit.xid)
-        if op is None or facts.commit_end_lsn <= self._after:
+            self._relations.commit_streamed(commit.xid)
+        if op is None or commit.end_lsn <= self._after:
             item.file.remove()
-            self._wait_for_position(facts.commit_end_lsn)
+            self._wait_for_position(commit.end_lsn)
         else:
             op = self._spilled_on_shards(op)
-            self._let_copies_in(facts.commit_lsn)
+            self._let_copies_in(commit.commit_lsn)
             op = self._directory.raw_past.applied_to_spilled(op)
             self._copies.note(op)
-            self._submit(op, facts.commit_end_lsn, item.file.remove)
-        self._pass(facts.commit_end_lsn)
+            self._submit(op, commit.end_lsn, item.file.remove)
+        self._pass(commit.end_lsn)
 
-    def _decode_spilled(self, item: Spilled, facts: TransactionFacts) -> SpilledOp | None:
+    def _decode_spilled(self, item: Spilled) -> SpilledOp | None:
         read, aborted, streamed = item.file.runs, item.aborted, item.streamed
         while True:
             try:
-                return decode_spilled(read, self._directory, self._relations, facts, aborted=aborted, streamed=streamed)
+                return decode_spilled(
+                    read, self._directory, self._relations, item.commit, aborted=aborted, streamed=streamed
+                )
             except TableUndecodable as error:
                 self._quarantined(error)
 

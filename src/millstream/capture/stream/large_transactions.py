@@ -14,9 +14,9 @@ from typing import Final, TypeAlias
 
 from millstream.capture.stream import message_kinds as kinds
 from millstream.capture.stream.frames import Block
-from millstream.capture.stream.replication_connection import POSTGRES_EPOCH_US
 from millstream.capture.stream.spill import SpillFile, SpillFolder
 from millstream.codec.pgoutput import MessageRun, Relation, StreamCommit, Type, parse_message
+from millstream.codec.pgoutput.message_parser import POSTGRES_EPOCH_US
 from millstream.errors import ProtocolViolation
 from millstream.model.positions import Lsn
 

@@ -25,12 +25,12 @@ from millstream.capture.stream._drain import compile_drain
 from millstream.capture.stream.frames import KEEPALIVE, NAP_US, Block, Connection, Frames, is_unencrypted, pass_over
 from millstream.codec.pgoutput import MessageRun
 from millstream.codec.pgoutput._framing import split_copy_data
+from millstream.codec.pgoutput.message_parser import POSTGRES_EPOCH_US
 from millstream.errors import MillstreamError, ProtocolViolation, SourceError
 from millstream.model.positions import Lsn
 
 HEADER_BYTES: Final = 25
 """Size of the header of XLogData before each message: 'w', its LSN, the server's end of WAL, the server's clock."""
-POSTGRES_EPOCH_US: Final = 946_684_800_000_000
 
 _STATUS: Final = struct.Struct(">cQQQqB")
 _MESSAGES_FEW: Final = 100

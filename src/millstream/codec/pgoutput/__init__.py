@@ -28,7 +28,7 @@ How capture uses it
   `relations.note_streamed(top_xid, …)` as they arrive. Call `relations.abort_streamed(top_xid)` on
   any StreamAbort of it. On StreamCommit:
 
-      op = decode_spilled(read, directory, relations, TransactionFacts.of_streamed(commit), aborted=aborted_subxids)
+      op = decode_spilled(read, directory, relations, commit, aborted=aborted_subxids)
       relations.commit_streamed(commit.xid)
 
   `read()` yields `MessageRun`s of any bounded size, from the start at every call. The result is a
@@ -41,23 +41,11 @@ How capture uses it
 from __future__ import annotations
 
 from millstream.codec.pgoutput.message_parser import (
-    UNCHANGED,
-    Begin,
-    Commit,
-    Delete,
-    Insert,
     LogicalMessage,
-    Message,
-    Origin,
     Relation,
     RelationColumn,
-    StreamAbort,
     StreamCommit,
-    StreamStart,
-    StreamStop,
-    Truncate,
     Type,
-    Update,
     parse_message,
 )
 from millstream.codec.pgoutput.relations import (
@@ -66,8 +54,6 @@ from millstream.codec.pgoutput.relations import (
     RAW_COLUMNS,
     RelationCache,
     TableDirectory,
-    TransactionFacts,
-    decode_raw,
     encode_raw,
     raw_schema,
     relation_columns,
@@ -81,28 +67,14 @@ __all__ = [
     "HEARTBEAT_PREFIX",
     "MESSAGES_COLUMNS",
     "RAW_COLUMNS",
-    "UNCHANGED",
-    "Begin",
-    "Commit",
-    "Delete",
-    "Insert",
     "LogicalMessage",
-    "Message",
     "MessageRun",
-    "Origin",
     "Relation",
     "RelationCache",
     "RelationColumn",
-    "StreamAbort",
     "StreamCommit",
-    "StreamStart",
-    "StreamStop",
     "TableDirectory",
-    "TransactionFacts",
-    "Truncate",
     "Type",
-    "Update",
-    "decode_raw",
     "decode_spilled",
     "decode_transactions",
     "encode_raw",

@@ -1,12 +1,12 @@
-"""A parser of one pgoutput message (protocol version 2, text values) to one value.
+"""A parser of the pgoutput messages that Python reads (protocol version 2, text values), each to one value.
 
 Layouts: PostgreSQL's manual, "Logical Replication Message Formats". The parser trusts nothing: for
 any bytes, it returns a message or raises `ProtocolViolation`. Inside a streamed block (between
 StreamStart and StreamStop) every message except Origin carries the id of its (sub)transaction right
 after its type byte: pass `streamed=True` there.
 
-Whole runs of transactions are decoded in machine code by `transaction_decoder`. Its `_message_scan` reads the bytes of
-all messages but Relation and Type; a change of a layout belongs there, too.
+Machine code reads all others, in whole runs of transactions (`transaction_decoder`, `_message_scan`). The tests have a
+parser of all kinds (`tests/codec/reference_messages.py`).
 
 Times are microseconds since 1970-01-01 UTC (the protocol counts from 2000).
 """
@@ -29,49 +29,6 @@ POSTGRES_EPOCH_US: Final = 946_684_800_000_000
 """2000-01-01 UTC in microseconds since 1970."""
 LSN_MAX: Final = 2**63 - 2
 """Maximum LSN: positions, and the position behind each, are int64 in the log."""
-
-
-class Unchanged:
-    """The type of `UNCHANGED`, which stands for a TOAST value that the source didn't send because it didn't change."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return "UNCHANGED"
-
-
-UNCHANGED: Final = Unchanged()
-
-Value = bytes | None | Unchanged
-"""A column's text (in UTF-8), SQL's NULL, or an unchanged TOAST value."""
-Row = tuple[Value, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """The start of a transaction. `commit_lsn` is where its commit record starts."""
-
-    commit_lsn: Lsn
-    commit_ts_us: int
-    xid: int
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """The end of a transaction. `end_lsn` is where its commit record ends, to which a slot is confirmed."""
-
-    flags: int
-    commit_lsn: Lsn
-    end_lsn: Lsn
-    commit_ts_us: int
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """The transaction came to the source from another server."""
-
-    commit_lsn: Lsn
-    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,46 +71,6 @@ class Type:
 
 
 @dataclass(frozen=True, slots=True)
-class Insert:
-    """An inserted row."""
-
-    relation_oid: int
-    row: Row
-    xid: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """An updated row. At most one of `old_key` and `old_row` is set; `old_key` has nulls outside of the key."""
-
-    relation_oid: int
-    row: Row
-    old_key: Row | None = None
-    old_row: Row | None = None
-    xid: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Delete:
-    """A deleted row. Exactly one of `old_key` and `old_row` is set."""
-
-    relation_oid: int
-    old_key: Row | None = None
-    old_row: Row | None = None
-    xid: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Truncate:
-    """Tables truncated together."""
-
-    relation_oids: tuple[int, ...]
-    cascade: bool
-    restart_identity: bool
-    xid: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class LogicalMessage:
     """A message that `pg_logical_emit_message` sent."""
 
@@ -162,19 +79,6 @@ class LogicalMessage:
     prefix: str
     content: bytes
     xid: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StreamStart:
-    """The start of a block of a transaction that is still open; `first` marks the transaction's first block."""
-
-    xid: int
-    first: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StreamStop:
-    """The end of a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,30 +92,7 @@ class StreamCommit:
     commit_ts_us: int
 
 
-@dataclass(frozen=True, slots=True)
-class StreamAbort:
-    """The rollback of a streamed transaction (`subxid == xid`), or of one subtransaction of it."""
-
-    xid: int
-    subxid: int
-
-
-Message = (
-    Begin
-    | Commit
-    | Origin
-    | Relation
-    | Type
-    | Insert
-    | Update
-    | Delete
-    | Truncate
-    | LogicalMessage
-    | StreamStart
-    | StreamStop
-    | StreamCommit
-    | StreamAbort
-)
+Message = Relation | Type | LogicalMessage | StreamCommit
 
 
 class _MessageCursor:
@@ -261,8 +142,6 @@ class _MessageCursor:
 
 _U16: Final = struct.Struct(">H")
 _U32: Final = struct.Struct(">I")
-_BEGIN: Final = struct.Struct(">QqI")
-_COMMIT: Final = struct.Struct(">BQQq")
 _COLUMN: Final = struct.Struct(">Ii")
 _STREAM_COMMIT: Final = struct.Struct(">IBQQq")
 
@@ -271,19 +150,17 @@ def parse_message(data: bytes, *, streamed: bool = False) -> Message:
     """Parse the message that `data` holds, from its first byte to its last.
 
     Raises:
-        ProtocolViolation: the bytes are no message of this protocol version.
+        ProtocolViolation: the bytes are no message of these kinds.
     """
     reader = _MessageCursor(data)
     kind = reader.u8()
     message: Message
-    if kind in _CHANGE_PARSERS:
-        message = _CHANGE_PARSERS[kind](reader, reader.u32() if streamed else None)
-    elif kind in _PARSERS:
-        message = _PARSERS[kind](reader)
-    elif kind == ord("E"):
-        message = StreamStop()
+    if kind in _PARSERS:
+        message = _PARSERS[kind](reader, reader.u32() if streamed else None)
+    elif kind == ord("c"):
+        message = _stream_commit(reader)
     else:
-        raise ProtocolViolation(f"a message of unknown kind {chr(kind)!r}", kind=chr(kind))
+        raise ProtocolViolation(f"a message of the kind {chr(kind)!r} came where none can", kind=chr(kind))
     reader.finish()
     return message
 
@@ -300,21 +177,6 @@ def _moment(time: int) -> int:
     if not TIME_MIN_US <= time + POSTGRES_EPOCH_US <= TIME_MAX_US:
         raise ProtocolViolation(f"no source's clock shows {time} µs since 2000")
     return time + POSTGRES_EPOCH_US
-
-
-def _begin(reader: _MessageCursor) -> Begin:
-    lsn, time, own = reader.unpack(_BEGIN)
-    return Begin(_position(lsn), _moment(time), own)
-
-
-def _commit(reader: _MessageCursor) -> Commit:
-    flags, lsn, end, time = reader.unpack(_COMMIT)
-    return Commit(flags, _position(lsn), _position(end), _moment(time))
-
-
-def _origin(reader: _MessageCursor) -> Origin:
-    lsn = Lsn(int.from_bytes(reader.take(8), "big"))
-    return Origin(lsn, reader.text("replace"))  # a name for people, in its own server's encoding
 
 
 def _relation(reader: _MessageCursor, xid: int | None) -> Relation:
@@ -344,61 +206,6 @@ def _type(reader: _MessageCursor, xid: int | None) -> Type:
     return Type(oid, namespace, reader.text(), xid)
 
 
-def _row(reader: _MessageCursor) -> Row:
-    values: list[Value] = []
-    for _ in range(reader.u16()):
-        kind = reader.u8()
-        if kind == _TEXT:
-            values.append(reader.take(reader.u32()))
-        elif kind == _NULL:
-            values.append(None)
-        elif kind == _UNCHANGED:
-            values.append(UNCHANGED)
-        else:
-            raise ProtocolViolation(f"a value of unknown kind {chr(kind)!r}", kind=chr(kind))
-    return tuple(values)
-
-
-def _insert(reader: _MessageCursor, xid: int | None) -> Insert:
-    oid = reader.u32()
-    _expect(reader, _NEW)
-    return Insert(oid, _row(reader), xid)
-
-
-def _update(reader: _MessageCursor, xid: int | None) -> Update:
-    oid = reader.u32()
-    kind = reader.u8()
-    old_key = old_row = None
-    if kind == _KEY:
-        old_key = _row(reader)
-        kind = reader.u8()
-    elif kind == _OLD:
-        old_row = _row(reader)
-        kind = reader.u8()
-    if kind != _NEW:
-        raise ProtocolViolation("an update has no new row")
-    return Update(oid, _row(reader), old_key, old_row, xid)
-
-
-def _delete(reader: _MessageCursor, xid: int | None) -> Delete:
-    oid = reader.u32()
-    kind = reader.u8()
-    if kind == _KEY:
-        return Delete(oid, old_key=_row(reader), xid=xid)
-    if kind == _OLD:
-        return Delete(oid, old_row=_row(reader), xid=xid)
-    raise ProtocolViolation("a delete has no old row")
-
-
-def _truncate(reader: _MessageCursor, xid: int | None) -> Truncate:
-    count = reader.u32()
-    flags = reader.u8()
-    if count * 4 > len(reader.data):
-        raise ProtocolViolation(f"a truncate of {count} tables in {len(reader.data)} bytes")
-    oids = tuple(reader.u32() for _ in range(count))
-    return Truncate(oids, bool(flags & 1), bool(flags & 2), xid)
-
-
 def _logical_message(reader: _MessageCursor, xid: int | None) -> LogicalMessage:
     flags = reader.u8()
     lsn = _position(int.from_bytes(reader.take(8), "big"))
@@ -411,29 +218,8 @@ def _stream_commit(reader: _MessageCursor) -> StreamCommit:
     return StreamCommit(own, flags, _position(lsn), _position(end), _moment(time))
 
 
-def _expect(reader: _MessageCursor, kind: int) -> None:
-    found = reader.u8()
-    if found != kind:
-        raise ProtocolViolation(f"expected {chr(kind)!r} in a message, found {chr(found)!r}")
-
-
-_TEXT, _NULL, _UNCHANGED = ord("t"), ord("n"), ord("u")
-_NEW, _KEY, _OLD = ord("N"), ord("K"), ord("O")
-_PARSERS: Final[dict[int, Callable[[_MessageCursor], Message]]] = {
-    ord("B"): _begin,
-    ord("C"): _commit,
-    ord("O"): _origin,
-    ord("S"): lambda reader: StreamStart(reader.u32(), reader.u8() == 1),
-    ord("c"): _stream_commit,
-    ord("A"): lambda reader: StreamAbort(reader.u32(), reader.u32()),
-}
-# The messages that carry the id of their (sub)transaction inside a streamed block.
-_CHANGE_PARSERS: Final[dict[int, Callable[[_MessageCursor, int | None], Message]]] = {
+_PARSERS: Final[dict[int, Callable[[_MessageCursor, int | None], Message]]] = {
     ord("R"): _relation,
     ord("Y"): _type,
-    ord("I"): _insert,
-    ord("U"): _update,
-    ord("D"): _delete,
-    ord("T"): _truncate,
     ord("M"): _logical_message,
 }

@@ -11,30 +11,18 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from millstream.codec.pgoutput.message_parser import (
-    Begin,
-    Commit,
-    Delete,
-    Insert,
-    Relation,
-    StreamCommit,
-    Truncate,
-    Type,
-    Update,
-    parse_message,
-)
+from millstream.codec.pgoutput.message_parser import Relation, Type
 from millstream.errors import ProtocolViolation, TableUndecodable
 from millstream.model.ids import SchemaVersion, SourceId, TableId
 from millstream.model.names import qualified_name
 from millstream.model.pgtypes import log_type
-from millstream.model.positions import Lsn
 from millstream.model.records import log_names
 from millstream.model.schema import Column, PgType, TableKind, TableSchema
 
@@ -122,26 +110,6 @@ def decode_text(relation: Relation, value: bytes | None) -> str | None:
         return value.decode()
     except UnicodeDecodeError as error:
         raise undecodable(relation, "a value isn't UTF-8") from error
-
-
-@dataclass(frozen=True, slots=True)
-class TransactionFacts:
-    """The facts of a transaction as a whole."""
-
-    xid: int
-    commit_lsn: Lsn
-    commit_end_lsn: Lsn
-    commit_ts_us: int
-
-    @classmethod
-    def of(cls, begin: Begin, commit: Commit) -> TransactionFacts:
-        """Return the facts of an ordinary transaction."""
-        return cls(begin.xid, commit.commit_lsn, commit.end_lsn, commit.commit_ts_us)
-
-    @classmethod
-    def of_streamed(cls, commit: StreamCommit) -> TransactionFacts:
-        """Return the facts of a streamed transaction."""
-        return cls(commit.xid, commit.commit_lsn, commit.end_lsn, commit.commit_ts_us)
 
 
 class RelationCache:
@@ -334,15 +302,3 @@ def encode_raw(relation: Relation, change: bytes) -> bytes:
     years later from the log alone; LZ4 removes the repetition.
     """
     return _LENGTH.pack(len(relation.encoded)) + relation.encoded + change
-
-
-def decode_raw(message: bytes) -> tuple[Relation, Insert | Update | Delete | Truncate]:
-    """Return the parts that `encode_raw` joined; raises `ProtocolViolation` for anything else."""
-    if len(message) < _LENGTH.size:
-        raise ProtocolViolation("a raw row is too short")
-    (length,) = _LENGTH.unpack_from(message)
-    relation = parse_message(message[_LENGTH.size : _LENGTH.size + length] or b"\0")
-    change = parse_message(message[_LENGTH.size + length :] or b"\0")
-    if not isinstance(relation, Relation) or not isinstance(change, Insert | Update | Delete | Truncate):
-        raise ProtocolViolation("a raw row holds no relation with its change")
-    return relation, change

@@ -8,8 +8,8 @@ from copy import copy
 
 import numpy as np
 
-from millstream.codec.pgoutput.message_parser import Relation
-from millstream.codec.pgoutput.relations import RelationCache, TableDirectory, TransactionFacts
+from millstream.codec.pgoutput.message_parser import Relation, StreamCommit
+from millstream.codec.pgoutput.relations import RelationCache, TableDirectory
 from millstream.codec.pgoutput.runs import MessageRun
 from millstream.codec.pgoutput.transaction_decoder import decode_block, operations_batch
 from millstream.model.ids import ShardId, SourceId, TableId
@@ -21,7 +21,7 @@ def decode_spilled(
     read: Callable[[], Iterable[MessageRun]],
     directory: TableDirectory,
     relations: RelationCache,
-    facts: TransactionFacts,
+    commit: StreamCommit,
     *,
     aborted: Collection[int] = frozenset(),
     streamed: bool = True,
@@ -67,12 +67,12 @@ def decode_spilled(
         relations.adopt(last)
     if not counts:
         return None
-    row = [int(OperationKind.TRANSACTION), facts.commit_lsn, facts.commit_end_lsn, facts.xid, facts.commit_ts_us]
+    row = [int(OperationKind.TRANSACTION), commit.commit_lsn, commit.end_lsn, commit.xid, commit.commit_ts_us]
     return SpilledOp(
         operation=operations_batch(np.array([row], np.int64).T, directory.source),
         counts=dict(counts),
         chunks=lambda: pieces(start.draft()),
-        reached={directory.source: facts.commit_end_lsn},
+        reached={directory.source: commit.end_lsn},
         size_bytes=size_bytes,
     )
 
