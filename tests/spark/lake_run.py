@@ -35,7 +35,7 @@ def config_of(home: Path, stream: StreamId, spark: SparkOptions, **changes: Any)
         "stream": "shop",
         "stream_id": stream,
         "wal_folder": home / "data" / "wal" / "shop",
-        "sink": LakeOfFiles(LakeLayout(str(home / "lake"), "shop", stream)),
+        "target": LakeOfFiles(LakeLayout(str(home / "lake"), "shop", stream)),
         "spark": spark,
         "trigger_interval_ms": 100,
         "fold_interval_s": 0.0,

@@ -12,6 +12,7 @@ from uuid import UUID
 
 import pytest
 from pyspark import SparkContext
+from tests.spark.lake_run import config_of
 
 import millstream
 from millstream.catalog import Catalog
@@ -23,6 +24,7 @@ from millstream.model.ids import StreamId
 from millstream.spark import executor_access
 from millstream.spark.executor_access import TOKEN_S, ExecutorLog, ExecutorWatch, FlightAddress, check_lake
 from millstream.spark.probes import LakeProbe, LogProbe
+from millstream.spark.session import SparkOptions
 from millstream.testing._servers.ports import free_port
 from millstream.testing.errors import coded
 from millstream.wal.reader import StreamReader
@@ -65,15 +67,16 @@ def catalog(home: Home) -> Iterator[Catalog]:
 def log_of(home: Home, catalog: Catalog, context: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> ExecutorLog:
     if isinstance(context, Cluster):
         monkeypatch.setattr(executor_access, "run_job", context.run_job)
-    folder = home.wal_folder("shop")
-    stream: StreamId = StreamReader(str(folder)).stream_id
-    return ExecutorLog(context, catalog, "shop", stream, folder, **settings)
+    stream = StreamReader(str(home.wal_folder("shop"))).stream_id
+    return ExecutorLog(config_of(home.path, stream, SparkOptions(home.path), **settings), context, catalog)
 
 
 def test_on_one_machine_the_folder_is_read_and_nothing_is_asked(
     home: Home, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = log_of(home, catalog, SimpleNamespace(master="local[2,4]"), monkeypatch, wanted="flight", flight=PROTECTED)
+    log = log_of(
+        home, catalog, SimpleNamespace(master="local[2,4]"), monkeypatch, log_access="flight", flight=PROTECTED
+    )
     log.choose()
     assert (log.way, log.flight(), catalog.access_tokens()) == ("path", None, [])
 
@@ -90,7 +93,7 @@ def test_on_one_machine_the_folder_is_read_and_nothing_is_asked(
 def test_the_first_way_that_all_executors_reach_is_taken(
     home: Home, catalog: Catalog, monkeypatch: pytest.MonkeyPatch, reads: tuple[str, ...], wanted: str, way: str
 ) -> None:
-    log = log_of(home, catalog, Cluster(*reads), monkeypatch, wanted=wanted, flight=PROTECTED)
+    log = log_of(home, catalog, Cluster(*reads), monkeypatch, log_access=wanted, flight=PROTECTED)
     log.choose()
     assert log.way == way
     assert (log.flight() is None) == (way == "path")
@@ -113,7 +116,7 @@ def test_without_a_way_each_one_s_reason_is_told(
     flight: FlightAddress | None,
     told: str,
 ) -> None:
-    log = log_of(home, catalog, Cluster(*reads), monkeypatch, wanted=wanted, flight=flight)
+    log = log_of(home, catalog, Cluster(*reads), monkeypatch, log_access=wanted, flight=flight)
     with pytest.raises(EngineError, match=told, check=coded("log_unreachable")):
         log.choose()
 
@@ -123,7 +126,7 @@ def test_the_token_reads_that_stream_alone_is_replaced_at_half_of_its_time_and_e
 ) -> None:
     now = 1000.0
     monkeypatch.setattr(executor_access.time, "monotonic", lambda: now)
-    log = log_of(home, catalog, Cluster("flight"), monkeypatch, wanted="flight", flight=PROTECTED)
+    log = log_of(home, catalog, Cluster("flight"), monkeypatch, log_access="flight", flight=PROTECTED)
     log.choose()
     first = log.flight()
     (made,) = catalog.access_tokens()
@@ -147,11 +150,11 @@ def test_tokens_of_killed_drivers_are_removed_once_they_have_expired(
 ) -> None:
     context = Cluster("flight")
     for _ in range(2):
-        log_of(home, catalog, context, monkeypatch, wanted="flight", flight=PROTECTED).choose()
+        log_of(home, catalog, context, monkeypatch, log_access="flight", flight=PROTECTED).choose()
     assert len(catalog.access_tokens()) == 2
     real = executor_access.time.time_ns
     monkeypatch.setattr(executor_access.time, "time_ns", lambda: real() + round(TOKEN_S * 1e9) + 1)
-    log_of(home, catalog, context, monkeypatch, wanted="flight", flight=PROTECTED).choose()
+    log_of(home, catalog, context, monkeypatch, log_access="flight", flight=PROTECTED).choose()
     assert len(catalog.access_tokens()) == 1
 
 

@@ -82,7 +82,7 @@ def sink(home: Home) -> SinkInMemory:
 
 
 def tables_of(home: Home, sink: SinkInMemory) -> PipelineTables:
-    return PipelineTables(config_of(home.path, home.stream, SparkOptions(home.path), sink=sink), home.catalog)
+    return PipelineTables(config_of(home.path, home.stream, SparkOptions(home.path), target=sink), home.catalog)
 
 
 def test_a_sink_knows_of_a_table_until_it_has_caught_up_and_no_longer_than_the_log_is_held(
@@ -213,7 +213,7 @@ def test_a_log_that_was_put_back_is_refused_once_it_has_records_that_its_newer_l
 
     def take(up: Home, cut: Cut | None) -> None:
         sink.cut = cut
-        take_up(config_of(up.path, up.stream, SparkOptions(up.path), sink=sink), up.log, tables_of(up, sink))
+        take_up(config_of(up.path, up.stream, SparkOptions(up.path), target=sink), up.log, tables_of(up, sink))
 
     def landed(n: Seq) -> Cut | None:
         return tables_of(home, sink).commit(n, (), written_us=written_us(home.log, n))
@@ -255,7 +255,7 @@ def test_a_refused_lake_is_told_what_gives_its_format_an_empty_one(
     """A folder was named to a lake in a database, and one whose catalog would have led back to the old folder."""
     n = home.commit(insert(home.table("orders", id=pa.int32()), id=1))
     files = None if format_ is None else LakeOfFiles(LakeLayout(str(home.path), "shop", home.stream, format=format_))
-    config = config_of(home.path, home.stream, SparkOptions(home.path), sink=files or sink)
+    config = config_of(home.path, home.stream, SparkOptions(home.path), target=files or sink)
     pipeline_tables = tables_of(home, sink)
     pipeline_tables.cut = Cut(1, n, datetime.fromtimestamp(0, UTC), None)
     with pytest.raises(LakeError, check=coded("lake_of_another_log")) as refused:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from millstream.lake.layout import LakeLayout, View
     from millstream.lake.postgres.target import PostgresTarget, TargetView
     from millstream.protocol.deduplication.known_writes import SessionLimits
-    from millstream.spark.batch_targets import Sink
+    from millstream.spark.batch_targets import BatchTarget
     from millstream.spark.executor_access import FlightAddress
     from millstream.spark.pipeline import PipelineConfig
     from millstream.spark.session import SparkOptions
@@ -163,8 +163,8 @@ def postgres_target(name: str, stream: StreamConfig, stream_id: StreamId) -> Pos
     )
 
 
-def sink_of(home: Home, name: str, stream: StreamConfig, stream_id: StreamId) -> Sink:
-    """Return the sink that a stream's pipeline lands in."""
+def target_of(home: Home, name: str, stream: StreamConfig, stream_id: StreamId) -> BatchTarget:
+    """Return the target in which a stream's pipeline lands."""
     from millstream.spark.batch_targets import LakeDatabase, LakeOfFiles
 
     if stream.lake.format == "postgres":
@@ -254,7 +254,7 @@ def pipeline_config(home: Home, name: str, stream: StreamConfig, stream_id: Stre
         stream=name,
         stream_id=stream_id,
         wal_folder=home.wal_folder(name),
-        sink=sink_of(home, name, stream, stream_id),
+        target=target_of(home, name, stream, stream_id),
         spark=spark_options(home),
         views=() if stream.lake.format == "postgres" else tuple(cast("View", view) for view in stream.lake.shown),
         trigger_interval_ms=_interval_ms(spark.trigger_interval),

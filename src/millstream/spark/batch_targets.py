@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, TypeAlias
 
 from pyspark import SparkContext
 
@@ -37,46 +37,6 @@ _COMMITS_AT_ONCE: Final = 4
 """Most of a commit's time is spent outside of Python, or waiting for an object store."""
 
 
-class Sink(Protocol):
-    """The target in which a pipeline lands."""
-
-    @property
-    def pipeline(self) -> str:
-        """The pipeline's name, under which positions are kept."""
-
-    def begin(self, schemas: Iterable[TableSchema], sources: Collection[tuple[int, str]]) -> None:
-        """Prepare the target for the first batch of a run.
-
-        Args:
-            sources: system identifier and database of each source of the stream.
-
-        Raises:
-            LakeError: nothing can land there.
-        """
-
-    def last_cut(self) -> Cut | None:
-        """Return the last cut; None before the first."""
-
-    def held(self) -> dict[TableId, Seq]:
-        """Return the tables that the target recorded as quarantined at the last cut, with each one's landed position."""
-
-    def commit_cut(
-        self,
-        n: Seq,
-        table_commits: Iterable[TableCommit],
-        *,
-        committed_at: datetime,
-        commit_ts_max: datetime | None,
-        held: Mapping[TableId, Seq],
-    ) -> Cut:
-        """Commit that every table has everything up to `n`, except those held: `lake.commit_cuts.commit_cut`."""
-
-    def land(
-        self, context: SparkContext, batch: BatchPart, upto: Seq, around: executor_tasks.Around
-    ) -> list[executor_tasks.TableAnswer]:
-        """Run the job that lands a batch up to `upto`; return an answer for each of its tables."""
-
-
 @dataclass(frozen=True, slots=True)
 class LakeOfFiles:
     """A lake of Delta tables: tasks write the files of their parts, and the driver commits each table in a transaction."""
@@ -85,18 +45,27 @@ class LakeOfFiles:
 
     @property
     def pipeline(self) -> str:
+        """The pipeline's name, under which positions are kept."""
         return self.layout.pipeline
 
-    def begin(self, schemas: Iterable[TableSchema], sources: Collection[tuple[int, str]]) -> None:  # noqa: ARG002 - a lake of files has no source
-        """See `Sink`: make its folder. Tables are made when they are written to."""
+    def begin(self, schemas: Iterable[TableSchema], sources: Collection[tuple[int, str]]) -> None:  # noqa: ARG002 - a database needs them
+        """Prepare the target for the first batch of a run: make its folder. Tables are made when they are written to.
+
+        Args:
+            sources: system identifier and database of each source of the stream.
+
+        Raises:
+            LakeError: nothing can land there.
+        """
         if "://" not in self.layout.location:
             make_folder(Path(self.layout.location))
 
     def last_cut(self) -> Cut | None:
+        """Return the last cut; None before the first."""
         return commit_cuts.last_cut(self.layout)
 
     def held(self) -> dict[TableId, Seq]:
-        """See `Sink`: a lake of files doesn't record these."""
+        """Return the tables that a database recorded as quarantined at the last cut, with each one's landed position."""
         return {}
 
     def commit_cut(
@@ -108,6 +77,7 @@ class LakeOfFiles:
         commit_ts_max: datetime | None,
         held: Mapping[TableId, Seq],  # noqa: ARG002 - the catalog has it
     ) -> Cut:
+        """Commit that every table has everything up to `n`, except those held: `lake.commit_cuts.commit_cut`."""
         return commit_cuts.commit_cut(
             self.layout, n, table_commits, committed_at=committed_at, commit_ts_max=commit_ts_max
         )
@@ -115,6 +85,7 @@ class LakeOfFiles:
     def land(
         self, context: SparkContext, batch: BatchPart, upto: Seq, around: executor_tasks.Around
     ) -> list[executor_tasks.TableAnswer]:
+        """Run the job that lands a batch up to `upto`; return an answer for each of its tables."""
         parallel = context.defaultParallelism if batch.only is None else 1
         parts = divided(batch, tasks=parallel, tables=around.tables)
         tasks = [executor_tasks.WriteTask(self.layout, part, upto, around.held, around.places) for part in parts]
@@ -174,7 +145,10 @@ def _in_threads(calls: Sequence[Callable[[], executor_tasks.TableAnswer]]) -> li
 
 @dataclass(frozen=True, slots=True)
 class LakeDatabase:
-    """Tables of a PostgreSQL database: one task, because they all share one transaction, by one writer at a time."""
+    """Tables of a PostgreSQL database: one task, because they all share one transaction, by one writer at a time.
+
+    Its methods promise what those of `LakeOfFiles` do.
+    """
 
     target: PostgresTarget = field(repr=False)
 
@@ -207,7 +181,8 @@ class LakeDatabase:
     def land(
         self, context: SparkContext, batch: BatchPart, upto: Seq, around: executor_tasks.Around
     ) -> list[executor_tasks.TableAnswer]:
-        cut = Seq(0) if around.cut is None else around.cut.n
-        copying, live, history_only = around.unfinished, around.live, around.history_only
-        task = executor_tasks.DatabaseTask(self.target, batch, upto, cut, around.held, copying, live, history_only)
+        task = executor_tasks.DatabaseTask(self.target, batch, upto, around)
         return run_job(context, executor_tasks.land_in_database, [task])[0]
+
+
+BatchTarget: TypeAlias = LakeOfFiles | LakeDatabase

@@ -199,7 +199,7 @@ class BatchLander:
         around = Around(cut, self._places, held, copying, copies.live, copies.history_only, tables)
         spans = self.log.spans(after, upto, bytes_target=SPAN_BYTES)
         batch = BatchPart(str(self.config.wal_folder.absolute()), tuple(spans), only, flight=self.executor_log.flight())
-        answers = self.config.sink.land(self.context, batch, upto, around)
+        answers = self.config.target.land(self.context, batch, upto, around)
         return Landed(
             after,
             upto,

@@ -80,7 +80,7 @@ def _asked(context: SparkContext, watch: ExecutorWatch) -> list[ExecutorFacts]:
 
 
 def _log(context: SparkContext, catalog: Catalog, config: PipelineConfig) -> ClusterCheck:
-    with contextlib.closing(ExecutorLog.of(config, context, catalog)) as log:
+    with contextlib.closing(ExecutorLog(config, context, catalog)) as log:
         try:
             log.choose()
         except MillstreamError as error:
@@ -89,7 +89,7 @@ def _log(context: SparkContext, catalog: Catalog, config: PipelineConfig) -> Clu
 
 
 def _lake(context: SparkContext, config: PipelineConfig) -> ClusterCheck:
-    if not isinstance(config.sink, LakeOfFiles):
+    if not isinstance(config.target, LakeOfFiles):
         return ClusterCheck("executor.lake", f"{config.stream} lands in a database")
     error = check_lake(context, config.layout)
     return ClusterCheck("executor.lake", f"executors can write the lake of {config.stream}", error)

@@ -88,17 +88,17 @@ def _run_pipeline(
     assert log.stream_id == config.stream_id, "the configuration names this log's stream"
     sources = {(source.system_identifier, source.database) for source in catalog.sources(config.stream_id)}
     schemas = catalog.latest_schemas(config.stream_id)
-    patiently(lambda: config.sink.begin(schemas.values(), sources), wait=stop.wait)
+    patiently(lambda: config.target.begin(schemas.values(), sources), wait=stop.wait)
     pipeline_tables = patiently(lambda: PipelineTables(config, catalog), wait=stop.wait)
     take_up(config, log, pipeline_tables)
     context = open_context(config.spark)
-    executor_log = ExecutorLog.of(config, context, catalog)
+    executor_log = ExecutorLog(config, context, catalog)
     hint = log_hint(config)
     with ExecutorWatch(context) as watch, contextlib.closing(executor_log):
         try:
             executor_log.choose()
             catalog.put_fact(f"pipeline/{config.stream_id}", "log_access", executor_log.way)
-            if isinstance(config.sink, LakeOfFiles):
+            if isinstance(config.target, LakeOfFiles):
                 patiently(lambda: _check_lake(context, config.layout), wait=stop.wait)
             run = _Run(config, catalog, log, pipeline_tables, context, executor_log, on_progress)
             return run.until(stop, drain)
@@ -151,7 +151,7 @@ class _Run:
         self.copies = CompleteCopies(catalog, config.stream_id)
         self.folder = (
             FoldThread(config, catalog, pipeline_tables, context, self.news.set, batches, self.copies)
-            if isinstance(config.sink, LakeOfFiles)
+            if isinstance(config.target, LakeOfFiles)
             else None
         )
         # A reader of the log belongs to one thread, so each part has its own.
@@ -307,7 +307,7 @@ def _check_log_is_the_lakes(log: StreamReader, cut: Cut, config: PipelineConfig)
 def _how_to_begin_anew(config: PipelineConfig) -> str:
     """Return what gives the stream an empty lake."""
     section = f"[streams.{config.stream}.lake]"
-    if not isinstance(config.sink, LakeOfFiles):
+    if not isinstance(config.target, LakeOfFiles):
         return f"name another database in `location` of {section}"
     if config.layout.format == "iceberg":
         return (

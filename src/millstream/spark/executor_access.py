@@ -25,7 +25,6 @@ from millstream.errors import AccessError, CatalogError, EngineError, Millstream
 from millstream.lake.data_files import local_folder
 from millstream.lake.layout import LakeLayout
 from millstream.model.access import Right, Rights
-from millstream.model.ids import StreamId
 from millstream.private_files import make_folder
 from millstream.spark.jobs import run_job
 from millstream.spark.probes import LakeProbe, LogProbe, read_log, write_lake
@@ -61,44 +60,17 @@ class FlightAddress:
 class ExecutorLog:
     """A stream's log for executors.
 
-    Args:
-        wanted: `auto`, `path` or `flight`.
-        flight: the home's Flight server, if it has one.
-
     Concurrency: any thread.
     """
 
-    def __init__(
-        self,
-        context: SparkContext,
-        catalog: Catalog,
-        stream: str,
-        stream_id: StreamId,
-        folder: Path,
-        *,
-        wanted: str = "auto",
-        flight: FlightAddress | None = None,
-    ) -> None:
+    def __init__(self, config: PipelineConfig, context: SparkContext, catalog: Catalog) -> None:
         self._context, self._catalog = context, catalog
-        self._stream, self._stream_id, self._folder = stream, stream_id, folder.absolute()
-        self._wanted, self._address = wanted, flight
+        self._stream, self._stream_id, self._folder = config.stream, config.stream_id, config.wal_folder.absolute()
+        self._wanted, self._address = config.log_access, config.flight
         self._tokens: list[tuple[str, float]] = []
         """Names of the tokens that were made, and when they expire, on the monotonic clock."""
         self._flight: FlightLog | None = None
         self.way: Way = "path"
-
-    @classmethod
-    def of(cls, config: PipelineConfig, context: SparkContext, catalog: Catalog) -> Self:
-        """Return a pipeline's."""
-        return cls(
-            context,
-            catalog,
-            config.stream,
-            config.stream_id,
-            config.wal_folder,
-            wanted=config.log_access,
-            flight=config.flight,
-        )
 
     def choose(self) -> None:
         """Find the first way that all executors reach; blocks until there are executors.

@@ -14,8 +14,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-import pyarrow as pa
-
 from millstream import failpoints
 from millstream.errors import MillstreamError, Retry
 from millstream.lake.commit_cuts import Cut
@@ -158,16 +156,13 @@ class DatabaseTask:
     target: PostgresTarget
     part: BatchPart
     upto: Seq
-    cut: Seq
-    held: frozenset[TableId]
-    copying: frozenset[TableId]
-    live: frozenset[TableId]
-    history_only: frozenset[TableId]
+    around: Around
 
 
 def land_in_database(task: DatabaseTask) -> list[TableAnswer]:
     """Land a batch in one transaction of a database."""
     found: dict[TableId, TableBatch] = {}
+    around = task.around
 
     def loading(table_id: TableId, load: Load) -> Callable[[], Loaded]:
         def loaded() -> Loaded:
@@ -179,18 +174,18 @@ def land_in_database(task: DatabaseTask) -> list[TableAnswer]:
         return loaded
 
     loads = dict(table_loads(task.part))
-    asked = {table_id: loading(table_id, load) for table_id, load in loads.items() if table_id not in task.held}
+    asked = {table_id: loading(table_id, load) for table_id, load in loads.items() if table_id not in around.held}
     # Even without tables to land, it checks that the destination is at the expected position.
     landed = land(
         task.target,
         asked,
         task.upto,
-        cut=task.cut,
-        copying=task.copying,
-        live=task.live,
-        history_only=task.history_only,
+        cut=Seq(0) if around.cut is None else around.cut.n,
+        copying=around.unfinished,
+        live=around.live,
+        history_only=around.history_only,
     )
-    for table_id in task.held & loads.keys():
+    for table_id in around.held & loads.keys():
         with contextlib.suppress(MillstreamError):
             loading(table_id, loads[table_id])()
     spare_the_collector("append")
@@ -209,8 +204,8 @@ class FoldTask:
     """One table to fold, for an executor."""
 
     layout: LakeLayout
-    schema: bytes
-    """The table's newest schema: Arrow's serialised form of `to_arrow()`."""
+    schema: TableSchema
+    """The table's newest schema."""
     upto: Seq
     table_id: TableId
     view: View = "current"
@@ -271,7 +266,7 @@ class CommitTask:
 
 def start_fold(task: FoldTask) -> FoldAnswer:
     """Fold one table; if it is large, only find the parts that separate tasks will write."""
-    schema = TableSchema.from_arrow(pa.ipc.read_schema(pa.py_buffer(task.schema)))
+    schema = task.schema
     failpoints.hit("fold.start")
     started = time.monotonic()
     try:
@@ -324,7 +319,7 @@ class MaintenanceTask:
     """One table whose files to maintain, for an executor."""
 
     layout: LakeLayout
-    schema: bytes
+    schema: TableSchema
     views: tuple[View, ...]
     spared: Mapping[View, int]
     """By view, the version that the last cut names."""
@@ -347,7 +342,7 @@ def maintain_one(task: MaintenanceTask) -> MaintenanceAnswer:
     Failures are left for the next time.
     """
     taken: dict[View, MaintenanceResult] = {}
-    schema = TableSchema.from_arrow(pa.ipc.read_schema(pa.py_buffer(task.schema)))
+    schema = task.schema
     now_ms = time.time_ns() // 1_000_000
     if task.bound is not None:
         with contextlib.suppress(MillstreamError, OSError):

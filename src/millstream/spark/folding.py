@@ -201,14 +201,13 @@ class FoldThread:
                 continue
             if entry.table_id in unfinished:
                 continue
-            encoded = schema.to_arrow().serialize().to_pybytes()
             anew = asked.get(entry.table_id, ())
             spared = index.spared(entry.table_id)
             large = entry.fold.live_bytes >= SMALL_BYTES
             tasks += [
                 executor_tasks.FoldTask(
                     self._config.layout,
-                    encoded,
+                    schema,
                     cut.n,
                     entry.table_id,
                     view,

@@ -12,7 +12,7 @@ from millstream.lake.layout import LakeLayout, View
 from millstream.lake.maintenance import MaintenanceRules
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq, StreamToken
-from millstream.spark.batch_targets import LakeOfFiles, Sink
+from millstream.spark.batch_targets import BatchTarget, LakeOfFiles
 from millstream.spark.executor_access import FlightAddress
 from millstream.spark.fold_schedule import DISK_FACTOR, FOLD_INTERVAL_S
 from millstream.spark.session import SparkOptions
@@ -25,7 +25,7 @@ class PipelineConfig:
     stream: str
     stream_id: StreamId
     wal_folder: Path
-    sink: Sink
+    target: BatchTarget
     """The target of its tables, and the pipeline's name."""
     spark: SparkOptions
     views: tuple[View, ...] = ("current", "history")
@@ -53,13 +53,13 @@ class PipelineConfig:
     @property
     def pipeline(self) -> str:
         """The pipeline's name."""
-        return self.sink.pipeline
+        return self.target.pipeline
 
     @property
     def layout(self) -> LakeLayout:
         """The layout of a lake of files; only called for such a lake."""
-        assert isinstance(self.sink, LakeOfFiles), "a database has no folders"
-        return self.sink.layout
+        assert isinstance(self.target, LakeOfFiles), "a database has no folders"
+        return self.target.layout
 
     @property
     def folds(self) -> bool:

@@ -119,7 +119,7 @@ class PipelineTables:
         self._last_figures = LastFigures(catalog, config.stream_id, config.pipeline)
         self._kept_s = time.monotonic()
         self.rows = 0
-        self.cut = config.sink.last_cut()
+        self.cut = config.target.last_cut()
         """The last cut; None before the lake's first."""
         if self.cut is not None:
             now, schemas = time.monotonic(), catalog.latest_schemas(config.stream_id)
@@ -139,7 +139,7 @@ class PipelineTables:
                     entry = self.tables[table.table_id]
                     entry.live_bytes, entry.disk_bytes = last.live_bytes, last.disk_bytes
         self._drop_ended_failures()
-        for table_id, after in config.sink.held().items() if self.cut is not None else ():
+        for table_id, after in config.target.held().items() if self.cut is not None else ():
             if table_id not in self.quarantine.tables:
                 # Restored from a backup that was made while the table was quarantined: it lacks what
                 # has landed since.
@@ -311,7 +311,7 @@ class PipelineTables:
         """Commit a cut, with the tables that it leaves out."""
         commits = list(commits)
         self.cut = patiently(
-            lambda: self._config.sink.commit_cut(
+            lambda: self._config.target.commit_cut(
                 at,
                 commits,
                 committed_at=max(datetime.now(UTC), _EPOCH + timedelta(microseconds=written_us)),
@@ -325,7 +325,7 @@ class PipelineTables:
         """Let a table that has caught up land with the others again."""
         self.quarantine.remove(table_id)
         if self.cut is not None:
-            # First the cut: a sink that still named the table would have records read again that
+            # First the cut: a target that still named the table would have records read again that
             # the log drops from here on.
             with self._lock:
                 self._commit(self.cut.n, ())
@@ -396,7 +396,7 @@ def _lacks_folds(config: PipelineConfig, table: CutTable, schema: TableSchema | 
     wanted = {view: n for view, n in reached.items() if view in config.views}
     if schema is None or any(n < table.history_n for n in wanted.values()):
         return True
-    layout = config.sink.layout if isinstance(config.sink, LakeOfFiles) else None
+    layout = config.target.layout if isinstance(config.target, LakeOfFiles) else None
     if layout is None or "://" in layout.location:  # a request a table at each start would be too many
         return False
     return not all(Path(layout.table_path(view, schema)).is_dir() for view in wanted)

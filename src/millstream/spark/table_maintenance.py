@@ -110,7 +110,7 @@ class TableMaintenance:
             tasks.append(
                 MaintenanceTask(
                     self._config.layout,
-                    schema.to_arrow().serialize().to_pybytes(),
+                    schema,
                     views,
                     index.spared(entry.table_id),
                     rules,
