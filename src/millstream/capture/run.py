@@ -305,7 +305,7 @@ class _Capture:
     @publications_known()
     def _stream_until_done(self, session: _CaptureSession, control: Connection) -> CaptureOutcome | None:
         applier, receiver = session.applier, session.receiver
-        begun = applier.durable
+        begun = applier.slot.durable
         receiver.start(session.rules)
         session.watcher.start()
         session.copies.start()
@@ -344,10 +344,10 @@ class _Capture:
             self._drain(applier)
             final = None
             if not failed:
-                applier.store_position()
-                final = applier.confirmed
+                applier.slot.store_now()
+                final = applier.slot.confirmed
             receiver.stop(final=final)
-            assert applier.durable >= begun
+            assert applier.slot.durable >= begun
         outcome = self._outcome(session, control)
         if not again or self._stop.is_set():
             return outcome
@@ -388,8 +388,8 @@ class _Capture:
         # In this order: the look may request a copy.
         if session.tables.waits_for_look() or not session.copies.all_done:
             return False
-        applier.store_position()
-        return applier.stored >= self._target
+        applier.slot.store_now()
+        return applier.slot.stored >= self._target
 
     # --- before streaming --------------------------------------------------------------------------------------
 
@@ -543,7 +543,7 @@ class _Capture:
         self._on_progress(
             CaptureProgress(
                 received=session.receiver.received,
-                durable=session.applier.durable,
+                durable=session.applier.slot.durable,
                 source_end=max(
                     session.receiver.source_end,
                     session.receiver.received,
@@ -565,7 +565,7 @@ class _Capture:
             while True:
                 slot = read_slot(control, self._config.slot)
                 held, name = (None, "") if slot is None else (slot.held_bytes, slot.name)
-                if slot is None or slot.confirmed >= session.applier.confirmed or time.monotonic() > deadline:
+                if slot is None or slot.confirmed >= session.applier.slot.confirmed or time.monotonic() > deadline:
                     break
                 time.sleep(0.02)
         except MillstreamError as error:
@@ -575,9 +575,10 @@ class _Capture:
         paused = self._catalog.paused_copies(self._stream)
         self._tell(session)
         self._records += session.applier.records
+        reached = session.applier.slot.stored
         return CaptureOutcome(
-            reached=session.applier.stored,
-            caught_up=self._target is not None and session.applier.stored >= self._target and not self._stop.is_set(),
+            reached=reached,
+            caught_up=self._target is not None and reached >= self._target and not self._stop.is_set(),
             tables=tuple(name for name, _ in named),
             paused=tuple(name for name, row in named if row.state in UNFINISHED and row.id in paused),
             copies_held={name: row.reason for name, row in named if row.is_copy_held},

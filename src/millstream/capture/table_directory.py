@@ -96,7 +96,7 @@ class TableDirectory:
         }
         """By table, the schema with the key of its last record in the log."""
         self._unnumbered_scope = f"capture/{stream}/unnumbered"
-        self._unnumbered = unnumbered_columns(catalog, stream, self._unnumbered_scope, complete=config.copies_renamed)
+        self._unnumbered: dict[str, list[str]] = catalog.facts(self._unnumbered_scope)
         """By table, the columns of records in the log whose numbers aren't known."""
         self.look_wanted = threading.Event()
         """Set if the stream shows that the last look at the source's tables is outdated."""
@@ -454,11 +454,7 @@ class TableDirectory:
         numbers = self.shown.numbers(row.id, form)
         if numbers or not self._config.follows_names:
             return numbers
-        return self.shown.found_numbers(row.id, form, look=self._look_now, patience_s=_LOOK_PATIENCE_S)
-
-    def _look_now(self) -> None:
-        self.look_wanted.set()
-        self.hurry()
+        return self.shown.found_numbers(row.id, form, look=self._have_look, patience_s=_LOOK_PATIENCE_S)
 
     def _settle_key(self, row: TableRow, schema: TableSchema, facts: SourceTable | None) -> None:
         """Request another copy of a table whose records have another key from here on.
@@ -490,22 +486,3 @@ def _amount(table: SourceTable) -> str:
 
 def _spoken(key: tuple[str, ...]) -> str:
     return f"({', '.join(key)})" if key else "none"
-
-
-def unnumbered_columns(catalog: Catalog, stream: StreamId, scope: str, *, complete: bool) -> dict[str, list[str]]:
-    """Return the columns of a stream's newest records without numbers, by table.
-
-    Args:
-        complete: add, once in the stream's life, the tables that the schemas show: a stream with a lake in PostgreSQL didn't
-            note them before. They come without columns, as several versions may lack numbers: only a copy ends that.
-    """
-    found: dict[str, list[str]] = catalog.facts(scope)
-    once = f"{scope}/completed"
-    if complete and not catalog.facts(once):
-        captured = {row.id for row in catalog.tables(stream) if row.is_captured}
-        for (table, _), schema in catalog.schemas(stream).items():
-            if table in captured and schema.kind is TableKind.TABLE and not schema.is_numbered:
-                found[str(table)] = []
-                catalog.put_fact(scope, str(table), [])
-        catalog.put_fact(once, "done", True)
-    return found

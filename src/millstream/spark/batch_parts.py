@@ -7,10 +7,10 @@ A table's records in a stretch are read without decoding other tables'.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, TypeAlias
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -66,11 +66,8 @@ class TableBatch:
     """The newest commit time among the records, µs since 1970."""
 
 
-class Load(Protocol):
-    """Reads a table's records."""
-
-    def __call__(self) -> TableBatch | None:
-        """Return the records; None if the table has none there after all."""
+Load: TypeAlias = Callable[[], TableBatch | None]
+"""Returns a table's records; None if the table has none there after all."""
 
 
 def divided(batch: BatchPart, *, tasks: int, tables: int) -> list[BatchPart]:

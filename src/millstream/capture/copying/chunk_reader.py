@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import psycopg
 from psycopg import pq, sql
@@ -82,12 +82,10 @@ class ChunkBounds:
     """OID of a partition of the table."""
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """The snapshot, WAL position and time of a chunk's read."""
+class Moment(NamedTuple):
+    """The snapshot, WAL position and time of a read."""
 
-    snapshot_text: str
-    """`pg_current_snapshot()`."""
+    snapshot: Snapshot
     lsn: Lsn
     """Upper bound of the commits that the snapshot sees: each lies at or below it."""
     at_us: int
@@ -95,15 +93,23 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FetchedRows:
-    """The rows of a read, still as text. Any thread may decode them, once."""
+class Begun:
+    """A table that is being read."""
 
-    copied: CopyText
+    table: SourceTable
+    """The table with the columns that are sent."""
     schema: TableSchema
+    """The table's schema, whose version isn't known yet."""
     snapshot: Snapshot
     lsn: Lsn
     at_us: int
-    table: SourceTable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FetchedRows(Begun):
+    """The rows of a read, still as text. Any thread may decode them, once."""
+
+    copied: CopyText
     last: bool
     """Whether the bounds hold no further rows."""
 
@@ -129,33 +135,6 @@ class FetchedRows:
             TableUndecodable: a value isn't UTF-8.
         """
         return read_copied(self.copied, self.table.relation, schema)
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """A table that is about to be read completely."""
-
-    table: SourceTable
-    """The table with the columns that are sent."""
-    schema: TableSchema
-    """The table's schema, whose version isn't known yet."""
-    snapshot: Snapshot
-    lsn: Lsn
-    at_us: int
-
-
-@dataclass(frozen=True, slots=True)
-class RowChunk:
-    """The decoded rows of a read."""
-
-    rows: CopiedRows
-    snapshot: Snapshot
-    lsn: Lsn
-    at_us: int
-    last: bool
-    """Whether the bounds hold no further rows."""
-    table: SourceTable
-    """The table as it was read."""
 
 
 class ChunkReader:
@@ -195,11 +174,6 @@ class ChunkReader:
         """Return a snapshot that shows which transactions have ended by now."""
         return current_snapshot(self._connection)
 
-    def read(self, table: SourceTable, table_id: TableId, bounds: ChunkBounds) -> RowChunk:
-        """Read and decode all rows in the bounds; raises as `fetch`, and `TableUndecodable`."""
-        found = self.fetch(table, table_id, bounds)
-        return RowChunk(found.decoded(found.schema), found.snapshot, found.lsn, found.at_us, found.last, found.table)
-
     def fetch(
         self,
         table: SourceTable,
@@ -224,24 +198,17 @@ class ChunkReader:
             MillstreamError: PostgreSQL refused; the transaction is over.
         """
         connection = self._connection
-        with self._reading(table, None) as (found, condition, moment):
-            schema = table_of(found, self._source, table_id)
-            query = _copy_query(found, self._place_of(found, bounds), schema.key, bounds, condition, rows_max)
+        with self._reading(table, table_id, None) as (begun, condition):
+            found, key = begun.table, begun.schema.key
+            query = _copy_query(found, self._place_of(found, bounds), key, bounds, condition, rows_max)
             self._take_any_bytes()
             mask = hasher(found, self._rules.rules.hashed)
             if bounds.keys and found.key_is_hashed:
-                copied = self._scan(found, schema.key, bounds.keys, query, mask, bytes_max)
+                copied = self._scan(found, key, bounds.keys, query, mask, bytes_max)
             else:
                 copied = mask(copy_out(connection, query.as_bytes(connection), bytes_max=bytes_max))
-        return FetchedRows(
-            copied=copied,
-            schema=schema,
-            snapshot=Snapshot.parse(moment.snapshot_text),
-            lsn=moment.lsn,
-            at_us=moment.at_us,
-            table=found,
-            last=copied.whole and (rows_max is None or copied.row_count < rows_max),
-        )
+        is_last = copied.whole and (rows_max is None or copied.row_count < rows_max)
+        return FetchedRows(found, begun.schema, begun.snapshot, begun.lsn, begun.at_us, copied, is_last)
 
     def _scan(
         self,
@@ -297,11 +264,10 @@ class ChunkReader:
             MillstreamError: PostgreSQL refused; the transaction is over.
         """
         connection = self._connection
-        with self._reading(table, under) as (found, condition, moment):
-            schema = table_of(found, self._source, table_id)
-            bounds = ChunkBounds()
-            query = _copy_query(found, self._place_of(found, bounds), schema.key, bounds, condition, None)
-            began(Begun(found, schema, Snapshot.parse(moment.snapshot_text), moment.lsn, moment.at_us))
+        with self._reading(table, table_id, under) as (begun, condition):
+            found, bounds = begun.table, ChunkBounds()
+            query = _copy_query(found, self._place_of(found, bounds), begun.schema.key, bounds, condition, None)
+            began(begun)
             connection.execute("SET LOCAL enable_seqscan = on")
             self._take_any_bytes()
             with closing(copy_pieces(connection, query.as_bytes(connection), piece_bytes=piece_bytes)) as pieces:
@@ -310,8 +276,10 @@ class ChunkReader:
                     take(mask(piece))
 
     @contextmanager
-    def _reading(self, table: SourceTable, under: SourceSnapshot | None) -> Iterator[tuple[SourceTable, str, Moment]]:
-        """Open a transaction for reading the table; yield the table and row filter as published, and the moment."""
+    def _reading(
+        self, table: SourceTable, table_id: TableId, under: SourceSnapshot | None
+    ) -> Iterator[tuple[Begun, str]]:
+        """Open a transaction for reading the table; yield the table, and its row filter, as published."""
         connection = self._connection
         name = sql.Identifier(table.namespace, table.name)
         self._widen_search_path(table)
@@ -332,7 +300,7 @@ class ChunkReader:
             if published.key_is_hashed != table.key_is_hashed:
                 raise TableChanged(f"the key of table {table.full_name} changed", table=table.full_name)
             check_numbers(connection, published)
-            yield published, condition, moment
+            yield Begun(published, table_of(published, self._source, table_id), *moment), condition
 
     def _place_of(self, table: SourceTable, bounds: ChunkBounds) -> sql.Composable:
         """Return where to read a chunk's rows from: the table with all below it, or a partition, whose columns have the same names.
@@ -367,7 +335,7 @@ class ChunkReader:
             " (extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
         ).fetchone()
         assert row is not None
-        return Moment(row[0], as_record_end(parse_lsn(row[1])), int(row[2]))
+        return Moment(Snapshot.parse(row[0]), as_record_end(parse_lsn(row[1])), int(row[2]))
 
     def _begin_under(self, snapshot: SourceSnapshot, name: sql.Composable) -> Moment:
         """Import a snapshot, then lock the table."""
@@ -383,7 +351,7 @@ class ChunkReader:
             "SELECT pg_current_snapshot()::text, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
         ).fetchone()
         assert row is not None
-        return Moment(row[0], snapshot.lsn, int(row[1]))
+        return Moment(Snapshot.parse(row[0]), snapshot.lsn, int(row[1]))
 
     def _check_files(self, table: SourceTable) -> None:
         """Accept the table: the lock preceded the snapshot, so nothing was rewritten between the two."""

@@ -19,7 +19,6 @@ from millstream.model.ids import SourceId
 from millstream.model.operations import OPERATION_SCHEMA, OperationKind
 from millstream.model.positions import Lsn
 from millstream.model.records import (
-    EXACT,
     INSTANT,
     OPERATION_ORDINAL,
     PARTITION_OID,
@@ -75,7 +74,7 @@ def copied_records(
         schema: the table's.
         arrays: `__exact`, then the leaf partitions' OIDs if the table is partitioned, then the table's own columns.
     """
-    own = (EXACT.name, *([PARTITION_OID.name] if schema.partitioned else []), *schema.column_names)
+    own = ("__exact", *([PARTITION_OID.name] if schema.partitioned else []), *schema.column_names)
     index = np.arange(first_index, first_index + count, dtype=np.int64)
     return rows_of_one_operation(schema, Op.COPY, index, dict(zip(own, arrays, strict=True)))
 

@@ -24,13 +24,13 @@ from millstream.capture.config import CaptureConfig
 from millstream.capture.copying.chunk_reader import (
     ChunkBounds,
     ChunkReader,
-    RowChunk,
+    FetchedRows,
     TableChanged,
     TableGone,
     table_of,
 )
 from millstream.capture.copying.copy_progress import Stage
-from millstream.capture.copying.copy_text import chunk_operation, rows_of_one_operation
+from millstream.capture.copying.copy_text import CopiedRows, chunk_operation, rows_of_one_operation
 from millstream.capture.copying.copy_threads import ChunkWorkers, Work
 from millstream.capture.copying.definition_entries import DefinitionEntries
 from millstream.capture.copying.repair_request import RepairChunk, repair_chunks, repair_scope
@@ -70,7 +70,9 @@ class _Keys:
     """The chunk, its keys in the schema's order of columns."""
     all_keys: frozenset[Key]
     ticket: int = 0
-    read: RowChunk | None = None
+    read: FetchedRows | None = None
+    rows: CopiedRows | None = None
+    """The rows of `read`, decoded."""
     entered: bool = False
 
     @classmethod
@@ -257,10 +259,10 @@ class Repairs:
             repair.stage, repair.tracked_from = Stage.PREPARING, self._passed
             self._queue(repair, lambda reader: self._prepare(repair, reader))
         for found in list(repair.open.values()):
-            if found.ticket and found.read is not None and found.read.lsn <= self._passed:
-                yield from self._enter(repair, found, found.read)
+            if found.ticket and found.read is not None and found.rows is not None and found.read.lsn <= self._passed:
+                yield from self._enter(repair, found, found.read, found.rows)
 
-    def _enter(self, repair: _Repair, found: _Keys, read: RowChunk) -> Iterator[Entry]:
+    def _enter(self, repair: _Repair, found: _Keys, read: FetchedRows, copied: CopiedRows) -> Iterator[Entry]:
         verdict = repair.tracker.judge(found.ticket, found.all_keys)
         repair.tracker.end(found.ticket)
         found.ticket = 0
@@ -271,12 +273,12 @@ class Repairs:
             self._read_on(repair, after_s=_WAIT_S)
             return
         found.entered = True
-        there = read.rows.key_list()
+        there = copied.key_list()
         mask, _ = kept(there, verdict)
         gone = sorted(found.all_keys - verdict.drop - set(there))
         if verdict.reread:
             self._ask_again(repair, verdict.reread)
-        rows = _numbered(deleted_rows(read.rows.schema, gone), read.rows.rows(mask))
+        rows = _numbered(deleted_rows(copied.schema, gone), copied.rows(mask))
         repair.rows += rows.num_rows
         if not rows.num_rows:
             self._durable(repair, found)
@@ -286,7 +288,7 @@ class Repairs:
         operation = chunk_operation(self._directory.source, chunk_id, read.lsn, read.at_us)
         hit("capture.repair.before_append")
         yield (
-            WriteOps(operation, (TableRows(read.rows.schema, rows, shard),)),
+            WriteOps(operation, (TableRows(copied.schema, rows, shard),)),
             lambda: self._durable(repair, found),
         )
 
@@ -355,9 +357,10 @@ class Repairs:
             if self._key(table, repair.row.id) != found.chunk.columns:
                 raise TableChanged(f"the key of {table.full_name} changed: run `millstream diff` again")
             reader.not_before = repair.tracked_from
-            read = reader.read(table, repair.row.id, ChunkBounds(keys=found.chunk.keys))
+            read = reader.fetch(table, repair.row.id, ChunkBounds(keys=found.chunk.keys))
+            rows = read.decoded(read.schema)
             self._directory.leaves.known.note_copied(repair.row.id, read.table)
-            read.rows.schema = self._catalog.put_schema(self._stream, read.rows.schema)
+            rows.schema = self._catalog.put_schema(self._stream, rows.schema)
         except BaseException:
             with self._lock:
                 repair.tracker.end(ticket)
@@ -369,7 +372,7 @@ class Repairs:
                 repair.tracker.end(ticket)
                 self._halve(repair, found)
             else:
-                found.ticket, found.read = ticket, read
+                found.ticket, found.read, found.rows = ticket, read, rows
             self._read_on(repair)
         self._nudge()
 

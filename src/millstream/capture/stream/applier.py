@@ -120,7 +120,7 @@ class Applier:
         it."""
         # Everything up to here is in the log: the log reported so, or there was nothing of ours.
         durable = reached if settling is None else confirmed
-        self._slot = SlotConfirmation(
+        self.slot: Final = SlotConfirmation(
             receiver,
             catalog,
             directory.source,
@@ -129,6 +129,7 @@ class Applier:
             confirmed=confirmed,
             shipped_within_s=shipped_within_s,
         )
+        """How far the log is durable, and which position the source may be told."""
         self.passed = reached
         self.records = 0
         copies.passed(reached)
@@ -140,21 +141,6 @@ class Applier:
     def source(self) -> SourceId:
         """The source whose stream this is."""
         return self._directory.source
-
-    @property
-    def durable(self) -> Lsn:
-        """The LSN up to which every commit is durable in the log."""
-        return self._slot.durable
-
-    @property
-    def stored(self) -> Lsn:
-        """The LSN up to which everything is durable, and which a restart finds."""
-        return self._slot.stored
-
-    @property
-    def confirmed(self) -> Lsn:
-        """The position that may be reported to the source."""
-        return self._slot.confirmed
 
     @property
     def idle(self) -> bool:
@@ -197,10 +183,6 @@ class Applier:
             self._in_flight.clear()
         self._settle()
         return True
-
-    def store_position(self) -> None:
-        """Store the durable position now, and report it to the source."""
-        self._slot.store_now()
 
     def _take(self, timeout_s: float) -> Item | None:
         """Return the next item, or the part of it that needn't wait."""
@@ -323,7 +305,7 @@ class Applier:
 
     def _copied(self, done: Callable[[], None]) -> None:
         # Before the catalog: a log without the chunk must not pass for one that has the copy.
-        self._slot.store_logged()
+        self.slot.store_logged()
         done()
 
     def _pass(self, lsn: Lsn) -> None:
@@ -334,8 +316,8 @@ class Applier:
     def _wait_for_position(self, lsn: Lsn) -> None:
         """Count `lsn` as durable once everything before it is."""
         if not self._in_flight:
-            self._slot.note_durable(lsn, in_log=False)
-            self._slot.store_if_due()
+            self.slot.note_durable(lsn, in_log=False)
+            self.slot.store_if_due()
         elif self._in_flight[-1].future is None:
             self._in_flight[-1].end = max(self._in_flight[-1].end, lsn)
         else:
@@ -354,9 +336,9 @@ class Applier:
                     break
                 entry.future.result()
             self._in_flight.popleft()
-            self._slot.note_durable(entry.end, in_log=entry.future is not None)
+            self.slot.note_durable(entry.end, in_log=entry.future is not None)
             if entry.records:
-                self._slot.note_logged(entry.end)
+                self.slot.note_logged(entry.end)
                 self.records += entry.records
                 self._captured.add(entry.records)
                 self._commits.observe(time.monotonic() - entry.began_s)
@@ -364,5 +346,5 @@ class Applier:
             if entry.done is not None:
                 entry.done()
         if settled:
-            self._slot.confirm()
-        self._slot.store_if_due()
+            self.slot.confirm()
+        self.slot.store_if_due()
