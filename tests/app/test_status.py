@@ -26,7 +26,7 @@ from millstream.app.open_home import open_other
 from millstream.app.status import collect_status, fold_failures_of, quarantine_of, tables_of
 from millstream.app.table_requests import copy_table, retry_table
 from millstream.catalog import TableState
-from millstream.catalog.quarantined_tables import LastChanges, LastFigures, QuarantinedTable, TableFigures
+from millstream.catalog.quarantined_tables import LastFigures, QuarantinedTable, TableFigures
 from millstream.cli.main import cli
 from millstream.cli.status_and_tables import _consumer_row
 from millstream.errors import CursorExpired, UnknownTable, UsageError
@@ -274,7 +274,8 @@ def test_a_running_part_tells_what_only_it_knows(home: Home) -> None:
 def test_the_last_change_of_a_table_is_shown_without_a_running_pipeline(home: Home) -> None:
     with home.open_catalog() as catalog:
         stream = catalog.stream("shop").id
-        LastChanges(catalog, stream, "lake").put({catalog.find_table(stream, "public", "log").id: 1_000_000})
+        log = catalog.find_table(stream, "public", "log").id
+        LastFigures(catalog, stream, "lake").put({log: TableFigures(1, None, None, 1_000_000)})
         shown = {table["name"]: table["last_change"] for table in tables_of(catalog, stream, {}, {})}
     assert shown["public.log"] == "1970-01-01T00:00:01.000+00:00"
     assert shown["public.orders"] is None

@@ -16,7 +16,13 @@ from millstream.app.status_cache import StatusCache
 from millstream.catalog import Catalog, HomeIdentity, TableState
 from millstream.catalog.hash_ring_history import RingEra, RingEras
 from millstream.catalog.lake_state import lake_state
-from millstream.catalog.quarantined_tables import FoldFailures, LastChanges, QuarantinedTable, QuarantineFacts
+from millstream.catalog.quarantined_tables import (
+    FoldFailures,
+    LastFigures,
+    QuarantinedTable,
+    QuarantineFacts,
+    TableFigures,
+)
 from millstream.catalog.shared_sequence import PostgresSequenceStore
 from millstream.catalog.snapshot import CatalogSnapshot, NamesByFingerprint
 from millstream.home.home import Home
@@ -65,7 +71,9 @@ def fill(catalog: Catalog, name: str) -> StreamId:
     catalog.pause_copy(stream, new)
     QuarantineFacts(catalog, stream, PIPELINE).put(QuarantinedTable(orders, "public.orders", Seq(3), "é", "lake", "h"))
     FoldFailures(catalog, stream, PIPELINE).put(other, code="lake", reason="r", hint="h")
-    LastChanges(catalog, stream, PIPELINE).put({orders: 5, other: 6})
+    LastFigures(catalog, stream, PIPELINE).put(
+        {orders: TableFigures(1, 2, 3, 5), other: TableFigures(1, None, None, 6)}
+    )
     RingEras(catalog, stream).begin(RingEra(1, 4, 64, ("id",), {}, Seq(0)))
     catalog.set_needed_from(stream, PIPELINE, Seq(4))
     catalog.set_landed(stream, PIPELINE, Seq(5))
@@ -104,7 +112,7 @@ def facts_of(catalog: Catalog, stream: StreamId, name: str) -> dict[str, Any]:
         "pipelines": (catalog.pipelines(stream), catalog.needed_from(stream), catalog.landed(stream, PIPELINE)),
         "quarantined": QuarantineFacts(catalog, stream, PIPELINE).all(),
         "failures": FoldFailures(catalog, stream, PIPELINE).all(),
-        "changes": LastChanges(catalog, stream, PIPELINE).all(),
+        "figures": LastFigures(catalog, stream, PIPELINE).all(),
         "eras": RingEras(catalog, stream).all(),
         "lake": lake_state(catalog, stream),
         "facts": {scope: catalog.facts(scope) for scope in scopes},

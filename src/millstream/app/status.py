@@ -19,7 +19,7 @@ from millstream.app.resources import resources_of
 from millstream.app.status_cache import StatusCache
 from millstream.app.status_words import TRIED_AGAIN
 from millstream.catalog.lake_state import lake_state
-from millstream.catalog.quarantined_tables import FoldFailures, LastChanges, LastFigures, QuarantineFacts, TableFigures
+from millstream.catalog.quarantined_tables import FoldFailures, LastFigures, QuarantineFacts, TableFigures
 from millstream.catalog.snapshot import CatalogSnapshot
 from millstream.errors import ConfigError, Fenced, LogError, MillstreamError, ReadOnly
 from millstream.home.home import Home
@@ -513,7 +513,7 @@ def tables_of(
     changed = {table_id: facts.get("changed_us") for table_id, facts in landed.items()}
     figures_us, figures = LastFigures(catalog, stream, PIPELINE).all()
     if not landed:
-        changed = {int(table_id): us for table_id, us in LastChanges(catalog, stream, PIPELINE).all().items()}
+        changed = {int(table_id): last.changed_us for table_id, last in figures.items()}
     # A fold that fails quarantines a table too.
     aside = fold_failures_of(catalog, stream).all() | held
     failed, trying = dict(landing.get("quarantined", {})), dict(landing.get("trying", {}))
@@ -587,7 +587,11 @@ def _moment(us: int | None) -> str | None:
 
 
 def _last(figures: TableFigures | None, us: int) -> dict[str, Any] | None:
-    return None if figures is None else {"as_of": _moment(us), **asdict(figures)}
+    if figures is None:
+        return None
+    facts = asdict(figures)
+    del facts["changed_us"]  # `last_change` has it
+    return {"as_of": _moment(us), **facts}
 
 
 def _disk_factor(landed: dict[str, Any]) -> float | None:

@@ -1,4 +1,4 @@
-"""A pipeline's tables, as facts of the catalog: those quarantined, those that it fails to fold, their last changes and figures.
+"""A pipeline's tables, as facts of the catalog: those quarantined, those that it fails to fold, and their last figures.
 
 Nothing lands of a table that is quarantined, and a retry may be requested. A table whose fold fails lands in history, and
 the pipeline repeats the fold on its own.
@@ -7,7 +7,7 @@ the pipeline repeats the fold on its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, ClassVar
 
 from millstream.catalog.catalog_part import now_us
@@ -97,23 +97,6 @@ class FoldFailures(_TableFacts):
         self._catalog.put_fact(self._scope, str(table_id), {"code": code, "reason": reason, "hint": hint})
 
 
-class LastChanges:
-    """The commit time of each table's last record that landed, for one pipeline of a stream. From any thread."""
-
-    def __init__(self, catalog: Catalog, stream: StreamId, pipeline: str) -> None:
-        self._catalog = catalog
-        self._scope = f"changed/{stream}/{pipeline}"
-
-    def all(self) -> dict[TableId, int]:
-        """Return the times by table, µs since 1970."""
-        found = self._catalog.fact(self._scope, "us") or {}
-        return {TableId(int(table_id)): int(us) for table_id, us in found.items()}
-
-    def put(self, times_us: Mapping[TableId, int]) -> None:
-        """Record the times of all tables."""
-        self._catalog.put_fact(self._scope, "us", {str(table_id): us for table_id, us in times_us.items()})
-
-
 @dataclass(frozen=True, slots=True)
 class TableFigures:
     """A table's figures as a run of the pipeline left them."""
@@ -124,6 +107,8 @@ class TableFigures:
     """Size in bytes of `current`'s files; None if it isn't known."""
     disk_bytes: int | None
     """Size in bytes of everything in `current`'s folder; None if it isn't known."""
+    changed_us: int | None = None
+    """The commit time of its last record that landed, µs since 1970; None if it isn't known."""
 
 
 class LastFigures:
@@ -131,14 +116,14 @@ class LastFigures:
 
     def __init__(self, catalog: Catalog, stream: StreamId, pipeline: str) -> None:
         self._catalog = catalog
-        self._scope = f"changed/{stream}/{pipeline}"
+        self._scope = f"figures/{stream}/{pipeline}"
 
     def all(self) -> tuple[int, dict[TableId, TableFigures]]:
         """Return when they were recorded, µs since 1970, and the figures by table; 0 and none if they never were."""
-        found = self._catalog.fact(self._scope, "figures") or {"us": 0, "tables": {}}
+        found = self._catalog.fact(self._scope, "tables") or {"us": 0, "tables": {}}
         return int(found["us"]), {TableId(int(id_)): TableFigures(*each) for id_, each in found["tables"].items()}
 
     def put(self, figures: Mapping[TableId, TableFigures]) -> None:
         """Record the figures of all tables as of now."""
-        tables = {str(id_): [each.landed_rows, each.live_bytes, each.disk_bytes] for id_, each in figures.items()}
-        self._catalog.put_fact(self._scope, "figures", {"us": now_us(), "tables": tables})
+        tables = {str(id_): list(astuple(each)) for id_, each in figures.items()}
+        self._catalog.put_fact(self._scope, "tables", {"us": now_us(), "tables": tables})

@@ -24,7 +24,7 @@ from millstream.protocol.sequencer import Ledger
 
 _SCOPES: Final = ("capture/{}", "capture/{}/raw_values", "copy pauses/{}", "pipeline/{}", "retention/{}", "routing/{}")
 """Scopes of the facts of a stream, by its id, that are read at once."""
-_SCOPES_OF_PIPELINE: Final = ("changed/{}/", "fold_failed/{}/", "lake/{}/")
+_SCOPES_OF_PIPELINE: Final = ("figures/{}/", "fold_failed/{}/", "lake/{}/")
 """The same for a pipeline of the stream."""
 _SCOPES_BY_NAME: Final = ("capture/{}", "pipeline/{}")
 """The same by the stream's name; the catalog needn't have the stream."""

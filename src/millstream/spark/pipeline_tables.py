@@ -20,7 +20,7 @@ from typing import Final
 from millstream import process_metrics
 from millstream.backoff import Backoff
 from millstream.catalog import Catalog
-from millstream.catalog.quarantined_tables import FoldFailures, LastChanges, LastFigures, QuarantinedTable, TableFigures
+from millstream.catalog.quarantined_tables import FoldFailures, LastFigures, QuarantinedTable, TableFigures
 from millstream.errors import CatalogError
 from millstream.lake.commit_cuts import Cut, CutTable
 from millstream.lake.layout import TableCommit, View
@@ -115,7 +115,6 @@ class PipelineTables:
         self._fold_failures = FoldFailures(catalog, config.stream_id, config.pipeline)
         self._recorded_folds: dict[TableId, _RecordedFold | None] = dict.fromkeys(self._fold_failures.all())
         """Each table's recorded failure; None for one of an earlier run."""
-        self._last_changes = LastChanges(catalog, config.stream_id, config.pipeline)
         self._last_figures = LastFigures(catalog, config.stream_id, config.pipeline)
         self._kept_s = time.monotonic()
         self.rows = 0
@@ -123,7 +122,7 @@ class PipelineTables:
         """The last cut; None before the lake's first."""
         if self.cut is not None:
             now, schemas = time.monotonic(), catalog.latest_schemas(config.stream_id)
-            changes, (_, figures) = self._last_changes.all(), self._last_figures.all()
+            _, figures = self._last_figures.all()
             for table in self.cut.tables.values():
                 # Work that an earlier run left unfolded.
                 self.tables[table.table_id] = PipelineTable(
@@ -133,11 +132,14 @@ class PipelineTables:
                     current_n=table.current_n,
                     scd2_n=table.scd2_n,
                     waiting_since_s=now if _lacks_folds(config, table, schemas.get(table.table_id)) else None,
-                    changed_us=changes.get(table.table_id),
                 )
                 if (last := figures.get(table.table_id)) is not None:
                     entry = self.tables[table.table_id]
-                    entry.live_bytes, entry.disk_bytes = last.live_bytes, last.disk_bytes
+                    entry.live_bytes, entry.disk_bytes, entry.changed_us = (
+                        last.live_bytes,
+                        last.disk_bytes,
+                        last.changed_us,
+                    )
         self._drop_ended_failures()
         for table_id, after in config.target.held().items() if self.cut is not None else ():
             if table_id not in self.quarantine.tables:
@@ -187,16 +189,16 @@ class PipelineTables:
             self.keep_changes()
 
     def keep_changes(self) -> None:
-        """Record the tables' last changes and figures in the catalog, for the next run and for a status without one."""
+        """Record the tables' last figures in the catalog, for the next run and for a status without one."""
         self._kept_s = time.monotonic()
         self._drop_ended_failures()
         entries = list(self.tables.values())
-        changes = {entry.table_id: entry.changed_us for entry in entries if entry.changed_us}
-        if changes:
-            self._last_changes.put(changes)
         if entries:
             self._last_figures.put(
-                {entry.table_id: TableFigures(entry.rows, entry.live_bytes, entry.disk_bytes) for entry in entries}
+                {
+                    entry.table_id: TableFigures(entry.rows, entry.live_bytes, entry.disk_bytes, entry.changed_us)
+                    for entry in entries
+                }
             )
 
     def _wait(self, entry: PipelineTable, commit: TableCommit) -> None:
