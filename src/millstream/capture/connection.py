@@ -7,23 +7,18 @@ settings of a role or a database. Nothing here retries; callers do, by `Millstre
 from __future__ import annotations
 
 import select
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import psycopg
 from psycopg import pq
 from psycopg.conninfo import make_conninfo
 
 from millstream.errors import MillstreamError, SourceError
-from millstream.libpq import (
-    ADDRESS_HINT,
-    describe_parameters,
-    one_line,
-    parse_address,
-    pinned_session,
-    with_patience,
-)
+from millstream.libpq import ADDRESS_HINT, describe_parameters, one_line, parse_address, pinned_session, with_patience
+
+Connection: TypeAlias = psycopg.Connection[tuple[Any, ...]]
 
 VERSION_MIN: Final = 140000
 
@@ -46,7 +41,7 @@ def describe_dsn(dsn: str) -> str:
     return describe_parameters(parse_dsn(dsn))
 
 
-def connect(dsn: str, *, purpose: str) -> psycopg.Connection[tuple[Any, ...]]:
+def connect(dsn: str, *, purpose: str) -> Connection:
     """Open an ordinary connection with a pinned session, in autocommit; the caller closes it.
 
     Raises:
@@ -55,14 +50,14 @@ def connect(dsn: str, *, purpose: str) -> psycopg.Connection[tuple[Any, ...]]:
     return _connect(dsn, f"millstream {purpose}")
 
 
-def connect_replication(dsn: str) -> psycopg.Connection[tuple[Any, ...]]:
+def connect_replication(dsn: str) -> Connection:
     """Open a logical replication connection with a pinned session; only simple queries go over it."""
     connection = _connect(dsn, "millstream stream", replication="database")
     end_with_client(connection)
     return connection
 
 
-def end_with_client(connection: psycopg.Connection[tuple[Any, ...]]) -> None:
+def end_with_client(connection: Connection) -> None:
     """Let the server end the session within seconds of the client's end, also amid a statement that sends nothing.
 
     Otherwise it runs the statement to its end: a slot that waits for a transaction stays until that has ended. Some
@@ -73,7 +68,7 @@ def end_with_client(connection: psycopg.Connection[tuple[Any, ...]]) -> None:
         connection.pgconn.exec_(f"SET client_connection_check_interval = '{_LOOKS_FOR_CLIENT_S}s'; SELECT 1".encode())
 
 
-def pinned(dsn: str, connection: psycopg.Connection[tuple[Any, ...]]) -> str:
+def pinned(dsn: str, connection: Connection) -> str:
     """Return the DSN of the one server that a connection was made to, with all secrets in it."""
     parameters = parse_dsn(dsn)
     info = connection.info
@@ -83,7 +78,7 @@ def pinned(dsn: str, connection: psycopg.Connection[tuple[Any, ...]]) -> str:
     return make_conninfo("", **parameters, **{name: value for name, value in where.items() if value})
 
 
-def take_bytes_as_they_are(connection: psycopg.Connection[tuple[Any, ...]]) -> None:
+def take_bytes_as_they_are(connection: Connection) -> None:
     """Make a database of the encoding SQL_ASCII, which may hold any bytes, send them unchanged.
 
     With UTF-8 as the client encoding, the server would check every value and end the stream at the first that isn't
@@ -104,7 +99,7 @@ def check_version(server_version: int) -> None:
         )
 
 
-def _connect(dsn: str, name: str, **more: str) -> psycopg.Connection[tuple[Any, ...]]:
+def _connect(dsn: str, name: str, **more: str) -> Connection:
     parameters = with_patience(parse_dsn(dsn), name) | more
     try:
         connection = psycopg.connect(autocommit=True, prepare_threshold=None, **parameters)
@@ -279,3 +274,25 @@ def translated() -> Iterator[None]:
         yield
     except psycopg.Error as error:
         raise translate(error) from error
+
+
+Parameters: TypeAlias = Sequence[Any] | Mapping[str, Any]
+
+
+def all_rows(connection: Connection, query: str, parameters: Parameters | None = None) -> list[tuple[Any, ...]]:
+    """Return the rows of a query."""
+    with translated():
+        return connection.execute(query, parameters).fetchall()
+
+
+def first_row(connection: Connection, query: str, parameters: Parameters | None = None) -> tuple[Any, ...] | None:
+    """Return the first row of a query; None if it has none."""
+    with translated():
+        return connection.execute(query, parameters).fetchone()
+
+
+def one_row(connection: Connection, query: str, parameters: Parameters | None = None) -> tuple[Any, ...]:
+    """Return the first row of a query that always has one."""
+    row = first_row(connection, query, parameters)
+    assert row is not None
+    return row

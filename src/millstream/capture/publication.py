@@ -14,14 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
-import psycopg
 from psycopg import sql
 
-from millstream.capture.connection import translated
+from millstream.capture.connection import Connection, all_rows, first_row, one_row, translated
 from millstream.capture.leaves.sent_by_leaves import MARK, leaves_published, others, reads_leaves
-from millstream.capture.source import Connection, SourceTable, list_tables, read_table
+from millstream.capture.source import SourceTable, list_tables, read_table
 from millstream.capture.streamed_publications import StreamedPublications
 from millstream.errors import SourceError
 from millstream.model.names import TablePatterns, quote
@@ -135,18 +134,18 @@ def memberships(
     """
     usable = {table.oid: table.usable for table in tables}
     schemas = "UNION ALL SELECT pnpubid, 'schema ' || oid, NULL, pnnspid FROM pg_publication_namespace"
-    with translated():
-        rows = connection.execute(
-            "SELECT t.oid, m.name, p.pubupdate AND p.pubdelete FROM unnest(%s::oid[]) t (oid) CROSS JOIN LATERAL"
-            " (SELECT t.oid UNION SELECT relid FROM pg_partition_ancestors(t.oid::regclass)) above (oid)"
-            " JOIN pg_class c ON c.oid = above.oid"
-            " JOIN (SELECT prpubid, 'table ' || oid, prrelid, NULL::oid FROM pg_publication_rel"
-            " UNION ALL SELECT oid, 'all tables ' || oid, NULL, NULL FROM pg_publication WHERE puballtables"
-            f" {schemas if connection.info.server_version >= 150000 else ''}) m (publication, name, relation, namespace)"
-            " ON coalesce(m.relation, c.oid) = c.oid AND coalesce(m.namespace, c.relnamespace) = c.relnamespace"
-            " JOIN pg_publication p ON p.oid = m.publication WHERE p.pubname = ANY(%s) AND p.pubinsert",
-            [list(usable), list(publications)],
-        ).fetchall()
+    rows = all_rows(
+        connection,
+        "SELECT t.oid, m.name, p.pubupdate AND p.pubdelete FROM unnest(%s::oid[]) t (oid) CROSS JOIN LATERAL"
+        " (SELECT t.oid UNION SELECT relid FROM pg_partition_ancestors(t.oid::regclass)) above (oid)"
+        " JOIN pg_class c ON c.oid = above.oid"
+        " JOIN (SELECT prpubid, 'table ' || oid, prrelid, NULL::oid FROM pg_publication_rel"
+        " UNION ALL SELECT oid, 'all tables ' || oid, NULL, NULL FROM pg_publication WHERE puballtables"
+        f" {schemas if connection.info.server_version >= 150000 else ''}) m (publication, name, relation, namespace)"
+        " ON coalesce(m.relation, c.oid) = c.oid AND coalesce(m.namespace, c.relnamespace) = c.relnamespace"
+        " JOIN pg_publication p ON p.oid = m.publication WHERE p.pubname = ANY(%s) AND p.pubinsert",
+        [list(usable), list(publications)],
+    )
     found: dict[int, set[str]] = {}
     for oid, name, sends_identity in rows:
         if sends_identity or not usable[int(oid)]:
@@ -176,12 +175,12 @@ def restrictions(connection: Connection, publications: Sequence[str]) -> dict[tu
     """Return the restrictions of every published table, by schema and name; empty before PostgreSQL 15."""
     if connection.info.server_version < 150000:
         return {}
-    with translated():
-        rows = connection.execute(
-            "SELECT DISTINCT ON (schemaname, tablename) schemaname, tablename, attnames::text[], rowfilter"
-            " FROM pg_publication_tables WHERE pubname = ANY(%s) ORDER BY schemaname, tablename, pubname",
-            [list(publications)],
-        ).fetchall()
+    rows = all_rows(
+        connection,
+        "SELECT DISTINCT ON (schemaname, tablename) schemaname, tablename, attnames::text[], rowfilter"
+        " FROM pg_publication_tables WHERE pubname = ANY(%s) ORDER BY schemaname, tablename, pubname",
+        [list(publications)],
+    )
     return {(row[0], row[1]): Restriction(None if row[2] is None else tuple(row[2]), row[3] or "") for row in rows}
 
 
@@ -189,12 +188,12 @@ def restriction(connection: Connection, publications: Sequence[str], table: Sour
     """Return one table's restriction, as the connection's transaction sees it."""
     if connection.info.server_version < 150000:
         return Restriction()
-    with translated():
-        row = connection.execute(
-            "SELECT attnames::text[], rowfilter FROM pg_publication_tables WHERE pubname = ANY(%s) AND schemaname = %s"
-            " AND tablename = %s ORDER BY pubname LIMIT 1",
-            [list(publications), table.namespace, table.name],
-        ).fetchone()
+    row = first_row(
+        connection,
+        "SELECT attnames::text[], rowfilter FROM pg_publication_tables WHERE pubname = ANY(%s) AND schemaname = %s"
+        " AND tablename = %s ORDER BY pubname LIMIT 1",
+        [list(publications), table.namespace, table.name],
+    )
     made = {column.name for column in table.layout if column.generated}
     if row is None and made and table.partitioned and not any(_sends_made(connection, name) for name in publications):
         return Restriction(tuple(c.name for c in table.relation.columns if c.name not in made))
@@ -316,13 +315,12 @@ def find_lacks(connection: Connection, publication: str, tables: Sequence[Source
 
 def _rights(connection: Connection, tables: Iterable[SourceTable]) -> tuple[bool, set[int]]:
     """Return whether this role may create publications, and the OIDs of those of `tables` that it may add to one."""
-    with translated():
-        row = connection.execute(
-            "SELECT has_database_privilege(current_database(), 'CREATE') AND NOT pg_is_in_recovery(), ARRAY(SELECT c.oid::bigint"
-            " FROM pg_class c WHERE c.oid = ANY(%s) AND pg_has_role(c.relowner, 'USAGE') AND NOT pg_is_in_recovery())",
-            [[table.oid for table in tables]],
-        ).fetchone()
-    assert row is not None
+    row = one_row(
+        connection,
+        "SELECT has_database_privilege(current_database(), 'CREATE') AND NOT pg_is_in_recovery(), ARRAY(SELECT c.oid::bigint"
+        " FROM pg_class c WHERE c.oid = ANY(%s) AND pg_has_role(c.relowner, 'USAGE') AND NOT pg_is_in_recovery())",
+        [[table.oid for table in tables]],
+    )
     return bool(row[0]), set(row[1])
 
 
@@ -333,10 +331,11 @@ def _sent(connection: Connection, names: Sequence[str]) -> dict[int, frozenset[s
     """Return, by OID, the operations that the publications send of a table; PostgreSQL combines them."""
     found: dict[int, frozenset[str]] = {}
     for name in names:
-        with translated():
-            row = connection.execute(
-                "SELECT pubinsert, pubupdate, pubdelete, pubtruncate FROM pg_publication WHERE pubname = %s", [name]
-            ).fetchone()
+        row = first_row(
+            connection,
+            "SELECT pubinsert, pubupdate, pubdelete, pubtruncate FROM pg_publication WHERE pubname = %s",
+            [name],
+        )
         if row is not None:
             verbs = frozenset(verb for verb, sends in zip(_PUBLISH, row, strict=True) if sends)
             for oid in _members(connection, [name]):
@@ -395,13 +394,13 @@ class _Publication:
 
 
 def _find(connection: Connection, name: str) -> _Publication | None:
-    with translated():
-        row = connection.execute(
-            "SELECT pg_has_role(pubowner, 'USAGE'), puballtables, NOT pg_is_in_recovery() AND NOT"
-            f" {others(connection.info.server_version)}, coalesce(to_jsonb(p) ->> 'pubgencols' = 's', false), pubviaroot"
-            " FROM pg_publication p WHERE pubname = %(name)s",  # `pubgencols` exists from 18 on
-            {"mark": MARK, "name": name},
-        ).fetchone()
+    row = first_row(
+        connection,
+        "SELECT pg_has_role(pubowner, 'USAGE'), puballtables, NOT pg_is_in_recovery() AND NOT"
+        f" {others(connection.info.server_version)}, coalesce(to_jsonb(p) ->> 'pubgencols' = 's', false), pubviaroot"
+        " FROM pg_publication p WHERE pubname = %(name)s",  # `pubgencols` exists from 18 on
+        {"mark": MARK, "name": name},
+    )
     if row is None:
         return None
     return _Publication(row[0], row[1], ours=row[0] and row[2], generated=row[3], via_root=row[4])
@@ -427,24 +426,24 @@ def _sent_alone(connection: Connection, publication: str, tables: Iterable[Sourc
 
 def _members(connection: Connection, names: Iterable[str]) -> set[int]:
     """Return the OIDs of the tables that the publications send, under their own names or as their leaf partitions."""
-    with translated():
-        rows = connection.execute(
-            "SELECT c.oid FROM pg_publication_tables t JOIN pg_class c ON c.relname = t.tablename"
-            " JOIN pg_namespace n ON n.oid = c.relnamespace AND n.nspname = t.schemaname WHERE t.pubname = ANY(%(names)s)"
-            " UNION SELECT r.prrelid FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid"
-            f" JOIN pg_class c ON c.oid = r.prrelid WHERE c.relkind = 'p' AND NOT {others(connection.info.server_version)}"
-            " AND p.pubname = ANY(%(names)s)",
-            {"mark": MARK, "names": list(names)},
-        ).fetchall()
+    rows = all_rows(
+        connection,
+        "SELECT c.oid FROM pg_publication_tables t JOIN pg_class c ON c.relname = t.tablename"
+        " JOIN pg_namespace n ON n.oid = c.relnamespace AND n.nspname = t.schemaname WHERE t.pubname = ANY(%(names)s)"
+        " UNION SELECT r.prrelid FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid"
+        f" JOIN pg_class c ON c.oid = r.prrelid WHERE c.relkind = 'p' AND NOT {others(connection.info.server_version)}"
+        " AND p.pubname = ANY(%(names)s)",
+        {"mark": MARK, "names": list(names)},
+    )
     return {int(row[0]) for row in rows}
 
 
 def _direct_members(connection: Connection, name: str) -> set[int]:
-    with translated():
-        rows = connection.execute(
-            "SELECT r.prrelid FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid WHERE p.pubname = %s",
-            [name],
-        ).fetchall()
+    rows = all_rows(
+        connection,
+        "SELECT r.prrelid FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid WHERE p.pubname = %s",
+        [name],
+    )
     return {int(row[0]) for row in rows}
 
 
@@ -516,13 +515,13 @@ def _added_along(connection: Connection, members: Iterable[int], tables: Sequenc
     others = [oid for oid in members if oid not in listed]
     if not others:
         return []
-    with translated():
-        rows = connection.execute(
-            "WITH RECURSIVE heir (oid) AS (SELECT inhrelid FROM pg_inherits WHERE inhparent = ANY (%s)"
-            " UNION SELECT i.inhrelid FROM pg_inherits i JOIN heir ON i.inhparent = heir.oid)"
-            " SELECT c.oid FROM heir JOIN pg_class c ON c.oid = heir.oid WHERE NOT c.relispartition AND c.oid = ANY (%s)",
-            [list(listed), others],
-        ).fetchall()
+    rows = all_rows(
+        connection,
+        "WITH RECURSIVE heir (oid) AS (SELECT inhrelid FROM pg_inherits WHERE inhparent = ANY (%s)"
+        " UNION SELECT i.inhrelid FROM pg_inherits i JOIN heir ON i.inhparent = heir.oid)"
+        " SELECT c.oid FROM heir JOIN pg_class c ON c.oid = heir.oid WHERE NOT c.relispartition AND c.oid = ANY (%s)",
+        [list(listed), others],
+    )
     found = (read_table(connection, int(row[0])) for row in rows)
     return [table for table in found if table is not None]
 
@@ -554,7 +553,7 @@ def _list(tables: Sequence[SourceTable]) -> sql.Composed:
     return sql.SQL(", ").join(sql.SQL("ONLY {}").format(sql.Identifier(t.namespace, t.name)) for t in tables)
 
 
-def _execute(connection: psycopg.Connection[tuple[Any, ...]], *statements: sql.Composed) -> None:
+def _execute(connection: Connection, *statements: sql.Composed) -> None:
     """Run DDL in one transaction with a short lock timeout, so that the application's own DDL goes first.
 
     The lock is SHARE UPDATE EXCLUSIVE.

@@ -22,7 +22,7 @@ from millstream.capture.column_rules.apply_to_changes import RuleMessages
 from millstream.capture.column_rules.binding import ColumnRules
 from millstream.capture.column_rules.session_rules import check_rules, rule_messages
 from millstream.capture.config import CaptureConfig, CaptureOutcome, CaptureProgress
-from millstream.capture.connection import connect_replication, pinned, take_bytes_as_they_are
+from millstream.capture.connection import Connection, connect_replication, pinned, take_bytes_as_they_are
 from millstream.capture.copying.repair import CopiesAndRepairs, Repairs
 from millstream.capture.copying.table_copies import UNFINISHED, TableCopies
 from millstream.capture.publication import pgoutput_options
@@ -38,7 +38,6 @@ from millstream.capture.slot import (
     who_is_waited_for,
 )
 from millstream.capture.source import (
-    Connection,
     SourceIdentity,
     check_origin,
     check_same,

@@ -11,13 +11,21 @@ import select
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import psycopg
 from psycopg import pq, sql
 
-from millstream.capture.connection import RECOPY_HINT, connect, next_result, translate_result, translated
-from millstream.capture.source import Connection, on_standby
+from millstream.capture.connection import (
+    RECOPY_HINT,
+    Connection,
+    connect,
+    first_row,
+    next_result,
+    translate_result,
+    translated,
+)
+from millstream.capture.source import on_standby
 from millstream.errors import SourceError
 from millstream.model.positions import Lsn, format_lsn, parse_lsn
 
@@ -53,8 +61,7 @@ def waits_for_standbys(connection: Connection, slot: SlotState | None) -> bool:
     """
     if slot is None or not slot.failover:
         return False
-    with translated():
-        row = connection.execute("SELECT current_setting('synchronized_standby_slots', true)").fetchone()
+    row = first_row(connection, "SELECT current_setting('synchronized_standby_slots', true)")
     return bool(row and row[0])
 
 
@@ -70,8 +77,7 @@ def read_slot(connection: Connection, name: str) -> SlotState | None:
         "SELECT plugin, database, active_pid, restart_lsn::text, confirmed_flush_lsn::text, wal_status,"
         f" {invalidation}, ({end} - restart_lsn)::bigint, {copied} FROM pg_replication_slots WHERE slot_name = %s"
     )
-    with translated():
-        row = connection.execute(query, [name]).fetchone()
+    row = first_row(connection, query, [name])
     if row is None:
         return None
     return SlotState(
@@ -250,8 +256,7 @@ def drop_slot_of(dsn: str, name: str) -> int | None:
         return slot.held_bytes or 0
 
 
-def sender_timeout_ms(connection: psycopg.Connection[tuple[Any, ...]]) -> int:
+def sender_timeout_ms(connection: Connection) -> int:
     """Return the server's `wal_sender_timeout` in milliseconds."""
-    with translated():
-        row = connection.execute("SELECT setting FROM pg_settings WHERE name = 'wal_sender_timeout'").fetchone()
+    row = first_row(connection, "SELECT setting FROM pg_settings WHERE name = 'wal_sender_timeout'")
     return 0 if row is None else int(row[0])

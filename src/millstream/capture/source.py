@@ -10,9 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-import psycopg
-
-from millstream.capture.connection import connect, translated
+from millstream.capture.connection import Connection, all_rows, connect, first_row, one_row
 from millstream.codec.pgoutput import Relation, RelationColumn
 from millstream.errors import ConfigError, SourceError
 from millstream.model.column_rules import Rule
@@ -24,8 +22,6 @@ from millstream.protocol.copy_conflicts import Snapshot, extend_xid
 
 if TYPE_CHECKING:
     from millstream.catalog import SourceRow
-
-Connection = psycopg.Connection[tuple[Any, ...]]
 
 STANDBY_VERSION_MIN: Final = 160000
 ORIGIN_VERSION_MIN: Final = 160000
@@ -291,24 +287,20 @@ def identify(connection: Connection) -> tuple[int, str, int | None]:
 
     The timeline is None on a standby. This needs no privilege.
     """
-    with translated():
-        # For a while after a promotion the last checkpoint has the old timeline; names of WAL files have the new one.
-        row = connection.execute(
-            "SELECT system_identifier, current_database(), CASE WHEN NOT pg_is_in_recovery()"
-            " THEN pg_walfile_name(pg_current_wal_insert_lsn()) END FROM pg_control_system()"
-        ).fetchone()
-    assert row is not None
+    # For a while after a promotion the last checkpoint has the old timeline; names of WAL files have the new one.
+    row = one_row(
+        connection,
+        "SELECT system_identifier, current_database(), CASE WHEN NOT pg_is_in_recovery()"
+        " THEN pg_walfile_name(pg_current_wal_insert_lsn()) END FROM pg_control_system()",
+    )
     # IDENTIFY_SYSTEM returns the system identifier unsigned.
     return int(row[0]) & (2**64 - 1), str(row[1]), None if row[2] is None else int(row[2][:8], 16)
 
 
 def identify_replication(connection: Connection) -> SourceIdentity:
     """Return the identity of the server that this replication connection streams from (IDENTIFY_SYSTEM)."""
-    with translated():
-        row = connection.execute("IDENTIFY_SYSTEM").fetchone()
-        assert row is not None
-        recovery = connection.execute("SELECT pg_is_in_recovery()").fetchone()
-        assert recovery is not None
+    row = one_row(connection, "IDENTIFY_SYSTEM")
+    recovery = one_row(connection, "SELECT pg_is_in_recovery()")
     return SourceIdentity(
         system_identifier=int(row[0]),
         timeline=int(row[1]),
@@ -392,8 +384,7 @@ def check_origin(identity: SourceIdentity, origin: str) -> None:
 
 def list_tables(connection: Connection, patterns: TablePatterns) -> list[SourceTable]:
     """List the tables that match the patterns, by name; skip partitions of a table that matches, or that `!` leaves out."""
-    with translated():
-        found = connection.execute(_TABLES + _ORDER, []).fetchall()
+    found = all_rows(connection, _TABLES + _ORDER, [])
     # A table dropped since the statement began still has its catalog rows, but no files to measure.
     rows = [row for row in found if row[9] is not None]
     taken = {int(row[0]) for row in rows if patterns.select_partition(row[1], row[2], _ancestors(row))}
@@ -402,8 +393,7 @@ def list_tables(connection: Connection, patterns: TablePatterns) -> list[SourceT
 
 def read_table(connection: Connection, oid: int) -> SourceTable | None:
     """Return the table with an OID, as the connection's transaction sees it; None if there is none."""
-    with translated():
-        row = connection.execute(_TABLES + _ONE, [oid]).fetchone()
+    row = first_row(connection, _TABLES + _ONE, [oid])
     return None if row is None or row[9] is None else _table(row)
 
 
@@ -412,13 +402,13 @@ def possible_ancestors(connection: Connection, oid: int) -> tuple[list[tuple[str
 
     Also returns whether those are its ancestors.
     """
-    with translated():
-        rows = connection.execute(
-            "SELECT n.nspname::text, c.relname::text, EXISTS (SELECT FROM pg_class WHERE oid = %(oid)s) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
-            " WHERE c.relkind = 'p' AND (c.oid IN (SELECT relid FROM pg_partition_ancestors(%(oid)s::oid::regclass))"
-            " OR NOT EXISTS (SELECT FROM pg_class WHERE oid = %(oid)s))",
-            {"oid": oid},
-        ).fetchall()
+    rows = all_rows(
+        connection,
+        "SELECT n.nspname::text, c.relname::text, EXISTS (SELECT FROM pg_class WHERE oid = %(oid)s) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
+        " WHERE c.relkind = 'p' AND (c.oid IN (SELECT relid FROM pg_partition_ancestors(%(oid)s::oid::regclass))"
+        " OR NOT EXISTS (SELECT FROM pg_class WHERE oid = %(oid)s))",
+        {"oid": oid},
+    )
     return [(namespace, name) for namespace, name, _ in rows], any(exists for _, _, exists in rows)
 
 
@@ -438,18 +428,17 @@ class PartitionPlace:
 
 def partition_place(connection: Connection, oid: int, publications: Sequence[str]) -> PartitionPlace:
     """Return where a relation stands, as the connection's transaction sees it."""
-    with translated():
-        row = connection.execute(
-            "SELECT EXISTS (SELECT FROM pg_class WHERE oid = %(oid)s), EXISTS (SELECT FROM pg_publication_rel r JOIN pg_publication p"
-            " ON p.oid = r.prpubid WHERE r.prrelid = %(oid)s AND p.pubname = ANY(%(names)s)),"
-            " (SELECT json_agg(json_build_array(relid::oid::bigint, ARRAY(SELECT a.attname::text FROM pg_attribute a"
-            " WHERE a.attrelid = relid AND a.attnum > 0 AND NOT a.attisdropped ORDER BY a.attnum)) ORDER BY place)"
-            " FROM pg_partition_ancestors(%(oid)s::oid::regclass) WITH ORDINALITY t (relid, place)),"
-            " EXISTS (SELECT FROM pg_partition_ancestors(%(oid)s::oid::regclass) t (relid) JOIN pg_inherits h ON h.inhrelid = t.relid"
-            f" WHERE NOT {_BORN.format('t.relid')})",
-            {"oid": oid, "names": list(publications)},
-        ).fetchone()
-    assert row is not None
+    row = one_row(
+        connection,
+        "SELECT EXISTS (SELECT FROM pg_class WHERE oid = %(oid)s), EXISTS (SELECT FROM pg_publication_rel r JOIN pg_publication p"
+        " ON p.oid = r.prpubid WHERE r.prrelid = %(oid)s AND p.pubname = ANY(%(names)s)),"
+        " (SELECT json_agg(json_build_array(relid::oid::bigint, ARRAY(SELECT a.attname::text FROM pg_attribute a"
+        " WHERE a.attrelid = relid AND a.attnum > 0 AND NOT a.attisdropped ORDER BY a.attnum)) ORDER BY place)"
+        " FROM pg_partition_ancestors(%(oid)s::oid::regclass) WITH ORDINALITY t (relid, place)),"
+        " EXISTS (SELECT FROM pg_partition_ancestors(%(oid)s::oid::regclass) t (relid) JOIN pg_inherits h ON h.inhrelid = t.relid"
+        f" WHERE NOT {_BORN.format('t.relid')})",
+        {"oid": oid, "names": list(publications)},
+    )
     above = tuple((int(relid), tuple(columns)) for relid, columns in row[2] or ())
     return PartitionPlace(bool(row[0]), bool(row[1]), above, bool(row[3]))
 
@@ -458,18 +447,17 @@ def dropped(connection: Connection, oids: Collection[int]) -> set[int]:
     """Return those of the OIDs that no relation has."""
     if not oids:
         return set()
-    with translated():
-        rows = connection.execute("SELECT oid::bigint FROM pg_class WHERE oid = ANY(%s)", [list(oids)]).fetchall()
+    rows = all_rows(connection, "SELECT oid::bigint FROM pg_class WHERE oid = ANY(%s)", [list(oids)])
     return {*oids} - {int(row[0]) for row in rows}
 
 
 def name_of(connection: Connection, oid: int) -> tuple[str, str] | None:
     """Return a relation's schema and name, as the connection's transaction sees them; None if there is none."""
-    with translated():
-        row = connection.execute(
-            "SELECT n.nspname::text, c.relname::text FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = %s",
-            [oid],
-        ).fetchone()
+    row = first_row(
+        connection,
+        "SELECT n.nspname::text, c.relname::text FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = %s",
+        [oid],
+    )
     return None if row is None else (str(row[0]), str(row[1]))
 
 
@@ -524,25 +512,19 @@ def insert_lsn(connection: Connection) -> Lsn:
     everything would never seem to reach that position.
     """
     function = "pg_last_wal_replay_lsn()" if on_standby(connection) else "pg_current_wal_insert_lsn()"
-    with translated():
-        row = connection.execute(f"SELECT {function}::text").fetchone()
-    assert row is not None
+    row = one_row(connection, f"SELECT {function}::text")
     return as_record_end(parse_lsn(row[0]))
 
 
 def source_time_us(connection: Connection) -> int:
     """Return the time by the source's clock, in microseconds since 1970."""
-    with translated():
-        row = connection.execute("SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint").fetchone()
-    assert row is not None
+    row = one_row(connection, "SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint")
     return int(row[0])
 
 
 def current_snapshot(connection: Connection) -> Snapshot:
     """Return a snapshot that shows which transactions have ended by now."""
-    with translated():
-        row = connection.execute("SELECT pg_current_snapshot()::text").fetchone()
-    assert row is not None
+    row = one_row(connection, "SELECT pg_current_snapshot()::text")
     return Snapshot.parse(row[0])
 
 
@@ -552,17 +534,13 @@ def running_bound(connection: Connection) -> int:
     A snapshot's xmax isn't enough, because it counts from the latest *ended* transaction. A transaction that has written
     its commit record and waits for a standby may have a greater id. `age` counts from the next id, also on a standby.
     """
-    with translated():
-        row = connection.execute(f"SELECT pg_current_snapshot()::text, age('{_XID_MIN}'::xid)").fetchone()
-    assert row is not None
+    row = one_row(connection, f"SELECT pg_current_snapshot()::text, age('{_XID_MIN}'::xid)")
     return extend_xid((int(row[1]) + _XID_MIN) % 2**32, Snapshot.parse(row[0]).xmax)
 
 
 def on_standby(connection: Connection) -> bool:
     """Return whether the server replays another server's WAL."""
-    with translated():
-        row = connection.execute("SELECT pg_is_in_recovery()").fetchone()
-    assert row is not None
+    row = one_row(connection, "SELECT pg_is_in_recovery()")
     return bool(row[0])
 
 

@@ -6,18 +6,18 @@ changes anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from psycopg import sql
 
 from millstream.capture.column_rules.binding import ColumnRules
 from millstream.capture.config import CaptureConfig
-from millstream.capture.connection import connect, translated
+from millstream.capture.connection import Connection, all_rows, connect, first_row
 from millstream.capture.publication import find_lacks, list_published
 from millstream.capture.server_checks import Finding, check_replication, check_server
 from millstream.capture.slot import SlotState, check_slot, drop_slot_of, read_slot
-from millstream.capture.source import Connection, SourceTable, on_standby
+from millstream.capture.source import SourceTable, on_standby
 from millstream.catalog import Catalog
 from millstream.codec.pgoutput import relation_columns
 from millstream.errors import ConfigError, MillstreamError, SourceError, UnknownTable
@@ -156,31 +156,32 @@ def _of_error(error: MillstreamError) -> Finding:
     return Finding(error.code, error.message, "source", fix=error.hint)
 
 
-def check_tables(connection: Connection, config: CaptureConfig, rules: ColumnRules | None = None) -> list[Finding]:
-    """Find what would stop a table, or deserves a warning, at every table that the patterns match.
+def check_tables(connection: Connection, config: CaptureConfig, rules: ColumnRules | None = None) -> Iterator[Finding]:
+    """Yield what would stop a table, or deserves a warning, at every table that the patterns match.
 
     Rules that don't fit the tables stop the source, as they would stop capture's start.
     """
     tables = list_published(connection, TablePatterns.parse(config.tables), config.publication, foreseen=True)
     if not tables:
-        return [
-            Finding(
-                "no_tables_match",
-                f"no table matches {', '.join(config.tables)}",
-                "source",
-                fix="Correct `tables` in millstream.toml.",
-            )
-        ]
-    findings = [] if rules is None else _check_rules(rules, tables)
-    findings += [finding for table in tables for finding in _check_table(connection, table)]
-    findings += [finding for table in tables for finding in _check_derived(connection, table, config.rules)]
+        yield Finding(
+            "no_tables_match",
+            f"no table matches {', '.join(config.tables)}",
+            "source",
+            fix="Correct `tables` in millstream.toml.",
+        )
+        return
+    if rules is not None:
+        yield from _check_rules(rules, tables)
+    for table in tables:
+        yield from _check_table(connection, table)
+    for table in tables:
+        yield from _check_derived(connection, table, config.rules)
     where = " at the primary" if on_standby(connection) else ""
     for lack in find_lacks(connection, config.publication, tables):
         blocks = "source" if lack.table is None else "table" if lack.stops else "nothing"
         name = lack.table.full_name if lack.table else ""
         fix = f"Have the tables' owner (or a superuser) run the SQL{where}, once every table of the publication has an identity."
-        findings.append(Finding("publication_missing", lack.message, blocks, name, fix, lack.sql))
-    return findings
+        yield Finding("publication_missing", lack.message, blocks, name, fix, lack.sql)
 
 
 def _check_rules(rules: ColumnRules, tables: list[SourceTable]) -> list[Finding]:
@@ -191,80 +192,69 @@ def _check_rules(rules: ColumnRules, tables: list[SourceTable]) -> list[Finding]
     return []
 
 
-def _check_table(connection: Connection, table: SourceTable) -> list[Finding]:
-    findings: list[Finding] = []
+def _check_table(connection: Connection, table: SourceTable) -> Iterator[Finding]:
     name = sql.Identifier(table.namespace, table.name).as_string(connection)
-    with translated():
-        row = connection.execute(
-            "SELECT has_schema_privilege(relnamespace, 'USAGE'), has_table_privilege(oid, 'SELECT'),"
-            " relrowsecurity AND NOT pg_has_role(relowner, 'USAGE')"
-            " AND NOT (SELECT rolbypassrls FROM pg_roles WHERE rolname = current_user), current_user"
-            " FROM pg_class WHERE oid = %s",
-            [table.oid],
-        ).fetchone()
+    row = first_row(
+        connection,
+        "SELECT has_schema_privilege(relnamespace, 'USAGE'), has_table_privilege(oid, 'SELECT'),"
+        " relrowsecurity AND NOT pg_has_role(relowner, 'USAGE')"
+        " AND NOT (SELECT rolbypassrls FROM pg_roles WHERE rolname = current_user), current_user"
+        " FROM pg_class WHERE oid = %s",
+        [table.oid],
+    )
     if row is None:
-        return []
+        return
     role = sql.Identifier(str(row[3])).as_string(connection)
     if not (row[0] and row[1]):
         schema = sql.Identifier(table.namespace).as_string(connection)
-        findings.append(
-            Finding(
-                "source_privilege_missing",
-                f"the role may not read {table.full_name}",
-                "table",
-                table.full_name,
-                "Grant it; else the table's existing rows can't be copied.",
-                f"GRANT USAGE ON SCHEMA {schema} TO {role}; GRANT SELECT ON {name} TO {role};",
-            )
+        yield Finding(
+            "source_privilege_missing",
+            f"the role may not read {table.full_name}",
+            "table",
+            table.full_name,
+            "Grant it; else the table's existing rows can't be copied.",
+            f"GRANT USAGE ON SCHEMA {schema} TO {role}; GRANT SELECT ON {name} TO {role};",
         )
     if row[2]:
-        findings.append(
-            Finding(
-                "row_security",
-                f"row security hides rows of {table.full_name} from the role",
-                "table",
-                table.full_name,
-                "Let the role bypass it; else the table's existing rows can't be copied.",
-                f"ALTER ROLE {role} BYPASSRLS;",
-            )
+        yield Finding(
+            "row_security",
+            f"row security hides rows of {table.full_name} from the role",
+            "table",
+            table.full_name,
+            "Let the role bypass it; else the table's existing rows can't be copied.",
+            f"ALTER ROLE {role} BYPASSRLS;",
         )
     if not table.usable:
-        findings.append(
-            Finding(
-                "replica_identity_unusable",
-                f"{table.full_name} has no usable replica identity: inserts only, into history only, without its existing rows",
-                "current",
-                table.full_name,
-                *_identity_remedy(connection, table),
-            )
+        yield Finding(
+            "replica_identity_unusable",
+            f"{table.full_name} has no usable replica identity: inserts only, into history only, without its existing rows",
+            "current",
+            table.full_name,
+            *_identity_remedy(connection, table),
         )
     names = [column.name for column in table.relation.columns]
-    findings += [
-        Finding(
-            "column_renamed",
-            f"{table.full_name}.{quote_ident(name)} has the name of one of Millstream's own columns: it is captured as {captured}",
-            "nothing",
-            table.full_name,
-            f"Nothing has to be done; use the name {captured} in queries.",
-        )
-        for name, captured in zip(names, log_names(names), strict=True)
-        if captured != name
-    ]
-
-    findings += _check_generated(connection, table)
-    return findings + [
-        Finding(
+    for name, captured in zip(names, log_names(names), strict=True):
+        if captured != name:
+            full_name = f"{table.full_name}.{quote_ident(name)}"
+            yield Finding(
+                "column_renamed",
+                f"{full_name} has the name of one of Millstream's own columns: it is captured as {captured}",
+                "nothing",
+                table.full_name,
+                f"Nothing has to be done; use the name {captured} in queries.",
+            )
+    yield from _check_generated(connection, table)
+    for column in filter(is_text_for_want_of_better, relation_columns(table.relation)):
+        has_precision = column.pg is not None and column.pg.oid == NUMERIC_OID
+        yield Finding(
             "column_is_text",
             f"{table.full_name}.{column.name} ({column.pg.name if column.pg else '?'}) will be text in the lake",
             "nothing",
             table.full_name,
-            "Nothing has to be done."
-            if column.pg is None or column.pg.oid != NUMERIC_OID
-            else "Nothing has to be done; `[streams.S.types]` can give it a precision.",
+            "Nothing has to be done; `[streams.S.types]` can give it a precision."
+            if has_precision
+            else "Nothing has to be done.",
         )
-        for column in relation_columns(table.relation)
-        if is_text_for_want_of_better(column)
-    ]
 
 
 def _check_generated(connection: Connection, table: SourceTable) -> list[Finding]:
@@ -290,18 +280,18 @@ def _check_derived(connection: Connection, table: SourceTable, rules: SourceRule
     asked = {column for name in names for column in rules.tables.get(name, ())}
     if not asked:
         return []
-    with translated():
-        # Up to 14, the generated column itself depends on the others; from 15 on, its expression does.
-        rows = connection.execute(
-            "SELECT g.attname, string_agg(DISTINCT a.attname, ', ' ORDER BY a.attname)"
-            " FROM pg_attrdef e JOIN pg_attribute g ON g.attrelid = e.adrelid AND g.attnum = e.adnum AND g.attgenerated <> ''"
-            " JOIN pg_depend d ON (d.classid = 'pg_attrdef'::regclass AND d.objid = e.oid)"
-            " OR (d.classid = 'pg_class'::regclass AND d.objid = e.adrelid AND d.objsubid = e.adnum)"
-            " JOIN pg_attribute a ON a.attrelid = d.refobjid AND a.attnum = d.refobjsubid AND a.attnum <> g.attnum"
-            " WHERE e.adrelid = %s AND d.refclassid = 'pg_class'::regclass AND d.refobjid = e.adrelid"
-            " AND a.attname = ANY (%s) GROUP BY g.attname ORDER BY g.attname",
-            [table.oid, list(asked)],
-        ).fetchall()
+    # Up to 14, the generated column itself depends on the others; from 15 on, its expression does.
+    rows = all_rows(
+        connection,
+        "SELECT g.attname, string_agg(DISTINCT a.attname, ', ' ORDER BY a.attname)"
+        " FROM pg_attrdef e JOIN pg_attribute g ON g.attrelid = e.adrelid AND g.attnum = e.adnum AND g.attgenerated <> ''"
+        " JOIN pg_depend d ON (d.classid = 'pg_attrdef'::regclass AND d.objid = e.oid)"
+        " OR (d.classid = 'pg_class'::regclass AND d.objid = e.adrelid AND d.objsubid = e.adnum)"
+        " JOIN pg_attribute a ON a.attrelid = d.refobjid AND a.attnum = d.refobjsubid AND a.attnum <> g.attnum"
+        " WHERE e.adrelid = %s AND d.refclassid = 'pg_class'::regclass AND d.refobjid = e.adrelid"
+        " AND a.attname = ANY (%s) GROUP BY g.attname ORDER BY g.attname",
+        [table.oid, list(asked)],
+    )
     return [
         Finding(
             "column_derived",
@@ -340,11 +330,11 @@ def _identity_remedy(connection: Connection, table: SourceTable) -> tuple[str, s
 
 def _identity_sql(connection: Connection, table: SourceTable) -> str:
     """Return statements that give a table an identity; partitions don't inherit it and need their own."""
-    with translated():
-        leaves = connection.execute(
-            "SELECT n.nspname, c.relname FROM pg_partition_tree(%s::oid::regclass) p JOIN pg_class c ON c.oid = p.relid"
-            " JOIN pg_namespace n ON n.oid = c.relnamespace WHERE p.isleaf AND p.relid <> %s ORDER BY 1, 2",
-            [table.oid, table.oid],
-        ).fetchall()
+    leaves = all_rows(
+        connection,
+        "SELECT n.nspname, c.relname FROM pg_partition_tree(%s::oid::regclass) p JOIN pg_class c ON c.oid = p.relid"
+        " JOIN pg_namespace n ON n.oid = c.relnamespace WHERE p.isleaf AND p.relid <> %s ORDER BY 1, 2",
+        [table.oid, table.oid],
+    )
     names = [sql.Identifier(*name).as_string(connection) for name in ((table.namespace, table.name), *leaves)]
     return " ".join(f"ALTER TABLE {name} REPLICA IDENTITY FULL;" for name in names)

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from millstream.capture.connection import RECOPY_HINT
-from millstream.capture.source import Connection, current_snapshot, insert_lsn, on_standby, running_bound
+from millstream.capture.connection import RECOPY_HINT, Connection
+from millstream.capture.source import current_snapshot, insert_lsn, on_standby, running_bound
 from millstream.catalog import Catalog
 from millstream.errors import SourceError
 from millstream.model.positions import Lsn

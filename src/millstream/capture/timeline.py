@@ -17,8 +17,8 @@ from typing import Final
 
 from psycopg import errors
 
-from millstream.capture.connection import connect_replication, translated
-from millstream.capture.source import Connection, SourceIdentity, check_same
+from millstream.capture.connection import Connection, connect_replication, one_row, translated
+from millstream.capture.source import SourceIdentity, check_same
 from millstream.catalog import SourceRow
 from millstream.errors import SourceError
 from millstream.model.positions import Lsn, format_lsn, parse_lsn
@@ -112,9 +112,7 @@ class TimelineWatch:
 
     def check(self) -> None:
         """Raise `source_switched` if the server is on another timeline than the session; a round trip each time."""
-        with translated():
-            row = self._connection.execute("IDENTIFY_SYSTEM").fetchone()
-        assert row is not None
+        row = one_row(self._connection, "IDENTIFY_SYSTEM")
         if (int(row[0]), int(row[1])) != (self._identity.system_identifier, self._identity.timeline):
             raise SourceError(
                 f"the standby is on timeline {row[1]} now, this session on {self._identity.timeline}",

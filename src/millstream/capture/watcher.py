@@ -25,7 +25,7 @@ import structlog
 from millstream.capture.column_rules.binding import RULES, ColumnRules
 from millstream.capture.column_rules.rows_before_rules import note_raw_values
 from millstream.capture.config import CaptureConfig
-from millstream.capture.connection import translated
+from millstream.capture.connection import Connection, first_row, translated
 from millstream.capture.copy_or_history_only import after_identity_change, copy_or_history_only
 from millstream.capture.copying.attached_partitions import begin_copy_of, can_copy_apart
 from millstream.capture.leaves.leaf_relations import HeldTables
@@ -46,15 +46,7 @@ from millstream.capture.publication import (
 )
 from millstream.capture.rewrite_detection import KnownLayouts, shape_of
 from millstream.capture.slot import read_slot
-from millstream.capture.source import (
-    Connection,
-    SourceIdentity,
-    SourceTable,
-    connect_same,
-    dropped,
-    insert_lsn,
-    source_time_us,
-)
+from millstream.capture.source import SourceIdentity, SourceTable, connect_same, dropped, insert_lsn, source_time_us
 from millstream.capture.streamed_publications import StreamedPublications
 from millstream.capture.table_directory import TableDirectory
 from millstream.capture.transient_column_names import Expected, Form, Shape, Shown
@@ -561,10 +553,9 @@ class Watcher:
         if status != self._wal_status and status in {"unreserved", "lost"}:
             logger.warning("the source is about to drop WAL that the slot needs", slot=self._config.slot, status=status)
         self._wal_status = status
-        with translated():
-            row = connection.execute(
-                "SELECT spill_bytes FROM pg_stat_replication_slots WHERE slot_name = %s", [self._config.slot]
-            ).fetchone()
+        row = first_row(
+            connection, "SELECT spill_bytes FROM pg_stat_replication_slots WHERE slot_name = %s", [self._config.slot]
+        )
         self.spilled_bytes = None if row is None else int(row[0])
 
     def _beat_where_idle(self, connection: Connection, *, asked: bool) -> None:

@@ -15,10 +15,10 @@ import psycopg
 from psycopg import sql
 
 from millstream.capture.column_rules.apply_to_copies import check_numbers, read_columns
-from millstream.capture.connection import translated
+from millstream.capture.connection import Connection, translated
 from millstream.capture.copying.copy_output import CopyText, copy_pieces
 from millstream.capture.publication import Restriction, inserts_name, list_published, restrictions
-from millstream.capture.source import Connection, SourceTable, read_table
+from millstream.capture.source import SourceTable, read_table
 from millstream.diff.columns import HASH, RANGE, HashName, RowTexts
 from millstream.diff.hashed_rows import HashedRows, SourceRow, sorted_by_range
 from millstream.errors import SourceError

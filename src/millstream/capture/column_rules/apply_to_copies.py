@@ -12,9 +12,9 @@ from typing import Final, assert_never
 
 from psycopg import pq, sql
 
-from millstream.capture.connection import translate_result
+from millstream.capture.connection import Connection, translate_result
 from millstream.capture.copying.copy_output import CopyText, as_messages
-from millstream.capture.source import Connection, SourceTable
+from millstream.capture.source import SourceTable
 from millstream.codec.pgoutput import Relation
 from millstream.errors import SourceError
 from millstream.model.column_rules import REDACTED, Rule

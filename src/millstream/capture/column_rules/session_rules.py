@@ -10,9 +10,9 @@ from typing import Final
 from millstream.capture.column_rules.apply_to_changes import RuleMessages, Rules
 from millstream.capture.column_rules.binding import ColumnRules
 from millstream.capture.config import CaptureConfig
-from millstream.capture.connection import translated
+from millstream.capture.connection import Connection, first_row
 from millstream.capture.publication import inserts_name, list_published, restriction
-from millstream.capture.source import Connection, SourceIdentity, SourceTable, connect_same, read_table
+from millstream.capture.source import SourceIdentity, SourceTable, connect_same, read_table
 from millstream.capture.table_directory import TableDirectory
 from millstream.codec.pgoutput import Relation
 from millstream.errors import ConfigError, TableUndecodable, UnknownTable
@@ -102,8 +102,7 @@ def rule_messages(
 def _present(connection: Connection, oid: int, publication: str) -> tuple[SourceTable, int] | None:
     """Return a table with the columns that are sent, and the greatest number that a column of it ever had."""
     table = read_table(connection, oid)
-    with translated():
-        row = connection.execute("SELECT relnatts FROM pg_class WHERE oid = %s", [oid]).fetchone()
+    row = first_row(connection, "SELECT relnatts FROM pg_class WHERE oid = %s", [oid])
     if table is None or row is None:
         return None
     sent = restriction(connection, (publication, inserts_name(publication)), table)

@@ -24,13 +24,12 @@ from millstream.capture.column_rules.apply_to_copies import (
     read_columns,
 )
 from millstream.capture.column_rules.binding import ColumnRules
-from millstream.capture.connection import translate_result, translated
+from millstream.capture.connection import Connection, all_rows, translate_result, translated
 from millstream.capture.copying.copy_output import CopyText, as_messages, copy_out, copy_pieces
 from millstream.capture.copying.copy_text import CopiedRows, last_key, read_copied
 from millstream.capture.copying.source_snapshot import SourceSnapshot
 from millstream.capture.publication import restriction
 from millstream.capture.source import (
-    Connection,
     KeyColumn,
     SourceTable,
     as_record_end,
@@ -359,11 +358,11 @@ class ChunkReader:
     def _check_not_rewritten(self, table: SourceTable) -> None:
         """Raise if the table was rewritten or truncated between snapshot and lock: the snapshot shows no rows then."""
         seen = {table.oid: table.relfilenode, **{part.oid: part.relfilenode for part in table.partitions}}
-        with translated():
-            rows = self._connection.execute(
-                "SELECT oid::bigint, coalesce(pg_relation_filenode(oid), 0)::bigint FROM unnest(%s::bigint[]) AS oid",
-                [list(seen)],
-            ).fetchall()
+        rows = all_rows(
+            self._connection,
+            "SELECT oid::bigint, coalesce(pg_relation_filenode(oid), 0)::bigint FROM unnest(%s::bigint[]) AS oid",
+            [list(seen)],
+        )
         if any(seen[oid] != now for oid, now in rows if seen[oid]):
             raise SourceError(f"the table {table.full_name} was rewritten during the read", sqlstate=AGAIN)
 

@@ -13,14 +13,13 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-import psycopg
 from psycopg import pq
 
-from millstream.capture.connection import next_result, translate_result, wait_for
+from millstream.capture.connection import Connection, next_result, translate_result, wait_for
 from millstream.capture.copying import _text_scan as machine
 from millstream.capture.stream.frames import is_unencrypted, pass_over
 from millstream.errors import MillstreamError, ProtocolViolation, SourceError
@@ -32,7 +31,6 @@ _NAP_S: Final = 0.0005
 a Unix socket holds what comes in about twice the nap."""
 _ROOM_MAX: Final = 64 << 20
 
-Connection = psycopg.Connection[tuple[Any, ...]]
 Messages = npt.NDArray[np.uint8]
 """CopyData messages, a row each: a head of `_text_scan.HEAD_BYTES`, then the line that COPY writes."""
 

@@ -13,8 +13,8 @@ from typing import Final, Generic, TypeVar
 import psycopg
 import structlog
 
+from millstream.capture.connection import Connection
 from millstream.capture.copying.chunk_reader import ChunkReader
-from millstream.capture.source import Connection
 from millstream.errors import CodecError, ConfigError, MillstreamError, Retry, SourceError
 from millstream.workers import Worker
 

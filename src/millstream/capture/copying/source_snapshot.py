@@ -16,9 +16,17 @@ from typing import Final, Self
 
 from psycopg import sql
 
-from millstream.capture.connection import connect, connect_replication, end_with_client, pinned, translated
+from millstream.capture.connection import (
+    Connection,
+    connect,
+    connect_replication,
+    end_with_client,
+    first_row,
+    pinned,
+    translated,
+)
 from millstream.capture.slot import ask_for_slot, who_is_waited_for
-from millstream.capture.source import Connection, SourceIdentity, identify_replication
+from millstream.capture.source import SourceIdentity, identify_replication
 from millstream.closing import Closing
 from millstream.errors import SourceError
 from millstream.model.positions import Lsn
@@ -75,8 +83,7 @@ class SourceSnapshot(Closing):
             anchor = connect(dsn, purpose=purpose)
             try:
                 _begin_under(anchor, exported)
-                with translated():
-                    row = anchor.execute("SELECT pg_export_snapshot()").fetchone()
+                row = first_row(anchor, "SELECT pg_export_snapshot()")
             except BaseException:
                 anchor.close()
                 raise

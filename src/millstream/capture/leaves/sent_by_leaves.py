@@ -13,8 +13,7 @@ from typing import Final
 
 from psycopg import sql
 
-from millstream.capture.connection import translated
-from millstream.capture.source import Connection
+from millstream.capture.connection import Connection, all_rows, one_row, translated
 
 MARK: Final = "made for Millstream, which reads partitions under their own names"
 """The comment of a publication that is ours."""
@@ -39,12 +38,11 @@ def others(server_version: int) -> str:
 def reads_leaves(connection: Connection, publications: Sequence[str]) -> bool:
     """Return whether those of the publications that exist are all ours."""
     condition = others(connection.info.server_version)
-    with translated():
-        row = connection.execute(
-            f"SELECT bool_or({condition}) FROM pg_publication p WHERE p.pubname = ANY(%(names)s)",
-            {"mark": MARK, "names": list(publications)},
-        ).fetchone()
-    assert row is not None
+    row = one_row(
+        connection,
+        f"SELECT bool_or({condition}) FROM pg_publication p WHERE p.pubname = ANY(%(names)s)",
+        {"mark": MARK, "names": list(publications)},
+    )
     return not row[0]
 
 
@@ -62,13 +60,13 @@ def sent_by_leaves(connection: Connection, publications: Sequence[str]) -> dict[
 
     Each has a text that another `ALTER PUBLICATION … SET` changes, even if it sets what is set already.
     """
-    with translated():
-        rows = connection.execute(
-            "SELECT r.prrelid::bigint, string_agg(p.oid || ' ' || p.xmin, ', ' ORDER BY p.oid) FROM pg_publication_rel r"
-            " JOIN pg_publication p ON p.oid = r.prpubid JOIN pg_class c ON c.oid = r.prrelid WHERE c.relkind = 'p'"
-            " AND p.pubname = ANY(%s) GROUP BY r.prrelid HAVING NOT bool_or(p.pubviaroot)",
-            [list(publications)],
-        ).fetchall()
+    rows = all_rows(
+        connection,
+        "SELECT r.prrelid::bigint, string_agg(p.oid || ' ' || p.xmin, ', ' ORDER BY p.oid) FROM pg_publication_rel r"
+        " JOIN pg_publication p ON p.oid = r.prpubid JOIN pg_class c ON c.oid = r.prrelid WHERE c.relkind = 'p'"
+        " AND p.pubname = ANY(%s) GROUP BY r.prrelid HAVING NOT bool_or(p.pubviaroot)",
+        [list(publications)],
+    )
     return {int(oid): str(setting) for oid, setting in rows}
 
 

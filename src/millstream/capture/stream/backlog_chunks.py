@@ -23,9 +23,9 @@ from typing import Final
 import psycopg
 from psycopg import pq, sql
 
-from millstream.capture.connection import take_bytes_as_they_are, translate, translate_result, translated
+from millstream.capture.connection import Connection, take_bytes_as_they_are, translate, translate_result, translated
 from millstream.capture.source import SourceIdentity, connect_same
-from millstream.capture.stream.frames import KEEPALIVE, Block, Connection, Frames, is_unencrypted, pass_over
+from millstream.capture.stream.frames import KEEPALIVE, Block, Frames, is_unencrypted, pass_over
 from millstream.codec.pgoutput import MessageRun
 from millstream.codec.pgoutput._framing import split_copy_rows
 from millstream.errors import MillstreamError, ProtocolViolation

@@ -16,9 +16,8 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import psycopg
 
-from millstream.capture.connection import translate_fields
+from millstream.capture.connection import Connection, translate_fields
 from millstream.capture.stream._drain import drain
 from millstream.codec.pgoutput import MessageRun
 from millstream.errors import ProtocolViolation, SourceError
@@ -36,7 +35,6 @@ _ROOM_MIN: Final = 16 << 10
 _SEND_S: Final = 30.0
 
 Bytes8 = npt.NDArray[np.uint8]
-Connection = psycopg.Connection[tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

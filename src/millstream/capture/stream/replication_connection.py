@@ -20,9 +20,9 @@ import numpy as np
 import psycopg
 from psycopg import pq
 
-from millstream.capture.connection import next_result, translate, translate_result
+from millstream.capture.connection import Connection, next_result, translate, translate_result
 from millstream.capture.stream._drain import compile_drain
-from millstream.capture.stream.frames import KEEPALIVE, NAP_US, Block, Connection, Frames, is_unencrypted, pass_over
+from millstream.capture.stream.frames import KEEPALIVE, NAP_US, Block, Frames, is_unencrypted, pass_over
 from millstream.codec.pgoutput import MessageRun
 from millstream.codec.pgoutput._framing import split_copy_data
 from millstream.codec.pgoutput.message_parser import POSTGRES_EPOCH_US
