@@ -138,7 +138,7 @@ def _texts(numbers: np.ndarray) -> pa.Array:
 
 
 def _partitions(wal: Path) -> int:
-    from millstream.spark.source import PARTITION_BYTES
+    from millstream.spark.log_source import PARTITION_BYTES
 
     log = StreamReader(str(wal))
     return len(log.spans(type(log.first_seq())(0), log.persisted_upto(), bytes_target=PARTITION_BYTES))

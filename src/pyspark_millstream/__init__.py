@@ -1,5 +1,5 @@
 """Register `format("millstream")` with Spark, which imports every package whose name begins with `pyspark_`."""
 
-from millstream.spark.source import MillstreamSource as DefaultSource
+from millstream.spark.log_source import MillstreamSource as DefaultSource
 
 __all__ = ["DefaultSource"]

@@ -19,7 +19,7 @@ from millstream.home.home import Home
 from millstream.model.ids import ShardId
 from millstream.model.positions import Offset, StreamToken
 from millstream.protocol.retention import Retention, RetentionBounds
-from millstream.spark.source import MillstreamReader, SourceOptions, _Scan
+from millstream.spark.log_source import MillstreamReader, SourceOptions, _Scan
 from millstream.wal.reader import StreamReader
 from millstream.wal.records_json import Cat
 from millstream.wal.segment_deletion import drop_segments

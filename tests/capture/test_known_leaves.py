@@ -10,7 +10,7 @@ import pytest
 
 from millstream.capture.leaves.known_leaves import KnownLeaves, LeafColumns
 from millstream.capture.leaves.leaf_relations import _grown, _places
-from millstream.capture.source import PartitionFacts, SourceTable
+from millstream.capture.source_tables import PartitionFacts, SourceTable
 from millstream.catalog import Catalog
 from millstream.codec.pgoutput import Relation
 from millstream.model.ids import TableId

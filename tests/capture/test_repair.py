@@ -9,8 +9,8 @@ from tests.capture.capture_stage import Stage
 from tests.capture.test_column_rules import digest, holds, ruled
 from tests.capture.test_copying import DOCS, ORDERS, workload
 
-from millstream.capture.copying.repair import deleted_rows
 from millstream.capture.copying.repair_request import CHUNK_KEYS, SCANNED_KEYS, ask_repair, repair_chunks
+from millstream.capture.copying.row_repair import deleted_rows
 from millstream.model.column_rules import Rule
 from millstream.model.ids import SchemaVersion, SourceId, TableId
 from millstream.model.schema import Column, TableSchema

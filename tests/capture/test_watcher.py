@@ -14,7 +14,7 @@ from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage
 
 from millstream.capture.connection import connect
-from millstream.capture.source import list_tables, read_table
+from millstream.capture.source_tables import list_tables, read_table
 from millstream.capture.watcher import Watcher
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.model.ids import StreamId

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.diff.columns import ComparedColumn, RowTexts, ranges_for
+from millstream.diff.column_texts import ComparedColumn, RowTexts, ranges_for
 from millstream.diff.compare import What, differences_of
 from millstream.model.pgtext import array_of, text_renderer
 

@@ -13,8 +13,8 @@ from tests.app.homes import run
 from tests.app.landed import LandedHome
 from tests.diff.test_diff import behind_captures_back, reasons, told
 
+from millstream.diff.asked_repairs import ask_repairs, wait_for_repairs
 from millstream.diff.compare import diff_stream
-from millstream.diff.repair import ask_repairs, wait_for_repairs
 from millstream.errors import LakeBehind
 from millstream.testing.pytest_plugin import Database
 from millstream.testing.workloads.shop import ShopWorkload

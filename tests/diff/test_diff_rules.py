@@ -18,8 +18,8 @@ from tests.capture.test_column_rules import KEY, digest, holds
 from tests.diff.test_diff import behind_captures_back, reasons, states, told
 
 from millstream.app.initialize import make_home
+from millstream.diff.asked_repairs import ask_repairs
 from millstream.diff.compare import diff_stream
-from millstream.diff.repair import ask_repairs
 from millstream.testing.postgres import EmbeddedPostgres
 from millstream.testing.pytest_plugin import Database
 

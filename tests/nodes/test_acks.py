@@ -26,7 +26,7 @@ from millstream.model.operations import Appended
 from millstream.model.positions import Seq
 from millstream.processes.role_locks import RoleLock, holder, writer_role
 from millstream.protocol.replication.high_water_mark import Holding
-from millstream.spark.sink import SinkOptions
+from millstream.spark.log_sink import SinkOptions
 from millstream.testing.errors import coded
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader

@@ -7,7 +7,7 @@ import pytest
 
 from millstream.model.records import RECORD_PREFIX
 from millstream.model.schema_conversion import conform
-from millstream.spark.columns import arrow_schema, spark_schema, spark_type
+from millstream.spark.spark_columns import arrow_schema, spark_schema, spark_type
 
 LOG_TYPES = [
     *(pa.bool_(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64(), pa.string(), pa.binary()),

@@ -16,7 +16,7 @@ from millstream.app.pipelines import run_pipelines
 from millstream.errors import PositionError, UsageError
 from millstream.home.home import Home
 from millstream.processes.child_process import Lifeline
-from millstream.spark.source import SourceOptions
+from millstream.spark.log_source import SourceOptions
 
 VIEWS = '[streams.shop.lake]\nviews = ["current", "history", "merged"]\n'
 

@@ -16,8 +16,8 @@ from millstream.errors import UnknownTable
 from millstream.home.home import Home
 from millstream.model.ids import RegionId
 from millstream.regions.merged_table import RegionTable
-from millstream.spark.columns import spark_schema
 from millstream.spark.merged_rows import merged_regions, region_records
+from millstream.spark.spark_columns import spark_schema
 
 MERGES = """
 views = "g_counter"

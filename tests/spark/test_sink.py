@@ -22,7 +22,7 @@ from tests.app.served import serving
 
 import millstream
 from millstream.errors import UsageError
-from millstream.spark.sink import MillstreamStreamWriter, MillstreamWriter, SinkOptions, check_type
+from millstream.spark.log_sink import MillstreamStreamWriter, MillstreamWriter, SinkOptions, check_type
 from millstream.spark.staged_rows import forget_abandoned, parts_of, stage
 from millstream.testing.errors import coded
 

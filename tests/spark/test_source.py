@@ -28,7 +28,7 @@ from millstream.model.ids import SchemaVersion
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.records import Op
 from millstream.model.schema import Column, TableKind, TableSchema
-from millstream.spark.source import MillstreamSource, MillstreamStreamReader, SourceOptions, position_of
+from millstream.spark.log_source import MillstreamSource, MillstreamStreamReader, SourceOptions, position_of
 from millstream.testing.errors import coded
 from millstream.wal.reader import StreamReader
 

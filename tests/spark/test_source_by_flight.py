@@ -16,7 +16,7 @@ from millstream.errors import AccessError, EngineError, OffsetExpired, UsageErro
 from millstream.home.home import Home
 from millstream.model.access import Rights
 from millstream.serving.access import Access
-from millstream.spark.source import LogPartition, MillstreamReader, MillstreamSource, SourceOptions, _Scan
+from millstream.spark.log_source import LogPartition, MillstreamReader, MillstreamSource, SourceOptions, _Scan
 from millstream.testing.errors import coded
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from millstream.capture.source import SourceTable
+from millstream.capture.source_tables import SourceTable
 from millstream.catalog import Catalog
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Lsn

@@ -20,7 +20,7 @@ from psycopg import sql
 
 from millstream.capture.connection import Connection, all_rows, first_row, one_row, translated
 from millstream.capture.leaves.sent_by_leaves import MARK, leaves_published, others, reads_leaves
-from millstream.capture.source import SourceTable, list_tables, read_table
+from millstream.capture.source_tables import SourceTable, list_tables, read_table
 from millstream.capture.streamed_publications import StreamedPublications
 from millstream.errors import SourceError
 from millstream.model.names import TablePatterns, quote

@@ -15,7 +15,7 @@ from typing import Final
 
 from millstream.capture.connection import Connection
 from millstream.capture.slot import SlotState
-from millstream.capture.source import SourceIdentity, as_record_end, insert_lsn
+from millstream.capture.source_tables import SourceIdentity, as_record_end, insert_lsn
 from millstream.catalog import Catalog
 from millstream.errors import SourceError
 from millstream.model.positions import Lsn, format_lsn

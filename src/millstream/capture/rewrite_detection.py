@@ -44,7 +44,7 @@ from typing import Any
 from millstream.capture.added_defaults import AddedDefault
 from millstream.capture.column_rules.binding import TEXT_OID
 from millstream.capture.publication import Restriction
-from millstream.capture.source import AttributeFacts, PartitionFacts, SourceTable
+from millstream.capture.source_tables import AttributeFacts, PartitionFacts, SourceTable
 from millstream.capture.transient_column_names import (
     Expected,
     Form,

@@ -23,7 +23,7 @@ from millstream.capture.column_rules.binding import ColumnRules
 from millstream.capture.column_rules.session_rules import check_rules, rule_messages
 from millstream.capture.config import CaptureConfig, CaptureOutcome, CaptureProgress
 from millstream.capture.connection import Connection, connect_replication, pinned, take_bytes_as_they_are
-from millstream.capture.copying.repair import CopiesAndRepairs, Repairs
+from millstream.capture.copying.row_repair import CopiesAndRepairs, Repairs
 from millstream.capture.copying.table_copies import UNFINISHED, TableCopies
 from millstream.capture.publication import pgoutput_options
 from millstream.capture.restored_source import check_end, check_never_set_back, forget_set_back
@@ -37,7 +37,7 @@ from millstream.capture.slot import (
     waits_for_standbys,
     who_is_waited_for,
 )
-from millstream.capture.source import (
+from millstream.capture.source_tables import (
     SourceIdentity,
     check_origin,
     check_same,

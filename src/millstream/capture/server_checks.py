@@ -11,7 +11,7 @@ from psycopg import sql
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import Connection, all_rows, connect_replication, first_row, one_row, parse_dsn
 from millstream.capture.slot import SlotState, read_slot
-from millstream.capture.source import STANDBY_VERSION_MIN, on_standby
+from millstream.capture.source_tables import STANDBY_VERSION_MIN, on_standby
 from millstream.errors import MillstreamError
 
 _FAILOVER_VERSION_MIN: Final = 170000

@@ -25,7 +25,7 @@ from millstream.capture.connection import (
     translate_result,
     translated,
 )
-from millstream.capture.source import on_standby
+from millstream.capture.source_tables import on_standby
 from millstream.errors import SourceError
 from millstream.model.positions import Lsn, format_lsn, parse_lsn
 

@@ -17,7 +17,7 @@ from millstream.capture.connection import Connection, all_rows, connect, first_r
 from millstream.capture.publication import find_lacks, list_published
 from millstream.capture.server_checks import Finding, check_replication, check_server
 from millstream.capture.slot import SlotState, check_slot, drop_slot_of, read_slot
-from millstream.capture.source import SourceTable, on_standby
+from millstream.capture.source_tables import SourceTable, on_standby
 from millstream.catalog import Catalog
 from millstream.codec.pgoutput import relation_columns
 from millstream.errors import ConfigError, MillstreamError, SourceError, UnknownTable

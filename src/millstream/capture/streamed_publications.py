@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from millstream.capture.connection import RECOPY_HINT, Connection
-from millstream.capture.source import current_snapshot, insert_lsn, on_standby, running_bound
+from millstream.capture.source_tables import current_snapshot, insert_lsn, on_standby, running_bound
 from millstream.catalog import Catalog
 from millstream.errors import SourceError
 from millstream.model.positions import Lsn

@@ -22,7 +22,7 @@ from millstream.capture.copy_or_history_only import copy_or_history_only
 from millstream.capture.leaves.known_leaves import KnownLeaves
 from millstream.capture.leaves.leaf_relations import LeafRelations
 from millstream.capture.pending_column_renames import PendingDefinitions
-from millstream.capture.source import SourceTable, possible_ancestors
+from millstream.capture.source_tables import SourceTable, possible_ancestors
 from millstream.capture.transient_column_names import ShownColumns, form_of
 from millstream.catalog import COPY_HELD, Catalog, TableRow, TableState
 from millstream.codec.pgoutput import MESSAGES_COLUMNS, Relation, raw_schema, table_schema

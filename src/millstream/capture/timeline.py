@@ -18,7 +18,7 @@ from typing import Final
 from psycopg import errors
 
 from millstream.capture.connection import Connection, connect_replication, one_row, translated
-from millstream.capture.source import SourceIdentity, check_same
+from millstream.capture.source_tables import SourceIdentity, check_same
 from millstream.catalog import SourceRow
 from millstream.errors import SourceError
 from millstream.model.positions import Lsn, format_lsn, parse_lsn

@@ -46,7 +46,14 @@ from millstream.capture.publication import (
 )
 from millstream.capture.rewrite_detection import KnownLayouts, shape_of
 from millstream.capture.slot import read_slot
-from millstream.capture.source import SourceIdentity, SourceTable, connect_same, dropped, insert_lsn, source_time_us
+from millstream.capture.source_tables import (
+    SourceIdentity,
+    SourceTable,
+    connect_same,
+    dropped,
+    insert_lsn,
+    source_time_us,
+)
 from millstream.capture.streamed_publications import StreamedPublications
 from millstream.capture.table_directory import TableDirectory
 from millstream.capture.transient_column_names import Expected, Form, Shape, Shown

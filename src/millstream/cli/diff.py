@@ -21,8 +21,8 @@ from millstream.cli.context import (
 from millstream.model.human_text import readable
 
 if TYPE_CHECKING:
+    from millstream.diff.asked_repairs import RepairAsked
     from millstream.diff.compare import Difference, DiffReport, Progress, TableDiff
-    from millstream.diff.repair import RepairAsked
 
 _SHOWN: Final = 10
 """Differing keys of a table that are printed for people."""
@@ -69,8 +69,8 @@ def diff(
     The exit code is 3 if a table differs or is damaged, and 1 if a table couldn't be compared. Without TABLE, all
     tables are compared.
     """
+    from millstream.diff.asked_repairs import ask_repairs, wait_for_repairs
     from millstream.diff.compare import DAMAGED, Compared, diff_stream
-    from millstream.diff.repair import ask_repairs, wait_for_repairs
     from millstream.errors import LakeFilesGone, LakeTableForeign
 
     if wait and not repair:

@@ -23,13 +23,13 @@ from millstream.app.status import quarantine_of
 from millstream.capture.column_rules.binding import ColumnRules
 from millstream.capture.copying.source_snapshot import SourceSnapshot
 from millstream.capture.rewrite_detection import KnownLayouts
-from millstream.capture.source import check_same
+from millstream.capture.source_tables import check_same
 from millstream.catalog import TableState
-from millstream.diff.columns import HASH, ComparedColumn, HashName, RowTexts, ranges_for
+from millstream.diff.column_texts import HASH, ComparedColumn, HashName, RowTexts, ranges_for
 from millstream.diff.departures import Departures
-from millstream.diff.lake import LakeTable, row_texts
+from millstream.diff.lake_side import LakeTable, row_texts
 from millstream.diff.position import PositionWait, wait_for_lake
-from millstream.diff.source import PublishedTable, Sums, TableSide, pick_hash, published_tables
+from millstream.diff.source_side import PublishedTable, Sums, TableSide, pick_hash, published_tables
 from millstream.errors import LakeBehind, LakeError, LakeFilesGone, LakeTableForeign, LogError, MillstreamError
 from millstream.home.config_mapping import capture_config, lake_layout
 from millstream.home.home import Home

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from millstream.capture.column_rules.apply_to_copies import NULL, plain_text
 from millstream.capture.copying.copy_output import CopyText
-from millstream.diff.columns import HASH_DIGITS, RowTexts
+from millstream.diff.column_texts import HASH_DIGITS, RowTexts
 
 SourceRow = tuple[int, int, tuple[str | None, ...]]
 """Range, hash, and the columns' texts as PostgreSQL prints them, or their hashes."""

@@ -25,8 +25,8 @@ from millstream.model.ids import RegionId, TableId
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.schema_conversion import conform
-from millstream.spark.columns import arrow_schema, spark_schema
 from millstream.spark.signals import REPEATS, SignalColumns, column_of
+from millstream.spark.spark_columns import arrow_schema, spark_schema
 from millstream.wal.cross_region_duplicates import Repeat, RepeatedWrites, is_repeat
 from millstream.wal.reader import StreamReader
 from millstream.wal.reading.table_records import TableRecords

@@ -22,9 +22,9 @@ from millstream.errors import UsageError
 from millstream.model.as_of_parsing import moment_of
 from millstream.model.region_ages import as_line, regions_in
 from millstream.model.schema_conversion import conform
-from millstream.spark.columns import arrow_schema
 from millstream.spark.executor_flight import OPTIONS
 from millstream.spark.python_worker_setup import spare_the_collector
+from millstream.spark.spark_columns import arrow_schema
 
 _ROWS: Final = 16_384
 _ONLY_RECORDS: Final = (

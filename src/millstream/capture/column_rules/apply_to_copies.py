@@ -14,7 +14,7 @@ from psycopg import pq, sql
 
 from millstream.capture.connection import Connection, translate_result
 from millstream.capture.copying.copy_output import CopyText, as_messages
-from millstream.capture.source import SourceTable
+from millstream.capture.source_tables import SourceTable
 from millstream.codec.pgoutput import Relation
 from millstream.errors import SourceError
 from millstream.model.column_rules import REDACTED, Rule

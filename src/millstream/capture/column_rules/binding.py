@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from millstream.capture.source import AttributeFacts, SourceTable
+from millstream.capture.source_tables import AttributeFacts, SourceTable
 from millstream.catalog import Catalog
 from millstream.codec.pgoutput import Relation, RelationColumn
 from millstream.errors import ConfigError, UnknownTable

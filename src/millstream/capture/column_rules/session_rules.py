@@ -12,7 +12,7 @@ from millstream.capture.column_rules.binding import ColumnRules
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import Connection, first_row
 from millstream.capture.publication import inserts_name, list_published, restriction
-from millstream.capture.source import SourceIdentity, SourceTable, connect_same, read_table
+from millstream.capture.source_tables import SourceIdentity, SourceTable, connect_same, read_table
 from millstream.capture.table_directory import TableDirectory
 from millstream.codec.pgoutput import Relation
 from millstream.errors import ConfigError, TableUndecodable, UnknownTable

@@ -29,7 +29,7 @@ from millstream.capture.copying.copy_output import CopyText, as_messages, copy_o
 from millstream.capture.copying.copy_text import CopiedRows, last_key, read_copied
 from millstream.capture.copying.source_snapshot import SourceSnapshot
 from millstream.capture.publication import restriction
-from millstream.capture.source import (
+from millstream.capture.source_tables import (
     KeyColumn,
     SourceTable,
     as_record_end,

@@ -7,7 +7,7 @@ import time
 
 from millstream.capture.copying.chunk_reader import table_of
 from millstream.capture.copying.copy_text import chunk_operation, single_row
-from millstream.capture.source import SourceTable
+from millstream.capture.source_tables import SourceTable
 from millstream.capture.table_directory import TableDirectory
 from millstream.catalog import Catalog
 from millstream.model.ids import StreamId, TableId

@@ -26,7 +26,7 @@ from millstream.capture.connection import (
     translated,
 )
 from millstream.capture.slot import ask_for_slot, who_is_waited_for
-from millstream.capture.source import SourceIdentity, identify_replication
+from millstream.capture.source_tables import SourceIdentity, identify_replication
 from millstream.closing import Closing
 from millstream.errors import SourceError
 from millstream.model.positions import Lsn

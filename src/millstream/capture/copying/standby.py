@@ -20,7 +20,7 @@ from millstream.capture.column_rules.binding import ColumnRules
 from millstream.capture.connection import Connection
 from millstream.capture.copying.chunk_reader import AGAIN, ChunkReader, Moment
 from millstream.capture.copying.source_snapshot import SourceSnapshot
-from millstream.capture.source import SourceTable
+from millstream.capture.source_tables import SourceTable
 from millstream.capture.table_directory import TableDirectory
 from millstream.errors import SourceError
 from millstream.model.ids import SourceId

@@ -34,7 +34,7 @@ from millstream.capture.copying.standby import StandbySnapshots, reader_on
 from millstream.capture.copying.throttle import ROOM_WAIT_S, CopyRate, OpenBytes
 from millstream.capture.copying.touched_keys import touches_of, touches_of_spilled
 from millstream.capture.copying.whole_table_reads import STANDBY_PATIENCE_S, WholeTableReads
-from millstream.capture.source import SourceIdentity, SourceTable, connect_same
+from millstream.capture.source_tables import SourceIdentity, SourceTable, connect_same
 from millstream.capture.stream.barrier import StreamBarrier
 from millstream.capture.stream.spill import SpillFolder
 from millstream.capture.table_directory import TableDirectory

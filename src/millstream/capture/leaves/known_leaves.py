@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, Final
 
-from millstream.capture.source import PartitionFacts, SourceTable
+from millstream.capture.source_tables import PartitionFacts, SourceTable
 from millstream.catalog import Catalog
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Lsn

@@ -24,7 +24,7 @@ import psycopg
 from psycopg import pq, sql
 
 from millstream.capture.connection import Connection, take_bytes_as_they_are, translate, translate_result, translated
-from millstream.capture.source import SourceIdentity, connect_same
+from millstream.capture.source_tables import SourceIdentity, connect_same
 from millstream.capture.stream.frames import KEEPALIVE, Block, Frames, is_unencrypted, pass_over
 from millstream.codec.pgoutput import MessageRun
 from millstream.codec.pgoutput._framing import split_copy_rows

@@ -30,7 +30,7 @@ from millstream.lake.column_conversion import EXACT, conform, same_type
 from millstream.lake.data_files import TableFiles, new_name
 from millstream.lake.file_statistics import boundable
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes
-from millstream.lake.folded.key_ranges import Leaf, Leaves
+from millstream.lake.folded.key_leaves import Leaf, Leaves
 from millstream.lake.folded.rewrite import Change, LeafWriter, placed, touched
 from millstream.lake.layout import LakeLayout
 from millstream.lake.row_identity import Keys, having, key_codes

@@ -17,7 +17,7 @@ from millstream import failpoints
 from millstream.lake.column_conversion import EXACT, conform
 from millstream.lake.data_files import NewFile, TableFiles, new_name
 from millstream.lake.filled_columns import renamed_rows
-from millstream.lake.folded.key_ranges import LEAF_BYTES, Leaf, Leaves, in_key_order
+from millstream.lake.folded.key_leaves import LEAF_BYTES, Leaf, Leaves, in_key_order
 from millstream.lake.folded.left_partitions import UNKNOWN, partitions_of, without_left
 from millstream.lake.row_identity import Keys, key_codes
 from millstream.model.column_renames import FilledNames

@@ -31,7 +31,7 @@ from millstream.lake.filled_columns import inexact_texts
 from millstream.lake.folded.committed_times import at_entry, clock_of, entry_us, goes_on, taken_since, times_told
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldOutcome, FoldSizes
 from millstream.lake.folded.ended_versions import EndedVersions
-from millstream.lake.folded.key_ranges import Leaves
+from millstream.lake.folded.key_leaves import Leaves
 from millstream.lake.folded.rewrite import Change, LeafWriter, having_partitions, named, placed, touched
 from millstream.lake.folded.scd2_fold import (
     BEGAN_BY,

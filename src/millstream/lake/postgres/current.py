@@ -19,7 +19,7 @@ import pyarrow as pa
 from millstream.errors import LakeError, LakeTableForeign
 from millstream.lake.column_conversion import EXACT
 from millstream.lake.folded.current_fold import Folded, fold_records
-from millstream.lake.postgres import layout
+from millstream.lake.postgres import own_tables
 from millstream.lake.postgres.target import PostgresTarget, copy_in
 from millstream.lake.postgres.texts import Versioned, text_columns, text_records, without_zeros
 from millstream.lake.row_identity import Keys, key_codes
@@ -93,8 +93,8 @@ def merge_current(
         LakeTableForeign, LakeError (`lake_history_lost`): see `check_owner`.
         LakeError (`lake_schema_conflict`): existing values don't fit a column's new type.
     """
-    place = layout.place_of(target, "current", schema)
-    holder = layout.registered_at(connection, place)
+    place = own_tables.place_of(target, "current", schema)
+    holder = own_tables.registered_at(connection, place)
     if (
         holder is not None
         and holder.table_id != schema.table_id
@@ -107,8 +107,8 @@ def merge_current(
         # Records with another key are copied again behind it.
         batches = batches[mixed[-1] + 1 :]
     owner = _take_name(connection, target, place, holder, schema.table_id, live)
-    relation = layout.relation_at(connection, place)
-    layout.check_owner(target, place, owner, relation)
+    relation = own_tables.relation_at(connection, place)
+    own_tables.check_owner(target, place, owner, relation)
     have: dict[str, str] = {} if relation is None else relation.columns
     wanted = column_types(connection, schema.columns)
     if schema.source == 0 and owner is not None:
@@ -135,7 +135,7 @@ def merge_current(
 
     folded = fold_records(text_records(schema, batches), schema, columns, lookup)
     if relation is None:
-        layout.make_schema(connection, place)
+        own_tables.make_schema(connection, place)
         _create(connection, place, wanted, schema.key)
     else:
         if folded.truncated or emptied:
@@ -148,7 +148,9 @@ def merge_current(
         _evolve(connection, place, owner, have, wanted, schema.key, filled)
     ours = tuple(wanted)
     if owner is None or (owner.columns, owner.key) != (ours, schema.key):
-        layout.register(connection, target, place, int(schema.table_id), layout=_LAYOUT, columns=ours, key=schema.key)
+        own_tables.register(
+            connection, target, place, int(schema.table_id), layout=_LAYOUT, columns=ours, key=schema.key
+        )
     _TargetTable(connection, place, wanted, schema.key, EXACT.name in have, copying).put(folded)
 
 
@@ -188,19 +190,21 @@ def _of_arrow(kind: pa.DataType) -> str:
 def _take_name(
     connection: Connection,
     target: PostgresTarget,
-    place: layout.ViewPlace,
-    holder: layout.Registered | None,
+    place: own_tables.ViewPlace,
+    holder: own_tables.Registered | None,
     table_id: TableId,
     live: Collection[TableId],
-) -> layout.Registered | None:
+) -> own_tables.Registered | None:
     """Rename a table to its current name, if it was renamed; another `holder` of that name is moved aside."""
     if holder is not None and (holder.table_id == table_id or (holder.stream, holder.pipeline) != target.owner):
         return holder
-    ours = [r for r in layout.registered_of(connection, target, "current") if r.table_id == table_id]
+    ours = [r for r in own_tables.registered_of(connection, target, "current") if r.table_id == table_id]
     if holder is not None:
         if TableId(holder.table_id) in live:
             # It was renamed too, and gets its own new name with its next record.
-            aside = layout.ViewPlace("current", place.namespace, layout.short(f"{place.name}__{holder.table_id}"))
+            aside = own_tables.ViewPlace(
+                "current", place.namespace, own_tables.short(f"{place.name}__{holder.table_id}")
+            )
             _rename(connection, place, aside)
         else:
             connection.execute(f"DROP TABLE IF EXISTS {place.quoted}".encode())
@@ -210,15 +214,15 @@ def _take_name(
             )
     if not ours:
         return None
-    if layout.relation_at(connection, place) is None:
-        layout.check_owner(target, ours[0].place, ours[0], layout.relation_at(connection, ours[0].place))
+    if own_tables.relation_at(connection, place) is None:
+        own_tables.check_owner(target, ours[0].place, ours[0], own_tables.relation_at(connection, ours[0].place))
         _rename(connection, ours[0].place, place)
-    return layout.registered_at(connection, place)
+    return own_tables.registered_at(connection, place)
 
 
-def _rename(connection: Connection, old: layout.ViewPlace, new: layout.ViewPlace) -> None:
-    layout.make_schema(connection, new)
-    moved = layout.ViewPlace(old.view, new.namespace, old.name)
+def _rename(connection: Connection, old: own_tables.ViewPlace, new: own_tables.ViewPlace) -> None:
+    own_tables.make_schema(connection, new)
+    moved = own_tables.ViewPlace(old.view, new.namespace, old.name)
     if moved != old:
         connection.execute(f"ALTER TABLE {old.quoted} SET SCHEMA {quote_ident(new.namespace)}".encode())
     if moved != new:
@@ -232,7 +236,7 @@ def _rename(connection: Connection, old: layout.ViewPlace, new: layout.ViewPlace
 # --- definitions ---------------------------------------------------------------------------------------------------
 
 
-def _create(connection: Connection, place: layout.ViewPlace, types: dict[str, str], key: Sequence[str]) -> None:
+def _create(connection: Connection, place: own_tables.ViewPlace, types: dict[str, str], key: Sequence[str]) -> None:
     columns = [f"{quote_ident(name)} {kind}" for name, kind in types.items()]
     primary = [f"PRIMARY KEY ({_names(key)})"] if key else []
     connection.execute(f"CREATE TABLE {place.quoted} ({', '.join(columns + primary)})".encode())
@@ -243,8 +247,8 @@ def _create(connection: Connection, place: layout.ViewPlace, types: dict[str, st
 
 def _evolve(
     connection: Connection,
-    place: layout.ViewPlace,
-    owner: layout.Registered,
+    place: own_tables.ViewPlace,
+    owner: own_tables.Registered,
     have: dict[str, str],
     wanted: dict[str, str],
     key: Sequence[str],
@@ -252,7 +256,7 @@ def _evolve(
 ) -> None:
     """Give the table the columns, the types and the key that its source has; `filled` are values for the rows that it has."""
     changes = []
-    relation = layout.relation_at(connection, place)
+    relation = own_tables.relation_at(connection, place)
     assert relation is not None, "it is there"
     has_other = owner.key != key and relation.key == owner.key and bool(owner.key)
     if has_other:
@@ -310,7 +314,7 @@ def _same(names: Iterable[str], one: str, other: str) -> str:
 
 
 def _rows_of(
-    connection: Connection, place: layout.ViewPlace, keys: Keys, there: Sequence[str], types: dict[str, str]
+    connection: Connection, place: own_tables.ViewPlace, keys: Keys, there: Sequence[str], types: dict[str, str]
 ) -> pa.Table:
     """Return rows of the table by their keys, every value as its text."""
     import psycopg
@@ -365,7 +369,7 @@ class _TargetTable:
     """The table whose rows are changed."""
 
     connection: Connection
-    place: layout.ViewPlace
+    place: own_tables.ViewPlace
     types: dict[str, str]
     """Types of the source's columns."""
     key: tuple[str, ...]

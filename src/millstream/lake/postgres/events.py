@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import LakeTableForeign
-from millstream.lake.postgres import layout
+from millstream.lake.postgres import own_tables
 from millstream.lake.postgres.target import PostgresTarget, copy_in, translated
 from millstream.lake.postgres.texts import ZERO_STAND_IN, Versioned, column_texts, without_zeros
 from millstream.model.names import literal, quote_ident
@@ -63,7 +63,7 @@ _TYPES: Final = {name: kind.removesuffix(" NOT NULL") for name, kind in _OWN.ite
 class EventTable:
     """An event table that is ready to be appended to."""
 
-    place: layout.ViewPlace
+    place: own_tables.ViewPlace
     old_upto: int | None
     """The greatest commit LSN among events of an older layout; None if there are none."""
     has_partitions: bool = False
@@ -80,7 +80,7 @@ def ensure_events(connection: Connection, target: PostgresTarget, schema: TableS
     table = _ensured(connection, target, schema)
     if not schema.partitioned:
         return table
-    relation = layout.relation_at(connection, table.place)
+    relation = own_tables.relation_at(connection, table.place)
     if relation is None or _PARTITION not in relation.columns:
         connection.execute(f"ALTER TABLE {table.place.quoted} ADD {_PARTITION} bigint".encode())
     return replace(table, has_partitions=True)
@@ -93,18 +93,20 @@ def _ensured(connection: Connection, target: PostgresTarget, schema: TableSchema
         LakeTableForeign: something else has the name.
         LakeError (`lake_history_lost`): the table was ours, and was dropped.
     """
-    place = layout.place_of(target, "changes", schema)
-    owner, relation = layout.registered_at(connection, place), layout.relation_at(connection, place)
+    place = own_tables.place_of(target, "changes", schema)
+    owner, relation = own_tables.registered_at(connection, place), own_tables.relation_at(connection, place)
     if owner is None and relation is not None and _is_first_layout(relation):
         return _bring_up(connection, target, place, int(schema.table_id), relation)
-    layout.check_owner(target, place, owner, relation)
+    own_tables.check_owner(target, place, owner, relation)
     if owner is None:
         _create(connection, place)
-        layout.register(connection, target, place, int(schema.table_id), layout=LAYOUT)
+        own_tables.register(connection, target, place, int(schema.table_id), layout=LAYOUT)
         return EventTable(place, None)
     if owner.table_id != schema.table_id:
         # Events are stored by name: another table has it now, and its events follow the previous table's.
-        layout.register(connection, target, place, int(schema.table_id), layout=owner.layout, old_upto=owner.old_upto)
+        own_tables.register(
+            connection, target, place, int(schema.table_id), layout=owner.layout, old_upto=owner.old_upto
+        )
     _check_shape(place, owner, relation)
     return EventTable(place, owner.old_upto)
 
@@ -114,19 +116,23 @@ def bring_up_all(connection: Connection, target: PostgresTarget, schemas: Iterab
     import psycopg
 
     with translated(target.place):
-        known = {registered.place for registered in layout.registered_of(connection, target, "changes")}
+        known = {registered.place for registered in own_tables.registered_of(connection, target, "changes")}
     for schema in schemas:
-        place = layout.place_of(target, "changes", schema)
+        place = own_tables.place_of(target, "changes", schema)
         if place in known:
             continue
         # A table that can't be migrated now is retried with its first batch, and quarantined alone.
         with contextlib.suppress(psycopg.Error), connection.transaction():
-            relation = layout.relation_at(connection, place)
-            if relation is not None and layout.registered_at(connection, place) is None and _is_first_layout(relation):
+            relation = own_tables.relation_at(connection, place)
+            if (
+                relation is not None
+                and own_tables.registered_at(connection, place) is None
+                and _is_first_layout(relation)
+            ):
                 _bring_up(connection, target, place, int(schema.table_id), relation)
 
 
-def _is_first_layout(relation: layout.LandedRelation) -> bool:
+def _is_first_layout(relation: own_tables.LandedRelation) -> bool:
     has = relation.columns
     keyed = ("seq", "record_pk") in relation.uniques.values()
     return relation.kind == "r" and keyed and has["seq"] == "bigint" and not {"commit_lsn", "commit_index"} & has.keys()
@@ -135,9 +141,9 @@ def _is_first_layout(relation: layout.LandedRelation) -> bool:
 def _bring_up(
     connection: Connection,
     target: PostgresTarget,
-    place: layout.ViewPlace,
+    place: own_tables.ViewPlace,
     table_id: int,
-    relation: layout.LandedRelation,
+    relation: own_tables.LandedRelation,
 ) -> EventTable:
     """Migrate a table of layout 1. Its events stay as they are, and new ones are numbered above them.
 
@@ -161,7 +167,7 @@ def _bring_up(
     if named is not None and named[0] is not None:
         sequence = str(named[0])
     else:
-        sequence = layout.ViewPlace("changes", place.namespace, layout.short(f"{place.name}_events_seq")).quoted
+        sequence = own_tables.ViewPlace("changes", place.namespace, own_tables.short(f"{place.name}_events_seq")).quoted
         connection.execute(f"CREATE SEQUENCE {sequence} AS bigint OWNED BY {quoted}.seq".encode())
         connection.execute(
             f"ALTER TABLE {quoted} ALTER seq SET DEFAULT nextval({literal(sequence)}), ALTER seq SET NOT NULL".encode()
@@ -169,12 +175,12 @@ def _bring_up(
     if last is not None:
         connection.execute("SELECT setval(%s, %s)", [sequence, max(int(last), 1)])
     _index(connection, quoted)
-    layout.register(connection, target, place, table_id, layout=LAYOUT, old_upto=last)
+    own_tables.register(connection, target, place, table_id, layout=LAYOUT, old_upto=last)
     return EventTable(place, last)
 
 
-def _create(connection: Connection, place: layout.ViewPlace) -> None:
-    layout.make_schema(connection, place)
+def _create(connection: Connection, place: own_tables.ViewPlace) -> None:
+    own_tables.make_schema(connection, place)
     own = ", ".join(f"{quote_ident(name)} {kind}" for name, kind in _OWN.items())
     connection.execute(f"CREATE TABLE {place.quoted} (seq bigserial PRIMARY KEY, {own})".encode())
     _index(connection, place.quoted)
@@ -186,7 +192,9 @@ def _index(connection: Connection, quoted: str) -> None:
     )
 
 
-def _check_shape(place: layout.ViewPlace, owner: layout.Registered, relation: layout.LandedRelation | None) -> None:
+def _check_shape(
+    place: own_tables.ViewPlace, owner: own_tables.Registered, relation: own_tables.LandedRelation | None
+) -> None:
     """Reject a table whose columns were changed."""
     assert relation is not None, "its owner was checked"
     has = relation.columns | {

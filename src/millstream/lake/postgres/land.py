@@ -18,7 +18,7 @@ from millstream.errors import LakeError, MillstreamError
 from millstream.lake.layout import TableCommit, folder_of, has_current
 from millstream.lake.postgres.current import check_can_merge, merge_current
 from millstream.lake.postgres.events import append_events, bring_up_all, ensure_events
-from millstream.lake.postgres.layout import place_of, prepare
+from millstream.lake.postgres.own_tables import place_of, prepare
 from millstream.lake.postgres.target import PostgresTarget, translate, translated
 from millstream.lake.postgres.texts import Versioned
 from millstream.model.ids import TableId

@@ -43,7 +43,7 @@ from millstream.lake.known_tables import (
 from millstream.lake.layout import MESSAGES, LakeLayout, has_current, without_rows
 from millstream.lake.query.duckdb_connection import Engine
 from millstream.lake.query.log_tail import TailTables
-from millstream.lake.query.merged_rows import MergedTables, MergedViews
+from millstream.lake.query.merged_sql import MergedTables, MergedViews
 from millstream.lake.query.namesakes import Namesakes, names_written
 from millstream.lake.query.overlay import SEQ
 from millstream.lake.query.query_limits import QueryBounds

@@ -69,13 +69,13 @@ from millstream.model.positions import Seq, StreamToken
 from millstream.model.records import PARTITION_OID, RESERVED_COLUMNS, record_schema
 from millstream.model.schema import TableSchema, names_table
 from millstream.model.schema_conversion import conform
-from millstream.spark.columns import arrow_schema, spark_schema
 from millstream.spark.envelope import envelope_schema, envelopes
 from millstream.spark.executor_flight import OPTIONS as FLIGHT_OPTIONS
 from millstream.spark.executor_flight import flight_of
 from millstream.spark.local_folders import folder_of
 from millstream.spark.merged_source import MergedReader, MergedTable
 from millstream.spark.python_worker_setup import spare_the_collector
+from millstream.spark.spark_columns import arrow_schema, spark_schema
 from millstream.wal.flight_log import FlightLog
 from millstream.wal.reader import LogSpan, StreamReader, TableRecords
 from millstream.wal.table_batches import is_raw, set_aside
@@ -193,14 +193,14 @@ class MillstreamSource(DataSource):
         return MillstreamStreamReader(_Scan.of(options, schema))
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:  # noqa: FBT001 - Spark's
-        """Return the writer for `df.write`; see `millstream.spark.sink`."""
-        from millstream.spark.sink import MillstreamWriter, SinkOptions
+        """Return the writer for `df.write`; see `millstream.spark.log_sink`."""
+        from millstream.spark.log_sink import MillstreamWriter, SinkOptions
 
         return MillstreamWriter(SinkOptions.parse(self.options), schema, overwrite=overwrite)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: FBT001, N802 - Spark's
         """Return the writer for `df.writeStream`; likewise."""
-        from millstream.spark.sink import MillstreamStreamWriter, SinkOptions
+        from millstream.spark.log_sink import MillstreamStreamWriter, SinkOptions
 
         return MillstreamStreamWriter(SinkOptions.parse(self.options), schema, overwrite=overwrite)
 

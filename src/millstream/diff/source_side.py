@@ -18,8 +18,8 @@ from millstream.capture.column_rules.apply_to_copies import check_numbers, read_
 from millstream.capture.connection import Connection, translated
 from millstream.capture.copying.copy_output import CopyText, copy_pieces
 from millstream.capture.publication import Restriction, inserts_name, list_published, restrictions
-from millstream.capture.source import SourceTable, read_table
-from millstream.diff.columns import HASH, RANGE, HashName, RowTexts
+from millstream.capture.source_tables import SourceTable, read_table
+from millstream.diff.column_texts import HASH, RANGE, HashName, RowTexts
 from millstream.diff.hashed_rows import HashedRows, SourceRow, sorted_by_range
 from millstream.errors import SourceError
 from millstream.model.names import TablePatterns, quote

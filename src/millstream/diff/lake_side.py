@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.diff.columns import HASH, RANGE, ComparedColumn, RowTexts
-from millstream.diff.source import Sums
+from millstream.diff.column_texts import HASH, RANGE, ComparedColumn, RowTexts
+from millstream.diff.source_side import Sums
 from millstream.errors import InvalidQuery, LakeError
 from millstream.lake.column_conversion import texts_of, to_text
 from millstream.model.names import quote

@@ -38,7 +38,7 @@ from millstream.capture.copying.standby import StandbySnapshots, reader_on
 from millstream.capture.copying.table_copies import TableCopies
 from millstream.capture.copying.touched_keys import touches_of, touches_of_spilled
 from millstream.capture.leaves.departure_entries import DepartureEntries
-from millstream.capture.source import SourceIdentity, SourceTable, connect_same
+from millstream.capture.source_tables import SourceIdentity, SourceTable, connect_same
 from millstream.capture.table_directory import TableDirectory
 from millstream.capture.watcher import WatchedTables
 from millstream.catalog import Catalog, TableRow, TableState
