@@ -11,7 +11,7 @@ from psycopg import Connection
 from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage
 
-from millstream.capture import watcher
+from millstream.capture import watched_tables
 from millstream.capture.publication import Restriction
 from millstream.catalog import TableState
 from millstream.model.schema import TableKind
@@ -160,7 +160,7 @@ def test_a_look_that_a_change_comes_into_begins_again(following: Stage, monkeypa
     """Its statements showed a column under the number of a dropped one, whose name it had got in between."""
     following.sql("CREATE TABLE t (id int PRIMARY KEY, a varchar(9), b text); INSERT INTO t VALUES (1, 'a', 'b')")
     following.catch_up()
-    restrictions, is_changed = watcher.restrictions, threading.Event()
+    restrictions, is_changed = watched_tables.restrictions, threading.Event()
 
     def late(connection: Connection, publications: Sequence[str]) -> dict[tuple[str, str], Restriction]:
         if not is_changed.is_set():
@@ -168,7 +168,7 @@ def test_a_look_that_a_change_comes_into_begins_again(following: Stage, monkeypa
             following.sql("BEGIN; ALTER TABLE t DROP b; ALTER TABLE t RENAME a TO b; COMMIT")
         return restrictions(connection, publications)
 
-    monkeypatch.setattr(watcher, "restrictions", late)
+    monkeypatch.setattr(watched_tables, "restrictions", late)
     following.catch_up()
     (facts,) = following.catalog.facts(f"capture/{following.catalog.stream('shop').id}/layout").values()
     shapes = [[(number, name) for number, name, _ in columns] for _, _, columns in facts["shapes"]]

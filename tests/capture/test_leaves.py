@@ -391,7 +391,7 @@ def test_a_partition_is_dropped_while_capture_looks_at_it(stage: Stage, monkeypa
         return restrictions(*arguments)
 
     stage.sql(*PARTS)
-    monkeypatch.setattr("millstream.capture.watcher.restrictions", met)
+    monkeypatch.setattr("millstream.capture.watched_tables.restrictions", met)
     stage.config = replace(stage.config, tables=("public.parts",))
     stage.catch_up()
     check(stage)
@@ -422,7 +422,7 @@ def test_a_leaf_that_comes_back_has_the_table_copied_again(stage: Stage, *, look
 def test_a_publication_of_an_older_version_is_switched(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that came via the root don't name their leaf: the first partition that leaves has the table copied again."""
     with monkeypatch.context() as older:
-        older.setattr("millstream.capture.watcher.reads_leaves", lambda *_: False)
+        older.setattr("millstream.capture.watched_tables.reads_leaves", lambda *_: False)
         older.setattr("millstream.capture.publication.reads_leaves", lambda *_: False)
         made(stage)
         stage.sql("UPDATE parts SET item = 'via the root' WHERE id % 2 = 0")
@@ -456,7 +456,7 @@ def published_by_leaves(stage: Stage) -> bool:
 
 def test_a_truncate_among_rows_that_came_via_the_root(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as older:
-        older.setattr("millstream.capture.watcher.reads_leaves", lambda *_: False)
+        older.setattr("millstream.capture.watched_tables.reads_leaves", lambda *_: False)
         older.setattr("millstream.capture.publication.reads_leaves", lambda *_: False)
         made(stage)
         stage.sql("UPDATE parts SET item = 'via the root'")

@@ -55,7 +55,8 @@ from millstream.capture.stream.spill import SpillFolder
 from millstream.capture.streamed_publications import StreamedPublications, publications_known
 from millstream.capture.table_directory import TableDirectory
 from millstream.capture.timeline import TimelineWatch, follows, read_history
-from millstream.capture.watcher import WatchedTables, Watcher
+from millstream.capture.watched_tables import WatchedTables
+from millstream.capture.watcher import Watcher
 from millstream.catalog import Catalog, TableState
 from millstream.codec.pgoutput import warm
 from millstream.errors import DiskFull, MillstreamError, ProtocolViolation, SourceError

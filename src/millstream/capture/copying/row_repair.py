@@ -40,7 +40,7 @@ from millstream.capture.copying.touched_keys import touches_of, touches_of_spill
 from millstream.capture.leaves.departure_entries import DepartureEntries
 from millstream.capture.source_tables import SourceIdentity, SourceTable, connect_same
 from millstream.capture.table_directory import TableDirectory
-from millstream.capture.watcher import WatchedTables
+from millstream.capture.watched_tables import WatchedTables
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.errors import MillstreamError
 from millstream.failpoints import hit

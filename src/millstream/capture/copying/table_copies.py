@@ -38,7 +38,7 @@ from millstream.capture.source_tables import SourceIdentity, SourceTable, connec
 from millstream.capture.stream.barrier import StreamBarrier
 from millstream.capture.stream.spill import SpillFolder
 from millstream.capture.table_directory import TableDirectory
-from millstream.capture.watcher import WatchedTables
+from millstream.capture.watched_tables import WatchedTables
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.errors import CodecError, ConfigError, DiskFull, MillstreamError, SourceError
 from millstream.failpoints import hit
