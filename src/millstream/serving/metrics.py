@@ -5,10 +5,10 @@ Positions in the log are gauges: a restored or cut log has smaller ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -17,18 +17,118 @@ from prometheus_client.registry import Collector
 
 from millstream.process_metrics import MEASURES, Counter, Histogram
 
+Named: TypeAlias = Mapping[str, tuple[str, str]]
+"""A metric's name and text, by the key of its value in a status."""
+Facts: TypeAlias = tuple[Sequence[str], Mapping[str, Any]]
+"""The values of labels, and what a status has about them."""
+
 _PARTS: Final = ("owner", "pipeline", "serve")
 """The parts that should always run."""
-_LAG: Final = {
+_DISK: Final[Named] = {
+    "disk_free_bytes": ("millstream_disk_free_bytes", "Room left on the disk of the home's data."),
+    "disk_size_bytes": ("millstream_disk_size_bytes", "Size of that disk."),
+}
+_LAG: Final[Named] = {
     "records": ("millstream_lag_records", "Records between two stages."),
     "bytes": ("millstream_lag_bytes", "Bytes between two stages."),
     "seconds": ("millstream_lag_seconds", "Age of the oldest record between two stages."),
 }
-_LAG_OF_A_CONSUMER: Final = {
+_OF_A_LOG: Final[Named] = {
+    "bytes": ("millstream_log_bytes", "Bytes of the log on disk."),
+    "segments": ("millstream_log_segments", "Segments of the log."),
+    "first_seq": ("millstream_log_first_seq", "The oldest number that the log still has."),
+}
+_POSITIONS: Final[Named] = {
+    "durable": ("millstream_durable_seq", "Everything up to here is durable."),
+    "landed": ("millstream_landed_seq", "Everything up to here is in the lake."),
+}
+_OF_A_WRITER: Final[Named] = {"epoch": ("millstream_writer_epoch", "Fencing epoch.")}
+_HELD: Final[Named] = {
+    "bytes": ("millstream_log_held_bytes", "Bytes of the log that a holder still needs."),
+    "seconds": ("millstream_log_held_seconds", "Age of the oldest record that a holder still needs."),
+}
+_OLDEST: Final[Named] = {
+    "segment": ("millstream_log_oldest_segment", "Number (first offset) of the oldest sealed segment."),
+    "seconds": ("millstream_log_oldest_segment_seconds", "For how long it has been the oldest one."),
+}
+_RETENTION: Final[Named] = {
+    "bytes": (
+        "millstream_log_retention_bytes",
+        "Size of the log above which its oldest segments are deleted if no holder needs them.",
+    ),
+    "bytes_max": ("millstream_log_retention_bytes_max", "Size of the log past which followers are cut off."),
+}
+_REPLAY_TIMES: Final[Named] = {
+    "eta_s": ("millstream_replay_eta_seconds", "How long the rest of a replay takes at its rate so far."),
+    "seconds": ("millstream_replay_elapsed_seconds", "How long a replay has taken so far."),
+}
+_OF_A_REPLICA: Final[Named] = {
+    "records_behind": ("millstream_replica_behind_records", "Records that the leader has and this follower hasn't."),
+    "bytes_behind": ("millstream_replica_behind_bytes", "Bytes that the leader has and this follower hasn't."),
+}
+_OF_A_FOLLOWER: Final[Named] = {
+    "records_behind": ("millstream_follower_behind_records", "Records that this leader has and a follower hasn't."),
+    "bytes_behind": ("millstream_follower_behind_bytes", "Bytes that this leader has and a follower hasn't."),
+}
+_OF_A_TABLE: Final[Named] = {
+    "fold_lag_s": ("millstream_table_fold_lag_seconds", "How long the oldest record that waits for a fold has waited."),
+    "fold_lag_records": ("millstream_table_fold_lag_records", "Records that wait for a fold."),
+    "live_bytes": ("millstream_table_live_bytes", "Bytes of current's files."),
+    "disk_bytes": (
+        "millstream_table_disk_bytes",
+        "Bytes in current's folder, replaced files that readers may need among them.",
+    ),
+    "disk_factor": ("millstream_table_disk_factor", "Bytes in current's folder over live bytes."),
+}
+_OF_A_COPY: Final[Named] = {
+    "rows": ("millstream_table_copy_rows", "Rows of a table's running copy that are in the log."),
+    "rows_estimate": (
+        "millstream_table_copy_rows_estimate",
+        "Rows that the table has, as the source's statistics say, while it is copied.",
+    ),
+    "bytes": ("millstream_table_copy_bytes", "Bytes of those rows, as text."),
+    "rows_per_s": ("millstream_table_copy_rows_per_second", "Rows copied a second, over half a minute."),
+    "bytes_per_s": ("millstream_table_copy_bytes_per_second", "Bytes copied a second, over half a minute."),
+    "eta_s": ("millstream_table_copy_eta_seconds", "How long the rest of a copy takes at its rate so far."),
+}
+_LAG_OF_A_CONSUMER: Final[Named] = {
     "records": ("millstream_consumer_lag_records", "Records of a consumer's tables behind its cursor."),
     "bytes": ("millstream_consumer_lag_bytes", "Bytes of these records in the log."),
     "seconds": ("millstream_consumer_lag_seconds", "Age of the oldest of these records."),
 }
+_OF_A_CONSUMER: Final[Named] = {
+    "in_flight": ("millstream_consumer_in_flight", "Messages that were delivered and aren't settled."),
+    "dead": ("millstream_consumer_dead", "Dead letters."),
+}
+_COUNTED_OF_A_CONSUMER: Final[Named] = {
+    "delivered": ("millstream_consumer_delivered", "First deliveries of messages."),
+    "redelivered": ("millstream_consumer_redelivered", "Further deliveries of messages."),
+    "acked": ("millstream_consumer_acked", "Messages that were acknowledged."),
+}
+_CONSUMER_STATES: Final = ("active", "paused", "cut_off")
+
+
+def _family(
+    kind: Callable[..., Any], name: str, text: str, labels: Sequence[str], series: Iterable[tuple[Sequence[str], Any]]
+) -> Metric:
+    """Return a metric with a value for each series, given with the values of its labels; not where it is None."""
+    family: Metric = kind(name, text, labels=labels)
+    for values, number in series:
+        if number is not None:
+            family.add_metric(values, float(number))  # type: ignore[attr-defined] # each kind of family has it
+    return family
+
+
+_gauge: Final = partial(_family, GaugeMetricFamily)
+_counter: Final = partial(_family, CounterMetricFamily)
+
+
+def _each(
+    named: Named, labels: Sequence[str], facts: Sequence[Facts], family: Callable[..., Metric] = _gauge
+) -> Iterable[Metric]:
+    """Yield a metric for each key, with its value in each of the facts that have one."""
+    for key, (name, text) in named.items():
+        yield family(name, text, labels, ((values, some.get(key)) for values, some in facts))
 
 
 class _Status(Collector):
@@ -38,39 +138,26 @@ class _Status(Collector):
     def collect(self) -> Iterable[Metric]:
         status = self._collect()
         yield from _measured(status)
-        up = GaugeMetricFamily("millstream_up", "Whether a part runs.", labels=["part"])
-        for part in _PARTS:
-            up.add_metric([part], float(status["processes"].get(part) is not None))
-        yield up
-        yield GaugeMetricFamily(
-            "millstream_problems", "Things that status could not read.", value=float(len(status["problems"]))
+        processes = status["processes"]
+        yield _gauge(
+            "millstream_up", "Whether a part runs.", ["part"], (([p], processes.get(p) is not None) for p in _PARTS)
         )
+        yield _gauge("millstream_problems", "Things that status could not read.", (), [((), len(status["problems"]))])
         if "age_s" in status:
-            yield GaugeMetricFamily("millstream_status_age_seconds", "Age of these figures.", value=status["age_s"])
+            yield _gauge("millstream_status_age_seconds", "Age of these figures.", (), [((), status["age_s"])])
         yield from _resources(status["resources"])
         yield from _nodes([stream for stream in status["streams"] if stream.get("replication")])
         streams = [stream for stream in status["streams"] if stream.get("id")]
         yield _errors(streams)
-        yield from _lags(streams)
+        lags = [([s["name"], stage], lag) for s in streams for stage, lag in s["lag"].items()]
+        yield from _each(_LAG, ["stream", "stage"], lags)
         yield from _replays(streams)
-        yield _gauge(streams, "millstream_log_bytes", "Bytes of the log on disk.", lambda s: s["log"]["bytes"])
-        yield _gauge(streams, "millstream_log_segments", "Segments of the log.", lambda s: s["log"]["segments"])
-        yield _gauge(streams, "millstream_durable_seq", "Everything up to here is durable.", lambda s: _n(s, "durable"))
-        yield _gauge(
-            streams, "millstream_landed_seq", "Everything up to here is in the lake.", lambda s: _n(s, "landed")
-        )
-        yield _gauge(streams, "millstream_writer_epoch", "Fencing epoch.", lambda s: (s["writer"] or {}).get("epoch"))
-        yield _gauge(
-            streams,
-            "millstream_log_first_seq",
-            "The oldest number that the log still has.",
-            lambda s: s["log"]["first_seq"],
-        )
+        yield from _each(_OF_A_LOG, ["stream"], [([s["name"]], s["log"]) for s in streams])
+        yield from _each(_POSITIONS, ["stream"], [([s["name"]], _positions(s["tokens"])) for s in streams])
+        yield from _each(_OF_A_WRITER, ["stream"], [([s["name"]], s["writer"] or {}) for s in streams])
         yield from _sources(streams)
-        yield from _held(streams)
-        yield from _retention(streams)
-        yield _tables(streams)
-        yield from _each_table(streams)
+        yield from _holders(streams)
+        yield from _tables(streams)
         yield from _consumers(streams)
 
 
@@ -106,299 +193,116 @@ def _series(status: dict[str, Any], measure: Counter | Histogram) -> Iterable[tu
                 yield [process, *own.values()], one
 
 
-def _resources(resources: dict[str, Any]) -> Iterable[GaugeMetricFamily]:
+def _resources(resources: dict[str, Any]) -> Iterable[Metric]:
     """Yield the memory of the home's processes, and the room on its disk."""
     text = "Resident memory of a process of the home and of its own children; pages that they share count repeatedly."
-    memory = GaugeMetricFamily("millstream_process_memory_bytes", text, labels=["process"])
-    for process, size in resources["memory_bytes"].items():
-        memory.add_metric([process], float(size))
-    yield memory
-    for key, text in (("free", "Room left on the disk of the home's data."), ("size", "Size of that disk.")):
-        if resources[f"disk_{key}_bytes"] is not None:
-            yield GaugeMetricFamily(f"millstream_disk_{key}_bytes", text, value=float(resources[f"disk_{key}_bytes"]))
+    sizes = (([process], size) for process, size in resources["memory_bytes"].items())
+    yield _gauge("millstream_process_memory_bytes", text, ["process"], sizes)
+    yield from _each(_DISK, (), [((), resources)])
 
 
-def _nodes(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
+def _nodes(streams: list[dict[str, Any]]) -> Iterable[Metric]:
     """Yield metrics of nodes: followers' own lag, which grows while their link is dead, and leaders' followers."""
-    yield _gauge(
-        streams, "millstream_node_leads", "1 if this node leads.", lambda s: s["replication"]["role"] == "leads"
-    )
-    yield _gauge(
-        streams,
-        "millstream_replica_age_seconds",
-        "Greatest age of the data that this follower shows.",
-        lambda s: s["replication"]["age_s"],
-    )
-    for unit in ("records", "bytes"):
-        yield _gauge(
-            streams,
-            f"millstream_replica_behind_{unit}",
-            f"{unit.capitalize()} that the leader has and this follower hasn't.",
-            partial(_behind_of_own, f"{unit}_behind"),
-        )
-        family = GaugeMetricFamily(
-            f"millstream_follower_behind_{unit}",
-            f"{unit.capitalize()} that this leader has and a follower hasn't.",
-            labels=["stream", "follower"],
-        )
-        for stream in streams:
-            for follower in stream["replication"]["followers"]:
-                if follower[f"{unit}_behind"] is not None:
-                    family.add_metric([stream["name"], follower["node"]], float(follower[f"{unit}_behind"]))
-        yield family
+    nodes = [([stream["name"]], stream["replication"]) for stream in streams]
+    leads = ((of, its["role"] == "leads") for of, its in nodes)
+    yield _gauge("millstream_node_leads", "1 if this node leads.", ["stream"], leads)
+    text = "Greatest age of the data that this follower shows."
+    yield _gauge("millstream_replica_age_seconds", text, ["stream"], ((of, its["age_s"]) for of, its in nodes))
+    yield from _each(_OF_A_REPLICA, ["stream"], [(of, its["following"] or {}) for of, its in nodes])
+    followers = [([*of, one["node"]], one) for of, its in nodes for one in its["followers"]]
+    yield from _each(_OF_A_FOLLOWER, ["stream", "follower"], followers)
     text = "1 if a follower is connected to this leader, 0 if it isn't."
-    connected = GaugeMetricFamily("millstream_follower_connected", text, labels=["stream", "follower"])
-    for stream in streams:
-        for follower in stream["replication"]["followers"]:
-            connected.add_metric([stream["name"], follower["node"]], float(follower["phase"] != "apart"))
-    yield connected
+    connected = ((of, one["phase"] != "apart") for of, one in followers)
+    yield _gauge("millstream_follower_connected", text, ["stream", "follower"], connected)
 
 
-def _behind_of_own(key: str, stream: dict[str, Any]) -> Any:
-    return (stream["replication"]["following"] or {}).get(key)
-
-
-def _errors(streams: list[dict[str, Any]]) -> GaugeMetricFamily:
+def _errors(streams: list[dict[str, Any]]) -> Metric:
     """Return one series, with the cause, for each part of a stream that makes no progress."""
-    names = ["stream", "part", "code", "reason", "hint", "gave_up"]
+    labels = ["stream", "part", "code", "reason", "hint", "gave_up"]
     text = "1 for each error that stops a part of a stream; gave_up: whether the part isn't tried again automatically."
-    family = GaugeMetricFamily("millstream_stream_error", text, labels=names)
-    for stream in streams:
-        for part, error in stream["errors"].items():
-            gave_up = str(bool(error.get("gave_up"))).lower()
-            told = [str(error.get(key, "")) for key in ("code", "message", "hint")]
-            family.add_metric([stream["name"], part, *told, gave_up], 1.0)
-    return family
 
+    def values(stream: str, part: str, error: Mapping[str, Any]) -> list[str]:
+        told = [str(error.get(key, "")) for key in ("code", "message", "hint")]
+        return [stream, part, *told, str(bool(error.get("gave_up"))).lower()]
 
-def _lags(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
-    for unit, (name, text) in _LAG.items():
-        family = GaugeMetricFamily(name, text, labels=["stream", "stage"])
-        for stream in streams:
-            for stage, lag in stream["lag"].items():
-                if lag.get(unit) is not None:
-                    family.add_metric([stream["name"], stage], float(lag[unit]))
-        yield family
+    errors = ((values(s["name"], part, error), 1) for s in streams for part, error in s["errors"].items())
+    return _gauge("millstream_stream_error", text, labels, errors)
 
 
 def _sources(streams: list[dict[str, Any]]) -> Iterable[Metric]:
     """Yield metrics of streams that are captured now."""
-    yield _gauge(
-        streams,
-        "millstream_slot_held_bytes",
-        "WAL that the slot keeps at the source.",
-        lambda s: s["source"]["slot_holds_bytes"],
-    )
-    spilled = CounterMetricFamily(
-        "millstream_slot_spilled_bytes", "Bytes that decoding has spilled to the source's disk.", labels=["stream"]
-    )
-    for stream in streams:
-        if stream["source"]["spilled_bytes"] is not None:
-            spilled.add_metric([stream["name"]], float(stream["source"]["spilled_bytes"]))
-    yield spilled
-    yield _gauge(
-        streams,
-        "millstream_catching_up",
-        "1 while a backlog is read in chunks, 0 while the stream is read.",
-        lambda s: None if s["source"]["mode"] is None else s["source"]["mode"] == "catching up",
-    )
+    sources = [([stream["name"]], stream["source"]) for stream in streams]
+    text = "WAL that the slot keeps at the source."
+    held = ((of, source["slot_holds_bytes"]) for of, source in sources)
+    yield _gauge("millstream_slot_held_bytes", text, ["stream"], held)
+    text = "Bytes that decoding has spilled to the source's disk."
+    spilled = ((of, source["spilled_bytes"]) for of, source in sources)
+    yield _counter("millstream_slot_spilled_bytes", text, ["stream"], spilled)
+    text = "1 while a backlog is read in chunks, 0 while the stream is read."
+    modes = ((of, source["mode"] == "catching up") for of, source in sources if source["mode"] is not None)
+    yield _gauge("millstream_catching_up", text, ["stream"], modes)
 
 
-def _replays(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
+def _replays(streams: list[dict[str, Any]]) -> Iterable[Metric]:
     """Yield metrics of pipelines that are replaying, and of no others."""
-    replays = [(stream["name"], stream["replay"]) for stream in streams if stream["replay"] is not None]
+    replays = [([stream["name"]], stream["replay"]) for stream in streams if stream["replay"] is not None]
     for key in ("segments", "records", "bytes"):
         text = f"{key.capitalize()} of the replay with which a pipeline began."
-        family = GaugeMetricFamily(f"millstream_replay_{key}", text, labels=["stream", "state"])
-        for name, replay in replays:
-            done, total = replay[key]["done"], replay[key]["total"]
-            family.add_metric([name, "done"], float(done))
-            family.add_metric([name, "left"], float(total - done))
-        yield family
-    for key, text in (
-        ("eta", "How long the rest of a replay takes at its rate so far."),
-        ("elapsed", "How long a replay has taken so far."),
-    ):
-        family = GaugeMetricFamily(f"millstream_replay_{key}_seconds", text, labels=["stream"])
-        for name, replay in replays:
-            seconds = replay["eta_s" if key == "eta" else "seconds"]
-            if seconds is not None:
-                family.add_metric([name], float(seconds))
-        yield family
+        counts = [(of, replay[key]["done"], replay[key]["total"]) for of, replay in replays]
+        series = [
+            ([*of, state], count)
+            for of, done, total in counts
+            for state, count in (("done", done), ("left", total - done))
+        ]
+        yield _gauge(f"millstream_replay_{key}", text, ["stream", "state"], series)
+    yield from _each(_REPLAY_TIMES, ["stream"], replays)
 
 
-def _held(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
-    """Yield metrics of held segments: a constantly growing one has a holder that makes no progress."""
-    for key, text in (
-        ("bytes", "Bytes of the log that a holder still needs."),
-        ("seconds", "Age of the oldest record that a holder still needs."),
-    ):
-        family = GaugeMetricFamily(f"millstream_log_held_{key}", text, labels=["stream", "holder", "kind"])
-        for stream in streams:
-            for holder, facts in stream["log"]["held"].items():
-                if facts[key] is not None:
-                    family.add_metric([stream["name"], holder, facts["kind"]], float(facts[key]))
-        yield family
+def _holders(streams: list[dict[str, Any]]) -> Iterable[Metric]:
+    """Yield metrics of what retention keeps, and for which holder.
+
+    If the bytes of a holder only grow, it makes no progress. If the oldest segment's number doesn't change while the log
+    grows, a holder leaks.
+    """
+    logs = [(stream["name"], stream["log"]) for stream in streams]
+    held = [([of, holder, facts["kind"]], facts) for of, log in logs for holder, facts in log["held"].items()]
+    yield from _each(_HELD, ["stream", "holder", "kind"], held)
+    oldest = [([of, str(log["oldest"]["shard"])], log["oldest"]) for of, log in logs if log["oldest"] is not None]
+    yield from _each(_OLDEST, ["stream", "shard"], oldest)
+    text = "1 for each holder that needs the oldest sealed segment."
+    needing = (([of, holder], 1) for (of, _), segment in oldest for holder in segment["needed_by"])
+    yield _gauge("millstream_log_oldest_needed_by", text, ["stream", "holder"], needing)
+    gone = (([of, holder, facts["kind"]], 1) for of, log in logs for holder, facts in log["cut_off"].items())
+    yield _gauge("millstream_log_cut_off", "1 for each holder that was cut off.", ["stream", "holder", "kind"], gone)
+    yield from _each(_RETENTION, ["stream"], [([of], log["retention"] or {}) for of, log in logs])
 
 
-def _retention(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
-    """Yield metrics of the oldest segment: if its number doesn't change while the log grows, a holder leaks."""
-    for key, name, text in (
-        ("segment", "millstream_log_oldest_segment", "Number (first offset) of the oldest sealed segment."),
-        ("seconds", "millstream_log_oldest_segment_seconds", "For how long it has been the oldest one."),
-    ):
-        family = GaugeMetricFamily(name, text, labels=["stream", "shard"])
-        for stream in streams:
-            oldest = stream["log"]["oldest"]
-            if oldest is not None:
-                family.add_metric([stream["name"], str(oldest["shard"])], float(oldest[key]))
-        yield family
-    needed_by = GaugeMetricFamily(
-        "millstream_log_oldest_needed_by",
-        "1 for each holder that needs the oldest sealed segment.",
-        labels=["stream", "holder"],
-    )
-    cut_off = GaugeMetricFamily(
-        "millstream_log_cut_off", "1 for each holder that was cut off.", labels=["stream", "holder", "kind"]
-    )
-    for stream in streams:
-        for holder in (stream["log"]["oldest"] or {"needed_by": []})["needed_by"]:
-            needed_by.add_metric([stream["name"], holder], 1.0)
-        for holder, facts in stream["log"]["cut_off"].items():
-            cut_off.add_metric([stream["name"], holder, facts["kind"]], 1.0)
-    yield needed_by
-    yield cut_off
-    for key, text in (
-        ("bytes", "Size of the log above which its oldest segments are deleted if no holder needs them."),
-        ("bytes_max", "Size of the log past which followers are cut off."),
-    ):
-        family = GaugeMetricFamily(f"millstream_log_retention_{key}", text, labels=["stream"])
-        for stream in streams:
-            if stream["log"]["retention"] is not None:
-                family.add_metric([stream["name"]], float(stream["log"]["retention"][key]))
-        yield family
-
-
-def _tables(streams: list[dict[str, Any]]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily("millstream_tables", "Tables by state.", labels=["stream", "state"])
-    for stream in streams:
-        states = [table["state"] for table in stream["tables"]]
-        for state in sorted(set(states) | {"quarantined"}):
-            family.add_metric([stream["name"], state], float(states.count(state)))
-    return family
-
-
-_OF_A_TABLE: Final = {
-    "fold_lag_s": ("millstream_table_fold_lag_seconds", "How long the oldest record that waits for a fold has waited."),
-    "fold_lag_records": ("millstream_table_fold_lag_records", "Records that wait for a fold."),
-    "live_bytes": ("millstream_table_live_bytes", "Bytes of current's files."),
-    "disk_bytes": (
-        "millstream_table_disk_bytes",
-        "Bytes in current's folder, replaced files that readers may need among them.",
-    ),
-    "disk_factor": ("millstream_table_disk_factor", "Bytes in current's folder over live bytes."),
-}
-
-
-_OF_A_COPY: Final = {
-    "rows": ("millstream_table_copy_rows", "Rows of a table's running copy that are in the log."),
-    "rows_estimate": (
-        "millstream_table_copy_rows_estimate",
-        "Rows that the table has, as the source's statistics say, while it is copied.",
-    ),
-    "bytes": ("millstream_table_copy_bytes", "Bytes of those rows, as text."),
-    "rows_per_s": ("millstream_table_copy_rows_per_second", "Rows copied a second, over half a minute."),
-    "bytes_per_s": ("millstream_table_copy_bytes_per_second", "Bytes copied a second, over half a minute."),
-    "eta_s": ("millstream_table_copy_eta_seconds", "How long the rest of a copy takes at its rate so far."),
-}
-
-
-def _each_table(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
-    yield from _copies(streams)
-    for key, (name, text) in _OF_A_TABLE.items():
-        family = GaugeMetricFamily(name, text, labels=["stream", "table"])
-        for stream in streams:
-            for table in stream["tables"]:
-                if table.get(key) is not None:
-                    family.add_metric([stream["name"], table["name"]], float(table[key]))
-        yield family
-
-
-def _copies(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
-    """Yield metrics of tables that are being copied, and of no others."""
-    for key, (name, text) in _OF_A_COPY.items():
-        family = GaugeMetricFamily(name, text, labels=["stream", "table"])
-        for stream in streams:
-            for table in stream["tables"]:
-                value = (table.get("copy") or {}).get(key)
-                if value is not None:
-                    family.add_metric([stream["name"], table["name"]], float(value))
-        yield family
-
-
-_OF_A_CONSUMER: Final = {
-    "in_flight": ("millstream_consumer_in_flight", "Messages that were delivered and aren't settled."),
-    "dead": ("millstream_consumer_dead", "Dead letters."),
-}
-_COUNTED_OF_A_CONSUMER: Final = {
-    "delivered": ("millstream_consumer_delivered", "First deliveries of messages."),
-    "redelivered": ("millstream_consumer_redelivered", "Further deliveries of messages."),
-    "acked": ("millstream_consumer_acked", "Messages that were acknowledged."),
-}
-_CONSUMER_STATES: Final = ("active", "paused", "cut_off")
+def _tables(streams: list[dict[str, Any]]) -> Iterable[Metric]:
+    """Yield metrics of tables; those of a copy only while the table is being copied."""
+    states = [(stream["name"], [table["state"] for table in stream["tables"]]) for stream in streams]
+    counts = (([of, one], some.count(one)) for of, some in states for one in sorted({*some, "quarantined"}))
+    yield _gauge("millstream_tables", "Tables by state.", ["stream", "state"], counts)
+    tables = [([stream["name"], table["name"]], table) for stream in streams for table in stream["tables"]]
+    yield from _each(_OF_A_COPY, ["stream", "table"], [(of, table.get("copy") or {}) for of, table in tables])
+    yield from _each(_OF_A_TABLE, ["stream", "table"], tables)
 
 
 def _consumers(streams: list[dict[str, Any]]) -> Iterable[Metric]:
     """Yield metrics of consumers; the counters last as long as a consumer and don't begin again with a process."""
-    found = [(stream["name"], consumer) for stream in streams for consumer in stream["consumers"]]
+    consumers = [([stream["name"], one["name"]], one) for stream in streams for one in stream["consumers"]]
     labels = ["stream", "consumer"]
-    for unit, (name, text) in _LAG_OF_A_CONSUMER.items():
-        family = GaugeMetricFamily(name, text, labels=labels)
-        for stream, consumer in found:
-            if consumer["lag"][unit] is not None:
-                family.add_metric([stream, consumer["name"]], float(consumer["lag"][unit]))
-        yield family
-    for key, (name, text) in _OF_A_CONSUMER.items():
-        family = GaugeMetricFamily(name, text, labels=labels)
-        for stream, consumer in found:
-            family.add_metric([stream, consumer["name"]], float(consumer[key]))
-        yield family
-    for key, (name, text) in _COUNTED_OF_A_CONSUMER.items():
-        counter = CounterMetricFamily(name, text, labels=labels)
-        for stream, consumer in found:
-            counter.add_metric([stream, consumer["name"]], float(consumer[key]))
-        yield counter
-    states = GaugeMetricFamily(
-        "millstream_consumer_state", "1 for the state that a consumer is in.", labels=[*labels, "state"]
-    )
-    errors = GaugeMetricFamily(
-        "millstream_consumer_error",
-        "1 for a consumer that fails or waits, with the reason.",
-        labels=[*labels, "reason"],
-    )
-    for stream, consumer in found:
-        for state in _CONSUMER_STATES:
-            states.add_metric([stream, consumer["name"], state], float(consumer["state"] == state))
-        if consumer["error"] is not None:
-            errors.add_metric([stream, consumer["name"], consumer["error"]], 1.0)
-    yield states
-    yield errors
+    yield from _each(_LAG_OF_A_CONSUMER, labels, [(of, one["lag"]) for of, one in consumers])
+    yield from _each(_OF_A_CONSUMER, labels, consumers)
+    yield from _each(_COUNTED_OF_A_CONSUMER, labels, consumers, _counter)
+    states = (([*of, state], one["state"] == state) for of, one in consumers for state in _CONSUMER_STATES)
+    yield _gauge("millstream_consumer_state", "1 for the state that a consumer is in.", [*labels, "state"], states)
+    text = "1 for a consumer that fails or waits, with the reason."
+    errors = (([*of, one["error"]], 1) for of, one in consumers if one["error"] is not None)
+    yield _gauge("millstream_consumer_error", text, [*labels, "reason"], errors)
 
 
-def _gauge(
-    streams: list[dict[str, Any]], name: str, text: str, value: Callable[[dict[str, Any]], Any]
-) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, text, labels=["stream"])
-    for stream in streams:
-        found = value(stream)
-        if found is not None:
-            family.add_metric([stream["name"]], float(found))
-    return family
-
-
-def _n(stream: dict[str, Any], which: str) -> int | None:
-    token = stream["tokens"].get(which)
-    return None if token is None else int(token.partition(".s")[2])
+def _positions(tokens: Mapping[str, str | None]) -> dict[str, int]:
+    return {key: int(token.partition(".s")[2]) for key, token in tokens.items() if token is not None}
 
 
 def prometheus_text(collect: Callable[[], dict[str, Any]]) -> bytes:
