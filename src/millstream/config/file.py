@@ -47,6 +47,8 @@ from millstream.config.stream_checks import (
     clashes_of_regions,
     clashes_of_routing,
     clashes_of_storage,
+    in_words,
+    refusals,
 )
 from millstream.config.toml_lines import KeyPath, key_lines
 from millstream.errors import ConfigError, MillstreamError, UsageError
@@ -472,10 +474,7 @@ def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
     slots: dict[tuple[str, str], str] = {}
     for name, stream in config.streams.items():
         at: KeyPath = ("streams", name)
-        try:
-            check_stream_name(name)
-        except UsageError as error:
-            yield at, f"{error.message}. {error.hint}"
+        yield from refusals(at, check_stream_name, name)
         yield from _clashes_of_source(at, name, stream.source, slots)
         log = stream.log
         if log.retention_bytes_max_of(disk) < log.retention_bytes_of(disk):
@@ -505,29 +504,20 @@ def _clashes_of_names(at: KeyPath, name: str, stream: StreamConfig) -> Iterator[
     from millstream.model.pgtypes import parse_lake_override
 
     for table, shard in stream.shards.items():
-        try:
-            parse_qualified_name(table)
-        except UsageError as error:
-            yield (*at, "shards", table), f"{error.message}. {error.hint}"
+        yield from refusals((*at, "shards", table), parse_qualified_name, table)
         if not 0 <= shard < stream.log.shards:
             yield (
                 (*at, "shards", table),
                 f"the stream has shards 0 to {stream.log.shards - 1} ([streams.{name}.log] shards)",
             )
     for column, kind in stream.types.items():
-        try:
-            parse_lake_override(kind)
-        except ConfigError as error:
-            yield (*at, "types", column), f"{error.message}. {error.hint}"
+        yield from refusals((*at, "types", column), parse_lake_override, kind)
         try:
             parse_column(column)
         except UsageError:
             yield (*at, "types", column), "must name a column as schema.table.column"
     for table, key in stream.keys.items():
-        try:
-            parse_qualified_name(table)
-        except UsageError as error:
-            yield (*at, "keys", table), f"{error.message}. {error.hint}"
+        yield from refusals((*at, "keys", table), parse_qualified_name, table)
         if not key or len(set(key)) < len(key):
             yield (*at, "keys", table), "must name one column or more, each once"
 
@@ -596,4 +586,4 @@ def _clashes_of_source(
     try:
         TablePatterns.parse(source.tables)
     except MillstreamError as error:
-        yield (*at, "source", "tables"), f"{error.message}. {error.hint}"
+        yield (*at, "source", "tables"), in_words(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Final
 
@@ -28,10 +28,7 @@ def clashes_of_routing(at: KeyPath, name: str, stream: StreamConfig) -> Iterator
     for table, text in stream.partitions.items():
         where: KeyPath = (*at, "partitions", table)
         yield from clashes_of_table(where, table, stream)
-        try:
-            PartitionTemplate.parse(text)
-        except UsageError as error:
-            yield where, _said(error)
+        yield from refusals(where, PartitionTemplate.parse, text)
     if stream.routing is not None:
         yield from _clashes_of_section((*at, "routing"), name, stream, stream.routing)
 
@@ -41,7 +38,7 @@ def clashes_of_table(at: KeyPath, table: str, stream: StreamConfig) -> Iterator[
     try:
         namespace, name = parse_qualified_name(table)
     except UsageError as error:
-        yield at, _said(error)
+        yield at, in_words(error)
         return
     if stream.source is not None:
         # Mistakes in the patterns are reported at the patterns.
@@ -81,7 +78,7 @@ def _clashes_of_section(
         try:
             Matcher.parse(rule.table, rule.where)
         except UsageError as error:
-            yield (*where, "table" if "regular expression" in error.message else "where"), _said(error)
+            yield (*where, "table" if "regular expression" in error.message else "where"), in_words(error)
         yield from _clashes_of_target((*where, "to"), name, stream, rule.targets)
     if routing.hash_ring is not None:
         ring = (*at, "hash_ring")
@@ -101,7 +98,7 @@ def _clashes_of_target(
     try:
         target = RuleTarget.parse(*words)
     except UsageError as error:
-        yield at, _said(error)
+        yield at, in_words(error)
         return
     if target.shard is not None and target.shard >= stream.log.shards:
         yield at, f"the stream has shards 0 to {stream.log.shards - 1} ([streams.{name}.log] shards)"
@@ -122,7 +119,16 @@ def _clashes_of_target(
             )
 
 
-def _said(error: MillstreamError) -> str:
+def refusals(at: KeyPath, read: Callable[[str], object], text: str) -> Iterator[tuple[KeyPath, str]]:
+    """Yield the mistake of a text that a function can't read."""
+    try:
+        read(text)
+    except MillstreamError as error:
+        yield at, in_words(error)
+
+
+def in_words(error: MillstreamError) -> str:
+    """Return an error as the description of a mistake."""
     return f"{error.message}. {error.hint}" if error.hint else error.message
 
 
@@ -146,10 +152,7 @@ def clashes_of_regions(at: KeyPath, stream: StreamConfig, writer: str | None) ->
         for column, word in words.items():
             if column in key:
                 yield (*where, column), "is of the key: rows that differ in it are different rows"
-            try:
-                ColumnMerge.parse(word)
-            except UsageError as error:
-                yield (*where, column), _said(error)
+            yield from refusals((*where, column), ColumnMerge.parse, word)
 
 
 def key_of(stream: StreamConfig, table: str) -> tuple[str, ...]:
@@ -183,7 +186,7 @@ def clashes_of_consumers(at: KeyPath, consumers: Mapping[str, ConsumerConfig]) -
         except DeliveryError as error:
             field = str(error.details.get("field") or "name")
             place = where if field == "name" else (*where, *field.split("."))
-            yield place, _said(error)
+            yield place, in_words(error)
 
 
 _ENCODE: Final = "%-encode special characters in user and password (@ is %40, / is %2F)"
