@@ -77,29 +77,13 @@ class Certificates:
     def read(self) -> tuple[bytes, bytes, bytes | None]:
         """Return the files' bytes: certificate, key and clients' authorities. Raises as `server_context`."""
         self.server_context()
-        found = [
-            b"" if file is None else _check_readable(file) for file in (self.certificate, self.key, self.client_ca)
-        ]
-        return found[0], found[1], None if self.client_ca is None else found[2]
+        authorities = None if self.client_ca is None else _check_readable(self.client_ca)
+        return _check_readable(self.certificate), _check_readable(self.key), authorities
 
     def renew(self, context: ssl.SSLContext) -> None:
         """Load certificate and key into a context in use: new connections have them. Raises as `server_context`."""
         self.server_context()
         self._load(context)
-
-    def fingerprint(self) -> tuple[tuple[int, int, int] | None, ...]:
-        """Return a value that changes when a file does."""
-        found: list[tuple[int, int, int] | None] = []
-        for file in (self.certificate, self.key, self.client_ca):
-            if file is None:
-                continue
-            try:
-                facts = file.stat()
-            except OSError:
-                found.append(None)
-            else:
-                found.append((facts.st_mtime_ns, facts.st_size, facts.st_ino))
-        return tuple(found)
 
     def content(self) -> tuple[bytes | None, ...]:
         """Return the files' content; None for one that can't be read, or isn't configured."""
@@ -164,8 +148,7 @@ class Renewal:
             # Authorities can be added to a context, but not removed: each connection switches to the
             # newest context.
             context.sni_callback = self._choose
-        self._seen = certificates.fingerprint()
-        self._in_use = certificates.content()
+        self._seen = certificates.content()
 
     def _choose(self, connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         """Switch a connection after its client hello, whether it names a server or not."""
@@ -186,13 +169,10 @@ class Renewal:
 
         Files rewritten with the same content renew nothing: calls of Flight would be ended for it.
         """
-        found = self._certificates.fingerprint()
+        found = self._certificates.content()
         if found == self._seen:
             return False
         self._seen = found
-        content = self._certificates.content()
-        if content == self._in_use:
-            return False
         try:
             if self._certificates.client_ca is None:
                 self._certificates.renew(self.context)
@@ -205,7 +185,6 @@ class Renewal:
                 code=error.code,
             )
             return False
-        self._in_use = content
         logger.info("the certificate was renewed", file=str(self._certificates.certificate))
         return True
 

@@ -88,15 +88,20 @@ class Readers:
         self._taken: dict[object, tuple[str, float]] = {}
 
     @contextlib.contextmanager
-    def reading(self, peer: str) -> Iterator[_Reader]:
-        """Register one call, for as long as it lasts."""
-        reader = _Reader(self, peer)
-        reader.took()
+    def reading(self, peer: str) -> Iterator[Callable[[], None]]:
+        """Register one call, for as long as it lasts; yield what notes that its caller took a batch."""
+        call = object()
+
+        def took() -> None:
+            with self._lock:
+                self._taken[call] = (peer, time.monotonic())
+
+        took()
         try:
-            yield reader
+            yield took
         finally:
             with self._lock:
-                del self._taken[reader]
+                del self._taken[call]
 
     def watch(self, port: int, ended: threading.Event) -> None:
         """Check periodically, until `ended`."""
@@ -107,11 +112,6 @@ class Readers:
             for peer in late:
                 logger.warning("a Flight reader takes nothing and is cut off", peer=peer, after_s=self._within_s)
                 cut_connections(port, peer)
-
-    def note(self, reader: object, peer: str) -> None:
-        """Note that a caller took a batch."""
-        with self._lock:
-            self._taken[reader] = (peer, time.monotonic())
 
 
 class Senders:
@@ -222,15 +222,6 @@ class Sender:
         )
         with contextlib.suppress(pa.ArrowException, OSError):  # it has gone
             self.tell(json.dumps({"error": error.as_dict()}).encode())
-
-
-class _Reader:
-    def __init__(self, readers: Readers, peer: str) -> None:
-        self._readers = readers
-        self._peer = peer
-
-    def took(self) -> None:
-        self._readers.note(self, self._peer)
 
 
 def _address(peer: str) -> tuple[str, int] | None:

@@ -277,9 +277,9 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
     def _sent(
         self, batches: Iterator[pa.RecordBatch], stream: str, peer: str, shown: Credentials
     ) -> Iterator[pa.RecordBatch]:
-        with telling(), self._slot(self._reads), self._readers.reading(peer) as caller:
+        with telling(), self._slot(self._reads), self._readers.reading(peer) as took:
             for batch in batches:
-                caller.took()
+                took()
                 self._check(shown, Right.READ, stream)
                 if self._closing.is_set():
                     raise WriterClosed(
