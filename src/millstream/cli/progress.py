@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from millstream.cli.context import note
 from millstream.cli.main import say_error
 from millstream.model.human_text import copy_words, human_bytes, human_seconds, readable
+from millstream.processes.run import by_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -181,12 +182,7 @@ class PartReport:
         """Print how it ended; return the exit code."""
         self._line.clear()
         quarantined, copies_held, fold_errors = (
-            {
-                f"{stream}: {table}": reason
-                for stream, facts in outcome.items()
-                for table, reason in facts.get(what, {}).items()
-            }
-            for what in ("quarantined", "copies_held", "fold_errors")
+            by_table(outcome.items(), what) for what in ("quarantined", "copies_held", "fold_errors")
         )
         _say_quarantined(quarantined, fold_errors)
         paused = [f"{stream}: {table}" for stream, facts in outcome.items() for table in facts.get("paused", ())]

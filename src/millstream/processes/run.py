@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -98,6 +98,11 @@ def run_home(home: Home, *, until_caught_up: bool = False, on_event: Callable[[E
         return conductor.outcome()
 
 
+def by_table(streams: Iterable[tuple[str, Mapping[str, Any]]], what: str) -> dict[str, Any]:
+    """Return what the outcomes of streams have of tables, by `stream: schema.table`."""
+    return {f"{stream}: {table}": its for stream, facts in streams for table, its in facts.get(what, {}).items()}
+
+
 class _Conductor:
     """Decides the order in which parts end."""
 
@@ -154,14 +159,9 @@ class _Conductor:
             name: list(parts[name].outcome.get("streams", {}).items()) if name in parts else []
             for name in ("capture", "pipeline")
         }
+        of_all = [one for told in streams.values() for one in told]
         quarantined, copies_held, fold_errors = (
-            {
-                f"{stream}: {table}": reason
-                for told in streams.values()
-                for stream, facts in told
-                for table, reason in facts.get(what, {}).items()
-            }
-            for what in ("quarantined", "copies_held", "fold_errors")
+            by_table(of_all, what) for what in ("quarantined", "copies_held", "fold_errors")
         )
         errors = {
             name: running.error or {"message": "it could not be started"}

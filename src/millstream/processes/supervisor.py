@@ -23,7 +23,7 @@ import queue
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -45,8 +45,6 @@ class SupervisedProcess:
 
     name: str
     command: Sequence[str]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables added to the supervisor's own."""
     may_end: bool = False
     """Whether an unrequested end with exit code 0 is the end of its work rather than a death."""
     errors_max: int | None = None
@@ -177,7 +175,7 @@ class Supervisor:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[tell],
-                env={**os.environ, **running.part.environment, REPORT_VARIABLE: str(tell)},
+                env={**os.environ, REPORT_VARIABLE: str(tell)},
                 start_new_session=True,
             )
         except OSError as error:

@@ -28,7 +28,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -108,16 +108,7 @@ class TakingProgress:
         return {
             "name": self.buffer,
             "role": "reads",
-            "shards": {
-                str(shard): {
-                    "place": int(one.place),
-                    "end": int(one.end),
-                    "taken": one.taken,
-                    "repeated": one.repeated,
-                    "undecodable": one.undecodable,
-                }
-                for shard, one in sorted(self.shards.items())
-            },
+            "shards": {str(shard): asdict(one) for shard, one in sorted(self.shards.items())},
             "held": dict(self.held),
         }
 

@@ -61,7 +61,6 @@ if TYPE_CHECKING:
     from millstream.catalog import Catalog
     from millstream.config.model import BufferConfig, StreamConfig
     from millstream.config.replication_model import ReplicationConfig
-    from millstream.ingest.appender import Appender
     from millstream.writers.buffer_consumer import TakingProgress
     from millstream.writers.stream_sinks import OpenOther
 
@@ -115,6 +114,12 @@ class OwnedStream:
         self._before = OwnIncarnations()
         self._unheard: str | None = None
         """Message of the last logged error about a region's log."""
+        self._is_job = False
+        """Whether it ends once it has caught up."""
+        self._is_supervised = False
+        """Whether a supervisor reports the last error, so that it isn't reported twice."""
+        self._tell: Callable[[], None] = lambda: None
+        """Called when there is progress."""
 
     def run(
         self, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None], supervised: bool = False
@@ -126,10 +131,11 @@ class OwnedStream:
             tell: called when there is progress.
             supervised: whether a supervisor reports the last error, so that it isn't reported twice.
         """
+        self._is_job, self._is_supervised, self._tell = until_caught_up, supervised, tell
         roles = Roles(self.home)
         while True:
             try:
-                if not self._wait_for_lead(roles, stop, until_caught_up=until_caught_up, tell=tell):
+                if not self._wait_for_lead(roles, stop):
                     return
                 with (
                     stream_writer(
@@ -144,7 +150,7 @@ class OwnedStream:
                     _while_it_writes(self.home, self.name, writer, stop) as ended,
                 ):
                     self.writer = writer
-                    self._run_with(writer, ended, until_caught_up=until_caught_up, tell=tell, supervised=supervised)
+                    self._run_with(writer, ended)
                     failure = writer.log.failure()
                     if failure is not None and not stop.is_set():
                         self.facts_at_end, self.gave_up = None, False
@@ -157,22 +163,20 @@ class OwnedStream:
             except (ReadOnly, Fenced):
                 continue  # just now
             except MillstreamError as error:
-                if not self._again(error, stop, until_caught_up=until_caught_up, supervised=supervised):
+                if not self._again(error, stop):
                     return
             finally:
                 self.writer = None
 
-    def _wait_for_lead(
-        self, roles: Roles, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None]
-    ) -> bool:
+    def _wait_for_lead(self, roles: Roles, stop: threading.Event) -> bool:
         """Wait until this node leads the stream; return False if it has to end before.
 
         A job doesn't wait: there is nothing to capture here.
         """
         while not roles.leads(self.name):
-            if until_caught_up:
+            if self._is_job:
                 self.facts_at_end = _NOTHING_CAPTURED | {"caught_up": True}
-                tell()
+                self._tell()
                 return False
             if stop.wait(_LOOK_EVERY_S):
                 return False
@@ -183,41 +187,33 @@ class OwnedStream:
         if own is not None and self.config.source is not None:
             refuse_to_capture(self.catalog, stream, self.name, own)
 
-    def _run_with(
-        self,
-        writer: StreamWriter,
-        stop: threading.Event,
-        *,
-        until_caught_up: bool,
-        tell: Callable[[], None],
-        supervised: bool,
-    ) -> None:
+    def _run_with(self, writer: StreamWriter, stop: threading.Event) -> None:
         """Capture, and let applications append at the same time, also while the source is away.
 
         Raises if the writer has failed.
         """
         if self.config.buffer is not None and self.config.buffer.role == "reads":
-            self._take_from_buffer(writer, self.config.buffer, stop, until_caught_up=until_caught_up, tell=tell)
+            self._take_from_buffer(writer, self.config.buffer, stop)
             return
         if self.config.source is None:
             self._gets_on()
-            tell()
+            self._tell()
             # A job goes on for as long as the other streams take, so that applications can append.
-            while not stop.wait(_LOOK_EVERY_S) and not (until_caught_up and self.others_done.is_set()):
+            while not stop.wait(_LOOK_EVERY_S) and not (self._is_job and self.others_done.is_set()):
                 if (failure := writer.log.failure()) is not None:
                     raise failure
                 self._hear_regions(writer)
-            self.facts_at_end = _NOTHING_CAPTURED | {"caught_up": until_caught_up}
+            self.facts_at_end = _NOTHING_CAPTURED | {"caught_up": self._is_job}
             return
         if writer.name is not None:
             note_capturing_writer(self.catalog, writer.stream, writer.name)
         while True:
             try:
-                outcome = self._capture(writer, stop, until_caught_up=until_caught_up, tell=tell)
+                outcome = self._capture(writer, stop)
             except MillstreamError as error:
                 if writer.log.failure() is not None:
                     raise
-                if not self._again(error, stop, until_caught_up=until_caught_up, supervised=supervised):
+                if not self._again(error, stop):
                     return
             else:
                 self.error, self.facts_at_end = outcome.error, _outcome_facts(outcome)
@@ -237,15 +233,7 @@ class OwnedStream:
         else:
             self._unheard = None
 
-    def _take_from_buffer(
-        self,
-        writer: StreamWriter,
-        config: BufferConfig,
-        stop: threading.Event,
-        *,
-        until_caught_up: bool,
-        tell: Callable[[], None],
-    ) -> None:
+    def _take_from_buffer(self, writer: StreamWriter, config: BufferConfig, stop: threading.Event) -> None:
         """Take the operations that others have put into the stream's buffer."""
         name = buffer_name(self.name, config)
         told_s = 0.0
@@ -256,19 +244,19 @@ class OwnedStream:
             self._gets_on()
             if time.monotonic() - told_s >= 1.0:
                 told_s = time.monotonic()
-                tell()
+                self._tell()
 
         with open_buffer(self.home, self.name, config) as buffer:
             taker = operation_taker(self.catalog, writer, self.config)
             taking = BufferTaking(buffer, name, self.catalog, writer.stream, writer.log, taker)
             self.taking = taking.progress
             try:
-                taking.run(stop, until_caught_up=until_caught_up, tell=told)
+                taking.run(stop, until_caught_up=self._is_job, tell=told)
             except MillstreamError as error:
                 raise writer.log.failure() or error from None
-        self.facts_at_end = _NOTHING_CAPTURED | {"caught_up": until_caught_up}
+        self.facts_at_end = _NOTHING_CAPTURED | {"caught_up": self._is_job}
 
-    def _again(self, error: MillstreamError, stop: threading.Event, *, until_caught_up: bool, supervised: bool) -> bool:
+    def _again(self, error: MillstreamError, stop: threading.Event) -> bool:
         """Handle an error: wait and return whether to restart; otherwise the stream is given up, or was stopped."""
         was_well = self._well_since_s is not None and time.monotonic() - self._well_since_s >= _WELL_S
         if was_well or error.code != self._failed_by:
@@ -280,14 +268,14 @@ class OwnedStream:
         mends_itself = may_pass(error.code, error.retry) or is_fenced
         # A job ends with an error that needs work at the source; a service continues once that work is
         # done.
-        if isinstance(error, SourceError) and not until_caught_up:
+        if isinstance(error, SourceError) and not self._is_job:
             mends_itself = mends_itself or error.mends_at_source
-        patient = mends_itself and not (until_caught_up and self._backoff.attempts + 1 >= _ATTEMPTS_OF_A_JOB)
+        patient = mends_itself and not (self._is_job and self._backoff.attempts + 1 >= _ATTEMPTS_OF_A_JOB)
         if not patient or stop.is_set():
             self.gave_up = True
             if not stop.is_set():
                 note_given_up(self.catalog, self.name, "capture", error)
-            if not supervised:
+            if not self._is_supervised:
                 logger.error(
                     "the stream stops", stream=self.name, code=error.code, error=error.message, hint=error.hint
                 )
@@ -352,15 +340,13 @@ class OwnedStream:
         if is_for_sessions(swept):
             writer.log.copy_sessions()  # the next round drops it
 
-    def _capture(
-        self, writer: StreamWriter, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None]
-    ) -> CaptureOutcome:
+    def _capture(self, writer: StreamWriter, stop: threading.Event) -> CaptureOutcome:
         from millstream.capture.run import run_capture
 
         def on_progress(progress: CaptureProgress) -> None:
             self._gets_on()
             self.progress = progress
-            tell()
+            self._tell()
 
         with contextlib.suppress(LogError, OSError):  # `status` and `doctor` report it
             for raw in kept_raw_values(self.home, self.catalog, self.name, writer.stream, time.time()).values():
@@ -372,7 +358,7 @@ class OwnedStream:
             self.catalog,
             writer.log,
             stop=stop,
-            until_caught_up=until_caught_up,
+            until_caught_up=self._is_job,
             on_progress=on_progress,
             on_wait=self._waits,
         )
@@ -464,9 +450,8 @@ def run_owner(
             "reshard": lambda asked: _writer_of(by_name, str(asked["stream"])).routing.reshard(int(asked["shards"]))
         }
         stack.enter_context(ControlServer(home, "owner", {"status": facts}, acts))
-        server = AppendServer(
-            append_socket(home, home.config.writer.name), lambda stream: _appender_of(by_name, stream)
-        )
+        socket = append_socket(home, home.config.writer.name)
+        server = AppendServer(socket, lambda stream: _writer_of(by_name, stream).appender)
         stack.callback(server.close)
         for stream in streams:
             every_s = stream.config.log.retention_interval_s
@@ -494,11 +479,6 @@ def run_owner(
     if failed:
         raise failed[0]
     return outcome
-
-
-def _appender_of(streams: dict[str, OwnedStream], name: str) -> Appender:
-    """Return a stream's appender for applications; raises as `_writer_of`."""
-    return _writer_of(streams, name).appender
 
 
 def _writer_of(streams: dict[str, OwnedStream], name: str) -> StreamWriter:
