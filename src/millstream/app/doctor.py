@@ -28,7 +28,7 @@ from millstream.app.lake_checks import (
     probe_lake_catalog,
 )
 from millstream.app.status import collect_status, live_progress, tables_of
-from millstream.app.status_words import why_and_since
+from millstream.app.status_words import undelivered, why_and_since
 from millstream.errors import MillstreamError
 from millstream.home.config_mapping import capture_config
 from millstream.home.home import Home
@@ -460,7 +460,7 @@ def _alerts(home: Home) -> Iterator[Diagnosis]:
         yield Diagnosis(
             "alerts",
             "alerts_undelivered",
-            f"{alerts['receiver']} has taken no alert since {alerts['failing_since']}: {alerts['error']}",
+            undelivered(alerts),
             fix="Mend the receiver, or [alerts] url; the alerts are sent again until it takes them.",
         )
     elif status["processes"].get("alerts") is None:

@@ -37,6 +37,11 @@ def holder_words(stream: Mapping[str, Any], holder: str) -> str:
     return f"{name or f'table {table_id}'}, which is quarantined"
 
 
+def undelivered(alerts: Mapping[str, Any]) -> str:
+    """Return how the deliveries of alerts fail."""
+    return f"{alerts['receiver']} has taken no alert since {alerts['failing_since']}: {alerts['error']}"
+
+
 def how_it_stands(error: Mapping[str, Any]) -> str:
     """Return how a part of a stream stands still with an error."""
     return "has given up" if error["gave_up"] else "waits, and retries"

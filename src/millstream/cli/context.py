@@ -108,6 +108,14 @@ def note(text: str) -> None:
     say(text, err=True)
 
 
+def note_lines(text: str) -> None:
+    """Print a text of several lines on stderr; the later ones are marked, so that none looks like a line of ours."""
+    first, *others = text.split("\n")
+    note(first)
+    for line in others:
+        note(f"  | {line}")
+
+
 def print_raw(text: str, *, nl: bool = True) -> None:
     """Print a text for programs on stdout, as it is."""
     click.echo(text, nl=nl)

@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn
 
 import click
 
-from millstream.cli.context import Invocation, SuggestingGroup, extra_words_hint, note, say
+from millstream.cli.context import Invocation, SuggestingGroup, extra_words_hint, note, note_lines, say
 from millstream.cli.malloc_settings import return_large_buffers
 from millstream.cli.startup import ended_by_signals, without_pandas
 from millstream.errors import MillstreamError, UsageError
@@ -173,12 +173,7 @@ def _missing_extra(error: ModuleNotFoundError) -> BaseException:
 def say_error(facts: dict[str, Any]) -> None:
     """Print an error's code, message and hint on stderr."""
     say(f"error[{facts.get('code', 'unexpected')}]:", err=True, nl=False, fg="red", bold=True)
-    # A driver's message may have several lines; a name that contains a newline must not look like a hint
-    # of ours.
-    first, *others = str(facts.get("message", "")).split("\n")
-    note(f" {first}")
-    for line in others:
-        note(f"  | {line}")
+    note_lines(f" {facts.get('message', '')}")
     if facts.get("hint"):
         say("  hint:", err=True, nl=False, bold=True)
         note(f" {facts['hint']}")

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from millstream.app.status_words import holder_words, how_it_stands, retention_waits, why_and_since
+from millstream.app.status_words import holder_words, how_it_stands, retention_waits, undelivered, why_and_since
 from millstream.cli.context import (
     Invocation,
     SuggestingGroup,
     json_option,
     note,
+    note_lines,
     pass_invocation,
     print_json,
     print_table,
@@ -47,10 +48,7 @@ def status(invocation: Invocation, stream: str | None, as_json: bool) -> None:
         print_json(found)
         return
     for problem in found["problems"]:
-        first, *others = problem.split("\n")
-        note(f"problem: {first}")
-        for line in others:
-            note(f"  | {line}")
+        note_lines(f"problem: {problem}")
     running = [f"{part} (process {pid})" for part, pid in found["processes"].items() if pid is not None]
     say(f"{found['home']}: {', '.join(running) or 'nothing runs'}")
     _print_conditions([each for each in found["conditions"] if not each["stream"]])
@@ -58,9 +56,8 @@ def status(invocation: Invocation, stream: str | None, as_json: bool) -> None:
         say()
         _print_stream(one, found["processes"])
         _print_conditions([each for each in found["conditions"] if each["stream"] == one["name"]])
-    if (found["alerts"] or {}).get("error") is not None:
-        alerts = found["alerts"]
-        note(f"alerts: {alerts['receiver']} has taken none since {alerts['failing_since']}: {alerts['error']}")
+    if (alerts := found["alerts"]) is not None and alerts["error"] is not None:
+        note(f"alerts: {undelivered(alerts)}")
 
 
 def _behind(numbers: int) -> str:
@@ -326,16 +323,13 @@ def _ask(invocation: Invocation, table: str, stream: str | None, do: Callable[[C
 def tables_retry(invocation: Invocation, table: str, stream: str | None) -> None:
     """Retry a table that was quarantined by capture or by the pipeline, or that the reader of a write buffer holds."""
     from millstream.app.table_requests import retry_table
-    from millstream.writers.write_buffers import buffer_name
+    from millstream.writers.write_buffers import buffer_of
 
-    home = invocation.home(needs_source=False)
-    buffers = {
-        name: buffer_name(name, one.buffer) for name, one in home.config.streams.items() if one.buffer is not None
-    }
+    streams = invocation.home(needs_source=False).config.streams
 
     def retry(catalog: Catalog, stream: StreamId, table: str) -> str:
         name = next(row.name for row in catalog.streams() if row.id == stream)
-        return retry_table(catalog, stream, table, buffer=buffers.get(name))
+        return retry_table(catalog, stream, table, buffer=buffer_of(name, streams[name]) if name in streams else None)
 
     _ask(invocation, table, stream, retry)
 

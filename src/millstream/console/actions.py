@@ -19,12 +19,12 @@ from millstream.console.html import Content, Html, tag
 from millstream.errors import AccessError, MillstreamError, UsageError
 from millstream.leadership.node_roles import Roles
 from millstream.private_files import make_folder, open_private
+from millstream.writers.write_buffers import buffer_of
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
     from millstream.console.diff_page import Comparison, Diffs
     from millstream.home.home import Home
-    from millstream.home.paths import HomePaths
     from millstream.model.ids import StreamId
     from millstream.writers.home_consumers import HomeConsumers
 
@@ -215,27 +215,17 @@ def _done(home: Home, consumers: HomeConsumers, order: Order, action: Action) ->
         Roles(home).check_leads(order.stream)
     with home.open_catalog() as catalog:
         stream = catalog.stream(order.stream).id
-        if order.name == "retry" and config.buffer is not None:
-            from millstream.writers.write_buffers import buffer_name
-
-            buffer = buffer_name(order.stream, config.buffer)
-            return table_requests.retry_table(catalog, stream, order.subject, buffer=buffer)
+        if order.name == "retry":
+            return table_requests.retry_table(catalog, stream, order.subject, buffer=buffer_of(order.stream, config))
         return action.on_table(catalog, stream, order.subject)
 
 
 def _note(home: Home, order: Order, outcome: str, **facts: Any) -> None:
-    """Add a line to the audit log."""
+    """Add a line to the audit log; `AccessError` (`audit_unwritable`) with the outcome if it can't be written."""
     said = {"token": order.who, "action": order.name, "stream": order.stream, "subject": order.subject}
-    add_audit_line(home, **said, **({"text": order.text} if order.text else {}), outcome=outcome, **facts)
-
-
-def add_audit_line(home: HomePaths, **facts: Any) -> None:
-    """Add a line with the time and some facts.
-
-    Raises:
-        AccessError (`audit_unwritable`): it can't be written. Details: the `outcome` of the facts.
-    """
-    line = json.dumps({"at": datetime.now(UTC).isoformat(timespec="milliseconds"), **facts})
+    said |= {"text": order.text} if order.text else {}
+    at = datetime.now(UTC).isoformat(timespec="milliseconds")
+    line = json.dumps({"at": at, **said, "outcome": outcome, **facts})
     try:
         make_folder(home.audit_file.parent)
         with open(home.audit_file, "a", opener=open_private, encoding="utf-8") as file:
@@ -244,5 +234,5 @@ def add_audit_line(home: HomePaths, **facts: Any) -> None:
         raise AccessError(
             f"the audit log {home.audit_file} can't be written: {error}",
             code="audit_unwritable",
-            outcome=facts["outcome"],
+            outcome=outcome,
         ) from error

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from millstream.app.conditions import node_errors
 from millstream.app.record_rates import Status
-from millstream.app.status_words import how_it_stands, why_and_since
+from millstream.app.status_words import how_it_stands, undelivered, why_and_since
 
 _STOPPED: Final = ("capture_stalled", "pipeline_stalled", "replication_stalled")
 """Conditions that repeat a stream's own error."""
@@ -36,10 +36,8 @@ def troubles_of(status: Status) -> list[Trouble]:
         failing = errors | {"replication"}  # it has no other cause
         if one["kind"] not in _STOPPED or one["kind"].removesuffix("_stalled") not in failing:
             found.append(Trouble(one["kind"], one["message"], one["hint"], one["stream"], is_error=one["is_alert"]))
-    alerts = status["alerts"] or {}
-    if alerts.get("error") is not None:
-        message = f"{alerts['receiver']} has taken no alert since {alerts['failing_since']}: {alerts['error']}"
-        found.append(Trouble("alerts", message, "Check `[alerts]` in millstream.toml.", is_error=False))
+    if (alerts := status["alerts"]) is not None and alerts["error"] is not None:
+        found.append(Trouble("alerts", undelivered(alerts), "Check `[alerts]` in millstream.toml.", is_error=False))
     return sorted(found, key=lambda trouble: not trouble.is_error)
 
 

@@ -10,8 +10,8 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -119,32 +119,26 @@ class HomeConsumers:
                 of it isn't set.
         """
         self._is_server = True
-        for stream, config in self._home.config.streams.items():
+        for stream in self._home.config.streams:
             check_set(self._home, stream)
-            if config.consumers or self._home.delivery_folder(stream).exists():
-                try:
-                    check_consumers(self._home, stream)
-                    owner = self._owner() if self._roles.leads_surely(stream) else None
-                    if owner is not None:
-                        owner.of(stream)
-                except ConfigError:
-                    raise
-                except (MillstreamError, OSError) as error:  # each call reports it
-                    logger.warning("the consumers of a stream can't be opened", stream=stream, error=str(error))
+        for stream in with_consumers(self._home):
+            with _opening(stream, ConfigError):
+                check_consumers(self._home, stream)
+                owner = self._owner() if self._roles.leads_surely(stream) else None
+                if owner is not None:
+                    owner.of(stream)
         if self._home.config.replication.nodes:
             self._taking = Worker("consumers-take", self._take, every_s=_TAKES_EVERY_S).start()
 
     def _take(self) -> bool:
         """Become the owner once this node leads a stream with consumers: a push needs no call. Return whether to look again."""
-        for stream, config in self._home.config.streams.items():
-            if config.consumers or self._home.delivery_folder(stream).exists():
+        for stream in with_consumers(self._home):
+            with _opening(stream):
                 try:
                     if self._roles.leads_surely(stream) and self._owner() is not None:
                         return False  # it opens the streams, and follows the roles from now on
                 except WriterClosed:
                     return False
-                except (MillstreamError, OSError) as error:
-                    logger.warning("the consumers of a stream can't be opened", stream=stream, error=str(error))
         return True
 
     def _copied(self, stream: str) -> CopiedConsumers:
@@ -241,6 +235,24 @@ class HomeConsumers:
             return self._own
 
 
+def with_consumers(home: Home) -> Iterator[str]:
+    """Yield the streams that have consumers, or are to have some."""
+    for stream, config in home.config.streams.items():
+        if config.consumers or home.delivery_folder(stream).exists():
+            yield stream
+
+
+@contextmanager
+def _opening(stream: str, *passing: type[MillstreamError]) -> Iterator[None]:
+    """Log why a stream's consumers can't be opened, which each call reports; some errors pass."""
+    try:
+        yield
+    except passing:
+        raise
+    except (MillstreamError, OSError) as error:
+        logger.warning("the consumers of a stream can't be opened", stream=stream, error=str(error))
+
+
 class _Owner:
     """The consumers of all streams that this node leads, in the process that has the role."""
 
@@ -281,13 +293,10 @@ class _Owner:
             for stream, (promise, _) in list(self._streams.items()):
                 if not self._roles.leads_surely(stream) or self._roles.of(stream).promise != promise:
                     self._close(stream)
-        for stream, config in self._home.config.streams.items() if self._is_server else ():
-            if config.consumers or self._home.delivery_folder(stream).exists():
-                try:
-                    if self._roles.leads_surely(stream):
-                        self.of(stream)
-                except (MillstreamError, OSError) as error:
-                    logger.warning("the consumers of a stream can't be opened", stream=stream, error=str(error))
+        for stream in with_consumers(self._home) if self._is_server else ():
+            with _opening(stream):
+                if self._roles.leads_surely(stream):
+                    self.of(stream)
         return True
 
     def _close(self, stream: str) -> None:

@@ -25,7 +25,7 @@ from millstream.routing.sinks import Sent, send_parts
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from millstream.config.model import BufferConfig
+    from millstream.config.model import BufferConfig, StreamConfig
     from millstream.home.paths import HomePaths
     from millstream.ingest.schema_on_write import WriteRules
     from millstream.model.ids import ShardId
@@ -42,6 +42,11 @@ _REPLICATION: Final = "replication.factor"
 def buffer_name(stream: str, config: BufferConfig) -> str:
     """Return the name of a stream's buffer: its topic, the prefix of its keys, or its folder."""
     return config.location if config.kind == "log" else config.name or f"millstream_{stream}"
+
+
+def buffer_of(stream: str, config: StreamConfig) -> str | None:
+    """Return the name of a stream's buffer; None if it has none."""
+    return None if config.buffer is None else buffer_name(stream, config.buffer)
 
 
 def open_buffer(home: HomePaths, stream: str, config: BufferConfig) -> WriteBuffer:
