@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from millstream.client.appends import AppendRequest, no_increments, no_tables
+from millstream.client.appends import NOTHING_KNOWN, AppendRequest
 from millstream.client.http_requests import Call, append_call
 from millstream.client.http_retries import HttpAnswer, Lost, Nap, appended
 from millstream.errors import (
@@ -34,7 +34,7 @@ def calls_of(
 ) -> tuple[list[Call], MillstreamError]:
     """Return the calls, one for each answer, and the final error."""
     request = AppendRequest("web", "t", [{"x": 1}], deadline_s, idempotency_key=key)
-    tables, _ = request.columns(no_increments, no_tables)
+    tables, _ = request.columns(NOTHING_KNOWN)
     steps = appended(append_call(request, tables), request, url="http://there", now=lambda: 0.0)
     asked = []
     wish = next(steps)

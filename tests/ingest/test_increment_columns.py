@@ -80,6 +80,16 @@ def test_a_column_of_whole_numbers_takes_nothing_else(home: OpenHome) -> None:
     assert [row["likes"] for row in records(home)] == [1, *[2] * 9]
 
 
+def test_a_session_refuses_increments_by_the_code_of_the_home_s_appends(home: OpenHome) -> None:
+    session = home.session("shop")
+    session.append("posts", {"id": 1, "likes": 1})
+    rows = [{"id": 1, "likes": 2}, {"id": 2, "likes": "x"}]
+    with pytest.raises(InvalidValue, check=coded("increment_unsuitable"), match="likes"):
+        session.append("posts", rows)
+    appended = session.append("posts", rows, keep_valid_rows=True)
+    assert [(row.row, row.code) for row in appended.rejected] == [(1, "increment_unsuitable")]
+
+
 @pytest.mark.parametrize(
     ("value", "reason"),
     [

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Mapping, Sized
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.client.appends import APPEND_DEADLINE_S, AppendRequest, no_increments, no_tables
+from millstream.client.appends import APPEND_DEADLINE_S, NOTHING_KNOWN, AppendRequest, KnownTables
 from millstream.closing import AsyncClosing
 from millstream.model.names import parse_qualified_name
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.ingest.fit_to_schema import ColumnsOf
     from millstream.ingest.python_rows import Rows
     from millstream.model.operations import Appended, AppendedTables
 
@@ -24,6 +23,8 @@ _SMALL_TABLES: Final = 10
 
 class AsyncHomeAppends(AsyncClosing):
     """The appends of a home: both calls are `_append` of its own, once their rows are columns."""
+
+    _known: KnownTables = NOTHING_KNOWN
 
     async def append(
         self,
@@ -64,7 +65,7 @@ class AsyncHomeAppends(AsyncClosing):
         return appended
 
     async def _write(self, request: AppendRequest) -> Any:
-        tables, rejected = await columns_of(request, self._increments, self._columns_of)
+        tables, rejected = await columns_of(request, self._known)
         with request.naming(rejected, tables):
             return request.result(await self._append(request, tables), rejected)
 
@@ -72,20 +73,8 @@ class AsyncHomeAppends(AsyncClosing):
         """Append a request's valid rows."""
         raise NotImplementedError
 
-    def _increments(self, stream: str, table: str) -> Mapping[str, str]:
-        """Return the words of the columns that take increments, as far as they are known here."""
-        return no_increments(stream, table)
 
-    def _columns_of(self, stream: str) -> ColumnsOf:
-        """Return the look-up of a stream's tables, as far as they are known here."""
-        return no_tables(stream)
-
-
-async def columns_of(
-    request: AppendRequest,
-    increments: Callable[[str, str], Mapping[str, str]] = no_increments,
-    look_up: Callable[[str], ColumnsOf] = no_tables,
-) -> tuple[dict[str, pa.Table], Any]:
+async def columns_of(request: AppendRequest, known: KnownTables) -> tuple[dict[str, pa.Table], Any]:
     """Return as `AppendRequest.columns`, while other tasks go on: many rows, and those that a look-up may decide, on a thread."""
     rows = request.rows
     if request.keep_valid_rows:
@@ -95,8 +84,8 @@ async def columns_of(
     else:
         is_small = not isinstance(rows, Mapping) or (len(rows) <= _SMALL_TABLES and all(map(_is_small, rows.values())))
     if is_small:
-        return request.columns(increments, look_up)
-    return await asyncio.to_thread(request.columns, increments, look_up)
+        return request.columns(known)
+    return await asyncio.to_thread(request.columns, known)
 
 
 def _is_small(rows: Rows) -> bool:

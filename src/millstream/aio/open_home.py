@@ -22,6 +22,7 @@ from millstream.app.open_home import (
     check_stream,
     home_appender,
     home_consumers,
+    known_tables,
 )
 from millstream.client.appends import AppendRequest
 from millstream.client.consumers import Ask, Flow, with_records
@@ -31,16 +32,13 @@ from millstream.client.write_session import session_of
 from millstream.delivery.running_consumer import Waiter
 from millstream.errors import WriterClosed
 from millstream.export.follow_log import FollowedTables, follow_steps, position_of
-from millstream.home.config_mapping import increments_of
 from millstream.home.home import Home
-from millstream.home.table_columns import column_types
 from millstream.ingest.append_requests import sole_outcome
 from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.ingest.fit_to_schema import ColumnsOf
     from millstream.model.operations import Appended
     from millstream.model.positions import StreamToken
     from millstream.model.writes import SessionFacts
@@ -58,6 +56,7 @@ class AsyncOpenHome(AsyncHomeAppends):
 
     def __init__(self, home: Home) -> None:
         self._home = home
+        self._known = known_tables(home)
         self._reading = OpenHome(home)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="aio-reader")
         """A home is read from one thread."""
@@ -153,16 +152,10 @@ class AsyncOpenHome(AsyncHomeAppends):
         appender = self._appender if self._appender is not None and not self._closed else await self._made()
         return sole_outcome(await appender.append_batch_async(request.stream, batch, deadline_s=request.deadline_s))
 
-    def _increments(self, stream: str, table: str) -> Mapping[str, str]:
-        return increments_of(self._home, stream, table)
-
-    def _columns_of(self, stream: str) -> ColumnsOf:
-        return partial(column_types, self._home, stream)
-
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> AsyncSession:
         """Return as `OpenHome.session`."""
         check_stream(self._home, stream)
-        return AsyncSession(self._append, self.session_facts, stream, *session_of(name, next_number), self._columns_of)
+        return AsyncSession(self._append, self.session_facts, stream, *session_of(name, next_number), self._known)
 
     async def session_facts(self, stream: str, name: str) -> SessionFacts:
         """Return as `OpenHome.session_facts`."""

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from millstream.aio.appends import columns_of
-from millstream.client.appends import APPEND_DEADLINE_S, AppendRequest, no_tables
+from millstream.client.appends import APPEND_DEADLINE_S, NOTHING_KNOWN, AppendRequest, KnownTables
 from millstream.client.write_session import NumberedWrites
 from millstream.errors import UsageError
 from millstream.model.steps import run_async
@@ -15,7 +15,6 @@ from millstream.model.steps import run_async
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.ingest.fit_to_schema import ColumnsOf
     from millstream.ingest.python_rows import Rows
     from millstream.model.operations import Appended, AppendedTables
     from millstream.model.writes import SessionFacts
@@ -31,9 +30,9 @@ class AsyncSession(NumberedWrites):
         stream: str,
         name: str,
         next_number: int | None,
-        columns_of: Callable[[str], ColumnsOf] = no_tables,
+        known: KnownTables = NOTHING_KNOWN,
     ) -> None:
-        super().__init__(append, facts, stream, name, next_number, asyncio.sleep, columns_of)
+        super().__init__(append, facts, stream, name, next_number, asyncio.sleep, known)
         self._asking = asyncio.Lock()
 
     @property
@@ -93,7 +92,7 @@ class AsyncSession(NumberedWrites):
         return appended
 
     async def _write(self, request: AppendRequest) -> Any:
-        tables, rejected = await columns_of(request, look_up=self._columns_of)
+        tables, rejected = await columns_of(request, self._known)
         if request.number is None and not self._numbers.is_known:
             await self.resume()
         with request.naming(rejected, tables):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from millstream.app.log_readers import check_age_of_copy, needs_run, open_reader, schemas_named, tables_named
 from millstream.app.merged_reads import latest_with_totals
-from millstream.client.appends import HomeAppends
+from millstream.client.appends import HomeAppends, KnownTables
 from millstream.client.consumers import Ask, Consumers, Consumption, Flow, with_records
 from millstream.client.following import LOCAL_POLL_S, Following
 from millstream.client.home_calls import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from millstream.client.appends import AppendRequest
-    from millstream.ingest.fit_to_schema import ColumnsOf
     from millstream.lake.query.query_session import LakeSession
     from millstream.model.operations import Appended
     from millstream.model.schema import TableSchema
@@ -51,6 +50,7 @@ class OpenHome(HomeAppends):
             latest_bytes_max: see `latest_stretches`; `merged` reads no more at once, either.
         """
         self._home = home
+        self._known = known_tables(home)
         self._latest_bytes_max = latest_bytes_max
         self._readers: dict[str, StreamReader] = {}
         self._followings: weakref.WeakSet[Following] = weakref.WeakSet()
@@ -269,7 +269,7 @@ class OpenHome(HomeAppends):
             UsageError: the number is below 1.
         """
         check_stream(self._home, stream)
-        return Session(self._append, self.session_facts, stream, *session_of(name, next_number), self._columns_of)
+        return Session(self._append, self.session_facts, stream, *session_of(name, next_number), self._known)
 
     def session_facts(self, stream: str, name: str) -> SessionFacts:
         """Return the log's facts of a session: its mark, and the numbers above it.
@@ -288,13 +288,6 @@ class OpenHome(HomeAppends):
 
         batch = request.batch(tables)
         return sole_outcome(appender.append_batch(request.stream, batch, deadline_s=request.deadline_s))
-
-    def _increments(self, stream: str, table: str) -> Mapping[str, str]:
-        self._home_appender()  # reports extras that are missing
-        return increments_of(self._home, stream, table)
-
-    def _columns_of(self, stream: str) -> ColumnsOf:
-        return partial(column_types, self._home, stream)
 
     def _home_appender(self) -> HomeAppender:
         with self._appending:
@@ -408,6 +401,18 @@ def open(path: str | Path | None = None) -> OpenHome:  # noqa: A001 - as `millst
     home = Home.find(path, needs_source=False, named_by="path")
     home.check_format()
     return OpenHome(home)
+
+
+def known_tables(home: Home) -> KnownTables:
+    """Return the facts of a home's tables for appends; the look-ups raise `missing_extra` if they can't be made here."""
+
+    def increments(stream: str, table: str) -> Mapping[str, str]:
+        try:
+            return increments_of(home, stream, table)
+        except ModuleNotFoundError as error:
+            raise needs_run(error) from error
+
+    return KnownTables(increments, lambda stream: partial(column_types, home, stream))
 
 
 def check_stream(home: Home, stream: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from millstream.closing import Closing
 from millstream.errors import InvalidValue, UsageError
@@ -27,6 +27,18 @@ if TYPE_CHECKING:
 
 APPEND_DEADLINE_S: Final = 30.0
 """How long an append waits for room in the writer's queue by default."""
+
+
+class KnownTables(NamedTuple):
+    """The facts of a home's tables that decide how rows become columns; by default nothing is known."""
+
+    increments: Callable[[str, str], Mapping[str, str]] = lambda _stream, _table: {}
+    """Returns the words of the columns that take increments, of a stream's table."""
+    columns_of: Callable[[str], ColumnsOf] = lambda _stream: lambda _tables: {}
+    """Returns the look-up of a stream's tables, whose columns decide the kinds of values."""
+
+
+NOTHING_KNOWN: Final = KnownTables()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +59,8 @@ class AppendRequest:
     def __post_init__(self) -> None:
         check_deadline(self.deadline_s)
 
-    def columns(
-        self, increments: Callable[[str, str], Mapping[str, str]], columns_of: Callable[[str], ColumnsOf]
-    ) -> tuple[dict[str, pa.Table], Any]:
+    def columns(self, known: KnownTables) -> tuple[dict[str, pa.Table], Any]:
         """Return the valid rows as columns, by table, and the rejected ones as `result` takes them.
-
-        Args:
-            increments: returns the words of the columns that take increments, of a stream's table.
-            columns_of: returns the look-up of a stream's tables, whose columns decide the kinds of values.
 
         Raises:
             UsageError: a text is no table's name.
@@ -65,16 +71,15 @@ class AppendRequest:
         from millstream.ingest.multi_table_append import tables_for
 
         if self.table is None:
-            of_table = partial(increments, self.stream)
             return tables_for(
                 self.rows,
                 keep_valid_rows=self.keep_valid_rows,
-                accumulates=of_table,
-                columns_of=columns_of(self.stream),
+                accumulates=partial(known.increments, self.stream),
+                columns_of=known.columns_of(self.stream),
             )
         name = qualified_name(*parse_qualified_name(self.table))
-        accumulates = partial(increments, self.stream, self.table)
-        types = partial(types_of, columns_of(self.stream), name)
+        accumulates = partial(known.increments, self.stream, self.table)
+        types = partial(types_of, known.columns_of(self.stream), name)
         columns, rejected = columns_for(
             self.rows, keep_valid_rows=self.keep_valid_rows, accumulates=accumulates, types=types
         )
@@ -104,6 +109,8 @@ class AppendRequest:
 
 class HomeAppends(Closing):
     """The appends of a home: both calls are `_append` of its own, once their rows are columns."""
+
+    _known: KnownTables = NOTHING_KNOWN
 
     def append(
         self,
@@ -206,33 +213,13 @@ class HomeAppends(Closing):
         return appended
 
     def _write(self, request: AppendRequest) -> Any:
-        tables, rejected = request.columns(self._increments, self._columns_of)
+        tables, rejected = request.columns(self._known)
         with request.naming(rejected, tables):
             return request.result(self._append(request, tables), rejected)
 
     def _append(self, request: AppendRequest, tables: Mapping[str, pa.Table]) -> Appended | AppendedTables:
         """Append a request's valid rows."""
         raise NotImplementedError
-
-    def _increments(self, stream: str, table: str) -> Mapping[str, str]:
-        """Return the words of the columns that take increments, as far as they are known here."""
-        return no_increments(stream, table)
-
-    def _columns_of(self, stream: str) -> ColumnsOf:
-        """Return the look-up of a stream's tables, as far as they are known here."""
-        return no_tables(stream)
-
-
-def no_tables(_stream: str) -> ColumnsOf:
-    """Return a look-up that finds no table."""
-    from millstream.ingest.fit_to_schema import no_columns
-
-    return no_columns
-
-
-def no_increments(_stream: str, _table: str) -> Mapping[str, str]:
-    """Return that no column is known to take increments."""
-    return {}
 
 
 def check_deadline(deadline_s: float) -> float:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.client.appends import APPEND_DEADLINE_S, AppendRequest, check_deadline, no_increments, no_tables
+from millstream.client.appends import APPEND_DEADLINE_S, NOTHING_KNOWN, AppendRequest, KnownTables, check_deadline
 from millstream.errors import (
     AppendOutcomeUnknown,
     BufferOutcomeUnknown,
@@ -38,7 +38,6 @@ from millstream.model.steps import run
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.ingest.fit_to_schema import ColumnsOf
     from millstream.ingest.python_rows import Rows
     from millstream.model.operations import Appended, AppendedTables
     from millstream.model.writes import SessionFacts
@@ -222,10 +221,10 @@ class NumberedWrites:
         name: str,
         next_number: int | None,
         nap: Callable[[float], Any],
-        columns_of: Callable[[str], ColumnsOf],
+        known: KnownTables,
     ) -> None:
         self._append = append
-        self._columns_of = columns_of
+        self._known = known
         self._facts = partial(facts, stream, name)
         self._stream = stream
         self._nap = nap
@@ -276,9 +275,9 @@ class Session(NumberedWrites):
         stream: str,
         name: str,
         next_number: int | None,
-        columns_of: Callable[[str], ColumnsOf] = no_tables,
+        known: KnownTables = NOTHING_KNOWN,
     ) -> None:
-        super().__init__(append, facts, stream, name, next_number, time.sleep, columns_of)
+        super().__init__(append, facts, stream, name, next_number, time.sleep, known)
         self._asking = threading.Lock()
 
     @property
@@ -352,7 +351,7 @@ class Session(NumberedWrites):
         return appended
 
     def _write(self, request: AppendRequest) -> Any:
-        tables, rejected = request.columns(no_increments, self._columns_of)
+        tables, rejected = request.columns(self._known)
         if request.number is None and not self._numbers.is_known:
             self.resume()
         with request.naming(rejected, tables):
