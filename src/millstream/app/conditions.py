@@ -460,7 +460,7 @@ def _of_consumer(stream: str, consumer: Mapping[str, Any], bounds: Bounds, unset
         text = f"Mend the cause, then run `{shlex.join(hint)}`."
         yield Condition(Kind.CONSUMER_STALLED, stream, name, message, text)
     if consumer["dead"]:
-        letters = f"{consumer['dead']:,} dead letter{'s' * (consumer['dead'] != 1)}"
+        letters = counted(consumer["dead"], "dead letter")
         yield Condition(
             Kind.CONSUMER_DEAD_LETTERS,
             stream,

@@ -37,6 +37,7 @@ from millstream.home.paths import HomePaths
 from millstream.home.rows_before_rules import until_words
 from millstream.leadership.node_roles import Roles
 from millstream.model.addresses import mask_address
+from millstream.model.human_text import counted
 from millstream.nodes.node_checks import examine_nodes
 from millstream.private_files import is_open_to_others, make_folder
 from millstream.protocol.replication.promises_and_fencing import Role
@@ -256,7 +257,7 @@ def _failed(check: str, error: Exception, blocks: str) -> Diagnosis:
 
 def _configuration(home: Home) -> str:
     streams = home.config.streams
-    return f"{home.config_file}: {len(streams)} stream{'s' * (len(streams) != 1)}"
+    return f"{home.config_file}: {counted(len(streams), 'stream')}"
 
 
 def _folder(home: Home) -> str:
@@ -368,8 +369,7 @@ def _consumers(home: Home, name: str) -> str:
 
     check_consumers(home, name)
     check_unmade(home, name)
-    count = len(stored_names(home.delivery_folder(name)))
-    return f"the state of {count} consumer{'s' * (count != 1)} can be read"
+    return f"the state of {counted(len(stored_names(home.delivery_folder(name))), 'consumer')} can be read"
 
 
 def _sinks(home: Home, name: str) -> Iterator[Diagnosis]:

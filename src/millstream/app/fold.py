@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from millstream.app.rebuild import COPYING, await_outcome
+from millstream.app.rebuild import COPYING, await_outcome, failed_view, folded_views
 from millstream.catalog.rebuilds import RebuildRequest, Rebuilds
 from millstream.errors import LakeBehind, MillstreamError, UnknownTable, UsageError
 from millstream.home.config_mapping import pipeline_config
@@ -74,10 +74,10 @@ def fold_tables(
         copying = {row.id: row for row in catalog.tables(stream_id) if row.state in COPYING}
         schemas = catalog.latest_schemas(stream_id)
         work = _Work(home, catalog, pipeline, schemas, say)
-        wanted: list[tuple[CutTable, tuple[str, ...]]] = []
+        wanted: list[tuple[CutTable, list[str]]] = []
         for table_id in ids:
             found, schema = landed[table_id], schemas.get(table_id)
-            views = () if schema is None else _folded_views(pipeline, schema)
+            views = [] if schema is None else folded_views(pipeline.views, schema)
             if tables and not views:
                 raise UsageError(f"{found.name} has history only, which isn't folded")
             if tables and table_id in copying:
@@ -143,7 +143,7 @@ class _Work:
                 commit_cut(layout, cut.n, [commit], committed_at=datetime.now(UTC))
                 told = {"state": "done", "rows": commit.rows, "aside": None}
             except MillstreamError as error:
-                told = {"state": "failed", "code": error.code, "message": error.message, "hint": error.hint}
+                told = failed_view(error)
             self.requests.settle(table.table_id, view, told)
 
     def _check_copy(self, table: CutTable, n: Seq) -> None:
@@ -162,11 +162,3 @@ class _Work:
                 hint="Run `millstream pipeline run --until-caught-up` first.",
                 table=table.name,
             )
-
-
-def _folded_views(pipeline: PipelineConfig, schema: TableSchema) -> tuple[str, ...]:
-    from millstream.lake.folded.scd2 import has_versions
-    from millstream.lake.layout import has_current
-
-    has = {"current": has_current(schema), "scd2": has_versions(schema)}
-    return tuple(view for view in ("current", "scd2") if view in pipeline.views and has[view])

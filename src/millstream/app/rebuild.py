@@ -8,7 +8,7 @@ and does the work itself, without Spark.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
@@ -174,18 +174,14 @@ def forget_table(
 def _drop_dead_letters(home: Home, stream: str, row: TableRow) -> int:
     """Drop all consumers' dead letters of a table; return how many."""
     from millstream.app.open_home import OpenHome
+    from millstream.client.consumers import dead_letters
 
     table, dropped = qualified_name(row.namespace, row.name), 0
     with OpenHome(home) as opened:
         consumers = opened.consumers(stream)
         for consumer in consumers.list():
-            name, after, ids = consumer["name"], None, []
-            while True:
-                page = consumers.dead(name, after=after, limit=1000)
-                ids += [letter["id"] for letter in page["dead"] if letter["record"]["table"] == table]
-                after = page["next"]
-                if after is None:
-                    break
+            name = consumer["name"]
+            ids = [one["id"] for one in dead_letters(consumers, name) if one["record"]["table"] == table]
             if ids:
                 dropped += len(consumers.drop(name, ids)["results"])
     return dropped
@@ -269,11 +265,7 @@ def _find(home: Home, catalog: Catalog, stream: str, config: StreamConfig, table
 
 
 def _views(place: _Place, config: StreamConfig, asked: Sequence[str]) -> tuple[str, ...]:
-    from millstream.lake.folded.scd2 import has_versions
-    from millstream.lake.layout import has_current
-
-    has = {"current": has_current(place.schema), "scd2": has_versions(place.schema)}
-    named = [view for view in ("current", "scd2") if view in config.lake.shown and has[view]]
+    named = folded_views(config.lake.shown, place.schema)
     for view in asked:
         if view not in named:
             name = f"{place.schema.namespace}.{place.schema.name}"
@@ -285,6 +277,15 @@ def _views(place: _Place, config: StreamConfig, asked: Sequence[str]) -> tuple[s
             hint="Give the table a primary key, or REPLICA IDENTITY FULL.",
         )
     return wanted
+
+
+def folded_views(views: Collection[str], schema: TableSchema) -> list[str]:
+    """Return those of some views that are folded of a table's history."""
+    from millstream.lake.folded.scd2 import has_versions
+    from millstream.lake.layout import has_current
+
+    has = {"current": has_current(schema), "scd2": has_versions(schema)}
+    return [view for view in has if view in views and has[view]]
 
 
 def _merged(
@@ -400,6 +401,11 @@ def await_outcome(
     return outcome
 
 
+def failed_view(error: MillstreamError) -> dict[str, Any]:
+    """Return the outcome of a view that failed."""
+    return {"state": "failed", "code": error.code, "message": error.message, "hint": error.hint}
+
+
 def _perform(place: _Place, request: RebuildRequest, say: Callable[[str], None]) -> None:
     """Carry out a request; the caller holds the pipeline's role."""
     from millstream.lake.commit_cuts import commit_cut, last_cut
@@ -426,7 +432,7 @@ def _perform(place: _Place, request: RebuildRequest, say: Callable[[str], None])
                 commit_cut(place.layout, cut.n, [commit], committed_at=datetime.now(UTC))
                 told = {"state": "done", "rows": commit.rows, "aside": aside}
         except MillstreamError as error:
-            told = {"state": "failed", "code": error.code, "message": error.message, "hint": error.hint}
+            told = failed_view(error)
         place.rebuilds.settle(place.row.id, view, told)
     if held is not None and request.before_copy:
         quarantine_of(place.catalog, place.layout.stream_id).request_retry(place.row.id)

@@ -22,13 +22,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from millstream.buffers.kafka_errors import SILENT, error_of_kafka, moving, nothing_stored, unknown_here, unreachable
 from millstream.buffers.kafka_server import client_settings, describe_topic, make_topic
-from millstream.buffers.waiting_for_answers import answered, no_answer
+from millstream.buffers.writes import OP_BYTES_MAX, QUEUE_BYTES_MAX, answered, encoded, no_answer, too_large
 from millstream.closing import Closing
 from millstream.codec.buffer_reading import PlacedReader, unknown_shard
-from millstream.codec.buffered_op import encode_op
 from millstream.errors import (
     BufferUnavailable,
-    IngestError,
     MillstreamError,
     Overloaded,
     WriteBufferError,
@@ -70,10 +68,7 @@ class KafkaOptions:
     """Seconds, retries included, after which an unanswered operation's outcome counts as unknown;
     also the timeout of other requests.
     """
-    op_bytes_max: int = 64 << 20
-    """Size in bytes above which an operation is refused. A topic that is made allows as much."""
-    queue_bytes_max: int = 64 << 20
-    """Bytes of operations in flight, at most; beyond it their senders wait."""
+    queue_bytes_max: int = QUEUE_BYTES_MAX
 
 
 class KafkaBuffer(Closing):
@@ -106,11 +101,7 @@ class KafkaBuffer(Closing):
         return str(self._describe().topic_id)
 
     def submit(self, shard: ShardId, op: WriteOps, *, deadline_s: float | None = None) -> Future[BufferMeta]:
-        data = encode_op(op)
-        if shard not in self._shards:
-            raise unknown_shard(self._options.topic, shard, self._shards)
-        if len(data) > self._options.op_bytes_max:
-            raise _too_large(self._options.topic, len(data), self._options.op_bytes_max)
+        data = encoded(op, shard, buffer=self._options.topic, shards=self._shards)
         key = next((table.partition for table in op.tables if table.partition is not None), None)
         return self._sending().submit(shard, data, key, deadline_s)
 
@@ -166,7 +157,7 @@ class KafkaBuffer(Closing):
         options = self._options
         own = {
             "cleanup.policy": "delete",
-            "max.message.bytes": str(options.op_bytes_max + ENVELOPE_BYTES),
+            "max.message.bytes": str(OP_BYTES_MAX + ENVELOPE_BYTES),
             "unclean.leader.election.enable": "false",
         }
         make_topic(
@@ -192,7 +183,7 @@ class _Sender:
             "client.id": "millstream",
             "linger.ms": 1,
             "message.timeout.ms": max(1, round(options.timeout_s * 1000)),
-            "message.max.bytes": options.op_bytes_max + ENVELOPE_BYTES,
+            "message.max.bytes": OP_BYTES_MAX + ENVELOPE_BYTES,
             "queue.buffering.max.kbytes": max(1, options.queue_bytes_max >> 10),
             "queue.buffering.max.messages": 10_000_000,  # bounded by bytes
             "allow.auto.create.topics": False,
@@ -277,7 +268,7 @@ class _Sender:
         from confluent_kafka import KafkaError as Codes
 
         if error.code() in {Codes.MSG_SIZE_TOO_LARGE, Codes.RECORD_LIST_TOO_LARGE}:
-            return _too_large(self._options.topic, size, None)
+            return too_large(self._options.topic, size, None)
         if sent and error.code() not in nothing_stored():
             return no_answer(self._options.topic, shard, f"({error.str()})")
         return error_of_kafka(error, self._options.topic)
@@ -292,17 +283,6 @@ def _admin_of(options: KafkaOptions) -> AdminClient:
     from confluent_kafka.admin import AdminClient
 
     return AdminClient(settings)
-
-
-def _too_large(topic: str, size: int, size_max: int | None) -> IngestError:
-    bound = "" if size_max is None else f", {size_max}"
-    return IngestError(
-        f"an operation of {size} bytes exceeds the limit of write buffer {topic}{bound}",
-        code="rows_too_large",
-        hint="Send fewer rows at a time, or raise the topic's max.message.bytes.",
-        size=size,
-        size_max=size_max,
-    )
 
 
 _FETCHED_KBYTES: Final = 16 << 10

@@ -23,15 +23,13 @@ from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
 
 from millstream.buffers.redis_server import RedisKeys, check_durable, connect, error_of_redis, translated
-from millstream.buffers.waiting_for_answers import answered, no_answer
+from millstream.buffers.writes import QUEUE_BYTES_MAX, answered, encoded, no_answer
 from millstream.closing import Closing
 from millstream.codec.buffer_reading import PlacedReader, replaced, unknown_shard
-from millstream.codec.buffered_op import encode_op
 from millstream.errors import (
     BufferMissing,
     BufferRefused,
     BufferUnavailable,
-    IngestError,
     MillstreamError,
     Overloaded,
     WriterClosed,
@@ -95,10 +93,6 @@ class RedisOptions:
     """Seconds, retries included, after which an unanswered operation's outcome counts as unknown;
     also the timeout of other requests.
     """
-    op_bytes_max: int = 64 << 20
-    """Size in bytes above which an operation is refused."""
-    queue_bytes_max: int = 64 << 20
-    """Bytes of operations in flight, at most; beyond it their senders wait."""
 
 
 @dataclass(slots=True)
@@ -151,24 +145,14 @@ class RedisBuffer(Closing):
 
     def submit(self, shard: ShardId, op: WriteOps, *, deadline_s: float | None = None) -> Future[BufferMeta]:
         name, options = self._options.name, self._options
-        data = encode_op(op)
-        if shard not in self._shards:
-            raise unknown_shard(name, shard, self._shards)
-        if len(data) > options.op_bytes_max:
-            raise IngestError(
-                f"an operation of {len(data)} bytes exceeds the limit of write buffer {name}, {options.op_bytes_max}",
-                code="rows_too_large",
-                hint="Send fewer rows at a time.",
-                size=len(data),
-                size_max=options.op_bytes_max,
-            )
+        data = encoded(op, shard, buffer=name, shards=self._shards)
         future: Future[BufferMeta] = Future()
         future.set_running_or_notify_cancel()
         patience_s = options.timeout_s if deadline_s is None else deadline_s
         give_up_s = time.monotonic() + patience_s
         with self._changed:
             fits = self._changed.wait_for(
-                lambda: self._closed or not self._held_bytes or self._held_bytes + len(data) <= options.queue_bytes_max,
+                lambda: self._closed or not self._held_bytes or self._held_bytes + len(data) <= QUEUE_BYTES_MAX,
                 patience_s,
             )
             if self._closed:

@@ -25,7 +25,7 @@ from millstream.cli.context import (
     say,
     stream_option,
 )
-from millstream.model.human_text import human_bytes, human_seconds
+from millstream.model.human_text import counted, human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from millstream.client.consumers import Consumers
@@ -278,15 +278,10 @@ def dead() -> None:
 @pass_invocation
 def dead_ls(invocation: Invocation, name: str, stream: str | None, as_json: bool) -> None:
     """List a consumer's dead letters, the oldest first."""
-    found: list[dict[str, Any]] = []
+    from millstream.client.consumers import dead_letters
+
     with _consumers(invocation, stream) as consumers:
-        after = None
-        while True:
-            page = consumers.dead(name, after=after, limit=1000)
-            found += page["dead"]
-            after = page["next"]
-            if after is None:
-                break
+        found = list(dead_letters(consumers, name))
     if as_json:
         print_json(found)
     elif not found:
@@ -416,9 +411,7 @@ def _print(found: dict[str, Any], *, as_json: bool) -> None:
     if found["error"]:
         say(f"  {found['error']}")
     behind = (
-        "unknown"
-        if lag["records"] is None
-        else f"{lag['records']:,} record{'' if lag['records'] == 1 else 's'}, {human_bytes(lag['bytes'])}"
+        "unknown" if lag["records"] is None else f"{counted(lag['records'], 'record')}, {human_bytes(lag['bytes'])}"
     )
     say(f"  lag: {behind}, {human_seconds(lag['seconds'])}")
     say(

@@ -19,6 +19,7 @@ from millstream.cli.context import (
     print_raw,
     say,
 )
+from millstream.model.human_text import counted
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
@@ -53,8 +54,7 @@ def doctor(invocation: Invocation, as_sql: bool, quiet: bool, as_json: bool) -> 
     if not as_json and not quiet:
         right = sum(diagnosis.is_ok for diagnosis in found)
         notes = len(found) - right - len(wrong)
-        checks, noted = "check" + "s" * (len(found) != 1), "note" + "s" * (notes != 1)
-        say(f"{len(found)} {checks}: {right} right, {notes} {noted}, {len(wrong)} wrong")
+        say(f"{counted(len(found), 'check')}: {right} right, {counted(notes, 'note')}, {len(wrong)} wrong")
     if as_json:
         findings = [diagnosis.as_dict() for diagnosis in found]
         print_json({"healthy": not wrong, "findings": findings, "checks": as_checks(home, found)})

@@ -28,6 +28,7 @@ from millstream.cli.output_formats import STYLES, Style
 from millstream.cli.query_answer import answer
 from millstream.errors import MillstreamError, UsageError
 from millstream.lake.query.sql_keywords import TEXTS
+from millstream.model.human_text import counted
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
@@ -122,7 +123,7 @@ class Prompt:
         for statement in lake.statements(text):
             started = time.monotonic()
             count = answer(lake, statement, self._style)
-            note(f"{count:,} row{'' if count == 1 else 's'} in {time.monotonic() - started:.2f} s")
+            note(f"{counted(count, 'row')} in {time.monotonic() - started:.2f} s")
         return True
 
     def _command(self, word: str, rest: str) -> bool:

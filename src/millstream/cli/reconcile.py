@@ -16,6 +16,7 @@ from millstream.cli.context import (
     say,
     stream_option,
 )
+from millstream.model.human_text import counted
 
 if TYPE_CHECKING:
     from millstream.regions.reconcile import Reconciliation
@@ -71,14 +72,13 @@ def _print(found: Reconciliation) -> None:
             whose = "own log" if taken.is_own else "log"
             words = "nothing new"
             if taken.upto > taken.after:
-                rows = f"{taken.rows:,} {'row' if taken.rows == 1 else 'rows'}"
-                words = f"{rows} out of numbers {taken.after + 1} to {taken.upto}"
+                words = f"{counted(taken.rows, 'row')} out of numbers {taken.after + 1} to {taken.upto}"
             say(f"{one.name}: region {taken.region}, {whose}: {words}")
             if taken.is_anew:
                 note("  the log lost merged records at its end, or was recreated; its state was merged again")
             if taken.begins_at is not None:
                 note(f"  retention dropped records before number {taken.begins_at} that were never merged")
-        say(f"{one.name}: {one.rows:,} rows merged of {one.regions} {'region' if one.regions == 1 else 'regions'}")
+        say(f"{one.name}: {one.rows:,} rows merged of {counted(one.regions, 'region')}")
 
 
 def _print_lines(table: str, region: int, lines: list[dict[str, Any]]) -> None:

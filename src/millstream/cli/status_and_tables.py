@@ -352,7 +352,7 @@ def tables_copy(invocation: Invocation, table: str, stream: str | None, *, forge
         from millstream.app.rebuild import forget_table
 
         dropped = forget_table(invocation.home(needs_source=False), table, stream=stream, say=note)
-        note(f"{table}: its older records are deleted, and {dropped} dead letter{'s' * (dropped != 1)}")
+        note(f"{table}: its older records are deleted, and {counted(dropped, 'dead letter')}")
         note(f"{table}: its rows will be copied by the running capture, or when it runs next")
         return
     _ask(invocation, table, stream, copy_table)

@@ -11,7 +11,7 @@ import math
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Self, TypeAlias, TypeVar
@@ -247,6 +247,17 @@ def rows_of(tables: Iterable[str] | None, where: str | None) -> dict[str, Any]:
     """Return the fields of a backfill."""
     fields = {"tables": None if tables is None else list(tables), "where": where}
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def dead_letters(consumers: Consumers, name: str) -> Iterator[dict[str, Any]]:
+    """Yield a consumer's dead letters, the oldest first, a page at a time."""
+    after: str | None = None
+    while True:
+        page = consumers.dead(name, after=after, limit=1000)
+        yield from page["dead"]
+        after = page["next"]
+        if after is None:
+            return
 
 
 def ids_of(ids: Iterable[str] | str) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -23,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 from millstream.console.html import Content, Html, Part, Piece, grid, shortened, tag, with_code
 from millstream.console.page_frame import link
 from millstream.errors import UsageError
+from millstream.processes.run import part_command
 from millstream.workers import Worker
 
 if TYPE_CHECKING:
@@ -73,14 +73,10 @@ class Comparison:
 
 
 class Diffs:
-    """The comparisons of a server, one at a time. Any thread.
+    """The comparisons of a server, one at a time. Any thread."""
 
-    Args:
-        command: the command line of `millstream` on that home.
-    """
-
-    def __init__(self, home: Home, command: Sequence[str] = ()) -> None:
-        self._command = command or [sys.executable, "-P", "-m", "millstream.cli", "--home", str(home.path)]
+    def __init__(self, home: Home) -> None:
+        self._command = part_command(home)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._worker: Worker | None = None

@@ -323,11 +323,9 @@ class _FollowedStream:
             contextlib.closing(store_of(self._home, self._name)) as store,
         ):
             self._told = {"phase": "filling"}
-            found = fill(self._home, self._name, store, stop=ended.is_set, tell=self._tell_filling)
+            tell = partial(logger.info, "takes from the object store", stream=self._name)
+            found = fill(self._home, self._name, store, stop=ended.is_set, tell=lambda what: tell(how_far=what))
             return None if ended.is_set() else found is not None
-
-    def _tell_filling(self, what: str) -> None:
-        logger.info("takes from the object store", stream=self._name, how_far=what)
 
     @contextlib.contextmanager
     def _unless_told_else(self, fact: Callable[[], RoleFact]) -> Iterator[threading.Event]:

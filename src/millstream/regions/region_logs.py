@@ -15,6 +15,7 @@ from millstream.crdt.declared import TableMerge
 from millstream.crdt.hlc import DRIFT_MAX_NS, HLC, NEVER, check_drift
 from millstream.crdt.reconcile import HeardEnd
 from millstream.errors import IngestError, LogError, MillstreamError, PositionError, ReplicationError, UnknownStream
+from millstream.model.human_text import counted
 from millstream.model.ids import RegionId, StreamId
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.positions import Seq
@@ -128,7 +129,7 @@ def examine_regions(home: Home, stream: str, config: StreamConfig) -> str:
         newest_time(reader, region)
     words = [f"this is region {config.region}"] if config.region else []
     words += [f"has the log of region {region}" for region in copies]
-    words += [f"{len(config.merge)} table{'s' * (len(config.merge) != 1)} can merge"] if config.merge else []
+    words += [f"{counted(len(config.merge), 'table')} can merge"] if config.merge else []
     return ", ".join(words)
 
 

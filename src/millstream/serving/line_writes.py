@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, TypeAlias
 import structlog
 
 from millstream.errors import HttpError, MillstreamError, UsageError
-from millstream.ingest.line_protocol import Lines, TableLines, tables_of_lines
+from millstream.ingest.line_protocol import Lines, tables_of_lines
 from millstream.model.operations import TableAppended
 from millstream.model.positions import StreamToken
 from millstream.serving.problem_documents import encoded, headers_of, status_of
@@ -179,13 +179,9 @@ def _refused(lines: Lines, tables: Mapping[str, TableAppended]) -> tuple[list[_R
             refused += [_RefusedLine(int(line), part.refused.message) for line in table.lines[:_TOLD_MAX]]
             count += len(table.lines)
         else:
-            refused += [_RefusedLine(_line_of(table, row.row), row.reason) for row in part.rejected]
+            refused += [_RefusedLine(int(table.lines[row.row]), row.reason) for row in part.rejected]
             count += len(part.rejected)
     return sorted(refused, key=lambda one: one.line), count
-
-
-def _line_of(table: TableLines, row: int) -> int:
-    return int(table.lines[row])
 
 
 def _told(refused: Sequence[_RefusedLine], count: int) -> str:

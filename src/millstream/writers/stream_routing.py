@@ -88,11 +88,6 @@ def ring_of(routing: RoutingSection | None) -> HashRing | None:
     return HashRing(tuple(found.columns), columns_of, found.virtual_nodes)
 
 
-def templates_of(config: StreamConfig) -> dict[str, PartitionTemplate]:
-    """Return the partition templates of a stream's tables."""
-    return {plain_name(table): PartitionTemplate.parse(text) for table, text in config.partitions.items()}
-
-
 def router_of(
     config: StreamConfig, first: ShardId, era: RingEra | None, count: Callable[[str, int], None] | None = None
 ) -> Router:
@@ -104,7 +99,7 @@ def router_of(
     return Router(
         rules,
         shard_of_table=_OwnShards(config, first),
-        partitions=templates_of(config),
+        partitions={plain_name(table): PartitionTemplate.parse(text) for table, text in config.partitions.items()},
         ring=ring,
         era=0 if era is None else era.number,
         count=count,

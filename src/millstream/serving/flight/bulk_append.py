@@ -23,7 +23,6 @@ from millstream.model.writes import AppendBatch
 from millstream.workers import Worker
 
 if TYPE_CHECKING:
-    from millstream.model.operations import Appended
     from millstream.writers.home_appender import HomeAppender
 
 SUBMISSION_BYTES: Final = 2 * PIECE_BYTES
@@ -184,12 +183,9 @@ class BulkAppend:
             if isinstance(outcome, MillstreamError):
                 refused.append((piece, outcome))
             else:
-                self._tell_appended(piece, outcome)
+                self._tell(json.dumps(piece.told(outcome)).encode())
         if refused:
             self._tell_refused(*refused[0])
-
-    def _tell_appended(self, piece: Piece, outcome: Appended) -> None:
-        self._tell(json.dumps(piece.told(outcome)).encode())
 
     def _tell_refused(self, piece: Piece, error: MillstreamError) -> NoReturn:
         """Send the refusal as a line: a client that waits for each acknowledgement doesn't see the call end."""
