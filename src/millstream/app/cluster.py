@@ -37,7 +37,6 @@ def cluster_facts(home: Home, serving: Callable[[], AbstractContextManager[objec
     is started here.
 
     Args:
-        home: the home; its master isn't local.
         serving: runs the home's Flight server, for executors that read the log from it.
 
     Raises:

@@ -121,7 +121,6 @@ def judge(status: Mapping[str, Any], seen: Observations, bounds: Bounds, now_s: 
     Args:
         status: its status. If another node leads a stream, only the part of this node is judged: that node reports the rest.
         seen: what was observed; without an observation, only conditions of the moment are found.
-        bounds: the bounds of the configuration.
         now_s: seconds since 1970-01-01 UTC.
     """
     facts = facts_of(status, seen)

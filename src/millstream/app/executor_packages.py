@@ -62,7 +62,6 @@ def pack_executor_packages(file: Path, platforms: Sequence[str] = ()) -> PackedP
     """Write the archive; an existing file is replaced.
 
     Args:
-        file: where to write it.
         platforms: tags of the workers' platform, as in names of wheels (`manylinux_2_28_aarch64`); any of them fits.
             Empty: this machine's.
 

@@ -45,8 +45,6 @@ def fold_tables(
 
     Args:
         tables: `schema.table` of each; if empty, all tables of the lake whose copies are complete.
-        stream: their stream; None if the home has only one.
-        say: called with progress messages.
 
     Raises:
         UsageError: the stream has no folded views, or a named table has none, or its copy isn't complete in the lake.

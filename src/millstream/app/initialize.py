@@ -140,9 +140,7 @@ def make_home(
     Args:
         source: a DSN; its password goes into the environment, not into the file. None: the stream takes
             applications' appends.
-        tables: patterns of the source's tables.
         password_env: the environment variable that holds the password, for a DSN without one.
-        lake_format: the format of the lake's tables.
         location: where the lake's tables lie: a folder, from the home, or the URL of an object store. None: `lake`, or
             where the catalog says, if it is a server.
         catalog: the catalog of Iceberg tables, `sql` or `rest=URI`; None: as `sql`.

@@ -73,8 +73,6 @@ def move_lake(
 
     Args:
         location: a folder (a relative one starts at the home) or the URL of an object store's prefix.
-        stream: the stream; None if the home has only one.
-        say: called with progress messages.
 
     Raises:
         HomeBusy: a process of the home lands or serves.

@@ -51,10 +51,8 @@ def open_lake(
     """Open a stream's lake tables at one token, for SQL.
 
     Args:
-        stream: its name; None if the home has only one.
         as_of: a token, a moment (UTC if it has no zone), or the text of either; None for the newest position.
         lake_only: whether to read nothing of the log, so that `merged` tables, which are read from it, are unknown.
-        bounds: the session's limits; None for no limit.
 
     Raises:
         PositionError (`invalid_time`), PositionError (`invalid_token`): the text is neither.

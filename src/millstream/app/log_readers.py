@@ -29,11 +29,8 @@ def open_reader(
     """Return a reader of a stream's log.
 
     Args:
-        without_mark: as `StreamReader`.
-        on_damage: as `StreamReader`.
         of_any_age: read the log even if it is older than this node may show: for tools that inspect the
             log itself.
-        definitions: as `StreamReader`.
 
     Raises:
         UnknownStream: the home has none of that name.

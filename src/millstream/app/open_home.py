@@ -46,7 +46,6 @@ class OpenHome(HomeAppends):
         """Open it.
 
         Args:
-            home: the home.
             latest_bytes_max: see `latest_stretches`; `merged` reads no more at once, either.
         """
         self._home = home

@@ -85,12 +85,9 @@ def rebuild_table(
     copy is complete.
 
     Args:
-        table: `schema.table`.
-        stream: its stream; None if the home has only one.
         origin: `history`: from the records in the lake. `source`: by a copy of the table's rows; damaged
             tables are moved aside first, history included.
         views: `current`, `scd2`, `merged`; if empty, those of the first two that the stream's `views` name.
-        say: called with progress messages.
 
     Raises:
         UnknownTable: the lake or the catalog has no table of that name.
@@ -127,11 +124,6 @@ def forget_table(
     Its history, versions and `current` in the lake go at once, with all files, and its dead letters. The log's
     segments go by retention. Until the copy has landed, queries of the table fail. If this is interrupted, the table's
     copy is held, and the same call goes on.
-
-    Args:
-        table: `schema.table`.
-        stream: its stream; None if the home has only one.
-        say: called with progress messages.
 
     Returns:
         The number of dead letters that were dropped.
@@ -193,12 +185,10 @@ def replay_table(
     """Write the records of a table between two moments into a new Delta table; see `millstream.lake.replay`.
 
     Args:
-        table: `schema.table`.
         begin: a time or a token; records after it are taken; None: from the first one that the lake has.
         end: a time or a token, inclusive; None: the lake's last cut. For both, a token inside an
             operation stands for the last one before it.
         into: a new name among the stream's replays, or a path.
-        stream: as `rebuild_table`.
 
     Raises:
         PositionError (`invalid_time`), PositionError (`invalid_token`), PositionError (`time_from_future`): a bound can't be parsed, or is in the future.
@@ -361,8 +351,6 @@ def await_outcome(
     """Return a request's outcome by view: from the running pipeline, or from our own work if none runs.
 
     Args:
-        requests: has the request.
-        views: those that were requested.
         perform: carries the request out and settles it; called while this process holds the pipeline's role.
         say: called once if the running pipeline does the work.
 

@@ -47,8 +47,6 @@ def explain_route(
     """Return what takes a row of a table, and where it goes.
 
     Args:
-        stream: its name; None if the home has only one.
-        table: `schema.table`, quoted where necessary.
         row: as applications append it; None: everything that may take one is listed.
         moments: columns of the row that are moments, with a time zone, which JSON can't express.
         as_of: a token or a moment as `parse_as_of` reads it: uses the hash ring of that time, and today's

@@ -72,7 +72,6 @@ def copy_table(catalog: Catalog, stream: StreamId, table: str, *, held: str = ""
     """Request a new copy of a table's rows, which ends a pause; return what will happen.
 
     Args:
-        table: `schema.table`.
         held: the reason why the copy may not begin until it is requested again; empty if it may.
 
     Raises:

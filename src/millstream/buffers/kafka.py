@@ -295,10 +295,7 @@ class KafkaReader(PlacedReader):
     """A consumer that is assigned one partition.
 
     Args:
-        topic: its name.
-        shard: the partition.
         settings: of the client, as librdkafka names them.
-        timeout_s: timeout of a request.
     """
 
     def __init__(self, topic: str, shard: ShardId, settings: Mapping[str, Any], *, timeout_s: float) -> None:

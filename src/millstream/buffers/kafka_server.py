@@ -89,10 +89,8 @@ def make_topic(
     Any number of processes may do so at a time.
 
     Args:
-        admin: a client.
         partitions: number of partitions; -1: the brokers' own default.
         replication: replication factor; -1: the brokers' own default.
-        options: options of the topic.
         timeout_s: bound of each request, and of the wait for leaders.
 
     Raises:

@@ -311,9 +311,6 @@ class RedisReader(PlacedReader):
     """Reader of a stream's entries.
 
     Args:
-        client: of the server; others use it too.
-        name: the buffer's.
-        keys: the buffer's.
         identity: the buffer's; a buffer made again under its name is reported.
     """
 

@@ -49,7 +49,6 @@ def connect(url: str, name: str, *, timeout_s: float, what: str = "write buffer"
     """Return a client, which connects when it is first used.
 
     Args:
-        url: the server's address.
         name: the name of the user of the connection, for errors.
         timeout_s: bound of one answer, if it is less than the usual bound.
         what: the kind of the user, for errors.

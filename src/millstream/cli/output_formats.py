@@ -32,8 +32,6 @@ def write_result(reader: pa.RecordBatchReader, style: Style, out: TextIO | None 
     """Print all rows; return how many.
 
     Args:
-        reader: the rows, a batch at a time.
-        style: how.
         out: stdout if None; it must have a `buffer` for `arrow`.
     """
     out = sys.stdout if out is None else out

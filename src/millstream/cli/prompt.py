@@ -63,9 +63,7 @@ class Prompt:
         """Open the lake.
 
         Args:
-            stream: its name; None if the home has only one.
             as_of: where to hold it; None for always the newest position.
-            lake_only: whether to read nothing of the log.
             style: how rows are printed. An Arrow stream is for programs: `table` instead.
         """
         self._home, self._stream = home, home.stream_config(stream)[0]

@@ -134,7 +134,6 @@ class Flow:
     """The messages of one `consume` block, without I/O.
 
     Args:
-        name: the consumer.
         batch_size: most messages of a request.
         wait_s: how long to wait for a message until the iteration ends; None: for ever.
     """

@@ -84,8 +84,6 @@ def asked(call: Call, *, url: str, patience_s: float, now: Callable[[], float]) 
     Args:
         call: a call that may be made any number of times. If the first try of a deletion got no answer, a later one
             that finds nothing has succeeded.
-        url: for errors.
-        patience_s: how long to retry.
         now: a clock that never goes back, in seconds.
 
     Raises:

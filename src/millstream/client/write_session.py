@@ -80,7 +80,6 @@ class Numbers:
     """The numbers of a session's writes: each is used once, and again only if its write was refused.
 
     Args:
-        name: the session's.
         next_number: the first to use; None: `begin` sets it.
 
     Concurrency: any number of threads.

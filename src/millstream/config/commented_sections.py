@@ -19,9 +19,7 @@ def section_meant(text: str, line: int, key: str, takes: Callable[[KeyPath, str]
     None if no commented header above it has the key.
 
     Args:
-        text: the file.
         line: the key's line, from 1.
-        key: its name.
         takes: returns whether the section at a path has a key.
     """
     lines = text.split("\n")[: line - 1]

@@ -154,7 +154,6 @@ def load_config(file: Path, environ: Mapping[str, str] | None = None, *, needs_s
     """Read, complete and check a configuration.
 
     Args:
-        file: `millstream.toml`.
         environ: the variables; the process's own if None.
         needs_source: False if no source will be connected to: an unset variable of a DSN (or the
             catalog's address, or this node's token) then stays as it is written.

@@ -16,7 +16,6 @@ def with_location(text: str, stream: str, location: str) -> str | None:
 
     Args:
         text: of the file; a valid configuration.
-        location: the folder or the URL.
     """
     lines, places = text.splitlines(keepends=True), key_lines(text)
     section, quoted = ("streams", stream, "lake"), json.dumps(location, ensure_ascii=False)

@@ -28,7 +28,6 @@ class MissingVariable(LookupError):
     """A string names a variable that isn't set (or an invalid name).
 
     Args:
-        what: the mistake in words.
         name: the variable that would have to be set; None if the text isn't a variable's name.
     """
 

@@ -46,10 +46,7 @@ def area(figures: Figures, streams: Sequence[str], name: str, period: str, *, wh
     """Yield the live area. It changes with the figures' `version` alone.
 
     Args:
-        figures: the home's.
         streams: names of the streams that the viewer may read.
-        name: the stream to show.
-        period: as in `PERIODS`.
         whole_home: whether the viewer may see what concerns the whole home.
     """
     if name not in streams:

@@ -95,12 +95,7 @@ Piece: TypeAlias = "Html | Part"
 
 
 class Rendered:
-    """A live area as it is at one moment.
-
-    Args:
-        pieces: its content.
-        troubles: number of things that are wrong then.
-    """
+    """A live area as it is at one moment."""
 
     def __init__(self, pieces: Sequence[Piece], troubles: int = 0) -> None:
         self._pieces: Final = pieces

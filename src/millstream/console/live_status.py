@@ -63,7 +63,6 @@ class Live:
 
     Args:
         collect: returns the status; it may block.
-        render: makes a view's area.
         look: returns a value that differs if a new status would; None if that isn't known.
         last: returns the last status that was taken for others, and when on the monotonic clock; None if there is none.
     """

@@ -53,10 +53,7 @@ def page(
 
     Args:
         path: its path, as the browser asked for it.
-        title: its title.
-        home: the home's name.
         area: the live area; None for a page that doesn't change.
-        rest: what comes after the live area.
         versions: addresses of stylesheet, script and icon.
         user: the name of the token that the viewer logged in with.
         age_s: the age of the area's data.

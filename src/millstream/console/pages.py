@@ -398,8 +398,6 @@ def listed(
     """Yield a table whose rows change one by one.
 
     Args:
-        heads: titles of the columns.
-        rows: each one's key, and its cells.
         empty: what to show if there are none; its `…` is code.
         numbers: columns that are aligned to the right.
         caption: its name, for screen readers.

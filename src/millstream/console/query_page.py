@@ -47,7 +47,6 @@ def form(asked: Asked, streams: Sequence[str], limits: str) -> Html:
     """Return the form.
 
     Args:
-        asked: its content.
         streams: names of the streams that the viewer may read.
         limits: the limits of a query, in words.
     """
@@ -121,13 +120,7 @@ def as_page(
     parts: Generator[bytes, None, None],
     headers: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[bytes]:
-    """Yield the page with an answer's first rows.
-
-    Args:
-        show: makes the page of its content.
-        parts: the bytes of an Arrow IPC stream.
-        headers: the answer's headers.
-    """
+    """Yield the page with an answer's first rows."""
     with contextlib.closing(parts), pa.ipc.open_stream(io.BufferedReader(_Parts(parts))) as reader:
         heads = reader.schema.names
         rows = (row for batch in _some_rows(reader) for row in rows_of_texts(batch))

@@ -91,7 +91,6 @@ def export_arrow(
 
     Args:
         folder: made; must be empty.
-        stream: the export's stream name.
         tables: only their records.
         catalog: the home's facts of sources and tables, JSON-able.
 

@@ -75,14 +75,9 @@ def latest_stretches(
     """Read the changes of a table's rows; see `OpenHome.read_latest`.
 
     Args:
-        table: as there.
-        after: as there.
-        upto: as there.
-        rows_max: as there.
         bytes_max: bytes of the table's records in one range; None for any number.
         kept: returns the rows as of a number that retention may have dropped, with the totals of columns that
             accumulate; None if there are none.
-        known: see `table_ids`.
 
     Raises:
         LakeError (`query_memory_full`): the records of one commit group, which can't be split, have more.

@@ -51,7 +51,6 @@ class CsvTable:
     """One table's records as CSV with a header. NULL, and missing values, are nothing; an empty text is `""`.
 
     Args:
-        out: the target.
         schemas: the log's schemas by table and version.
         tables: the tables whose records are written; their columns over all versions follow those of every record.
     """

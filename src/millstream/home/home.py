@@ -43,8 +43,7 @@ class Home(HomePaths):
     """A home at a path: its paths, its configuration and its catalog. Making one touches nothing."""
 
     needs_source: bool = True
-    """Whether its configuration is read to connect to sources; if False, the variables of their DSNs need not be set.
-    """
+    """Whether its configuration is read to connect to sources; if False, the variables of their DSNs need not be set."""
     environ: Mapping[str, str] | None = field(default=None, compare=False, repr=False)
     """The variables that its configuration names; the process's own if None."""
 
@@ -63,7 +62,6 @@ class Home(HomePaths):
         """Return the named home, or that of MILLSTREAM_HOME, or the nearest folder upward with a configuration.
 
         Args:
-            named: its folder.
             environ: the variables; the process's own if None.
             start: where the search upward begins; the working folder if None.
             needs_source: as the field.

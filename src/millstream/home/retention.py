@@ -37,7 +37,6 @@ def tracker_of(positions: Iterable[PipelinePosition], merges: Mapping[str, Seq] 
     """Return the tracker of a log's holders. Until the home's pipeline has registered, it needs everything.
 
     Args:
-        positions: the catalog's positions.
         merges: see `region_holders.merge_needs`.
     """
     tracker = Retention([PIPELINE])

@@ -53,7 +53,6 @@ class AppendClient:
     """Appends through a writer's socket. Any number of threads: a request uses its connection alone.
 
     Args:
-        path: the socket's.
         patience_s: how long an answer may take beyond a call's deadline.
     """
 
@@ -105,7 +104,6 @@ class AsyncAppendClient:
     """An `AppendClient` with coroutines. Any number of tasks of one event loop: a request uses its connection alone.
 
     Args:
-        path: the socket's.
         patience_s: how long an answer may take beyond a call's deadline.
     """
 

@@ -93,7 +93,6 @@ class Appender:
 
     Args:
         log: its writer, or this process's one of several; possibly with sinks.
-        writer: that writer's number.
         rules: the configured rules of tables, and of the placement of their rows.
         buffer: the name of the write buffer that `log` is, if it is one.
         hear: called before writes with a session or a key are appended: another region may have them already.
@@ -148,8 +147,6 @@ class Appender:
         """Append as `append_batch`, for a task: waits for the catalog run on other threads.
 
         Args:
-            batch: as `append_batch`.
-            deadline_s: as `append_batch`.
             large: bounds how many batches are prepared on other threads at a time.
         """
 

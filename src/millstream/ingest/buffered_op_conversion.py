@@ -25,8 +25,6 @@ class OperationTaker:
     """Converts other writers' operations into operations of this stream.
 
     Args:
-        catalog: has this home's tables.
-        stream: this home's stream.
         rules: the configured rules of tables, and of the placement of their rows; a table without a
             configured key gets the rows' key.
 

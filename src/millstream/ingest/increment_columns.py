@@ -155,7 +155,6 @@ def with_named(table: pa.Table, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     """Return rows with a bitmap of the columns that each names; as they are if each names all of them.
 
     Args:
-        table: the rows as columns.
         rows: the same rows, each with the names of its own columns.
     """
     names = table.column_names

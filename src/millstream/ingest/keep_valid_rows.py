@@ -306,11 +306,8 @@ def columns_for(
     """Return `table_of_valid` if `keep_valid_rows` is set, otherwise `table_of` and no rejected row.
 
     Args:
-        rows: as there.
         keep_valid_rows: whether rows that don't fit are left out.
-        may_be_empty: as there.
         accumulates: returns the words of the columns that take increments, as far as they are known here.
-        types: as there.
     """
     try:
         if keep_valid_rows:
@@ -329,7 +326,6 @@ def table_of_valid(
     The table's column decides the kind, and most values that of a new column.
 
     Args:
-        rows: as there.
         may_be_empty: whether no row may be left.
         types: returns the types of the table's columns by their names, as far as they are known here. It is called
             only if values are of several kinds.

@@ -39,7 +39,6 @@ def digests_of(
 
     Args:
         table: its name: the same rows for another table are another write.
-        names: the columns'.
         columns: the rows of all requests, one request after the other, in the table's types.
         counts: each request's rows, at least one.
         wanted: which requests get a digest; 0 for the others.

@@ -70,7 +70,6 @@ def begin_to_follow(home: Home, leader: NodeName | None, streams: Sequence[str])
     """Note durably that this home follows a node in streams; nothing is fetched yet.
 
     Args:
-        home: the home that follows.
         leader: the node; None: the one it follows already, or the only other one.
         streams: names; empty for all configured ones. For other regions' logs (`shop@2`) the
             configuration names the leader.

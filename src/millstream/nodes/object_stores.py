@@ -101,14 +101,11 @@ def fetch(
     """Fetch everything that a store has of a stream and a log lacks into that log.
 
     Args:
-        stream: its name, for errors.
         folder: the log's; no process has it open. It is made if it doesn't exist.
         upto: stop with that group, whatever is stored later; None: stop when nothing more comes.
         withholds: whether readers of the log see nothing of it before a leader says so.
         past_damage: if objects are damaged or missing, fetch what precedes them on each shard; `damage`
             names them then.
-        stop: whether to interrupt it.
-        tell: called with the progress, now and then.
 
     Raises:
         UnknownStream: neither the store nor the folder has anything of that stream.
@@ -243,9 +240,7 @@ def scrub_home(
 
     Args:
         home: a node of theirs, leader or not.
-        streams: names; none: all configured ones.
         dry_run: whether nothing is put back.
-        tell: called with the progress, a line each.
 
     Returns:
         By stream `objects` and `bytes` that were read; `mended`, the objects put back (in a dry run:

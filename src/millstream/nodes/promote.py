@@ -89,9 +89,7 @@ def promote(
     """Make this node the leader of a stream that it follows, or has led.
 
     Args:
-        home: the node's home.
         accept_loss: promote even if something acknowledged may be lost; the result lists it.
-        tell: called with each event, a line each.
 
     Raises:
         UnknownStream, ConfigError: there is no such stream, or the configuration names no nodes.

@@ -54,8 +54,6 @@ def restore_stream(
     """Bring a stream back from an object store.
 
     Args:
-        url: the store's, as `[replication] object_store` has it.
-        stream: its name there.
         folder: a home to make, or one that an interrupted call has begun. It gets a millstream.toml if it
             has none.
         region: the region whose log to restore, if several regions write the stream.
@@ -63,7 +61,6 @@ def restore_stream(
             first commit group that has a commit after it. None: everything.
         epoch: the log as it was under that epoch, if a leader with a higher one was promoted without the
             store and has continued from below; None: the log.
-        tell: called with each event, a line each.
 
     Returns:
         `stream`, `id`, `persisted_upto`, `token`, `group`, `bytes`: JSON-able.

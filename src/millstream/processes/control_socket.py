@@ -37,7 +37,6 @@ class ControlServer(Closing):
     """Answers calls on `<role>.sock` until it is closed; calls run one at a time, on its own thread.
 
     Args:
-        home: the part's home.
         calls: the queries, by name: answered from memory, at once. Every part answers `measures`, too.
         acts: the actions, by name, with arguments; each on a thread of its own, since it may take a
             while. Its errors of our tree are raised in the caller.
@@ -136,8 +135,6 @@ def have_done(
     None if it isn't there, or doesn't answer in time: then the action may be done or not.
 
     Args:
-        arguments: the action's, JSON-able.
-        deadline_s: how long to wait for the answer.
         on_sent: called once the part may have the request.
 
     Raises:

@@ -105,7 +105,6 @@ class Supervisor:
     Args:
         parts: the parts to run; names are unique.
         on_event: called with everything, on the main thread; may call `tell` and `stop`.
-        backoff: delays between a part's restarts.
         patience_s: how long parts may drain after a stop, before they are killed.
     """
 

@@ -111,8 +111,6 @@ class RegionTable:
     """One table of a stream, as its regions have written it.
 
     Args:
-        home: the home that has the logs.
-        table: its name.
         bytes_max: limit in bytes of the rows that one read holds at once, and again of records that
             aren't folded yet; None for no limit.
         with_kept: whether to use the kept state, which takes time to open. Without it, only `state_after`

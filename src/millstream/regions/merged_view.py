@@ -79,8 +79,6 @@ class MergedViews:
     """The views of one stream. Everything but `failed` is for one thread at a time.
 
     Args:
-        home: the home that has the logs.
-        rules: when tables are folded.
         on_failure: called if the thread fails, which only a bug makes it do.
     """
 

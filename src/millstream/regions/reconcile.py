@@ -75,13 +75,10 @@ def reconcile_stream(
     """Merge the tables of a stream's regions, and keep the outcome.
 
     Args:
-        home: the home that has the logs.
-        stream: its name; None: the only one.
         tables: their names; none: those that the configuration merges.
         dry_run: keep nothing, and report the differences between the home's own region and each other one
             instead.
         limit: lines of a dry run, per table and region.
-        bytes_max: see `RegionTable`.
         patience_s: how long to wait for another process that reconciles here.
 
     Raises:

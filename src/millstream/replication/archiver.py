@@ -43,13 +43,10 @@ class WalArchiver:
     """The archiver of one stream, with its own thread from `start` until `stop`.
 
     Args:
-        folder: its log's.
-        promise: the promise under which this node leads.
         connect: returns the object store's link; acknowledged shipments are durable there. Called
             from the thread, again if it fails.
         tell: called with what is stored, and with another node's claim.
         lineage: the document with the history of leaders.
-        documents: returns the current documents to ship.
     """
 
     def __init__(

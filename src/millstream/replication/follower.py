@@ -77,12 +77,8 @@ class WalFollower:
     """A follower of one stream, on a log of its own.
 
     Args:
-        folder: its log's.
-        fact: the state that it has stored.
         connect: returns a link to the named leader, or to the current one, with the latter's name.
             Raises `LinkLost` or the leader's error.
-        notes: stores its durable state.
-        documents: versions of the documents that it has.
         home: identity of this home among homes of that node name.
 
     Raises (from making it):

@@ -24,7 +24,6 @@ def joined(earlier: Shipment, later: Shipment, bytes_max: int = BYTES_MAX) -> Sh
 
     Args:
         earlier: the first of them, or the result of an earlier join.
-        later: the next.
         bytes_max: bound of both together.
     """
     if (earlier.stream, earlier.region, earlier.epoch, earlier.leader) != (
@@ -46,7 +45,6 @@ class JoinedLink:
     """See `ports.LeaderLink`. Wraps another link, which it closes.
 
     Args:
-        link: the source of shipments.
         bytes_max: bound of joined shipments; a single one may exceed it.
     """
 

@@ -70,11 +70,7 @@ class WalShipper:
     """The shipper of one stream; it runs from `start` until `stop`, or until another node leads.
 
     Args:
-        name: the stream's, for messages.
         folder: its log's. It may still be empty.
-        fact: the stored state of this node: it leads.
-        nodes: the nodes that may follow.
-        notes: stores its durable state.
         documents: returns the current documents to ship; called now and then, from one thread.
         only, observers: as `Leader`'s.
     """

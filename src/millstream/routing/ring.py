@@ -69,7 +69,6 @@ class ShardRouter:
 
         Args:
             starts: rising, the first 0, below 2**64.
-            shards: the shard of each range.
         """
         if not starts or starts[0] != 0:
             raise AssertionError("the first range begins at 0")

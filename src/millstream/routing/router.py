@@ -119,10 +119,6 @@ class Router:
     def place(self, schema: TableSchema, rows: pa.RecordBatch) -> tuple[TableRows, ...]:
         """Return the rows' entries: for the log by shard and partition, then for sinks (`TableRows.sink`).
 
-        Args:
-            schema: schema of the rows' table.
-            rows: rows in its `append_row_schema`.
-
         Raises:
             RoutingError (`no_route_matches`): no rule takes some of the rows.
             RoutingError (`invalid_route`): the rules can't be followed for this table.

@@ -89,7 +89,6 @@ class TokenBook:
     """The home's access tokens, as they were a moment ago.
 
     Args:
-        open_catalog: opens the catalog at the first look-up.
         fresh_s: for how long the tokens that were read count as current.
         away_s: for how long they hold while the catalog can't be read.
         guesses_per_s: greatest number of catalog reads a second for tokens that aren't among those read.
@@ -232,7 +231,6 @@ class Access:
         """Return the caller of a request; raises as `caller`.
 
         Args:
-            scope: ASGI's.
             in_query: whether the address may contain a token as `p=…` too, as InfluxDB's clients send it.
         """
         return EVERYBODY if self._book is None else await self.caller_async(credentials_of(scope, in_query=in_query))
@@ -377,7 +375,6 @@ def allow(right: Right, stream: str | None = None) -> Callable[..., Any]:
     """Return a FastAPI dependency that requires a right of the request's caller.
 
     Args:
-        right: the right that the endpoint needs.
         stream: the stream; None for the path's `{stream}` or `{s}`, and if it has none, for every stream.
 
     Returns:

@@ -30,13 +30,7 @@ class Sessions:
         """Sessions that were ended before their time, in that order."""
 
     def issue(self, token_id: str, digest: bytes, *, expires_us: int | None) -> tuple[str, int]:
-        """Return a session for a token, and for how many seconds it lasts.
-
-        Args:
-            token_id: the token's id.
-            digest: the hash of its secret.
-            expires_us: when the token expires, if it does.
-        """
+        """Return a session for a token, and for how many seconds it lasts."""
         now_s = int(time.time())
         until_s = now_s + LASTS_S if expires_us is None else min(now_s + LASTS_S, expires_us // 1_000_000)
         # Two logins within a second are two sessions: one's logout doesn't end the other.

@@ -45,7 +45,6 @@ class Figures:
     """A home's figures. Any thread.
 
     Args:
-        home: the home.
         collect: returns its status; it may block.
         now_s: returns seconds since 1970-01-01 UTC.
     """

@@ -279,10 +279,6 @@ class Reading:
         """Return the answer to a query. An error before its first byte is raised.
 
         Args:
-            request: the request to answer; its caller may read the stream.
-            stream: the stream's name.
-            question: the query.
-            media_type: the answer's.
             encoded: makes the answer's bytes from those of an Arrow IPC stream, or of pieces if that is the type, and its headers,
                 which are complete from the first of those on.
         """
@@ -342,9 +338,6 @@ class Reading:
         """Return an answer that is sent while it is made. An error before its first byte is raised.
 
         Args:
-            request: the request to answer.
-            made: makes its bytes.
-            media_type: the answer's.
             places: another limit that it counts against, next to the limit of all answers.
             give_up: ends the work of `made`, from another thread.
             within_s: how long it may take to make, send and be read; as long as the caller goes on

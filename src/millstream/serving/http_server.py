@@ -29,10 +29,7 @@ class HttpServer:
     """Serves an ASGI application over HTTP/1.1, without lifespan events and WebSocket. One event loop.
 
     Args:
-        application: answers the requests.
-        bounds: the limits of each connection.
         drain_s: how long requests that have begun may take at the end.
-        context: for TLS; None: without.
     """
 
     def __init__(

@@ -90,10 +90,7 @@ class Groups:
         """Append a request's rows; return the outcome. A cancelled caller doesn't prevent the append.
 
         Args:
-            target: where to.
             rows: the rows of each of the target's tables, at least one in each.
-            size_bytes: of the request's body.
-            write_id: the request's.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Appended] = loop.create_future()

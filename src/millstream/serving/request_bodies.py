@@ -80,9 +80,6 @@ async def read_body(
     """Return a request's body, whole and decompressed.
 
     Args:
-        receive: ASGI's.
-        headers: the request's.
-        intake: has the limits of all requests.
         held: counts the bytes.
         bytes_max: a limit of this body, next to the one that all bodies have.
 

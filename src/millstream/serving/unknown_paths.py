@@ -47,7 +47,6 @@ def unknown_path(path: str, templates: Iterable[str]) -> HttpError:
     """Return the error for an unknown path, with the nearest known one.
 
     Args:
-        path: the requested path.
         templates: the known ones, with `{name}` for variable parts.
     """
     path = path[:_SHOWN_MAX]

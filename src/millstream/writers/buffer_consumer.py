@@ -117,8 +117,6 @@ class BufferTaking:
     """Takes a buffer's operations into a stream's log.
 
     Args:
-        name: what the buffer is called.
-        stream: the stream that the log belongs to.
         taker: makes the operations this stream's own.
         look_s: how often to check that the buffer is still the same one, and whether a held table is requested.
         note_s: shortest time between two notes of passed items: each is a catalog write per shard.
@@ -389,10 +387,6 @@ def ask_again(catalog: Catalog, scope: str, table: str) -> bool:
     """Request a held table; return False if it isn't held.
 
     A running reader takes the missing rows within seconds; otherwise the next start does.
-
-    Args:
-        scope: as `facts_scope` returns it.
-        table: `schema.table`, quoted where it must be.
     """
     wanted = parse_qualified_name(table)
     held = {

@@ -41,7 +41,6 @@ def adopt_log(
     Call it while this process holds the shards, and before anything new is written.
 
     Args:
-        folder: its folder, `data/wal/<stream>`.
         sources: the sources whose positions the log holds (`LogWriter.reached`).
         from_buffer: whether the stream takes its operations from a write buffer.
 

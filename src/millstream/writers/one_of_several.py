@@ -118,16 +118,12 @@ class OneOfSeveral(Closing):
 
         Args:
             catalog: in PostgreSQL.
-            stream: the stream to write.
-            folder: the folder of its log.
             name: the writer's: the same name gets the same shards again.
             location: distinguishes folders among all machines that share the catalog: the home's id,
                 which moves with its folder.
             lease_s: how long the writer lives without a sign.
-            shard_count: how many shards it has.
             first_shard: the first of them. None: after those of the earlier writers, if they have as many
                 each.
-            options: how the log is written.
             announcements: how writers notify each other; through the catalog if not given.
             before: this process's earlier incarnations of the writer; None: there are none.
 
@@ -268,10 +264,7 @@ class WriterKeeper:
     """The thread that keeps a writer alive, and recovers the shards of dead ones.
 
     Args:
-        store: holds the stream's numbers.
-        registration: this incarnation's.
         location: the folder's. Writers that have their logs elsewhere can't be recovered here.
-        place: the folder.
         announcements: how writers notify each other; closed with the thread.
     """
 

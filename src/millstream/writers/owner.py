@@ -127,8 +127,6 @@ class OwnedStream:
         """Capture until caught up, stopped, or unable to continue. Never raises an error of our tree.
 
         Args:
-            until_caught_up: whether it ends once caught up.
-            tell: called when there is progress.
             supervised: whether a supervisor reports the last error, so that it isn't reported twice.
         """
         self._is_job, self._is_supervised, self._tell = until_caught_up, supervised, tell
@@ -403,8 +401,6 @@ def run_owner(
     """Own a home until told to stop, or until all its streams have caught up.
 
     Args:
-        home: the home whose configured streams to capture.
-        lifeline: signals when to stop, and receives progress.
         open_other: opens the homes that its sinks are.
         until_caught_up: end when everything that the sources had committed at the call is durable and
             copied.

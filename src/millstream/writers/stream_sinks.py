@@ -86,8 +86,6 @@ class StreamSink:
     """A stream of another Millstream (`ports.RecordSink`): each operation is one there, with the same identity.
 
     Args:
-        home: the other home.
-        stream: the stream's name there.
         origin: distinguishes this stream from others that send there.
     """
 

@@ -77,7 +77,6 @@ def stream_writer(
     """Become a stream's writer, for the block: a new epoch, the shards' locks, recovery.
 
     Args:
-        home: the home that has the stream.
         open_other: opens the homes that its sinks are.
         check: raises if this process may not write the stream after all.
         before: this process's earlier incarnations, if it is one of several writers; None: there are none.
@@ -255,8 +254,6 @@ def take_over(
     """Recover another node's log under an epoch of this node, and write nothing; return its last commit group.
 
     Args:
-        home: the home that has the stream.
-        catalog: the home's, which has the stream's rows.
         reserved: numbers up to it may have been given out; later writes get greater ones.
 
     Raises:

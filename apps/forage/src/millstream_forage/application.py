@@ -123,12 +123,6 @@ class Application:
     """The ASGI application of one engine. One event loop."""
 
     def __init__(self, engine: ForageEngine, guard: Guard) -> None:
-        """Make it.
-
-        Args:
-            engine: answers the calls.
-            guard: checks origins and tokens.
-        """
         self._engine: Final = engine
         self._guard: Final = guard
         self._page: Final = {

@@ -25,9 +25,7 @@ def browse_tasks(state: State, user: int | None, now_ns: int) -> BrowseTasks:
     category has fewer items than the largest.
 
     Args:
-        state: the fold of the log.
         user: whose signals; None: all users'.
-        now_ns: the moment.
     """
     since_ns = None if state.heartbeat_ns is None else max(0, now_ns - state.heartbeat_ns)
     return BrowseTasks(

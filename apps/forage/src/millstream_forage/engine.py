@@ -72,12 +72,9 @@ class ForageEngine:
         """Fold the log of a home; `open` and `ephemeral` make an engine.
 
         Args:
-            home: an open home with the stream.
-            region: the home's region.
             clock: the time that decay goes by.
             embedder: the model of the items that this engine adds.
             match_threshold: least similarity of a `match`.
-            others: the other regions that the home follows.
         """
         self._region: Final = region
         self._clock: Final = clock
@@ -333,7 +330,6 @@ class ForageEngine:
         """Hide one target from a user, or lift that.
 
         Args:
-            user_id: the user.
             target: one of `item` with an id, `source` and `creator` with a name.
             kind: `hide` for an item, `mute` for a source, `block` for a creator, or `unhide`.
 

@@ -56,10 +56,6 @@ class RecordedLog:
     def __init__(self, home: OpenHome, regions: Iterable[int] = ()) -> None:
         """Read them.
 
-        Args:
-            home: an open home with the stream.
-            regions: the other regions that the home follows.
-
         Raises:
             UnknownStream: the home has no log of Forage.
             OffsetExpired: a part of the log is gone, and with it signals that decide which ones count.

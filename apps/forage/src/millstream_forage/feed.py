@@ -93,12 +93,6 @@ class Feeder:
     """Computes feeds. It remembers what several feeds have in common; the answers don't depend on that."""
 
     def __init__(self, state: State, policy: Policy) -> None:
-        """Make it.
-
-        Args:
-            state: the fold of the log, which may grow between calls.
-            policy: the settings of the feeds.
-        """
         self._state: Final = state
         self._policy: Final = policy
         self._prepared: tuple[tuple[int, ...], Prepared] | None = None
@@ -110,7 +104,6 @@ class Feeder:
         """Return the slots of a feed; fewer than the limit if fewer items remain.
 
         Args:
-            request: the feed's arguments.
             impressions: how many of the log's impressions were there; None: all. With it a feed that was shown is
                 computed again, as long as items and the user's signals and hides are the same.
         """
@@ -209,9 +202,6 @@ class History:
         """Sum them up.
 
         Args:
-            state: the fold of the log.
-            user: the user's id.
-            now_ns: the moment.
             impressions: as `compute`.
         """
         shown, signals = state.impressions, state.signals
@@ -291,7 +281,6 @@ class Ranking:
         """Make it.
 
         Args:
-            items: all items.
             eligible: those that the user may be shown.
             liked: the user's taste.
             vectors: the items' vectors by arm.

@@ -42,7 +42,6 @@ class FoldedLog:
         """Fold the logs, and begin the own one if there is none.
 
         Args:
-            home: an open home with the stream.
             regions: the other regions that the home follows. A log that hasn't come yet is waited for.
 
         Raises:

@@ -36,7 +36,6 @@ def opened_home(folder: Path, held: ExitStack) -> OpenHome:
     """Open a home, and make it if there is none.
 
     Args:
-        folder: the home's folder.
         held: gets what has to be closed.
 
     Raises:

@@ -268,7 +268,6 @@ class Hides:
         """Take merged rows in place of all records so far.
 
         Args:
-            rows: rows of all users.
             seq: the number in the own log at which those changed that differ.
         """
         before = {user: hidden.by_target for user, hidden in self.by_user.items()}

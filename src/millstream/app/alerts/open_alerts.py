@@ -68,7 +68,6 @@ class Book:
         """Take the conditions of a look.
 
         Args:
-            now_s: when.
             may_end: whether the look saw everything, so that what it didn't find has ended.
         """
         found = {condition.key: condition for condition in conditions}

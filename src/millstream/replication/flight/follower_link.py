@@ -29,8 +29,6 @@ class ConnectedLink(WatchedLink):
     """See `ports.LeaderLink`.
 
     Args:
-        address: the leader's.
-        request: the first message.
         silent_s: seconds of silence after which the leader counts as gone.
     """
 

@@ -23,8 +23,6 @@ class ServedLink(WatchedLink):
     """See `ports.FollowerLink`.
 
     Args:
-        request: the follower's first message.
-        writer: the exchange's.
         window_bytes: bound of the bytes in flight; lower if the follower has less room.
         silent_s: seconds of silence after which the follower counts as gone.
         cut: ends the follower's connection, without waiting: pyarrow's server can't end a call.

@@ -96,7 +96,6 @@ class FlightTransport:
 
         Args:
             request: from the descriptor's command. The caller has the right to admin the stream.
-            writer: the call's.
             cut: ends the caller's connection, without waiting for it.
             check: raises the error to refuse the follower with; called every few seconds, because a
                 link outlasts a token.

@@ -129,9 +129,7 @@ def begin_branch(
     """Record where the log of the node that claimed an epoch diverges from what is stored, if it does. Idempotent.
 
     Args:
-        layout: the names of the log.
         epoch: the claimed epoch: nothing more is stored under a lower one.
-        node: the node that claimed it.
         stored: the end of what is stored.
         common: returns the end of what the log has in common with the stored one; None: the logs
             don't diverge.

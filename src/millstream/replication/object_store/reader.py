@@ -56,9 +56,7 @@ class StoreReader:
     from.
 
     Args:
-        layout: the names of the log.
         hello: has the position to begin from.
-        polls_s: interval between searches for new shipments.
         upto: read as if no higher epoch existed; None: read the current log.
         ends: ends of the shards that can't be read further. If there are any, no marks come.
     """

@@ -82,9 +82,7 @@ class Scrub:
     """Scrub of one log.
 
     Args:
-        layout: the names of the log.
         stream: the stream that the log must be of.
-        folder: the log of this node.
         mend: whether to restore damaged objects from this node's log; else only report that it
             could be done.
         tell: called for each shard.

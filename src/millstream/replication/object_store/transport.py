@@ -47,11 +47,9 @@ class ObjectStoreTransport:
 
     Args:
         url: `s3://bucket/prefix`, `gs://…`, `az://…`, or `file:///…` for a folder.
-        node: the node that claims, and leads.
         claimant: identity of the home with that node name; empty: not known, or a new home in its
             place.
         options: of the store, in addition to the environment (`AWS_…` and the like).
-        window_bytes: bound of the bytes that wait to be written.
         polls_s: interval between a reader's searches for new shipments.
         upto: for readers: as if no higher epoch existed, so that they read what a promotion has set
             aside; None: the current log.

@@ -151,7 +151,6 @@ def stored_of(
     """Read what the store has: the names of segments, and the shipments after them.
 
     Args:
-        layout: the names of the log.
         epoch: the epoch of the reading leader, which may have begun a branch.
         upto: read as if no higher epoch existed.
     """
@@ -193,10 +192,7 @@ class StoredLink:
     """See `ports.FollowerLink`: the store takes the place of a follower.
 
     Args:
-        layout: the names of the log.
-        node: the leading node.
         claimant: as `claim`'s.
-        window_bytes: bound of the bytes that wait to be written.
         epoch: the epoch under which `node` leads; None: taken from the first shipment.
 
     Raises:

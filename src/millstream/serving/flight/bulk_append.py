@@ -54,8 +54,6 @@ class BulkAppend:
     """Appends the batches of one transfer.
 
     Args:
-        asked: the table, and the options.
-        appender: the way to the log.
         room: counts pieces from their arrival until their acknowledgement.
         tell: sends a line of JSON to the client; called on another thread than `run`.
     """

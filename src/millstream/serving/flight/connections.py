@@ -39,7 +39,6 @@ def cut_connections(port: int, peer: str | None = None) -> int:
     """End this process's connections of a local port; return how many.
 
     Args:
-        port: the server's.
         peer: only of this caller, as gRPC names it: `ipv4:192.0.2.1:5000`, `ipv6:[2001:db8::1]:5000`.
     """
     wanted = None if peer is None else _address(peer)

@@ -79,7 +79,6 @@ class _HeadersFactory(fl.ServerMiddlewareFactory):  # type: ignore[misc] # as ab
     """Identifies the caller before anything of the call is read: the first message may be as large as gRPC allows.
 
     Args:
-        access: the callers' rights.
         mutual: whether a client certificate may stand for a token; it isn't available here.
     """
 
@@ -158,11 +157,7 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
     """A home over Flight. It listens when it is made.
 
     Args:
-        home: the home.
-        access: the callers' rights.
-        appender: the way to the logs.
         address: host and port; port 0 for any free one.
-        certificates: for TLS; None for none.
         shipping: serves the nodes that follow; None if the home is no node.
 
     Raises:

@@ -26,10 +26,6 @@ _BYTES_MAX: Final = 1 << 20
 class TailFilter:
     """The records that a tail delivers.
 
-    Args:
-        tables: names of tables; None for all.
-        where: a predicate; None for all rows.
-
     Raises:
         UsageError: a text is no table's name.
         InvalidValue: the predicate can't be read.
