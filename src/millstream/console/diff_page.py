@@ -92,13 +92,14 @@ class Diffs:
         with self._lock:
             if self._process is not None:
                 raise UsageError("a comparison runs already", hint="Wait for its end, or stop it on `/diff`.")
+            start_s = time.monotonic()
             out, said = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - the worker closes them
             self._process = subprocess.Popen(
                 [*self._command, *arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=said, start_new_session=True
             )
             self.last = Comparison(stream, table, who, f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}")
         _make_nice(self._process.pid)
-        follow = partial(self._follow, self._process, self.last, out, said, on_end)
+        follow = partial(self._follow, self._process, self.last, start_s, out, said, on_end)
         self._worker = Worker("console-diff", follow).start()
 
     def stop(self, who: str = "") -> None:
@@ -118,11 +119,11 @@ class Diffs:
         self,
         process: subprocess.Popen[bytes],
         one: Comparison,
+        start_s: float,
         out: IO[bytes],
         said: IO[bytes],
         on_end: Callable[[Comparison], None],
     ) -> None:
-        start_s = time.monotonic()
         with out, said:
             while True:
                 with suppress(subprocess.TimeoutExpired):
