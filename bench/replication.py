@@ -24,7 +24,7 @@ from millstream.model.ids import Epoch
 from millstream.model.replication import Acknowledgement, Hello, NodeName
 from millstream.replication.flight.transport import FlightTransport, FollowRequest, LeaderAddress
 from millstream.replication.joined_link import JoinedLink
-from millstream.replication.object_store.layout import behind
+from millstream.replication.object_store.object_names import behind
 from millstream.serving.flight.connections import cut_connections
 from millstream.wal.replica.replica_log import ReplicaLog
 from millstream.wal.replica.ship_source import ShipSource

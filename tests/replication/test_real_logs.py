@@ -20,7 +20,7 @@ from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.replication import Acknowledgement, Hello, NodeName
 from millstream.ports import LeaderLink, Transport
 from millstream.replication.flight.transport import FlightTransport, LeaderAddress
-from millstream.replication.object_store.layout import behind
+from millstream.replication.object_store.object_names import behind
 from millstream.replication.object_store.transport import ObjectStoreTransport
 from millstream.testing.in_process import InProcessTransport
 from millstream.wal.reader import StreamReader

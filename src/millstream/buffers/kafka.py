@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from millstream.buffers.kafka_errors import SILENT, error_of_kafka, moving, nothing_stored, unknown_here, unreachable
 from millstream.buffers.kafka_server import client_settings, describe_topic, make_topic
-from millstream.buffers.writes import OP_BYTES_MAX, QUEUE_BYTES_MAX, answered, encoded, no_answer, too_large
+from millstream.buffers.sending import OP_BYTES_MAX, QUEUE_BYTES_MAX, answered, encoded, no_answer, too_large
 from millstream.closing import Closing
 from millstream.codec.buffer_reading import PlacedReader, unknown_shard
 from millstream.errors import (

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
 
 from millstream.buffers.redis_server import RedisKeys, check_durable, connect, error_of_redis, translated
-from millstream.buffers.writes import QUEUE_BYTES_MAX, answered, encoded, no_answer
+from millstream.buffers.sending import QUEUE_BYTES_MAX, answered, encoded, no_answer
 from millstream.closing import Closing
 from millstream.codec.buffer_reading import PlacedReader, replaced, unknown_shard
 from millstream.errors import (

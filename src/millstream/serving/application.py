@@ -23,7 +23,7 @@ from millstream.ingest.line_protocol import warm
 from millstream.model.access import Right
 from millstream.process_metrics import HTTP_REQUEST_SECONDS
 from millstream.serving.access import Access, allow
-from millstream.serving.consumers import Consumers
+from millstream.serving.consumer_requests import Consumers
 from millstream.serving.health import Health
 from millstream.serving.http_reads import Reading
 from millstream.serving.line_writes import VERSION, LineWrites

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 from uuid import uuid4
 
-from millstream.buffers.writes import answered, no_answer
+from millstream.buffers.sending import answered, no_answer
 from millstream.closing import Closing
 from millstream.codec.buffer_reading import PlacedReader, replaced, unknown_shard
 from millstream.codec.buffered_op import encode_op

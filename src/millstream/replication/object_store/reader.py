@@ -29,8 +29,8 @@ from millstream.model.ids import Epoch, ShardId
 from millstream.model.marks import DroppedMark, DurableMark
 from millstream.model.positions import Offset
 from millstream.model.replication import Acknowledgement, ByteEnd, Document, Hello, SegmentPart, Shipment
-from millstream.replication.object_store.history import History, history_of
-from millstream.replication.object_store.layout import (
+from millstream.replication.object_store.branches import History, history_of
+from millstream.replication.object_store.object_names import (
     Layout,
     document_of,
     group_of,

@@ -20,8 +20,15 @@ from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.positions import Offset
 from millstream.model.replication import Shipment
 from millstream.ports import Files
-from millstream.replication.object_store.history import History, history_of
-from millstream.replication.object_store.layout import Layout, group_of, listed_in, message_in, segment_of, shards_of
+from millstream.replication.object_store.branches import History, history_of
+from millstream.replication.object_store.object_names import (
+    Layout,
+    group_of,
+    listed_in,
+    message_in,
+    segment_of,
+    shards_of,
+)
 from millstream.replication.object_store.objects import Objects
 from millstream.wal.layout import list_segments, segment_path, shard_folder
 from millstream.wal.replica.verify import ArrivingShard

@@ -18,9 +18,9 @@ from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset
 from millstream.model.replication import ByteEnd, Hello, ReplicaPosition
 from millstream.ports import FollowerLink, LeaderLink
-from millstream.replication.object_store import layout
-from millstream.replication.object_store.history import begin_branch, history_of
-from millstream.replication.object_store.layout import Layout
+from millstream.replication.object_store import epoch_claims, object_names
+from millstream.replication.object_store.branches import begin_branch, history_of
+from millstream.replication.object_store.object_names import Layout
 from millstream.replication.object_store.objects import Objects, open_objects
 from millstream.replication.object_store.reader import POLLS_S, StoreReader
 from millstream.replication.object_store.scrub import Scrub, Scrubbed
@@ -92,7 +92,7 @@ class ObjectStoreTransport:
             StoreUnavailable (`store_unusable`): it overwrites an existing object despite the condition.
             StoreUnavailable: it doesn't answer, or refuses.
         """
-        layout.probe(self._objects, self._layout)
+        object_names.probe(self._objects, self._layout)
         self._is_probed = True
 
     def accept(self, timeout_s: float) -> FollowerLink | None:
@@ -148,11 +148,11 @@ class ObjectStoreTransport:
         Raises:
             StoreUnavailable: it may be claimed or not.
         """
-        return layout.claim(self._objects, self._layout, epoch, holder, claimant)
+        return epoch_claims.claim(self._objects, self._layout, epoch, holder, claimant)
 
     def holder_of(self, epoch: Epoch) -> str:
         """Return the node that has claimed an epoch; empty if none has. Raises `StoreUnavailable`."""
-        return layout.holder_of(self._objects, self._layout, epoch)
+        return epoch_claims.holder_of(self._objects, self._layout, epoch)
 
     def begin(self, epoch: Epoch, common: Callable[[StoredState], ReplicaPosition | None]) -> None:
         """Claim the store for this node's epoch, and record where its log diverges from the stored one.
@@ -183,7 +183,7 @@ class ObjectStoreTransport:
 
     def greatest_claim(self) -> Epoch:
         """Return the highest claimed epoch; 0 if there is none. Raises `StoreUnavailable`."""
-        return layout.greatest_claim(self._objects, self._layout)
+        return epoch_claims.greatest_claim(self._objects, self._layout)
 
     def stored(self) -> Hello:
         """Return what the store has, as a follower's hello. Raises as `accept`."""
@@ -197,8 +197,8 @@ class ObjectStoreTransport:
         """Return the name of the object with a sealed segment of the log; None if there is none. Raises as `accept`."""
         history = history_of(self._objects, self._layout, self._upto)
         found = None
-        for listed in layout.listed_in(self._objects, self._layout.shard(shard)):
-            epoch, its_base = layout.segment_of(listed.name)
+        for listed in object_names.listed_in(self._objects, self._layout.shard(shard)):
+            epoch, its_base = object_names.segment_of(listed.name)
             if its_base == base and history.has(shard, epoch, base):
                 found = listed.name
         return found

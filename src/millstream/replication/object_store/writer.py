@@ -36,15 +36,13 @@ from millstream.model.replication import (
     Shipment,
 )
 from millstream.protocol.replication.promises_and_fencing import LINEAGE
-from millstream.replication.object_store.history import History, history_of, note_whole
-from millstream.replication.object_store.layout import (
+from millstream.replication.object_store.branches import History, history_of, note_whole
+from millstream.replication.object_store.epoch_claims import claim, end_of, greatest_claim
+from millstream.replication.object_store.object_names import (
     TRAILER_BYTES,
     Layout,
     behind,
-    claim,
     document_of,
-    end_of,
-    greatest_claim,
     group_of,
     listed_in,
     message_in,

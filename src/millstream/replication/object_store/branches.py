@@ -21,7 +21,7 @@ from millstream.errors import ShipmentUnreadable
 from millstream.model.ids import Epoch, ShardId
 from millstream.model.positions import Offset
 from millstream.model.replication import ByteEnd, Hello, NodeName, ReplicaPosition
-from millstream.replication.object_store.layout import Layout, listed_in, message_in
+from millstream.replication.object_store.object_names import Layout, listed_in, message_in
 from millstream.replication.object_store.objects import Objects
 
 _WHOLE: Final = ".whole"
