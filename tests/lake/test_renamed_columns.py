@@ -34,6 +34,7 @@ from millstream.lake.iceberg.catalog import catalog_of
 from millstream.lake.iceberg.names import identifier_of
 from millstream.lake.layout import LakeLayout, TableCommit
 from millstream.lake.query.query_session import LakeSession
+from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import ERAS_MAX, Eras
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
 from millstream.model.positions import Seq
@@ -88,18 +89,22 @@ class Source:
     """The rows' versions, by the number of the record that each began with."""
     began: dict[int, int] = field(default_factory=dict)
     """By key, the number of the record that its open version began with."""
+    real: dict[int, int] = field(default_factory=dict)
+    """The numbers that columns have at the source, of those with another type before: it was another column."""
+    retypes: bool = False
+    """Whether columns get types that hold none of their values."""
     versions: dict[tuple[object, ...], int] = field(default_factory=dict)
     filled: dict[int, str] = field(default_factory=dict)
     """By number, the default of columns that were added with one."""
 
     @property
     def schema(self) -> TableSchema:
-        names = tuple(sorted(self.names.items()))
+        names = tuple(sorted((self.real.get(n, n), name, str(self.kinds.get(n, ""))) for n, name in self.names.items()))
         fills = tuple(sorted((number, text) for number, text in self.filled.items() if number in self.names))
         version = self.versions.setdefault((names, fills), len(self.versions) + 1)
         columns = tuple(
-            Column(name, self.kinds.get(number, pa.string()), number=number, filled=self.filled.get(number))
-            for number, name in names
+            Column(name, self.kinds.get(n, pa.string()), number=self.real.get(n, n), filled=self.filled.get(n))
+            for n, name in sorted(self.names.items(), key=lambda item: self.real.get(item[0], item[0]))
         )
         return TableSchema(
             TableId(3),
@@ -119,6 +124,7 @@ class Source:
         mine = [number for number in self.names if number != 1]
         step = self.rng.choice(
             ["case", "case"] * (self.among != NAMES)
+            + ["retype", "retype"] * self.retypes
             + ["rename", "rename", "key", "swap", "chain", "add", "default", "drop"]
         )
         if step == "rename" and mine:
@@ -140,11 +146,29 @@ class Source:
             self.kinds[self.numbers_max] = self.rng.choice(self.added)
             if step == "default":
                 self.add_default(self.numbers_max, self._new(self.numbers_max, None))
+        elif step == "retype" and mine:
+            self.retype(self.rng.choice(mine))
         elif step == "drop" and len(mine) > 1:
             gone = self.rng.choice(mine)
             del self.names[gone]
             for row in self.rows.values():
                 row.pop(gone, None)
+
+    def retype(self, number: int) -> None:
+        """Give a column a type that holds no value of any that it has had: its rows' values come with a copy alone."""
+        self.numbers_max += 1
+        real = self.real.get(number, number)
+        had = {self.kinds.get(n, pa.string()) for n in range(1, self.numbers_max) if self.real.get(n, n) == real}
+        kinds = [
+            kind
+            for kind in (pa.string(), pa.int64(), pa.bool_(), NUMERIC, INTEGERS)
+            if all(widest(kind, one) is None for one in had)
+        ]
+        if kinds:
+            self.names[self.numbers_max] = self.names.pop(number)
+            self.real[self.numbers_max], self.kinds[self.numbers_max] = real, self.rng.choice(kinds)
+            for row in self.rows.values():
+                row.pop(number, None)
 
     def add_default(self, number: int, value: object) -> None:
         """Give every row that there is, and was, a value in a new column."""
@@ -317,6 +341,69 @@ def test_columns_keep_their_values_in_iceberg_tables(
     life(tmp_path, records, seed, keyed=keyed, rounds=rounds, added=kinds, lake=iceberg(tmp_path))
 
 
+@pytest.mark.parametrize("format_", ["delta", "iceberg"])
+@pytest.mark.parametrize("keyed", [True, False])
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(n, marks=pytest.mark.long) for n in range(3, 24))])
+def test_a_column_with_a_type_that_holds_no_earlier_value_is_another_one(
+    tmp_path: Path, records: Records, seed: int, format_: str, *, keyed: bool
+) -> None:
+    """The table was set aside until it was rebuilt."""
+    lake = iceberg(tmp_path) if format_ == "iceberg" else None
+    kinds = (pa.string(), pa.int64(), NUMERIC, INTEGERS)
+    life(tmp_path, records, seed, keyed=keyed, rounds=3, added=kinds, lake=lake, retypes=True)
+
+
+@pytest.mark.parametrize("format_", ["delta", "iceberg"])
+def test_values_of_a_type_that_nothing_converts_stay_in_every_view(
+    tmp_path: Path, records: Records, format_: str
+) -> None:
+    layout = LakeLayout(str(tmp_path / "lake"), "shop", StreamId(UUID(int=42)))
+    layout = iceberg(tmp_path) if format_ == "iceberg" else layout
+    source = Source(Random(0), names={1: "id", 2: "price"})
+    ids = list[int]()
+
+    def land(*rows: tuple[str, dict[str, Any]]) -> None:
+        found = [(op, source.n + place, {**row, **moment(source.n + place)}) for place, (op, row) in enumerate(rows, 1)]
+        source.n += len(rows)
+        landed = [append_history(layout, source.schema, [records(source.schema, *found)], Seq(source.n))]
+        landed += [fold_table(layout, source.schema, Seq(source.n))]
+        landed += [fold_into_versions(layout, source.schema, Seq(source.n)).commit]
+        commit_cut(layout, Seq(source.n), landed, committed_at=datetime.now(UTC))
+
+    def price_id() -> int:
+        if format_ == "delta":
+            return 0
+        path = layout.table_path("history", source.schema)
+        return catalog_of(layout).load_table(identifier_of(layout, path)).schema().find_field("price").field_id
+
+    land(("c", {"id": 1, "price": "cheap"}), ("c", {"id": 2, "price": "dear"}))
+    ids.append(price_id())
+    source.retype(2)
+    source.kinds[4] = pa.bool_()
+    land(("u", {"id": 2, "price": True}))
+    with LakeSession(layout) as session:
+        assert shown(session, "id") == [{"id": 1, "price": None}, {"id": 2, "price": True}]
+    land(("t", {}), ("r", {"id": 1, "price": False}), ("r", {"id": 2, "price": True}))
+    ids.append(price_id())
+    later = {"id": 1, "price": False}, {"id": 2, "price": True}
+    with LakeSession(layout) as session:
+        assert shown(session, "id") == [*later]
+        ended = session.query('SELECT id, price, price__2 FROM scd2."public.t" WHERE valid_to IS NOT NULL ORDER BY ALL')
+        assert {"id": 1, "price": None, "price__2": "cheap"} in ended.to_pylist()
+    with LakeSession(layout, as_of=Seq(2)) as session:
+        assert shown(session, "id") == [{"id": 1, "price": "cheap"}, {"id": 2, "price": "dear"}]
+    history = read(layout, layout.table_path("history", source.schema)).sort_by("__seq")
+    new, old = ("price", f"price__{ids[0]}") if format_ == "iceberg" else ("price__2", "price")
+    assert history.column(new).to_pylist() == [None, None, True, None, False, True]
+    assert history.column(old).to_pylist() == ["cheap", "dear", None, None, None, None]
+    if format_ == "iceberg":
+        table = catalog_of(layout).load_table(identifier_of(layout, layout.table_path("history", source.schema)))
+        assert table.schema().find_field(old).field_id == ids[0] != ids[1]
+        with LakeSession(layout) as session:
+            found = session.query(f'SELECT price, {old} FROM history."public.t" ORDER BY __seq').to_pylist()
+        assert [(row["price"], row[old]) for row in found[:3]] == [(None, "cheap"), (None, "dear"), (True, None)]
+
+
 def iceberg(folder: Path) -> LakeLayout:
     catalog = {"type": "sql", "uri": f"sqlite:///{folder}/iceberg.db"}
     return LakeLayout(str(folder / "lake"), "shop", StreamId(UUID(int=42)), format="iceberg", catalog=catalog)
@@ -403,10 +490,11 @@ def life(
     rounds: int,
     added: Sequence[pa.DataType] = (),
     lake: LakeLayout | None = None,
+    retypes: bool = False,
 ) -> None:
     """Land, fold and query a table whose columns are renamed, swapped, added and dropped between rows."""
     layout = lake or LakeLayout(str(tmp_path / "lake"), "shop", StreamId(UUID(int=42)))
-    source = Source(Random(seed), keyed, *([tuple(added), CASES] if added else []))
+    source = Source(Random(seed), keyed, *([tuple(added), CASES] if added else []), retypes=retypes)
     moments: list[tuple[int, str, list[dict[str, Any]]]] = []
     is_versioned = False
     for _ in range(rounds):

@@ -34,6 +34,7 @@ from millstream.lake.history_folder import (
 )
 from millstream.lake.history_scan import read_history
 from millstream.lake.layout import LakeLayout, TableCommit, folder_of
+from millstream.lake.retyped_columns import with_names_freed
 from millstream.lake.reused_column_names import ColumnPlaces, columns_in_history
 from millstream.lake.schema_evolution import union_schema, widened
 from millstream.lake.schema_history import SINCE_PROPERTY, Eras, owned_since, schema_property
@@ -126,7 +127,13 @@ def write_records(
     before = source or opened
     if schema.source == 0:
         schema, batches = under_the_newest(schema, batches, before)
-    schema, batches = _placed(schema, batches, before, layout.types)
+    placed = _placed(schema, batches, before, layout.types)
+    if opened is not None and source is None:
+        freed = with_names_freed(layout, opened, placed[0])
+        if freed is not opened:
+            opened = before = freed
+            placed = _placed(schema, batches, before, layout.types)
+    schema, batches = placed
     after = (before and before.n) or Seq(0)
     have = _columns(layout, schema) if opened is None else opened.schema()
     if source is not None:
@@ -278,7 +285,7 @@ def tailed_history(
     properties = dict[str, str]()
     if schema.kind is TableKind.TABLE:
         eras = replace(Eras.of(opened), folder=folder_of(schema))
-        properties = _told(_begun(eras, _numbers([*batches, *rivals]), Seq(0)))
+        properties = _begun(eras, _numbers([*batches, *rivals]), Seq(0)).all_properties()
     file = f"{scratch}/{new_name(table=schema.table_id)}"
     pq.write_table(rows, file, compression="none", row_group_size=ROW_GROUP_ROWS)
     tail = Tail(
@@ -425,15 +432,7 @@ def _eras_told(
     inside = any(first < start <= last for part in parts for _, first, last in part.runs for start, _ in eras.native)
     numbers = _all_numbers(TableFiles(layout, ready.path), parts) if inside else _ends(parts)
     begun = _begun(eras, numbers, ready.n or Seq(0))
-    return {} if begun == eras else _told(_given_back(ready, eras, begun))
-
-
-def _told(begun: Eras) -> dict[str, str]:
-    """Return the properties that record a history's eras."""
-    properties = begun.bounded().properties()
-    if begun.native:
-        properties |= schema_property(begun.native[-1][1]) | {SINCE_PROPERTY: str(int(begun.since))}
-    return properties
+    return {} if begun == eras else _given_back(ready, eras, begun).all_properties()
 
 
 _Numbers = Sequence[tuple[TableSchema, npt.NDArray[np.int64]]]

@@ -5,12 +5,16 @@ history has the values of all of them if one type holds them all. Otherwise the 
 its number appended (`price__4`). Names that differ only by case are one name here, because a lake's readers ignore case:
 a column that is renamed from `a` to `A` goes on in `a`. The eras of the history say where each column lies, so that
 readers find it.
+
+A column that gets a type which can't hold its earlier values is another column from there on, as if it had been dropped and
+added: in the eras it has a number of its own (`LIVES`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Final
 
 import pyarrow as pa
 
@@ -19,6 +23,9 @@ from millstream.lake.schema_evolution import holds, widest
 from millstream.lake.schema_history import Eras
 from millstream.model.ids import TableId
 from millstream.model.schema import Column, TableSchema
+
+LIVES: Final = 1 << 16
+"""What is added to a column's number in the source each time that it gets a type which holds no earlier values."""
 
 
 class ColumnPlaces:
@@ -32,7 +39,16 @@ class ColumnPlaces:
         """Columns of history, by a column's number and name."""
         self._numbers: dict[str, set[int]] = {}
         """Numbers of the columns whose values a column of history has."""
+        self._lives: dict[int, int] = {}
+        """The last number that the eras give to a column of the source, by its number there."""
+        self._numbers_max: dict[int, int] = {}
+        """The greatest of these numbers."""
+        self._places: dict[int, str] = {}
+        """The last column of history of each column, by its number in the eras."""
+        self._version = 0
+        """The newest version of the table's schema."""
         for _, era in () if eras is None else eras.of_table(table):
+            self._version = max(self._version, era.version)
             for column in era.columns:
                 if column.number:
                     self._note(column)
@@ -51,6 +67,7 @@ class ColumnPlaces:
         if not schema.is_numbered or schema.table_id != self._table:
             return schema
         fields = lake_columns(schema, self._types)
+        asked, schema = schema, self._alive(schema, fields)
         taken = {place for c in schema.columns if (place := self._known.get((c.number, c.name)))}
         columns = []
         for column, field in zip(schema.columns, fields, strict=True):
@@ -62,7 +79,27 @@ class ColumnPlaces:
             kind = self._kinds.get(place, field.type)
             self._kinds[place] = widest(kind, field.type) or kind
             columns.append(placed)
-        return schema if tuple(columns) == schema.columns else replace(schema, columns=tuple(columns))
+        return asked if tuple(columns) == asked.columns else replace(schema, columns=tuple(columns))
+
+    def _alive(self, schema: TableSchema, fields: pa.Schema) -> TableSchema:
+        """Return a schema with the numbers that the eras give to its columns: another one for each type that holds no earlier values.
+
+        A key keeps its numbers: without its values no row of before could be told from another.
+        """
+        # Records of an older version may come behind a copy's first one.
+        version = schema.defined().version
+        is_late, self._version = version < self._version, max(version, self._version)
+        columns = []
+        for column, field in zip(schema.columns, fields, strict=True):
+            number = self._lives.get(column.number, column.number)
+            place = self._known.get((number, column.name)) or self._places.get(number)
+            have = None if place is None else self._kinds.get(place)
+            fits = widest if is_late else holds
+            if have is not None and column.name not in schema.key and not fits(have, field.type):
+                columns.append(replace(column, number=self._numbers_max[column.number] + LIVES, filled=None))
+            else:
+                columns.append(replace(column, number=number))
+        return replace(schema, columns=tuple(columns))
 
     def _free(self, column: Column, kind: pa.DataType, taken: set[str]) -> str:
         """Return the column of history for a column that is new under its name; `taken` is in lower case."""
@@ -70,7 +107,7 @@ class ColumnPlaces:
         place = spelled.get(column.name.lower(), column.name)
         if place.lower() not in taken and not self._is_full(place, column, kind):
             return place
-        place = f"{column.name}__{column.number}"
+        place = f"{column.name}__{column.number % LIVES}"
         while place.lower() in taken or self._is_full(spelled.get(place.lower(), place), column, kind):
             place += "_"
         return spelled.get(place.lower(), place)
@@ -81,6 +118,10 @@ class ColumnPlaces:
         return bool(numbers) and column.number not in numbers and not holds(self._kinds.get(place, kind), kind)
 
     def _note(self, column: Column) -> None:
+        number = column.number % LIVES
+        self._lives[number] = column.number
+        self._numbers_max[number] = max(column.number, self._numbers_max.get(number, 0))
+        self._places[column.number] = column.in_history
         self._known[column.number, column.name] = column.in_history
         self._numbers.setdefault(column.in_history, set()).add(column.number)
 

@@ -131,6 +131,13 @@ class Eras:
             packed += [_ERA.pack(start, len(raw)), raw]
         return {_ERAS_PROPERTY: base64.b64encode(zlib.compress(b"".join(packed), 9)).decode()} if self.told else {}
 
+    def all_properties(self) -> dict[str, str]:
+        """Return the properties that record the eras, within their bound, and the owner's newest schema."""
+        properties = self.bounded().properties()
+        if self.native:
+            properties |= schema_property(self.native[-1][1]) | {SINCE_PROPERTY: str(int(self.since))}
+        return properties
+
     def is_native(self, schema: TableSchema) -> bool:
         """Return whether a schema has the folder's own name."""
         return folder_of(schema) == self.folder

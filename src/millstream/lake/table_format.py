@@ -173,6 +173,9 @@ class OpenTable(Protocol):
             LakeConflict: another commit changed the table at the same time.
         """
 
+    def name_apart(self, column: str) -> str | None:
+        """Return the name that a column gets if another one takes its name; None if the format can't rename columns."""
+
     def set_bounded(self, columns: Sequence[str]) -> None:
         """Declare which columns have bounds in every file; the handle is at the new state afterwards."""
 

@@ -152,6 +152,9 @@ class DeltaHandle:
 
         self._alter(change)
 
+    def name_apart(self, column: str) -> str | None:  # noqa: ARG002 - readers of Delta refuse tables with column mapping
+        return None
+
     def set_bounded(self, columns: Sequence[str]) -> None:
         self.set_properties(bounded_property(columns))
 

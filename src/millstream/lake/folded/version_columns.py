@@ -2,7 +2,7 @@
 
 A column is followed by its number in the source (`column_names`). So a renamed column has one column of versions, under
 its name at their position. A dropped column keeps its last name. If another column gets that name, the number is
-appended to the dropped one's: `price__4`.
+appended to the dropped one's: `price__4`. So it is with the values from before a type that can't hold them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from millstream.lake.column_names import numbered, schema_at, with_fills
 from millstream.lake.folded.scd2_fold import VERSION_COLUMNS, version_inputs
 from millstream.lake.history_scan import read_history, scan_named
 from millstream.lake.layout import LakeLayout
+from millstream.lake.reused_column_names import LIVES
 from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import Eras
 from millstream.lake.store_errors import lake_errors
@@ -136,7 +137,8 @@ def _held(had: _Had, n: Seq) -> dict[_Identity, Column]:
             name = column.name
             if identity in columns or (isinstance(identity, str) and name.lower() in taken):
                 continue
-            name = f"{name}__{identity}" if name.lower() in taken else name
+            if name.lower() in taken:
+                name = f"{name}__{identity % LIVES if isinstance(identity, int) else identity}"
             while name.lower() in taken:
                 name += "_"
             taken.add(name.lower())

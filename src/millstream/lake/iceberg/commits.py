@@ -151,6 +151,15 @@ class IcebergHandle:
     def ready_for(self, columns: pa.Schema) -> IcebergHandle:  # noqa: ARG002 - format 2 has every type
         return self
 
+    def name_apart(self, column: str) -> str | None:
+        names = {field.name: field.field_id for field in self._schema.fields}
+        if column not in names:
+            return None
+        name, taken = f"{column}__{names[column]}", {other.lower() for other in names}
+        while name.lower() in taken:
+            name += "_"
+        return name
+
     def set_properties(self, properties: Mapping[str, str]) -> None:
 
         def change(transaction: Transaction) -> None:
