@@ -301,6 +301,14 @@ def test_options_that_make_no_sense_are_refused(home: Home, options: dict[str, s
         SourceOptions.parse(given)
 
 
+@pytest.mark.parametrize("where", ["s3://bucket/shop", "grpc+tls://host:8788"])
+def test_a_log_on_another_machine_is_read_by_a_follower_or_by_flight(where: str) -> None:
+    with pytest.raises(UsageError, match="can't be read") as refused:
+        SourceOptions.parse({"path": where, "stream": "shop"})
+    assert "millstream follow" in refused.value.hint
+    assert "`flight`" in refused.value.hint
+
+
 @pytest.mark.parametrize("prefix", ["", "file:", "file://", "file://localhost"])
 def test_the_only_stream_of_a_home_needs_no_name(home: Home, prefix: str) -> None:
     assert SourceOptions.parse({"PATH": f"{prefix}{home.path}"}).wal == home.wal

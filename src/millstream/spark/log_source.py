@@ -82,6 +82,10 @@ from millstream.wal.table_batches import is_raw, set_aside
 
 PARTITION_BYTES: Final = 16 << 20
 """Log bytes of a partition: about a quarter of a second's work for a Python worker, several times what a task costs."""
+_HOMES_FOLDER: Final = (
+    "Name a home's folder on this machine: the log's own, or that of a node that follows it (`millstream follow`). "
+    "Executors on other machines read by the option `flight`."
+)
 BATCH_ROWS: Final = 16_384
 """Small frames are joined to about this many rows: an Arrow batch costs Spark some 50 µs, whatever its size."""
 _OTHER_COLUMNS: Final = (
@@ -536,7 +540,7 @@ def _wal_folder(given: Mapping[str, str]) -> Path:
     where = given.get("wal") or given.get("path")
     if not where:
         raise UsageError("the millstream source needs the option path", hint='Pass the home: .option("path", "shop").')
-    folder = folder_of(where)
+    folder = folder_of(where, hint=_HOMES_FOLDER)
     if "wal" not in given:
         name = given.get("stream")
         logs = folder / "data" / "wal"
