@@ -23,19 +23,21 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 
+from millstream import failpoints
 from millstream.errors import LakeConflict, LakeError, LakeTableForeign, LakeUnavailable
 from millstream.lake import history
-from millstream.lake.commit_cuts import commit_cut, last_cut
-from millstream.lake.data_files import probe_storage
+from millstream.lake.commit_cuts import CUT_BOUNDS, commit_cut, last_cut
+from millstream.lake.data_files import TableFiles, probe_storage
 from millstream.lake.folded.current import begin_fold, fold_table
 from millstream.lake.folded.scd2 import fold_into_versions, rebuild_versions
-from millstream.lake.history import append_history, commit_records, write_records
+from millstream.lake.history import append_history, commit_records, open_history, write_records
 from millstream.lake.iceberg.catalog import catalog_of
 from millstream.lake.iceberg.files import address_of
 from millstream.lake.iceberg.names import identifier_of, table_name
-from millstream.lake.layout import LakeLayout, folder_name
+from millstream.lake.layout import LakeLayout, TableCommit, folder_name
 from millstream.lake.maintenance import maintain_cuts, maintain_table
 from millstream.lake.query.query_session import LakeSession
+from millstream.lake.schema_evolution import widened
 from millstream.lake.schema_history import Eras
 from millstream.lake.table_format import Commit, OpenTable, open_table
 from millstream.model.addresses import IN_CATALOG
@@ -165,6 +167,51 @@ def test_a_stale_commit_is_refused(lake: LakeLayout, orders: TableSchema, record
     with pytest.raises(LakeConflict):
         fold.commit([file for files in written for file in files])  # type: ignore[union-attr, arg-type]
     assert [row["id"] for row in rows_of(lake, "current", orders)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("kind", [pa.int64(), pa.bool_()], ids=["widened", "another"])
+def test_maintenance_leaves_the_files_of_a_rewrite_that_takes_hours(
+    lake: LakeLayout, orders: TableSchema, records: Records, monkeypatch: pytest.MonkeyPatch, kind: pa.DataType
+) -> None:
+    """A new type has all of history written again; its files were taken for abandoned ones before their commit."""
+    columns = (Column("id", pa.int64(), number=1), Column("a", pa.int32(), number=2))
+    before = replace(orders, columns=columns)
+    after = replace(before, version=SchemaVersion(2), columns=(columns[0], replace(columns[1], arrow=kind)))
+    land(lake, before, records(before, ("c", 1, {"id": 1, "a": 5})), 1)
+    looks = []
+
+    def hit(name: str) -> None:
+        if name == "lake.before_rewrite_commit":
+            looks.append(maintain_table(lake, "history", before, now_ms=now_ms() + 7_200_000).files_deleted)
+
+    monkeypatch.setattr(failpoints, "hit", hit)
+    if kind == pa.int64():
+        opened = open_history(lake, before)
+        wider = [field.with_type(kind) if field.name == "a" else field for field in opened.schema()]
+        widened(lake, opened, "public.orders", pa.schema(wider))
+    else:
+        land(lake, after, records(after, ("c", 2, {"id": 2, "a": True})), 2)
+    assert looks == ([] if lake.format == "delta" and kind == pa.bool_() else [0])
+    assert rows_of(lake, "history", after)[0]["id"] == 1
+
+
+def test_a_stale_cut_is_refused_at_the_position_of_the_one_before(lake: LakeLayout, orders: TableSchema) -> None:
+    """A driver that was thought dead made a second cut of one number, after a fold: its n was right."""
+    landed = TableCommit(orders.table_id, "public.orders", "public.orders", "history", 1, 1, Seq(1))
+    commit_cut(lake, Seq(1), [landed], committed_at=datetime.now(UTC))
+    stale = open_table(lake, lake.commits_path, lake.commits_app_id)
+    assert stale is not None
+    files = TableFiles(lake, lake.commits_path, CUT_BOUNDS)
+    (first,) = stale.files().column("path").to_pylist()
+    rows = files.read(first)
+    again = files.write(rows, rows.schema, "part-again.parquet")
+    maintain_cuts(lake, now_ms=now_ms())
+    commit_cut(lake, Seq(1), [replace(landed, view="current", version=2)], committed_at=datetime.now(UTC))
+    with pytest.raises(LakeConflict):
+        stale.swap(Commit(Seq(1)), add=[again])
+    found = last_cut(lake)
+    assert found is not None
+    assert (found.number, found.tables["public.orders"].current) == (2, 2)
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ from typing import Final
 
 import pyarrow as pa
 
+from millstream import failpoints
 from millstream.errors import LakeError
 from millstream.lake.column_conversion import is_local_time, same_type
 from millstream.lake.data_files import TableFiles, new_name, table_in
@@ -129,7 +130,9 @@ def _rewrite(layout: LakeLayout, opened: OpenTable, union: pa.Schema) -> None:
     shape = partition.without(union)
     written = []
     for path, period in files_by_period(layout, opened):
-        name = new_name(table=table_in(path))
+        # Of a version, since all of history may take longer than maintenance waits for a file that isn't committed.
+        name = new_name(opened.version + 1, table=table_in(path))
         file = files.write(records_in(files, path, shape), shape, name, partition=partition.folder(period))
         written.append(partition.placed(file, period))
+    failpoints.hit("lake.before_rewrite_commit")
     opened.swap(Commit(exact=True), add=written, mode="overwrite", schema=union)

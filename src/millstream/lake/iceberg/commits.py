@@ -22,6 +22,7 @@ from pyiceberg.exceptions import (
     CommitFailedException,
 )
 from pyiceberg.table.refs import MAIN_BRANCH
+from pyiceberg.table.snapshots import Operation
 from pyiceberg.table.sorting import SortOrder
 from pyiceberg.table.update import AddSortOrderUpdate, AssertRefSnapshotId, SetDefaultSortOrderUpdate
 from pyiceberg.transforms import IdentityTransform
@@ -198,7 +199,7 @@ class IcebergHandle:
                 is_same = id_of(self._table.current_snapshot()) == id_of(self._base)
                 if self._is_past or (not is_same and (commit.exact or properties)):
                     raise moved
-                if not is_same and self._position() != self.n:
+                if not is_same and self._is_overtaken():
                     raise moved
                 transaction = self._table.transaction()
                 if mode == "overwrite" and schema is not None:
@@ -276,6 +277,13 @@ class IcebergHandle:
         mine = facts.get(TABLE_ID) == self._owner
         found = facts.get(N) if mine else facts.get(f"{N}.{self._owner}")
         return None if found is None else Seq(int(found))
+
+    def _is_overtaken(self) -> bool:
+        """Whether another commit of this app came after the handle's snapshot. A cut may be at the position of the one before."""
+        if self._position() != self.n:
+            return True
+        later = (one.summary for one in self._table.snapshots() if version_of(one) > self.version)
+        return self._owner is None and any(one is not None and one.operation is Operation.APPEND for one in later)
 
     def _facts(self) -> Mapping[str, str]:
         """Return the positions that the handle's version has: the table's, or those in the summary of a past snapshot."""
