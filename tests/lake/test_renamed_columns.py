@@ -404,6 +404,33 @@ def test_values_of_a_type_that_nothing_converts_stay_in_every_view(
         assert [(row["price"], row[old]) for row in found[:3]] == [(None, "cheap"), (None, "dear"), (True, None)]
 
 
+@pytest.mark.parametrize("format_", ["delta", "iceberg"])
+def test_records_of_the_earlier_type_behind_a_copys_first_one_lie_with_the_others_of_it(
+    tmp_path: Path, records: Records, format_: str
+) -> None:
+    layout = LakeLayout(str(tmp_path / "lake"), "shop", StreamId(UUID(int=42)))
+    layout = iceberg(tmp_path) if format_ == "iceberg" else layout
+    source = Source(Random(0), names={1: "id", 2: "price"})
+    old = source.schema
+    source.retype(2)
+    source.kinds[4] = pa.bool_()
+    new = source.schema
+    append_history(layout, old, [records(old, ("c", 1, {"id": 1, "price": "cheap", **moment(1)}))], Seq(1))
+    found = [
+        records(new, ("t", 2, moment(2))),
+        records(old, ("c", 3, {"id": 2, "price": "dear", **moment(3)})),
+        records(new, ("r", 4, {"id": 1, "price": False, **moment(4)}), ("r", 5, {"id": 2, "price": True, **moment(5)})),
+    ]
+    landed = append_history(layout, new, found, Seq(5))
+    commit_cut(layout, Seq(5), [landed], committed_at=datetime.now(UTC))
+    own = [name for name in open_history(layout, new).schema().names if not name.startswith("__")]
+    assert len(own) == 3, "one column a type"
+    with LakeSession(layout) as session:
+        assert shown(session, "id") == [{"id": 1, "price": False}, {"id": 2, "price": True}]
+    with LakeSession(layout, as_of=Seq(3)) as session:
+        assert shown(session, "id") == [{"id": 2, "price": "dear"}]
+
+
 def iceberg(folder: Path) -> LakeLayout:
     catalog = {"type": "sql", "uri": f"sqlite:///{folder}/iceberg.db"}
     return LakeLayout(str(folder / "lake"), "shop", StreamId(UUID(int=42)), format="iceberg", catalog=catalog)

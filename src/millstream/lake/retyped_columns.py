@@ -65,7 +65,7 @@ def _moved(layout: LakeLayout, opened: OpenTable, eras: Eras, moved: Mapping[str
     for path, period in files_by_period(layout, opened):
         rows = (batch.rename_columns(columns.names) for batch in records_in(files, path, have))
         partition = format_of(layout).partition
-        # Of a version, since all of history may take longer than maintenance waits for a file that isn't committed.
+        # The name has the version: to rewrite all of history may take longer than maintenance waits for a commit.
         name = new_name(opened.version + 1, table=table_in(path))
         file = files.write(rows, columns, name, partition=partition.folder(period))
         written.append(partition.placed(file, period))

@@ -25,7 +25,7 @@ from millstream.model.ids import TableId
 from millstream.model.schema import Column, TableSchema
 
 LIVES: Final = 1 << 16
-"""What is added to a column's number in the source each time that it gets a type which holds no earlier values."""
+"""Added to a column's number in the source each time that it gets a type which holds no earlier values."""
 
 
 class ColumnPlaces:
@@ -45,10 +45,10 @@ class ColumnPlaces:
         """The greatest of these numbers."""
         self._places: dict[int, str] = {}
         """The last column of history of each column, by its number in the eras."""
-        self._version = 0
-        """The newest version of the table's schema."""
+        self._versions: dict[int, Mapping[str, Column]] = {}
+        """The columns of each version of the table's schema by name, as the eras have them."""
         for _, era in () if eras is None else eras.of_table(table):
-            self._version = max(self._version, era.version)
+            self._versions[era.version] = {column.name: column for column in era.columns}
             for column in era.columns:
                 if column.number:
                     self._note(column)
@@ -79,6 +79,7 @@ class ColumnPlaces:
             kind = self._kinds.get(place, field.type)
             self._kinds[place] = widest(kind, field.type) or kind
             columns.append(placed)
+        self._versions[schema.defined().version] = {column.name: column for column in columns}
         return asked if tuple(columns) == asked.columns else replace(schema, columns=tuple(columns))
 
     def _alive(self, schema: TableSchema, fields: pa.Schema) -> TableSchema:
@@ -86,16 +87,16 @@ class ColumnPlaces:
 
         A key keeps its numbers: without its values no row of before could be told from another.
         """
-        # Records of an older version may come behind a copy's first one.
-        version = schema.defined().version
-        is_late, self._version = version < self._version, max(version, self._version)
-        columns = []
+        # Records of an earlier version may come behind a copy's first one, or again after a crash.
+        known, columns = self._versions.get(schema.defined().version, {}), list[Column]()
         for column, field in zip(schema.columns, fields, strict=True):
+            if (before := known.get(column.name)) is not None and before.number % LIVES == column.number:
+                columns.append(replace(column, number=before.number, filled=before.filled))
+                continue
             number = self._lives.get(column.number, column.number)
             place = self._known.get((number, column.name)) or self._places.get(number)
             have = None if place is None else self._kinds.get(place)
-            fits = widest if is_late else holds
-            if have is not None and column.name not in schema.key and not fits(have, field.type):
+            if have is not None and column.name not in schema.key and not holds(have, field.type):
                 columns.append(replace(column, number=self._numbers_max[column.number] + LIVES, filled=None))
             else:
                 columns.append(replace(column, number=number))

@@ -130,7 +130,7 @@ def _rewrite(layout: LakeLayout, opened: OpenTable, union: pa.Schema) -> None:
     shape = partition.without(union)
     written = []
     for path, period in files_by_period(layout, opened):
-        # Of a version, since all of history may take longer than maintenance waits for a file that isn't committed.
+        # The name has the version: to rewrite all of history may take longer than maintenance waits for a commit.
         name = new_name(opened.version + 1, table=table_in(path))
         file = files.write(records_in(files, path, shape), shape, name, partition=partition.folder(period))
         written.append(partition.placed(file, period))
