@@ -288,14 +288,11 @@ class RegionsHeard:
 
     def __call__(self) -> None:
         """Hear them if it is time. An error of theirs stops no write here: the owner reports it. Any thread."""
-        if time.monotonic() < self._next_s or not self._hearing.acquire(blocking=False):
+        if time.monotonic() < self._next_s or self._hearing.locked():
             return
-        try:
+        with self._hearing, contextlib.suppress(MillstreamError, OSError):
             self._next_s = time.monotonic() + _HEARD_EVERY_S
-            with contextlib.suppress(MillstreamError):
-                self._hear()
-        finally:
-            self._hearing.release()
+            self._hear()
 
 
 class HearTime(Protocol):

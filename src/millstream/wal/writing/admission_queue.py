@@ -170,10 +170,10 @@ class AdmissionQueue:
             self._hurry()
 
     def _hurry(self) -> None:
-        """Wake the taker if it sleeps."""
+        """Wake the taker if it sleeps. If Ctrl-C interrupts `notify`, the next call does it again."""
         if self._wake_above_bytes != _NEVER:
-            self._wake_above_bytes = _NEVER
             self._work.notify()
+            self._wake_above_bytes = _NEVER
 
     def _let_in(self) -> None:
         """Wake tasks for which there is room, in order; all of them once the queue has ended."""
@@ -219,7 +219,9 @@ class AdmissionQueue:
 
     def _sleep(self, until_above_bytes: int, timeout_s: float) -> None:
         self._wake_above_bytes = until_above_bytes
-        self._work.wait_for(lambda: self._wake_above_bytes == _NEVER, timeout_s)
+        self._work.wait_for(
+            lambda: self._wake_above_bytes == _NEVER or self._ended or self.queued_bytes > until_above_bytes, timeout_s
+        )
         self._wake_above_bytes = _NEVER
 
     def take(self) -> list[Waiting]:

@@ -36,7 +36,7 @@ from millstream.model.positions import Lsn, Offset, Seq, SeqRange
 from millstream.ports import Clock, Files
 from millstream.protocol.sequencer import LedgerView
 from millstream.wal.durable_mark import MarkFile
-from millstream.wal.files import NO_SPACE, as_told, is_refused
+from millstream.wal.files import NO_SPACE, as_told
 from millstream.wal.mending.repair import set_tail_aside
 from millstream.wal.shard_locks import check_not_gone, folder_lock, greatest_known, holds_mark, lock_shards, own_shards
 from millstream.wal.startup_progress import StartupProgress
@@ -128,6 +128,7 @@ class GroupCommitter:
             LogError (`loss_not_accepted`): the writer was forgotten, and its shards are damaged.
         """
         marks: dict[ShardId, MarkFile] = {}
+        opened: dict[ShardId, OwnShard] = {}
         try:
             with folder_lock(files, folder, clock, make=True) if numbers.shared else nullcontext():
                 shards = own_shards(files, folder, identity.writer, shards, numbers)
@@ -144,7 +145,7 @@ class GroupCommitter:
                 # If the catalog is older than the log, any writer's mark shows it.
                 reserved_to = max(recovered.reserved_to, greatest_known(files, folder) if numbers.shared else Seq(0))
                 numbers.begin(reserved_to=reserved_to, persisted_upto=recovered.persisted_upto)
-                opened = continue_shards(identity, files, folder, recovered, marks, clock, options.frame_version)
+                continue_shards(opened, identity, files, folder, recovered, marks, clock, options.frame_version)
                 committer = cls(
                     folder, files, clock, options, identity, opened, recovered, numbers, side_by_side=side_by_side
                 )
@@ -158,9 +159,11 @@ class GroupCommitter:
                 with suppress(CatalogError):
                     committer.follow()  # the marks stand; if the catalog is away, the first draw reports the position
         except BaseException as error:
+            for own in opened.values():
+                own.segment.close()
             for mark in marks.values():
                 mark.close()
-            if isinstance(error, OSError) and (error.errno in NO_SPACE or is_refused(error)):
+            if isinstance(error, OSError):
                 raise as_told(error) from error
             raise
         return committer
@@ -243,6 +246,7 @@ class GroupCommitter:
         began_ns = self._clock.monotonic_ns()
         check_disk(self._files, next(iter(self._shards.values())).folder, self._options.disk_used_max)
         self._open_segments()
+        hybrid_time = self.times.next_ns()  # before the numbers: whatever it waits for, none is in flight
         given = self._allocate(count)
         facts = GroupFacts(
             group=GroupNumber(self.group + 1),
@@ -251,7 +255,7 @@ class GroupCommitter:
             region=self._identity.region,
             writer=self._identity.writer,
             reserved_to=self._numbers.reserved_to,
-            hybrid_time=self.times.next_ns(),
+            hybrid_time=hybrid_time,
             reached=reached,
             shards=frozenset(shard for ops in submitted for shard in shards_of(ops)),
             frame_version=self._options.frame_version,
@@ -319,8 +323,9 @@ class GroupCommitter:
             self._seal([shard.segment for shard in self._shards.values()])
         if self.failure is None and self._numbers.shared:
             self._is_settled = True
-            self._move_marks(anchor=True)
-            self._numbers.settle()
+            with suppress(OSError):  # then its lease runs out, and the next incarnation recovers its shards
+                self._move_marks(anchor=True)
+                self._numbers.settle()
         self.abandon()
 
     def follow(self) -> LedgerView | None:
@@ -478,6 +483,7 @@ class GroupCommitter:
         """Take nothing more; return the error to raise."""
         why = str(error) or type(error).__name__
         self.failure = AppendOutcomeUnknown(f"{what}: {why}; whether the group is durable is unknown")
+        self.failure.__cause__ = error
         return self.failure
 
     def _move_marks(self, *, anchor: bool = False) -> None:

@@ -55,18 +55,19 @@ def next_header(
 
 
 def continue_shards(
-    identity: WriterIdentity, files: Files, folder: str, recovered: Recovered, marks: Mapping[ShardId, MarkFile], clock: Clock,
-    frame_version: int,
-) -> dict[ShardId, OwnShard]:  # fmt: skip
-    """Begin a new segment behind each recovered shard, and make marks agree that a kill left behind. Raises `OSError`."""
-    opened = {}
+    opened: dict[ShardId, OwnShard], identity: WriterIdentity, files: Files, folder: str, recovered: Recovered,
+    marks: Mapping[ShardId, MarkFile], clock: Clock, frame_version: int,
+) -> None:  # fmt: skip
+    """Begin a new segment behind each recovered shard, and make marks agree that a kill left behind.
+
+    Fills `opened`, also if it raises, as it may: `DiskFull`, `OSError`. The caller closes the files then.
+    """
     for shard, end in recovered.shards.items():
         shard_dir = shard_folder(folder, shard)
         header = next_header(identity, shard, end.end_offset, end.last_footer_hash, clock, frame_version)
         opened[shard] = OwnShard(shard_dir, marks[shard], OpenSegment.create_first(files, shard_dir, header))
     for shard, mark in left_behind(recovered.marks):
         marks[shard].move(mark)
-    return opened
 
 
 def begin_shards(

@@ -165,6 +165,7 @@ class LogWriter(Closing):
             CorruptWal, LogError (`unexpected_file`), UnsupportedFormat, StaleEpoch: see `recover`; nothing was
                 changed.
             DiskFull: there's no space to recover or to begin a segment; what was readable stays so.
+            MillstreamError (`io_failed`, `home_unwritable`): the disk fails, or refuses this user.
         """
         options = LogOptions() if options is None else options
         check_level(options.acks, high_water, options.reach, shared=isinstance(reservations, SharedNumbers))
@@ -203,12 +204,11 @@ class LogWriter(Closing):
         """Append and return once durable; raises the error that `submit`'s future would end with."""
         self._check_shards(ops)
         is_awaited = self._levels.awaits(acks)
-        if not is_awaited and not self._delays and self._may_write.is_set() and self._writing.acquire(blocking=False):
-            try:
+        if not is_awaited and not self._delays and self._may_write.is_set() and not self._writing.locked():
+            # By `with`: Ctrl-C right after a call of `acquire` would leave the lock held for ever.
+            with self._writing:
                 if self._queue.is_idle() and self._committer.failure is None:
                     return self._write_alone(ops)
-            finally:
-                self._writing.release()
         waiting = ThreadWaiter(ops, _held_bytes(ops))
         self._levels.require(waiting, acks, deadline_s)
         self._queue.put(waiting, deadline_s)
@@ -504,7 +504,11 @@ class LogWriter(Closing):
             self._after_group()
 
     def _after_group(self) -> None:
-        self._commits.after_group()
+        """Do what is due between two groups; a failure there is the writer's, not that of a caller whose group is durable."""
+        try:
+            self._commits.after_group()
+        except Exception as error:  # noqa: BLE001 (the next caller gets it, whatever it is)
+            self._committer.poison("the work between two groups failed", error)
         if self._committer.failure is not None:
             self._refuse_the_rest()
 
