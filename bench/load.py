@@ -71,8 +71,8 @@ class PacedLoad:
 def percentiles_of_windows(
     load: Load, latency_ms: npt.NDArray[np.float64], windows: int
 ) -> tuple[list[float], list[float]]:
-    """Return the 50th and the 99th percentile of each of the windows of equal length."""
+    """Return the 50th and the 99th percentile of each of the windows of equal length that has transactions."""
     begin, end = load.committed_ns.min(), load.committed_ns.max() + 1
     window = (load.committed_ns - begin) * windows // (end - begin)
-    found = [np.percentile(latency_ms[window == number], (50, 99)) for number in range(windows)]
+    found = [np.percentile(latency_ms[window == number], (50, 99)) for number in np.unique(window)]
     return [float(p50) for p50, _ in found], [float(p99) for _, p99 in found]

@@ -9,12 +9,13 @@ from typing import Any
 from uuid import uuid4
 
 import pyarrow as pa
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.seeds import examples
 from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_table
 
-from millstream.errors import CorruptWal
+from millstream.errors import CorruptWal, OffsetExpired
 from millstream.model.ids import ShardId
 from millstream.model.operations import TableRows
 from millstream.model.positions import Seq
@@ -185,6 +186,16 @@ def test_a_run_goes_on_over_segments_up_to_the_next_epoch():
     log.close()
     pieces = reader.read_between(Seq(0), reader.persisted_upto(), table=1)
     assert [(piece.batch.num_rows, piece.epoch) for piece in pieces] == [(40, 1), (3, 2)]
+
+
+def test_places_of_frames_say_what_retention_dropped_amid_the_look():
+    """The missing file's own error was no error of the log, so that the look at a consumer's lag failed as a bug would."""
+    files = filled([[(0, 1), (1, 1)]] * 40, segment_bytes=6000)
+    places = StreamReader(FOLDER, files=files).frames_between(Seq(0), Seq(80))
+    next(places)
+    files.remove(segments(files)[2])
+    with pytest.raises(OffsetExpired):
+        list(places)
 
 
 def test_what_stands_in_the_segments_before_damage_is_given():

@@ -137,7 +137,9 @@ class StreamReader:
 
     def frames_between(self, after: Seq, upto: Seq) -> Iterator[Place]:
         """Yield the places of all frames with records of `(after, upto]`, by commit group."""
-        yield from self._all_frames(self._marks()[0], after, upto)
+        marks, _ = self._marks()
+        with TruncationWatch(self.extent, marks):
+            yield from self._all_frames(marks, after, upto)
 
     def offset_beyond(self, shard: ShardId, seq: Seq) -> Offset:
         """Return an offset of a shard before which all numbers are at or below `seq`."""

@@ -8,7 +8,6 @@ its offsets: the offset gives a number that follows the order of the commit, wit
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import NamedTuple
 
 from millstream.errors import CorruptWal
@@ -43,11 +42,19 @@ class LargeGroups:
     Args:
         reader: the log.
         after, upto: the numbers `(after, upto]` that are read.
+
+    Raises:
+        OffsetExpired, CorruptWal, LogTruncated: as `StreamReader`, also from `within`.
     """
 
     def __init__(self, reader: StreamReader, after: Seq, upto: Seq) -> None:
         self._groups = _groups(reader, after, upto)
         self._next = next(self._groups, None)
+
+    @property
+    def begin(self) -> Offset | None:
+        """The first offset of the frames that are left; None if there are none."""
+        return None if self._next is None else self._next.begin
 
     def within(self, begin: Offset, end: Offset) -> Iterator[LargeGroup]:
         """Yield those with records at offsets `[begin, end)`, at or behind those of the last call."""
@@ -61,7 +68,7 @@ class LargeGroups:
 
 def _groups(reader: StreamReader, after: Seq, upto: Seq) -> Iterator[LargeGroup]:
     number = group = None
-    with suppress(CorruptWal):  # reading on reports it
+    try:
         for _, _, entry in reader.frames_between(after, upto):
             end = Offset(entry.offset + entry.count)
             if group is not None and entry.group == number:
@@ -70,5 +77,9 @@ def _groups(reader: StreamReader, after: Seq, upto: Seq) -> Iterator[LargeGroup]
             if group is not None:
                 yield group
             number, group = entry.group, LargeGroup(entry.offset, end, entry.group_last_seq, 1)
+    except CorruptWal:
+        if group is None:
+            raise
+        # Reading on reports it.
     if group is not None:
         yield group

@@ -351,10 +351,12 @@ class ConsumerReader:
         self, shard: ShardId, after: Seq, upto: Seq, wanted: frozenset[TableId] | None, *, alone: bool
     ) -> Iterator[_Piece]:
         """Yield a shard's records, frame by frame. If the shard is alone, several frames with only what is received."""
-        start = self._reader.offset_beyond(shard, after)
+        large = LargeGroups(self._reader, after, upto) if alone else None
+        start = self._reader.offset_beyond(shard, after) if large is None else large.begin
+        if start is None:
+            return
         frames = Frames()
         found = _Found()
-        large = LargeGroups(self._reader, after, upto) if alone else None
         damaged: CorruptWal | None = None
         try:
             for part in self._reader.read(shard, start, tables=wanted, numbers=(after, upto)):
