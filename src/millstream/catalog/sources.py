@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from uuid import UUID
 
-from sqlalchemy import Connection, Row, delete, select, update
+from sqlalchemy import Connection, Row, select, update
 
 import millstream.catalog.sql_tables as t
 from millstream.catalog.catalog_part import CatalogPart, lock_stream
+from millstream.catalog.facts import delete_fact, read_fact, write_fact
 from millstream.catalog.row_types import SourceRow
 from millstream.errors import CatalogError
 from millstream.model.ids import SourceId, StreamId
@@ -95,22 +95,15 @@ class Sources(CatalogPart):
         """Return a source of a log's group headers, and its position there, that a log needs for the source's position."""
         if source in log:
             return [source, log[source]]
-        had = self._fact(connection, scope, _log_had(source))
+        had = read_fact(connection, scope, _log_had(source))
         return None if had is None else [had[0], min(had[1], log.get(SourceId(had[0]), Lsn(0)))]
-
-    def _fact(self, connection: Connection, scope: str, name: str) -> Any:
-        query = select(t.facts.c.value).where(t.facts.c.scope == scope, t.facts.c.name == name)
-        found = connection.execute(query).scalar()
-        return None if found is None else json.loads(found)
 
     def _put(self, connection: Connection, scope: str, name: str, value: Any) -> None:
         """Put a fact, or remove it if the value is None."""
         if value is None:
-            connection.execute(delete(t.facts).where(t.facts.c.scope == scope, t.facts.c.name == name))
-            return
-        put = self._database.insert(t.facts).values(scope=scope, name=name, value=json.dumps(value))
-        keys = [t.facts.c.scope, t.facts.c.name]
-        connection.execute(put.on_conflict_do_update(index_elements=keys, set_={"value": put.excluded["value"]}))
+            delete_fact(connection, scope, name)
+        else:
+            write_fact(self._database, connection, scope, name, value)
 
     def _resolve(self, connection: Connection, facts: Mapping[str, Any]) -> SourceId:
         same = [t.sources.c[name] == value for name, value in facts.items()]
@@ -137,7 +130,7 @@ class Sources(CatalogPart):
     def followed_source(self, stream: StreamId) -> dict[str, Any]:
         """Return the facts of the followed source, `id` and `history`; empty if the stream has none so far."""
         with self._database.read() as connection:
-            return dict(self._fact(connection, *followed_fact(stream)) or {})
+            return dict(read_fact(connection, *followed_fact(stream)) or {})
 
     def sources(self, stream: StreamId) -> list[SourceRow]:
         """Return the stream's sources that are databases, oldest first."""
@@ -166,7 +159,7 @@ class Sources(CatalogPart):
         """
         with self._database.read() as connection:
             row = self._row(connection, source)
-            had = self._fact(connection, _scope(row.stream), _log_had(source))
+            had = read_fact(connection, _scope(row.stream), _log_had(source))
         reached = log.get(source, Lsn(0))
         in_log = Lsn(0) if had is None else log.get(SourceId(had[0]), Lsn(0))
         if had is None or in_log >= had[1]:
@@ -206,7 +199,7 @@ class Sources(CatalogPart):
         with self._database.write() as connection:
             of_databases = (t.sources.c.stream == str(stream)) & (t.sources.c.system_identifier != str(OF_A_BUFFER))
             for row in connection.execute(select(t.sources).where(of_databases, t.sources.c.reached > 0)).all():
-                if self._fact(connection, _scope(stream), _log_had(row.id)) is None:
+                if read_fact(connection, _scope(stream), _log_had(row.id)) is None:
                     self._put(connection, _scope(stream), _log_had(row.id), [row.id, row.reached])
 
     def _row(self, connection: Connection, source: SourceId) -> Row[Any]:

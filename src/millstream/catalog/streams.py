@@ -12,6 +12,7 @@ from sqlalchemy import Connection, Row, Select, func, literal, select, update
 import millstream.catalog.sql_tables as t
 from millstream.catalog.catalog_part import CatalogPart, greater, lock_stream, now_us
 from millstream.catalog.database import CatalogDatabase
+from millstream.catalog.facts import write_fact
 from millstream.catalog.row_types import HomeIdentity, StreamRow, WriterRow
 from millstream.errors import CatalogError, StaleEpoch, UnknownStream
 from millstream.model.ids import Epoch, StreamId, WriterId, check_stream_name
@@ -86,11 +87,8 @@ class Streams(CatalogPart):
                 stream=name,
             )
         if homes.get(mine.id) != mine.place:
-            put = self._database.insert(t.facts).values(
-                scope=scope, name=mine.id, value=json.dumps({"place": mine.place, "since_us": now_us()})
-            )
-            keys = [t.facts.c.scope, t.facts.c.name]
-            connection.execute(put.on_conflict_do_update(index_elements=keys, set_={"value": put.excluded["value"]}))
+            fact = {"place": mine.place, "since_us": now_us()}
+            write_fact(self._database, connection, scope, mine.id, fact)
 
     def stream(self, name: str) -> StreamRow:
         """Return the stream of that name; raise `UnknownStream` if it has never run."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-from sqlalchemy import Delete, delete, insert, select
+from sqlalchemy import delete, select
 
 import millstream.catalog.sql_tables as t
 from millstream.catalog.catalog_part import CatalogPart
+from millstream.catalog.facts import delete_fact, write_fact
 from millstream.catalog.row_types import ChunkState, CopyChunk, TableState
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Lsn
@@ -21,20 +22,18 @@ class Copies(CatalogPart):
 
     def pause_copy(self, stream: StreamId, table: TableId) -> bool:
         """Pause a table's copy until `resume_copy`; return whether there is one. The table's state doesn't change."""
-        pause = insert(t.facts).values(scope=pauses_scope(stream), name=str(int(table)), value="true")
         with self._database.write() as connection:
             # Locked: either a copy that ends at this moment is seen as ended, or it removes the pause.
             row = select(t.tables.c.state).where(t.tables.c.id == table).with_for_update()
             if connection.execute(row).scalar() not in _UNFINISHED:
                 return False
-            connection.execute(_no_pause(stream, table))
-            connection.execute(pause)
+            write_fact(self._database, connection, pauses_scope(stream), str(int(table)), value=True)
         return True
 
     def resume_copy(self, stream: StreamId, table: TableId) -> bool:
         """Let a table's copy go on; return whether it was paused."""
         with self._database.write() as connection:
-            return connection.execute(_no_pause(stream, table)).rowcount > 0
+            return delete_fact(connection, pauses_scope(stream), str(int(table)))
 
     def paused_copies(self, stream: StreamId) -> frozenset[TableId]:
         """Return the tables whose copies are paused."""
@@ -101,7 +100,3 @@ class Copies(CatalogPart):
 def pauses_scope(stream: StreamId) -> str:
     """Return the scope of the facts that name the tables whose copies are paused."""
     return f"copy pauses/{stream}"
-
-
-def _no_pause(stream: StreamId, table: TableId) -> Delete:
-    return delete(t.facts).where(t.facts.c.scope == pauses_scope(stream), t.facts.c.name == str(int(table)))
