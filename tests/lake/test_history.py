@@ -29,7 +29,7 @@ from millstream.lake.folded.scd2 import fold_into_versions
 from millstream.lake.history import append_history, commit_records, open_history, write_records
 from millstream.lake.history_scan import fold_step
 from millstream.lake.layout import LakeLayout
-from millstream.lake.maintenance import maintain_table
+from millstream.lake.maintenance import MaintenanceRules, maintain_table
 from millstream.lake.query.query_session import LakeSession
 from millstream.lake.schema_history import Eras, era_at, newest_schema
 from millstream.lake.table_format import open_table
@@ -497,7 +497,10 @@ def test_folds_in_steps_get_on_beside_compacted_files_and_cuts_of_other_tables(
             fold_into_versions(layout, orders, Seq(20))
     # One file now holds records that the folds have and records that they lack.
     assert (
-        maintain_table(layout, "history", orders, now_ms=time.time_ns() // 10**6, compact_files=2).files_compacted == 8
+        maintain_table(
+            layout, "history", orders, now_ms=time.time_ns() // 10**6, rules=MaintenanceRules(compact_files=2)
+        ).files_compacted
+        == 8
     )
     assert fold_table(layout, orders, Seq(86), sizes=FoldSizes(rows_max=2)).n == 86
     assert fold_into_versions(layout, orders, Seq(86), sizes=FoldSizes(rows_max=2)).commit.n == 86

@@ -23,7 +23,7 @@ from millstream.lake.history import append_history
 from millstream.lake.iceberg.catalog import catalog_of
 from millstream.lake.iceberg.names import identifier_of
 from millstream.lake.layout import LakeLayout, View
-from millstream.lake.maintenance import maintain_cuts, maintain_table
+from millstream.lake.maintenance import MaintenanceRules, maintain_cuts, maintain_table
 from millstream.lake.query.query_session import LakeSession
 from millstream.lake.rebuild import erase_view
 from millstream.model.addresses import IN_CATALOG
@@ -105,7 +105,10 @@ def test_a_lake_in_a_store_has_what_one_in_a_folder_has(
     with LakeSession(lake, as_of=Seq(2)) as session:
         assert session.query(everything).to_pylist() == expected[:2]
     now_ms = time.time_ns() // 1_000_000
-    assert maintain_table(lake, "history", orders, now_ms=now_ms, compact_files=3).files_compacted == 6
+    assert (
+        maintain_table(lake, "history", orders, now_ms=now_ms, rules=MaintenanceRules(compact_files=3)).files_compacted
+        == 6
+    )
     for view in ("history", "current"):
         maintain_table(lake, view, orders, now_ms=now_ms + 10_000_000)  # type: ignore[arg-type]
     maintain_cuts(lake, now_ms=now_ms + 10_000_000)

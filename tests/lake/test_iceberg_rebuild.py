@@ -30,7 +30,7 @@ from millstream.lake.history import append_history
 from millstream.lake.iceberg.catalog import catalog_of
 from millstream.lake.iceberg.names import identifier_of
 from millstream.lake.layout import LakeLayout, View
-from millstream.lake.maintenance import maintain_table
+from millstream.lake.maintenance import MaintenanceRules, maintain_table
 from millstream.lake.rebuild import (
     check_history,
     damage_of,
@@ -50,6 +50,7 @@ from millstream.testing.errors import coded
 Records = Callable[..., pa.RecordBatch]
 FOLDED: tuple[View, ...] = ("current", "scd2")
 both = pytest.mark.parametrize("view", FOLDED)
+KEEPS_NOTHING = MaintenanceRules(keep_s=0, log_retention_s=0)
 numbers = itertools.count()
 
 
@@ -164,7 +165,7 @@ def test_a_damaged_table_is_built_again_in_place(
         assert old.num_rows == 1 + before.scan().to_arrow().num_rows, "nothing of what was there is lost"
         after.manage_snapshots().remove_tag("millstream-set-aside-1").commit()
     land(landed, orders, records(orders, ("d", 7, {"id": 3, **at(7)})), 7)
-    maintain_table(landed, view, orders, now_ms=time.time_ns() // 1_000_000 + 7_200_000, keep_s=0, log_retention_s=0)
+    maintain_table(landed, view, orders, now_ms=time.time_ns() // 1_000_000 + 7_200_000, rules=KEEPS_NOTHING)
     assert rows(landed, "current", orders) == [(1, "a"), (2, "a")]
     live = {task.file.file_path for task in table_of(landed, view, orders).scan().plan_files()}
     folder = Path(after.location().removeprefix("file://"))
@@ -224,11 +225,11 @@ def test_killed_anywhere_a_rebuild_can_be_repeated(
     check(landed, orders)
     assert (f"{landed.stream_name}_building",) not in catalog_of(landed).list_namespaces()
     land(landed, orders, records(orders, ("u", 7, {"id": 2, "note": "c", **at(9)})), 7)
-    maintain_table(landed, view, orders, now_ms=time.time_ns() // 1_000_000 + 7_200_000, keep_s=0, log_retention_s=0)
+    maintain_table(landed, view, orders, now_ms=time.time_ns() // 1_000_000 + 7_200_000, rules=KEEPS_NOTHING)
     assert rows(landed, "current", orders) == [(1, "a"), (2, "c"), (3, "b")]
     table = table_of(landed, view, orders)
     table.manage_snapshots().remove_tag("millstream-set-aside-1").commit()
-    maintain_table(landed, view, orders, now_ms=time.time_ns() // 1_000_000 + 7_200_000, keep_s=0, log_retention_s=0)
+    maintain_table(landed, view, orders, now_ms=time.time_ns() // 1_000_000 + 7_200_000, rules=KEEPS_NOTHING)
     folder = metadata_of(table_of(landed, view, orders)).parent
     live = {task.file.file_path for task in table_of(landed, view, orders).scan().plan_files()}
     assert {f"file://{file}" for file in folder.rglob("*.parquet")} == live
@@ -305,9 +306,7 @@ def test_a_damaged_history_begins_again_with_a_copy(
     copied = [("r", 10 + n, {"id": n, "note": "r", **at(12, None)}) for n in (1, 2)]
     land(landed, orders, records(orders, ("t", 10, at(12, None)), *copied), 20)
     assert rows(landed, "current", orders) == [(1, "r"), (2, "r")]
-    maintain_table(
-        landed, "history", orders, now_ms=time.time_ns() // 1_000_000 + 7_200_000, keep_s=0, log_retention_s=0
-    )
+    maintain_table(landed, "history", orders, now_ms=time.time_ns() // 1_000_000 + 7_200_000, rules=KEEPS_NOTHING)
 
 
 def test_a_history_whose_columns_cannot_follow_the_source_gets_new_ones(
@@ -351,12 +350,12 @@ def test_maintenance_keeps_what_another_program_has_a_tag_for(
         land(landed, orders, records(orders, ("u", n, {"id": 2, "note": str(n), **at(n)})), n)
         later_ms = time.time_ns() // 1_000_000 + 7_200_000
         for _ in range(2):
-            maintain_table(landed, "current", orders, now_ms=later_ms, keep_s=0, log_retention_s=0)
+            maintain_table(landed, "current", orders, now_ms=later_ms, rules=KEEPS_NOTHING)
     table = table_of(landed, "current", orders)
     assert len(table.snapshots()) == 2
     tagged = table.scan().use_ref("audit").to_arrow().select(["id", "note"]).to_pylist()
     assert sorted(row["note"] for row in tagged) == ["a", "a", "b"]
     table.manage_snapshots().remove_tag("audit").commit()
     for _ in range(2):
-        maintain_table(landed, "current", orders, now_ms=later_ms, keep_s=0, log_retention_s=0)
+        maintain_table(landed, "current", orders, now_ms=later_ms, rules=KEEPS_NOTHING)
     assert len(list(Path(table.location().removeprefix("file://")).rglob("*.parquet"))) == 1

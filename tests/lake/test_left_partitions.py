@@ -37,7 +37,7 @@ from millstream.lake.folded.scd2_fold import VERSION_COLUMNS
 from millstream.lake.history import append_history
 from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.layout import LakeLayout
-from millstream.lake.maintenance import maintain_table
+from millstream.lake.maintenance import MaintenanceRules, maintain_table
 from millstream.lake.query.query_session import LakeSession
 from millstream.lake.row_identity import Keys
 from millstream.model.ids import SchemaVersion, StreamId, TableId
@@ -483,7 +483,9 @@ def test_renamed_columns_renamed_tables_and_merged_files_keep_the_partitions(
     with suppress(LakeConflict):  # in Iceberg, the columns of the other folder get their ids first
         append_history(layout, moved, [batch], Seq(11))
     land(layout, moved, batch, 11)
-    assert maintain_table(layout, "history", moved, now_ms=time.time_ns() // 10**6, compact_files=2).files_compacted
+    assert maintain_table(
+        layout, "history", moved, now_ms=time.time_ns() // 10**6, rules=MaintenanceRules(compact_files=2)
+    ).files_compacted
     for anew in (False, True):
         fold_table(layout, moved, Seq(11), anew=anew)
         with LakeSession(layout) as session:

@@ -30,7 +30,7 @@ from millstream.lake.layout import LakeLayout
 from millstream.lake.log_copies import log_copy
 from millstream.lake.log_copies import store_client as clients
 from millstream.lake.log_copies.store_client import store_client
-from millstream.lake.maintenance import maintain_table
+from millstream.lake.maintenance import MaintenanceRules, maintain_table
 from millstream.lake.table_format import Commit, open_table
 from millstream.lake.table_renames import places_of
 from millstream.model.ids import SchemaVersion, StreamId
@@ -355,7 +355,7 @@ def test_a_checkpoint_is_sent_and_the_log_before_it_may_go(
     assert {f"{19:020}.checkpoint.parquet", "_last_checkpoint"} <= written
     assert DeltaTable(handle(lake, orders).log.folder).version() == in_store(lake, orders).version()  # type: ignore[union-attr]
     day_later_ms = int(datetime.now(UTC).timestamp() * 1000) + 86_400_000
-    maintain_table(lake, "history", orders, now_ms=day_later_ms, compact_files=5)
+    maintain_table(lake, "history", orders, now_ms=day_later_ms, rules=MaintenanceRules(compact_files=5))
     for process, n in ((worker, 24), (later, 25), (worker, 26)):
         with process():
             append_history(lake, orders, [row(n)], Seq(n), places=places_of(cut))

@@ -59,7 +59,7 @@ def test_small_files_become_few_and_replaced_ones_go_once_readers_are_done(
     assert (young.files_compacted, young.files_deleted) == (0, 0)
     assert files(layout, "current", orders) >= 30
 
-    done = maintain_table(layout, "history", orders, now_ms=now_ms(), compact_files=20)
+    done = maintain_table(layout, "history", orders, now_ms=now_ms(), rules=MaintenanceRules(compact_files=20))
     assert done.files_compacted == 30
     assert len(DeltaTable(layout.table_path("history", orders)).file_uris()) == 1
     write(layout, orders, records, 31, 33)
@@ -196,7 +196,7 @@ def test_compaction_keeps_records_in_order_of_their_numbers_and_recent_days_apar
 ):
     write(layout, orders, records, 1, 12)
     march_third = int(datetime(2026, 3, 3, 12, tzinfo=UTC).timestamp() * 1000)
-    maintain_table(layout, "history", orders, now_ms=march_third, compact_files=4)
+    maintain_table(layout, "history", orders, now_ms=march_third, rules=MaintenanceRules(compact_files=4))
     assert bounds(layout, orders) == [(1, 11), (2, 10)], "the second is yesterday, the first is over"
     table = DeltaTable(layout.table_path("history", orders))
     assert table.to_pyarrow_table().num_rows == 11
@@ -395,12 +395,12 @@ def test_the_log_of_a_lake_of_before_is_taken_over_by_maintenance(
     write(layout, orders, records, 1, 3)
     table = DeltaTable(layout.table_path("current", orders))
     table.alter.set_table_properties({"delta.enableExpiredLogCleanup": "true"}, raise_if_not_exists=False)
-    maintain_table(layout, "current", orders, now_ms=now_ms(), keep_s=3600.0)
+    maintain_table(layout, "current", orders, now_ms=now_ms(), rules=MaintenanceRules(keep_s=3600.0))
     after = DeltaTable(layout.table_path("current", orders)).metadata().configuration
     assert after["delta.enableExpiredLogCleanup"] == "false"
     assert after["delta.deletedFileRetentionDuration"] == "interval 7200 seconds"
     version = DeltaTable(layout.table_path("current", orders)).version()
-    maintain_table(layout, "current", orders, now_ms=now_ms(), keep_s=3600.0)
+    maintain_table(layout, "current", orders, now_ms=now_ms(), rules=MaintenanceRules(keep_s=3600.0))
     assert DeltaTable(layout.table_path("current", orders)).version() == version
 
 

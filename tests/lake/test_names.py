@@ -22,7 +22,7 @@ from millstream.lake.history import append_history, open_history
 from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.known_tables import KnownTable
 from millstream.lake.layout import LakeLayout, TableCommit
-from millstream.lake.maintenance import maintain_table
+from millstream.lake.maintenance import MaintenanceRules, maintain_table
 from millstream.lake.query.query_session import LakeSession
 from millstream.lake.rebuild import check_history, rebuild_view, restart_history
 from millstream.lake.replay import replay_range
@@ -161,7 +161,7 @@ class Source:
                 now_ms = time.time_ns() // 1_000_000
                 schema = self.known[name].landed
                 assert schema is not None
-                maintain_table(self.layout, view, schema, now_ms=now_ms, compact_files=2)
+                maintain_table(self.layout, view, schema, now_ms=now_ms, rules=MaintenanceRules(compact_files=2))
 
     def check_now(self) -> None:
         """Check the rows of the last cut, read by a tail over the folds so far."""

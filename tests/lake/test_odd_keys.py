@@ -23,7 +23,7 @@ from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes, fold_table
 from millstream.lake.folded.scd2 import fold_into_versions
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
-from millstream.lake.maintenance import maintain_table
+from millstream.lake.maintenance import MaintenanceRules, maintain_table
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.records import record_schema
@@ -145,7 +145,7 @@ def test_a_compaction_that_comes_between_a_columns_widening_doubles_nothing(
 
     def meanwhile(*arguments: Any, **named: Any) -> None:
         monkeypatch.setattr(DeltaHandle, "swap", real)
-        maintain_table(lake, "history", narrow, now_ms=time.time_ns() // 10**6, compact_files=2)
+        maintain_table(lake, "history", narrow, now_ms=time.time_ns() // 10**6, rules=MaintenanceRules(compact_files=2))
         real(*arguments, **named)
 
     monkeypatch.setattr(DeltaHandle, "swap", meanwhile)

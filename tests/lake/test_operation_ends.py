@@ -23,7 +23,7 @@ from millstream.lake.folded.current import fold_table
 from millstream.lake.history import append_history
 from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.layout import LakeLayout
-from millstream.lake.maintenance import maintain_table
+from millstream.lake.maintenance import MaintenanceRules, maintain_table
 from millstream.lake.operation_ends import whole_upto
 from millstream.lake.query.query_session import LakeSession
 from millstream.model.ids import StreamId, TableId
@@ -176,7 +176,7 @@ def test_any_token_stands_for_the_last_whole_operation(
             cuts.append(seq)
             waiting = {0: [], 1: []}
     if shared:
-        maintain_table(layout, "history", orders, now_ms=4 * 10**12, compact_files=2)
+        maintain_table(layout, "history", orders, now_ms=4 * 10**12, rules=MaintenanceRules(compact_files=2))
     for n in range(seq + 1):
         end = max(e for e in ends if e <= n)
         # Unused numbers count as part of the operation before them.

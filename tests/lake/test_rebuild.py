@@ -27,7 +27,7 @@ from millstream.lake.folded.current import FoldSizes, fold_table
 from millstream.lake.folded.scd2 import fold_into_versions
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, View
-from millstream.lake.maintenance import maintain_table
+from millstream.lake.maintenance import MaintenanceRules, maintain_table
 from millstream.lake.rebuild import check_history, damage_of, prepare_rebuild, rebuild_view, restart_history
 from millstream.model.ids import SchemaVersion
 from millstream.model.positions import Seq
@@ -157,7 +157,7 @@ def test_killed_anywhere_the_old_table_or_the_new_one_is_there_and_nothing_is_le
     check(landed, orders)
     land(landed, orders, records(orders, ("u", 11, {"id": 8, "note": "c", **at(9)})), 11)
     fold(landed, orders, 11)
-    maintain_table(landed, view, orders, now_ms=time.time_ns() // 1_000_000 + 10_000, keep_s=0)
+    maintain_table(landed, view, orders, now_ms=time.time_ns() // 1_000_000 + 10_000, rules=MaintenanceRules(keep_s=0))
     folder = Path(landed.table_path(view, orders))
     files = {str(file) for file in folder.rglob("*.parquet") if "_delta_log" not in file.parts}
     assert files == {uri.removeprefix("file://") for uri in DeltaTable(folder).file_uris()}
@@ -215,7 +215,9 @@ def test_a_history_that_was_set_back_is_an_error_with_the_way_out(
     log = Path(landed.table_path("history", orders), "_delta_log")
     max(log.glob("*.json")).unlink()
     if maintained:
-        maintain_table(landed, "history", orders, now_ms=time.time_ns() // 10**6, compact_files=2)
+        maintain_table(
+            landed, "history", orders, now_ms=time.time_ns() // 10**6, rules=MaintenanceRules(compact_files=2)
+        )
     batch = records(orders, ("c", 11, {"id": 11, "note": "c", **at(7)}))
     with pytest.raises(
         LakeError, check=coded("lake_history_lost"), match="was set back: it ends at 8, and went to 10 before"

@@ -35,7 +35,7 @@ from millstream.lake.iceberg.catalog import catalog_of
 from millstream.lake.iceberg.files import address_of
 from millstream.lake.iceberg.names import identifier_of, table_name
 from millstream.lake.layout import LakeLayout, TableCommit, folder_name
-from millstream.lake.maintenance import maintain_cuts, maintain_table
+from millstream.lake.maintenance import MaintenanceRules, maintain_cuts, maintain_table
 from millstream.lake.query.query_session import LakeSession
 from millstream.lake.schema_evolution import widened
 from millstream.lake.schema_history import Eras
@@ -316,7 +316,12 @@ def test_maintenance_leaves_few_files_and_every_row(lake: LakeLayout, orders: Ta
     for n in range(1, 9):
         land(lake, orders, records(orders, ("c", n, {"id": n})), n)
     folder = Path(address_of(lake, lake.table_path("history", orders)).removeprefix("file://"))
-    assert maintain_table(lake, "history", orders, now_ms=now_ms(), compact_files=3).files_compacted == 8
+    assert (
+        maintain_table(
+            lake, "history", orders, now_ms=now_ms(), rules=MaintenanceRules(compact_files=3)
+        ).files_compacted
+        == 8
+    )
     later = now_ms() + 10_000_000
     for view in ("history", "current"):
         assert maintain_table(lake, view, orders, now_ms=later).files_deleted > 0  # type: ignore[arg-type]

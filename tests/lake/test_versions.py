@@ -36,7 +36,7 @@ from millstream.lake.history import append_history
 from millstream.lake.history_folder import history_from_property
 from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.layout import LakeLayout
-from millstream.lake.maintenance import maintain_table
+from millstream.lake.maintenance import MaintenanceRules, maintain_table
 from millstream.lake.query.query_session import LakeSession
 from millstream.lake.table_format import open_table
 from millstream.model.ids import SchemaVersion, StreamId, TableId
@@ -230,7 +230,10 @@ def test_versions_that_have_ended_are_compacted_beside_the_folds(
     before = rows_in(layout, orders, "id", "note", "valid_from", "valid_to", "is_current", "__seq")
     leaves = {uri for uri in DeltaTable(layout.table_path("scd2", orders)).file_uris() if "is_current=true" in uri}
     now_ms = time.time_ns() // 1_000_000
-    assert maintain_table(layout, "scd2", orders, now_ms=now_ms, compact_files=5).files_compacted == 10
+    assert (
+        maintain_table(layout, "scd2", orders, now_ms=now_ms, rules=MaintenanceRules(compact_files=5)).files_compacted
+        == 10
+    )
     uris = set(DeltaTable(layout.table_path("scd2", orders)).file_uris())
     assert (len(uris - leaves), leaves <= uris) == (1, True)
     assert rows_in(layout, orders, "id", "note", "valid_from", "valid_to", "is_current", "__seq") == before
@@ -284,7 +287,9 @@ def test_a_fold_that_is_killed_is_there_whole_or_not_at_all_and_leaves_nothing_b
     assert seconds(layout, orders) == [*ended, (12, 7, None)]
     land(layout, orders, records(orders, ("u", 12, {"id": 12, "note": "c", **at(8)})), 12)
     fold_into_versions(layout, orders, Seq(12))
-    maintain_table(layout, "scd2", orders, now_ms=time.time_ns() // 1_000_000 + 10_000, keep_s=0)
+    maintain_table(
+        layout, "scd2", orders, now_ms=time.time_ns() // 1_000_000 + 10_000, rules=MaintenanceRules(keep_s=0)
+    )
     stored_files = {str(file) for file in Path(layout.table_path("scd2", orders)).rglob("*.parquet")}
     assert {file for file in stored_files if "_delta_log" not in file} == {
         uri.removeprefix("file://") for uri in DeltaTable(layout.table_path("scd2", orders)).file_uris()

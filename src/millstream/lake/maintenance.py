@@ -85,6 +85,9 @@ class MaintenanceRules:
         return any(tended_s < moment <= now_s for moment in (written_s, written_s + files_go, written_s + commits_go))
 
 
+_DEFAULTS: Final = MaintenanceRules()
+
+
 @dataclass(frozen=True, slots=True)
 class MaintenanceResult:
     """The result of a maintenance run."""
@@ -103,9 +106,7 @@ def maintain_table(
     schema: TableSchema,
     *,
     now_ms: int,
-    keep_s: float = KEEP_S,
-    compact_files: int = COMPACT_FILES,
-    log_retention_s: float = LOG_RETENTION_S,
+    rules: MaintenanceRules = _DEFAULTS,
     spared: int | None = None,
 ) -> MaintenanceResult:
     """Compact append-only data with many small files, and delete files that no reader needs any longer.
@@ -115,8 +116,6 @@ def maintain_table(
 
     Args:
         now_ms: milliseconds since 1970, of the clock that stamps Delta's commits.
-        compact_files: number of small files (of history: of a day) that are compacted.
-        log_retention_s: how long a version can be opened after a later commit.
         spared: the oldest version of the table that a kept cut names; its files, and those of all later ones, stay.
 
     Raises:
@@ -130,13 +129,11 @@ def maintain_table(
     today = datetime.fromtimestamp(now_ms / 1000, UTC).date()
     compacted = 0
     if view == "history":
-        compacted = _compact(layout, opened, compact_files, today)
+        compacted = _compact(layout, opened, rules.compact_files, today)
     elif view == "scd2":
         format_of(layout).remove(layout, path + BESIDE)  # of a rebuild that was killed
-        compacted = _compact_ended(layout, opened, compact_files)
-    done = maintain_files(
-        layout, path, app, now_ms=now_ms, keep_s=keep_s, log_retention_s=log_retention_s, spared=spared
-    )
+        compacted = _compact_ended(layout, opened, rules.compact_files)
+    done = maintain_files(layout, path, app, now_ms=now_ms, rules=rules, spared=spared)
     return replace(done, files_compacted=compacted)
 
 
@@ -146,16 +143,15 @@ def maintain_files(
     app: str,
     *,
     now_ms: int,
-    keep_s: float = KEEP_S,
-    log_retention_s: float = LOG_RETENTION_S,
+    rules: MaintenanceRules,
     spared: int | None = None,
 ) -> MaintenanceResult:
     """Delete the files of a table that no reader needs any longer. Arguments and errors as of `maintain_table`."""
-    deleted = delete_unneeded(layout, path, app, now_ms=now_ms, keep_s=keep_s, spared=spared)
+    deleted = delete_unneeded(layout, path, app, now_ms=now_ms, keep_s=rules.keep_s, spared=spared)
     newest = open_table(layout, path, app)
     if newest is None:
         return MaintenanceResult()
-    newest.trim(now_ms=now_ms, keep_s=keep_s, retention_s=log_retention_s, spared=spared)
+    newest.trim(now_ms=now_ms, keep_s=rules.keep_s, retention_s=rules.log_retention_s, spared=spared)
     live = sum(size or 0 for size in newest.files().column("size_bytes").to_pylist())
     disk = sum(info.size or 0 for info in TableFiles(layout, path).all().values())
     return MaintenanceResult(0, deleted, int(live), int(disk))
@@ -262,7 +258,7 @@ def _small_files(opened: OpenTable, together: Mapping[str, _Group]) -> dict[_Gro
 
 
 def delete_unneeded(
-    layout: LakeLayout, path: str, app: str, *, now_ms: int, keep_s: float = KEEP_S, spared: int | None = None
+    layout: LakeLayout, path: str, app: str, *, now_ms: int, keep_s: float, spared: int | None = None
 ) -> int:
     """Delete the files of a table that no reader needs; return how many. Arguments as of `maintain_table`."""
     opened = open_table(layout, path, app)
@@ -296,8 +292,7 @@ def maintain_cuts(
     layout: LakeLayout,
     *,
     now_ms: int,
-    keep_s: float = KEEP_S,
-    log_retention_s: float = LOG_RETENTION_S,
+    rules: MaintenanceRules = _DEFAULTS,
     kept_s: float | None = None,
 ) -> int:
     """Keep `_commits` in few files; return how many data files were deleted. It may run during commits of cuts.
@@ -307,10 +302,10 @@ def maintain_cuts(
     path, app = layout.commits_path, layout.commits_app_id
     with contextlib.suppress(LakeConflict):
         compact_cuts(layout, now=datetime.fromtimestamp(now_ms / 1000, UTC), kept_s=kept_s)
-    deleted = delete_unneeded(layout, path, app, now_ms=now_ms, keep_s=keep_s)
+    deleted = delete_unneeded(layout, path, app, now_ms=now_ms, keep_s=rules.keep_s)
     opened = open_table(layout, path, app)
     if opened is not None:
-        opened.trim(now_ms=now_ms, keep_s=keep_s, retention_s=log_retention_s, spared=None)
+        opened.trim(now_ms=now_ms, keep_s=rules.keep_s, retention_s=rules.log_retention_s, spared=None)
     return deleted
 
 

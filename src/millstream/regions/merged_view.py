@@ -243,6 +243,5 @@ class MergedViews:
                         table.place.path(view),
                         table.place.app(view),
                         now_ms=time.time_ns() // 1_000_000,
-                        keep_s=rules.keep_s,
-                        log_retention_s=rules.log_retention_s,
+                        rules=rules,
                     )

@@ -349,14 +349,6 @@ def maintain_one(task: MaintenanceTask) -> MaintenanceAnswer:
             drop_history(task.layout, schema, task.bound)
     for view in task.views:
         with contextlib.suppress(MillstreamError, OSError):
-            taken[view] = maintain_table(
-                task.layout,
-                view,
-                schema,
-                now_ms=now_ms,
-                keep_s=task.rules.keep_s,
-                compact_files=task.rules.compact_files,
-                log_retention_s=task.rules.log_retention_s,
-                spared=task.spared.get(view),
-            )
+            spared = task.spared.get(view)
+            taken[view] = maintain_table(task.layout, view, schema, now_ms=now_ms, rules=task.rules, spared=spared)
     return MaintenanceAnswer(schema.table_id, taken)

@@ -126,8 +126,7 @@ class TableMaintenance:
                 maintain_cuts(
                     self._config.layout,
                     now_ms=time.time_ns() // 1_000_000,
-                    keep_s=rules.keep_s,
-                    log_retention_s=rules.log_retention_s,
+                    rules=rules,
                     kept_s=self._config.history_retention_s,
                 )
         return len(tasks)
