@@ -216,6 +216,9 @@ def test_a_consumer_on_the_command_line(home: Path) -> None:
     assert json.loads(done(home, "consumer", "rewind", "search", "--to", "earliest", "--json"))["cursor"].endswith(
         ".s0"
     )
+    for words in (["rewind", "search", "--to", "zz"], ["backfill", "search", "--where", "id >"]):
+        wrong = run(home, "consumer", *words)
+        assert (wrong.returncode, "error[invalid_value]" in wrong.stderr) == (2, True)
     assert "active" in done(home, "consumer", "resume", "search")
     misspelt = run(
         home, "consumer", "create", "typo", "--tables", "public.ordrs", "--tables", "orders", "--tables", "!x"

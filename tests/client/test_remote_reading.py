@@ -95,6 +95,9 @@ def test_what_is_read_is_the_same_here_and_there(both: tuple[OpenHome, RemoteHom
         (lambda home: home.token("shop"), "unknown_stream"),
         (lambda home: list(home.read("web", table="nothing")), "unknown_table"),
         (lambda home: list(home.read("web", table="a.b.c")), "usage"),
+        (lambda home: home.follow("web", table=5), "usage"),  # type: ignore[arg-type]
+        (lambda home: home.follow("web", table=["clicks", "a.b.c"]), "usage"),
+        (lambda home: home.follow("web", table=[]), "usage"),
         (lambda home: list(home.read("web", after="00000000.s1")), "invalid_token"),
         (lambda home: list(home.read("web", upto=f"{home.token('web').stream}.s99999")), "token_from_future"),
         (lambda home: list(home.read_latest("web", "clicks")), "usage"),

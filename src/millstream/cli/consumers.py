@@ -25,6 +25,7 @@ from millstream.cli.context import (
     say,
     stream_option,
 )
+from millstream.errors import InvalidValue, UsageError
 from millstream.model.human_text import counted, human_bytes, human_seconds
 
 if TYPE_CHECKING:
@@ -328,7 +329,11 @@ def _consumers(invocation: Invocation, stream: str | None) -> Iterator[Consumers
     home = invocation.home(needs_source=False)
     name, _ = home.stream_config(stream)
     with OpenHome(home) as opened:
-        yield opened.consumers(name)
+        try:
+            yield opened.consumers(name)
+        except InvalidValue as error:
+            error.exit_code = UsageError.exit_code  # the value is the command's
+            raise
 
 
 def _without_table(invocation: Invocation, stream: str | None, patterns: Sequence[str]) -> list[str]:

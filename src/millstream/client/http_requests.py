@@ -22,6 +22,7 @@ from millstream.errors import UnknownStream, UsageError
 from millstream.model.addresses import mask_address
 from millstream.model.as_of_parsing import moment_text
 from millstream.model.ids import check_stream_name
+from millstream.model.names import table_names
 from millstream.model.replication import AckLevel
 
 if TYPE_CHECKING:
@@ -161,12 +162,10 @@ def query_call(sql: str, stream: str, as_of: StreamToken | datetime | str | None
 
 def changes_call(stream: str, table: str | Sequence[str] | None, after: StreamToken | str, upto: StreamToken) -> Call:
     """Return the request for the records between two tokens, each batch with its token."""
-    names = [table] if isinstance(table, str) else table
-    if names is not None and not names:
-        raise UsageError("no table is named", hint="Name at least one table, or leave the argument out for all.")
+    names = table_names(table)
     params: dict[str, str | Sequence[str]] = {**between(after, upto)}
     if names is not None:
-        params["table"] = list(names)
+        params["table"] = names
     return Call("GET", of_stream(stream, "changes"), params, in_pieces=True)
 
 

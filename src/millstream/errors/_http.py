@@ -23,6 +23,7 @@ class HttpError(MillstreamError):
         ),
         "invalid_body": Code(
             "A request's body isn't the JSON, Arrow or gzip that it claims to be; details: line or byte, if known.",
+            hint="Send a body in the format that its headers name; `/docs` shows the body of each path.",
         ),
         "body_too_large": Code(
             "A request's body exceeds the size limit, as sent or inflated; details: size_max.",

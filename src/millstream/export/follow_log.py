@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from millstream.codec.log_records import first_seqs
-from millstream.errors import UsageError
 from millstream.model.ids import SchemaVersion, ShardId, TableId
-from millstream.model.names import parse_qualified_name
+from millstream.model.names import parse_qualified_name, table_names
 from millstream.model.positions import Offset, Seq, StreamToken
 from millstream.model.schema import TableKind, TableSchema
 from millstream.wal.table_batches import is_raw, set_aside
@@ -46,9 +45,7 @@ class FollowedTables:
     """
 
     def __init__(self, named: str | Sequence[str] | None) -> None:
-        names = [named] if isinstance(named, str) else named
-        if names is not None and not names:
-            raise UsageError("no table is named", hint="Name at least one table, or leave the argument out for all.")
+        names = table_names(named)
         self._texts = None if names is None else frozenset(names)
         self._names = frozenset(parse_qualified_name(name) for name in names or ())
 

@@ -177,7 +177,7 @@ def _refuse(body: bytes, error: Exception, *, lines: bool) -> NoReturn:
     except UnicodeDecodeError as wrong:
         if isinstance(error, UnicodeDecodeError) or place is None or wrong.start <= place:
             said, place = "it isn't UTF-8", wrong.start
-    hint = ""
+    hint: str | None = None
     # A sign is read before the word after it.
     if place is not None and (_NO_NUMBER.match(body, place) or _NO_NUMBER.match(body, max(0, place - 1))):
         said, hint = "NaN and infinities are no numbers in JSON", "Send null, or text; an Arrow body may have them."

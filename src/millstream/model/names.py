@@ -98,6 +98,22 @@ def parse_qualified_name(text: str) -> tuple[str, str]:
     return schema[0] if schema else DEFAULT_SCHEMA, name
 
 
+def table_names(tables: str | Iterable[str] | None) -> list[str] | None:
+    """Return the tables that a reader named: one, or several; None for all.
+
+    Raises:
+        UsageError: there is none, or one isn't a table's name.
+    """
+    if tables is None:
+        return None
+    names = list(tables) if isinstance(tables, Iterable) and not isinstance(tables, str) else [tables]
+    if not names:
+        raise UsageError("no table is named", hint="Name at least one table, or leave the argument out for all.")
+    for name in names:
+        parse_qualified_name(name)
+    return names
+
+
 def _dotted(part: re.Pattern[str], text: str) -> list[re.Match[str]]:
     """Return the parts of a text: one, or two with a dot between them; none if it is something else."""
     parts: list[re.Match[str]] = []
@@ -136,7 +152,7 @@ def name_in_full(candidates: Sequence[str]) -> str:
 
 def _invalid(text: str) -> UsageError:
     return UsageError(
-        f"{text!r} is not the name of a table",
+        f"{repr(text)[:200]} is not the name of a table",
         hint='Write schema.table; a part with capitals, spaces or dots goes in double quotes: public."My.Table".',
     )
 
