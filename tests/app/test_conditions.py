@@ -317,6 +317,18 @@ def test_a_pipeline_that_run_starts_again_is_shown_until_it_is_stalled() -> None
     assert alerted(watched(lambda _: status, 10)) == ["pipeline_stalled"]
 
 
+def test_a_server_whose_address_is_taken_is_shown_at_once_and_alerted_about_later() -> None:
+    status = well()
+    error = {"code": "address_in_use", "message": "can't listen on :1", "hint": "Set it.", "gave_up": False}
+    status["errors"] = {"serve": error}
+    found = watched(lambda _: status, 9)
+    assert (kinds(found), alerted(found), found[0].hint) == (["server_down"], [], "Set it.")
+    assert "can't listen on :1; `millstream run` tries again" in found[0].message
+    assert alerted(watched(lambda _: status, 10)) == ["server_down"]
+    status["errors"] = {"serve": error | {"gave_up": True}}
+    assert alerted(watched(lambda _: status, 1)) == ["server_down"]
+
+
 def test_a_lake_that_is_tried_again_is_shown_and_not_alerted_about() -> None:
     table = {"name": "public.orders", "state": "streaming", "reason": "lake: tried again: no answer", "hint": ""}
     found = watched(lambda _: well(tables=[table, table]), 20)

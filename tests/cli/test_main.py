@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from tests.app.homes import make_home
 from tests.cli.in_process import command
 
 from millstream.cli.main import main
@@ -309,6 +310,15 @@ def test_a_home_or_a_stream_behind_a_command_is_told_how_to_name_it(
     last = done.stderr.splitlines()[-1]
     assert last.startswith("  hint: ")
     assert last.endswith(hint)
+
+
+def test_a_hint_names_the_home_that_the_command_named(tmp_path: Path) -> None:
+    """A copied hint acted on another home: the one of the shell's folder."""
+    home = make_home(tmp_path / "a home", "[streams.web]\n")
+    words = ("consumer", "show", "nosuch")
+    assert "Run `millstream consumer ls`" in here(*words, cwd=home).stderr
+    assert f"Run `millstream --home '{home}' consumer ls`" in here("--home", str(home), *words).stderr
+    assert "Run `millstream consumer ls`" in here(*words, cwd=home).stderr
 
 
 def test_a_file_that_is_named_as_a_home_is_called_a_file(tmp_path: Path) -> None:

@@ -91,6 +91,19 @@ def test_a_run_ends_with_the_own_code_and_hint_of_a_fold_that_failed(capsys: pyt
     assert "tables retry" in written
 
 
+def test_a_run_says_once_that_its_address_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    report = RunReport(terminal=False, until_caught_up=False)
+    error = {"code": "address_in_use", "message": "can't listen on :1", "hint": "Set it."}
+    for again in range(3):
+        report.heard(("serve", "started", {"pid": again, "restarts": again}))
+        report.heard(("serve", "died", {"exit_code": 1, "restart_in_s": 1.0, "error": error}))
+    said = capsys.readouterr().err
+    assert (said.count("started"), said.count("can't listen on :1"), said.count("Set it.")) == (1, 1, 1)
+    report.heard(("serve", "listening", {"url": "http://127.0.0.1:1/"}))
+    report.heard(("serve", "died", {"exit_code": 1, "restart_in_s": 1.0, "error": error}))
+    assert capsys.readouterr().err.count("can't listen on :1") == 1
+
+
 def test_a_run_names_the_console_s_address(capsys: pytest.CaptureFixture[str]) -> None:
     report = RunReport(terminal=False, until_caught_up=False)
     report.heard(("serve", "listening", {"address": "127.0.0.1:8787", "url": "http://127.0.0.1:8787/"}))

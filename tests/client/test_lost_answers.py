@@ -41,6 +41,24 @@ def test_a_deletion_that_never_arrived_before_is_refused() -> None:
         steps.send(UNKNOWN)
 
 
+def test_after_two_seconds_a_warning_says_once_what_is_waited_for() -> None:
+    """A call to a stopped server was silent for a minute."""
+    now_s = 0.0
+    steps = asked(Call("GET", "/status"), url=URL, patience_s=60.0, now=lambda: now_s)
+    next(steps)
+    warnings: list[tuple[float, str]] = []
+    while now_s < 50.0:
+        nap = steps.send(Lost("refused", sent=False))
+        assert isinstance(nap, Nap)
+        if nap.warning:
+            warnings.append((now_s, nap.warning))
+        now_s += nap.seconds
+        steps.send(None)
+    ((at_s, said),) = warnings
+    assert at_s <= 2.0
+    assert f"{URL} gives no answer: refused; the request is sent again for up to {60 - at_s:.0f} s" in said
+
+
 def test_a_backfill_is_sent_again_under_its_key() -> None:
     """The server began a second one, or refused it because the first one ran."""
     _, first, second = sent_twice("backfill", is_sent=True)

@@ -78,6 +78,7 @@ STATES: dict[str, Change] = {
     "slot_dropped": lambda _, stream: stream["source"].update(slot_dropped=True),
     "table_quarantined": quarantine,
     "pipeline_down": driver_dead,
+    "server_down": lambda status, _: status.update(errors={"serve": error("unprotected")}),
     "lake_waits": lambda _, stream: stream["tables"][0].update(reason="lake: tried again: <no answer>"),
     "writer_expired": expired,
     "problem": lambda status, _: status["problems"].append("the log can't be read"),

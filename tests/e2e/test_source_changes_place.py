@@ -88,7 +88,7 @@ def test_a_home_follows_a_promotion_and_begins_anew_after_a_lost_slot(tmp_path: 
                 connection.execute("DELETE FROM t WHERE id = 4")
             ended = run(home, "run", "--until-caught-up")
             assert ended.returncode != 0
-            assert "millstream slot drop" in ended.stderr
+            assert f"millstream --home {home} slot drop" in ended.stderr
             done(home, "slot", "drop", "--yes")
             caught_up(home)
             assert rows(home) == [[1, "old primary"], [2, "before"], [3, "before"]]

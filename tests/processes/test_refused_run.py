@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import pytest
 from tests.app.homes import config, make_home
 
 from millstream.home.home import Home
+from millstream.processes.role_locks import RoleLock, holder
 from millstream.processes.run import _Conductor, part_command
 from millstream.processes.supervisor import Event
+from millstream.writers.stall_reasons import server_errors
 
 REFUSED: Event = ("capture", "given_up", {"code": "unknown_column", "exit_code": 2})
 
@@ -32,6 +35,25 @@ def test_a_refused_configuration_ends_the_run(tmp_path: Path, events: list[Event
     parts = conductor.supervisor.parts
     assert [parts[name].over for name in ("pipeline", "serve")] == [ends, ends]
     assert bool(told[-1][2].get("ends_run")) is ends
+
+
+def test_status_says_why_the_server_of_a_run_does_not_listen(tmp_path: Path) -> None:
+    home = Home(make_home(tmp_path / "home", config("postgresql://nowhere/shop", None)))
+    home.prepare()
+    taken = {"code": "address_in_use", "message": "é" * 5000, "hint": "Set it.", "details": {"address": ":1"}}
+    with RoleLock.take(home.run_folder, "run", writer=None) as lock:
+        conductor = _Conductor(home, lambda _: None, until_caught_up=False, note=lock.note)
+        conductor._heard(("serve", "died", {"exit_code": 1, "restart_in_s": 1.0, "error": taken}))
+        error = server_errors(home)["serve"]
+        assert (error["code"], error["hint"], error["gave_up"]) == ("address_in_use", "Set it.", False)
+        assert holder(home.run_folder, "run")["pid"] == os.getpid()
+        conductor._heard(("serve", "listening", {"url": "http://127.0.0.1:1/"}))
+        assert server_errors(home) == {}
+        conductor._heard(
+            ("serve", "given_up", {"code": "unprotected", "message": "no TLS", "hint": "Listen on 127.0.0.1."})
+        )
+        assert server_errors(home)["serve"]["gave_up"]
+    assert server_errors(home) == {}
 
 
 def test_a_part_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:

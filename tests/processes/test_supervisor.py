@@ -20,13 +20,14 @@ QUICK = Backoff(first_s=0.02, most_s=0.1, jitter=0)
 WORKER = """
 import os, sys
 from millstream.processes.child_process import Lifeline
-from millstream.errors import ConfigError, DiskFull, SourceError
+from millstream.errors import ConfigError, DiskFull, MillstreamError, SourceError
 line = Lifeline()
 with line.held():
     if os.path.exists(sys.argv[-1]): raise ConfigError("the file is being edited")
     line.tell("ready", {"pid": os.getpid()})
     if "refuse" in sys.argv: raise SourceError("wrong password", code="source_authentication_failed")
     if "flaky" in sys.argv: raise SourceError("nobody there", code="source_unreachable")
+    if "taken" in sys.argv: raise MillstreamError("can't listen", code="address_in_use")
     if "full" in sys.argv: raise DiskFull("no space")
     if "bug" in sys.argv: assert 1 > 2, "an invariant"
     if "done" in sys.argv: line.tell("outcome", {"rows": 7}); sys.exit(0)
@@ -145,6 +146,17 @@ def test_a_full_disk_is_waited_for_though_a_person_has_to_make_room() -> None:
     watch = Watch(part("a", "full"), on=on)
     watch.run()
     assert watch.facts("a", "died")[0]["error"]["code"] == "disk_full"
+    assert not watch.facts("a", "given_up")
+
+
+def test_an_address_that_is_taken_is_waited_for() -> None:
+    def on(watch: Watch, _: Event) -> None:
+        if len(watch.facts("a", "died")) == 2:
+            watch.supervisor.stop()
+
+    watch = Watch(part("a", "taken"), on=on)
+    watch.run()
+    assert watch.facts("a", "died")[0]["error"]["code"] == "address_in_use"
     assert not watch.facts("a", "given_up")
 
 

@@ -464,7 +464,7 @@ def test_a_writer_whose_log_is_elsewhere_is_waited_for_until_it_is_forgotten(hom
     wait_for(lambda: states(home)["far"] == "expired")
     reader = StreamReader(str(Home(home).wal_folder("shop")))
     assert reader.persisted_upto() < given.first
-    assert "millstream writers forget" in done(home, "status")
+    assert f"millstream --home {home} writers forget" in done(home, "status")
     unknown = run(home, "writers", "forget", "fra", "--yes")
     assert unknown.returncode == 1
     assert "far" in unknown.stderr
@@ -477,7 +477,7 @@ def test_a_writer_whose_log_is_elsewhere_is_waited_for_until_it_is_forgotten(hom
         again = run(home, "writers", "forget", name, "--yes")
         assert f"writer {name} has {what}" in again.stderr
         assert "there is nothing to forget" in again.stderr
-        assert "hint: Run `millstream writers`" in again.stderr
+        assert f"hint: Run `millstream --home {home} writers`" in again.stderr
 
 
 def test_a_writer_whose_log_is_here_is_recovered_and_not_forgotten(home: Path, postgres: Database) -> None:

@@ -41,6 +41,7 @@ from millstream.client.remote_home import (
     answer_of,
     client_settings,
     cut_off,
+    logger,
     lost_of,
     request_of,
     tls_of,
@@ -218,6 +219,8 @@ class AsyncRemoteHome(AsyncHomeAppends):
 
     async def _do(self, step: Call | Nap) -> HttpAnswer | Lost | None:
         if isinstance(step, Nap):
+            if step.warning:
+                logger.warning(step.warning)
             await asyncio.sleep(step.seconds)
             return None
         return await self._exchanged(step)

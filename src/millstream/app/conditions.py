@@ -33,6 +33,7 @@ class Kind(StrEnum):
     PIPELINE_STALLED = "pipeline_stalled"
     PIPELINE_DOWN = "pipeline_down"
     LAKE_WAITS = "lake_waits"
+    SERVER_DOWN = "server_down"
     WRITER_EXPIRED = "writer_expired"
     FOLLOWER_CUT_OFF = "follower_cut_off"
     FOLLOWER_APART = "follower_apart"
@@ -91,7 +92,7 @@ class Bounds:
 
 def facts_of(status: Mapping[str, Any], seen: Observations) -> dict[str, Any]:
     """Return the facts of a status whose duration counts, by key. None as a value: there is nothing to wait for."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"serve": True if status.get("errors") else None}
     for its in (one for stream in status["streams"] for one in _nodes(stream)):
         found[f"follow/{its['stream']}"] = True if _is_apart(its) else None
         found[f"replication/{its['stream']}"] = True if node_errors(its) else None
@@ -158,6 +159,11 @@ def judge(status: Mapping[str, Any], seen: Observations, bounds: Bounds, now_s: 
         message = "the pipeline's process isn't running, and records wait for the lake"
         hint = "`millstream run` starts it again within seconds; if it doesn't, read its log."
         found.append(Condition(Kind.PIPELINE_DOWN, "", "", message, hint, is_alert=False))
+    for error in status.get("errors", {}).values():
+        is_long = error["gave_up"] or lasts_s("serve") >= bounds.stalled_s
+        again = "" if error["gave_up"] else "; `millstream run` tries again"
+        message = f"the server doesn't run: {error['code']}: {error['message']}{again}"
+        found.append(Condition(Kind.SERVER_DOWN, "", "", message, error["hint"], is_alert=is_long))
     return found
 
 

@@ -31,7 +31,7 @@ from millstream.model.schema import TableKind
 from millstream.process_metrics import SINK_IGNORED_ERRORS, SINK_ROWS
 from millstream.processes.control_socket import ask, measures_of
 from millstream.processes.role_locks import Role, holder, writer_role, writer_roles
-from millstream.writers.stall_reasons import Part, trouble_of
+from millstream.writers.stall_reasons import Part, server_errors, trouble_of
 from millstream.writers.writer_facts import writer_facts
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 def collect_status(home: Home, cache: StatusCache | None = None) -> dict[str, Any]:
     """Return a home's status, JSON-able.
 
-    It has `home`, `processes`, `streams`, `conditions`, `alerts`, `problems`, `measures` and `resources`.
+    It has `home`, `processes`, `errors` (of `serve`, if `run` can't keep it up), `streams`, `conditions`, `alerts`, `problems`, `measures` and `resources`.
 
     Args:
         cache: kept by a caller that asks repeatedly; None: everything is read.
@@ -95,6 +95,7 @@ def collect_status(home: Home, cache: StatusCache | None = None) -> dict[str, An
     status = {
         "home": str(home.path),
         "processes": processes,
+        "errors": server_errors(home),
         "streams": streams,
         "conditions": [],
         "alerts": None,

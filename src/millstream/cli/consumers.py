@@ -263,7 +263,7 @@ def repair(invocation: Invocation, accept_loss: bool, stream: str | None, as_jso
             f"they touch {', '.join(damage.touched) or 'no consumer'}"
         )
         say(f"{would}kept, as before the damage: {', '.join(damage.kept) or 'no consumer'}")
-        note(f"the cut bytes are in {aside}" if aside else "to do it: millstream consumer repair --accept-loss")
+        note(f"the cut bytes are in {aside}" if aside else "to do it: `millstream consumer repair --accept-loss`")
     sys.exit(3 if damage is not None and not accept_loss else 0)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -94,13 +95,32 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
 
 
+_COMMAND: Final = re.compile(r"`millstream (?!--|init\b|demo\b)")
+_named: str | None = None
+"""The home that the command line names."""
+
+
+def name_home(home_named: str | None) -> None:
+    """Have `say` and `note` name this home in the commands that they tell to run; None: none was named."""
+    global _named  # noqa: PLW0603 - a process runs one command, and any of its threads may print
+    _named = home_named
+
+
+def _for_home(text: str) -> str:
+    """Return a text whose commands act on the home that this command acts on, wherever they are copied to."""
+    if _named is None or "`millstream " not in text:
+        return text
+    option = f"`millstream --home {shlex.quote(_named)} "
+    return _COMMAND.sub(lambda _: option, text)
+
+
 def say(text: str = "", *, err: bool = False, nl: bool = True, fg: str | None = None, bold: bool | None = None) -> None:
     """Print a line for people, on stdout or stderr, with colour on a terminal only.
 
     Control characters are escaped: foreign names and values can't control the terminal, nor look like our
     lines.
     """
-    click.secho(readable(text), err=err, nl=nl, fg=fg, bold=bold)
+    click.secho(readable(_for_home(text)), err=err, nl=nl, fg=fg, bold=bold)
 
 
 def note(text: str) -> None:
@@ -116,9 +136,9 @@ def note_lines(text: str) -> None:
         note(f"  | {line}")
 
 
-def print_raw(text: str, *, nl: bool = True) -> None:
-    """Print a text for programs on stdout, as it is."""
-    click.echo(text, nl=nl)
+def print_raw(text: str, *, nl: bool = True, err: bool = False) -> None:
+    """Print a text for programs, as it is."""
+    click.echo(text, nl=nl, err=err)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Iterable[str] = ()) -> None:
@@ -134,9 +154,9 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right:
         ]
         return "  ".join(padded).rstrip()
 
-    say(line(columns), bold=True)
+    click.secho(line(columns), bold=True)
     for row in cells:
-        say(line(row))
+        click.secho(line(row))
 
 
 def confirm(question: str, *, yes: bool) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn
 
 import click
 
-from millstream.cli.context import Invocation, SuggestingGroup, extra_words_hint, note, note_lines, say
+from millstream.cli.context import Invocation, SuggestingGroup, extra_words_hint, name_home, note, note_lines, say
 from millstream.cli.malloc_settings import return_large_buffers
 from millstream.cli.startup import ended_by_signals, without_pandas
 from millstream.errors import MillstreamError, UsageError
@@ -91,6 +91,7 @@ class LazyGroup(SuggestingGroup):
 def cli(context: click.Context, home: str | None, debug: bool) -> None:
     """Write PostgreSQL's changes, in order and exactly once, to a log and to lake tables."""
     context.obj = Invocation(home, debug=debug)
+    name_home(home)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

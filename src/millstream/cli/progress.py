@@ -9,7 +9,7 @@ import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from millstream.cli.context import note
+from millstream.cli.context import note, print_raw
 from millstream.cli.main import say_error
 from millstream.model.human_text import copy_words, human_bytes, human_seconds, readable
 from millstream.processes.run import by_table
@@ -66,6 +66,8 @@ class RunReport:
         self._line = StatusLine(terminal=terminal)
         self._given_up = "the run will fail" if until_caught_up else "the other parts continue"
         self._parts: dict[str, dict[str, dict[str, Any]]] = {"capture": {}, "pipeline": {}}
+        self._waits: dict[str, str] = {}
+        """The parts that wait for an address, each with the error that was printed."""
         self._since_s = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -77,23 +79,23 @@ class RunReport:
     def heard(self, event: Event) -> None:
         """Take an event of the supervisor."""
         name, what, facts = event
-        if what == "started":
+        if what == "started" and name in self._waits:
+            pass  # it is tried again, and wasn't heard of since
+        elif what == "started":
             again = f" again ({facts['restarts']})" if facts["restarts"] else ""
             self._line.say(f"{name}: started{again}, process {facts['pid']}")
         elif what == "died":
             error = facts.get("error") or {}
+            if error.get("code") == "address_in_use":
+                self._say_taken(name, error)
+                return
+            self._waits.pop(name, None)
             why = (
                 f": {error['code']}: {'; '.join(error['message'].splitlines())}"
                 if error
                 else f" (exit code {facts['exit_code']})"
             )
             self._line.say(f"{name}: ended{why}; again in {facts['restart_in_s']:.1f} s")
-        elif what == "given_up" and facts.get("code") == "address_in_use":
-            # Only HTTP needs it.
-            self._line.say(
-                f"{name}: warning: {facts['message']}; this run continues without the console, HTTP writes and reads, /metrics and /healthz"
-            )
-            self._line.say(f"  {facts['hint']}")
         elif what == "given_up":
             self._line.clear()
             say_error({**facts, "message": f"{name}: {facts.get('message', '')}"})
@@ -106,6 +108,7 @@ class RunReport:
         elif what == "spark":
             self._line.say(f"{name}: {_spark_words(facts)}")
         elif what == "listening":
+            self._waits.pop(name, None)
             self._line.say(f"{name}: the console is at {facts.get('url')}, next to /metrics, /healthz and /status")
         elif what == "progress" and name in self._parts:
             self._parts[name][str(facts.get("stream"))] = facts
@@ -124,6 +127,16 @@ class RunReport:
             note(
                 f"the source keeps WAL for the slot {slot}{what}; run again, or release it with `millstream slot drop`"
             )
+
+    def _say_taken(self, name: str, error: Mapping[str, Any]) -> None:
+        """Print once that a part waits for its address, which only HTTP and Flight need."""
+        if self._waits.get(name) != error["message"]:
+            self._line.say(
+                f"{name}: warning: {error['message']}; until the address is free, this run continues without the console, "
+                "HTTP writes and reads, /metrics and /healthz"
+            )
+            self._line.say(f"  {error['hint']}")
+        self._waits[name] = error["message"]
 
     def _summary(self) -> list[str]:
         return [
@@ -161,7 +174,7 @@ class JsonReport:
         self._say({"event": "concluded", "part": "run", **dataclasses.asdict(outcome)})
 
     def _say(self, facts: dict[str, Any]) -> None:
-        note(json.dumps({**facts, "timestamp": datetime.now(UTC).isoformat()}, default=str))
+        print_raw(json.dumps({**facts, "timestamp": datetime.now(UTC).isoformat()}, default=str), err=True)
 
 
 class PartReport:

@@ -498,7 +498,7 @@ def _report(plan: RepairPlan, words: TableWords, *, dry_run: bool, as_json: bool
         say("nothing is damaged")
     elif dry_run:
         options = "".join(f" --accept-loss {found}" for found in wanted)
-        note(f"to do it: millstream wal repair{options}")
+        note(f"to do it: `millstream wal repair{options}`")
 
 
 def _catalog_schemas(home: Home, name: str) -> list[TableSchema]:

@@ -36,6 +36,9 @@ _PROBLEM_TYPE: Final = "application/problem+json"
 _NAP_S: Final = 0.05
 """Wait before the second try; doubled with each one, up to `_NAP_MAX_S`."""
 _NAP_MAX_S: Final = 2.0
+_QUIET_S: Final = 2.0
+"""Time after which a warning says what is waited for: longer than a server takes to restart its listener, and shorter than a
+person takes to wonder."""
 _BUSY: Final = frozenset({429, 503})
 """Statuses that mean that nothing was done, but may be later."""
 _UNTOLD: Final = frozenset({500, 502, 504})
@@ -50,6 +53,8 @@ class Nap:
     """A wait."""
 
     seconds: float
+    warning: str = ""
+    """What is waited for, if the caller hasn't been told and a person would ask by now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,28 @@ class Lost:
     """Change that is needed before an answer can come: a resend would be lost again."""
 
 
+@dataclass(slots=True)
+class _Waiting:
+    """How long one call has been resent."""
+
+    began_s: float
+    patience_s: float
+    has_warned: bool = False
+
+    @property
+    def give_up_s(self) -> float:
+        """When the call fails."""
+        return self.began_s + self.patience_s
+
+    def nap(self, seconds: float, now_s: float, error: MillstreamError) -> Nap:
+        """Return the wait after an error, with a warning if it is the first that is due."""
+        if self.has_warned or now_s + seconds - self.began_s < _QUIET_S:
+            return Nap(seconds)
+        self.has_warned = True
+        left_s = max(0.0, self.give_up_s - now_s)
+        return Nap(seconds, f"{error.code}: {error.message}; the request is sent again for up to {left_s:.0f} s")
+
+
 Steps: TypeAlias = Generator[Call | Nap, HttpAnswer | Lost | None, _Result]
 
 
@@ -91,7 +118,7 @@ def asked(call: Call, *, url: str, patience_s: float, now: Callable[[], float]) 
         RemoteError (`answer_unreadable`): another kind of server answers.
         MillstreamError: the server's error.
     """
-    give_up_s, nap_s = now() + patience_s, _NAP_S
+    waiting, nap_s = _Waiting(now(), patience_s), _NAP_S
     may_be_done = False
     while True:
         got = yield call
@@ -112,9 +139,9 @@ def asked(call: Call, *, url: str, patience_s: float, now: Callable[[], float]) 
                 # If a follower is behind, ask the leader, at once.
                 raise error
             wait_s = _wait_of(got, nap_s)
-        if now() + wait_s >= give_up_s:
+        if now() + wait_s >= waiting.give_up_s:
             raise error
-        yield Nap(wait_s)
+        yield waiting.nap(wait_s, now(), error)
         nap_s = min(2 * nap_s, _NAP_MAX_S)
 
 
@@ -132,11 +159,11 @@ def appended(
         RemoteError (`server_unreachable`), Overloaded, …: nothing was appended.
         MillstreamError: the server's error.
     """
-    give_up_s, nap_s = now() + request.deadline_s, _NAP_S
+    waiting, nap_s = _Waiting(now(), request.deadline_s), _NAP_S
     unknown: AppendOutcomeUnknown | NotEnoughReplicas | None = None
     is_told_apart = True
     while True:
-        left_s = max(0.0, give_up_s - now())
+        left_s = max(0.0, waiting.give_up_s - now())
         at_once_s = min(left_s, SERVER_DEADLINE_S_MAX)
         params = {**call.params, "deadline_s": f"{at_once_s:.3f}"}
         got = yield replace(call, params=params, more_patience_s=at_once_s)
@@ -174,9 +201,9 @@ def appended(
                 raise unknown from error  # it says nothing about the earlier try
             else:
                 raise error
-        if now() + wait_s >= give_up_s or (unknown is not None and not is_told_apart):
+        if now() + wait_s >= waiting.give_up_s or (unknown is not None and not is_told_apart):
             raise unknown or error
-        yield Nap(wait_s)
+        yield waiting.nap(wait_s, now(), unknown or error)
         nap_s = min(2 * nap_s, _NAP_MAX_S)
 
 

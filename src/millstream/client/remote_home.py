@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
 import time
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     import ssl
 
 
+logger: Final = logging.getLogger("millstream.client")
 TIMEOUT_S: Final = 60.0
 """How long to wait for an answer's next bytes, and for a server to answer at all."""
 _CONNECTIONS_MAX: Final = 64
@@ -223,6 +225,8 @@ class RemoteHome(HomeAppends):
 
     def _do(self, step: Call | Nap) -> HttpAnswer | Lost | None:
         if isinstance(step, Nap):
+            if step.warning:
+                logger.warning(step.warning)
             time.sleep(step.seconds)
             return None
         return self._exchanged(step)
@@ -256,7 +260,8 @@ def connect(
         token: authenticates the caller: `mst_…`.
         verify: a file (or folder) of certificates to trust instead of the machine's own.
         cert: a file with the caller's own certificate and key, or one of each.
-        timeout_s: how long to wait for an answer's next bytes, and for a server to answer.
+        timeout_s: how long to wait for an answer's next bytes, and for a server to answer. After two seconds without a
+            server, the logger `millstream.client` warns.
 
     Raises:
         UsageError: the address isn't HTTP, or a certificate can't be read.

@@ -126,9 +126,9 @@ class MillstreamError(Exception):
 def may_pass(code: str | None, retry: str | None) -> bool:
     """Return whether work that ended by such an error is begun again with nothing changed.
 
-    A person has to make room on a full disk, but what waited for it goes on alone.
+    A person has to make room on a full disk, or to free an address, but what waited for it goes on alone.
     """
-    return retry in {Retry.BACKOFF, Retry.REOPEN} or code == "disk_full"
+    return retry in {Retry.BACKOFF, Retry.REOPEN} or code in {"disk_full", "address_in_use"}
 
 
 def error_of(facts: Mapping[str, Any]) -> MillstreamError:

@@ -47,14 +47,17 @@ LOCK_PATIENCE_S: Final = 30.0
 _STEP_ASIDE_S: Final = 15.0
 """How long an application that appends may take to answer its waiting callers."""
 _POLL_S: Final = 0.1
+_FACTS_BYTES: Final = 4096
+"""Size of the facts in a lock's file: written whole, so that a reader never finds a part of them."""
 
 
 class RoleLock:
     """A role of a home, held from `take` until `release` or the process's end. Not for sharing between threads."""
 
-    def __init__(self, file: Path, descriptor: int) -> None:
+    def __init__(self, file: Path, descriptor: int, facts: dict[str, Any]) -> None:
         self._file = file
         self._descriptor = descriptor
+        self._facts = facts
 
     @classmethod
     def take(
@@ -94,12 +97,17 @@ class RoleLock:
                         role=role,
                     ) from None
                 time.sleep(_POLL_S)
-        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same, but its holder isn't recorded
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "since": time.time(), **facts}).encode(), 0)
-        lock = cls(file, descriptor)
+        lock = cls(file, descriptor, {"pid": os.getpid(), "since": time.time()})
+        lock.note(**facts)
         _HELD.add(lock)
         return lock
+
+    def note(self, **facts: Any) -> None:
+        """Record facts about the holder, in addition to earlier ones; `holder` returns what fits in 4 KiB."""
+        self._facts |= facts
+        line = json.dumps(self._facts).encode().ljust(_FACTS_BYTES)
+        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same, but its holder isn't recorded
+            os.pwrite(self._descriptor, line, 0)
 
     def leave_to_parent(self) -> None:
         """Drop the lock object in a forked child: the role is the parent's, and ends with the parent."""
@@ -161,7 +169,7 @@ def holder(run_folder: Path, role: Role | WriterRole) -> dict[str, Any]:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         with contextlib.suppress(ValueError, OSError):
-            facts: dict[str, Any] = json.loads(os.pread(descriptor, 4096, 0))
+            facts: dict[str, Any] = json.loads(os.pread(descriptor, _FACTS_BYTES, 0))
             return facts
         return {"pid": None}
     finally:

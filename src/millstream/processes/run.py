@@ -16,6 +16,8 @@ from millstream.processes.supervisor import Event, PartState, SupervisedProcess,
 
 _ERRORS_MAX: Final = 5
 """How often a part of `--until-caught-up` may end with the same kind of error before the job fails."""
+_TEXT_MAX: Final = 300
+"""Characters of each text of a recorded error: all fit in a lock's file."""
 _LAKE_GONE: Final = frozenset({LakeUnavailable.code, *LakeUnavailable.codes})
 """Errors for which the pipeline has been patient already, so that a job ends by the first."""
 
@@ -92,8 +94,8 @@ def run_home(home: Home, *, until_caught_up: bool = False, on_event: Callable[[E
             extra="spark",
         )
     home.prepare()
-    with RoleLock.take(home.run_folder, "run", writer=home.config.writer.name, job=until_caught_up):
-        conductor = _Conductor(home, on_event, until_caught_up=until_caught_up)
+    with RoleLock.take(home.run_folder, "run", writer=home.config.writer.name, job=until_caught_up) as lock:
+        conductor = _Conductor(home, on_event, until_caught_up=until_caught_up, note=lock.note)
         conductor.supervisor.run()
         return conductor.outcome()
 
@@ -106,9 +108,17 @@ def by_table(streams: Iterable[tuple[str, Mapping[str, Any]]], what: str) -> dic
 class _Conductor:
     """Decides the order in which parts end."""
 
-    def __init__(self, home: Home, on_event: Callable[[Event], None], *, until_caught_up: bool) -> None:
+    def __init__(
+        self,
+        home: Home,
+        on_event: Callable[[Event], None],
+        *,
+        until_caught_up: bool,
+        note: Callable[..., None] = lambda **_: None,
+    ) -> None:
         self._until_caught_up = until_caught_up
         self._on_event = on_event
+        self._note = note
         self._captures = False
         option = ["--until-caught-up"] if until_caught_up else []
         # Capture has already retried when it reports an error.
@@ -140,6 +150,8 @@ class _Conductor:
         # A refused configuration ends the run: nothing was captured, and nothing will be until it is corrected.
         is_refused = (name, what) == ("capture", "given_up") and not self._captures and _is_refusal(facts)
         self._on_event((name, what, facts | {"ends_run": True}) if is_refused else event)
+        if name == "serve":
+            self._note_server(what, facts)
         if (name, what) == ("capture", "progress"):
             self._captures = True
         if what not in {"ended", "given_up"}:
@@ -151,6 +163,15 @@ class _Conductor:
             # The pipeline lands everything durable, whether capture reached its goal or not; not if it
             # never began.
             self.supervisor.tell("pipeline", "stop" if what == "given_up" and not self._captures else "drain")
+
+    def _note_server(self, what: str, facts: Mapping[str, Any]) -> None:
+        """Record for `status` why the server doesn't listen: its own process, which would report it, has ended."""
+        error = facts.get("error") if what == "died" else facts if what == "given_up" else None
+        if error:
+            texts = {key: str(error.get(key, ""))[:_TEXT_MAX] for key in ("code", "message", "hint")}
+            self._note(server_error={**texts, "gave_up": what == "given_up"})
+        elif what == "listening":
+            self._note(server_error=None)
 
     def outcome(self) -> RunOutcome:
         """Return the result."""

@@ -181,7 +181,7 @@ class MergedViews:
                 ended_s = table.head_s = time.monotonic()
                 table.fold = FoldHistory(ended_s, ended_s - begun_s, outcome.live_bytes, outcome.removed_bytes)
         except LakeTableForeign as foreign:
-            words = f"millstream pipeline rebuild {shlex.quote(name)} --view merged"
+            words = f"`millstream pipeline rebuild {shlex.quote(name)} --view merged`"
             error = LakeTableForeign(foreign.message, hint=f"Build the view again: {words}.", **foreign.details)
         except MillstreamError as failure:
             error = failure

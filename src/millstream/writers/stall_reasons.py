@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from millstream.catalog import Catalog
     from millstream.home.home import Home
+    from millstream.home.paths import HomePaths
 
 Part: TypeAlias = Literal["capture", "pipeline"]
 _GIVEN_UP: Final = "given_up"
@@ -70,6 +71,12 @@ def trouble_of(
         gave_up = not (restarts and holder(home.run_folder, "run"))
     since = noted.get("since") if noted.get("code") == error["code"] else None
     return {**error, "gave_up": gave_up, "since": since}
+
+
+def server_errors(home: HomePaths) -> dict[str, dict[str, Any]]:
+    """Return, by `serve`, why the server of a `run` doesn't listen: `code`, `message`, `hint`, `gave_up`. Empty if it does."""
+    error = holder(home.run_folder, "run").get("server_error")
+    return {"serve": error} if error else {}
 
 
 def troubles(home: Home) -> list[dict[str, Any]]:

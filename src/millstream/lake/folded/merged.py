@@ -335,7 +335,7 @@ class MergedFold:
             path = self._regions.path
             raise LakeTableForeign(
                 f"{path} has {len(paths)} heads instead of one",
-                hint=f"Build the view again: millstream pipeline rebuild {shlex.quote(self._place.name)} --view merged.",
+                hint=f"Build the view again: `millstream pipeline rebuild {shlex.quote(self._place.name)} --view merged`.",
                 path=path,
             )
         files = TableFiles(self._place.layout, self._regions.path)
