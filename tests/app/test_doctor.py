@@ -12,6 +12,7 @@ import pytest
 from tests.app.homes import make_home
 from tests.cli.in_process import command
 
+import millstream
 from millstream.app import doctor as doctors
 from millstream.app.alerts.alert_file import Kept
 from millstream.app.doctor import Diagnosis, examine
@@ -138,6 +139,19 @@ def test_status_tables_and_doctor_tell_what_to_run_for_a_table_that_capture_quar
     told = json.loads(command("--home", str(home.path), "tables", "--json").stdout)
     assert {table["name"]: table["hint"] for table in told}['public."Bad One"'] == "Grant SELECT."
     assert tables(home)[0].fix == f"Grant SELECT. Then {retry}"
+
+
+def test_a_key_or_a_merge_that_a_table_with_rows_was_not_written_by_is_wrong(tmp_path: Path) -> None:
+    """It was found by the first append of a run alone."""
+    (tmp_path / "millstream.toml").write_text("[streams.shop]\n")
+    with millstream.open(tmp_path) as opened:
+        opened.append("shop", "clicks", [{"id": 1, "n": 1}])
+        opened.append("shop", "other", [{"id": 1}])
+    assert [one.code for one in tables(Home(tmp_path))] == ["ok"]
+    (tmp_path / "millstream.toml").write_text('[streams.shop.keys]\nclicks = ["id"]\n')
+    (found,) = tables(Home(tmp_path))
+    assert (found.code, found.blocks, found.table) == ("key_changed", "table", "public.clicks")
+    assert "Restore the table's key" in found.fix
 
 
 def test_without_such_tables_nothing_is_wrong_with_them(home: Home, tmp_path: Path) -> None:

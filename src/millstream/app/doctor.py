@@ -29,12 +29,13 @@ from millstream.app.lake_checks import (
 )
 from millstream.app.status import collect_status, live_progress, tables_of
 from millstream.app.status_words import undelivered, why_and_since
-from millstream.errors import MillstreamError
-from millstream.home.config_mapping import capture_config
+from millstream.errors import IngestError, MillstreamError
+from millstream.home.config_mapping import capture_config, write_rules
 from millstream.home.home import Home
 from millstream.home.machine_code_folder import place_compiled_code
 from millstream.home.paths import HomePaths
 from millstream.home.rows_before_rules import until_words
+from millstream.ingest.schema_on_write import check_rules
 from millstream.leadership.node_roles import Roles
 from millstream.model.addresses import mask_address
 from millstream.model.human_text import counted
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from millstream.capture.server_checks import Finding
     from millstream.config.model import StreamConfig
     from millstream.model.column_rules import SourceRules
+    from millstream.model.schema import TableSchema
 
 _TO_DECIDE: Final = frozenset(
     {
@@ -412,6 +414,7 @@ def _tables(home: Home, name: str) -> Iterator[Diagnosis]:
         with home.open_catalog() as catalog:
             stream = id_in(catalog, name)
             tables = [] if stream is None else tables_of(catalog, stream, *live_progress(home, name))
+            schemas = {} if stream is None else catalog.latest_schemas(stream)
     except (MillstreamError, OSError) as error:
         yield _failed(check, error, "home")
         return
@@ -425,8 +428,22 @@ def _tables(home: Home, name: str) -> Iterator[Diagnosis]:
             what_to_run(table, name if len(home.config.streams) > 1 else ""),
             table=table["name"],
         )
-    if not aside:
+    refused = list(_refused_writes(home, name, [schemas[table["id"]] for table in tables if table["id"] in schemas]))
+    for error in refused:
+        yield Diagnosis(check, error.code, error.message, "table", error.hint, table=error.details["table"])
+    if not aside and not refused:
         yield Diagnosis(check, "ok", f"none of {len(tables)} is quarantined")
+
+
+def _refused_writes(home: Home, name: str, schemas: Iterable[TableSchema]) -> Iterator[MillstreamError]:
+    """Yield the error of each table whose appends the configuration's keys or merges would refuse."""
+    rules = write_rules(home.config.streams[name])
+    for schema in schemas:
+        if schema.source == 0 and schema.columns:  # applications write it
+            try:
+                check_rules(schema, rules(schema.namespace, schema.name))
+            except IngestError as error:
+                yield error
 
 
 def _alerts(home: Home) -> Iterator[Diagnosis]:

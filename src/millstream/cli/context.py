@@ -154,7 +154,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right:
         ]
         return "  ".join(padded).rstrip()
 
-    click.secho(line(columns), bold=True)
+    click.secho(readable(line(columns)), bold=True)
     for row in cells:
         click.secho(line(row))
 

@@ -80,19 +80,9 @@ def grown(known: TableSchema, columns: pa.Schema, rules: WriteRules) -> TableSch
             hint='Allow it: `schema_on_write = "create"` in [streams.S.ingest].',
             table=known.full_name,
         )
-    if not is_new and known.key != rules.key:
-        raise IngestError(
-            f"{known.full_name} is written with {_spoken(known.key)}, and the configuration gives it {_spoken(rules.key)}",
-            code="key_changed",
-            hint="Restore the table's key in [streams.S.keys], or write to a table of another name.",
-            table=known.full_name,
-            key=list(known.key),
-            configured=list(rules.key),
-        )
+    if not is_new:
+        check_rules(known, rules)
     have = {column.name: column for column in known.columns}
-    for column in known.columns:
-        if column.accumulates != rules.accumulates.get(column.name, ""):
-            raise _merge_changed(known, column, rules)
     lacking = [
         field
         for field in columns
@@ -134,6 +124,27 @@ def grown(known: TableSchema, columns: pa.Schema, rules: WriteRules) -> TableSch
         _check_key(known.full_name, {field.name: field.type for field in lacking}, rules.key)
     added = (_new_column(known.full_name, field, rules) for field in lacking)
     return replace(known, columns=(*known.columns, *added), key=rules.key, identity=rules.key)
+
+
+def check_rules(known: TableSchema, rules: WriteRules) -> None:
+    """Refuse rules that a table's earlier rows weren't written by.
+
+    Raises:
+        IngestError (`key_changed`): it was written with another key.
+        IngestError (`merge_changed`): a column of it took increments and is to take totals, or the other way round.
+    """
+    if known.key != rules.key:
+        raise IngestError(
+            f"{known.full_name} is written with {_spoken(known.key)}, and the configuration gives it {_spoken(rules.key)}",
+            code="key_changed",
+            hint="Restore the table's key in [streams.S.keys], or write to a table of another name.",
+            table=known.full_name,
+            key=list(known.key),
+            configured=list(rules.key),
+        )
+    for column in known.columns:
+        if column.accumulates != rules.accumulates.get(column.name, ""):
+            raise _merge_changed(known, column, rules)
 
 
 def _new_column(table: str, field: pa.Field, rules: WriteRules) -> Column:
