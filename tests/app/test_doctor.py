@@ -127,7 +127,8 @@ def test_a_table_that_the_lake_quarantined_is_wrong_with_its_own_hint(home: Home
 
 
 def test_status_tables_and_doctor_tell_what_to_run_for_a_table_that_capture_quarantined(home: Home) -> None:
-    retry = "run `millstream tables retry 'public.\"Bad One\"'`."
+    command_of = "run `millstream {}tables retry 'public.\"Bad One\"'`."
+    retry = command_of.format(f"--home {home.path} ")
     for words in (("tables",), ("tables", "ls"), ("status",)):
         done = command("--home", str(home.path), *words)
         assert f'public."Bad One": Mend the cause, then {retry}' in done.stderr.decode(), words
@@ -138,7 +139,7 @@ def test_status_tables_and_doctor_tell_what_to_run_for_a_table_that_capture_quar
     assert f'public."Bad One": Grant SELECT. Then {retry}' in done.stderr.decode()
     told = json.loads(command("--home", str(home.path), "tables", "--json").stdout)
     assert {table["name"]: table["hint"] for table in told}['public."Bad One"'] == "Grant SELECT."
-    assert tables(home)[0].fix == f"Grant SELECT. Then {retry}"
+    assert tables(home)[0].fix == f"Grant SELECT. Then {command_of.format('')}"
 
 
 def test_a_key_or_a_merge_that_a_table_with_rows_was_not_written_by_is_wrong(tmp_path: Path) -> None:

@@ -507,7 +507,7 @@ def test_status_of_one_stream(tmp_path: Path) -> None:
 def test_doctor_says_that_it_compiles_before_it_does(tmp_path: Path) -> None:
     (tmp_path / "millstream.toml").write_text('[streams.shop.source]\ndsn = "host=127.0.0.1 port=1"\n')
     cache = tmp_path / "numba"
-    cache.mkdir()
+    (cache / "copying_1").mkdir(parents=True)
     environ = {"NUMBA_CACHE_DIR": str(cache), "NUMBA_DISABLE_JIT": "1"}  # its output, without half a minute of startup
     said = "compiling the decoders"
     assert said in millstream("--home", str(tmp_path), "doctor", environ=environ).stderr

@@ -302,8 +302,7 @@ def _spark() -> str:
 
 def _compiled(home: Home, say: Callable[[str], None]) -> str:
     place_compiled_code(home)
-    folder = Path(os.environ["NUMBA_CACHE_DIR"])
-    if not folder.is_dir() or not any(folder.iterdir()):
+    if not any(Path(os.environ["NUMBA_CACHE_DIR"]).glob("pgoutput*")):  # other commands compile other modules
         say("compiling the decoders: half a minute or less, once for all homes …")
     from millstream.codec.pgoutput import warm
 

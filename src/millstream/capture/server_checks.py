@@ -9,7 +9,7 @@ from typing import Final
 from psycopg import sql
 
 from millstream.capture.config import CaptureConfig
-from millstream.capture.connection import Connection, all_rows, connect_replication, first_row, one_row, parse_dsn
+from millstream.capture.connection import Connection, all_rows, connect_replication, first_row, one_row
 from millstream.capture.slot import SlotState, read_slot
 from millstream.capture.source_tables import STANDBY_VERSION_MIN, on_standby
 from millstream.errors import MillstreamError
@@ -106,7 +106,7 @@ def check_server(connection: Connection, config: CaptureConfig) -> Iterator[Find
             "nothing",
             fix="Bound it to what the disk can spare; a slot that falls further behind is lost, and tables are copied"
             " again.",
-            sql="ALTER SYSTEM SET max_slot_wal_keep_size = '50GB'; SELECT pg_reload_conf();",
+            sql="ALTER SYSTEM SET max_slot_wal_keep_size = '50GB'; SELECT pg_reload_conf(); -- 50GB is an example",
         )
     if on_standby(connection):
         yield from _check_standby(connection, settings, slot)
@@ -209,13 +209,14 @@ def _check_failover(
         )
 
 
-def check_replication(config: CaptureConfig) -> list[Finding]:
+def check_replication(connection: Connection, config: CaptureConfig) -> list[Finding]:
     """Return what keeps the role from streaming changes: the right, or a connection that the server refuses."""
     try:
         connect_replication(config.dsn).close()
     except MillstreamError as error:
-        user = parse_dsn(config.dsn).get("user")
-        role = sql.Identifier(str(user)).as_string(None) if user else "<role>"
-        script = f"ALTER ROLE {role} REPLICATION;" if error.code == "source_privilege_missing" else ""
-        return [Finding(error.code, error.message, "source", fix=error.hint, sql=script)]
+        if error.code != "source_privilege_missing":
+            return [Finding(error.code, error.message, "source", fix=error.hint)]
+        role = sql.Identifier(connection.info.user).as_string(connection)
+        fix = "Have a superuser let the role stream changes."
+        return [Finding(error.code, error.message, "source", fix=fix, sql=f"ALTER ROLE {role} REPLICATION;")]
     return []

@@ -72,7 +72,7 @@ def _ask(config: CaptureConfig, rules: ColumnRules | None = None) -> list[Findin
     with connect(config.dsn, purpose="doctor") as connection:
         return [
             *check_server(connection, config),
-            *check_replication(config),
+            *check_replication(connection, config),
             *check_tables(connection, config, rules),
         ]
 

@@ -7,10 +7,9 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from millstream.config.section import Duration, Section, SizeAboveZero
+from millstream.config.section import Duration, DurationAboveZero, Section, SizeAboveZero
 from millstream.config.toml_lines import KeyPath
 from millstream.errors import DeliveryError
-from millstream.model.durations import duration_s
 
 
 class AlertsConfig(Section):
@@ -31,9 +30,9 @@ class AlertsConfig(Section):
     headers: dict[str, str] = Field(
         default={}, repr=False, description='Headers of the requests, such as `authorization = "Bearer ${TOKEN}"`.'
     )
-    timeout: Duration = Field(default="10s", description="Time in which the receiver must have answered.")
-    look_every: Duration = Field(default="15s", description="Interval at which the conditions are looked at.")
-    repeat_every: Duration = Field(
+    timeout: DurationAboveZero = Field(default="10s", description="Time in which the receiver must have answered.")
+    look_every: DurationAboveZero = Field(default="15s", description="Interval at which the conditions are looked at.")
+    repeat_every: DurationAboveZero = Field(
         default="4h", description="Interval at which an alert is sent again while its condition lasts."
     )
     slot_lag: SizeAboveZero = Field(
@@ -69,9 +68,6 @@ class AlertsConfig(Section):
 
 def clashes_of_alerts(alerts: AlertsConfig) -> Iterator[tuple[KeyPath, str]]:
     """Yield the path of each mistake that only the reader of webhooks detects, and its description."""
-    for name in ("look_every", "repeat_every"):
-        if duration_s(getattr(alerts, name)) <= 0:
-            yield ("alerts", name), "must be longer than nothing"
     if alerts.url is None:
         if alerts.secret is not None or alerts.headers:
             yield ("alerts", "url"), "is required with a secret or headers"

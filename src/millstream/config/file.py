@@ -481,8 +481,6 @@ def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
                 (*at, "log", "retention_bytes_max"),
                 f"{log.retention_bytes_max} is below retention_bytes, {log.retention_bytes}, on this disk of {disk} bytes",
             )
-        if log.retention_interval_s <= 0:
-            yield (*at, "log", "retention_interval"), "must be longer than nothing"
         if log.frame_version == 1 and (stream.region or log.shards > 1 or config.writer.name is not None):
             yield (
                 (*at, "log", "frame_version"),
