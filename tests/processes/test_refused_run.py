@@ -37,6 +37,19 @@ def test_a_refused_configuration_ends_the_run(tmp_path: Path, events: list[Event
     assert bool(told[-1][2].get("ends_run")) is ends
 
 
+def test_only_what_lands_forgives_a_pipeline_of_a_job_its_errors(tmp_path: Path) -> None:
+    """On a full disk each of its processes lived for more than a minute, and the job never ended."""
+    home = Home(make_home(tmp_path / "home", config("postgresql://nowhere/shop", None)))
+    conductor = _Conductor(home, lambda _: None, until_caught_up=True)
+    pipeline = conductor.supervisor.parts["pipeline"]
+    for n, errors in ((5, 3), (5, 3), (6, 0), (6, 3)):
+        pipeline.errors = 3
+        conductor._heard(("pipeline", "progress", {"stream": "shop", "progress": {"n": n}}))
+        assert pipeline.errors == errors
+    conductor._heard(("pipeline", "progress", {"stream": "shop", "progress": None}))
+    assert pipeline.errors == 3
+
+
 def test_status_says_why_the_server_of_a_run_does_not_listen(tmp_path: Path) -> None:
     home = Home(make_home(tmp_path / "home", config("postgresql://nowhere/shop", None)))
     home.prepare()

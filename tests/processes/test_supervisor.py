@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from millstream.backoff import Backoff
+from millstream.processes import supervisor
 from millstream.processes.supervisor import Event, PartState, SupervisedProcess, Supervisor
 
 QUICK = Backoff(first_s=0.02, most_s=0.1, jitter=0)
@@ -165,6 +166,13 @@ def test_an_error_that_may_pass_is_tried_only_so_often_where_that_is_asked_for()
     watch.run()
     assert len(watch.facts("a", "started")) == 3
     assert watch.facts("a", "given_up")[0]["code"] == "source_unreachable"
+
+
+def test_a_long_life_without_progress_counts_for_nothing_where_a_job_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_HEALTHY_AFTER_S", 0.0)
+    watch = Watch(part("a", "flaky", errors_max=3), on=lambda *_: None)
+    watch.run()
+    assert len(watch.facts("a", "started")) == 3
 
 
 def test_a_bug_is_told_too_and_does_not_repeat_for_ever_where_a_job_waits() -> None:

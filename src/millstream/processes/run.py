@@ -120,6 +120,8 @@ class _Conductor:
         self._on_event = on_event
         self._note = note
         self._captures = False
+        self._landed: dict[str | None, int] = {}
+        """The number up to which each stream has landed, as its pipeline reported."""
         option = ["--until-caught-up"] if until_caught_up else []
         # Capture has already retried when it reports an error.
         most, most_of_capture = (_ERRORS_MAX, 1) if until_caught_up else (None, None)
@@ -150,6 +152,8 @@ class _Conductor:
         # A refused configuration ends the run: nothing was captured, and nothing will be until it is corrected.
         is_refused = (name, what) == ("capture", "given_up") and not self._captures and _is_refusal(facts)
         self._on_event((name, what, facts | {"ends_run": True}) if is_refused else event)
+        if (name, what) == ("pipeline", "progress"):
+            self._note_landing(facts)
         if name == "serve":
             self._note_server(what, facts)
         if (name, what) == ("capture", "progress"):
@@ -163,6 +167,13 @@ class _Conductor:
             # The pipeline lands everything durable, whether capture reached its goal or not; not if it
             # never began.
             self.supervisor.tell("pipeline", "stop" if what == "given_up" and not self._captures else "drain")
+
+    def _note_landing(self, facts: Mapping[str, Any]) -> None:
+        """Forgive the pipeline its errors if it has landed something."""
+        stream, n = facts.get("stream"), (facts.get("progress") or {}).get("n")
+        if n is not None and n > self._landed.setdefault(stream, n):
+            self._landed[stream] = n
+            self.supervisor.forgive("pipeline")
 
     def _note_server(self, what: str, facts: Mapping[str, Any]) -> None:
         """Record for `status` why the server doesn't listen: its own process, which would report it, has ended."""

@@ -48,8 +48,8 @@ class SupervisedProcess:
     may_end: bool = False
     """Whether an unrequested end with exit code 0 is the end of its work rather than a death."""
     errors_max: int | None = None
-    """Give it up after that many deaths in a row with a reported error, whatever the error; None: never for
-    that. A bug of ours (`unexpected`) has one try more."""
+    """Give it up after that many deaths with a reported error, whatever the error, without progress between them
+    (`Supervisor.forgive`); None: never for that. A bug of ours (`unexpected`) has one try more."""
     final_codes: frozenset[str] = frozenset()
     """Codes of errors for which it is given up at once."""
 
@@ -150,6 +150,10 @@ class Supervisor:
         elif running.process is not None:
             _say(running.process, word)
 
+    def forgive(self, name: str) -> None:
+        """Count a part's errors from 0 again: it has made progress. A long life alone is none."""
+        self.parts[name].errors = 0
+
     def stop(self) -> None:
         """Tell all parts to drain and end."""
         if self._kill_at_s is None:
@@ -239,7 +243,6 @@ class Supervisor:
         facts = {"exit_code": process.returncode}
         if time.monotonic() - running.started_s >= _HEALTHY_AFTER_S:
             running.backoff.reset()
-            running.errors = 0
         if process.returncode == 0 and (running.word is not None or running.part.may_end):
             self._over(running, PartState.ENDED, facts)
         elif running.error is not None and self._is_hopeless(running, running.error):
