@@ -23,7 +23,7 @@ def test_the_line_never_sets_two_counts_of_different_things_side_by_side() -> No
     of_run = {"rows": 124_848, "rows_per_s": 0.0, "lag_s": 0.4}
     assert lake(**of_run, lag_records=0) == "→ lake: has every record of the log"
     told = lake(**of_run | {"rows_per_s": 4321.0}, lag_records=1_500)
-    assert told == "→ lake: 1,500 or fewer records behind, 4,321/s, lag 0.4 s"
+    assert told == "→ lake: at most 1,500 records behind, 4,321/s, lag 0.4 s"
     assert lake() == "→ lake: nothing landed yet"
     aside = lake(**of_run, lag_records=0, quarantined={"public.orders": "it has another shape"})
     assert aside == "→ lake: has every record of the log except those of public.orders"
@@ -36,7 +36,7 @@ def test_a_replay_is_told_by_what_it_began_with() -> None:
     assert lake(**progress, replay=replay) == "→ lake: replaying, 25 % of 120.0 MiB, 4,321/s, about 45.0 s left"
     just_begun = {"bytes": {"done": 0, "total": 120 << 20}, "eta_s": None}
     assert lake(**progress, replay=just_begun) == "→ lake: replaying, 0 % of 120.0 MiB, 4,321/s"
-    assert lake(**progress, replay=None).startswith("→ lake: 900,000 or fewer records behind")
+    assert lake(**progress, replay=None).startswith("→ lake: at most 900,000 records behind")
 
 
 def test_without_a_terminal_each_table_that_is_copied_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ def test_csv_names_leaf_partitions_and_those_that_left(tmp_path: Path) -> None:
         table.write(line)
     rows = list(csv.DictReader(io.StringIO(out.getvalue())))
     assert list(rows[0])[-3:] == ["__before", "__partition_oid", "id"]
+    assert all(re.fullmatch(r"[-0-9]{10} [:0-9]{8}(\.[0-9]*[1-9])?\+00", row["__commit_ts"]) for row in rows)
     left = '{"partition": "public.leafy_1", "oid": 16500}'
     assert [list(row.values())[-3:] for row in rows] == [["", "16500", "1"], ["", "", "2"], [left, "16500", ""]]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from millstream.cli.context import note, print_raw
 from millstream.cli.main import say_error
-from millstream.model.human_text import copy_words, human_bytes, human_seconds, readable
+from millstream.model.human_text import copy_words, counted, human_bytes, human_seconds, readable
 from millstream.processes.run import by_table
 
 if TYPE_CHECKING:
@@ -277,7 +277,7 @@ def describe(part: str, facts: dict[str, Any]) -> str:
         aside = progress.get("quarantined") or {}
         words = "→ lake: has every record of the log"
         return f"{words} except those of {', '.join(sorted(aside))}" if aside else words
-    words = f"→ lake: {waiting:,} or fewer records behind, {progress['rows_per_s'] or 0:,.0f}/s"
+    words = f"→ lake: at most {counted(waiting, 'record')} behind, {progress['rows_per_s'] or 0:,.0f}/s"
     lag = progress["lag_s"]
     return words if lag is None else f"{words}, lag {human_seconds(lag)}"
 

@@ -179,7 +179,7 @@ def _age_words(seconds: float | None) -> str:
 def _behind_words(lag: dict[str, Any]) -> str:
     """Return the lag in words; empty if it is unknown, as for a follower that hasn't connected."""
     records = lag.get("records_behind")
-    return "" if records is None else f"{records:,} records, {human_bytes(lag['bytes_behind'])} behind, "
+    return "" if records is None else f"{counted(records, 'record')}, {human_bytes(lag['bytes_behind'])} behind, "
 
 
 def _state_words(stream: dict[str, Any], processes: Mapping[str, int | None]) -> str:
@@ -250,7 +250,11 @@ def _table_row(table: dict[str, Any]) -> list[str]:
         "  " + table["name"],
         table["state"],
         "" if rate is None else f"{rate:,.0f}",
-        "" if lag is None else "none" if lag == 0 else f"{human_seconds(lag)}, {table['fold_lag_records']:,} records",
+        ""
+        if lag is None
+        else "none"
+        if lag == 0
+        else f"{human_seconds(lag)}, {counted(table['fold_lag_records'], 'record')}",
         "" if factor is None else f"{factor:.1f}",
         _reason(table),
     ]

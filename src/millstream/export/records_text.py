@@ -67,7 +67,7 @@ class CsvTable:
 
     def write(self, line: Line) -> None:
         """Write one record, read with values as text."""
-        facts = line.facts
+        facts = line.facts | {"commit_ts": _as_postgresql(line.facts["commit_ts"])}
         row: dict[str, Any] = facts["row"] or {}
         old = facts["before"]
         if facts["op"] == Op.PARTITION_LEFT.letter:
@@ -78,6 +78,15 @@ class CsvTable:
         cells += [facts.get("partition_oid") for _ in self._leaves]
         cells += [row.get(name) for name in self._columns]
         self._out.write(",".join(csv_field(_text(cell)) for cell in cells) + "\n")
+
+
+def _as_postgresql(moment: str | None) -> str | None:
+    """Return a moment in UTC in the form of the values next to it."""
+    if moment is None:
+        return None
+    day, _, time = moment.removesuffix("+00:00").partition("T")
+    whole, point, fraction = time.partition(".")
+    return f"{day} {whole}{point}{fraction.rstrip('0')}+00"
 
 
 class LineProtocol:
