@@ -125,8 +125,8 @@ def test_a_role_that_may_not_replicate(stage: Stage, reader: str) -> None:
     stage.sql(f"ALTER ROLE {role} NOREPLICATION")
     config = replace(stage.config, dsn=reader)
     assert code_of(failing(config, stage)) == "source_privilege_missing"
-    (found,) = [f for f in check_source(config) if f.code == "source_privilege_missing"]
-    assert found.sql == f'ALTER ROLE "{role}" REPLICATION;'
+    (found,) = [f for f in check_source(config) if "REPLICATION" in f.sql]
+    assert (found.code, found.sql) == ("source_privilege_missing", f'ALTER ROLE "{role}" REPLICATION;')
     assert "ALTER" not in found.fix, "the statement is there once"
 
 

@@ -79,6 +79,18 @@ def test_commands_show_names_of_others_without_what_a_terminal_acts_on(tmp_path:
     assert record["row"] == {EVIL: EVIL}
 
 
+def test_a_count_of_one_is_singular_and_an_offset_beyond_the_end_has_a_hint(tmp_path: Path) -> None:
+    home = make_home(tmp_path / "home", "[streams.web]\n")
+    with millstream.open(home) as opened:
+        opened.append("web", "t", [{"a": 1}])
+    for words in (("wal", "verify"), ("wal", "stats")):
+        assert run(home, *words).stdout.startswith("1 segment, ")
+    assert (
+        f"hint: Read from the end or an earlier offset; `millstream --home {home} wal ls`"
+        in run(home, "wal", "cat", "--from-offset", "9").stderr
+    )
+
+
 def _values(told: Any) -> list[Any]:
     if isinstance(told, dict):
         return [value for inner in told.values() for value in _values(inner)]

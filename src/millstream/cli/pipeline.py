@@ -93,7 +93,7 @@ def move(invocation: Invocation, location: str, stream: str | None, as_json: boo
         print_json(facts | {"files": done.files, "size_bytes": done.size_bytes})
         return
     if not done.files:
-        note(f"The catalog has the tables at {mask_address(done.new)} now.")
+        note(f"The lake is at {mask_address(done.new)} now; no file had to be copied.")
         return
     note(
         f"{counted(done.files, 'file')} ({human_bytes(done.size_bytes)}) copied to {mask_address(done.new)}, and compared."

@@ -35,7 +35,7 @@ from millstream.cli.wal_export_import import (
     tables_meant,
     write_stream,
 )
-from millstream.model.human_text import human_bytes
+from millstream.model.human_text import counted, human_bytes
 
 if TYPE_CHECKING:
     from millstream.export.records_text import LineProtocol
@@ -313,8 +313,8 @@ def verify(invocation: Invocation, stream: str | None, as_json: bool) -> None:
     else:
         outcome = "nothing is damaged"
     say(
-        f"{found.segments} segments, {found.frames} frames, {found.records:,} records, {human_bytes(found.bytes_checked)} checked:"
-        f" {outcome}"
+        f"{counted(found.segments, 'segment')}, {counted(found.frames, 'frame')}, {counted(found.records, 'record')},"
+        f" {human_bytes(found.bytes_checked)} checked: {outcome}"
     )
     for shard, hidden in found.hidden.items():
         note(f"shard {shard}: {hidden:,} durable records are not shown to readers yet: too few other nodes have them")
@@ -356,8 +356,8 @@ def stats(invocation: Invocation, stream: str | None, as_json: bool, partitions:
         print_json(facts)
     else:
         say(
-            f"{found.segments} segments, {human_bytes(found.size_bytes)}, {found.groups:,} groups in {found.frames:,} frames,"
-            f" {found.records:,} records"
+            f"{counted(found.segments, 'segment')}, {human_bytes(found.size_bytes)}, {counted(found.groups, 'group')} in"
+            f" {counted(found.frames, 'frame')}, {counted(found.records, 'record')}"
         )
         say(
             f"seq {found.first_seq}-{found.last_seq}, durable up to {found.persisted_upto}, shown up to {found.high_water_mark},"

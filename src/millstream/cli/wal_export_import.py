@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from millstream.cli.context import Invocation, note, pass_invocation, stream_option
+from millstream.model.human_text import counted
 
 if TYPE_CHECKING:
     from millstream.errors import CorruptWal
@@ -97,7 +98,7 @@ def export(
         count = export_arrow(
             strict, output, stream=name, after=after, upto=upto, tables=wanted, catalog=_catalog_facts(home, name)
         )
-        note(f"{count:,} records in {output}")
+        note(f"{counted(count, 'record')} in {output}")
         return
     as_text = style == "csv" or values == "text"
     cat = Cat(
@@ -115,7 +116,7 @@ def export(
             count = _write_lines(cat, style, out)
     sys.stdout.flush()
     if output is not None:
-        note(f"{count:,} records in {output}")
+        note(f"{counted(count, 'record')} in {output}")
     sys.exit(3 if damage.told else 0)
 
 
@@ -136,7 +137,7 @@ def import_(invocation: Invocation, folder: Path, stream: str | None) -> None:
     name = stream or str(read_export(folder)["stream"])
     note(f"importing into stream {name} of {home.path}")
     count = import_log(home, name, folder.absolute())
-    note(f"{count:,} records")
+    note(counted(count, "record"))
 
 
 class Damage:

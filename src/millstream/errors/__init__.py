@@ -214,6 +214,7 @@ class OffsetBeyondEnd(PositionError):
 
     code = "offset_beyond_end"
     retry = Retry.BACKOFF
+    default_hint = "Read from the end or an earlier offset; `millstream wal ls` shows each shard's."
 
 
 class OffsetExpired(PositionError):
