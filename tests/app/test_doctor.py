@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from datetime import UTC, datetime
@@ -153,6 +154,27 @@ def test_a_key_or_a_merge_that_a_table_with_rows_was_not_written_by_is_wrong(tmp
     (found,) = tables(Home(tmp_path))
     assert (found.code, found.blocks, found.table) == ("key_changed", "table", "public.clicks")
     assert "Restore the table's key" in found.fix
+
+
+def test_an_error_of_the_disk_is_told_as_everywhere(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> str:
+        raise OSError(errno.EROFS, "Read-only file system", "/srv/lake")
+
+    monkeypatch.setattr(doctors, "check_lake", refused)
+    (found,) = [one for one in examine(home, lambda _line: None) if one.check == "lake of shop"]
+    assert (found.code, found.message) == ("home_unwritable", "/srv/lake: Read-only file system")
+
+
+def test_a_folder_that_this_user_may_not_look_into_ends_no_other_check(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_: Home, name: str) -> list[str]:
+        raise PermissionError(errno.EACCES, "Permission denied", f"/srv/regions/{name}")
+
+    monkeypatch.setattr(Home, "regions_on_disk", refused)
+    found = {one.check: one for one in examine(home, lambda _line: None)}
+    assert found["stream shop"].message == "/srv/regions/shop: Permission denied"
+    assert "alerts" in found
 
 
 def test_without_such_tables_nothing_is_wrong_with_them(home: Home, tmp_path: Path) -> None:

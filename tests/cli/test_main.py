@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -15,8 +16,12 @@ import pytest
 from tests.app.homes import make_home
 from tests.cli.in_process import command
 
+from millstream.app import initialize
 from millstream.cli.main import main
+from millstream.cli.wal_export_import import _named
+from millstream.private_files import open_private
 from millstream.testing.pytest_plugin import Database
+from millstream.wal.files import as_told
 
 HEAVY = (
     "alembic", "deltalake", "duckdb", "fastapi", "numba", "numpy", "pandas", "prometheus_client", "psycopg", "pyarrow", "pydantic",
@@ -220,6 +225,30 @@ def test_init_writes_a_configuration_that_holds_no_password_and_never_overwrites
     again = here(*words)
     assert again.returncode == 2
     assert (home / "millstream.toml").read_text() == text
+
+
+def test_init_on_a_full_disk_says_so_and_leaves_no_part_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It told to get the right to write; and its next try found the part of a file, and refused."""
+
+    def open_on_a_full_disk(path: str, flags: int) -> int:
+        os.close(open_private(path, flags))
+        return os.open("/dev/full", os.O_WRONLY)
+
+    words = ("init", str(tmp_path / "home"), "--stream", "shop")
+    monkeypatch.setattr(initialize, "open_private", open_on_a_full_disk)
+    done = here(*words)
+    assert (done.returncode, "error[disk_full]" in done.stderr) == (1, True)
+    assert f"{tmp_path}/home/millstream.toml: No space left on device" in done.stderr
+    monkeypatch.undo()
+    assert here(*words).returncode == 0
+
+
+def test_an_export_names_its_output_in_an_error_of_the_disk(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space") as caught, _named(tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert as_told(caught.value).message == f"{tmp_path}: No space left on device"
 
 
 def test_init_writes_the_lakes_place_and_refuses_one_with_a_key(tmp_path: Path) -> None:

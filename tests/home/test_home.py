@@ -102,10 +102,18 @@ def test_a_home_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> None:
         home.prepare()
 
 
-def test_a_read_only_home_is_a_typed_error(tmp_path: Path) -> None:
-    """Run as root without its rights, in a process of its own: mode bits don't stop root."""
+@pytest.mark.parametrize("right", ["read", "write"])
+def test_a_home_of_another_user_is_a_typed_error(tmp_path: Path, right: str) -> None:
+    """Run as root without its rights, in a process of its own: mode bits don't stop root.
+
+    Each command said that home.json was damaged, and to restore it.
+    """
     home = make(tmp_path)
-    tmp_path.chmod(0o500)
+    if right == "read":
+        home.prepare()
+        home.data.chmod(0o000)
+    else:
+        tmp_path.chmod(0o500)
     child = os.fork()
     if not child:  # a fork has everything imported: the other user may not be able to read this Python
         code = 1
@@ -116,11 +124,11 @@ def test_a_read_only_home_is_a_typed_error(tmp_path: Path) -> None:
             try:
                 home.prepare()
             except MillstreamError as error:
-                code = int(error.code != "home_unwritable")
+                code = int(error.code != {"read": "home_unreadable", "write": "home_unwritable"}[right])
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    tmp_path.chmod(0o700)
+    (tmp_path if right == "write" else home.data).chmod(0o700)
     home.prepare()
 
 

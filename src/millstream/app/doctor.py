@@ -42,6 +42,7 @@ from millstream.model.human_text import counted
 from millstream.nodes.node_checks import examine_nodes
 from millstream.private_files import is_open_to_others, make_folder
 from millstream.protocol.replication.promises_and_fencing import Role
+from millstream.wal.files import as_told
 from millstream.writers.allowed_writers import examine_writers
 from millstream.writers.stall_reasons import troubles
 
@@ -139,29 +140,36 @@ def _examine(
         return
     yield from _cluster(home, say, serving)
     for name, stream in streams.items():
-        yield from _lake_checks(home, name, stream)
-        yield from _one(f"writers of {name}", partial(_writers, home, name))
-        yield from _given_up(home, name)
-        unset = home.loaded_config.unset_consumers(name)
-        if home.delivery_folder(name).exists() or stream.consumers or unset:
-            yield from _one(f"consumers of {name}", partial(_consumers, home, name))
-            yield from _sinks(home, name)
-        if stream.region or stream.merge or home.regions_on_disk(name):
-            yield from _one(f"regions of {name}", partial(_regions, home, name, stream))
-            yield from _clocks_of_regions(home, name, stream)
-        yield from _tables(home, name)
-        if stream.source is None:
-            yield Diagnosis(f"source of {name}", "ok", "none: it has what applications append")
-            continue
         try:
-            yield from _source(home, name)
-        except (MillstreamError, ImportError) as error:
-            yield _failed(f"source of {name}", error, "source")
+            yield from _of_stream(home, name, stream)
+        except OSError as error:  # of a folder that this user may not look into
+            yield _failed(f"stream {name}", error, "home")
     yield from _alerts(home)
     for found in examine_nodes(home):
         # A node works without the others: no finding about them keeps it from running.
         failure = None if found.error is None else _failed(found.check, found.error, "nothing")
         yield failure or Diagnosis(found.check, "ok", found.message)
+
+
+def _of_stream(home: Home, name: str, stream: StreamConfig) -> Iterator[Diagnosis]:
+    yield from _lake_checks(home, name, stream)
+    yield from _one(f"writers of {name}", partial(_writers, home, name))
+    yield from _given_up(home, name)
+    unset = home.loaded_config.unset_consumers(name)
+    if home.delivery_folder(name).exists() or stream.consumers or unset:
+        yield from _one(f"consumers of {name}", partial(_consumers, home, name))
+        yield from _sinks(home, name)
+    if stream.region or stream.merge or home.regions_on_disk(name):
+        yield from _one(f"regions of {name}", partial(_regions, home, name, stream))
+        yield from _clocks_of_regions(home, name, stream)
+    yield from _tables(home, name)
+    if stream.source is None:
+        yield Diagnosis(f"source of {name}", "ok", "none: it has what applications append")
+        return
+    try:
+        yield from _source(home, name)
+    except (MillstreamError, ImportError) as error:
+        yield _failed(f"source of {name}", error, "source")
 
 
 def as_checks(home: Home, found: Iterable[Diagnosis]) -> list[dict[str, Any]]:
@@ -250,11 +258,13 @@ def _one(check: str, look: Callable[[], str]) -> Iterator[Diagnosis]:
 
 
 def _failed(check: str, error: Exception, blocks: str) -> Diagnosis:
+    if isinstance(error, OSError) and error.errno is not None:
+        error = as_told(error)
     if isinstance(error, MillstreamError):
         return Diagnosis(check, error.code, error.message, blocks, error.hint)
     if isinstance(error, ImportError):
         return Diagnosis(check, "missing_extra", str(error), blocks, "pip install 'millstream[spark]'")
-    return Diagnosis(check, "os", str(error), blocks, "Check the folder's owner, its mode and the disk.")
+    return Diagnosis(check, "os", str(error), blocks, "Free space on the disk.")
 
 
 def _configuration(home: Home) -> str:

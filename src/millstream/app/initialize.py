@@ -190,25 +190,34 @@ def make_home(
     file = folder / FILE_NAME
     try:
         make_folder(folder)
-    except OSError as error:
-        reason = "is not a folder" if isinstance(error, FileExistsError) else error.strerror
+    except FileExistsError as error:
         raise MillstreamError(
-            f"{error.filename or folder}: {reason}", code="home_unwritable", path=str(folder)
+            f"{error.filename or folder}: is not a folder", code="home_unwritable", path=str(folder)
         ) from error
+    except OSError as error:
+        raise _as_told(error, folder) from error
+    is_begun = False
     try:
         # A user may write a password into it later.
         with open(file, "x", encoding="utf-8", opener=open_private) as output:
+            is_begun = True
             output.write(text)
     except FileExistsError as error:
         raise UsageError(
             f"{file} is there already; nothing was changed", hint="Edit it, or name another folder.", file=str(file)
         ) from error
     except OSError as error:
-        raise MillstreamError(
-            f"{error.filename or folder}: {error.strerror}", code="home_unwritable", path=str(folder)
-        ) from error
+        if is_begun:  # a part of it would keep the next `init` from writing it
+            file.unlink(missing_ok=True)
+        raise _as_told(error, file) from error
     environ = {**os.environ} if password is None else {**os.environ, variable: password}
     return NewHome(file, variable if has_variable else None, environ)
+
+
+def _as_told(error: OSError, path: Path) -> MillstreamError:
+    from millstream.wal.files import as_told, naming
+
+    return as_told(naming(error, str(path)))
 
 
 def _catalog_server(catalog: str | None, lake_format: str) -> str | None:

@@ -95,9 +95,10 @@ def export(
         from millstream.export.log_export import export_arrow
 
         strict = open_reader(home, name, without_mark=reader.lacks_marks(), of_any_age=True)
-        count = export_arrow(
-            strict, output, stream=name, after=after, upto=upto, tables=wanted, catalog=_catalog_facts(home, name)
-        )
+        with _named(output):
+            count = export_arrow(
+                strict, output, stream=name, after=after, upto=upto, tables=wanted, catalog=_catalog_facts(home, name)
+            )
         note(f"{counted(count, 'record')} in {output}")
         return
     as_text = style == "csv" or values == "text"
@@ -109,11 +110,12 @@ def export(
         numbers=(after, upto),
         moments=style == "line-protocol",
     )
-    if style == "csv":
-        count = _write_csv(cat, reader, wanted, output)
-    else:
-        with _opened(output) as out:
-            count = _write_lines(cat, style, out)
+    with contextlib.nullcontext() if output is None else _named(output):
+        if style == "csv":
+            count = _write_csv(cat, reader, wanted, output)
+        else:
+            with _opened(output) as out:
+                count = _write_lines(cat, style, out)
     sys.stdout.flush()
     if output is not None:
         note(f"{counted(count, 'record')} in {output}")
@@ -248,6 +250,17 @@ def _asked(reader: StreamReader, text: str, upto: Seq) -> datetime | Seq:
     if found > upto:
         raise from_future(text, upto)
     return found
+
+
+@contextlib.contextmanager
+def _named(output: Path) -> Iterator[None]:
+    """Name the output in an error of the disk: a write to an open file doesn't."""
+    from millstream.wal.files import naming
+
+    try:
+        yield
+    except OSError as error:
+        raise naming(error, str(output)) from error
 
 
 @contextlib.contextmanager

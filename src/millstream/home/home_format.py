@@ -43,6 +43,7 @@ def read_facts(home: HomePaths) -> dict[str, Any]:
 
     Raises:
         CatalogError: it is damaged.
+        MillstreamError (`home_unreadable`): this user may not read it.
     """
     file = home.data / "home.json"
     try:
@@ -50,7 +51,11 @@ def read_facts(home: HomePaths) -> dict[str, Any]:
         return facts | {"format": int(facts["format"])}
     except FileNotFoundError:
         return {}
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except OSError as error:
+        from millstream.wal.files import as_told
+
+        raise as_told(error) from error
+    except (ValueError, KeyError, TypeError) as error:
         raise CatalogError(
             f"{file} can't be read: {error}", hint='Restore it; for this version it reads {"format": 1}.'
         ) from error

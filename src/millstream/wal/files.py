@@ -55,7 +55,7 @@ def _is_readable(path: str) -> bool:
     return os.access(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0))
 
 
-def _naming(error: OSError, path: str) -> OSError:
+def naming(error: OSError, path: str) -> OSError:
     """Return the same error with a path, which a call on a descriptor lacks."""
     return error if error.filename is not None else OSError(error.errno, error.strerror, path)
 
@@ -175,7 +175,7 @@ class RealFiles:
             raise LogError(f"{path} is a folder, not a file of the log", code="unexpected_file", file=path) from error
         except OSError as error:
             if error.errno not in UNREADABLE:
-                raise _naming(error, path) from error
+                raise naming(error, path) from error
             number = errno.EIO if error.errno is None else error.errno
             raise UnreadableBytes(
                 f"byte {position} of {path} can't be read: {error.strerror}",
