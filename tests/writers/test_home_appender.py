@@ -537,8 +537,12 @@ def test_rows_from_a_pipe(home: Path, tmp_path: Path) -> None:
         failed = run(home, "append", "users", str(file), "--rows", "1")
         assert failed.returncode in {1, 2}
         assert said in failed.stderr
-        assert "appended before this error, and durable: 1 rows" in failed.stderr
-    assert [row["id"] for row in rows_of(home, "users")] == [1, 2, 3, 4, 5, 6, 7, 8]
+        assert "appended so far, and durable: 1 row, from the first 1 line with a row" in failed.stderr
+    file.write_bytes(b'{"id": 9}\n' + b" " * 100_000 + b'\n{"name": "\xe9"}\n')
+    failed = run(home, "append", "users", str(file), "--rows", "1")
+    assert (failed.returncode, "the text behind line 1 isn't UTF-8" in failed.stderr) == (2, True)
+    assert "durable: 1 row" in failed.stderr
+    assert [row["id"] for row in rows_of(home, "users")] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
 def test_rows_from_a_pipe_that_is_read_twice_or_has_wrong_rows(home: Path, tmp_path: Path) -> None:

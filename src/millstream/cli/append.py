@@ -11,6 +11,7 @@ from typing import IO, Any
 import click
 
 from millstream.cli.context import Invocation, json_option, note, pass_invocation, print_raw, stream_option
+from millstream.model.human_text import counted
 
 
 @click.command()
@@ -103,15 +104,15 @@ def append(
                 again += appended.row_count if appended.duplicate else 0
                 if as_json:
                     print_raw(json.dumps(appended.as_dict()))
-        except millstream.MillstreamError:
+        except BaseException:  # an interrupt and a line that isn't text too
             if done:
                 note(
-                    f"appended before this error, and durable: {done:,} rows, from the first {read:,} lines with a row"
+                    f"appended so far, and durable: {counted(done, 'row')}, from the first {counted(read, 'line')} with a row"
                 )
             raise
         if not as_json:
             before = f", {again:,} of them from before" if again else ""
-            note(f"{done:,} row{' is' if done == 1 else 's are'} durable{before}")
+            note(f"{counted(done, 'row')} {'is' if done == 1 else 'are'} durable{before}")
 
 
 def _finite(text: str) -> float:
@@ -125,17 +126,21 @@ def _finite(text: str) -> float:
 def _objects(file: IO[str]) -> Iterator[dict[str, Any]]:
     from millstream.errors import UsageError
 
-    for number, line in enumerate(file, 1):
-        if not line.strip():
-            continue
-        try:
-            found = json.loads(line, parse_float=_finite, parse_constant=_finite)
-        except (ValueError, RecursionError) as error:
-            what = error.msg if isinstance(error, json.JSONDecodeError) else error
-            raise UsageError(f"line {number} isn't JSON: {what}") from error
-        if not isinstance(found, dict):
-            raise UsageError(
-                f"line {number} is not a JSON object but {type(found).__name__}",
-                hint='Write {"column": value, …} on each line.',
-            )
-        yield found
+    number = 0
+    try:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                found = json.loads(line, parse_float=_finite, parse_constant=_finite)
+            except (ValueError, RecursionError) as error:
+                what = error.msg if isinstance(error, json.JSONDecodeError) else error
+                raise UsageError(f"line {number} isn't JSON: {what}") from error
+            if not isinstance(found, dict):
+                raise UsageError(
+                    f"line {number} is not a JSON object but {type(found).__name__}",
+                    hint='Write {"column": value, …} on each line.',
+                )
+            yield found
+    except UnicodeDecodeError as error:  # text is decoded ahead of its lines
+        raise UsageError(f"the text behind line {number} isn't UTF-8: {error.reason}") from error

@@ -106,7 +106,10 @@ def table_names(tables: str | Iterable[str] | None) -> list[str] | None:
     """
     if tables is None:
         return None
-    names = list(tables) if isinstance(tables, Iterable) and not isinstance(tables, str) else [tables]
+    try:
+        names = [tables] if isinstance(tables, str) else list(tables)
+    except TypeError:
+        raise _invalid(tables) from None
     if not names:
         raise UsageError("no table is named", hint="Name at least one table, or leave the argument out for all.")
     for name in names:
@@ -150,7 +153,7 @@ def name_in_full(candidates: Sequence[str]) -> str:
     return f"Name its schema too: {' or '.join(candidates)}." if candidates else ""
 
 
-def _invalid(text: str) -> UsageError:
+def _invalid(text: object) -> UsageError:
     return UsageError(
         f"{repr(text)[:200]} is not the name of a table",
         hint='Write schema.table; a part with capitals, spaces or dots goes in double quotes: public."My.Table".',
