@@ -438,8 +438,8 @@ def _tables(home: Home, name: str) -> Iterator[Diagnosis]:
             table=table["name"],
         )
     refused = list(_refused_writes(home, name, [schemas[table["id"]] for table in tables if table["id"] in schemas]))
-    for error in refused:
-        yield Diagnosis(check, error.code, error.message, "table", error.hint, table=error.details["table"])
+    for one in refused:
+        yield Diagnosis(check, one.code, one.message, "table", one.hint, table=one.details["table"])
     if not aside and not refused:
         yield Diagnosis(check, "ok", f"none of {len(tables)} is quarantined")
 
