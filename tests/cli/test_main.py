@@ -227,6 +227,17 @@ def test_init_writes_a_configuration_that_holds_no_password_and_never_overwrites
     assert (home / "millstream.toml").read_text() == text
 
 
+def test_the_commands_that_init_names_act_on_its_home(tmp_path: Path) -> None:
+    """A folder with a blank wasn't quoted, and MILLSTREAM_HOME named another home."""
+    words = ("--stream", "shop")
+    assert "millstream --home 'a home' doctor" in here("init", "a home", *words, cwd=tmp_path).stderr
+    (tmp_path / "b").mkdir()
+    (tmp_path / "c").mkdir()
+    assert "Next:  millstream doctor" in here("init", *words, cwd=tmp_path / "b").stderr
+    other = here("init", *words, cwd=tmp_path / "c", environ={"MILLSTREAM_HOME": str(tmp_path / "b")})
+    assert f"millstream --home {tmp_path / 'c'} doctor" in other.stderr
+
+
 def test_init_on_a_full_disk_says_so_and_leaves_no_part_of_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 import click
@@ -96,8 +97,9 @@ def init(
         note(f"The password isn't in it. For other commands, {made.variable} {what}")
     if source is not None:
         _list_columns(home, dict(made.environ))
-    shown = home.name if home.parent == Path.cwd() else home
-    option = "" if home == Path.cwd() else f"--home {shown} "
+    shown = home.name if home.parent == Path.cwd() else str(home)
+    is_found = home == Path.cwd() and "MILLSTREAM_HOME" not in os.environ
+    option = "" if is_found else f"--home {shlex.quote(shown)} "
     then = "run" if source is not None else "append TABLE rows.ndjson"
     note(f"Next:  millstream {option}doctor   then:  millstream {option}{then}")
 
