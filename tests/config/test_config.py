@@ -155,6 +155,8 @@ def test_the_environment_can_set_what_the_file_leaves_out(tmp_path: Path) -> Non
         ("[streams.shop]\nlog = 1\n", 2, "streams.shop.log", "must be a table"),
         ("[streams.shop.source]\ntables = ['a', 7]\n", 2, "streams.shop.source.tables[1]", "must be text in quotes"),
         ("[streams.shop.source]\ntables = ['a']\n", 1, "streams.shop.source.dsn", "is required"),
+        ("[streams.shop.log]\nshards = 0\n", 2, "streams.shop.log.shards", "must be 1 or more"),
+        ("[streams.shop.log]\nshards = 100000\n", 2, "streams.shop.log.shards", "must be at most 1024"),
         ("[http]\nrequest_timeout='0s'", 2, "http.request_timeout", "longer than nothing"),
         ("[streams.shop.source]\ndsn = 'x'\n[streams.shop.log]\nretention_age='7'", 4, "streams.shop.log.retention_age", "not a duration"),
         ("[streams.shop.source]\ndsn = 'x'\nlake.format='excel'", 3, "streams.shop.source.lake", "unknown key"),

@@ -431,6 +431,10 @@ def _say(path: KeyPath, mistake: dict[str, Any]) -> str:
         "model_attributes_type": "a table",
         "bool_type": "true or false",
         "too_short": f"a list of at least {context.get('min_length')}",
+        "greater_than": f"more than {context.get('gt')}",
+        "greater_than_equal": f"{context.get('ge')} or more",
+        "less_than": f"less than {context.get('lt')}",
+        "less_than_equal": f"at most {context.get('le')}",
         "string_too_short": "text that isn't empty",
     }
     said = names.get(kind)
