@@ -53,6 +53,13 @@ def test_a_call_that_can_not_be_meant_is_refused_before_anything_is_done(way: st
                 there.append("web", "clicks", {"n": 1}, deadline_s=deadline_s)
             with pytest.raises(UsageError, match="is no time to wait"):
                 there.session("web", "one", next_number=1).append("clicks", {"n": 1}, deadline_s=deadline_s)
+        for stream in (7, b"web", ["web"]):
+            with pytest.raises(UnknownStream):
+                there.token(stream)
+            with pytest.raises(UnknownStream):
+                there.append(stream, "clicks", {"n": 1})
+        with pytest.raises(UsageError, match="is no acknowledgement level"):
+            there.append("web", "clicks", {"n": 1}, acks=7)
         for name in ("", " ", 7):
             with pytest.raises(InvalidValue, match="can't name a session"):
                 there.session("web", name)

@@ -222,13 +222,13 @@ class HomeAppends(Closing):
         raise NotImplementedError
 
 
-def check_deadline(deadline_s: float) -> float:
-    """Return the deadline itself, in seconds from now; `UsageError` if it is invalid."""
-    said: object = deadline_s
+def check_deadline(seconds: float, name: str = "deadline_s", *, default_s: float = APPEND_DEADLINE_S) -> float:
+    """Return a deadline itself, in seconds from now; `UsageError` if it is invalid."""
+    said: object = seconds
     is_number = isinstance(said, int | float) and not isinstance(said, bool)
-    if not is_number or not 0 <= deadline_s <= threading.TIMEOUT_MAX:
+    if not is_number or not 0 <= seconds <= threading.TIMEOUT_MAX:
         raise UsageError(
-            f"deadline_s={deadline_s!r} is no time to wait",
-            hint=f"Pass a number of seconds, 0 or more; the default is {APPEND_DEADLINE_S:g}.",
+            f"{name}={seconds!r} is no time to wait",
+            hint=f"Pass a number of seconds, 0 or more; the default is {default_s:g}.",
         )
-    return deadline_s
+    return seconds

@@ -56,6 +56,9 @@ def check_url(url: str) -> str:
     Raises:
         UsageError: it isn't HTTP, or contains a secret, which every error would show.
     """
+    said: object = url
+    if not isinstance(said, str):
+        raise UsageError(f"{url!r} is no address of a server", hint="It reads like http://127.0.0.1:8787.")
     parts = urlsplit(url)
     if parts.username is not None:
         raise UsageError("an address has no user or password in it", hint="Pass the access token as token=….")

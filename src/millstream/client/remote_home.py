@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import pyarrow as pa
 
-from millstream.client.appends import AppendRequest, HomeAppends
+from millstream.client.appends import AppendRequest, HomeAppends, check_deadline
 from millstream.client.batch_stream import Pieces, change_of, latest_of
 from millstream.client.consumers import Ask, Consumers, Consumption, Flow, answer_of_call, call_of
 from millstream.client.following import REMOTE_POLL_S, Following, Step
@@ -314,7 +314,7 @@ def client_settings(url: str, token: str | None, tls: ssl.SSLContext | bool, tim
         "mounts": {f"all://{f'[{host}]' if ':' in host else host}": None} if is_own(host) else None,
         "headers": headers,
         "verify": tls,
-        "timeout": timeout_s,
+        "timeout": check_deadline(timeout_s, "timeout_s", default_s=TIMEOUT_S),
         "limits": httpx.Limits(max_connections=_CONNECTIONS_MAX, max_keepalive_connections=_CONNECTIONS_MAX),
     }
 

@@ -111,6 +111,11 @@ class Home(HomePaths):
             ConfigError: there is none of that name, and the configuration can't be read to check.
         """
         names = self.streams_on_disk() if of is None else of
+        said: object = named  # a public call, whose callers may have no types
+        if named is not None and not isinstance(said, str):
+            raise UnknownStream(
+                f"{named!r} is no stream's name", hint=f"Streams here: {', '.join(names) or 'none yet'}."
+            )
         if of is None and named is not None and "@" in named and named in self._logs_on_disk():
             parse_region_log_name(named)
             return named
@@ -173,7 +178,8 @@ class Home(HomePaths):
 
     def written_stream(self, named: str) -> StreamConfig:
         """Return a configured stream to write to; `UnknownStream`, with how to add it, if there is none."""
-        found = self.config.streams.get(named)
+        said: object = named
+        found = self.config.streams.get(named) if isinstance(said, str) else None
         if found is None:
             known = ", ".join(sorted(self.config.streams)) or "none"
             how = f"Add [streams.{named}] to it: a stream that only applications write needs nothing else."
@@ -182,7 +188,7 @@ class Home(HomePaths):
             except UsageError as error:
                 how = error.hint
             raise UnknownStream(
-                f"no stream {named if named.isprintable() else repr(named)} in {self.config_file}",
+                f"no stream {said if isinstance(said, str) and said.isprintable() else repr(said)} in {self.config_file}",
                 hint=f"{how} Streams in this home: {known}.",
                 stream=named,
             )

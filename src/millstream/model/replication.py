@@ -204,7 +204,8 @@ class AckLevel:
     @classmethod
     def parse(cls, text: str) -> AckLevel:
         """Parse a level's name; raises `UsageError` if it is none."""
-        match = _LEVEL.match(text)
+        said: object = text  # of a public call, whose callers may have no types
+        match = _LEVEL.match(said) if isinstance(said, str) else None
         if match is not None and int(match[1]) > 0:
             return cls(AckKind.DURABLE, int(match[1]))
         if text in (AckKind.LOCAL, AckKind.OBJECT):
