@@ -91,7 +91,6 @@ class LazyGroup(SuggestingGroup):
 def cli(context: click.Context, home: str | None, debug: bool) -> None:
     """Write PostgreSQL's changes, in order and exactly once, to a log and to lake tables."""
     context.obj = Invocation(home, debug=debug)
-    name_home(home)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -105,6 +104,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             without_pandas(),
             cli.make_context("millstream", list(arguments)) as context,
         ):
+            name_home(context.params["home"])
             cli.invoke(context)
         sys.stdout.flush()
     except BaseException as error:  # noqa: BLE001 - this is the edge: every way to end becomes an exit code
@@ -114,6 +114,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(0)
         sys.exit(_report(error, debug="--debug" in arguments))
+    finally:
+        name_home(None)
     sys.exit(0)
 
 
