@@ -580,11 +580,9 @@ def table_facts(
 
 def _moment(us: int | None) -> str | None:
     """Return a time in µs since 1970 as ISO text, in UTC."""
-    return (
-        None
-        if us is None
-        else (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=us)).isoformat(timespec="milliseconds")
-    )
+    if us is None:
+        return None
+    return (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=us)).isoformat(timespec="milliseconds")
 
 
 def _last(figures: TableFigures | None, us: int) -> dict[str, Any] | None:
