@@ -54,7 +54,7 @@ class Nap:
 
     seconds: float
     warning: str = ""
-    """What is waited for, if the caller hasn't been told and a person would ask by now."""
+    """The reason to wait, if the caller hasn't been told and a person would ask by now."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from millstream.config.section import Duration, DurationAboveZero, Section, SizeAboveZero
+from millstream.config.formed_texts import Interval
+from millstream.config.section import Duration, Section, SizeAboveZero
 from millstream.config.toml_lines import KeyPath
 from millstream.errors import DeliveryError
 
@@ -30,9 +31,9 @@ class AlertsConfig(Section):
     headers: dict[str, str] = Field(
         default={}, repr=False, description='Headers of the requests, such as `authorization = "Bearer ${TOKEN}"`.'
     )
-    timeout: DurationAboveZero = Field(default="10s", description="Time in which the receiver must have answered.")
-    look_every: DurationAboveZero = Field(default="15s", description="Interval at which the conditions are looked at.")
-    repeat_every: DurationAboveZero = Field(
+    timeout: Interval = Field(default="10s", description="Time in which the receiver must have answered.")
+    look_every: Interval = Field(default="15s", description="Interval at which the conditions are looked at.")
+    repeat_every: Interval = Field(
         default="4h", description="Interval at which an alert is sent again while its condition lasts."
     )
     slot_lag: SizeAboveZero = Field(

@@ -7,6 +7,8 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator
 
+from millstream.model.durations import duration_s
+
 _ADDRESS: Final = re.compile(r"(?:\[[0-9a-fA-F:.]+\]|[^:\s\[\]]*):([0-9]{1,5})")
 _PORT_MAX: Final = 65535
 
@@ -28,6 +30,12 @@ def _check_listen(text: str) -> str:
     form = _ADDRESS.fullmatch(text)
     if form is None or int(form[1]) > _PORT_MAX:
         raise ValueError(f"must be a host and a port up to {_PORT_MAX}, such as 127.0.0.1:8787 or [::1]:8787")
+    return text
+
+
+def _check_interval(text: str) -> str:
+    if not duration_s(text):
+        raise ValueError(f"{text!r} must be longer than nothing")
     return text
 
 
@@ -53,6 +61,8 @@ SparkMaster = Annotated[
     ),
 ]
 """The address of a Spark master."""
+Interval = Annotated[str, AfterValidator(_check_interval)]
+"""A duration longer than nothing: `10s`."""
 Listen = Annotated[str, AfterValidator(_check_listen)]
 """`127.0.0.1:8787`, `[::1]:8787`; `:8787` for all addresses of the machine."""
 HostName = Annotated[

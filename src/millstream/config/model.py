@@ -17,17 +17,7 @@ from millstream.config.formed_texts import LakeFormat
 from millstream.config.quantities import size_bytes
 from millstream.config.replication_model import ReplicationConfig
 from millstream.config.routing_model import RoutingSection
-from millstream.config.section import (
-    Days,
-    Duration,
-    DurationAboveZero,
-    DurationOrAuto,
-    Level,
-    Section,
-    Size,
-    SizeAboveZero,
-    SizeOrShare,
-)
+from millstream.config.section import Days, Duration, DurationOrAuto, Level, Section, Size, SizeAboveZero, SizeOrShare
 from millstream.config.serving_model import FlightConfig, HttpConfig
 from millstream.libpq import is_address
 from millstream.model.durations import duration_s
@@ -94,7 +84,7 @@ class SourceConfig(Section):
         description="Size of a table at the source, without TOAST, above which another copy of it, which a change of its "
         "definition requires, waits until you run `millstream tables copy T`. The first copy of a table, and that of an attached partition, never waits.",
     )
-    heartbeat_interval: DurationAboveZero = Field(
+    heartbeat_interval: text.Interval = Field(
         default="10s",
         description="Interval between the heartbeat messages that are written to an idle source, so that its slot advances.",
     )
@@ -204,7 +194,7 @@ class LakeConfig(Section):
         "`_delta_log`, at the next maintenance. A streaming reader that stops for longer must start again from "
         "the table.",
     )
-    maintenance_interval: DurationAboveZero = Field(
+    maintenance_interval: text.Interval = Field(
         default="60s",
         description="Interval of maintenance: small files are compacted, and files no longer referenced are deleted.",
     )
@@ -263,7 +253,7 @@ class LogConfig(Section):
         "need the oldest segments are cut off, and reported by name. Pipelines are never cut off. "
         "Unset: twice `retention_bytes`.",
     )
-    retention_interval: DurationAboveZero = Field(
+    retention_interval: text.Interval = Field(
         default="30s", description="Interval between two checks for segments to delete."
     )
     disk_used_max: float = Field(

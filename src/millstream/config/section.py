@@ -32,11 +32,6 @@ def _check_days(text: str) -> None:
         raise ValueError(f"{text!r} isn't a number of whole days; write one such as 90d")
 
 
-def _check_duration_above_zero(text: str) -> None:
-    if not duration_s(text):
-        raise ValueError(f"{text!r} must be longer than nothing")
-
-
 def _check_duration_or_auto(text: str) -> None:
     if text != "auto":
         try:
@@ -59,8 +54,6 @@ def _level(text: str) -> str:
 
 Duration = Annotated[str, _read_by(duration_s)]
 """`500ms`, `10s`, `7d`."""
-DurationAboveZero = Annotated[str, _read_by(_check_duration_above_zero)]
-"""A duration longer than nothing."""
 Days = Annotated[str, _read_by(_check_days)]
 """`90d`."""
 DurationOrAuto = Annotated[str, _read_by(_check_duration_or_auto)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from millstream.config.formed_texts import HostName, Listen
-from millstream.config.section import Duration, DurationAboveZero, Section, SizeAboveZero
+from millstream.config.formed_texts import HostName, Interval, Listen
+from millstream.config.section import Duration, Section, SizeAboveZero
 
 
 def _apart(listen: str) -> tuple[str, int]:
@@ -77,12 +77,12 @@ class HttpConfig(Section):
         description="Number of open connections, including idle ones and TLS handshakes, at most. Others get status "
         "503; with TLS they are closed without an answer.",
     )
-    request_timeout: DurationAboveZero = Field(
+    request_timeout: Interval = Field(
         default="30s",
         description="Time in which a request's head and body must arrive. A later one gets status 408, and none of it is "
         "appended.",
     )
-    idle_timeout: DurationAboveZero = Field(
+    idle_timeout: Interval = Field(
         default="75s",
         description="Time that a connection stays open without a request. Before its first request the limit is "
         "`request_timeout`.",
@@ -110,7 +110,7 @@ class HttpConfig(Section):
         "(`query_spill_full`). All queries together use at most `queries_max` times this value on the home's "
         "disk.",
     )
-    query_timeout: DurationAboveZero = Field(
+    query_timeout: Interval = Field(
         default="5m",
         description="Time for a query, including the time in which the caller reads the answer. A longer one gets status 422 "
         "(`query_timeout`), or its answer breaks off if it has begun.",
@@ -151,7 +151,7 @@ class FlightConfig(Section):
         "holds one more batch, of the size that its sender chose.",
     )
 
-    idle_timeout: DurationAboveZero = Field(
+    idle_timeout: Interval = Field(
         default="5m",
         description="Time in which a caller that appends must send its next batch, or read its results. After that the call "
         "ends with `transfer_idle`. If the caller doesn't end the call, the server closes the connection, "
