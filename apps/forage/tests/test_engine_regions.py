@@ -155,6 +155,25 @@ def test_a_region_takes_what_another_hid_from_its_log(tmp_path: Path):
     assert feed.items[0].item_id in everything | again
 
 
+def test_a_repeated_skip_hides_what_another_region_has_lifted_before() -> None:
+    """It was a duplicate that left no record, so the item showed again once the other region's record came."""
+    times = count(1)
+    WORLD.clear()
+    WORLD.update({region: MemoryRegion(region, times) for region in (1, 2)})
+    one, two = (engine_on(home, SetClock()) for home in WORLD.values())
+    one.add_item(CORPUS[0])
+    (shown,) = one.feed(1).items
+    first = one.signal(1, shown.item_id, "skip", impression_id=shown.impression_id)
+    WORLD[2].hear(WORLD[1], WORLD[1].end)
+    two.unhide(1, shown.item_id)
+    again = one.signal(1, shown.item_id, "skip", impression_id=shown.impression_id)
+    assert (again.duplicate, again.signal_id) == (True, first.signal_id)
+    WORLD[1].hear(WORLD[2], WORLD[2].end)
+    WORLD[2].hear(WORLD[1], WORLD[1].end)
+    assert one.feed(1, seed=1).items == two.feed(1, seed=1).items == []
+    assert len(WORLD[1].rows("signals")) == 1
+
+
 def test_a_home_with_the_number_of_this_region_is_refused(tmp_path: Path) -> None:
     """Both hand out the same ids, so a signal of the one would count for an item of the other."""
     homes = [tmp_path / name for name in ("a", "b")]

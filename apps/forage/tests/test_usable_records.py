@@ -98,6 +98,27 @@ def test_records_that_other_programs_append_break_no_answer(tmp_path: Path):
             json.dumps(as_json(answer), allow_nan=False)
 
 
+def test_signals_of_another_users_or_items_impression_count_for_nobody(tmp_path: Path):
+    """The user's own signal of that kind failed from then on."""
+    with ForageEngine.open(tmp_path / "home") as engine:
+        engine.seed_default_corpus()
+        first, second, *_ = engine.feed(1).items
+        signal = {
+            "user": 1,
+            "item": first.item_id,
+            "kind": "save",
+            "weight": 1.0,
+            "now": 5,
+            "impression": first.impression_id,
+        }
+        with millstream.open(tmp_path / "home") as home:
+            home.append(
+                STREAM, "signals", [{**signal, "id": 900, "user": 2}, {**signal, "id": 901, "item": second.item_id}]
+            )
+        assert not engine.signal(1, first.item_id, "save", impression_id=first.impression_id).duplicate
+        assert sum(item.signals["save"] for item in engine.items(limit=1000).items) == 1
+
+
 def test_what_an_engine_wrote_itself_is_read_again_whatever_its_clock_and_its_items(tmp_path: Path):
     def before_1970() -> int:
         return -5

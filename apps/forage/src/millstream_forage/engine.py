@@ -245,8 +245,8 @@ class ForageEngine:
     ) -> SignalAnswer:
         """Record a user's reaction to an item: one operation with the reward of its impression.
 
-        A skip also hides the item from the user. A signal that changes nothing, such as a double click, is answered as
-        a duplicate of the one that counts.
+        A skip also hides the item from the user. A signal that doesn't count, such as a double click, is answered as a
+        duplicate of the one that does.
 
         Args:
             user_id: the user, from 0.
@@ -271,20 +271,23 @@ class ForageEngine:
         )
         with self._turn:
             self._log.catch_up()
-            same = self._same_key(asked)
-            item, impression = self._item_row(asked.item_id), self._impression_row(asked)
-            if same is None and asked.idempotency_key is None:
-                same = self._counted_already(asked, impression)
-            if same is not None:
-                return SignalAnswer(int(self._state.signals.ids.values[same]), str(self._log.at), duplicate=True)
-            signal_id = self._state.signals.ids.next_of(self._region)
-            rows: dict[str, list[dict[str, Any]]] = {"signals": [asked.record(signal_id, self._clock())]}
-            if asked.kind == "skip":
+            known = self._same_key(asked)
+            self._item_row(asked.item_id)
+            impression = self._impression_row(asked)
+            if known is None and asked.idempotency_key is None:
+                known = self._counted_already(asked, impression)
+            is_new = known is None
+            ids = self._state.signals.ids
+            signal_id = ids.next_of(self._region) if known is None else int(ids.values[known])
+            rows: dict[str, list[dict[str, Any]]] = {}
+            if is_new:
+                rows["signals"] = [asked.record(signal_id, self._clock())]
+            if asked.kind == "skip" and (is_new or asked.idempotency_key is None):
+                # Also if it hides the item already, as in `change_hidden`.
                 hidden = {"user": asked.user_id, "target": "item", "value": str(asked.item_id), "hidden": True}
                 rows["hides"] = [hidden | {"kind": "skip"}]
-            assert item != NO_ROW
             self._log.append(rows)
-            return SignalAnswer(signal_id, str(self._log.at), duplicate=False)
+            return SignalAnswer(signal_id, str(self._log.at), duplicate=not is_new)
 
     def signal_dwell(
         self,
@@ -387,12 +390,10 @@ class ForageEngine:
         return row
 
     def _counted_already(self, asked: Reaction, impression: int) -> int | None:
-        """Return the row of the signal that makes this one change nothing."""
+        """Return the row of the signal that counts in place of this one."""
         shown, signals = self._state.impressions, self._state.signals
         code = KIND_CODES[asked.kind]
         if impression == NO_ROW or not shown.kinds.values[impression] >> code & 1:
-            return None
-        if asked.kind == "skip" and str(asked.item_id) not in self._state.hides.of(asked.user_id).by_target["item"]:
             return None
         if code == DWELL and asked.duration_ms is not None:
             longest = int(shown.dwells.values[impression])

@@ -299,7 +299,7 @@ class State:
         self._folds: Final[dict[str, Callable[[pa.RecordBatch], None]]] = {
             "items": self.items.apply,
             "impressions": lambda batch: self.impressions.apply(batch, self.items),
-            "signals": lambda batch: self.signals.apply(batch, self.impressions, self.items),
+            "signals": lambda batch: self.signals.apply(self._fitting(batch), self.impressions, self.items),
             "hides": self.hides.apply,
             "heartbeats": self._apply_heartbeats,
         }
@@ -342,6 +342,15 @@ class State:
             batch = batch.filter(pa.array(ready))
         if batch.num_rows:
             self._folds[table](batch)
+
+    def _fitting(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Return signals without those of another user's or item's impression: the engine appends none."""
+        rows = self.impressions.by_id.first_rows(batch["impression"].fill_null(NO_ROW).to_numpy())
+        leaves_out = rows != NO_ROW
+        rows, items = rows[leaves_out], self.items.by_id.first_rows(batch["item"].to_numpy()[leaves_out])
+        is_other = batch["user"].to_numpy()[leaves_out] != self.impressions.users.values[rows]
+        leaves_out[leaves_out] = is_other | (items != self.impressions.items.values[rows])
+        return batch.filter(pa.array(~leaves_out)) if leaves_out.any() else batch
 
     def _apply_heartbeats(self, batch: pa.RecordBatch) -> None:
         newest = pc.max(batch["now"]).as_py()
