@@ -134,6 +134,26 @@ def test_the_tables_are_of_all_regions_that_the_home_follows(spark: SparkSession
     assert {TOKEN_KEY, "forage@1.token"} <= recorded.keys()
 
 
+def test_records_that_the_engine_leaves_out_are_left_out(spark: SparkSession, tmp_path: Path):
+    """An impression of propensity 0 failed the job; a weight beyond 1 raised the means."""
+    from millstream_forage.batch import run_batch
+
+    signal = {"user": 1, "item": 1, "kind": "save", "now": NOW_NS}
+    with ForageEngine.open(tmp_path, clock=lambda: NOW_NS) as engine:
+        # Before the engine has written the table: columns that no program has written are null.
+        with millstream.open(tmp_path) as opened:
+            opened.append(STREAM, "signals", [{**signal, "id": n, "weight": n - 900} for n in (901, 905)])
+        engine.seed_default_corpus()
+        engine.feed(1, 7, 1)
+        shown = {"feed": 900, "user": 1, "item": 1, "slot": 1, "arm": "sea/x", "label": "none", "explore": False,
+                 "policy": "p", "seed": 1, "limit": 7, "token": "abc.s1", "now": NOW_NS}  # fmt: skip
+        with millstream.open(tmp_path) as opened:
+            opened.append(STREAM, "impressions", {**shown, "id": 900, "propensity": 0.0})
+        landed = run_batch(spark, tmp_path)
+    (reader,) = rows_of(landed[1].folder)
+    assert (reader["impressions"], reader["saves"], reader["mean_reward"]) == (7, 1, 1.0)
+
+
 def simulated(home: Path, seed: int) -> None:
     """Write the log of feeds of Thompson sampling; each arm has enough items for a whole feed."""
     home.mkdir()

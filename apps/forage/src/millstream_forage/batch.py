@@ -16,8 +16,9 @@ signals, or a signal without impression.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +33,7 @@ from millstream import OpenHome, StreamToken
 from millstream_forage.folded_log import ends_of, log_of, whole_table
 from millstream_forage.homes import CONFIG_FILE
 from millstream_forage.tables import KINDS, SCHEMAS, STREAM, arm_name, other_regions
+from millstream_forage.usable_records import usable
 
 LAKE_FOLDER: Final = Path("lake", "forage-batch")
 """Where the tables of a home are, in its folder."""
@@ -166,9 +168,8 @@ def run_batch(
         for log, token in logs.items():
             if (log, table) in known and not (table == "hides" and merged is not None):
                 read = spark.read.format("millstream").options(path=str(home), stream=log, table=f"public.{table}")
-                found = found.unionByName(
-                    read.option("ending", str(token)).load().select(columns), allowMissingColumns=True
-                )
+                rows = read.option("ending", str(token)).load()
+                found = found.union(rows.mapInArrow(partial(foldable, table, columns), found.schema))
         if table == "hides" and merged is not None:
             rows = merged.select(SCHEMAS[table].names).replace_schema_metadata()
             found = spark.createDataFrame(rows).withColumn("__seq", f.lit(0).cast("long"))
@@ -184,6 +185,12 @@ def run_batch(
         write_deltalake(folder, rows, mode="overwrite", schema_mode="overwrite", commit_properties=properties)
         landed.append(Landed(name, folder, rows.num_rows))
     return landed
+
+
+def foldable(table: str, columns: Sequence[str], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yield the columns of those records that the engine folds, too."""
+    for batch in batches:
+        yield usable(table, batch).select(columns)
 
 
 def has_records(home: OpenHome, log: str, table: str, token: StreamToken) -> bool:
