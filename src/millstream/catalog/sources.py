@@ -194,7 +194,7 @@ class Sources(CatalogPart):
     def require_reached(self, stream: StreamId) -> None:
         """Let positions that were stored without what the log had count only for a log that has as much: it was cut.
 
-        Earlier versions stored all of them so, and this one the position where a slot began.
+        The position where a slot began is stored so.
         """
         with self._database.write() as connection:
             of_databases = (t.sources.c.stream == str(stream)) & (t.sources.c.system_identifier != str(OF_A_BUFFER))

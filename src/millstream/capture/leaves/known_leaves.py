@@ -95,19 +95,19 @@ class _Leaves:
     @classmethod
     def loaded(cls, facts: Mapping[str, Any]) -> _Leaves:
         def by_oid(key: str) -> list[tuple[int, Any]]:
-            return [(int(oid), value) for oid, value in facts.get(key, {}).items()]
+            return [(int(oid), value) for oid, value in facts[key].items()]
 
         return cls(
             live=dict(by_oid("live")),
             waiting={oid: (name, Lsn(at), at_us) for oid, (name, at, at_us) in by_oid("waiting")},
-            left=set(facts.get("left", ())),
+            left=set(facts["left"]),
             arrived={oid: Lsn(at) for oid, at in by_oid("arrived")},
             attached={oid: Attached(Lsn(at), *more) for oid, (at, *more) in by_oid("attached")},
             first=dict(by_oid("first")),
             orders={oid: tuple(LeafColumns(tuple(o), tuple(t)) for o, t in found) for oid, found in by_oid("orders")},
             is_whole=facts["is_whole"],
             read_by_leaves=facts["read_by_leaves"],
-            setting=facts.get("setting", ""),
+            setting=facts["setting"],
         )
 
     def stored(self) -> dict[str, Any]:

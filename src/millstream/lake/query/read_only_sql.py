@@ -1,7 +1,7 @@
 """SQL that only reads: which statements a query may have.
 
 This gives a clear error early, and no safety: a statement can hold another one as text. No statement can write what
-the connection can't write (`duckdb_connection`, `files`).
+the connection can't write (`duckdb_connection`, `readable_files`).
 """
 
 from __future__ import annotations
