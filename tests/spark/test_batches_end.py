@@ -36,6 +36,30 @@ def test_a_driver_that_ends_leaves_a_batch_to_the_next_run_in_place_of_hurried_t
     assert Lander.runs == 1
 
 
+def test_a_batch_whose_cut_the_lake_does_not_take_is_left_to_the_next_run_if_the_driver_ends() -> None:
+    class Written(Lander):
+        def _write(self, after: Seq, upto: Seq, *_: Any) -> Landed:
+            return Landed(after, upto, {}, {}, {}, {})
+
+    def commit(*_: Any, **__: Any) -> None:
+        raise LakeUnavailable("gone")
+
+    nothing: Any = SimpleNamespace(batch_bytes_max=1)
+    tables: Any = SimpleNamespace(
+        cut=None, quarantine=SimpleNamespace(tables={}), appended=lambda *_: None, commit=commit
+    )
+    log: Any = SimpleNamespace(
+        persisted_upto=lambda: Seq(1), cut=lambda *_, **__: Seq(1), newest_headers=lambda *_, **__: ()
+    )
+    ends = True
+    lander = Written(*[nothing] * 3, log, tables, *[nothing] * 3, lambda _: None, lambda: None, wait=lambda _: ends)
+    assert lander.land_next() is False
+    assert not lander._lake_answered
+    ends = False
+    with pytest.raises(LakeUnavailable):
+        lander.land_next()
+
+
 @pytest.mark.parametrize(
     ("code", "kind", "tries"),
     [

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,7 +19,7 @@ from tests.spark.hand_made import Home, insert
 from tests.spark.lake_run import config_of
 
 from millstream.catalog.quarantined_tables import FoldFailures, LastFigures, QuarantinedTable, TableFigures
-from millstream.errors import CatalogError, LakeError, Retry, TokenFromFuture
+from millstream.errors import CatalogError, LakeError, LakeUnavailable, Retry, TokenFromFuture
 from millstream.lake.commit_cuts import Cut, CutTable
 from millstream.lake.layout import LakeLayout, TableCommit
 from millstream.lake.maintenance import MaintenanceResult
@@ -83,6 +85,30 @@ def sink(home: Home) -> SinkInMemory:
 
 def tables_of(home: Home, sink: SinkInMemory) -> PipelineTables:
     return PipelineTables(config_of(home.path, home.stream, SparkOptions(home.path), target=sink), home.catalog)
+
+
+def test_progress_is_told_while_a_cut_waits_for_the_lake_and_an_end_is_not_held_back(
+    home: Home, sink: SinkInMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both waited for five minutes if the store failed between a batch's tables and its cut."""
+    asked, ending = threading.Event(), threading.Event()
+
+    def fail(*_: object, **__: object) -> Cut:
+        asked.set()
+        raise LakeUnavailable("the store doesn't answer")
+
+    tables = tables_of(home, sink)
+    monkeypatch.setattr(sink, "commit_cut", fail)
+    tables.wait = ending.wait
+    with ThreadPoolExecutor() as pool:
+        cut = pool.submit(tables.commit, Seq(1), [])
+        assert asked.wait(30)
+        try:
+            assert pool.submit(tables.progress).result(30) == ()
+        finally:
+            ending.set()
+        with pytest.raises(LakeUnavailable):
+            cut.result(30)
 
 
 def test_a_sink_knows_of_a_table_until_it_has_caught_up_and_no_longer_than_the_log_is_held(

@@ -100,8 +100,8 @@ class BatchLander:
             after = self._reached()
             durable = self.log.persisted_upto()
             upto = self.log.cut(after, bytes_max=self.config.batch_bytes_max)
-            if upto > after:
-                self._land(after, upto)
+            if upto > after and not self._land(after, upto):
+                return False
             self._lake_answers()
             return upto < durable
 
@@ -138,18 +138,24 @@ class BatchLander:
             after = end
         self.pipeline_tables.release(held.table_id)
 
-    def _land(self, after: Seq, upto: Seq) -> None:
+    def _land(self, after: Seq, upto: Seq) -> bool:
+        """Land a batch; return False if the driver ends before its cut: the next run begins with it."""
         started = time.monotonic()
         failpoints.hit("pipeline.before_batch")
         landed = self._write(after, upto, frozenset(self.pipeline_tables.quarantine.tables))
         if landed is None:
-            return  # no cut covers it: the next run begins with it
+            return False
         for table_id, error in landed.errors.items():
             self._hold(table_id, after, error)
         self.pipeline_tables.appended(landed.commits.values(), landed.versions, landed.newest_us)
         failpoints.hit("pipeline.before_lake_commit")
         written, newest_us = written_us(self.log, upto), max(landed.newest_us.values(), default=None)
-        self.pipeline_tables.commit(upto, landed.commits.values(), newest_us=newest_us, written_us=written)
+        try:
+            self.pipeline_tables.commit(upto, landed.commits.values(), newest_us=newest_us, written_us=written)
+        except LakeUnavailable:
+            if self.wait(0):
+                return False
+            raise
         failpoints.hit("pipeline.after_lake_commit")
         stream, pipeline = self.config.stream_id, self.config.pipeline
         self.catalog.set_landed(stream, pipeline, upto)
@@ -160,6 +166,7 @@ class BatchLander:
         self._last = landed, time.monotonic() - started, age_s
         process_metrics.LAKE_BATCH_SECONDS.of(str(stream)).observe(self._last[1])
         self.report(self.log.persisted_upto())
+        return True
 
     def _write(self, after: Seq, upto: Seq, held: frozenset[TableId]) -> Landed | None:
         """Run the job; repeat it for tables whose error may be temporary. None if the driver ends before the repetition."""

@@ -159,6 +159,7 @@ class _Run:
         start = Seq(0) if pipeline_tables.cut is None else pipeline_tables.cut.n
         replay = ReplayWatch(str(config.wal_folder), start, log.persisted_upto(), bytes_max=config.batch_bytes_max)
         self.ending = threading.Event()
+        pipeline_tables.wait = self.ending.wait
         self.draining = threading.Event()
         """Set once a drain or the end is asked for: no batch waits long for records any longer."""
         self.lander = BatchLander(

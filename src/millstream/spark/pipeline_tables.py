@@ -1,8 +1,8 @@
 """The driver's state of its tables: each one's position, what waits for a fold, and the cut. `quarantine` has those that failed.
 
 One object a run, shared by the thread that lands batches and the thread that folds. Cuts are
-committed under its lock, so that rows of `_commits` follow one another and each names versions that
-go together.
+committed under a lock of their own, so that rows of `_commits` follow one another and each names versions that
+go together. A lake that doesn't answer may hold it for minutes, in which progress is still reported.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -110,6 +110,10 @@ class PipelineTables:
         self._config = config
         self._catalog = catalog
         self._lock = threading.Lock()
+        self._cutting = threading.Lock()
+        """Held while a cut is committed."""
+        self.wait: Callable[[float], object] = time.sleep
+        """Waits so many seconds between two tries of a cut; returns true if the driver ends."""
         self.tables: dict[TableId, PipelineTable] = {}
         self.quarantine: Final = Quarantine(config, catalog)
         self._fold_failures = FoldFailures(catalog, config.stream_id, config.pipeline)
@@ -299,7 +303,7 @@ class PipelineTables:
             written_us: when the log's newest group at or below `n` was written: the cut is never older.
         """
         commits = list(commits)
-        with self._lock:
+        with self._cutting:
             if n is None and not commits:
                 return self.cut
             at = self.cut.n if n is None and self.cut is not None else n
@@ -319,7 +323,8 @@ class PipelineTables:
                 committed_at=max(datetime.now(UTC), _EPOCH + timedelta(microseconds=written_us)),
                 commit_ts_max=None if newest_us is None else _EPOCH + timedelta(microseconds=newest_us),
                 held={table_id: table.after for table_id, table in list(self.quarantine.tables.items())},
-            )
+            ),
+            wait=self.wait,
         )
         return self.cut
 
@@ -329,7 +334,7 @@ class PipelineTables:
         if self.cut is not None:
             # First the cut: a target that still named the table would have records read again that
             # the log drops from here on.
-            with self._lock:
+            with self._cutting:
                 self._commit(self.cut.n, ())
         self.quarantine.let_go(table_id)
 
