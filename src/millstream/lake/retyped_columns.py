@@ -20,6 +20,7 @@ from millstream.lake.layout import LakeLayout
 from millstream.lake.reused_column_names import LIVES
 from millstream.lake.schema_history import Eras
 from millstream.lake.table_format import Commit, OpenTable, format_of
+from millstream.model.column_renames import under_names
 from millstream.model.schema import TableSchema
 
 
@@ -58,12 +59,13 @@ def _has_only(eras: Eras, name: str, number: int, schema: TableSchema) -> bool:
 
 def _moved(layout: LakeLayout, opened: OpenTable, eras: Eras, moved: Mapping[str, str]) -> OpenTable:
     """Rewrite a history under other names of some of its columns."""
-    files = TableFiles(layout, opened.path, BOUNDED, {new: old for old, new in moved.items()})
-    have = opened.schema()
+    names = {new: old for old, new in moved.items()}
+    files, have = TableFiles(layout, opened.path, BOUNDED, names), opened.schema()
     columns = pa.schema([column.with_name(moved.get(column.name, column.name)) for column in have])
     written = []
     for path, period in files_by_period(layout, opened):
-        rows = (batch.rename_columns(columns.names) for batch in records_in(files, path, have))
+        tables = (pa.Table.from_batches([batch]) for batch in records_in(files, path, have))
+        rows = (batch for table in tables for batch in under_names(table, names).to_batches())
         partition = format_of(layout).partition
         # The name has the version: to rewrite all of history may take longer than maintenance waits for a commit.
         name = new_name(opened.version + 1, table=table_in(path))
@@ -88,7 +90,7 @@ def _moved(layout: LakeLayout, opened: OpenTable, eras: Eras, moved: Mapping[str
         add=written,
         mode="overwrite",
         schema=columns,
-        renamed={new: old for old, new in moved.items()},
+        renamed=names,
         properties=replace(eras, told=tuple(told)).all_properties(),
     )
     ready = reopened(layout, opened)
