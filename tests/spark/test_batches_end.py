@@ -60,6 +60,22 @@ def test_a_batch_whose_cut_the_lake_does_not_take_is_left_to_the_next_run_if_the
         lander.land_next()
 
 
+def test_a_retry_of_a_quarantined_table_waits_for_no_batch_that_waits_for_the_lake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The driver's loop stood still, and took no notice of a signal."""
+    retried: list[Any] = []
+    monkeypatch.setattr(Lander, "_catch_up", lambda _, held: retried.append(held), raising=False)
+    nothing: Any = SimpleNamespace()
+    tables: Any = SimpleNamespace(quarantine=SimpleNamespace(retries_due=lambda: ["held"]))
+    lander = Lander(*[nothing] * 4, tables, *[nothing] * 3, lambda _: None, lambda: None)
+    with lander.lock:
+        lander.retry_held()
+    assert retried == []
+    lander.retry_held()
+    assert retried == ["held"]
+
+
 @pytest.mark.parametrize(
     ("code", "kind", "tries"),
     [

@@ -46,6 +46,8 @@ from millstream.wal.reader import StreamReader
 
 ATTEMPTS_MAX: Final = 4
 """Number of attempts to write a table in one batch, if its error may be temporary and the lake can be reached."""
+_LOCK_S: Final = 1.0
+"""How long a retry of a quarantined table waits for the batch that lands."""
 _GONE: Final = frozenset({LakeUnavailable.code, "catalog_unreachable", "lake_bucket_missing"})
 
 
@@ -112,10 +114,17 @@ class BatchLander:
             self._lake_answered = True
 
     def retry_held(self) -> None:
-        """Retry tables that were quarantined, if a retry is due or requested. Any thread."""
+        """Retry tables that were quarantined, if a retry is due or requested. Any thread.
+
+        A batch may wait for the lake for minutes. So a caller that can't have the lock leaves the retries to the next call.
+        """
         for held in self.pipeline_tables.quarantine.retries_due():
-            with self.lock:
+            if not self.lock.acquire(timeout=_LOCK_S):
+                return
+            try:
                 self._catch_up(held)
+            finally:
+                self.lock.release()
             self.landed()
 
     def _catch_up(self, held: QuarantinedTable) -> None:
