@@ -37,6 +37,7 @@ from millstream.protocol.replication.promises_and_fencing import LINEAGE, Greeti
 from millstream.protocol.replication.promotion_machine import NodeReport, Promotion
 from millstream.testing.files import Crash
 from millstream.wal.reader import StreamReader
+from millstream.wal.replica.prepare_promotion import prepare_promotion
 from millstream.wal.replica.replica_log import ReplicaLog
 from millstream.wal.replica.ship_source import ShipSource, durable_marks, log_marks
 from millstream.wal.writing.options import LogOptions
@@ -395,6 +396,7 @@ class MachinesLife(ReplicaLife):
         assert isinstance(take_over, promoting.TakeOverLog)
         side.replica.log.close()
         self.files = side.replica.files
+        prepare_promotion(FOLDER, files=self.files)
         leader = self.truth.open(self.files, options=self._options(), clock=self.clock)
         here = self._read(self.files)
         missing = [row for row in numbers.values() if row not in here]
