@@ -520,23 +520,24 @@ def test_a_higher_promise_is_durable_first_and_a_lower_one_refused():
     assert broken == following.BreakLink()
 
 
-def test_what_the_new_leader_hasnt_is_set_aside_and_its_reign_noted_when_its_past_is_here():
+def test_what_the_new_leader_hasnt_is_set_aside_and_its_term_noted_before_anything_is_taken():
     one = Following(holding=holding(7, 70))
     one.promise = Promise(Epoch(1), A)
     one.lineage = Lineage().with_term(one.promise, GroupNumber(5))
     effects = one.come(9)
     assert effects[-1] == following.SetAside(GroupNumber(5))
     assert of(following.PersistRole, effects)[0].fact.lineage == Lineage()
-    effects = one.step(following.WasSetAside(holding(4, 40)))
-    assert not of(following.PersistRole, effects), "it ended before"
-    (said,) = effects
+    noted, said = one.step(following.WasSetAside(holding(4, 40)))
+    assert isinstance(noted, following.PersistRole)
+    assert noted.fact.lineage == one.lineage
+    assert noted.fact.rank(GroupNumber(4)) == Rank(Lineage().last.promise, GroupNumber(4)), "it ends before the term"
     assert isinstance(said, following.Say)
     assert isinstance(said.word, Hello)
     assert isinstance(one.greet(9)[-1], following.Say)
     one.receive(one.shipment(part(40, 20)))
     effects = one.step(following.Applied(holding(6, 60), 0))
-    assert [type(effect) for effect in effects] == [following.PersistRole, following.Say]
-    assert one.follower.fact.lineage == one.lineage
+    assert [type(effect) for effect in effects] == [following.Say]
+    assert one.follower.fact.rank(GroupNumber(6)) == Rank(one.promise, GroupNumber(6))
 
 
 def test_what_one_follower_is_enough_for_is_shown_with_an_acknowledgement_that_counts():

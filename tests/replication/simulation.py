@@ -14,7 +14,7 @@ is `model_log`'s. Each invariant is checked when it could break, not at the end:
 - readers of any node see at most what the stream's level allows, and all of it once nothing moves;
 - the groups that a node reports as held are synced there, whole; a node keeps a promise that it gave;
 - a write that a client sends repeatedly is in the log once;
-- a follower isn't older than the age that it reports;
+- a follower isn't older, compared with the leader that it follows, than the age that it reports;
 - when the faults end, all nodes get the same bytes, and all writes are acknowledged.
 """
 
@@ -371,7 +371,7 @@ class Node:
         self.is_writing = False
         if log.twice:
             self.world.broken(f"{log.twice[0]} is in the log twice")
-        self.world.leader_times.setdefault(log.group, self.world.now)
+        self.world.written_at.setdefault((self.name, log.group), self.world.now)
         if self.leader is not None:
             if self.world.chance.random() < 0.1:
                 self.documents = {"catalog": self.documents["catalog"] + 1}
@@ -485,7 +485,7 @@ class Node:
     def look_at_age(self, machine: Follower) -> None:
         """Compare the age that the follower reports with its real age."""
         age_s = machine.lag(self.world.now).age_s
-        newer = self.world.leader_times.get(self.disk.log.group + 1)
+        newer = self.world.written_at.get((self.fact.leader, self.disk.log.group + 1))
         if newer is not None and not self.fact.promise.epoch and age_s < self.world.now - newer - AGE_ERROR_S:
             self.world.broken(
                 f"{self.name} says it is {age_s:.2f} s old, and lacks what came {self.world.now - newer:.2f} s ago"
@@ -670,7 +670,7 @@ class World:
         self.is_faulty = True
         self.cuts: dict[frozenset[NodeName], float] = {}
         self.promotions = 0
-        self.leader_times: dict[int, float] = {}
+        self.written_at: dict[tuple[NodeName, int], float] = {}
         self.acked: dict[Write, int] = {}
         self.highest_acked = 0
         self.shown: dict[int, tuple[Write, ...]] = {}

@@ -17,7 +17,7 @@ from millstream.model.positions import Seq
 from millstream.model.replication import AckKind, AckLevel
 from millstream.nodes.follower_state import FollowerState
 from millstream.nodes.object_stores import FetchedStream, fetch, stored_lineage
-from millstream.protocol.replication.promises_and_fencing import LINEAGE, SESSIONS, Role, RoleFact
+from millstream.protocol.replication.promises_and_fencing import LINEAGE, SESSIONS, Lineage, Role, RoleFact
 from millstream.wal.replica.replica_log import ReplicaLog
 from millstream.wal.writing.session_file import covered_in
 
@@ -64,6 +64,8 @@ def fill(
         parts_behind = fact.lineage.covered_by(group).common_with(lineage)[1]
         if parts_behind is not None:
             notes.set_aside(parts_behind)
+    with roles.changing(stream) as changing:  # before the log is ahead of it
+        changing.put(_with_lineage(changing.fact, lineage))
     # The store may have groups that too few followers have.
     withholds = AckLevel.parse(home.config.streams[stream].acks).kind is AckKind.DURABLE
     found = fetch(store, stream, folder, upto=stored.group, withholds=withholds, stop=stop, tell=tell)
@@ -76,16 +78,14 @@ def fill(
             and not (one.name == SESSIONS and (covered_in(one.data) or Seq(0)) > found.end.persisted_upto)
         )
     )
-    with roles.changing(stream) as changing:
-        changing.put(_with_lineage(changing.fact, found))
     return found
 
 
-def _with_lineage(fact: RoleFact, found: FetchedStream) -> RoleFact:
-    """Add the terms whose log is here now; the last leader may be newer than this node has heard of."""
-    last = found.lineage.last.promise
+def _with_lineage(fact: RoleFact, lineage: Lineage) -> RoleFact:
+    """Note the terms of the log that comes; its last leader may be newer than this node has heard of."""
+    last = lineage.last.promise
     if last > fact.promise:
         fact = fact.heard_of(last)
         if fact.role is Role.FOLLOWS:
             fact = fact.following(last.node)
-    return replace(fact, lineage=found.lineage)
+    return replace(fact, lineage=lineage)

@@ -383,7 +383,9 @@ class _Link:
         if isinstance(job, events.Greet):
             position, is_all = self._position, False
             group = max((mark.group for mark in now.durable.values()), default=GroupNumber(0))
-            greeting = Document(LINEAGE, fact.promise.epoch, Greeting(fact.lineage, group, fact.claimant).to_json())
+            greeting = Document(
+                LINEAGE, fact.promise.epoch, Greeting(fact.lineage_of_log(group), group, fact.claimant).to_json()
+            )
             documents = (greeting, *documents)
         else:
             if self._asked_anew.is_set():

@@ -455,7 +455,7 @@ class Follower:
         self.phase = FollowerPhase.FOLLOWING
         self._backoff.reset()
         kept = self._keep(shipment)
-        return [*kept, *self._note_reigns(), *self._acknowledge(shipment, now_s, wall_ns)]
+        return [*kept, *self._note_lineage(), *self._acknowledge(shipment, now_s, wall_ns)]
 
     def _was_set_aside(self, holding: OwnHolding) -> list[Effect]:
         self.holding = holding
@@ -463,29 +463,27 @@ class Follower:
             return []  # the link has gone
         self._aligned_with = self._greeting.lineage
         # Noted durably after the cut: until then the older lineage claims only what is true of the rest.
-        return [*self._note_reigns(), *self._say_hello()]
+        return [*self._note_lineage(), *self._say_hello()]
 
     def _applied(self, holding: OwnHolding, now_s: float, wall_ns: int) -> list[Effect]:
         shipment, self._taken, self.holding = self._taken, None, holding
         if self.phase is not FollowerPhase.FOLLOWING or shipment is None:
             return []  # the link has gone
         self.trouble = None
-        kept = [*self._keep(shipment), *self._note_reigns()]
-        return [*kept, *self._show_all(shipment), *self._acknowledge(shipment, now_s, wall_ns)]
+        return [*self._keep(shipment), *self._show_all(shipment), *self._acknowledge(shipment, now_s, wall_ns)]
 
     def _show_all(self, shipment: Shipment) -> list[Effect]:
         """Show readers what was applied before the leader does, if this node's acknowledgement is enough."""
         assert self._greeting is not None, "a term is known from a greeting"
-        counts = self.fact.lineage == self._greeting.lineage and self.fact.promise.node != self._node
+        counts = self.holding.group >= self._greeting.lineage.last.behind and self.fact.promise.node != self._node
         return [ShowAll()] if shipment.by_one and counts else []
 
-    def _note_reigns(self) -> list[Effect]:
-        """Note terms whose past is now here: before the acknowledgement, because that counts from there on."""
+    def _note_lineage(self) -> list[Effect]:
+        """Note the leader's terms, before anything of its log is taken."""
         assert self._greeting is not None, "a term is known from a greeting"
-        lineage = self._greeting.lineage.covered_by(self.holding.group)
-        if lineage == self.fact.lineage:
+        if self._greeting.lineage == self.fact.lineage:
             return []
-        self.fact = replace(self.fact, lineage=lineage)
+        self.fact = replace(self.fact, lineage=self._greeting.lineage)
         return [PersistRole(self.fact)]
 
     def _keep(self, shipment: Shipment) -> list[Effect]:

@@ -145,7 +145,7 @@ class Leader:
     @property
     def lineage(self) -> Lineage:
         """The lineage of its greeting."""
-        return self.fact.lineage
+        return self.fact.lineage_of_log(self.group)
 
     @property
     def marks(self) -> Mapping[ShardId, DurableMark]:

@@ -11,9 +11,10 @@ The facts
 - A *term* names the commit group behind which a leader went on. The terms of a log, in order, are its
   *lineage*. Two logs have the same bytes up to the group of the first term in which they differ. Groups
   behind that in one log aren't in the other.
-- A node notes a term only once it has everything that the leader had when it began. So of two nodes the one
-  with the later last term has everything that was acknowledged; if the last terms are equal, the one with the
-  greater group: `Rank`.
+- A node notes its leader's terms before it takes anything from that leader: a log that is ahead of its lineage
+  would be taken for another's after a crash. A term counts once the log has everything that the leader had when
+  it began. So of two nodes the one with the later last term has everything that was acknowledged; if the last
+  terms are equal, the one with the greater group: `Rank`.
 
 Transitions of a node (its promise: p):
 
@@ -95,7 +96,7 @@ class Lineage:
         return self.terms[-1]
 
     def covered_by(self, group: GroupNumber) -> Lineage:
-        """Return the terms that a node may note if its log ends at that group: those whose whole past is there."""
+        """Return the terms that count if the log ends at that group: those whose whole past is there."""
         return Lineage((self.terms[0], *(term for term in self.terms[1:] if term.behind <= group)))
 
     def common_with(self, other: Lineage) -> tuple[Lineage, GroupNumber | None]:
@@ -137,6 +138,13 @@ class RoleFact:
     lineage: Lineage = Lineage()
     claimant: str = ""
     """Claimant of the promise; empty: not known."""
+
+    def lineage_of_log(self, group: GroupNumber) -> Lineage:
+        """Return the lineage of this node's log, which ends at that group.
+
+        A leader's own terms count whatever its marks say: after a power cut they may be older than its log.
+        """
+        return self.lineage if self.role is Role.LEADS else self.lineage.covered_by(group)
 
     def rank(self, group: GroupNumber) -> Rank:
         """Return the rank of this node if its log ends at that group."""
