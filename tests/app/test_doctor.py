@@ -156,6 +156,29 @@ def test_a_key_or_a_merge_that_a_table_with_rows_was_not_written_by_is_wrong(tmp
     assert "Restore the table's key" in found.fix
 
 
+def test_a_log_that_no_reader_and_no_writer_takes_is_wrong(tmp_path: Path) -> None:
+    """Every append and read failed, and doctor found nothing."""
+    (tmp_path / "millstream.toml").write_text("[streams.shop]\n")
+
+    def of_log() -> Diagnosis:
+        (found,) = [one for one in examine(Home(tmp_path), lambda _line: None) if one.check == "log of shop"]
+        return found
+
+    assert of_log().message == "there is none yet"
+    with millstream.open(tmp_path) as opened:
+        opened.append("shop", "clicks", [{"id": 1}])
+    assert of_log().message == "it can be read, from number 1 to 1"
+    for name in ("00001", "00000/notes.txt"):
+        file = Home(tmp_path).wal_folder("shop") / name
+        file.touch()
+        found = of_log()
+        assert (found.code, found.blocks) == ("unexpected_file", "home")
+        file.unlink()
+    file.touch()
+    told = json.loads(command("--home", str(tmp_path), "status", "--json").stdout)
+    assert len(told["problems"]) == len(set(told["problems"]))
+
+
 def test_an_error_of_the_disk_is_told_as_everywhere(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> str:
         raise OSError(errno.EROFS, "Read-only file system", "/srv/lake")

@@ -29,7 +29,7 @@ from millstream.app.lake_checks import (
 )
 from millstream.app.status import collect_status, live_progress, tables_of
 from millstream.app.status_words import undelivered, why_and_since
-from millstream.errors import IngestError, MillstreamError
+from millstream.errors import IngestError, LogError, MillstreamError
 from millstream.home.config_mapping import capture_config, write_rules
 from millstream.home.home import Home
 from millstream.home.machine_code_folder import place_compiled_code
@@ -153,6 +153,7 @@ def _examine(
 
 def _of_stream(home: Home, name: str, stream: StreamConfig) -> Iterator[Diagnosis]:
     yield from _lake_checks(home, name, stream)
+    yield from _one(f"log of {name}", partial(_log, home, name))
     yield from _one(f"writers of {name}", partial(_writers, home, name))
     yield from _given_up(home, name)
     unset = home.loaded_config.unset_consumers(name)
@@ -365,6 +366,20 @@ def _lake_checks(home: Home, name: str, stream: StreamConfig) -> Iterator[Diagno
     yield from found
     if stream.lake.format != "postgres" and all(one.is_ok for one in found):
         yield from _one(f"tables in the lake of {name}", partial(check_lake_owner, home, name, stream))
+
+
+def _log(home: Home, name: str) -> str:
+    from millstream.wal.reader import StreamReader
+
+    folder = home.wal_folder(name)
+    try:
+        if folder.is_dir():
+            reader = StreamReader(str(folder))
+            return f"it can be read, from number {reader.first_seq():,} to {reader.persisted_upto():,}"
+    except LogError as error:
+        if error.code != "log_empty":
+            raise
+    return "there is none yet"
 
 
 def _writers(home: Home, name: str) -> str:

@@ -99,7 +99,7 @@ def collect_status(home: Home, cache: StatusCache | None = None) -> dict[str, An
         "streams": streams,
         "conditions": [],
         "alerts": None,
-        "problems": problems,
+        "problems": list(dict.fromkeys(problems)),
         "measures": counted,
         "resources": resources_of(home.data, processes),
     }
