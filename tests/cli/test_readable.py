@@ -17,7 +17,7 @@ from tests.app.homes import make_home, run
 
 import millstream
 import millstream.cli
-from millstream.cli.context import note, print_table, say
+from millstream.cli.context import name_home, note, print_table, say
 from millstream.cli.main import say_error
 from millstream.cli.output_formats import STYLES, write_result
 from millstream.model.human_text import readable
@@ -89,6 +89,16 @@ def test_a_count_of_one_is_singular_and_an_offset_beyond_the_end_has_a_hint(tmp_
         f"hint: Read from the end or an earlier offset; `millstream --home {home} wal ls`"
         in run(home, "wal", "cat", "--from-offset", "9").stderr
     )
+
+
+def test_a_command_for_another_node_names_no_home_of_this_one(capsys: pytest.CaptureFixture[str]) -> None:
+    name_home("/srv/a")
+    try:
+        note("Run `millstream run` on b, `millstream token create` there, or `millstream status`.")
+    finally:
+        name_home(None)
+    said = "Run `millstream run` on b, `millstream token create` there, or `millstream --home /srv/a status`.\n"
+    assert capsys.readouterr().err == said
 
 
 def _values(told: Any) -> list[Any]:

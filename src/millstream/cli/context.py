@@ -95,7 +95,8 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
 
 
-_COMMAND: Final = re.compile(r"`millstream (?!--|init\b|demo\b)")
+_COMMAND: Final = re.compile(r"`millstream (?!--|init\b|demo\b)(?![^`]*` (?:on|there)\b)")
+"""The beginning of a command that acts on a home of this machine, and not on another node's."""
 _named: str | None = None
 """The home that the command line names."""
 
