@@ -79,12 +79,22 @@ def test_commands_show_names_of_others_without_what_a_terminal_acts_on(tmp_path:
     assert record["row"] == {EVIL: EVIL}
 
 
-def test_a_count_of_one_is_singular_and_an_offset_beyond_the_end_has_a_hint(tmp_path: Path) -> None:
+def test_a_count_of_one_is_singular_and_a_wrong_place_is_told_as_that(tmp_path: Path) -> None:
     home = make_home(tmp_path / "home", "[streams.web]\n")
     with millstream.open(home) as opened:
         opened.append("web", "t", [{"a": 1}])
     for words in (("wal", "verify"), ("wal", "stats")):
         assert run(home, *words).stdout.startswith("1 segment, ")
+    for words, said in (
+        (("wal", "inspect", "--seq", "5-1"), "5 is above 1"),
+        (("wal", "export", "-o", str(tmp_path)), "is a folder, and ndjson needs a file"),
+        (
+            ("wal", "export", "--format", "csv", "-o", str(home / "millstream.toml")),
+            "is a file, and csv needs a folder",
+        ),
+    ):
+        refused = run(home, *words)
+        assert (refused.returncode, said in refused.stderr) == (2, True), refused.stderr
     assert (
         f"hint: Read from the end or an earlier offset; `millstream --home {home} wal ls`"
         in run(home, "wal", "cat", "--from-offset", "9").stderr

@@ -149,6 +149,9 @@ def test_the_systems_errors_are_told_with_path_and_number(tmp_path: Path, capsys
     assert isinstance(as_told(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x")), DiskFull)
     assert code_of(as_told(PermissionError(errno.EACCES, "denied", str(tmp_path / "x")))) == "home_unwritable"
     assert code_of(as_told(OSError(errno.EROFS, "read-only", str(tmp_path / "a" / "x")))) == "home_unwritable"
+    assert (
+        as_told(FileNotFoundError(errno.ENOENT, "no such file", "/no/x")).hint == "Check the path, or name another one."
+    )
     assert as_told(OSError("no number at all")).details == {"path": None, "errno": None}
     assert _report(OSError(errno.EIO, os.strerror(errno.EIO), "/mnt/x"), debug=False) == 1
     told = capsys.readouterr().err

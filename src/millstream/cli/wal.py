@@ -397,9 +397,12 @@ def _seq_range(text: str | None) -> tuple[int, int | None]:
         return 1, None
     first, dash, last = text.partition("-")
     try:
-        return (int(first) if first else 1), (int(last) if last else None if dash else int(first))
+        a, b = (int(first) if first else 1), (int(last) if last else None if dash else int(first))
     except ValueError as error:
         raise click.BadParameter("must read like 100-200", param_hint="--seq") from error
+    if b is not None and b < a:
+        raise click.BadParameter(f"{a} is above {b}; must read like 100-200", param_hint="--seq")
+    return a, b
 
 
 @wal.command()

@@ -74,6 +74,9 @@ def export(
     from millstream.export.record_reading import table_ids
     from millstream.wal.records_json import Cat
 
+    if output is not None and output.exists() and output.is_dir() != (style in {"arrow", "csv"}):
+        what, wanted_kind = ("folder", "file") if output.is_dir() else ("file", "folder")
+        raise UsageError(f"{output} is a {what}, and {style} needs a {wanted_kind}", hint="Name another with --output.")
     home = invocation.home(needs_source=False)
     name = home.pick_stream(stream)
     damage = Damage()

@@ -25,6 +25,10 @@ _SINCE_BOOT: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 UNREADABLE: Final = frozenset({errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)})
 """Error numbers of a page that the disk can't return, or whose checksum fails in the file system."""
 _REFUSED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_WRONG_PATH: Final = frozenset(
+    {errno.ENOENT, errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
+)
+"""Error numbers of what is at a path, or isn't: the disk is well."""
 _IOV_MAX: Final = 1024
 """Most buffers in one pwritev on Linux and macOS."""
 
@@ -45,7 +49,10 @@ def as_told(error: OSError) -> MillstreamError:
         code = "home_unwritable" if _is_readable(os.fsdecode(path)) else "home_unreadable"
         return MillstreamError(message, code=code, path=os.fsdecode(path))
     number = None if error.errno is None else errno.errorcode.get(error.errno, error.errno)
-    return MillstreamError(message, code="io_failed", path=None if path is None else os.fsdecode(path), errno=number)
+    hint = "Check the path, or name another one." if error.errno in _WRONG_PATH else None
+    return MillstreamError(
+        message, code="io_failed", hint=hint, path=None if path is None else os.fsdecode(path), errno=number
+    )
 
 
 def _is_readable(path: str) -> bool:
