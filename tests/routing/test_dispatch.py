@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -285,6 +286,27 @@ def test_a_task_that_is_cancelled_leaves_no_sink_without_what_the_log_has() -> N
     asyncio.run(cancelled())
     assert (log.taken[0].row_count, copies.rows) == (1, [1])
     to.close()
+
+
+def test_an_event_loop_that_ends_takes_no_delivery_with_it() -> None:
+    """Regression: its deliveries were cancelled, and the same writes, sent again, waited for them for ever."""
+    log, copies = Log(), Sink()
+    to = Dispatcher(log, {"copies": copies})
+    copies.goes_on.clear()
+    ops = group(("copies", {0: [1], 1: [2]}), count=2, ids=[WriteId(key="a"), WriteId(key="b")])
+
+    async def ends_early() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(to.append_async(ops), 0.01)
+        await asyncio.to_thread(wait_for, lambda: copies.asked == 1)
+
+    asyncio.run(ends_early())
+    copies.goes_on.set()
+    with ThreadPoolExecutor(1) as threads:
+        again = threads.submit(to.append, ops)
+        with closing(to):
+            assert [isinstance(one, Ack) for one in again.result(20).each] == [True, True]
+    assert copies.rows == [1, 2]
 
 
 def test_what_is_on_its_way_when_it_is_closed_is_answered() -> None:

@@ -105,7 +105,9 @@ class Dispatcher:
         async def do(step: _Step) -> Ack | None:
             if isinstance(step, list):
                 waiting = [asyncio.wrap_future(outcome) for outcome in step if not outcome.done()]
-                await asyncio.gather(*waiting, return_exceptions=True)
+                if waiting:
+                    # Unlike `gather`, it leaves the deliveries alone if the loop ends and cancels this task.
+                    await asyncio.wait(waiting)
                 return None
             return await self._log.append_async(step[0], deadline_s=deadline_s, acks=step[1])
 
