@@ -260,7 +260,6 @@ class MergedFold:
     def _opened(self, view: str, columns: pa.Schema, own: pa.Schema) -> OpenTable:
         """Return one of the tables, created if it isn't there."""
         place, opened = self._place, self._merged if view == MERGED else self._regions
-        _check_names(place.name, own)
         if opened is None:
             what = "The rows" if view == MERGED else "The state"
             opened = create_table(
@@ -325,7 +324,9 @@ class MergedFold:
 
     def _stored(self, columns: Iterable[pa.Field]) -> pa.Schema:
         """Return columns in the types of the lake's format."""
-        return format_of(self._place.layout).stored_schema(pa.schema(columns))
+        schema = pa.schema(columns)
+        _check_names(self._place.name, schema)
+        return format_of(self._place.layout).stored_schema(schema)
 
     def _read_head(self) -> Head | None:
         if self._regions is None or self._regions.n is None:
