@@ -163,7 +163,7 @@ PLAIN = {
     "lake": "lake",
     "catalog": "data/catalog.db",
     "node": "grpc://127.0.0.1:1",
-    "store": "file:///nowhere",
+    "store": "file:///dev/null/store",
     "kind": "kafka",
     "format": "delta",
 }
