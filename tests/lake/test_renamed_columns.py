@@ -44,6 +44,7 @@ Records = Callable[..., pa.RecordBatch]
 POINTS = (
     "lake.before_history_commit",
     "lake.after_history_commit",
+    "lake.before_rewrite_commit",
     "lake.fold_file_written",
     "lake.before_fold_commit",
     "lake.after_fold_commit",
