@@ -19,7 +19,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import ipc
 
-from millstream.codec.log_frame import BATCH_HEADER_VERSION
 from millstream.errors import LogError
 from millstream.export.log_export import OPERATIONS_FILE, batches_of, check_columns, exported_rows, read_export
 from millstream.home.home import Home
@@ -99,6 +98,7 @@ def import_log(home: Home, stream: str, folder: Path) -> int:
         DiskFull, CatalogError …: nothing is published; the same call starts again.
     """
     facts = read_export(folder)
+    config = home.configured(stream)
     home.prepare()
     Roles(home).check_leads(stream)
     with nobody_writes(home.run_folder), home.open_catalog() as catalog:
@@ -120,8 +120,8 @@ def import_log(home: Home, stream: str, folder: Path) -> int:
             shards=shards,
             epoch=epoch,
             reservations=reservations,
-            options=LogOptions(frame_version=_frame_version(home, stream)),
-            region=_region(home, stream),
+            options=LogOptions() if config is None else LogOptions(frame_version=config.log.frame_version),
+            region=RegionId(0 if config is None else config.region),
         ) as log:
             records = _append(log, folder, files, sources, _reached(facts, sources))
             failure = log.failure()
@@ -140,18 +140,6 @@ def import_log(home: Home, stream: str, folder: Path) -> int:
             if source:
                 catalog.move_reached(source, lsn, log_had=lsn)
     return records
-
-
-def _frame_version(home: Home, stream: str) -> int:
-    """Return the stream's configured version of frames' headers, or the default."""
-    configured = home.config.streams.get(stream) if home.config_file.exists() else None
-    return BATCH_HEADER_VERSION if configured is None else configured.log.frame_version
-
-
-def _region(home: Home, stream: str) -> RegionId:
-    """Return the stream's configured region, or the default."""
-    configured = home.config.streams.get(stream) if home.config_file.exists() else None
-    return RegionId(0 if configured is None else configured.region)
 
 
 def _stream_on_disk(target: Path, stream: str) -> StreamId | None:

@@ -118,7 +118,7 @@ def increments_of(home: Home, stream: str, table: str) -> Mapping[str, str]:
 
     `UsageError` if the text is no table's name.
     """
-    config = home.config.streams.get(stream) if home.config_file.exists() else None
+    config = home.configured(stream)
     return {} if config is None else write_rules(config)(*parse_qualified_name(table)).accumulates
 
 

@@ -122,7 +122,7 @@ class Home(HomePaths):
         known = f"Streams here: {', '.join(names) or 'none yet'}."
         if named is not None:
             if named not in names:
-                if of is None and named in self._configured():
+                if of is None and named in self._configured_names():
                     raise UnknownStream(
                         f"stream {named} has no log yet: nothing has run, or it is just starting",
                         hint=self._no_log_hint([named]),
@@ -132,7 +132,7 @@ class Home(HomePaths):
                 raise UnknownStream(f"no stream {named}", hint=known, stream=named, known=names)
             return check_stream_name(named)
         if len(names) != 1:
-            configured = self._configured() if of is None and not names else []
+            configured = self._configured_names() if of is None and not names else []
             if configured:
                 which = (
                     f"stream {configured[0]} has" if len(configured) == 1 else f"streams {', '.join(configured)} have"
@@ -148,7 +148,7 @@ class Home(HomePaths):
         follows = all(self.role_file(stream).exists() for stream in streams)
         return _NO_COPY_HINT if follows else _NO_LOG_HINT
 
-    def _configured(self) -> list[str]:
+    def _configured_names(self) -> list[str]:
         """Return the names of the configured streams; none without a configuration, or without its reader.
 
         Raises:
@@ -175,6 +175,10 @@ class Home(HomePaths):
     def config(self) -> Config:
         """Return the configuration, read once."""
         return self.loaded_config.config
+
+    def configured(self, stream: str) -> StreamConfig | None:
+        """Return a stream's configuration; None if the home doesn't configure it, or has no configuration."""
+        return self.config.streams.get(stream) if self.config_file.exists() else None
 
     def written_stream(self, named: str) -> StreamConfig:
         """Return a configured stream to write to; `UnknownStream`, with how to add it, if there is none."""

@@ -102,7 +102,7 @@ def ages_of_regions(home: Home, stream: str) -> tuple[RegionAge, ...]:
     Raises:
         UsageError: a log's folder has an invalid name.
     """
-    config = home.config.streams.get(stream) if home.config_file.exists() else None
+    config = home.configured(stream)
     own = RegionId(0 if config is None else config.region)
     leads = config is not None and Roles(home).of(stream).role is Role.LEADS
     ages = {own: 0.0 if leads else age_of_replica(home, stream)}
@@ -116,9 +116,9 @@ def _other_regions(home: Home, stream: str) -> list[RegionId]:
     Nothing is shown of one that has never come, which is as old as can be.
     """
     regions = set(home.regions_on_disk(stream))
-    config = home.config if home.config_file.exists() else None
-    if config is not None and stream in config.streams and (own := config.streams[stream].region):
-        regions |= {region for region in config.replication.region_addresses if region != own}
+    config = home.configured(stream)
+    if config is not None and config.region:
+        regions |= {region for region in home.config.replication.region_addresses if region != config.region}
     return sorted(regions)
 
 

@@ -42,7 +42,7 @@ def landed_state(home: Home, stream: str, table: RegionTable) -> RegionState | N
     Raises:
         LakeError (`query_memory_full`): see `RegionTable`.
     """
-    config = home.config.streams.get(stream) if home.config_file.exists() else None
+    config = home.configured(stream)
     if config is None or config.lake.format == "postgres" or "merged" not in config.lake.shown:
         return None
     # Imported here: homes without this view read their logs without the lake's modules.

@@ -134,7 +134,7 @@ class RegionTable:
         with_kept: bool = True,
         repeated: RepeatedWrites | None = None,
     ) -> None:
-        config = home.config.streams.get(stream) if home.config_file.exists() else None
+        config = home.configured(stream)
         self._file: Final = merge_file(home, stream, table)
         self.bytes_max: Final = bytes_max
         self._repeated = repeated or RepeatedWrites()

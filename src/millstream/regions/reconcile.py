@@ -108,7 +108,7 @@ def _reconciled(
 ) -> Reconciliation:
     """Reconcile as `reconcile_stream`; a dry run if `rows_max` is given."""
     name = home.pick_stream(stream)
-    config = home.config.streams.get(name) if home.config_file.exists() else None
+    config = home.configured(name)
     names = tuple(tables) or tuple(sorted(config.merge if config is not None else ()))
     if not names:
         raise UsageError(

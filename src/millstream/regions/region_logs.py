@@ -67,7 +67,7 @@ def declared_tables(home: Home, stream: str) -> list[str]:
     Raises:
         ReplicationError (`other_region`), LogError: as `RegionTable`.
     """
-    config = home.config.streams.get(stream) if home.config_file.exists() else None
+    config = home.configured(stream)
     declared = {parse_qualified_name(name) for name in (() if config is None else config.merge)}
     written = {
         (schema.namespace, schema.name)

@@ -118,7 +118,7 @@ def _read_on(state: RegionState, engine: ReconciliationEngine, table: RegionTabl
 
 def _is_as_configured(table: RegionTable, home: Home, stream: str) -> bool:
     """Return whether a table is still read from the same logs, with the same key and merge."""
-    config = home.config.streams.get(stream) if home.config_file.exists() else None
+    config = home.configured(stream)
     key = None if config is None else key_of(config, table.name)
     return (
         table.folders == region_logs(home, stream, config)
