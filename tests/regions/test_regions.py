@@ -35,10 +35,10 @@ from millstream.home.home import Home
 from millstream.model.ids import RegionId, parse_region_log_name, region_log_name
 from millstream.processes.role_locks import RoleLock
 from millstream.protocol.retention import Retention, RetentionBounds
-from millstream.regions import region_logs
+from millstream.regions import region_clocks
 from millstream.regions.merged_table import RegionTable
 from millstream.regions.reconcile import reconcile_stream
-from millstream.regions.region_logs import RegionClocks, RegionsHeard, RegionTimes, newest_time
+from millstream.regions.region_clocks import RegionClocks, RegionsHeard, RegionTimes, newest_time
 from millstream.testing.errors import coded
 from millstream.wal.files import SystemClock
 from millstream.wal.reader import StreamReader
@@ -401,7 +401,7 @@ def test_a_log_that_fails_or_is_too_far_ahead_is_not_asked_again_for_each_group(
 ) -> None:
     searches, opened = [0], [0]
     now_s = [1000.0]
-    monkeypatch.setattr("millstream.regions.region_logs.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("millstream.regions.region_clocks.time.monotonic", lambda: now_s[0])
 
     def refuse(time: HLC, *, name: str) -> None:
         raise ReplicationError(f"{name} is too far ahead: {time}", code="clock_skew")
@@ -413,7 +413,7 @@ def test_a_log_that_fails_or_is_too_far_ahead_is_not_asked_again_for_each_group(
         opened[0] += 1
         raise LogError(f"no log in {folder}", code="log_empty")
 
-    monkeypatch.setattr(region_logs, "newest_time_within", search)
+    monkeypatch.setattr(region_clocks, "newest_time_within", search)
     with both(tmp_path) as (one, _):
         config = Home(one).config.streams["shop"]
         ask = RegionTimes(Home(one), "shop", config, refuse)
@@ -424,7 +424,7 @@ def test_a_log_that_fails_or_is_too_far_ahead_is_not_asked_again_for_each_group(
         for _ in range(5):
             ask()
         assert searches == [2]
-        monkeypatch.setattr(region_logs, "StreamReader", fail)
+        monkeypatch.setattr(region_clocks, "StreamReader", fail)
         ask = RegionTimes(Home(one), "shop", config, refuse)
         for _ in range(5):
             ask()

@@ -25,7 +25,7 @@ from millstream.crdt.hlc import DRIFT_MAX_NS
 from millstream.home.home import Home
 from millstream.model.ids import RegionId, region_log_name
 from millstream.model.positions import Seq
-from millstream.regions.region_logs import clocks_ahead
+from millstream.regions.region_clocks import clocks_ahead
 from millstream.wal.reader import StreamReader
 
 CONFIG = """

@@ -29,7 +29,7 @@ from millstream.app.lake_checks import (
 )
 from millstream.app.status import collect_status, live_progress, tables_of
 from millstream.app.status_words import undelivered, why_and_since
-from millstream.errors import IngestError, LogError, MillstreamError
+from millstream.errors import IngestError, LogError, MillstreamError, UnknownStream
 from millstream.home.config_mapping import capture_config, write_rules
 from millstream.home.home import Home
 from millstream.home.machine_code_folder import place_compiled_code
@@ -511,13 +511,29 @@ def _alerts(home: Home) -> Iterator[Diagnosis]:
 
 
 def _regions(home: Home, name: str, stream: StreamConfig) -> str:
-    from millstream.regions.region_logs import examine_regions
+    """Check that each log belongs to its region, and that tables can merge as configured."""
+    from millstream.regions.declared_merges import check_merges
+    from millstream.regions.region_clocks import newest_time
+    from millstream.regions.region_logs import region_readers
 
-    return examine_regions(home, name, stream)
+    if home.has_catalog():
+        with home.open_catalog() as catalog, contextlib.suppress(UnknownStream):
+            check_merges(stream, catalog.latest_schemas(catalog.stream(name).id).values())
+    copies = []
+    for region, reader in region_readers(home, name, stream).items():
+        if region != stream.region:
+            copies.append(region)
+        elif not home.wal_folder(name).exists():
+            continue
+        newest_time(reader, region)
+    words = [f"this is region {stream.region}"] if stream.region else []
+    words += [f"has the log of region {region}" for region in copies]
+    words += [f"{counted(len(stream.merge), 'table')} can merge"] if stream.merge else []
+    return ", ".join(words)
 
 
 def _clocks_of_regions(home: Home, name: str, stream: StreamConfig) -> Iterator[Diagnosis]:
-    from millstream.regions.region_logs import clocks_ahead
+    from millstream.regions.region_clocks import clocks_ahead
 
     with contextlib.suppress(MillstreamError):  # a log that can't be read is another finding
         for error in clocks_ahead(home, name, stream):

@@ -38,7 +38,7 @@ class HomeMergedTables:
 
     def names(self) -> Sequence[str]:
         """Return the tables whose merge is declared and that a region has written."""
-        from millstream.regions.region_logs import declared_tables
+        from millstream.regions.declared_merges import declared_tables
 
         return declared_tables(self._home, self._stream)
 

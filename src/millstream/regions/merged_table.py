@@ -57,7 +57,8 @@ from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.positions import Seq, StreamToken, short_stream_id
 from millstream.model.schema import TableKind, TableSchema
 from millstream.private_files import make_folder, replacing
-from millstream.regions.region_logs import check_forms, check_region, merge_of, region_logs
+from millstream.regions.declared_merges import check_forms, merge_of
+from millstream.regions.region_logs import check_region, region_logs
 from millstream.regions.state_files import mapped, merge_file
 from millstream.wal.cross_region_duplicates import RepeatedWrites, is_repeat, spans_of
 from millstream.wal.reader import StreamReader, TableRecords

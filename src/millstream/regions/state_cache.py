@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Final
 from millstream.config.stream_checks import key_of
 from millstream.crdt.reconcile import Missing, ReconciliationEngine, RegionState
 from millstream.model.names import parse_qualified_name, qualified_name
+from millstream.regions.declared_merges import merge_of
 from millstream.regions.landed_state import landed_state
 from millstream.regions.merged_table import RegionTable
-from millstream.regions.region_logs import merge_of, region_logs
+from millstream.regions.region_logs import region_logs
 from millstream.wal.cross_region_duplicates import RepeatedWrites
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from millstream.errors import MergeStateUnreadable, MillstreamError
 from millstream.model.ids import RegionId, region_log_name
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.positions import StreamToken, short_stream_id
-from millstream.regions.region_logs import merge_of
+from millstream.regions.declared_merges import merge_of
 from millstream.wal.reader import StreamReader
 from millstream.wal.truncation_check import still_says
 

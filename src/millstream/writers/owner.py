@@ -43,7 +43,7 @@ from millstream.processes.catalog_watch import watched_catalog
 from millstream.processes.child_process import Lifeline
 from millstream.processes.control_socket import ControlServer
 from millstream.processes.role_locks import LOCK_PATIENCE_S, RoleLock, writer_role
-from millstream.regions.region_logs import RegionClocks
+from millstream.regions.region_clocks import RegionClocks
 from millstream.regions.region_retention import expect_followers, merge_needs
 from millstream.regions.retention_folds import MergedFolds
 from millstream.regions.state_files import KeptVectors

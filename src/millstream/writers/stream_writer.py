@@ -21,7 +21,8 @@ from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, StreamId
 from millstream.model.operations import FIRST_SHARD
 from millstream.process_metrics import SINK_IGNORED_ERRORS
 from millstream.processes.role_locks import LOCK_PATIENCE_S
-from millstream.regions.region_logs import RegionClocks, RegionsHeard, RegionTimes, check_merges
+from millstream.regions.declared_merges import check_merges
+from millstream.regions.region_clocks import RegionClocks, RegionsHeard, RegionTimes
 from millstream.routing.dispatch import Dispatcher
 from millstream.wal.files import RealFiles
 from millstream.wal.replica.ship_source import durable_marks
