@@ -22,7 +22,9 @@ from bench.wal import BATCH_ROWS, ROW_BYTES, log_in, operation
 from millstream.errors import LinkLost
 from millstream.model.ids import Epoch
 from millstream.model.replication import Acknowledgement, Hello, NodeName
-from millstream.replication.flight.transport import FlightTransport, FollowRequest, LeaderAddress
+from millstream.replication.flight.address import LeaderAddress
+from millstream.replication.flight.transport import FlightTransport
+from millstream.replication.flight.wire import FollowRequest
 from millstream.replication.joined_link import JoinedLink
 from millstream.replication.object_store.object_names import behind
 from millstream.serving.flight.connections import cut_connections

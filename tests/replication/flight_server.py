@@ -9,7 +9,8 @@ from typing import Any
 import pyarrow.flight as fl
 
 from millstream.errors import MillstreamError
-from millstream.replication.flight.transport import FlightTransport, FollowRequest
+from millstream.replication.flight.transport import FlightTransport
+from millstream.replication.flight.wire import FollowRequest
 from millstream.serving.flight.connections import cut_connections
 from millstream.serving.flight.server import flight_error
 

@@ -10,7 +10,8 @@ import sys
 
 from tests.replication.flight_server import ExchangeServer
 
-from millstream.replication.flight.transport import FlightTransport, LeaderAddress
+from millstream.replication.flight.address import LeaderAddress
+from millstream.replication.flight.transport import FlightTransport
 from millstream.testing.transport import hello_of
 
 if sys.argv[1] == "lead":

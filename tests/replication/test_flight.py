@@ -30,7 +30,9 @@ from millstream.errors import (
     UsageError,
 )
 from millstream.ports import FollowerLink, LeaderLink
-from millstream.replication.flight.transport import FlightTransport, FollowRequest, LeaderAddress
+from millstream.replication.flight.address import LeaderAddress
+from millstream.replication.flight.transport import FlightTransport
+from millstream.replication.flight.wire import FollowRequest
 from millstream.testing.errors import coded
 from millstream.testing.transport import (
     LinkConformance,

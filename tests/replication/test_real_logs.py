@@ -19,7 +19,8 @@ from millstream.errors import LinkLost
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.replication import Acknowledgement, Hello, NodeName
 from millstream.ports import LeaderLink, Transport
-from millstream.replication.flight.transport import FlightTransport, LeaderAddress
+from millstream.replication.flight.address import LeaderAddress
+from millstream.replication.flight.transport import FlightTransport
 from millstream.replication.object_store.object_names import behind
 from millstream.replication.object_store.transport import ObjectStoreTransport
 from millstream.testing.in_process import InProcessTransport

@@ -19,7 +19,8 @@ from millstream.model.replication import Acknowledgement, ByteEnd, Hello, NodeNa
 from millstream.ports import LeaderLink
 from millstream.protocol.replication.high_water_mark import Holdings
 from millstream.protocol.replication.promises_and_fencing import Role, RoleFact
-from millstream.replication.flight.transport import FlightTransport, LeaderAddress
+from millstream.replication.flight.address import LeaderAddress
+from millstream.replication.flight.transport import FlightTransport
 from millstream.replication.follower import WalFollower
 from millstream.replication.shipper import WalShipper
 from millstream.testing.in_process import InProcessTransport

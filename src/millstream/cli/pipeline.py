@@ -15,8 +15,6 @@ from millstream.cli.run import pipeline
 if TYPE_CHECKING:
     from millstream.app.rebuild import From
 
-__all__ = ["pipeline"]
-
 
 @pipeline.command("fold")
 @click.argument("tables", metavar="[TABLE]…", nargs=-1)

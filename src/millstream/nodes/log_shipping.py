@@ -35,7 +35,8 @@ from millstream.protocol.replication.leader_machine import LinkPhase
 from millstream.protocol.replication.promises_and_fencing import CONSUMERS_KEY, SESSIONS, Promise, Role, RoleFact
 from millstream.protocol.retention import HolderKind
 from millstream.replication.archiver import WalArchiver
-from millstream.replication.flight.transport import FlightTransport, FollowRequest
+from millstream.replication.flight.transport import FlightTransport
+from millstream.replication.flight.wire import FollowRequest
 from millstream.replication.shipper import WalShipper
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME

@@ -29,8 +29,6 @@ from millstream.replication.flight.link_watch import LinkWatch
 from millstream.replication.flight.wire import SILENT_S, FollowRequest
 from millstream.replication.queues import WINDOW_BYTES
 
-__all__ = ["FlightTransport", "FollowRequest", "LeaderAddress"]
-
 
 class FlightTransport:
     """One stream's links, at its leader or at a follower.

@@ -28,8 +28,6 @@ from millstream.replication.object_store.writer import StoreContents, StoredLink
 from millstream.replication.queues import WINDOW_BYTES
 from millstream.wal.files import RealFiles
 
-__all__ = ["ObjectStoreTransport"]
-
 _ONE_REGION = RegionId(0)
 
 
