@@ -24,7 +24,7 @@ from millstream.catalog.snapshot import CatalogSnapshot
 from millstream.errors import ConfigError, Fenced, LogError, MillstreamError, ReadOnly
 from millstream.home.home import Home
 from millstream.home.paths import PIPELINE, HomePaths
-from millstream.model.ids import StreamId, TableId
+from millstream.model.ids import StreamId, TableId, default_name
 from millstream.model.names import qualified_name
 from millstream.model.positions import Lsn, Seq, StreamToken, format_lsn
 from millstream.model.schema import TableKind
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from millstream.catalog import Catalog, TableRow
+    from millstream.config.model import StreamConfig
     from millstream.wal.backlog import Backlog, Backlogs
     from millstream.wal.reader import StreamReader
 
@@ -323,10 +324,14 @@ def _has_source(home: Home, name: str) -> bool:
 
 def _slot(home: Home, name: str) -> str | None:
     """Return the name of the slot of a stream's source, if the readable configuration gives it one."""
-    with contextlib.suppress(MillstreamError):  # reported already
-        config = home.config.streams.get(name)
-        if config is not None and config.source is not None:
-            return config.source.slot or f"millstream_{name}"
+    config = _readable_config(home, name)
+    return None if config is None or config.source is None else config.source.slot or default_name(name)
+
+
+def _readable_config(home: Home, name: str) -> StreamConfig | None:
+    """Return a stream's configuration; None if the home has none of it, or it can't be read, which is reported already."""
+    with contextlib.suppress(MillstreamError):
+        return home.config.streams.get(name)
     return None
 
 
@@ -410,9 +415,7 @@ def _retention(
 
     positions = catalog.pipelines(stream)
     folder = home.wal_folder(name)
-    config = None
-    with contextlib.suppress(MillstreamError):  # reported already
-        config = home.config.streams.get(name)
+    config = _readable_config(home, name)
     merges = {} if config is None else merge_needs(catalog, name, stream, config, KeptVectors(home))
     tracker = tracker_of(positions, merges)
     bounds = None if config is None else bounds_of(config.log, folder)
@@ -479,10 +482,7 @@ def lake_paths(home: Home, catalog: Catalog, name: str, stream: StreamId) -> Pat
     from millstream.home.config_mapping import lake_layout
     from millstream.lake.layout import folder_name, folders_in
 
-    try:
-        config = home.config.streams.get(name)
-    except MillstreamError:
-        config = None
+    config = _readable_config(home, name)
     if config is None or config.lake.format == "postgres" or config.lake.lies_in_catalog:
         return lambda _row: {}
     root, views = lake_layout(home, name, config, stream).root, config.lake.shown

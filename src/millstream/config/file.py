@@ -54,7 +54,7 @@ from millstream.config.toml_lines import KeyPath, key_lines
 from millstream.errors import ConfigError, MillstreamError, UsageError
 from millstream.libpq import is_address
 from millstream.model.addresses import MASK, mask_address
-from millstream.model.ids import check_stream_name
+from millstream.model.ids import check_stream_name, default_name
 
 FILE_NAME: Final = "millstream.toml"
 _NAME_BYTES_MAX: Final = 63
@@ -126,7 +126,7 @@ class LoadedConfig:
         """Yield as `items`, with the default names of a stream's source and the default views of its lake."""
         for path, value, origin in self.items():
             if value is None and path[-2:] in {("source", "publication"), ("source", "slot")}:
-                yield path, f"millstream_{path[1]}", origin
+                yield path, default_name(str(path[1])), origin
             elif value is None and path[-2:] == ("lake", "views"):
                 yield path, list(self.config.streams[str(path[1])].lake.shown), origin
             else:
@@ -568,14 +568,14 @@ def _clashes_of_source(
 
     if source is None:
         return
-    slot = source.slot or f"millstream_{name}"
+    slot = source.slot or default_name(name)
     shown = mask_address(source.dsn)  # another password makes no other server
     other = slots.setdefault((source.dsn if shown == MASK else shown, slot), name)
     if other != name:
         yield (*at, "source", "slot"), f"stream {other} uses the slot {slot} of the same server: each needs its own"
     # PostgreSQL cuts a longer name without an error: both publications would be one.
     for key, named, of in (
-        ("publication", source.publication or f"millstream_{name}", "_inserts"),
+        ("publication", source.publication or default_name(name), "_inserts"),
         ("slot", slot, ""),
     ):
         most = _NAME_BYTES_MAX - len(of)

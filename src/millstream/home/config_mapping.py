@@ -15,7 +15,7 @@ from millstream.home.store_profiles import with_profile
 from millstream.libpq import describe_parameters, parse_address
 from millstream.model.addresses import IN_CATALOG
 from millstream.model.durations import duration_s
-from millstream.model.ids import ShardId, StreamId
+from millstream.model.ids import ShardId, StreamId, default_name
 from millstream.model.names import parse_column, parse_qualified_name
 from millstream.model.operations import FIRST_SHARD
 
@@ -59,8 +59,8 @@ def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: 
         stream=name,
         dsn=source.dsn,
         tables=tuple(source.tables),
-        publication=source.publication or f"millstream_{name}",
-        slot=source.slot or f"millstream_{name}",
+        publication=source.publication or default_name(name),
+        slot=source.slot or default_name(name),
         spill_dir=str(home.spill_folder(name)),
         shard_of=shard_of(stream, first_shard),
         copy_workers=source.copy_workers,

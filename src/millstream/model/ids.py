@@ -47,6 +47,11 @@ def check_stream_name(name: str) -> str:
     return name
 
 
+def default_name(stream: str) -> str:
+    """Return the name of what a stream has elsewhere, a slot, a publication or a topic, unless one is configured."""
+    return f"millstream_{stream}"
+
+
 _REGION_LOG: Final = re.compile(r"([^@]*)@([0-9]{1,10})\Z")
 
 

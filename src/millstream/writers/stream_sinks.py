@@ -18,7 +18,7 @@ from millstream.errors import DedupWindowExpired, MillstreamError, Retry, Sessio
 from millstream.model.operations import writes_in
 from millstream.model.records import log_row_prefix
 from millstream.routing.sinks import BufferSink
-from millstream.writers.write_buffers import open_buffer_in
+from millstream.writers.write_buffers import buffer_name, open_buffer_in
 
 if TYPE_CHECKING:
     from millstream.client.appends import HomeAppends
@@ -51,8 +51,7 @@ def _maker(home: Home, stream: str, config: SinkConfig, open_other: OpenOther) -
     shared = {"location", "create", "shards", "client", "timeout", "accept_loss"}
     facts = {key: value for key, value in config.model_dump().items() if key in shared}
     buffer = BufferConfig(kind=config.kind, role="writes", **facts)
-    name = config.location if config.kind == "log" else config.name or f"millstream_{stream}"
-    return lambda: BufferSink(open_buffer_in(home.path, name, buffer))
+    return lambda: BufferSink(open_buffer_in(home.path, buffer_name(stream, config), buffer))
 
 
 class LazySink:

@@ -17,6 +17,7 @@ from millstream.errors import (
     WriteBufferError,
     WriterClosed,
 )
+from millstream.model.ids import default_name
 from millstream.model.operations import Ack, Submitted, WriteOps
 from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.model.replication import LOCAL
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from millstream.config.model import BufferConfig, StreamConfig
+    from millstream.config.routing_model import SinkConfig
     from millstream.home.paths import HomePaths
     from millstream.ingest.schema_on_write import WriteRules
     from millstream.model.ids import ShardId
@@ -39,9 +41,9 @@ _OURS: Final = ("log", "kafka", "redis")
 _REPLICATION: Final = "replication.factor"
 
 
-def buffer_name(stream: str, config: BufferConfig) -> str:
-    """Return the name of a stream's buffer: its topic, the prefix of its keys, or its folder."""
-    return config.location if config.kind == "log" else config.name or f"millstream_{stream}"
+def buffer_name(stream: str, config: BufferConfig | SinkConfig) -> str:
+    """Return the name of a stream's buffer, or of a sink that is one: its topic, the prefix of its keys, or its folder."""
+    return config.location if config.kind == "log" else config.name or default_name(stream)
 
 
 def buffer_of(stream: str, config: StreamConfig) -> str | None:
