@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from datetime import UTC, datetime
 from uuid import UUID
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.errors import InvalidValue, PositionError
+from millstream.model.as_of_parsing import parse_moment
 from millstream.model.ids import StreamId, WriterId
 from millstream.model.positions import Lsn, Seq, SeqRange, StreamToken, format_lsn, parse_lsn
 from millstream.testing.errors import coded
@@ -63,6 +65,15 @@ def test_a_scalar_token_reads_short() -> None:
 def test_a_malformed_token_is_refused(text: str) -> None:
     with pytest.raises(PositionError, check=coded("invalid_token")):
         StreamToken.parse(text)
+
+
+def test_a_refused_text_is_in_the_message_up_to_a_bound() -> None:
+    text = "z" * 10_000
+    with pytest.raises(PositionError) as token:
+        StreamToken.parse(text)
+    with pytest.raises(PositionError) as moment:
+        parse_moment(text, now=datetime.now(UTC))
+    assert max(len(caught.value.message) for caught in (token, moment)) < 200
 
 
 def test_a_token_of_another_stream_is_refused() -> None:

@@ -34,7 +34,7 @@ def parse_moment(text: str, *, now: datetime) -> datetime:
     if _NUMBER.match(text):
         # `fromisoformat` takes some: 20260301, and 1712120112345 as an hour of 1712.
         raise PositionError(
-            f"{text!r} is not a time: a bare number may be seconds, milliseconds or a date",
+            f"{text[:100]!r} is not a time: a bare number may be seconds, milliseconds or a date",
             code="invalid_time",
             hint="Write an ISO time (2026-03-01T12:30, 2026-03-01T12:30:00+01:00), an age (10m ago) or now.",
         )
@@ -45,7 +45,7 @@ def parse_moment(text: str, *, now: datetime) -> datetime:
         found = datetime.fromisoformat(text)
         return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
     except (ValueError, OverflowError) as error:
-        raise PositionError(f"{text!r} is not a time", code="invalid_time") from error
+        raise PositionError(f"{text[:100]!r} is not a time", code="invalid_time") from error
 
 
 def moment_text(at: datetime | str) -> str:

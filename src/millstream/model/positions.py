@@ -24,6 +24,8 @@ Seq = NewType("Seq", int)
 _LSN_TEXT: Final = re.compile(r"([0-9A-Fa-f]{1,8})/([0-9A-Fa-f]{1,8})\Z")
 _TOKEN_TEXT: Final = re.compile(r"([0-9a-f]{8})\.(?:s([0-9]{1,20})|m([0-9]{1,20})((?:~[0-9]{1,20}\.[0-9]{1,20})+))\Z")
 _HOW_TOKENS_READ: Final = "A token reads like 5f0c21aa.s1024, or 5f0c21aa.m1024~2.1311 where a writer is ahead: take one that Millstream gave out, as it is."
+_SHOWN: Final = 100
+"""Characters of a refused text in a message."""
 SEQ_MAX: Final = Seq(2**63 - 1)
 """The greatest number that a stream can reach."""
 
@@ -102,18 +104,18 @@ class StreamToken:
         """
         found = _TOKEN_TEXT.match(text)
         if found is None:
-            raise PositionError(f"{text!r} is not a token", code="invalid_token", hint=_HOW_TOKENS_READ)
+            raise PositionError(f"{text[:_SHOWN]!r} is not a token", code="invalid_token", hint=_HOW_TOKENS_READ)
         ahead: dict[WriterId, Seq] = {}
         minimum = int(found[2] or found[3])
         for part in (found[4] or "").split("~")[1:]:
             writer, position = part.split(".")
             ahead[WriterId(int(writer))] = Seq(int(position))
         if any(number > SEQ_MAX for number in (minimum, *ahead.values())):
-            raise PositionError(f"{text!r} holds a number that no stream can reach", code="invalid_token")
+            raise PositionError(f"{text[:_SHOWN]!r} holds a number that no stream can reach", code="invalid_token")
         token = cls(found[1], Seq(minimum), ahead)
         if str(token) != text:
             raise PositionError(
-                f"{text!r} is not how a token is written, which would be {token}",
+                f"{text[:_SHOWN]!r} is not how a token is written, which would be {token}",
                 code="invalid_token",
                 hint=_HOW_TOKENS_READ,
             )
