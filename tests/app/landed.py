@@ -20,7 +20,7 @@ from millstream.home.home import Home
 from millstream.lake.commit_cuts import commit_cut, last_cut
 from millstream.lake.folded.current import fold_table
 from millstream.lake.history import append_history
-from millstream.lake.layout import TableCommit, has_current
+from millstream.lake.layout import has_current
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableKind, TableSchema
@@ -64,12 +64,9 @@ class LandedHome:
             if found.schema.kind is not TableKind.RAW:
                 batches[found.schema.table_id].append(found.batch)
                 self.schemas[found.schema.table_id] = found.schema.defined()
-        commits: list[TableCommit] = []
-        for table, some in batches.items():
-            schema = self.schemas[table]
-            commits.append(append_history(layout, schema, some, upto))
-            if fold and has_current(schema):
-                commits.append(fold_table(layout, schema, upto))
+        commits = [append_history(layout, self.schemas[table], some, upto) for table, some in batches.items()]
+        if fold:  # also what an earlier batch left unfolded
+            commits += [fold_table(layout, schema, upto) for schema in self.schemas.values() if has_current(schema)]
         if upto > after:
             commit_cut(layout, upto, commits, committed_at=datetime.now(UTC))
         return upto
