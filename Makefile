@@ -38,10 +38,9 @@ forage: $(INSTALLED)  ## the discovery feed on http://127.0.0.1:4242, with its l
 	@$(BIN)/millstream-forage serve $(if $(PORT),--port $(PORT))
 
 # Files of tests are divided among JOBS processes, each with a PostgreSQL and a Spark of its own (about 2 GiB a process);
-# of the quick tier one process alone has Spark, and one Kafka.
-JOBS := 2
-# Quick tests wait for processes and periods for a fifth of their time: a third process works while two wait.
-test: JOBS := 3
+# of the quick tier one process alone has Spark, and one Kafka. Tests wait for processes and periods for a fifth of their
+# time: on two cores a third process works while two wait.
+JOBS := 3
 SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 1
 ifndef SEED
 SEED := $(shell (od -An -N4 -tu4 /dev/urandom || date +%s) 2>/dev/null | tr -d ' ')
